@@ -176,7 +176,8 @@ def written(model: Any, draft: Any, pairs: list[tuple[list[int], list[int]]]) ->
         at, started = 1, perf_counter()  # output[0] is there after the prompt
         while at < len(output):
             drafted: list[int] = []
-            if speculator is not None and not speculator.rests():
+            resting = speculator is not None and speculator.rests()
+            if speculator is not None and not resting:
                 room, text = len(output) - at - 1, prompt + output[:at]
                 (drafted,) = speculator.propose(
                     [Text(number=0, tokens=text, step=at, params=SamplingParams(temperature=0), room=room)]
@@ -189,7 +190,9 @@ def written(model: Any, draft: Any, pairs: list[tuple[list[int], list[int]]]) ->
             right = next((i for i, token in enumerate(drafted) if token != output[at + i]), len(drafted))
             at += right + 1
             decoder.truncate([len(prompt) + at - 1])
-            if speculator is not None:
+            if speculator is not None and resting:
+                speculator.rested(1)
+            elif speculator is not None:
                 speculator.observe(0, right + 1, checked=len(drafted))
                 speculator.stepped(1 + len(drafted), len(prompt) + at, perf_counter() - stepped)
         seconds += perf_counter() - started

@@ -290,7 +290,12 @@ def lengths_after(cost, right, *, sequences=1, steps=200, seconds=0.0, seed=0, r
     found = []
     for _ in range(steps):
         texts = [Text(number=n, tokens=[1] * 50, step=2, params=SamplingParams(), room=room) for n in range(sequences)]
-        drafts = [[] for _ in texts] if speculator.rests() else speculator.propose(texts)
+        if speculator.rests():
+            found.append([0] * sequences)
+            speculator.rested(sequences)
+            proposer.now += (real or cost).seconds(sequences, 50)
+            continue
+        drafts = speculator.propose(texts)
         found.append([len(draft) for draft in drafts])
         for n, draft in enumerate(drafts):
             taken = 1
@@ -348,9 +353,9 @@ def test_steps_that_are_slower_after_a_draft_count_as_its_loss():
         price = Price(first=0.5, more=0.5, after=after)
         _, speculator = lengths_after(LINE, 0.0, steps=1000, seconds=0.5, price=price, room=1)
         calls[after] = speculator.proposer.calls
-    # A draft of one token takes 0.5 and 0.05 for its row; the credit is 1, and 0.0075 of each step.
-    assert 2 * calls[2.0] < calls[0.0] <= (1 + 1000 * 0.0075) / 0.55 + 2
-    assert 2 <= calls[2.0] <= (1 + 1000 * 0.0075) / 2.55 + 2
+    # A draft of one token takes 0.5 and 0.05 for its row; the credit is 1, and 0.006 of each step.
+    assert 2 * calls[2.0] < calls[0.0] <= (1 + 1000 * 0.006) / 0.55 + 2
+    assert 2 <= calls[2.0] <= (1 + 1000 * 0.006) / 2.55 + 2
 
 
 @pytest.mark.parametrize("slow", [0.5, 2.0])
@@ -362,9 +367,11 @@ def test_steps_that_read_prompts_say_nothing_of_drafts(slow):
         speculator = Speculator(proposer, LINE, clock=lambda proposer=proposer: proposer.now)
         text = Text(number=0, tokens=[1] * 50, step=2, params=SamplingParams(), room=1)
         for step in range(60):
-            rows, drafts = 512 if 10 <= step < 20 else 0, []
-            if not speculator.rests():
-                drafts = speculator.propose([text], other_rows=rows)
+            rows = 512 if 10 <= step < 20 else 0
+            if speculator.rests():
+                speculator.rested(1)
+                continue
+            drafts = speculator.propose([text], other_rows=rows)
             checked = sum(map(len, drafts))
             speculator.observe(0, 1, checked=checked)
             speculator.stepped(1 + rows + checked, 50, LINE.seconds(1 + rows + checked, 50) * (factor if rows else 1))
@@ -379,16 +386,12 @@ def test_drafts_that_gained_may_lose_some_of_it():
         proposer = Kinds(seconds=0.6)
         speculator = Speculator(proposer, LINE, clock=lambda proposer=proposer: proposer.now)
         for step in range(60):
-            if speculator.rests() and step >= 4 + good:
+            if speculator.rests():
                 break
-            if step >= 4:
-                text = Text(number=0, tokens=[1] * 50, step=2, params=SamplingParams(), room=1)
-                checked = len(speculator.propose([text])[0])
-                speculator.observe(0, 1 + (step < 4 + good) * checked, checked=checked)
-                speculator.stepped(1 + checked, 50, 1 + 0.05 * checked)
-            else:
-                speculator.observe(0, 1, checked=0)
-                speculator.stepped(1, 50, 1.0)
+            text = Text(number=0, tokens=[1] * 50, step=2, params=SamplingParams(), room=1)
+            checked = len(speculator.propose([text])[0])
+            speculator.observe(0, 1 + (step < 4 + good) * checked, checked=checked)
+            speculator.stepped(1 + checked, 50, 1 + 0.05 * checked)
         calls.append(proposer.calls - good)
     assert calls[0] <= 3
     assert calls[1] > 2 * calls[0]

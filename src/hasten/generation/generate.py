@@ -17,7 +17,7 @@ from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import Prompt, encode_prompts, end_ids, fit, params_of
 from hasten.generation.speculation import Accept, Speculator, Text, make_speculator
 from hasten.generation.stopping import FinishReason, OutputText
-from hasten.model.sharded import told_by_first
+from hasten.model.sharded import ShardedTransformer, told_by_first
 from hasten.model.transformer import Transformer
 
 Draft = str | Path | Transformer
@@ -134,6 +134,7 @@ class Generation:
     ) -> None:
         self.model = model
         self.speculator = speculator
+        self._shared = isinstance(model, ShardedTransformer)
         self.prompts = encode_prompts(model, prompts)
         rows = params_of(params, prompts=len(self.prompts), **settings)
         seeds = [secrets.randbits(63) for _ in rows]  # drawn here, because a draft model draws with the same
@@ -185,7 +186,7 @@ class Generation:
         start = drafted = time.perf_counter()
         logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
         drafts: list[list[int]] = []
-        active = [True] * len(self.prompts)
+        resting, active = False, [True] * len(self.prompts)
         while True:
             counts = [output.count for output in self.outputs]
             # All that depends on the logits is queued before the one unavoidable wait, for the tokens themselves.
@@ -198,21 +199,29 @@ class Generation:
                 taken = [[token] for token in tokens.tolist()]
             now = time.perf_counter()
             pushed = [one for row, on in enumerate(active) if on for one in self._push(row, taken[row])]
+            going = [output.finish_reason is None for output in self.outputs]
             if self.speculator is not None:
-                self._learn(self.speculator, drafts, counts, now - drafted)
+                if resting:
+                    self.speculator.rested(len(pushed))
+                else:
+                    self._learn(self.speculator, drafts, counts, now - drafted)
+                for row in (row for row, on in enumerate(active) if on and not going[row]):
+                    self.speculator.end(row, self._tokens[row][len(self.prompts[row]) :])
             if timing.first_token == 0.0:
                 timing.prefill_tokens += sum(len(p) - self.reused for p in self.prompts)
                 timing.prefill_seconds += now - start
                 timing.first_token = now - timing.started
             else:
-                timing.decode_seconds += now - start
+                timing.decode_seconds += time.perf_counter() - start
                 timing.decode_tokens += len(pushed)
             yield pushed
-            active = [output.finish_reason is None for output in self.outputs]
+            active = going
             if not any(active):
                 return
             start = time.perf_counter()
-            drafts = self._drafts(active)
+            # Ranks propose alike, and each by its own clock: they never rest.
+            resting = self.speculator is not None and not self._shared and self.speculator.rests()
+            drafts = [] if resting else self._drafts(active)
             drafted = time.perf_counter()
             if any(drafts):  # rows that have ended go along, and back
                 logits = self.decoder.verify([[own[-1], *draft] for own, draft in zip(taken, drafts, strict=True)])
@@ -236,7 +245,7 @@ class Generation:
         if self.speculator is None:
             return drafts
         texts = []
-        for row in () if self.speculator.rests() else (row for row, on in enumerate(active) if on):
+        for row in (row for row, on in enumerate(active) if on):
             params, count = self.params[row], self.outputs[row].count
             room = min(self.decoder.room(row), params.max_new_tokens - count - 1)
             texts.append(Text(number=row, tokens=self._tokens[row], step=count, params=params, room=room))
@@ -254,8 +263,6 @@ class Generation:
         for row, taken in enumerate(grown):
             if taken and counts[row]:
                 speculator.observe(row, taken, checked=len(drafts[row]) if drafts else 0)
-            if taken and self.outputs[row].finish_reason is not None:
-                speculator.end(row, self._tokens[row][len(self.prompts[row]) :])
         if max(counts):
             rows = sum(1 + len(draft) for draft in drafts)
             speculator.stepped(rows, sum(map(len, self._tokens)) / len(self._tokens), seconds)

@@ -228,8 +228,9 @@ class Engine:
     def _step(self) -> list[RequestOutput]:
         """Plan, copy, compute, sample, emit."""
         table = self._table
-        if self.speculator is not None:
-            self._propose(self.speculator)
+        speculator, resting = self.speculator, False
+        if speculator is not None and not (resting := bool(table.outputs) and speculator.rests()):
+            self._propose(speculator)
         plan = self.scheduler.plan()
         if not plan:
             return []
@@ -258,20 +259,18 @@ class Engine:
                 growing[table.outputs[sequence]] = row
             if state.search is not None:
                 scored[state.search, sequence] = row
-        found = self._grow(logits, growing) + self._search(logits, scored)
-        if self.speculator is not None:  # drawing is a part of what rows cost
+        found = self._grow(logits, growing, learning=not resting) + self._search(logits, scored)
+        if speculator is not None and resting:
+            speculator.rested(len(growing))
+        elif speculator is not None:  # drawing is a part of what rows cost
             context = sum(entry.end for entry in plan) / len(plan)
-            self.speculator.stepped(sum(entry.count for entry in plan), context, time.perf_counter() - started)
+            speculator.stepped(sum(entry.count for entry in plan), context, time.perf_counter() - started)
         return found
 
     def _propose(self, speculator: Speculator) -> None:
         """Have drafts made for the output sequences that are one token behind."""
         outputs = self._table.outputs
         level = [outputs[s] for s in self.scheduler.running if s in outputs and len(s.tokens) - s.computed == 1]
-        if speculator.rests():
-            for one in level:
-                one.sequence.drafts = []
-            return
         texts = [
             Text(
                 number=one.sequence.number,
@@ -286,8 +285,8 @@ class Engine:
         for one, draft in zip(level, speculator.propose(texts, other_rows=self.scheduler.behind), strict=True):
             one.sequence.drafts = draft
 
-    def _grow(self, logits: Tensor, growing: dict[OutputSequence, int]) -> list[RequestOutput]:
-        """Each output sequence takes what is sampled for it, from its row on."""
+    def _grow(self, logits: Tensor, growing: dict[OutputSequence, int], *, learning: bool) -> list[RequestOutput]:
+        """Each output sequence takes what is sampled for it, from its row on. learning: the speculator is told."""
         if not growing:
             return []
         found: list[RequestOutput] = []
@@ -297,7 +296,7 @@ class Engine:
         for output, sampled in zip(owners, drawn, strict=True):
             text, count = output.append(sampled.tokens, failure=sampled.failure)
             self._counts.generated_tokens += count
-            if self.speculator is not None:
+            if self.speculator is not None and learning:
                 self.speculator.observe(output.sequence.number, count, checked=len(output.sequence.drafts))
             self.scheduler.accept(output.sequence, sampled.tokens[:count])
             if output.finish_reason is not None:

@@ -4,8 +4,8 @@ A step over R rows takes `cost(R)`. Of the proposed tokens each is accepted with
 by its kind. A batch gets the tokens that are most likely accepted, as many as give the most tokens a second; where none
 does, nothing is proposed, and the step is a plain one. Chances and costs are estimates, so what drafts gained or lost
 is measured too: a small credit, in plain steps, pays for losses and grows by gains, and a little with each step. Where
-it is used up, nothing is proposed until it has grown again. So drafts that never help cost `_CREDIT` steps and
-`_INTEREST` of all.
+it is used up, drafts rest for as many steps as it takes to grow again. So drafts that never help cost `_CREDIT` steps
+and `_INTEREST` of all.
 """
 
 import time
@@ -28,7 +28,7 @@ _PLAIN_AGAIN = 64  # and one of so many later
 _SEEN = 8  # of so many plain steps one bends the table of costs: a small model's step is short
 _CREDIT = 1.0  # plain steps that drafts may lose at first
 _MOST_CREDIT = 4.0  # that they may have by what they gained, in one text; a batch's steps tell more, and cost more
-_INTEREST = 0.0075  # of a plain step that they may lose more, with each step
+_INTEREST = 0.006  # of a plain step that they may lose more, with each step
 _FAR = 2.0  # times as long as usual: others had the processor
 _LATEST = 16  # steps, by which `active` counts
 _GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
@@ -130,7 +130,9 @@ class Speculator:
         self._plain_steps = 0
         self._asked_at = 0  # the step in which the proposer was asked last
         self._credit = _CREDIT
-        self._began: float | None = None  # the time when this step's proposing did
+        self._rest = 0  # steps that go by without a word
+        self._usual = 0.0  # seconds of each
+        self._last = (1, 0.0)  # rows and context of the latest step that was told, without what was proposed
         # Seconds: proposing in this step, a plain one; and whether what the step itself takes tells of the drafts.
         self._asked: tuple[float, float, bool] | None = None
         self._texts = 0  # for which drafts were asked in this step
@@ -138,22 +140,33 @@ class Speculator:
         self._all = (0, 0, 0)  # of this step: sequences, tokens that they took, proposed ones that were checked
 
     def rests(self) -> bool:
-        """Begin a step; True: nothing is to be proposed in it, because drafts lost of late."""
-        self._drafts.clear()
-        self._asked, self._taken, self._all = None, 0, (0, 0, 0)
-        self._credit = max(self._credit, min(_CREDIT, self._credit + _INTEREST))
-        plain = self.stats.steps < _PLAIN or self.stats.steps % _PLAIN_AGAIN == 0
-        if not self.always and (self._credit < 0 or plain):
-            return True
-        self._began = self._clock()
-        return False
+        """Whether this step is one of a rest: `rested` ends it, and nothing else is asked or told of it."""
+        if not self._rest and self._credit < 0 and not self.always:
+            self._rest = int(-self._credit / _INTEREST)
+            self._credit += self._rest * _INTEREST
+            self._usual = self.cost.seconds(*self._last)
+        return self._rest > 0
+
+    def rested(self, tokens: int) -> None:
+        """A step of a rest took so many tokens, one of each sequence."""
+        stats, rows, usual = self.stats, self._last[0], self._usual
+        self._rest -= 1
+        stats.steps += 1
+        stats.tokens += tokens
+        stats.rows[rows] = stats.rows.get(rows, 0) + 1
+        stats.active -= stats.active / _LATEST
+        stats.step_seconds += usual
+        stats.plain_seconds += usual
 
     def propose(self, texts: Sequence[Text], *, other_rows: int = 0) -> list[list[int]]:
         """Drafts for the next step of these sequences. other_rows: of the same step, prompts that are read."""
-        if not texts:
-            return []
-        asked = self._clock()
-        started, self._began = asked if self._began is None else self._began, None
+        started = asked = self._clock()
+        self._drafts.clear()
+        self._asked, self._taken, self._all = None, 0, (0, 0, 0)
+        self._credit = max(self._credit, min(_CREDIT, self._credit + _INTEREST))
+        steps = self.stats.steps
+        if not texts or (not self.always and (self._credit < 0 or steps < _PLAIN or steps % _PLAIN_AGAIN == 0)):
+            return [[] for _ in texts]
         self._texts = len(texts)
         self._credit = min(self._credit, _MOST_CREDIT / len(texts) ** 0.5)
         context = sum(len(text.tokens) for text in texts) / len(texts)
@@ -213,6 +226,7 @@ class Speculator:
     def stepped(self, rows: int, context: float, seconds: float) -> None:
         """The target's step over so many rows took so long."""
         stats, (sequences, taken, checked) = self.stats, self._all
+        self._last = rows - checked, context
         stats.steps += 1
         stats.rows[rows] = stats.rows.get(rows, 0) + 1
         stats.active += (bool(checked) - stats.active) / _LATEST
