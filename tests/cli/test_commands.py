@@ -11,6 +11,7 @@ import pytest
 
 import hasten
 from hasten.cli.main import COMMANDS, main
+from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
 from hasten.generation.speculation import Speculator
 
@@ -228,7 +229,8 @@ def test_eval_without_overlap(tiny_folder, tmp_path, capfd):
     assert "not both" in capfd.readouterr().err
 
 
-def test_generate_with_drafts_says_the_same(tiny_folder, capfd):
+def test_generate_with_drafts_says_the_same(tiny_folder, capfd, monkeypatch):
+    monkeypatch.setattr("hasten.generation.speculation.build.Speculator", partial(Speculator, always=True))
     arguments = ["generate", str(tiny_folder), "--prompt", "def add", "--max-new-tokens", "24", "--seed", "3"]
     found = []
     for draft in (
@@ -252,6 +254,11 @@ def test_generate_with_drafts_says_the_same(tiny_folder, capfd):
         assert told["speedup"] > 0
         assert told["tokens"] == 23
         assert told["accepted_tokens"] == sum(told["accepted_by_position"]) <= told["draft_tokens"]
+    assert found[2]["speculation"]["accepted_tokens"] > 10, "the model draws for itself"
+    assert found[3]["speculation"]["draft_tokens"] > 0
+    for accept in ("exact", "distribution"):
+        main([*arguments, "--draft", str(tiny_folder), "--accept", accept, "--temperature", "0.8", "--ignore-eos"])
+        assert " proposed tokens were taken (" in capfd.readouterr().err
 
 
 def test_chat_with_drafts_says_the_same(tiny_folder, monkeypatch, capsys):
@@ -270,11 +277,15 @@ def test_chat_with_drafts_says_the_same(tiny_folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("draft", ["suffix", "self:1-layers"])
-def test_stream_and_llm_take_drafts(tiny_folder, draft):
+def test_stream_and_llm_take_drafts(tiny_folder, draft, monkeypatch):
+    monkeypatch.setattr("hasten.generation.speculation.build.Speculator", partial(Speculator, always=True))
     options = {"max_new_tokens": 16, "temperature": 0.8, "seed": 3, "ignore_eos": True}
     model = hasten.load(tiny_folder)
     plain = "".join(hasten.stream(model, "def add", **options))
     assert "".join(hasten.stream(model, "def add", draft=draft, speculate=4, **options)) == plain
-    llm = hasten.LLM(tiny_folder, draft=draft, speculate=4, cache_bytes=1 << 20)
+    llm = hasten.LLM(tiny_folder, device="cpu", draft=draft, speculate=4, cache_bytes=1 << 20)
     (answer,) = llm.generate(["def add"], SamplingParams(**options))
     assert answer.text == plain
+    assert (llm.engine.stats().draft_tokens > 0) == (draft != "suffix"), "suffix may find nothing"
+    with pytest.raises(ConfigError, match="dtype and device are for a model that is loaded here"):
+        hasten.LLM(model, device="cpu")

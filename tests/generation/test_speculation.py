@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hasten
-from drafting import FREE, proposing
+from drafting import FREE, proposing, resting
 from hasten.errors import ConfigError
 from hasten.generation.cache import row_format
 from hasten.generation.decoder import Decoder
@@ -86,6 +86,31 @@ def test_the_text_is_the_same_with_any_draft(model, settings):
         else:
             assert stats.accepted_tokens < stats.draft_tokens
     assert texts_of(model, params, Speculator(SuffixProposer(), FREE, always=True)) == plain
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_the_text_is_the_same_where_layers_have_windows(family):
+    """Of 6 or 7 tokens: what was rejected may not have pushed out what the window still sees."""
+    model = hasten.load(make_reference(family))
+    params = [SamplingParams(max_new_tokens=24, seed=seed, temperature=0.8) for seed in (1, 2, 3)]
+    plain = texts_of(model, params)
+    known = [prompt + result.tokens for prompt, result in zip(PROMPTS, plain, strict=True)]
+    speculator = knowing(known, mistakes=0.3, most=12)
+    assert texts_of(model, params, speculator) == plain
+    assert 0 < speculator.stats.accepted_tokens < speculator.stats.draft_tokens
+
+
+def test_texts_go_on_through_rests_and_end_in_them(model, monkeypatch):
+    params = [SamplingParams(max_new_tokens=n, temperature=0.9, seed=1, ignore_eos=True) for n in (60, 110, 200)]
+    plain = texts_of(model, params)
+    speculator, rests, ended = resting(monkeypatch)
+    assert texts_of(model, params, speculator) == plain
+    stats = speculator.stats
+    assert len(set(rests)) > 1, "after how many drafts: they rest, and are tried again"
+    assert stats.steps == 199
+    assert stats.tokens == 60 + 110 + 200 - 3
+    assert sum(stats.rows.values()) == 199
+    assert sorted(ended) == [0, 1, 2]
 
 
 @pytest.fixture(scope="module")
@@ -307,6 +332,22 @@ def lengths_after(cost, right, *, sequences=1, steps=200, seconds=0.0, seed=0, r
         speculator.stepped(rows, 50, took)
         proposer.now += took
     return [length for lengths in found[steps // 2 :] for length in lengths], speculator
+
+
+def test_suffix_proposes_as_long_as_it_is_likely():
+    """Fewer tokens where they are less likely, and where earlier places go on in different ways."""
+
+    def length(tokens, chance, floor=0.5):
+        text = Text(number=0, tokens=tokens, step=1, params=SamplingParams(), room=16)
+        (draft,) = SuffixProposer().propose([text], floor=floor, chance=chance)
+        return len(draft.tokens)
+
+    repeated = [*range(20, 40)] * 2
+    assert length(repeated, lambda kind: 0.99) == 16
+    assert length(repeated, lambda kind: 0.8) == 3  # 0.8³ is above a half, 0.8⁴ below
+    assert length(repeated, lambda kind: 0.4) == 0
+    divided = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2]  # after 1, 2 comes a 3, and then a 4 or a 5
+    assert length(divided, lambda kind: 0.9 if kind % 2 else 0.4) == 1
 
 
 LINE = StepCost((1, 64), (1.0, 1.0 + 63 * 0.05), (0.0, 0.0))  # each further row costs a twentieth of the first

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hasten
-from drafting import proposing
+from drafting import proposing, resting
 from hasten.generation.params import SamplingParams
 from hasten.generation.sampling import RowParams, process
 from hasten.generation.speculation import Speculator, make_speculator
@@ -76,15 +76,19 @@ def test_answers_are_those_without_drafts(model, blocks, cache):
     check_answers(model, blocks, cache)
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
-def test_answers_by_the_native_kernels_are_those_without_drafts(weights):
+NATIVE = [("bfloat16", "auto"), ("int8", "auto"), ("int4", "auto")]
+NATIVE += [("bfloat16", "int8"), ("int8", "int8"), ("int4", "int4")]
+
+
+@pytest.mark.parametrize(("weights", "cache"), NATIVE)
+def test_answers_by_the_native_kernels_are_those_without_drafts(weights, cache):
     model = tiny_llama().bfloat16()
     model.generation = {"eos_token_id": 90}
     if weights != "bfloat16":
         hasten.quantize(model, hasten.Int8() if weights == "int8" else hasten.Int4(group_size=32))
     if reason := refusal(model):
         pytest.skip(reason)
-    check_answers(hasten.fuse(model), 20, "auto")
+    check_answers(hasten.fuse(model), 20, cache)
 
 
 def check_answers(model, blocks, cache):
@@ -113,6 +117,19 @@ def check_answers(model, blocks, cache):
     assert 0 < stats.active <= 1
     assert stats.draft_tokens > stats.accepted_tokens > 40
     assert sum(stats.accepted_by_position) == stats.accepted_tokens
+
+
+def test_answers_go_on_through_rests(model, monkeypatch):
+    """Of drafts that are always wrong: for many steps nothing is asked or told, and answers end there."""
+    long = [request(str(n), PROMPT, max_new_tokens=90 + 50 * n, temperature=0.8, seed=n) for n in range(3)]
+    plain = {name: said(pieces) for name, pieces in run(make_engine(model), long).items()}
+    engine = make_engine(model)
+    engine.speculator, rests, ended = resting(monkeypatch)
+    assert {name: said(pieces) for name, pieces in run(engine, long).items()} == plain
+    assert len(set(rests)) > 1, "after how many drafts: they rest, and are tried again"
+    assert engine.speculator.stats.steps == engine.stats().steps
+    assert engine.speculator.stats.tokens == 90 + 140 + 190
+    assert len(ended) == 3
 
 
 @pytest.mark.parametrize("count", [7, None], ids=["one text each", "forks and constraints too"])

@@ -77,8 +77,12 @@ def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str) -> N
 
 
 def _shares(row: Mapping[str, Any], *, cache: bool) -> str:
-    """What of the machine's limits a rung has, what a token of its cache takes, and how well it predicts."""
+    """What was predicted, a rung's shares of the machine's limits, its drafts and cache, and how well it predicts."""
     shares = []
+    if row.get("predicted_tokens_per_second") is not None:
+        shares.append(f"{format_value(row['predicted_tokens_per_second'], 'speed')} predicted")
+    if row.get("acceptance") is not None:
+        shares.append(f"{format_value(row['acceptance'], 'percent')} of drafts taken")
     for name, key in (("MBU", "mbu"), ("MFU", "mfu")):
         if row.get(key) is not None:
             shares.append(f"{name} {cell(row, key, 'percent')}")

@@ -35,7 +35,10 @@ class Output:
 
 @dataclass(slots=True)
 class Timing:
-    """Where the time of a generation went, in seconds; filled in while it runs."""
+    """Where the time of a generation went, in seconds; filled in while it runs.
+
+    decode_seconds: of steps after the first token, from asking for drafts to the text of the tokens.
+    """
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -219,7 +222,7 @@ class Generation:
             if not any(active):
                 return
             start = time.perf_counter()
-            # Ranks propose alike, and each by its own clock: they never rest.
+            # What ranks tell each other they do in the same steps; their clocks, by which drafts rest, differ.
             resting = self.speculator is not None and not self._shared and self.speculator.rests()
             drafts = [] if resting else self._drafts(active)
             drafted = time.perf_counter()

@@ -377,7 +377,7 @@ class Transformer(nn.Module):
     def bind(self, *, attention: str | None = None, loss: str | None = None, dtype: torch.dtype | None = None) -> None:
         """Choose every layer's kernels anew, or force one by name; needed after moving to another device or dtype.
 
-        dtype: of the products, where autocast will have them in another than the weights'.
+        dtype: of the products, where autocast will have them in another than the weights': then only to be called so.
 
         Where none is named here, the loss's is the first that fits each call, whose dtype autocast decides; one that
         was named before is forgotten.

@@ -94,16 +94,17 @@ class LLM:
         settings: EngineSettings | None = None,
         *,
         dtype: str | None = None,
+        device: str | None = None,
         draft: str | Path | Transformer = "none",
         speculate: int | None = None,
         accept: Accept = "exact",
         adapters: Mapping[str, str | Path] | None = None,
         **more: Any,
     ) -> None:
-        """model: a loaded one, or a folder or hub id, which is loaded (in its own dtype unless `dtype` says otherwise)
-        and fused where it can be. settings, or single fields of `EngineSettings` by keyword. draft, speculate,
-        accept: what proposes tokens, for the same texts sooner (`hasten.generate`). adapters: LoRA folders by the names
-        that requests give (`adapter="name"`). Raises ConfigError.
+        """model: a loaded one, or a folder or hub id, which is loaded (in its own dtype and on the CPU, unless `dtype`
+        and `device` say otherwise) and fused where it can be. settings, or single fields of `EngineSettings` by
+        keyword. draft, speculate, accept: what proposes tokens, for the same texts sooner (`hasten.generate`).
+        adapters: LoRA folders by the names that requests give (`adapter="name"`). Raises ConfigError.
         """
         if more:
             if settings is not None:
@@ -116,9 +117,9 @@ class LLM:
             from hasten.model.fused import fuse_where_it_fits
             from hasten.model.load import load
 
-            model = fuse_where_it_fits(load(model, dtype=dtype))
-        elif dtype is not None:
-            raise ConfigError("dtype is for a model that is loaded here; this one has its own")
+            model = fuse_where_it_fits(load(model, dtype=dtype, device=device or "cpu"))
+        elif dtype is not None or device is not None:
+            raise ConfigError("dtype and device are for a model that is loaded here; this one has its own")
         self.model = model
         how: dict[str, Any] = {"adapters": adapters, "draft": draft, "speculate": speculate, "accept": accept}
         self.engine = make_engine(model, model.tokenizer, settings or EngineSettings(), **how)

@@ -52,7 +52,7 @@ def training_use(
         compiled=techniques.compile,
         joined=techniques.joined_projections and device.type == "cpu",
         explicit_attention=attention_kernel(recipe, device) == "reference",
-        loss=loss.name,
+        loss="chunked" if ranks.tensor > 1 else loss.name,  # a head that ranks share has that one
         zero=parallel.zero,
         ranks=ranks.size // parallel.replicas,
         replicas=parallel.replicas,

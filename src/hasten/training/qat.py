@@ -10,7 +10,7 @@ from hasten.data import Batch
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.families import FAMILIES
 from hasten.model.load import open_checkpoint
-from hasten.model.transformer import Transformer
+from hasten.model.transformer import Attention, Transformer
 from hasten.quantization.qat import FakeRounding, bits_at, fake_layers, fake_quantize, set_bits
 from hasten.training.precision import Precision
 from hasten.training.recipe import Qat
@@ -102,6 +102,10 @@ def block_eigenvalues(model: Transformer, batch: Batch, steps: int) -> list[floa
 
     The native kernels have no second derivative: H·v is (g(w + εv) - g(w - εv)) / 2ε, in float32. Two passes a step.
     """
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    chosen = [attention.kernels for attention in attentions]
+    for attention in attentions if model.device.type != "cpu" else ():  # which chose by the dtype of autocast
+        attention.bind()
     plain = TrainStep(model, None, Precision("float32", model.device))  # type: ignore[arg-type] # it never steps
     batch, found = batch.to(model.device), []
 
@@ -125,4 +129,6 @@ def block_eigenvalues(model: Transformer, batch: Batch, steps: int) -> list[floa
         with torch.no_grad():
             torch._foreach_copy_(weights, kept)
         found.append(value)
+    for attention, kernels in zip(attentions, chosen, strict=True):
+        attention.kernels = kernels
     return found

@@ -24,7 +24,7 @@ _PRIOR = 3.0  # proposed tokens that a proposer's own belief counts for
 _MEMORY = 200.0  # proposed tokens of a kind after which older ones count for less
 _PROBE = 32  # of so many steps without a draft, one has a draft all the same: texts change
 _PLAIN = 4  # steps without drafts at first: they say what plain ones take
-_PLAIN_AGAIN = 64  # and one of so many later
+_PLAIN_AGAIN = 64  # and one of so many later, as after each rest
 _SEEN = 8  # of so many plain steps one bends the table of costs: a small model's step is short
 _CREDIT = 1.0  # plain steps that drafts may lose at first
 _MOST_CREDIT = 4.0  # that they may have by what they gained, in one text; a batch's steps tell more, and cost more
@@ -131,8 +131,8 @@ class Speculator:
         self._asked_at = 0  # the step in which the proposer was asked last
         self._credit = _CREDIT
         self._rest = 0  # steps that go by without a word
-        self._usual = 0.0  # seconds of each
-        self._last = (1, 0.0)  # rows and context of the latest step that was told, without what was proposed
+        self._rested = False  # the step before was one of those
+        self._context = 0.0  # of the latest step that was told
         # Seconds: proposing in this step, a plain one; and whether what the step itself takes tells of the drafts.
         self._asked: tuple[float, float, bool] | None = None
         self._texts = 0  # for which drafts were asked in this step
@@ -144,16 +144,16 @@ class Speculator:
         if not self._rest and self._credit < 0 and not self.always:
             self._rest = int(-self._credit / _INTEREST)
             self._credit += self._rest * _INTEREST
-            self._usual = self.cost.seconds(*self._last)
         return self._rest > 0
 
     def rested(self, tokens: int) -> None:
-        """A step of a rest took so many tokens, one of each sequence."""
-        stats, rows, usual = self.stats, self._last[0], self._usual
+        """A step of a rest took so many tokens, one of each sequence; as long as usual, it is supposed."""
+        stats, usual = self.stats, self.cost.seconds(tokens, self._context)
         self._rest -= 1
+        self._rested = True
         stats.steps += 1
         stats.tokens += tokens
-        stats.rows[rows] = stats.rows.get(rows, 0) + 1
+        stats.rows[tokens] = stats.rows.get(tokens, 0) + 1
         stats.active -= stats.active / _LATEST
         stats.step_seconds += usual
         stats.plain_seconds += usual
@@ -164,8 +164,10 @@ class Speculator:
         self._drafts.clear()
         self._asked, self._taken, self._all = None, 0, (0, 0, 0)
         self._credit = max(self._credit, min(_CREDIT, self._credit + _INTEREST))
-        steps = self.stats.steps
-        if not texts or (not self.always and (self._credit < 0 or steps < _PLAIN or steps % _PLAIN_AGAIN == 0)):
+        steps, rested = self.stats.steps, self._rested
+        self._rested = False
+        quiet = rested or self._credit < 0 or steps < _PLAIN or steps % _PLAIN_AGAIN == 0
+        if not texts or (quiet and not self.always):
             return [[] for _ in texts]
         self._texts = len(texts)
         self._credit = min(self._credit, _MOST_CREDIT / len(texts) ** 0.5)
@@ -226,7 +228,7 @@ class Speculator:
     def stepped(self, rows: int, context: float, seconds: float) -> None:
         """The target's step over so many rows took so long."""
         stats, (sequences, taken, checked) = self.stats, self._all
-        self._last = rows - checked, context
+        self._context = context
         stats.steps += 1
         stats.rows[rows] = stats.rows.get(rows, 0) + 1
         stats.active += (bool(checked) - stats.active) / _LATEST

@@ -123,7 +123,7 @@ class BlockMask:
             self._blocks()
 
     def flex(self, queries: int, device: torch.device) -> flex_attention.BlockMask:
-        """flex_attention's mask of the last `queries` positions, from block numbers; no n × n matrix is made."""
+        """flex_attention's mask of the last `queries` positions, from block numbers."""
         self.check(queries, self.keys)
         return self._form((queries, device), lambda: _flex(self.layout, queries, self.keys, device))
 
@@ -214,7 +214,7 @@ def _flex(layout: BlockLayout, queries: int, keys: int, device: torch.device) ->
     seen = dense_blocks(layout).to(device)  # (1 or H, rows, columns)
     places = torch.arange(keys, device=device)
     own = places[offset:]
-    # One side after the other, so that no n x n matrix is made: is any, is all of a tile seen?
+    # One side after the other, so that no n x n matrix is made of large blocks: is any, is all of a tile seen?
     sides = [(own // block - first_row, 1), (places // block, 2)]
     some = whole = seen
     for index, side in sides:

@@ -60,7 +60,7 @@ LONG = 2048  # queries
 
 
 def _flash_triton_opt_in(request: AttentionRequest) -> str | None:
-    """Why it waits to be asked for, from what was measured on an H100 (benchmarks/results/gpu-session.json)."""
+    """Why it waits to be asked for, from what was measured on an H100 (benchmarks/results/gpu-flash.json)."""
     if request.device.type == "cpu" or request.compute_capability() != HOPPER:
         return "it was measured on Hopper GPUs only: elsewhere by name"
     if request.queries is None or request.queries < LONG:

@@ -70,9 +70,8 @@ class _Chunked(torch.autograd.Function):
         grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if by_bias else None
         for start in range(0, x.shape[0], rows):
             part, wanted = x[start : start + rows], targets[start : start + rows]
-            need = by_x or by_weight or by_bias
-            gradient = make(part, wanted, head, loss, need=need)
-            if gradient is None or not need:
+            gradient = make(part, wanted, head, loss, need=by_x or by_weight or by_bias)
+            if gradient is None:
                 continue
             if grad_bias is not None:
                 grad_bias += gradient.sum(0, dtype=wide)

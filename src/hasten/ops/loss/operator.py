@@ -68,7 +68,7 @@ def linear_cross_entropy(
     softcap: logits become softcap·tanh(logits / softcap). Under autocast the products are in its dtype, else in x's.
     `kernel` forces one by name. Raises ConfigError for shapes, dtypes and devices that do not fit, and on a CPU for
     targets that are no tokens. On CUDA targets are not looked at, which would make every step wait for the device: one
-    below zero counts as token 0 there, one of the padding makes the loss infinite, one beyond the rows stops CUDA.
+    that is no token makes the loss infinite there (`chunked-triton`), or may stop CUDA.
     """
     if targets.shape != x.shape[:-1] or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ConfigError(

@@ -20,13 +20,28 @@ WARPS = 8
 
 
 @triton.jit
-def kernel(logits, bias, targets, losses, vocabulary, columns, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of logits (rows, columns), of which the first `vocabulary` are tokens: its loss, and in its place
+def kernel(
+    logits,  # (rows, columns), in whose place the gradient comes
+    bias,  # (columns,), or None
+    targets,  # (rows,)
+    losses,  # (rows,)
+    vocabulary,
+    columns,
+    IGNORED: tl.constexpr,
+    NEED: tl.constexpr,  # the gradient too
+    BLOCK: tl.constexpr,
+):
+    """One row of logits, of which the first `vocabulary` are tokens: its loss, infinite for a target that is none, and
     softmax - one-hot; zeros for a row that predicts nothing, and for the padding.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     target = tl.load(targets + row)
+    known = (target >= 0) & (target < vocabulary)
+    # Before the reductions, behind which the gradient is written over it.
+    own = tl.load(logits + target, mask=known, other=float("-inf")).to(tl.float32)
+    if bias is not None:
+        own += tl.load(bias + target, mask=known, other=0.0).to(tl.float32)
     places = tl.arange(0, BLOCK)
     top = float("-inf")
     total = 0.0
@@ -39,33 +54,32 @@ def kernel(logits, bias, targets, losses, vocabulary, columns, IGNORED: tl.const
         total = total * tl.exp(top - new) + tl.sum(tl.exp(x - new), axis=0)
         top = new
     counts = target != IGNORED
-    place = tl.where(counts, target, 0)
-    own = tl.load(logits + place).to(tl.float32)
-    if bias is not None:
-        own += tl.load(bias + place).to(tl.float32)
     tl.store(losses + row, tl.where(counts, tl.log(total) + top - own, 0.0))
-    share = tl.where(counts, 1.0, 0.0)
-    for start in range(0, columns, BLOCK):
-        here = start + places
-        x = tl.load(logits + here, mask=here < vocabulary, other=float("-inf")).to(tl.float32)
-        if bias is not None:
-            x += tl.load(bias + here, mask=here < vocabulary, other=0.0).to(tl.float32)
-        gradient = share * (tl.exp(x - top) / total - tl.where(here == target, 1.0, 0.0))
-        tl.store(logits + here, gradient.to(logits.dtype.element_ty), mask=here < columns)
+    if NEED:
+        share = tl.where(counts, 1.0, 0.0)
+        for start in range(0, columns, BLOCK):
+            here = start + places
+            x = tl.load(logits + here, mask=here < vocabulary, other=float("-inf")).to(tl.float32)
+            if bias is not None:
+                x += tl.load(bias + here, mask=here < vocabulary, other=0.0).to(tl.float32)
+            gradient = share * (tl.exp(x - top) / total - tl.where(here == target, 1.0, 0.0))
+            tl.store(logits + here, gradient.to(logits.dtype.element_ty), mask=here < columns)
 
 
-def loss_and_gradient(part: Tensor, wanted: Tensor, head: Head, loss: Tensor, *, need: bool) -> Tensor:
+def loss_and_gradient(part: Tensor, wanted: Tensor, head: Head, loss: Tensor, *, need: bool) -> Tensor | None:
     """As chunked.py's, in the dtype of the products: adds a chunk's losses to `loss`, returns the gradient by its
-    logits (n, rows of the weight).
+    logits (n, rows of the weight) if needed.
     """
     logits = readable(part @ head.weight.t())
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    bias = None if head.bias is None else head.bias.contiguous()
     with torch.cuda.device_of(logits):
         kernel[(len(logits),)](
-            *(logits, head.bias, wanted, losses, head.vocab_size, logits.shape[1]),
+            *(logits, bias, wanted.contiguous(), losses, head.vocab_size, logits.shape[1]),
             IGNORED=IGNORED,
+            NEED=need,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
     loss += losses.sum()
-    return logits
+    return logits if need else None
