@@ -122,13 +122,17 @@ def generated(
 
 
 def in_turns(contestants: dict[str, Any], questions: Sequence[Any]) -> dict[str, tuple[Any, Result]]:
-    """All are asked one question after the other, and take turns with the answer; texts and result of each."""
+    """All are asked one question after the other, and take turns with the answer; texts and result of each.
+
+    Each round begins one further: nobody has two turns in a row, the second of which would find its cache warm.
+    """
     for question in questions:
         for one in contestants.values():
             one.ask(question)
         going = list(contestants.values())
         while going:
-            going = [one for one in going if one.some_steps()][::-1]
+            going = [one for one in going if one.some_steps()]
+            going = going[1:] + going[:1]
     return {name: (one.texts, one.result()) for name, one in contestants.items()}
 
 
