@@ -30,8 +30,8 @@ EDITED = "783f8354"  # the last commit whose edits are taken
 EDITS = 8  # files
 EDIT_TOKENS = 300, 1500  # of a file
 # Steps of one of several that take turns: so few that the memory, whose speed changes within seconds, is as fast for
-# all, so many that what the others left in the caches counts little.
-TURN = 16
+# all. The first two of a turn do not count: they find in the caches what the one before left there.
+TURN, UNCOUNTED = 16, 2
 Result = dict[str, float]
 
 
@@ -89,6 +89,7 @@ class Stream:
         self.speculators: list[Any] = []
         self.steps: Iterator[Any] = iter(())
         self.prompt_tokens = 0  # of the latest
+        self.tokens, self.seconds = 0, 0.0  # of the steps that count
 
     def ask(self, prompt: list[int]) -> None:
         """The next stream, which `some_steps` carries on."""
@@ -102,13 +103,17 @@ class Stream:
 
     def some_steps(self) -> bool:
         """False at the end of the text."""
-        steps = list(islice(self.steps, TURN))
+        steps, timing = list(islice(self.steps, UNCOUNTED)), self.timings[-1]
+        tokens, seconds = timing.decode_tokens, timing.decode_seconds
+        steps += islice(self.steps, TURN)
+        self.tokens += timing.decode_tokens - tokens
+        self.seconds += timing.decode_seconds - seconds
         self.texts[-1] += [token for step in steps for _, token, _ in step]
-        return len(steps) == TURN
+        return len(steps) == UNCOUNTED + TURN
 
     def result(self) -> Result:
         """Of all texts."""
-        speed = sum(t.decode_tokens for t in self.timings) / sum(t.decode_seconds for t in self.timings)
+        speed = self.tokens / self.seconds
         context = self.prompt_tokens + self.settings["max_new_tokens"] / 2
         found = {"tokens_per_second": speed, "repeated_16_grams": median(repeated(text) for text in self.texts)}
         return found | facts(self.speculators, self.model, context)
@@ -124,7 +129,7 @@ def generated(
 def in_turns(contestants: dict[str, Any], questions: Sequence[Any]) -> dict[str, tuple[Any, Result]]:
     """All are asked one question after the other, and take turns with the answer; texts and result of each.
 
-    Each round begins one further: nobody has two turns in a row, the second of which would find its cache warm.
+    Each round begins one further: nobody has two turns in a row, of which the second would find its cache warm.
     """
     for question in questions:
         for one in contestants.values():
@@ -219,7 +224,7 @@ class Served:
             tensor.zero_()
         self.params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
         self.texts: dict[str, list[int]] = {}
-        self.seconds = 0.0
+        self.tokens, self.seconds = 0, 0.0  # of the steps that count
 
     def ask(self, prompts: list[list[int]]) -> None:
         """Requests that come at once."""
@@ -230,20 +235,28 @@ class Served:
 
     def some_steps(self) -> bool:
         """Carry all on; False when all are answered."""
+        self._steps(UNCOUNTED)
         started = perf_counter()
-        for _ in range(TURN):
+        self.tokens += self._steps(TURN)
+        self.seconds += perf_counter() - started
+        return not self.engine.idle
+
+    def _steps(self, count: int) -> int:
+        """So many tokens came of so many steps."""
+        tokens = 0
+        for _ in range(count):
             if self.engine.idle:
                 break
             for piece in self.engine.step():
                 self.texts[piece.request_id].extend(piece.tokens)
-        self.seconds += perf_counter() - started
-        return not self.engine.idle
+                tokens += len(piece.tokens)
+        return tokens
 
     def result(self) -> Result:
         """Of all answers."""
         stats = self.engine.stats()
         return {
-            "tokens_per_second": sum(map(len, self.texts.values())) / self.seconds,
+            "tokens_per_second": self.tokens / self.seconds,
             "acceptance": stats.accepted_tokens / max(1, stats.draft_tokens),
             "repeated_16_grams": median(repeated(text) for text in self.texts.values()),
         }

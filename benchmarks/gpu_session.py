@@ -11,6 +11,7 @@ The JSON is written again after every step, so that a session that ends early ke
 """
 
 import argparse
+import gc
 import itertools
 import json
 import statistics
@@ -263,6 +264,7 @@ def main() -> None:
         options.output.write_text(json.dumps(report, indent=1, default=str))
         if options.device != "cpu":
             torch._dynamo.reset()
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 

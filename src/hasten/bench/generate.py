@@ -34,7 +34,7 @@ from tyro.conf import Suppress
 
 from hasten.bench.gptq_folder import gptq_folder
 from hasten.bench.measure import Ladder, say
-from hasten.bench.models import BenchmarkModel, check_fits, check_least, choose_rungs
+from hasten.bench.models import BenchmarkModel, check_fits, check_least, choose_rungs, folder_name
 from hasten.bench.process import Rung
 from hasten.errors import ConfigError
 from hasten.generation.params import KVCacheDtype
@@ -254,7 +254,7 @@ class GenerateLadder(Ladder):
                 **{name: getattr(ladder, name) for name in SETTINGS},
                 "text_bytes": None if ladder.text is None else TEXT_BYTES,
                 "gptq": made_gptq,
-                "draft": None if ladder.draft == "none" else ladder.draft.rstrip("/").rsplit("/", 1)[-1],
+                "draft": None if ladder.draft == "none" else folder_name(ladder.draft),
                 "left_out": {name: why for name, why in self.left_out().items() if name not in rungs},
             },
             dtypes=("float32" if wide else ladder.dtype, *(("int8",) if integers else ())),

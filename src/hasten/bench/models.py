@@ -51,7 +51,7 @@ class BenchmarkModel:
         if self.shape is not None:
             return f"{self.shape} (random weights)"
         assert self.model is not None
-        return self.model.rstrip("/").rsplit("/", 1)[-1]
+        return folder_name(self.model)
 
     def config(self) -> ModelConfig:
         """The model's config: the shape's, or what the folder's config.json says."""
@@ -103,6 +103,12 @@ class BenchmarkModel:
 
         assert self.model is not None
         return open_checkpoint(self.model)
+
+
+def folder_name(path: str) -> str:
+    """What a report calls a folder or hub id: its last part, and the run's of a run's `model`."""
+    above, last = ["", *path.rstrip("/").split("/")][-2:]
+    return f"{above}/{last}" if last == "model" and above else last
 
 
 def check_fits(name: str, memory: Memory, device: str, *, processes: int = 1) -> int:
