@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import log
 from pathlib import Path
+from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -30,8 +31,8 @@ EDITED = "783f8354"  # the last commit whose edits are taken
 EDITS = 8  # files
 EDIT_TOKENS = 300, 1500  # of a file
 # Steps of one of several that take turns: so few that the memory, whose speed changes within seconds, is as fast for
-# all. The first two of a turn do not count: they find in the caches what the one before left there.
-TURN, UNCOUNTED = 16, 2
+# all. The first of a turn do not count: a target's weights come back by degrees into a cache that a draft model used.
+TURN, UNCOUNTED = 16, 6
 Result = dict[str, float]
 
 
@@ -129,15 +130,15 @@ def generated(
 def in_turns(contestants: dict[str, Any], questions: Sequence[Any]) -> dict[str, tuple[Any, Result]]:
     """All are asked one question after the other, and take turns with the answer; texts and result of each.
 
-    Each round begins one further: nobody has two turns in a row, of which the second would find its cache warm.
+    In random order, so that nobody has always the same one before: what that one left in the caches counts.
     """
+    order = Random(0)
     for question in questions:
         for one in contestants.values():
             one.ask(question)
         going = list(contestants.values())
         while going:
-            going = [one for one in going if one.some_steps()]
-            going = going[1:] + going[:1]
+            going = [one for one in order.sample(going, len(going)) if one.some_steps()]
     return {name: (one.texts, one.result()) for name, one in contestants.items()}
 
 
