@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import log
 from pathlib import Path
-from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -132,7 +131,7 @@ def in_turns(contestants: dict[str, Any], questions: Sequence[Any]) -> dict[str,
 
     In random order, so that nobody has always the same one before: what that one left in the caches counts.
     """
-    order = Random(0)
+    order = random.Random(0)
     for question in questions:
         for one in contestants.values():
             one.ask(question)
