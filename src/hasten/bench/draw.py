@@ -50,6 +50,7 @@ def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str) -> N
     rows, speed = report["rows"], SPEED_METRICS[report["kind"]]
     worked = [row for row in rows if "error" not in row and row.get(speed) is not None]
     caches = len({row["cache_bytes_per_token"] for row in worked if "cache_bytes_per_token" in row}) > 1
+    drafted = sum("acceptance" in row for row in worked)
     bars = []
     for row in rows:
         if row not in worked:
@@ -72,7 +73,7 @@ def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str) -> N
         subtitle=f"{settings['model']} on {machine}",
         x_label=UNITS[report["kind"]],
         foot=f"{limits_line(report)}. Medians of {settings.get('rounds', '?')} interleaved rounds",
-        room=1.75 if caches or any("perplexity" in row for row in worked) else 1.5,
+        room=1.6 + 0.2 * (caches or any("perplexity" in row for row in worked)) + 0.75 * (drafted > 0),
     )
 
 
@@ -82,7 +83,7 @@ def _shares(row: Mapping[str, Any], *, cache: bool) -> str:
     if row.get("predicted_tokens_per_second") is not None:
         shares.append(f"{format_value(row['predicted_tokens_per_second'], 'speed')} predicted")
     if row.get("acceptance") is not None:
-        shares.append(f"{format_value(row['acceptance'], 'percent')} of drafts taken")
+        shares.append(f"{format_value(row['acceptance'], 'percent')} accepted")
     for name, key in (("MBU", "mbu"), ("MFU", "mfu")):
         if row.get(key) is not None:
             shares.append(f"{name} {cell(row, key, 'percent')}")
