@@ -10,6 +10,7 @@ import openai
 import pytest
 
 import hasten
+from hasten.generation.speculation import make_speculator
 from hasten.serving.async_engine import AsyncEngine
 from hasten.serving.engine import Engine
 from hasten.serving.settings import EngineSettings
@@ -65,6 +66,21 @@ def test_the_answers_are_the_models(client, model):
     assert [choice.text for choice in answer.choices] == [greedy(model, prompt, 20) for prompt in PROMPTS]
     stream = client.completions.create(model="tiny", prompt=PROMPTS[0], max_tokens=20, temperature=0, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == greedy(model, PROMPTS[0], 20)
+
+
+def test_answers_with_drafts_are_the_same_and_counted(engine, client, model, served):
+    engine.engine.speculator = make_speculator(model, model)  # it draws for itself, so that its drafts are right
+    engine.engine.speculator.always = True
+    answer = client.completions.create(model="tiny", prompt=PROMPTS, max_tokens=20, temperature=0)
+    assert [choice.text for choice in answer.choices] == [greedy(model, prompt, 20) for prompt in PROMPTS]
+    told = dict(line.rsplit(" ", 1) for line in httpx.get(f"{served}/metrics").text.splitlines() if line[0] != "#")
+    counted = {name: float(value) for name, value in told.items() if name.startswith("hasten:spec_decode_")}
+    drafted, accepted = (
+        counted[f'hasten:spec_decode_num_{name}_tokens_total{{model_name="tiny"}}'] for name in ("draft", "accepted")
+    )
+    assert 0 < accepted <= drafted
+    places = [value for name, value in counted.items() if "accepted_tokens_per_pos_total" in name]
+    assert sum(places) == accepted
 
 
 def test_seeds_and_samples(client):
