@@ -29,7 +29,7 @@ def results(run, tensors, device, dtype):
     return [x.detach().cpu().double() for x in found]
 
 
-def check(tensors, *, kernel=None, block_mask=None, factor=2, **options):
+def check(tensors, *, kernel=None, block_mask=None, **options):
     """At most twice what explicit attention errs on the GPU in the same precision."""
     dtype, tokens = tensors[0].dtype, tensors[0].shape[1]
     same = options if block_mask is None else options | {"mask": block_mask.dense(tokens, tokens, torch.device("cpu"))}
@@ -42,7 +42,7 @@ def check(tensors, *, kernel=None, block_mask=None, factor=2, **options):
     there |= {"kernel": kernel, "block_mask": block_mask}
     found = results(lambda *x: attention(*x, **there), tensors, DEVICE, dtype)
     for own, theirs, right in zip(found, plain, exact, strict=True):
-        assert (own - right).square().mean().sqrt() <= factor * (theirs - right).square().mean().sqrt()
+        assert (own - right).square().mean().sqrt() <= 2 * (theirs - right).square().mean().sqrt()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -52,10 +52,14 @@ def test_kernels_in_half_precision(kernel, dtype, size):
     check(problem(dtype=dtype, size=size), kernel=kernel)
 
 
-@pytest.mark.parametrize("kernel", ["memory-efficient", "sdpa", "chunked", "math", "reference"])
+PYTORCHS = pytest.mark.xfail(reason="on an H100 PyTorch's own kernel erred 2.5 times what plain PyTorch did, 1.3e-7")
+
+
+@pytest.mark.parametrize(
+    "kernel", [pytest.param("memory-efficient", marks=PYTORCHS), "sdpa", "chunked", "math", "reference"]
+)
 def test_kernels_in_float32(kernel):
-    # PyTorch's own: on an H100 it erred 2.5 times what plain products and a softmax did, 1.3e-7.
-    check(problem(dtype=torch.float32), kernel=kernel, factor=3 if kernel == "memory-efficient" else 2)
+    check(problem(dtype=torch.float32), kernel=kernel)
 
 
 @pytest.mark.parametrize("kernel", [None, "flash-triton", "reference"])

@@ -134,3 +134,16 @@ def test_combining_the_parts(compiled):
 
     types = {"parts": "*fp32", "peaks": "*fp32", "sums": "*fp32", "out": "*bf16", "splits": "i32"}
     assert compiled(combine, types, {"D": 96, "D_SIDE": 128, "SPLITS_SIDE": 8}).asm["cubin"]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("need", [True, False])
+def test_loss(compiled, bias, need):
+    from hasten.ops.loss.triton_loss import BLOCK, kernel
+
+    types = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32", "vocabulary": "i32", "row_stride": "i32"}
+    types |= {"bias": "*fp32"} if bias else {}
+    code = compiled(kernel, types, {"IGNORED": -100, "NEED": need, "BLOCK": BLOCK}).asm["ptx"]
+    assert "ld.global.v4" in code, "16 bytes a thread, wherever the vocabulary ends"
+    assert ("st.global.v4" in code) == need
+    assert not re.search(r"(ld|st)\.local", code)

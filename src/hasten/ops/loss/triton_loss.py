@@ -20,13 +20,25 @@ WARPS = 8
 
 
 @triton.jit
+def load(logits, bias, places, inside, known):
+    """Logits of a row, with their bias, in float32; -inf where no token is known.
+
+    inside: of the row with its padding, whose end is aligned: so many places are read at once.
+    """
+    x = tl.load(logits + places, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        x += tl.load(bias + places, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(known, x, float("-inf"))
+
+
+@triton.jit
 def kernel(
-    logits,  # (rows, columns), in whose place the gradient comes
-    bias,  # (columns,), or None
+    logits,  # (rows, row_stride), in whose place the gradient comes
+    bias,  # (row_stride,), or None
     targets,  # (rows,)
     losses,  # (rows,)
     vocabulary,
-    columns,
+    row_stride,
     IGNORED: tl.constexpr,
     NEED: tl.constexpr,  # the gradient too
     BLOCK: tl.constexpr,
@@ -35,21 +47,17 @@ def kernel(
     softmax - one-hot; zeros for a row that predicts nothing, and for the padding.
     """
     row = tl.program_id(0).to(tl.int64)
-    logits += row * columns
+    logits += row * row_stride
     target = tl.load(targets + row)
     known = (target >= 0) & (target < vocabulary)
     # Before the reductions, behind which the gradient is written over it.
-    own = tl.load(logits + target, mask=known, other=float("-inf")).to(tl.float32)
-    if bias is not None:
-        own += tl.load(bias + target, mask=known, other=0.0).to(tl.float32)
+    own = load(logits, bias, target, known, known)
     places = tl.arange(0, BLOCK)
     top = float("-inf")
     total = 0.0
     for start in range(0, vocabulary, BLOCK):
         here = start + places
-        x = tl.load(logits + here, mask=here < vocabulary, other=float("-inf")).to(tl.float32)
-        if bias is not None:
-            x += tl.load(bias + here, mask=here < vocabulary, other=0.0).to(tl.float32)
+        x = load(logits, bias, here, here < row_stride, here < vocabulary)
         new = tl.maximum(top, tl.max(x, axis=0))
         total = total * tl.exp(top - new) + tl.sum(tl.exp(x - new), axis=0)
         top = new
@@ -57,13 +65,11 @@ def kernel(
     tl.store(losses + row, tl.where(counts, tl.log(total) + top - own, 0.0))
     if NEED:
         share = tl.where(counts, 1.0, 0.0)
-        for start in range(0, columns, BLOCK):
+        for start in range(0, row_stride, BLOCK):
             here = start + places
-            x = tl.load(logits + here, mask=here < vocabulary, other=float("-inf")).to(tl.float32)
-            if bias is not None:
-                x += tl.load(bias + here, mask=here < vocabulary, other=0.0).to(tl.float32)
+            x = load(logits, bias, here, here < row_stride, here < vocabulary)
             gradient = share * (tl.exp(x - top) / total - tl.where(here == target, 1.0, 0.0))
-            tl.store(logits + here, gradient.to(logits.dtype.element_ty), mask=here < columns)
+            tl.store(logits + here, gradient.to(logits.dtype.element_ty), mask=here < row_stride)
 
 
 def loss_and_gradient(part: Tensor, wanted: Tensor, head: Head, loss: Tensor, *, need: bool) -> Tensor | None:
