@@ -130,15 +130,35 @@ def in_turns(contestants: dict[str, Any], questions: Sequence[Any]) -> dict[str,
     """All are asked one question after the other, and take turns with the answer; texts and result of each.
 
     In random order, so that nobody has always the same one before: what that one left in the caches counts.
+    `turn_ratio` is the median of a turn's speed over that of "none" beside it: it leaves out what other programs took
+    of some turns, and tells what a draft costs that is not taken. What one gives that is taken, the sums tell.
     """
     order = random.Random(0)
+    speeds: dict[str, list[float | None]] = {name: [] for name in contestants}
     for question in questions:
         for one in contestants.values():
             one.ask(question)
-        going = list(contestants.values())
+        going = list(contestants)
         while going:
-            going = [one for one in order.sample(going, len(going)) if one.some_steps()]
-    return {name: (one.texts, one.result()) for name, one in contestants.items()}
+            going = [name for name in order.sample(going, len(going)) if _turn(contestants[name], speeds[name])]
+        longest = max(map(len, speeds.values()))
+        for own in speeds.values():
+            own += [None] * (longest - len(own))
+    results = {name: (one.texts, one.result()) for name, one in contestants.items()}
+    for name, (_, result) in results.items():
+        pairs = zip(speeds[name], speeds["none"], strict=True)
+        ratios = [own / base for own, base in pairs if own and base]  # none where a text is written in one turn
+        whole = result["tokens_per_second"] / results["none"][1]["tokens_per_second"]
+        result["turn_ratio"] = median(ratios) if ratios else whole
+    return results
+
+
+def _turn(one: Any, speeds: list[float | None]) -> bool:
+    """Some steps, and their speed; None where hardly any counted."""
+    tokens, seconds = one.tokens, one.seconds
+    more: bool = one.some_steps()
+    speeds.append((one.tokens - tokens) / (one.seconds - seconds) if more else None)
+    return more
 
 
 def repeated(tokens: list[int], size: int = 16) -> float:

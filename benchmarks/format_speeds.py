@@ -1,7 +1,8 @@
 """How fast a model decodes in each format of its weights, in interleaved rounds of one ladder.
 
     python benchmarks/format_speeds.py --model runs/code-25m/model --gptq GPTQ_INT4_G32 \\
-        --text held-out.jsonl --llama-python PYTHON_WITH_LLAMA_CPP --output benchmarks/results/format-speeds.json
+        --text held-out.jsonl --llama-python PYTHON_WITH_LLAMA_CPP --output benchmarks/results/format-speeds.json \\
+        --picture benchmarks/results/format-speeds.png
 
 The folders are made by `hasten quantize` (rounding to nearest, which has the speed of every method: the rows of --gptq
 are there to show it); llama.cpp's files by its own quantizer from our BF16 export. llama.cpp decodes its own.
@@ -13,7 +14,6 @@ second copy of the latter that shows the noise; --only-paired measures nothing e
 import json
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from math import prod, sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from quantize_quality import command, digest
 
 CASES = {  # name -> options of hasten quantize, rung
     "bfloat16": (None, "native-bf16"),
@@ -73,12 +75,16 @@ class FormatSpeeds:
     output: Path | None = None
     """Where to write the JSON; a table is printed in any case."""
 
+    picture: Path | None = None
+    """Where to draw tokens a second by what is lost."""
+
     def run(self) -> None:
         from hasten.machine import configure, describe
         from hasten.machine.files import write_json
 
         with tempfile.TemporaryDirectory(prefix="hasten-format-speeds-") as place:
             settings = {"model": self.model.parent.name, "prompt_tokens": PROMPT}
+            settings["weights_sha256"] = digest(self.model)
             report: dict[str, Any] = {"machine": describe().to_json(), "settings": settings}
             nearest = Path(place) / "int4-g32"
             if not self.only_paired:
@@ -91,6 +97,8 @@ class FormatSpeeds:
                 print(json.dumps(report["paired"], indent=2))
         if self.output is not None:
             write_json(self.output, report)
+        if self.picture is not None:
+            draw(report, self.picture)
 
     def ladder(self, place: Path, settings: dict[str, Any]) -> dict[str, Any]:
         """All formats, each in a process of its own."""
@@ -110,35 +118,58 @@ class FormatSpeeds:
             new_tokens=NEW,
             rounds=self.rounds,
         )
-        made = []
+        made, bits = [], {"bfloat16": 16.0}
         for name, options, mode, folder in wanted:
             if options is not None:
                 folder = place / name.replace(" ", "-")
                 more = ["--calibration", self.calibration, "--samples", "16"] if "--bits" in options else []
-                quantize(self.model, folder, [*options, *more])
+                bits[name] = quantize(self.model, folder, [*options, *more])
             arguments = {"ladder": ladder, "mode": RUNGS[mode], "source": BenchmarkModel(model=str(folder))}
             techniques = RUNGS[mode].techniques
             made.append(Rung(name, techniques, "hasten.bench.generate_rung:GenerateRung", arguments))
         if self.llama_python is not None:
-            command("export", str(self.model), str(place / "plain.gguf"), "--gguf", "BF16")
+            command(["export", str(self.model), str(place / "plain.gguf"), "--gguf", "BF16"], parse=False)
             for kind in PUBLISHED:
                 file = place / f"{kind}.gguf"
                 script = Path(__file__).with_name("llama_cpp_quantize.py")
                 subprocess.run([self.llama_python, script, place / "plain.gguf", file, kind], check=True)
                 arguments = {"python": self.llama_python, "file": file, "plain": self.model, "text": self.text}
                 made.append(Rung(f"llama.cpp {kind}", ("llama.cpp",), "format_speeds:LlamaCpp", arguments))
+        bits |= {"int8, 16-bit activations": bits.get("int8"), "int4 g32 by gptq": bits.get("int4 g32")}
         report = ladder.measure(made, kind="generate", settings=settings, dtypes=())
+        for row in report["rows"]:
+            row.setdefault("bits_per_weight", bits.get(row["name"]))
         ladder.show(report | {"settings": report["settings"] | {"gptq": None, "left_out": {}}})
         return report
 
 
-def quantize(model: Path, folder: Path, options: list[str]) -> None:
-    """A folder by `hasten quantize`."""
-    command("quantize", str(model), *options, "--output", str(folder))
+def quantize(model: Path, folder: Path, options: list[str]) -> float:
+    """A folder by `hasten quantize`; its bits per weight in all."""
+    bits: float = command(["quantize", str(model), *options, "--output", str(folder)])["bits_per_weight"]
+    return bits
 
 
-def command(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "hasten", *words], check=True, stdout=subprocess.DEVNULL)
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Tokens a second by KL divergence; a point's size is its bits per weight."""
+    from hasten.bench.draw import LINES, curve_axes
+    from hasten.bench.table import machine_line
+
+    with curve_axes(
+        path,
+        title="Speed by what is lost",
+        subtitle=f"{report['settings']['model']}, one sequence; {machine_line(report['machine'])}; MBU beside each",
+        x_label="KL divergence from bfloat16 (nats per token)",
+        y_label="decode tokens/s",
+    ) as axes:
+        for color, program in zip(LINES, ("hasten", "llama.cpp"), strict=False):
+            own = [row for row in report["rows"] if row["name"].startswith("llama.cpp") == (program == "llama.cpp")]
+            points = [(max(row["kl_mean"], 1e-5), row["decode_tokens_per_second"]) for row in own]
+            sizes = [4 * row["bits_per_weight"] for row in own]
+            axes.scatter(*zip(*points, strict=True), s=sizes, color=color, label=program)
+            for point, row in zip(points, own, strict=True):
+                text = f"{row['name'].removeprefix('llama.cpp ')}, {row['mbu']:.0%}"
+                axes.annotate(text, point, xytext=(3, 3), textcoords="offset points", fontsize=6)
+        axes.set_xscale("log")
 
 
 class LlamaCpp:

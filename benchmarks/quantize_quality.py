@@ -1,7 +1,8 @@
 """What each way of quantizing keeps of a model: bits per weight, KL divergence and perplexity on held-out files.
 
-    python benchmarks/quantize_quality.py --model runs/code-25m/model --recipe code-25m \\
-        --output benchmarks/results/quantize-quality.json
+    python benchmarks/quantize_quality.py --model runs/code-25m/model --kilobytes 100 --samples 64 --slow \\
+        --llama-python PYTHON_WITH_LLAMA_CPP --output benchmarks/results/quantize-quality.json \\
+        --picture benchmarks/results/quantize-quality.png
 
 Every row is `hasten quantize` and then `hasten eval --against MODEL`, each in a process of its own. The held-out files
 are those that the recipe keeps for validation; calibration text is drawn from the others. With --llama-python (a Python
@@ -32,6 +33,7 @@ METHODS = {
     "gptq": ["--method", "gptq"],
     "gptaq": ["--method", "gptq", "--gptaq"],
     "sign": ["--method", "sign"],
+    "sign-50": ["--method", "sign", "--steps", "50"],
 }
 SCHEMES = {
     "int8": ["--scheme", "int8"],
@@ -42,6 +44,7 @@ SCHEMES = {
     "int3 g32": ["--scheme", "int3", "--group-size", "32"],
 }
 SLOW = ("int4 g64", "int4 g32")  # by sign rounding: --slow
+FEWER_STEPS = ("int3 g128",)  # what they give is shown here
 PUBLISHED = ("Q8_0", "Q4_0", "Q4_K_M", "Q3_K_M")
 
 
@@ -145,6 +148,8 @@ class QuantizeQuality:
         for scheme in self.schemes:
             for method in self.methods if scheme != "int8" else ("rtn",):
                 if method == "sign" and scheme in SLOW and not self.slow:
+                    continue
+                if method == "sign-50" and scheme not in FEWER_STEPS:
                     continue
                 options = [*SCHEMES[scheme], *METHODS[method], *(calibration if method != "rtn" else [])]
                 yield f"{scheme} {method}", partial(self.quantized, place / "out", options)

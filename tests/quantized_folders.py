@@ -1,6 +1,8 @@
 """Folders of quantized models: what they compute here and in transformers, and changing what stands in them."""
 
 import json
+import resource
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,6 +19,17 @@ from peak_memory import PeakMemory
 
 TOKENS = torch.tensor([[3, 7, 1, 9, 4, 4, 10, 2, 60, 99]])
 Q = "model.layers.0.self_attn.q_proj"  # a module of a Llama
+
+
+@contextmanager
+def full_disk(limit):
+    """A limit on the size of files stands in for a full disk: Python ignores the signal, and writing raises OSError."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def logits(model):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import hasten
 from column_folders import packed_across, packed_down, write
 from hasten.cli.main import main
-from hasten.errors import ConfigError
+from hasten.errors import CheckpointError, ConfigError
 from hasten.model.convert import convert
 from hasten.model.export import export_model
 from hasten.model.formats.record import LayerFormat
@@ -18,7 +18,7 @@ from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.quantization import GPTQ, Int4, Mixed, quantize, quantize_to_folder
 from hasten.quantization.schemes import layers_to_quantize
 from linear_cases import random_weight
-from quantized_folders import Q, change_tensors, logits
+from quantized_folders import Q, change_tensors, full_disk, logits
 from references import make_reference
 from tiny_model import tiny_llama
 
@@ -47,6 +47,12 @@ def test_there_and_back_every_number_is_as_it_was(case, plain_folder, tmp_path):
     if CASES[case].get("symmetric") or "v2" in case:  # the convention for zero points is the same then
         assert all(torch.equal(again[name], tensor) for name, tensor in load_file(folder / "model.safetensors").items())
     assert not {name for name in again if name in weights}
+
+
+def test_a_full_disk_leaves_nothing(int4_folder, tmp_path):
+    with full_disk(20_000), pytest.raises(CheckpointError, match="cannot be written: File too large"):
+        convert(int4_folder, tmp_path / "out", format="gptq")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

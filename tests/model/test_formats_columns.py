@@ -121,6 +121,14 @@ def test_tensors_that_do_not_fit_are_one_error(edit, words, plain_folder, tmp_pa
     refused(folder, *words)
 
 
+def test_an_order_that_is_promised_and_missing_is_an_error(plain_folder, tmp_path):
+    folder, _ = write(plain_folder, tmp_path / "out", "gptq")
+    change_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith(".g_idx")])
+    assert hasten.load(folder) is not None  # in the columns' own order nothing is needed
+    change(folder, desc_act=True)
+    refused(folder, "qweight", "lacks", "g_idx")
+
+
 FIELDS = [
     "quant_method",
     "bits",

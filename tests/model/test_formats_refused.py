@@ -71,6 +71,7 @@ CONFIGS = {
         "reads weights of 2, 3, 4 and 8 bits",
     ),
     "column order": (lambda v: weights_of(v).update(actorder="rows"), "weights.actorder", "rows"),
+    "order of columns missing": (lambda v: weights_of(v).update(actorder="group"), "lacks", "weight_g_idx"),
     "dynamic": (lambda v: weights_of(v).update(dynamic=True), "weights.dynamic"),
     "static activations": (
         lambda v: v["quantization_config"]["config_groups"]["group_0"].update(
@@ -104,5 +105,5 @@ CONFIGS = {
 def test_configs_that_ask_for_something_else_are_refused(case, int4_folder):
     change, *words = CONFIGS[case]
     change_config(int4_folder, change)
-    in_weights = case in ("group of 64", "group of 7", "no word of it")
+    in_weights = case in ("group of 64", "group of 7", "no word of it", "order of columns missing")
     refused(int4_folder, "model.safetensors" if in_weights else "config.json", *words)

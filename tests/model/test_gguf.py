@@ -15,7 +15,7 @@ from hasten.model.gguf.types import TYPE_NAMES, TYPES
 from hasten.model.gguf.write import write_gguf
 from hasten.ops.linear import PackedLinear
 from hasten.ops.linear.embedding import PackedEmbedding
-from quantized_folders import exact
+from quantized_folders import exact, full_disk
 from references import CASES, make_reference
 from tiny_model import tiny_llama
 
@@ -190,6 +190,9 @@ def test_what_gguf_does_not_hold_is_refused_and_nothing_is_left(tmp_path, tiny):
         write_gguf(hasten.quantize(tiny, hasten.Int4(group_size=32, symmetric=False)), path)
     with pytest.raises(CheckpointError, match="cannot be written"):
         write_gguf(tiny_llama(), tmp_path / "missing" / "model.gguf")
+    for limit in (500, 50_000):
+        with full_disk(limit), pytest.raises(CheckpointError, match=r"cannot be written: .*(too large|full)"):
+            write_gguf(tiny_llama(), path)
     assert not list(tmp_path.iterdir())
 
 

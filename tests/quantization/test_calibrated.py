@@ -22,6 +22,7 @@ from hasten.quantization import (
     Int8,
     SignRounding,
     calibration_tokens,
+    choose_bits,
     quantize,
     quantize_to_folder,
 )
@@ -264,19 +265,40 @@ METHODS_AND_SCHEMES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:no kernel multiplies weights of 3 bits")
-@pytest.mark.parametrize("name", METHODS_AND_SCHEMES)
-def test_the_bits_do_not_depend_on_the_number_of_threads(name):
-    method, scheme = METHODS_AND_SCHEMES[name]
+def by_threads(counts, make):
+    """What `make` gives with so many threads."""
     threads, results = torch.get_num_threads(), []
     try:
-        for count in (1, 3):
+        for count in counts:
             torch.set_num_threads(count)
-            model = hasten.load(make_reference("llama"), dtype="bfloat16")
-            results.append(quantize(model, scheme, method=method, calibration=SAMPLES).state_dict())
+            results.append(make())
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(tensor, results[1][key]) for key, tensor in results[0].items())
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:no kernel multiplies weights of 3 bits")
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", METHODS_AND_SCHEMES)
+def test_the_bits_do_not_depend_on_the_number_of_threads(name, family):
+    method, scheme = METHODS_AND_SCHEMES[name]
+
+    def make():
+        model = hasten.load(make_reference(family), dtype="bfloat16")
+        return quantize(model, scheme, method=method, calibration=SAMPLES).state_dict()
+
+    one, three = by_threads((1, 3), make)
+    assert all(torch.equal(tensor, three[key]) for key, tensor in one.items())
+
+
+def test_nor_do_automatic_bits():
+    def make():
+        model = hasten.load(make_reference("llama"), dtype="bfloat16")
+        return choose_bits(model, 6.0, calibration=SAMPLES).table
+
+    one, three = by_threads((1, 3), make)
+    assert one == three
+    assert len(set(one.values())) > 1
 
 
 @pytest.mark.slow
@@ -287,14 +309,12 @@ def test_nor_do_those_of_a_block_wide_enough_to_be_shared_out(name):
     values = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 1, "vocab_size": 512}
     config = read_config(values | {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2})
     tokens = torch.randint(512, (8, 512), generator=torch.Generator().manual_seed(0))
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            model = initialize(config, seed=0, dtype=torch.bfloat16).eval()
-            results.append(quantize(model, scheme, method=method, calibration=tokens).state_dict())
-    finally:
-        torch.set_num_threads(threads)
+
+    def make():
+        model = initialize(config, seed=0, dtype=torch.bfloat16).eval()
+        return quantize(model, scheme, method=method, calibration=tokens).state_dict()
+
+    results = by_threads((1, 2, 3), make)
     for key, tensor in results[0].items():
         assert all(torch.equal(tensor, other[key]) for other in results[1:]), key
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import resource
 import shutil
 import sys
 import weakref
@@ -19,6 +18,7 @@ from hasten.model.context import TrainingContext
 from hasten.model.fused import refusal
 from hasten.ops.linear import PackedLinear
 from hasten.quantization import Int4, Int8, quantize, quantize_to_folder
+from quantized_folders import full_disk
 from references import make_reference, tiny_llama
 
 TOKENS = torch.tensor([[3, 7, 1, 9, 4, 4, 10, 2]])
@@ -167,14 +167,9 @@ def test_a_folder_in_the_way_of_a_file_leaves_the_old_folder_as_it_was(name, tmp
 
 @pytest.mark.parametrize("limit", [500, 20_000])
 def test_a_full_disk_leaves_nothing(limit, tmp_path):
-    """A limit on the size of files stands in for a full disk: in the header, and between tensors."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)  # Python ignores the signal, and open files raise OSError
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        with pytest.raises(CheckpointError, match="cannot be written: File too large"):
-            quantize_to_folder(tiny_llama(), Int4(), tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    """In the header, and between tensors."""
+    with full_disk(limit), pytest.raises(CheckpointError, match="cannot be written: File too large"):
+        quantize_to_folder(tiny_llama(), Int4(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

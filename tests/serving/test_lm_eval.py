@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from importlib.metadata import entry_points
 
 import pytest
 import torch
@@ -99,6 +100,13 @@ def test_the_command(tiny_folder, tiny, folder_of_tasks, tmp_path, capsys):
     bits = -total / math.log(2) / sum(len(text.encode()) for text in texts)
     assert found["tiny_rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
     assert 0 <= found["tiny_generate"]["exact_match,none"] <= 1
+
+
+def test_the_entry_point_for_its_next_release():
+    from hasten.serving.lm_eval import HastenLM
+
+    (point,) = entry_points(group="lm_eval.models", name="hasten")
+    assert point.load() is HastenLM
 
 
 def test_lm_evals_own_command_line_knows_the_model(tiny_folder, folder_of_tasks, tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import tyro
 
 from hasten.checks import real
 from hasten.cli.options import JsonOption, WeightLayout, given, require_new_folder, same_fields
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, HastenError
 from hasten.machine import configure, describe, peak_memory, process_memory, resolve_device
 from hasten.machine.files import require_writable, write_json
 from hasten.machine.progress import share
@@ -38,7 +39,8 @@ CALIBRATION = (
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize(JsonOption):
-    """Quantize a model's weights to 8, 4, 3 or 2 bits, and write them as a folder that hasten and transformers load.
+    """Quantize a model's weights to 8, 4, 3 or 2 bits, and write them as a folder that hasten and transformers load,
+    or as a GGUF file that llama.cpp loads.
 
     Layer by layer, from file to file: memory for about one layer is needed beside the mapped input; --method gptq works
     block by block, and goes on at its block after an interruption. transformers reads the folder with the package
@@ -48,7 +50,7 @@ class Quantize(JsonOption):
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A Hugging Face folder, a GGUF file, or a hub id (owner/name)."""
     output: Path
-    """The folder to write; another than the model's own."""
+    """The folder to write, another than the model's own; with --format gguf a file that ends in .gguf."""
     scheme: Literal["int8", "int4", "int3", "int2"] | None = None
     """int8: one scale for each output row. The others: one for each group of input features of a row."""
     bits: float | None = None
@@ -71,8 +73,9 @@ class Quantize(JsonOption):
     """No zero points (the default; int8 is always symmetric)."""
     asymmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """A zero point for each group."""
-    format: WeightLayout = "compressed-tensors"
-    """The layout of the folder. gptq holds one bit width, and scales in float16."""
+    format: WeightLayout | Literal["gguf"] = "compressed-tensors"
+    """The layout of the folder. gptq holds one bit width, and scales in float16. gguf is a file instead, of int8 (Q8_0)
+    or symmetric int4 (Q4_0)."""
     lm_head: Literal["int8", "same", "none"] | None = None
     """The output matrix: in int8 (the default), like the other layers, or left as it is (the default of gptq)."""
     embedding: Literal["int8", "same", "none"] | None = None
@@ -130,7 +133,7 @@ class Quantize(JsonOption):
             if self.formats is not None and not Path(self.formats).exists():
                 raise ConfigError(f"--formats {self.formats} is not there; --bits NUMBER --formats FILE writes one")
             if self.formats is not None:
-                return Mixed(table=read_json(Path(self.formats)), **same_fields(self, Mixed))
+                return Mixed(table=read_json(Path(self.formats)), **same_fields(self, Mixed) | self.of_gguf())
             raise ConfigError("say how: --scheme int8, int4, int3 or int2, --bits NUMBER, or --formats FILE")
         if self.bits is not None or self.formats is not None:
             raise ConfigError("--scheme is one format for all layers; --bits and --formats take its place")
@@ -143,8 +146,12 @@ class Quantize(JsonOption):
                 raise ConfigError(f"int8 has one scale for each row; {option} goes with --scheme int4, int3, int2")
             return Int8(**same_fields(self, Int8))
         kind = SCHEMES[self.scheme]
-        own = {"lm_head": self.lm_head or "none", "scale_dtype": "float16"} if self.format == "gptq" else {}
+        own = {"lm_head": self.lm_head or "none", "scale_dtype": "float16"} if self.format == "gptq" else self.of_gguf()
         return kind(**same_fields(self, kind) | {"symmetric": not self.asymmetric} | own)
+
+    def of_gguf(self) -> dict[str, Any]:
+        """What a scheme has to be for a GGUF file."""
+        return {"scale_dtype": "float16"} if self.format == "gguf" else {}
 
     def method_of(self) -> BlockMethod | None:
         """The library's method. Raises ConfigError for options that belong to another one."""
@@ -190,11 +197,12 @@ class Quantize(JsonOption):
             options: dict[str, Any] = {"allow_int3": self.allow_int3, "progress": progress}
             chosen = choose_bits(model, cast(float, self.bits), calibration=calibration, **options)
         write_json(self.formats, chosen.table)
-        return replace(chosen, **same_fields(self, Mixed))
+        return replace(chosen, **same_fields(self, Mixed) | self.of_gguf())
 
     def run(self) -> None:
         from time import perf_counter
 
+        from hasten.model.gguf.write import check_gguf
         from hasten.model.load import load, resolve_model
         from hasten.planning.memory import PROCESS_BYTES
         from hasten.quantization import quantize_to_folder
@@ -206,7 +214,8 @@ class Quantize(JsonOption):
         configure(threads=self.threads)
         start = perf_counter()
         folder = resolve_model(self.model)
-        require_new_folder(self.output, folder, option="--output", overwrite=self.overwrite)
+        output = self.folder()
+        require_new_folder(output, folder, option="--output", overwrite=self.overwrite)
         device = str(resolve_device(self.device))
         # The libraries take memory once they are used.
         base = max(process_memory(device), PROCESS_BYTES if device == "cpu" else 0)
@@ -216,6 +225,9 @@ class Quantize(JsonOption):
             budget(model, self.bits, allow_int3=self.allow_int3)
         calibration = None if method is None and self.bits is None else self.calibration_of(model)
         scheme = scheme or self.choose(model, calibration)
+        layers = scheme.layers(model)
+        if self.format == "gguf":
+            check_gguf(model, layers, self.output)
         result: dict[str, Any] = {
             "machine": describe().to_json(),
             "output": str(self.output),
@@ -225,7 +237,7 @@ class Quantize(JsonOption):
         if method is not None and calibration is not None:
             result |= self.announce(model, scheme, method, calibration, base + before)
         reports: list[LayerReport] = []
-        total = len(scheme.layers(model))
+        total = len(layers)
         with share("quantized layers") as progress:
 
             def note(report: LayerReport) -> None:
@@ -236,11 +248,15 @@ class Quantize(JsonOption):
                 progress(len(reports) + done * (total // len(model.blocks)) // steps, total)
 
             options: dict[str, Any] = {"method": method, "calibration": calibration, "report": note, "progress": step}
-            options |= {"spill": self.spill, "format": self.format}
-            quantize_to_folder(model, scheme, self.output, **options)
+            layout = "compressed-tensors" if self.format == "gguf" else self.format
+            quantize_to_folder(model, scheme, output, spill=self.spill, format=layout, **options)
+        files = list(output.glob("model*.safetensors"))
+        if self.format == "gguf":
+            _as_gguf(output, self.output)
+            files = [self.output]
         result |= {
             "bytes_before": before,
-            "bytes": sum(path.stat().st_size for path in self.output.glob("model*.safetensors")),
+            "bytes": sum(path.stat().st_size for path in files),
             "bits_per_weight": _bits_per_weight(model, reports),
             "seconds": perf_counter() - start,
             "peak_memory_bytes": peak_memory(device),
@@ -252,6 +268,17 @@ class Quantize(JsonOption):
             draw_errors(reports, self.method, self.picture)
         if self.write(result):
             print("\n".join(_summary(result, reports)))
+
+    def folder(self) -> Path:
+        """Where the quantized model is written first; of a GGUF file, beside it. ConfigError for a wrong name."""
+        if (self.output.suffix == ".gguf") != (self.format == "gguf"):
+            wanted = "a file that ends in .gguf" if self.format == "gguf" else "a folder, unless --format is gguf"
+            raise ConfigError(f"--output names {wanted}; found {self.output}")
+        if self.format != "gguf":
+            return self.output
+        if self.output.exists() and not self.overwrite:
+            raise ConfigError(f"--output {self.output} is there already; --overwrite replaces it")
+        return self.output.with_name(f"{self.output.name}.folder")
 
     def announce(
         self, model: Transformer, scheme: Scheme, method: BlockMethod, calibration: Tensor, held: int
@@ -280,6 +307,18 @@ class Quantize(JsonOption):
             line += f"; {found['predicted_seconds'] / 60:,.1f} minutes of tuning, by three steps of the first block"
         print(line, file=sys.stderr)
         return found
+
+
+def _as_gguf(folder: Path, file: Path) -> None:
+    """Write the quantized folder as a file, and remove it. Where that fails it stays, and the error says so."""
+    from hasten.model.gguf.write import write_gguf
+    from hasten.model.load import load
+
+    try:
+        write_gguf(load(folder), file)
+    except HastenError as error:
+        raise type(error)(f"{error}. The quantized model is in {folder}: hasten export {folder} {file}") from None
+    shutil.rmtree(folder)
 
 
 def _bits_per_weight(model: Transformer, reports: list[LayerReport]) -> float:

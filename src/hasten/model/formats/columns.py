@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
-from hasten.model.formats.file_format import INDEX, ConfigFields, OpenFolder, QuantizedFolder, QuantizedModule, fail
+from hasten.model.formats.file_format import ConfigFields, OpenFolder, QuantizedFolder, QuantizedModule, fail
 from hasten.model.formats.packing import pack_columns, pack_rows, signed, unpack_columns, unsigned
 from hasten.model.formats.record import Activations, LayerFormat, of_integers, own_activations
 from hasten.ops.linear import QuantizedWeight, WeightFormat, int4_format
@@ -42,6 +42,7 @@ class ColumnsLayout:
     group_size: int
     symmetric: bool
     zero_offset: int  # what is added to a stored zero point
+    ordered: bool = False  # each module says which group a column belongs to
     activations: Activations = "float"
 
 
@@ -95,7 +96,7 @@ class ColumnsFolder(QuantizedFolder):
         groups = -(-k // config.group_size) if config.group_size else 1
         dtype = DTYPES[self.needed(weight, f"{name}.scales", _SCALES, (groups, n)).dtype]
         self.needed(weight, f"{name}.qzeros", ("I32",), (groups, -(-n * config.bits // 32)))
-        index = self.beside(f"{name}.g_idx", INDEX, (k,))
+        index = self.index(weight, f"{name}.g_idx", k, promised=config.ordered and groups > 1)
         stored = int4_format(config.group_size, symmetric=config.symmetric, scale_dtype=dtype, bits=config.bits)
         self.add(weight, (n, k), stored, activations=config.activations, index=index)
 
@@ -104,10 +105,11 @@ def read_gptq(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
     """AutoGPTQ and GPTQModel: 2, 3, 4 and 8 bits, any group size, both kinds of zero points, activation order."""
     fields = ConfigFields(where, given, method="gptq")
     fields.only(bits=(2, 3, 4, 8), checkpoint_format=(None, "gptq", "gptq_v2"))
-    fields.only(dynamic=(None, {}), pack_dtype=(None, "int32"))
+    fields.only(dynamic=(None, {}), pack_dtype=(None, "int32"), desc_act=(None, False, True))
     offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
     size, symmetric, activations = _group_size(fields), given.get("sym", True) is True, own_activations(values)
-    return partial(ColumnsFolder, ColumnsLayout(False, given["bits"], size, symmetric, offset, activations))
+    ordered = given.get("desc_act") is True
+    return partial(ColumnsFolder, ColumnsLayout(False, given["bits"], size, symmetric, offset, ordered, activations))
 
 
 def read_awq(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:

@@ -31,6 +31,7 @@ class ConfigGroup:
 
     targets: tuple[str, ...]
     layer: LayerFormat
+    ordered: bool  # each module says which group a column belongs to
 
 
 def read_groups(given: Any, values: Mapping[str, Any], where: Path) -> tuple[ConfigGroup, ...]:
@@ -117,4 +118,5 @@ def _group(group: ConfigFields, activations: Activations) -> ConfigGroup:
     format = int4_format(size, symmetric=symmetric, bits=bits)
     if bits == 8:
         format = WeightFormat(element="int8", scales=(Scales(torch.float32, size),), zero=format.zero)
-    return ConfigGroup(tuple(targets), LayerFormat(format, activations))
+    ordered = bool(size) and weights.values.get("actorder") in ("group", "dynamic")
+    return ConfigGroup(tuple(targets), LayerFormat(format, activations), ordered)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
 from hasten.model.formats.compressed_config import ConfigGroup
-from hasten.model.formats.file_format import INDEX, QuantizedFolder, QuantizedModule, fail, seen
+from hasten.model.formats.file_format import QuantizedFolder, QuantizedModule, fail, seen
 from hasten.model.formats.packing import signed, unpack_columns, unpack_rows
 from hasten.model.formats.record import group_places
 from hasten.ops.linear import QuantizedWeight, Scales
@@ -103,7 +103,8 @@ class CompressedFolder(QuantizedFolder):
             fail(scale, f"must be F16 or BF16 for int{bits}; found F32")
         chosen = next((group for group in fits if name in group.targets), fits[0]).layer
         stored = replace(chosen.weight, scales=(Scales(DTYPES[scale.dtype], chosen.weight.group_size),))
-        index = self.beside(f"{name}.weight_g_idx", INDEX, (k,))
+        promised = all(group.ordered for group in fits)
+        index = self.index(weight, f"{name}.weight_g_idx", k, promised=promised)
         self.add(weight, (n, k), stored, activations=chosen.activations, index=index)
 
     def _true_columns(self, name: str, weight: StoredTensor) -> tuple[int, int]:

@@ -1,9 +1,10 @@
 """Writing a model as a GGUF file that llama.cpp loads, one tensor at a time in memory; it takes the package gguf."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -20,6 +21,7 @@ from hasten.model.config import ModelConfig, RopeConfig
 from hasten.model.families import read_config
 from hasten.model.families.family import parameter_names
 from hasten.model.formats.file_format import BLOCK_ELEMENTS
+from hasten.model.formats.record import LayerFormat
 from hasten.model.gguf.config import config_values
 from hasten.model.gguf.header import GGUFFile, GGUFTensor
 from hasten.model.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES, place_of
@@ -27,7 +29,7 @@ from hasten.model.gguf.tokenizer_write import tokenizer_entries
 from hasten.model.gguf.types import TYPES
 from hasten.model.rope import frequencies
 from hasten.model.transformer import Transformer, require_model
-from hasten.ops.linear import INT8, PackedEmbedding, PackedLinear
+from hasten.ops.linear import INT8, PackedEmbedding, PackedLinear, WeightFormat
 
 Kind = Literal["BF16", "F16", "Q8_0", "Q4_0"]
 _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # `general.file_type`, which says what most of it is
@@ -53,21 +55,13 @@ def write_gguf(model: Transformer, path: str | Path, kind: Kind = "BF16") -> str
     CheckpointError where the file cannot be written; ResourceError without the package gguf.
     """
     require_model(model, "write_gguf")
-    try:
-        from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
-    except ImportError:
-        raise ResourceError("writing GGUF takes the package gguf: pip install 'hasten[gguf]'") from None
-    if kind not in get_args(Kind):
-        raise ConfigError(f"kind is {kind!r}; use one of {', '.join(get_args(Kind))}")
-    if model.config.family not in _NAMES:
-        raise ConfigError(f"GGUF files of {', '.join(_NAMES)} are written; found {model.config.family}")
     target = Path(path)
     with kernels(model, block="readable"):
-        items = _items(model, kind)
-        entries = config_entries(model.config, items, target) | {"general.quantization_version": 2}
+        items, entries = _contents(model, kind, target)
+        from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+
         sizes = {name: sum(prod(t.shape) for t, _ in items if t.type.name == name) for name in _FILE_TYPES}
         most = max(sizes, key=lambda name: sizes[name])
-        entries |= tokenizer_entries(model.tokenizer, model.config.vocab_size)
         entries |= {"general.file_type": _FILE_TYPES[most]}
         try:
             with replacing(target) as temporary:
@@ -87,8 +81,30 @@ def write_gguf(model: Transformer, path: str | Path, kind: Kind = "BF16") -> str
                     writer.write_tensor_data(make())
                 writer.close()
         except OSError as error:
-            raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from None
+            why = error.strerror or f"the disk may be full ({error})"  # numpy says how many items were written
+            raise CheckpointError(f"{target} cannot be written: {why}") from None
     return most
+
+
+def check_gguf(model: Transformer, layers: Mapping[str, LayerFormat], path: Path) -> None:
+    """Raise, before any work, what `write_gguf` would for the plain model once its layers have these formats."""
+    _contents(model, "BF16", path)
+    for name, layer in layers.items():
+        module: Any = model.get_submodule(name)
+        _type_of(f"{name}.weight", layer.weight, module.weight.shape[1], ordered=False)
+
+
+def _contents(model: Transformer, kind: Kind, target: Path) -> tuple[list[_Item], dict[str, Any]]:
+    """The file's tensors, and its metadata but for `general.file_type`."""
+    if find_spec("gguf") is None:
+        raise ResourceError("writing GGUF takes the package gguf: pip install 'hasten[gguf]'")
+    if kind not in get_args(Kind):
+        raise ConfigError(f"kind is {kind!r}; use one of {', '.join(get_args(Kind))}")
+    if model.config.family not in _NAMES:
+        raise ConfigError(f"GGUF files of {', '.join(_NAMES)} are written; found {model.config.family}")
+    items = _items(model, kind)
+    entries = config_entries(model.config, items, target) | {"general.quantization_version": 2}
+    return items, entries | tokenizer_entries(model.tokenizer, model.config.vocab_size)
 
 
 def config_entries(config: ModelConfig, items: list[_Item], target: Path) -> dict[str, Any]:
@@ -145,7 +161,10 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
         rows: Any = slice(config.vocab_size if owner in ("embedding", "head") else None)
         rows = rows if place.order is None else place.order
         if isinstance(module, PackedLinear) and leaf == "weight":
-            shape, type_name = (module.out_features, module.in_features), _type_of(module, ours)
+            shape, type_name = (
+                (module.out_features, module.in_features),
+                _type_of(ours, module.format, module.in_features, ordered=module.order is not None),
+            )
             rounded += [ours] * (module.format == INT8)
             make = partial(_blocks, module, rows, ours)
         else:
@@ -163,19 +182,18 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
             f"{len(rounded)} int8 layers become Q8_0, such as {rounded[0]}: their integers stay, and the scale of each "
             "row is rounded to float16, by at most 0.05%",
             HastenWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return items
 
 
-def _type_of(module: PackedLinear, ours: str) -> str:
+def _type_of(ours: str, stored: WeightFormat, in_features: int, *, ordered: bool) -> str:
     """The type whose blocks hold a quantized layer's integers."""
-    if module.order is not None:
+    if ordered:
         raise ConfigError(
             f"{ours}: its columns stand in the order of activation, which GGUF cannot state; write the plain model"
         )
-    stored, types = module.format, {"int4": "Q4_0", "int8": "Q8_0"}
-    uneven = stored.group_size % 32 or module.in_features % 32
+    types, uneven = {"int4": "Q4_0", "int8": "Q8_0"}, stored.group_size % 32 or in_features % 32
     if stored.element in types and stored.symmetric and len(stored.scales) == 1 and not uneven:
         return types[stored.element]
     raise ConfigError(
