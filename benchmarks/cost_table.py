@@ -8,7 +8,6 @@ blocks. `whole_over_table` is the time of whole steps, of as many rows, beside w
 """
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ class CostTable:
                     args = [sys.executable, __file__, "--only", weights, "--threads", str(threads)]
                     args += ["--shape", self.shape, "--context", str(self.context), "--rounds", str(self.rounds)]
                     args += ["--rows", *map(str, self.rows)]
-                    found = subprocess.run(wrapper + args, check=True, capture_output=True, text=True, env=os.environ)
+                    found = subprocess.run(wrapper + args, check=True, stdout=subprocess.PIPE, text=True)
                     rows.append({"kernels": kernels, "threads": threads, "weights": weights})
                     rows[-1] |= json.loads(found.stdout.splitlines()[-1])
                     print(rows[-1], flush=True)

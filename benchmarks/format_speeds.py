@@ -82,6 +82,8 @@ class FormatSpeeds:
         from hasten.machine import configure, describe
         from hasten.machine.files import write_json
 
+        if self.picture is not None and (self.only_paired or self.text is None):
+            raise SystemExit("--picture takes --text, and the table: leave out --only-paired")
         with tempfile.TemporaryDirectory(prefix="hasten-format-speeds-") as place:
             settings = {"model": self.model.parent.name, "prompt_tokens": PROMPT}
             settings["weights_sha256"] = digest(self.model)

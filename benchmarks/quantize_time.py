@@ -85,6 +85,7 @@ def predicted(command: list[str]) -> dict[str, Any]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
+            print(line, end="", file=sys.stderr)
             if found := PREDICTION.search(line):
                 process.terminate()
                 gigabytes, minutes = (float(word.replace(",", "")) for word in found.groups())

@@ -8,14 +8,12 @@ import sys
 from functools import partial
 
 import pytest
-import torch
 
 import hasten
 from hasten.cli.main import COMMANDS, main
 from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
 from hasten.generation.speculation import Speculator
-from hasten.ops.linear import PackedLinear
 
 
 def run(*arguments, **settings):
@@ -191,38 +189,6 @@ def test_export_writes_a_gguf_file_that_is_read_again(tiny_folder, tmp_path, cap
     with pytest.raises(SystemExit):
         main(["export", str(tiny_folder), str(tmp_path / "folder"), "--gguf", "F16"])
     assert "ends in .gguf" in capfd.readouterr().err
-
-
-@pytest.mark.filterwarnings("ignore:1 int8 layers become Q8_0")  # the head
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_quantize_writes_a_gguf_file_of_the_same_integers(method, tiny_folder, tmp_path, capfd):
-    pytest.importorskip("gguf")
-    file, folder = tmp_path / "tiny.gguf", tmp_path / "folder"
-    options = ["--scheme", "int4", "--group-size", "32", "--method", method, "--activations", "float"]
-    options += ["--samples", "4", "--length", "32"] if method == "gptq" else []
-    with pytest.raises(SystemExit):
-        main(["quantize", str(tiny_folder), "--output", str(file), *options, "--format", "gguf", "--asymmetric"])
-    assert "zero points" in capfd.readouterr().err
-    for output in (file.with_suffix(""), file):
-        format = "compressed-tensors" if output == file else "gguf"
-        with pytest.raises(SystemExit):
-            main(["quantize", str(tiny_folder), "--output", str(output), *options, "--format", format])
-        assert str(output) in capfd.readouterr().err
-    assert not list(tmp_path.iterdir()), "refused before any work"
-    main(["quantize", str(tiny_folder), "--output", str(file), *options, "--format", "gguf", "--json", "-"])
-    assert json.loads(capfd.readouterr().out)["bytes"] == file.stat().st_size
-    assert list(tmp_path.iterdir()) == [file]
-    main(["quantize", str(tiny_folder), "--output", str(folder), *options])
-    ours, read = hasten.load(folder), hasten.load(file)
-    for name, layer in ours.named_modules():
-        if isinstance(layer, PackedLinear) and layer.format.element == "int4":
-            found = read.get_submodule(name).to_weight().dequantize()
-            assert torch.equal(found, layer.to_weight().dequantize())
-    text = tmp_path / "text.txt"
-    text.write_text("def add(a, b):\n    return a + b\n" * 5)
-    capfd.readouterr()
-    main(["eval", str(file), "--against", str(folder), "--text", str(text), "--context", "32", "--json", "-"])
-    assert json.loads(capfd.readouterr().out)["kl_mean"] < 1e-3  # the head's scales are rounded
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(tiny_folder):

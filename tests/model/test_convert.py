@@ -18,7 +18,7 @@ from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.quantization import GPTQ, Int4, Mixed, quantize, quantize_to_folder
 from hasten.quantization.schemes import layers_to_quantize
 from linear_cases import random_weight
-from quantized_folders import Q, change_tensors, full_disk, logits
+from quantized_folders import Q, change_tensors, full_disk, logits, refused
 from references import make_reference
 from tiny_model import tiny_llama
 
@@ -47,6 +47,16 @@ def test_there_and_back_every_number_is_as_it_was(case, plain_folder, tmp_path):
     if CASES[case].get("symmetric") or "v2" in case:  # the convention for zero points is the same then
         assert all(torch.equal(again[name], tensor) for name, tensor in load_file(folder / "model.safetensors").items())
     assert not {name for name in again if name in weights}
+
+
+def test_a_lost_order_is_refused_where_columns_of_others_stand_in_their_own(plain_folder, tmp_path):
+    folder, _ = write(plain_folder, tmp_path / "out", method="gptq", act_order=True)
+    plain = "model.layers.1.mlp.up_proj.g_idx"
+    change_tensors(folder, lambda t: t.update({plain: torch.arange(len(t[plain])).int() // 32}))
+    convert(folder, tmp_path / "compressed")
+    assert torch.equal(logits(hasten.load(tmp_path / "compressed")), logits(hasten.load(folder)))
+    change_tensors(tmp_path / "compressed", lambda t: t.pop(f"{Q}.weight_g_idx"))
+    refused(tmp_path / "compressed", f"{Q}.weight_packed", "lacks", "weight_g_idx")
 
 
 def test_a_full_disk_leaves_nothing(int4_folder, tmp_path):
@@ -94,7 +104,7 @@ def test_fused_transposed_and_expert_modules_are_written(name, tmp_path):
     assert (tmp_path / "back/model.safetensors").read_bytes() == (tmp_path / "own/model.safetensors").read_bytes()
 
 
-def refused(source, target, *words, format="gptq"):
+def unconvertible(source, target, *words, format="gptq"):
     with pytest.raises(ConfigError) as caught:
         convert(source, target, format=format)
     assert all(word in str(caught.value) for word in words), caught.value
@@ -103,14 +113,14 @@ def refused(source, target, *words, format="gptq"):
 
 def test_what_would_not_be_exact_is_refused(int4_folder, plain_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "new"
-    refused(plain_folder, out, "is not quantized", "hasten quantize", "hasten export")
-    refused(int4_folder, out, "'awq'", "known: compressed-tensors, gptq", format="awq")
+    unconvertible(plain_folder, out, "is not quantized", "hasten quantize", "hasten export")
+    unconvertible(int4_folder, out, "'awq'", "known: compressed-tensors, gptq", format="awq")
 
     def tiny(tensors):  # what float16 cannot hold
         tensors[f"{Q}.weight_scale"] = torch.full((64, 2), 1e-30, dtype=torch.bfloat16)
 
     change_tensors(int4_folder, tiny)
-    refused(int4_folder, out, Q, "float16", "exactly", "--format compressed-tensors")
+    unconvertible(int4_folder, out, Q, "float16", "exactly", "--format compressed-tensors")
     convert(int4_folder, out)
 
 

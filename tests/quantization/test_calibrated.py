@@ -265,6 +265,15 @@ METHODS_AND_SCHEMES = {
 }
 
 
+WIDE_SAMPLES = torch.randint(512, (8, 512), generator=torch.Generator().manual_seed(0))
+
+
+def wide_model():
+    values = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 1, "vocab_size": 512}
+    config = read_config(values | {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2})
+    return initialize(config, seed=0, dtype=torch.bfloat16).eval()
+
+
 def by_threads(counts, make):
     """What `make` gives with so many threads."""
     threads, results = torch.get_num_threads(), []
@@ -291,32 +300,25 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(name, family):
     assert all(torch.equal(tensor, three[key]) for key, tensor in one.items())
 
 
-def test_nor_do_automatic_bits():
-    def make():
-        model = hasten.load(make_reference("llama"), dtype="bfloat16")
-        return choose_bits(model, 6.0, calibration=SAMPLES).table
-
-    one, three = by_threads((1, 3), make)
-    assert one == three
-    assert len(set(one.values())) > 1
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no kernel multiplies weights of 3 bits")
 @pytest.mark.parametrize("name", METHODS_AND_SCHEMES)
 def test_nor_do_those_of_a_block_wide_enough_to_be_shared_out(name):
     method, scheme = METHODS_AND_SCHEMES[name]
-    values = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 1, "vocab_size": 512}
-    config = read_config(values | {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2})
-    tokens = torch.randint(512, (8, 512), generator=torch.Generator().manual_seed(0))
 
     def make():
-        model = initialize(config, seed=0, dtype=torch.bfloat16).eval()
-        return quantize(model, scheme, method=method, calibration=tokens).state_dict()
+        return quantize(wide_model(), scheme, method=method, calibration=WIDE_SAMPLES).state_dict()
 
     results = by_threads((1, 2, 3), make)
     for key, tensor in results[0].items():
         assert all(torch.equal(tensor, other[key]) for other in results[1:]), key
+
+
+@pytest.mark.slow
+def test_nor_do_automatic_bits_of_one():
+    tables = by_threads((1, 2, 3), lambda: choose_bits(wide_model(), 5.0, calibration=WIDE_SAMPLES).table)
+    assert len(set(tables[0].values())) > 1
+    assert tables[0] == tables[1] == tables[2]
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
+import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -12,7 +12,8 @@ import tyro
 
 from hasten.checks import real
 from hasten.cli.options import JsonOption, WeightLayout, given, require_new_folder, same_fields
-from hasten.errors import ConfigError, HastenError
+from hasten.cli.quantize_gguf import folder_to_gguf, place_of_gguf
+from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import configure, describe, peak_memory, process_memory, resolve_device
 from hasten.machine.files import require_writable, write_json
 from hasten.machine.progress import share
@@ -75,7 +76,7 @@ class Quantize(JsonOption):
     """A zero point for each group."""
     format: WeightLayout | Literal["gguf"] = "compressed-tensors"
     """The layout of the folder. gptq holds one bit width, and scales in float16. gguf is a file instead, of int8 (Q8_0)
-    or symmetric int4 (Q4_0)."""
+    or symmetric int4 (Q4_0, for which 32 is the group size by default)."""
     lm_head: Literal["int8", "same", "none"] | None = None
     """The output matrix: in int8 (the default), like the other layers, or left as it is (the default of gptq)."""
     embedding: Literal["int8", "same", "none"] | None = None
@@ -123,6 +124,8 @@ class Quantize(JsonOption):
         if self.scheme is None:
             for option in given(self, ("group_size", "symmetric", "asymmetric", "lm_head", "embedding")):
                 raise ConfigError(f"{option} goes with --scheme; a table says it by layer")
+            if self.format == "gguf":
+                raise ConfigError("--format gguf goes with --scheme int8 or int4")
             if self.bits is not None and self.format == "gptq":
                 raise ConfigError(
                     "--format gptq holds one bit width, and --bits chooses several: leave out one of them"
@@ -133,7 +136,7 @@ class Quantize(JsonOption):
             if self.formats is not None and not Path(self.formats).exists():
                 raise ConfigError(f"--formats {self.formats} is not there; --bits NUMBER --formats FILE writes one")
             if self.formats is not None:
-                return Mixed(table=read_json(Path(self.formats)), **same_fields(self, Mixed) | self.of_gguf())
+                return Mixed(table=read_json(Path(self.formats)), **same_fields(self, Mixed))
             raise ConfigError("say how: --scheme int8, int4, int3 or int2, --bits NUMBER, or --formats FILE")
         if self.bits is not None or self.formats is not None:
             raise ConfigError("--scheme is one format for all layers; --bits and --formats take its place")
@@ -146,12 +149,12 @@ class Quantize(JsonOption):
                 raise ConfigError(f"int8 has one scale for each row; {option} goes with --scheme int4, int3, int2")
             return Int8(**same_fields(self, Int8))
         kind = SCHEMES[self.scheme]
-        own = {"lm_head": self.lm_head or "none", "scale_dtype": "float16"} if self.format == "gptq" else self.of_gguf()
+        own: dict[str, Any] = {} if self.format == "compressed-tensors" else {"scale_dtype": "float16"}
+        if self.format == "gptq":
+            own["lm_head"] = self.lm_head or "none"
+        if self.format == "gguf" and self.group_size is None:
+            own["group_size"] = 32  # Q4_0 has a scale for each 32, whatever the group
         return kind(**same_fields(self, kind) | {"symmetric": not self.asymmetric} | own)
-
-    def of_gguf(self) -> dict[str, Any]:
-        """What a scheme has to be for a GGUF file."""
-        return {"scale_dtype": "float16"} if self.format == "gguf" else {}
 
     def method_of(self) -> BlockMethod | None:
         """The library's method. Raises ConfigError for options that belong to another one."""
@@ -197,7 +200,7 @@ class Quantize(JsonOption):
             options: dict[str, Any] = {"allow_int3": self.allow_int3, "progress": progress}
             chosen = choose_bits(model, cast(float, self.bits), calibration=calibration, **options)
         write_json(self.formats, chosen.table)
-        return replace(chosen, **same_fields(self, Mixed) | self.of_gguf())
+        return replace(chosen, **same_fields(self, Mixed))
 
     def run(self) -> None:
         from time import perf_counter
@@ -214,7 +217,12 @@ class Quantize(JsonOption):
         configure(threads=self.threads)
         start = perf_counter()
         folder = resolve_model(self.model)
-        output = self.folder()
+        output = self.output
+        if self.format == "gguf":
+            others = (self.json, self.picture)
+            output = place_of_gguf(output, folder, overwrite=self.overwrite, others=others)
+        elif output.suffix == ".gguf":
+            raise ConfigError(f"--output {output} looks like a file, which --format gguf writes; name a folder without")
         require_new_folder(output, folder, option="--output", overwrite=self.overwrite)
         device = str(resolve_device(self.device))
         # The libraries take memory once they are used.
@@ -249,15 +257,17 @@ class Quantize(JsonOption):
 
             options: dict[str, Any] = {"method": method, "calibration": calibration, "report": note, "progress": step}
             layout = "compressed-tensors" if self.format == "gguf" else self.format
-            quantize_to_folder(model, scheme, output, spill=self.spill, format=layout, **options)
-        files = list(output.glob("model*.safetensors"))
+            with warnings.catch_warnings():
+                if self.format == "gguf":  # of the folder, which nobody keeps
+                    warnings.filterwarnings("ignore", "hasten reads this quantized model", HastenWarning)
+                quantize_to_folder(model, scheme, output, spill=self.spill, format=layout, **options)
+        files, bits = list(output.glob("model*.safetensors")), _bits_per_weight(model, reports)
         if self.format == "gguf":
-            _as_gguf(output, self.output)
-            files = [self.output]
+            files, bits = [self.output], folder_to_gguf(output, self.output)
         result |= {
             "bytes_before": before,
             "bytes": sum(path.stat().st_size for path in files),
-            "bits_per_weight": _bits_per_weight(model, reports),
+            "bits_per_weight": bits,
             "seconds": perf_counter() - start,
             "peak_memory_bytes": peak_memory(device),
             "layers": [_row(report) for report in reports],
@@ -268,17 +278,6 @@ class Quantize(JsonOption):
             draw_errors(reports, self.method, self.picture)
         if self.write(result):
             print("\n".join(_summary(result, reports)))
-
-    def folder(self) -> Path:
-        """Where the quantized model is written first; of a GGUF file, beside it. ConfigError for a wrong name."""
-        if (self.output.suffix == ".gguf") != (self.format == "gguf"):
-            wanted = "a file that ends in .gguf" if self.format == "gguf" else "a folder, unless --format is gguf"
-            raise ConfigError(f"--output names {wanted}; found {self.output}")
-        if self.format != "gguf":
-            return self.output
-        if self.output.exists() and not self.overwrite:
-            raise ConfigError(f"--output {self.output} is there already; --overwrite replaces it")
-        return self.output.with_name(f"{self.output.name}.folder")
 
     def announce(
         self, model: Transformer, scheme: Scheme, method: BlockMethod, calibration: Tensor, held: int
@@ -307,18 +306,6 @@ class Quantize(JsonOption):
             line += f"; {found['predicted_seconds'] / 60:,.1f} minutes of tuning, by three steps of the first block"
         print(line, file=sys.stderr)
         return found
-
-
-def _as_gguf(folder: Path, file: Path) -> None:
-    """Write the quantized folder as a file, and remove it. Where that fails it stays, and the error says so."""
-    from hasten.model.gguf.write import write_gguf
-    from hasten.model.load import load
-
-    try:
-        write_gguf(load(folder), file)
-    except HastenError as error:
-        raise type(error)(f"{error}. The quantized model is in {folder}: hasten export {folder} {file}") from None
-    shutil.rmtree(folder)
 
 
 def _bits_per_weight(model: Transformer, reports: list[LayerReport]) -> float:

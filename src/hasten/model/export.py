@@ -215,6 +215,8 @@ class _Plan:
             reason = None
             if piece.transposed:
                 reason = f"{name}.weight is no Linear there but a Conv1D, which compressed-tensors does not know"
+            elif layer.weight.permuted:
+                reason = f"{name}.weight has its columns in the order of activation, which it no longer reads"
             elif size and k % size:
                 reason = f"{name}.weight has {k} input features, no multiple of the group size {size}"
             elif not layer.weight.symmetric and self.model.config.experts:

@@ -6,7 +6,6 @@ and checks it as ever, and `model/fill_quantized.py` fills it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -126,7 +125,9 @@ class QuantizedFolder:
         """The groups of a module's columns (K,). promised: config.json says that they are in another order, which
         nothing else tells; without it the weight would be a wrong one.
         """
-        return (partial(self.needed, weight) if promised else self.beside)(name, INDEX, (columns,))
+        if promised:
+            return self.needed(weight, name, INDEX, (columns,))
+        return self.beside(name, INDEX, (columns,))
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
         """The numbers as the file groups them, a byte for each integer."""

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -34,6 +33,7 @@ from hasten.ops.linear import INT8, PackedEmbedding, PackedLinear, WeightFormat
 Kind = Literal["BF16", "F16", "Q8_0", "Q4_0"]
 _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # `general.file_type`, which says what most of it is
 _NAMES = {family: name for name, family in ARCHITECTURES.items()} | {"mistral": "llama"}
+_ROUNDED = 5e-4  # by how much float16 may change the scale of a row in int8: half a unit in its last place
 _FREE = ("family", "initializer_range", "source")  # of a ModelConfig, what a GGUF file need not say
 
 
@@ -96,8 +96,10 @@ def check_gguf(model: Transformer, layers: Mapping[str, LayerFormat], path: Path
 
 def _contents(model: Transformer, kind: Kind, target: Path) -> tuple[list[_Item], dict[str, Any]]:
     """The file's tensors, and its metadata but for `general.file_type`."""
-    if find_spec("gguf") is None:
-        raise ResourceError("writing GGUF takes the package gguf: pip install 'hasten[gguf]'")
+    try:
+        from gguf import GGUFWriter  # noqa: F401
+    except ImportError:
+        raise ResourceError("writing GGUF takes the package gguf: pip install 'hasten[gguf]'") from None
     if kind not in get_args(Kind):
         raise ConfigError(f"kind is {kind!r}; use one of {', '.join(get_args(Kind))}")
     if model.config.family not in _NAMES:
@@ -161,10 +163,8 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
         rows: Any = slice(config.vocab_size if owner in ("embedding", "head") else None)
         rows = rows if place.order is None else place.order
         if isinstance(module, PackedLinear) and leaf == "weight":
-            shape, type_name = (
-                (module.out_features, module.in_features),
-                _type_of(ours, module.format, module.in_features, ordered=module.order is not None),
-            )
+            shape, ordered = (module.out_features, module.in_features), module.order is not None
+            type_name = _type_of(ours, module.format, module.in_features, ordered=ordered)
             rounded += [ours] * (module.format == INT8)
             make = partial(_blocks, module, rows, ours)
         else:
@@ -211,7 +211,8 @@ def _blocks(module: PackedLinear, rows: Any, ours: str) -> np.ndarray:
     values = weight.values.view(torch.uint8).unflatten(1, (-1, 32))
     if weight.format.element == "int4":
         values = values[..., :16] | values[..., 16:] << 4
-    if weight.format != INT8 and not torch.equal(half.float(), scales.float()):
+    off = (half.float() - scales.float()).abs()
+    if (off > (scales.abs() * _ROUNDED if weight.format == INT8 else 0)).any():
         raise ConfigError(f"{ours} has scales that float16 does not hold, as in GGUF; quantize with float16 scales")
     return torch.cat((half.unsqueeze(2).view(torch.uint8), values), 2).flatten(1).numpy()
 

@@ -1,0 +1,58 @@
+"""`hasten quantize --format gguf`: a quantized folder that becomes a file, and what is checked before any work."""
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+
+from hasten.errors import ConfigError, HastenError, HastenWarning
+
+
+def place_of_gguf(file: Path, source: Path, *, overwrite: bool, others: Iterable[str | Path | None]) -> Path:
+    """The folder where the quantized model stands until its file is whole.
+
+    source: the model's folder or file. others: files that are written too. Raises ConfigError for a name that is none
+    of a GGUF file, and where something would be lost.
+    """
+    if file.suffix != ".gguf" or file.is_dir():
+        raise ConfigError(f"--format gguf writes a file: --output names one that ends in .gguf; found {file}")
+    if file.exists() and file.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(f"--output {file} is the model itself, which would be lost; name another file")
+    if file.exists() and not overwrite:
+        raise ConfigError(f"--output {file} is there already; --overwrite replaces it")
+    if any(other and file.resolve() == Path(other).resolve() for other in others):
+        raise ConfigError(f"--output {file} is also where --json or --picture is to be written; name another file")
+    folder = file.with_name(f"{file.name}.folder")
+    if os.path.lexists(folder):
+        raise ConfigError(
+            f"{folder}, where the quantized model would stand for the while, is there already. If an earlier run left "
+            f"it, hasten export {folder} {file} writes the file; else move it away"
+        )
+    return folder
+
+
+def folder_to_gguf(folder: Path, file: Path) -> float:
+    """Write the quantized folder as a file, and remove it; the file's bits per weight in all.
+
+    Where that fails the folder stays, and the error names it.
+    """
+    import torch
+
+    from hasten.model.gguf.header import read_gguf
+    from hasten.model.gguf.write import write_gguf
+    from hasten.model.load import load
+
+    try:
+        model = load(folder)
+        write_gguf(model, file, "F16" if model.dtype == torch.float16 else "BF16")
+    except HastenError as error:
+        raise type(error)(f"{error}. The quantized model is in {folder}: hasten export {folder} {file}") from None
+    del model
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        warnings.warn(f"{folder} is no longer needed and cannot be removed: {error}", HastenWarning, stacklevel=2)
+    tensors = read_gguf(file).tensors.values()
+    return 8 * sum(tensor.bytes for tensor in tensors) / sum(prod(tensor.shape) for tensor in tensors)
