@@ -67,7 +67,7 @@ class FormatSpeeds:
     """Every format once in each."""
 
     paired_rounds: int = 600
-    """Turns of the pair."""
+    """Turns of the pair; 0: none."""
 
     only_paired: bool = False
     """The pair alone."""
@@ -91,7 +91,7 @@ class FormatSpeeds:
             nearest = Path(place) / "int4-g32"
             if not self.only_paired:
                 report = self.ladder(Path(place), settings)
-            if self.gptq is not None:
+            if self.gptq is not None and self.paired_rounds:
                 if not nearest.exists():
                     quantize(self.model, nearest, CASES["int4 g32"][0])
                 configure(threads="auto", seed=None)
@@ -137,7 +137,9 @@ class FormatSpeeds:
                 subprocess.run([self.llama_python, script, place / "plain.gguf", file, kind], check=True)
                 arguments = {"python": self.llama_python, "file": file, "plain": self.model, "text": self.text}
                 made.append(Rung(f"llama.cpp {kind}", ("llama.cpp",), "format_speeds:LlamaCpp", arguments))
-        bits |= {"int8, 16-bit activations": bits.get("int8"), "int4 g32 by gptq": bits.get("int4 g32")}
+        bits["int8, 16-bit activations"] = bits.get("int8")
+        if self.gptq is not None:
+            bits["int4 g32 by gptq"] = stored_bits(self.gptq, self.model)
         report = ladder.measure(made, kind="generate", settings=settings, dtypes=())
         for row in report["rows"]:
             row.setdefault("bits_per_weight", bits.get(row["name"]))
@@ -151,6 +153,14 @@ def quantize(model: Path, folder: Path, options: list[str]) -> float:
     return bits
 
 
+def stored_bits(folder: Path, plain: Path) -> float:
+    """All that a folder stores, per weight of the plain model."""
+    from safetensors.torch import load_file
+
+    stored, weights = ([*load_file(place / "model.safetensors").values()] for place in (folder, plain))
+    return 8 * sum(one.nbytes for one in stored) / sum(one.numel() for one in weights)
+
+
 def draw(report: dict[str, Any], path: Path) -> None:
     """Tokens a second by KL divergence; a point's size is its bits per weight."""
     from hasten.bench.draw import LINES, curve_axes
@@ -160,7 +170,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         path,
         title="Speed by what is lost",
         subtitle=f"{report['settings']['model']}, one sequence; {machine_line(report['machine'])}; MBU beside each",
-        x_label="KL divergence from bfloat16 (nats per token)",
+        x_label="KL divergence from bfloat16 (nats per token; 0 is drawn at 1e-5)",
         y_label="decode tokens/s",
     ) as axes:
         for color, program in zip(LINES, ("hasten", "llama.cpp"), strict=False):

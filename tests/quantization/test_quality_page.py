@@ -1,0 +1,42 @@
+"""What docs/quantization.md promises is what the committed measurements say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
+
+
+def read(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {row["name"]: row for row in read("quantize-quality")["rows"]}
+
+
+@pytest.mark.parametrize("peer", ["Q4_K_M", "Q4_K_M imatrix"])
+def test_int4_keeps_more_than_q4_k_m_in_fewer_bytes(rows, peer):
+    ours, theirs = rows["int4 g128 gptq"], rows[f"llama.cpp {peer}"]
+    assert ours["kl_mean"] <= theirs["kl_mean"]
+    assert ours["bytes"] <= theirs["bytes"]
+
+
+@pytest.mark.parametrize("scheme", ["int3 g128", "int3 g32"])
+def test_what_three_bits_lose_is_won_back(rows, scheme):
+    rtn, gptq, sign = (rows[f"{scheme} {method}"]["kl_mean"] for method in ("rtn", "gptq", "sign"))
+    assert gptq <= 0.75 * rtn
+    assert sign <= 0.5 * rtn
+    assert sign <= gptq < rtn
+
+
+def test_a_calibrated_folder_decodes_as_fast_and_is_soon_made():
+    assert read("format-pair")["paired"]["gptq / rtn"]["median"] >= 0.98
+    assert read("quantize-gptq-1.1b")["seconds"] <= 25 * 60
+
+
+def test_both_tables_are_of_one_model(rows):
+    quality, speeds = read("quantize-quality"), read("format-speeds")
+    assert quality["weights_sha256"] == speeds["settings"]["weights_sha256"]
