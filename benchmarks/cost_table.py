@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-FORMATS = ("bfloat16", "int8", "int4")
+FORMATS = {"bfloat16": "bf16", "int8": "int8", "int4": "int4 g128"}  # as rows.py names them
 KERNELS: dict[str, list[str]] = {
     "this machine's": [],
     "AVX2": [str(Path(__file__).parent / "as_avx2.sh")],
@@ -73,34 +73,19 @@ class CostTable:
         import time
 
         import torch
+        from rows import fused_shape, steps_of
         from timing import interleaved
 
-        import hasten
-        from hasten.generation.decoder import Decoder
         from hasten.generation.speculation.cost import MOST_SECONDS, measure_step_cost
-        from hasten.model.families import read_config
-        from hasten.model.fused import fuse_where_it_fits
-        from hasten.model.initialize import initialize
-        from hasten.planning.shapes import SHAPES
 
         torch.set_num_threads(self.threads[0])
-        model: Any = initialize(read_config(SHAPES[self.shape]), seed=0, dtype=torch.bfloat16).eval()
-        if weights != "bfloat16":
-            hasten.quantize(model, hasten.Int8() if weights == "int8" else hasten.Int4())
-        model = fuse_where_it_fits(model)
+        model = fused_shape(self.shape, FORMATS[weights])
         start = time.perf_counter()
         cost = measure_step_cost(model, most_seconds=MOST_SECONDS)
         seconds = time.perf_counter() - start
-        decoder = Decoder(model, batch=1, capacity=self.context + max(self.rows))
-        decoder.prefill([list(range(3, 3 + self.context))])
-
-        def step(rows: int) -> None:
-            decoder.truncate(self.context)
-            decoder.verify([list(range(5, 5 + rows))])
-
         counts = [rows for rows in self.rows if rows <= cost.rows[-1]]
         with torch.inference_mode():
-            times = interleaved({rows: lambda rows=rows: step(rows) for rows in counts}, self.rounds)
+            times = interleaved(steps_of(model, self.context, counts), self.rounds)
         return {
             "seconds": seconds,
             "table_rows": list(cost.rows),

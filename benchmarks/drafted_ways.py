@@ -21,6 +21,7 @@ from hasten.generation.params import SamplingParams
 from hasten.generation.speculation import Text, make_speculator
 from hasten.generation.speculation.build import step_cost
 from hasten.generation.speculation.draft_model import DraftModel
+from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse_where_it_fits
 from hasten.serving.engine import Engine, EngineSettings
 from hasten.serving.request import Request
@@ -58,6 +59,14 @@ def beginnings(model: Any, recipe: str, count: int, tokens: int) -> list[list[in
             found.append(ids[:tokens])
     random.Random(0).shuffle(found)
     return found[:count]
+
+
+def scores(model: Any, text: list[int]) -> torch.Tensor:
+    """Logits (T, V) of every place, float32."""
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([text]), torch.arange(len(text))[None], context)
+    return logits[0].float()
 
 
 def facts(speculators: Sequence[Any], model: Any, context: float) -> dict[str, float]:

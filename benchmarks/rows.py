@@ -9,7 +9,7 @@ four for each key of a head and element of it. All are measured in turn; ratios 
 median counts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -107,33 +107,47 @@ class RowCosts:
 
     def steps(self, name: str) -> tuple[int, int, dict[int, Callable[[], object]]]:
         """Multiplied weights of a model in this format, a row's operations of attention, and steps by their rows."""
-        import torch
-
-        import hasten
-        from hasten.generation.decoder import Decoder
-        from hasten.model.families import read_config
-        from hasten.model.initialize import initialize
         from hasten.planning.cost import parameters
-        from hasten.planning.shapes import SHAPES
 
-        config = read_config(SHAPES[self.shape] | {"num_hidden_layers": self.layers})
-        model: Any = initialize(config, seed=0, dtype=torch.bfloat16).eval()
-        if name != "bf16":
-            scheme = hasten.Int8() if name == "int8" else hasten.Int4(group_size=int(name.removeprefix("int4 g")))
-            hasten.quantize(model, scheme)
-        model = hasten.fuse(model)
-        decoder = Decoder(model, batch=1, capacity=self.context + max(self.rows))
-        decoder.prefill([[token % config.vocab_size for token in range(3, 3 + self.context)]])
-
-        def step(rows: int) -> Callable[[], object]:
-            def call() -> None:
-                decoder.truncate(self.context)
-                decoder.verify([list(range(5, 5 + rows))])
-
-            return call
-
+        model = fused_shape(self.shape, name, layers=self.layers)
+        config = model.config
         seen = 4 * self.context * config.heads * config.head_dim * self.layers
-        return parameters(config).active, seen, {rows: step(rows) for rows in self.rows}
+        return parameters(config).active, seen, steps_of(model, self.context, self.rows)
+
+
+def fused_shape(shape: str, name: str, *, layers: int | None = None) -> Any:
+    """A shape with random weights in one of `FORMATS`, fused where native kernels are."""
+    import torch
+
+    import hasten
+    from hasten.model.families import read_config
+    from hasten.model.fused import fuse_where_it_fits
+    from hasten.model.initialize import initialize
+    from hasten.planning.shapes import SHAPES
+
+    config = read_config(SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers}))
+    model: Any = initialize(config, seed=0, dtype=torch.bfloat16).eval()
+    if name != "bf16":
+        scheme = hasten.Int8() if name == "int8" else hasten.Int4(group_size=int(name.removeprefix("int4 g")))
+        hasten.quantize(model, scheme)
+    return fuse_where_it_fits(model)
+
+
+def steps_of(model: Any, context: int, counts: Sequence[int]) -> dict[int, Callable[[], object]]:
+    """Steps of so many rows of one sequence, after so many tokens."""
+    from hasten.generation.decoder import Decoder
+
+    decoder = Decoder(model, batch=1, capacity=context + max(counts))
+    decoder.prefill([[token % model.config.vocab_size for token in range(3, 3 + context)]])
+
+    def step(rows: int) -> Callable[[], object]:
+        def call() -> None:
+            decoder.truncate(context)
+            decoder.verify([list(range(5, 5 + rows))])
+
+        return call
+
+    return {rows: step(rows) for rows in counts}
 
 
 if __name__ == "__main__":

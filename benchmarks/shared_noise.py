@@ -35,7 +35,7 @@ class SharedNoise:
     """Where to write the JSON; the rows are printed in any case."""
 
     def run(self) -> None:
-        from drafted_ways import beginnings, load
+        from drafted_ways import beginnings, load, scores
 
         from hasten.machine import configure, describe
         from hasten.machine.files import write_json
@@ -73,17 +73,6 @@ class SharedNoise:
         ]
         p, q = target.softmax(-1), draft.softmax(-1)
         return {"same_noise": both[0], "own_noise": both[1], "distribution": float(p.minimum(q).sum(-1).mean())}
-
-
-def scores(model: Any, text: list[int]) -> Any:
-    """Logits (T, V) of every place, float32."""
-    import torch
-
-    from hasten.model.context import TrainingContext
-
-    context = TrainingContext([layer.window for layer in model.config.layers])
-    with torch.no_grad():
-        return model(torch.tensor([text]), torch.arange(len(text))[None], context)[0].float()
 
 
 if __name__ == "__main__":

@@ -71,21 +71,17 @@ class Trees:
     def shares(self) -> list[float]:
         """How often the target's token is the draft's first, second, … candidate."""
         import torch
-        from drafted_ways import beginnings, generated, load
+        from drafted_ways import beginnings, generated, load, scores
 
         import hasten
-        from hasten.model.context import TrainingContext
 
         model = load(self.model, None)
         prompts = beginnings(model, self.recipe, self.prompts, self.prompt_tokens)
         settings = {"temperature": 0.0, "seed": 0, "max_new_tokens": self.new_tokens}
         texts, _ = generated(model, {"none": "none"}, prompts, settings)["none"]
         draft, counts, total = hasten.load(self.draft, dtype="bfloat16"), [0] * RANKS, 0
-        context = TrainingContext([layer.window for layer in draft.config.layers])
         for prompt, text in zip(prompts, texts, strict=True):
-            ids = torch.tensor([prompt + text])
-            with torch.no_grad():
-                logits = draft(ids, torch.arange(ids.shape[1])[None], context)[0, len(prompt) - 1 : -1]
+            logits = scores(draft, prompt + text)[len(prompt) - 1 : -1]
             hits = logits.topk(RANKS).indices == torch.tensor(text)[:, None]
             counts = [count + int(hit) for count, hit in zip(counts, hits.sum(0), strict=True)]
             total += len(text)

@@ -188,6 +188,11 @@ def test_what_gguf_does_not_hold_is_refused_and_nothing_is_left(tmp_path, tiny):
         write_gguf(hasten.load(make_reference("gpt2")), path)
     with pytest.raises(ConfigError, match=r"with zero points, which hasten writes as no type of GGUF.*--group-size 32"):
         write_gguf(hasten.quantize(tiny, hasten.Int4(group_size=32, symmetric=False)), path)
+    small = tiny_llama()
+    small.blocks[1].mlp.down.weight.data.mul_(1e-5)  # float16 has few digits for its scales
+    refusal = r"blocks.1.mlp.down.weight has scales that float16 does not hold"
+    with pytest.warns(HastenWarning, match="become Q8_0"), pytest.raises(ConfigError, match=refusal):
+        write_gguf(hasten.quantize(small, hasten.Int8()), path)
     with pytest.raises(CheckpointError, match="cannot be written"):
         write_gguf(tiny_llama(), tmp_path / "missing" / "model.gguf")
     for limit in (500, 50_000):

@@ -205,7 +205,6 @@ class Quantize(JsonOption):
     def run(self) -> None:
         from time import perf_counter
 
-        from hasten.model.gguf.write import check_gguf
         from hasten.model.load import load, resolve_model
         from hasten.planning.memory import PROCESS_BYTES
         from hasten.quantization import quantize_to_folder
@@ -235,6 +234,8 @@ class Quantize(JsonOption):
         scheme = scheme or self.choose(model, calibration)
         layers = scheme.layers(model)
         if self.format == "gguf":
+            from hasten.model.gguf.write import check_gguf
+
             check_gguf(model, layers, self.output)
         result: dict[str, Any] = {
             "machine": describe().to_json(),

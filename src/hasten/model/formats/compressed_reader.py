@@ -101,12 +101,13 @@ class CompressedFolder(QuantizedFolder):
         self.beside(zero, (dtype,), *([(-(-n * bits // 32), groups)] if packed else [(n, groups), scale.shape]))
         if bits < 8 and scale.dtype == "F32":
             fail(scale, f"must be F16 or BF16 for int{bits}; found F32")
-        chosen = next((group for group in fits if name in group.targets), fits[0]).layer
-        stored = replace(chosen.weight, scales=(Scales(DTYPES[scale.dtype], chosen.weight.group_size),))
-        # Of several groups that fit, those that name the module say more than those for all.
+        # Of several groups that fit, those that name the module say more than those for all, and these than others'.
         named = [group for group in fits if name in group.targets]
         general = [group for group in fits if any(one == "Linear" or one.startswith("re:") for one in group.targets)]
-        promised = all(group.ordered for group in named or general or fits)
+        likely = named or general or fits
+        chosen = likely[0].layer
+        stored = replace(chosen.weight, scales=(Scales(DTYPES[scale.dtype], chosen.weight.group_size),))
+        promised = all(group.ordered for group in likely)
         index = self.index(weight, f"{name}.weight_g_idx", k, promised=promised)
         self.add(weight, (n, k), stored, activations=chosen.activations, index=index)
 

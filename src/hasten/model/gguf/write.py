@@ -213,7 +213,10 @@ def _blocks(module: PackedLinear, rows: Any, ours: str) -> np.ndarray:
         values = values[..., :16] | values[..., 16:] << 4
     off = (half.float() - scales.float()).abs()
     if (off > (scales.abs() * _ROUNDED if weight.format == INT8 else 0)).any():
-        raise ConfigError(f"{ours} has scales that float16 does not hold, as in GGUF; quantize with float16 scales")
+        raise ConfigError(
+            f"{ours} has scales that float16 does not hold, as in GGUF; quantize with float16 scales, or write "
+            "the plain model"
+        )
     return torch.cat((half.unsqueeze(2).view(torch.uint8), values), 2).flatten(1).numpy()
 
 
