@@ -1,6 +1,7 @@
 """Quantization with calibration samples: whole models, block by block, in memory and into a folder that can resume."""
 
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from hasten.quantization import (
     quantize_to_folder,
 )
 from hasten.quantization.resume import WorkFolder
+from hasten.quantization.walk import CalibrationWalk
 from references import make_reference
 
 SAMPLES = torch.randint(3, 101, (24, 32), generator=torch.Generator().manual_seed(0))
@@ -269,7 +271,7 @@ WIDE_SAMPLES = torch.randint(512, (8, 512), generator=torch.Generator().manual_s
 
 
 def wide_model():
-    values = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 1, "vocab_size": 512}
+    values = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 1, "vocab_size": 512}
     config = read_config(values | {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2})
     return initialize(config, seed=0, dtype=torch.bfloat16).eval()
 
@@ -319,6 +321,41 @@ def test_nor_do_automatic_bits_of_one():
     tables = by_threads((1, 2, 3), lambda: choose_bits(wide_model(), 5.0, calibration=WIDE_SAMPLES).table)
     assert len(set(tables[0].values())) > 1
     assert tables[0] == tables[1] == tables[2]
+
+
+@pytest.mark.filterwarnings("ignore:.*dequantize=True")  # the embedding is quantized with the head
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+@pytest.mark.parametrize("name", [*METHODS_AND_SCHEMES, None])
+def test_another_device_gets_one_block_at_a_time(name, family, tmp_path, monkeypatch):
+    """ "cpu:0" is another device than the model's to hasten, and computes the same bits."""
+    method, scheme = METHODS_AND_SCHEMES.get(name, (None, Int4(group_size=32)))
+    here, copies, most = CalibrationWalk.here, weakref.WeakSet(), []
+
+    def watched(self, module):
+        found = here(self, module)
+        if found is not module:
+            copies.add(found)
+        most.append(len(copies))
+        return found
+
+    monkeypatch.setattr(CalibrationWalk, "here", watched)
+    model = hasten.load(make_reference(family))
+    for folder, device in (("a", None), ("b", torch.device("cpu", 0))):
+        options = {"method": method, "calibration": None if method is None else SAMPLES, "device": device}
+        most.clear()
+        quantize_to_folder(model, scheme, tmp_path / folder, **options)
+    assert most == ([] if method is None else [1] * (len(model.blocks) + ("head" in scheme.layers(model))))
+    assert all(isinstance(layer, nn.Linear) for block in model.blocks for layer in [block.attention.q])
+    one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in "ab")
+    assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+
+
+def test_automatic_bits_are_the_same_from_another_device():
+    model = hasten.load(make_reference("gemma2"))  # whose head is its embedding
+    options = {"calibration": SAMPLES, "allow_int3": True}
+    tables = [choose_bits(model, 6.0, device=device, **options).table for device in (None, torch.device("cpu", 0))]
+    assert len(set(tables[0].values())) > 1
+    assert tables[0] == tables[1]
 
 
 @pytest.fixture

@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
+import torch
 
 import hasten
 from hasten.cli.main import main
+from tiny_model import tiny_llama
 from triton_cases import needs_gpu
 
 TEXT = "def function(argument, other):\n    return [argument for _ in range(other)] + list(map(str, argument))\n"
@@ -48,7 +50,7 @@ def test_the_methods(extra, tiny_folder, text, tmp_path, capsys):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "sign"])
 def test_a_gpu_computes_it_too(method, tiny_folder, text, tmp_path):
     errors = {}
     for device in ("cpu", "cuda"):
@@ -58,6 +60,26 @@ def test_a_gpu_computes_it_too(method, tiny_folder, text, tmp_path):
     # Near ties are rounded otherwise; what the layers lose is the same.
     assert errors["cuda"] == pytest.approx(errors["cpu"], rel=0.05)
     assert hasten.generate(hasten.load(tmp_path / "cuda", device="cuda"), "def", max_new_tokens=2)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_gpu_need_not_hold_the_model(text, tmp_path):
+    model = tiny_llama(hidden_size=512, intermediate_size=1408, num_hidden_layers=24)
+    hasten.save(model, tmp_path / "model")
+    torch.cuda.reset_peak_memory_stats()
+    where = ["--method", "gptq", "--device", "cuda", "--json", str(tmp_path / "found.json")]
+    quantized(tmp_path / "model", text, tmp_path / "out", *where)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["peak_memory_bytes"] < found["bytes_before"] / 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_gpu_chooses_bits(tiny_folder, text, tmp_path):
+    where = ["--calibration", str(text), "--samples", "8", "--length", "32", "--device", "cuda"]
+    main(["quantize", str(tiny_folder), "--bits", "6", *where, "--output", str(tmp_path / "out")])
+    assert hasten.generate(hasten.load(tmp_path / "out"), "def", max_new_tokens=2)
 
 
 def test_the_table_names_both_errors(tiny_folder, text, tmp_path, capsys):

@@ -20,6 +20,7 @@ from hasten.machine.progress import share
 from hasten.machine.threads import Threads
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from hasten.model.transformer import Transformer
@@ -108,7 +109,7 @@ class Quantize(JsonOption):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of everything that is not quantized; auto keeps the model's own."""
     device: str = "cpu"
-    """Where it is computed. cpu needs memory for one block; cuda holds the whole model, and calibrates faster."""
+    """Where it is computed, one block in memory at a time; cuda calibrates faster."""
     threads: Threads = "auto"
     """CPU threads; auto is one for each physical core that this process may use."""
     picture: Path | None = None
@@ -185,19 +186,19 @@ class Quantize(JsonOption):
             model.tokenizer, read_documents("stdlib" if self.calibration is None else self.calibration), **given
         )
 
-    def choose(self, model: Transformer, calibration: Any) -> Scheme:
+    def choose(self, model: Transformer, calibration: Any, device: torch.device) -> Scheme:
         """The scheme of --bits, which is written to --formats. Says before how long it will take."""
         from hasten.machine.measure import matrix_rate
         from hasten.quantization.automatic import choose_bits, probing_flops
         from hasten.quantization.schemes import Mixed
 
         flops = probing_flops(model, calibration)
-        minutes = flops / matrix_rate(model.compute_dtype, device=model.device) / 60
+        minutes = flops / matrix_rate(model.compute_dtype, device=device) / 60
         print(
             f"measuring each layer: {flops / 1e12:,.1f} TFLOP, {minutes:.1f} minutes at the rate here", file=sys.stderr
         )
         with share("measured layers") as progress:
-            options: dict[str, Any] = {"allow_int3": self.allow_int3, "progress": progress}
+            options: dict[str, Any] = {"allow_int3": self.allow_int3, "progress": progress, "device": device}
             chosen = choose_bits(model, cast(float, self.bits), calibration=calibration, **options)
         write_json(self.formats, chosen.table)
         return replace(chosen, **same_fields(self, Mixed))
@@ -223,15 +224,15 @@ class Quantize(JsonOption):
         elif output.suffix == ".gguf":
             raise ConfigError(f"--output {output} looks like a file, which --format gguf writes; name a folder without")
         require_new_folder(output, folder, option="--output", overwrite=self.overwrite)
-        device = str(resolve_device(self.device))
-        # The libraries take memory once they are used.
-        base = max(process_memory(device), PROCESS_BYTES if device == "cpu" else 0)
-        model = load(folder, dtype=None if self.dtype == "auto" else self.dtype, device=device)
+        device = resolve_device(self.device)
+        base = max(process_memory(), PROCESS_BYTES)  # the libraries take memory once they are used
+        model = load(folder, dtype=None if self.dtype == "auto" else self.dtype)
         before = sum(parameter.nbytes for parameter in model.parameters())
+        held = base + before if device == model.device else 0
         if self.bits is not None:
             budget(model, self.bits, allow_int3=self.allow_int3)
         calibration = None if method is None and self.bits is None else self.calibration_of(model)
-        scheme = scheme or self.choose(model, calibration)
+        scheme = scheme or self.choose(model, calibration, device)
         layers = scheme.layers(model)
         if self.format == "gguf":
             from hasten.model.gguf.write import check_gguf
@@ -244,7 +245,7 @@ class Quantize(JsonOption):
             "method": {"name": self.method} | ({} if method is None else asdict(cast(Any, method))),
         }
         if method is not None and calibration is not None:
-            result |= self.announce(model, scheme, method, calibration, base + before)
+            result |= self.announce(model, scheme, method, calibration, held, device)
         reports: list[LayerReport] = []
         total = len(layers)
         with share("quantized layers") as progress:
@@ -261,7 +262,7 @@ class Quantize(JsonOption):
             with warnings.catch_warnings():
                 if self.format == "gguf":  # of the folder, which nobody keeps
                     warnings.filterwarnings("ignore", "hasten reads this quantized model", HastenWarning)
-                quantize_to_folder(model, scheme, output, spill=self.spill, format=layout, **options)
+                quantize_to_folder(model, scheme, output, spill=self.spill, format=layout, device=device, **options)
         files, bits = list(output.glob("model*.safetensors")), _bits_per_weight(model, reports)
         if self.format == "gguf":
             files, bits = [self.output], folder_to_gguf(output, self.output)
@@ -281,21 +282,30 @@ class Quantize(JsonOption):
             print("\n".join(_summary(result, reports)))
 
     def announce(
-        self, model: Transformer, scheme: Scheme, method: BlockMethod, calibration: Tensor, held: int
+        self,
+        model: Transformer,
+        scheme: Scheme,
+        method: BlockMethod,
+        calibration: Tensor,
+        held: int,
+        device: torch.device,
     ) -> dict[str, Any]:
-        """Say what will be looked at and what it takes; returns the same for the JSON. held: process and checkpoint."""
+        """Say what will be looked at and what it takes; returns the same for the JSON. held: bytes of process and
+        checkpoint, 0 where only blocks come to the device.
+        """
         from hasten.model.formats.record import activation_group
         from hasten.quantization import SignRounding
         from hasten.quantization.cost import predicted_bytes, tuning_seconds
 
         samples, length = calibration.shape
-        beside = predicted_bytes(model, calibration, method, spill=self.spill)
+        beside = predicted_bytes(model, calibration, method, device=device, spill=self.spill)
         served = [bool(activation_group(layer, 1)) for layer in scheme.layers(model).values()]
         rounded = "rounded to int8 as in the products that serve it" if any(served) else "not rounded"
         some = f" (in {sum(served)} of {len(served)} layers)" * (0 < sum(served) < len(served))
         line = (
             f"{samples} calibration samples of {length} tokens, activations {rounded}{some}; memory: "
-            f"{(held + beside) / 1e9:.2f} GB, {beside / 1e9:.2f} of it beside the checkpoint"
+            f"{(held + beside) / 1e9:.2f} GB, "
+            + (f"{beside / 1e9:.2f} of it beside the checkpoint" if held else f"on {device}")
         )
         source = {"text": self.calibration or "stdlib", "seed": self.calibration_seed or 0}
         found: dict[str, Any] = {
@@ -303,7 +313,7 @@ class Quantize(JsonOption):
             "predicted_memory_bytes": held + beside,
         }
         if isinstance(method, SignRounding):
-            found["predicted_seconds"] = tuning_seconds(model, scheme, calibration, method)
+            found["predicted_seconds"] = tuning_seconds(model, scheme, calibration, method, device=device)
             line += f"; {found['predicted_seconds'] / 60:,.1f} minutes of tuning, by three steps of the first block"
         print(line, file=sys.stderr)
         return found

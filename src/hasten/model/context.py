@@ -76,8 +76,12 @@ def _layer(documents: Tensor | None, window: int | None, intervals: bool) -> Pla
     return PlainLayer(same & visible(places, places, window))
 
 
-def training_context(model: Transformer, tokens: int, documents: Tensor | None = None) -> TrainingContext:
+def training_context(
+    model: Transformer, tokens: int, documents: Tensor | None = None, *, device: torch.device | None = None
+) -> TrainingContext:
     """The context in which `model` sees rows of so many tokens at once, its sparse pattern included.
+
+    device: where its blocks are computed, if not where the model is.
 
     documents: int64 (B, T), as in `TrainingContext`; without a mask where every layer's kernel can do without one.
     Raises ConfigError for documents in a model with a pattern whose kernel cannot keep them apart (on CUDA).
@@ -93,7 +97,7 @@ def training_context(model: Transformer, tokens: int, documents: Tensor | None =
         raise ConfigError("the kernel flex of this model's sparse pattern cannot keep packed documents apart")
     masks = [BlockMask.of(pattern, tokens, heads=config.heads, layer=layer) for layer in range(len(windows))]
     for mask in masks:  # ready for the layers' kernels
-        mask.prepare(model.device)
+        mask.prepare(model.device if device is None else device)
     return TrainingContext(windows, documents, blocks=masks)
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +20,19 @@ from hasten.errors import ConfigError
 from hasten.model.formats.record import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import WeightFormat, empty_weight
+from hasten.quantization.blocks import on_one_thread
 from hasten.quantization.calibration import check_calibration
 from hasten.quantization.quantize import check_model, round_layer
 from hasten.quantization.report import relative_error, stored_bytes, stored_weights
 from hasten.quantization.rounding import round_weight
 from hasten.quantization.schemes import Mixed, layers_to_quantize, units_of, weight_formats
-from hasten.quantization.walk import CalibrationWalk, shared_copy
+from hasten.quantization.sequential import head_of
+from hasten.quantization.walk import CalibrationWalk, passes, shared_copy
 
 PROBE = "int4-g128"
 CANDIDATES = ("int8", "int4-g32", "int4-g128", "int3-g32", "int3-g128")
 TOKENS = 8192  # that a unit's divergence is measured on
-ROWS = 512  # of which logits are in memory
+ROWS = 256  # whose logits a thread has in memory
 STEPS = 1 << 15  # in which the budget is spent
 
 
@@ -57,21 +60,23 @@ def choose_bits(
     calibration: Tensor,
     allow_int3: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    device: torch.device | None = None,
 ) -> Mixed:
     """The scheme of at most `bits` bits per weight in all that keeps most of the model, for `quantize`.
 
     bits: everything that is stored counts, over all weights: scales, norms and embeddings too. calibration: int64
     tokens (samples, length), of which the first 8,192 are looked at. Layers become int8, or int4 in groups of 32 or
     128; with allow_int3 int3 too, which no kernel multiplies. The same input gives the same scheme. progress is called
-    with the measured units and that of all.
+    with the measured units and that of all. device: where blocks are computed, one at a time, if not where the model
+    is.
 
     Raises ConfigError where the smallest formats do not fit, and for a model that cannot be quantized.
     """
     units, formats, room = budget(model, bits, allow_int3=allow_int3)
     tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
     for unit in units:
-        _weigh(model, unit, formats)
-    _measure(model, units, tokens[: max(1, TOKENS // tokens.shape[1])], formats[PROBE], progress)
+        _weigh(model, unit, formats, device)
+    _measure(model, units, tokens[: max(1, TOKENS // tokens.shape[1])], formats[PROBE], progress, device)
     chosen = spend(units, room)
     return Mixed(table={name: format for unit, format in zip(units, chosen, strict=True) for name in unit.layers})
 
@@ -106,13 +111,13 @@ def budget(
     return units, formats, max(smallest, int(bits * total / 8) - plain)  # which rounding may leave a byte below
 
 
-def _weigh(model: Transformer, unit: Unit, formats: Mapping[str, WeightFormat]) -> None:
+def _weigh(model: Transformer, unit: Unit, formats: Mapping[str, WeightFormat], device: torch.device | None) -> None:
     """Note how far off the unit is in each format."""
     for name in unit.layers:
         weight: Tensor = model.get_submodule(name).get_parameter("weight").detach()
-        norm = float(torch.linalg.vector_norm(weight, dtype=torch.float32))
+        norm = float(on_one_thread(partial(torch.linalg.vector_norm, weight, dtype=torch.float32)))
         for key, format in formats.items():
-            rounded = round_layer(model, name, LayerFormat(format), "mse")
+            rounded = round_layer(model, name, LayerFormat(format), "mse", device=device)
             unit.errors[key] = unit.errors.get(key, 0.0) + (relative_error(weight, rounded) * norm) ** 2
 
 
@@ -142,29 +147,33 @@ def spend(units: Sequence[Unit], room: int) -> list[str]:
 
 
 def _measure(
-    model: Transformer, units: Sequence[Unit], tokens: Tensor, probe: WeightFormat, progress: Callable[[int, int], None]
+    model: Transformer,
+    units: Sequence[Unit],
+    tokens: Tensor,
+    probe: WeightFormat,
+    progress: Callable[[int, int], None],
+    device: torch.device | None,
 ) -> None:
     """Note each unit's divergence. A unit of a block costs a pass through the blocks from there on."""
-    walk = CalibrationWalk(model, tokens)
-    target = _states(model, walk, 0)
+    walk = CalibrationWalk(model, tokens, device=device)
+    exact = walk.here(head_of(model))
+    target = _states(walk, 0)
     at = 0  # the block that the walk has come to
     for done, unit in enumerate(units):
-        first = unit.layers[0]
-        own = first.startswith("blocks.")  # else it is the head, or the embedding
-        while own and at < int(first.split(".")[1]):
-            walk.advance(at, model.blocks[at])
+        name = unit.layers[0]
+        own = name.startswith("blocks.")  # else it is the head, or the embedding
+        while own and at < int(name.split(".")[1]):
+            walk.advance(at, walk.here(model.blocks[at]))
             at += 1
-        head = model.head
-        with _rounded(model, unit.layers, probe):
+        with _rounded(model, unit.layers, probe, device):
+            head = exact if own else walk.here(head_of(model))
             if own:
-                states = _states(model, walk, at)
-            elif first == "head" and not model.tied:
+                states = _states(walk, at)
+            elif name == "head" and not model.tied:
                 states = target
             else:
-                states = _states(model, CalibrationWalk(model, tokens), 0)
-            found = _divergence(model, states, head, target)
-        # Sums differ in their last digits with the number of threads; a choice should not.
-        unit.divergence = float(f"{max(found, 0.0):.3g}")
+                states = _states(CalibrationWalk(model, tokens, device=device), 0)
+            unit.divergence = max(_divergence(walk, (states, head), (target, exact)), 0.0)
         progress(done + 1, len(units))
 
 
@@ -176,7 +185,9 @@ def probing_flops(model: Transformer, tokens: Tensor) -> float:
 
 
 @contextmanager
-def _rounded(model: Transformer, names: Sequence[str], format: WeightFormat) -> Iterator[None]:
+def _rounded(
+    model: Transformer, names: Sequence[str], format: WeightFormat, device: torch.device | None
+) -> Iterator[None]:
     """For the while, layers have weights that were rounded to the format; a tied embedding is the head's."""
     places = [*names, "embedding"] if "head" in names and model.tied else names
     before = {name: model.get_submodule(name) for name in places}
@@ -184,7 +195,8 @@ def _rounded(model: Transformer, names: Sequence[str], format: WeightFormat) -> 
         for name, module in before.items():
             new = shared_copy(module)
             weight = module.get_parameter("weight").detach()
-            new.weight = nn.Parameter(round_weight(weight, format).dequantize(weight.dtype), requires_grad=False)
+            rounded = round_weight(weight.to(device), format).dequantize(weight.dtype)
+            new.weight = nn.Parameter(rounded.to(weight.device), requires_grad=False)
             model.set_submodule(name, new)
         yield
     finally:
@@ -192,20 +204,25 @@ def _rounded(model: Transformer, names: Sequence[str], format: WeightFormat) -> 
             model.set_submodule(name, module)
 
 
-def _states(model: Transformer, walk: CalibrationWalk, first: int) -> Tensor:
+def _states(walk: CalibrationWalk, first: int) -> Tensor:
     """What comes out of the last block (samples, length, C), from the walk's states before the block `first` on."""
-    own = copy.copy(walk)
+    own, blocks = copy.copy(walk), walk.model.blocks
     own.states = walk.states.clone()
-    for index in range(first, len(model.blocks)):
-        own.advance(index, model.blocks[index])
+    for index in range(first, len(blocks)):
+        own.advance(index, own.here(blocks[index]))
     return own.states
 
 
-def _divergence(model: Transformer, states: Tensor, head: nn.Module, target: Tensor) -> float:
-    """The mean of KL(before ‖ now) per token: of the next tokens of `target` by the exact head, and of the states."""
-    sums = []
-    for now, before in zip(states.flatten(0, 1).split(ROWS), target.flatten(0, 1).split(ROWS), strict=True):
-        q = model.scores(now).log_softmax(dim=-1)
-        p = model.finished(head(model.norm(before))).log_softmax(dim=-1)
-        sums.append(float((p.exp() * (p - q)).sum(dim=-1).double().sum()))
-    return math.fsum(sums) / (target.shape[0] * target.shape[1])
+def _divergence(walk: CalibrationWalk, now: tuple[Tensor, nn.Module], before: tuple[Tensor, nn.Module]) -> float:
+    """The mean of KL(before ‖ now) per token of the next tokens that two heads (with their norms) make of states."""
+    (states, head), (states_before, head_before) = now, before
+
+    def work(rows: tuple[Tensor, Tensor]) -> float:
+        q, p = (
+            walk.model.finished(module(part.to(walk.device))).log_softmax(dim=-1)
+            for module, part in zip((head, head_before), rows, strict=True)
+        )
+        return float((p.exp() * (p - q)).sum(dim=-1).double().sum())
+
+    rows = zip(states.flatten(0, 1).split(ROWS), states_before.flatten(0, 1).split(ROWS), strict=True)
+    return math.fsum(passes(head, list(rows), work)) / (states.shape[0] * states.shape[1])

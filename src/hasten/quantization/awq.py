@@ -9,6 +9,7 @@ value projection (before the attention's output) or of `up` (before `down`).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from hasten.model.norms import RMSNorm
 from hasten.model.transformer import MLP, Attention
 from hasten.ops.linear.weights import QuantizedWeight
-from hasten.quantization.blocks import each_slice
+from hasten.quantization.blocks import each_slice, on_one_thread
 from hasten.quantization.gptq import ROWS, InputStatistics, output_error
 from hasten.quantization.rounding import round_weight
 from hasten.quantization.sequential import BlockTask
@@ -38,7 +39,7 @@ class ChannelStatistics(InputStatistics):
         self.mean, rows = torch.zeros_like(self.gram[0]), 0
         for x in chain([first], inputs):
             self.add(x)
-            self.mean += x.float().abs().sum(dim=0)
+            self.mean += on_one_thread(partial(torch.sum, x.float().abs(), dim=0))
             rows += len(x)
         self.finish()
         self.mean /= rows

@@ -1,13 +1,15 @@
 """Work cut into pieces that do not depend on the number of threads, one thread a piece: so the bits do not either."""
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 # Elements of a block of rows, of which a thread holds about four copies in float32. Smaller ones spend their time on
@@ -22,23 +24,34 @@ def each_block(rows: int, columns: int, work: Callable[[slice], Result]) -> list
 
 
 def each_slice(size: int, step: int, work: Callable[[slice], Result]) -> list[Result]:
-    """What `work` returns for slices of `step` that cover `size`.
+    """What `work` returns for slices of `step` that cover `size`."""
+    return list(in_order([slice(start, min(start + step, size)) for start in range(0, size, step)], work))
 
-    Each of torch's threads takes slices of its own: its steps are too short to be worth sharing one among threads
-    (measured: five times slower with two threads on a busy machine).
+
+def in_order(items: Sequence[Item], work: Callable[[Item], Result], *, most: int | None = None) -> Iterator[Result]:
+    """What `work` returns for each item, in their order; as many are at work as torch has threads, or `most`.
+
+    Each thread takes items of its own: sums that several threads share have other bits for each number of them. (Short
+    steps are not worth sharing anyway: measured, five times slower with two threads on a busy machine.)
     """
-    slices = [slice(start, min(start + step, size)) for start in range(0, size, step)]
     threads = torch.get_num_threads()
     inference = torch.is_inference_mode_enabled()  # a mode of the thread, as the number of threads is
 
-    def alone(part: slice) -> Result:
+    def alone(item: Item) -> Result:
         torch.set_num_threads(1)
         with torch.inference_mode(inference), torch.no_grad():
-            return work(part)
+            return work(item)
 
     try:
-        with ThreadPoolExecutor(min(threads, len(slices))) as pool:
-            return list(pool.map(alone, slices))
+        lanes = min(threads, len(items), most or threads)
+        with ThreadPoolExecutor(max(1, lanes)) as pool:
+            waiting: deque[Future[Result]] = deque()
+            for item in items:
+                waiting.append(pool.submit(alone, item))
+                if len(waiting) == lanes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
     finally:
         torch.set_num_threads(threads)
 

@@ -14,42 +14,57 @@ from hasten.quantization.awq import AWQ
 from hasten.quantization.schemes import Scheme
 from hasten.quantization.sequential import BlockMethod, block_task
 from hasten.quantization.sign import SignRounding
-from hasten.quantization.walk import BATCH_TOKENS, CalibrationWalk
+from hasten.quantization.walk import PASS_TOKENS, CalibrationWalk, at_once
 
 MAPPED = 32 << 20  # bytes from which glibc gives each tensor memory of its own, which goes back when the tensor dies
 
 
-def predicted_bytes(model: Transformer, tokens: Tensor, method: BlockMethod, *, spill: bool = False) -> int:
-    """Bytes beside the checkpoint.
+def predicted_bytes(
+    model: Transformer,
+    tokens: Tensor,
+    method: BlockMethod,
+    *,
+    device: torch.device | None = None,
+    spill: bool = False,
+) -> int:
+    """Bytes beside the checkpoint; where blocks move to another device than the model's, all bytes there.
 
     GPTQ and AWQ have three matrices as large as a sum over the samples and a quarter of one at work, GPTAQ five; GPTQ
     what the experts of a block are given, AWQ the scaled weights. Sign rounding has the states before quantization,
-    eleven copies (weight, offsets, the best and the last ones, what rounding keeps for its gradient, and gradients),
-    what a pass keeps for its gradient, and then one such sum. Smaller matrices come from glibc's heap, which leaves
-    holes of about three copies more (two to five, from run to run).
+    eleven copies (weight, offsets, the best and the last ones, what rounding keeps for its gradient, and gradients;
+    half of one more for each further pass at a time), what these passes keep for their gradient, and then one such sum.
+    Smaller matrices come from glibc's heap, which leaves holes of about three copies more (two to five, from run to
+    run).
     """
-    states = tokens.numel() * model.config.hidden_size * model.compute_dtype.itemsize
+    moved = device is not None and device != model.device
+    size = (model.dtype if moved else model.compute_dtype).itemsize
+    states = tokens.numel() * model.config.hidden_size * size
     walks = 2 if method.needs_before else 1
-    counts: dict[str, Any] = {"copies": 0, "squares": 3.25 if walks == 1 else 5, "routed": True}
-    step = min(tokens.numel(), max(BATCH_TOKENS, tokens.shape[1])) * model.compute_dtype.itemsize
+    lanes = at_once(device or model.device)
+    counts: dict[str, Any] = {"copies": 0.0, "squares": 3.25 if walks == 1 else 5, "routed": True}
+    step = min(tokens.numel(), lanes * max(PASS_TOKENS, tokens.shape[1])) * size
     if isinstance(method, SignRounding):
         largest = max(4 * parameter.numel() for parameter in model.blocks.parameters())
-        counts = {"copies": 11 if largest >= MAPPED else 14, "squares": 1.25, "routed": False}
+        gradients = (min(lanes, method.batch) - 1) / 2
+        counts = {"copies": (11 if largest >= MAPPED else 14) + gradients, "squares": 1.25, "routed": False}
         step = 5 * step // 2
     elif isinstance(method, AWQ):
-        counts = {"copies": 1, "squares": 3.25, "routed": False}
-    needed = calibration_memory(model.config, states=states, walks=walks, step=step, spill=spill, **counts).peak
+        counts = {"copies": 1.0, "squares": 3.25, "routed": False}
+    sizes: dict[str, Any] = {"states": states, "walks": walks, "step": step, "spill": spill or moved, "moved": moved}
+    needed = calibration_memory(model.config, **sizes, **counts).peak
     return needed + (states if isinstance(method, SignRounding) else 0)
 
 
-def tuning_seconds(model: Transformer, scheme: Scheme, tokens: Tensor, method: SignRounding) -> float:
+def tuning_seconds(
+    model: Transformer, scheme: Scheme, tokens: Tensor, method: SignRounding, *, device: torch.device | None = None
+) -> float:
     """Of sign rounding: the first block's third step, as measured, for every step of every block.
 
     A step goes forward and backward, which is three passes; nine more see all samples (twice the blocks as they were,
     once each as rounded to nearest, with the last parameters and the best, and as it is served; about three for the
     inputs of its layers, by which the outputs' errors are reported).
     """
-    walk, times = CalibrationWalk(model, tokens[: method.batch]), [perf_counter()]
+    walk, times = CalibrationWalk(model, tokens[: method.batch], device=device), [perf_counter()]
     options: dict[str, Any] = {"search": scheme.search, "progress": lambda *_: times.append(perf_counter())}
     with torch.no_grad():
         replace(method, steps=3).quantize_block(block_task(model, 0, scheme.layers(model), [walk, walk], **options))

@@ -153,7 +153,7 @@ class Solver:
         self.order = column_order(diagonal, settings.order, self.group_size)
         # From back to front: then H's factor, and its inverse, are the other way round what is wanted (see below).
         back = self.order.flip(0)
-        mean = float(torch.where(self.dead, 1, diagonal).mean())
+        mean = float(on_one_thread(torch.where(self.dead, 1, diagonal).mean))
         self.damping = settings.damping
         for _ in range(ATTEMPTS):
             damped = gram[back[:, None], back]

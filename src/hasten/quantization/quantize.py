@@ -113,6 +113,7 @@ def quantize_to_folder(
     spill: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
     format: str = "compressed-tensors",
+    device: torch.device | None = None,
 ) -> None:
     """Write `model` quantized, as a folder of the layout `format` (see `export_model`); it is not changed.
 
@@ -120,6 +121,9 @@ def quantize_to_folder(
     input's pages and about one layer (the largest: often the lm_head). With a method, finished blocks are kept beside
     the folder (its name and ".partial") until all are done: after an interruption the same call goes on there.
     spill: the samples' states stand there too, in mapped files, and take no memory.
+
+    device: where it is computed, one block or layer at a time: a model on the CPU can be quantized by a GPU that is
+    too small for it.
 
     method, calibration: as in `quantize`. `report` is called for each layer, `progress` with the steps of a block
     that takes many. The folder is written whole or not at all. Raises ConfigError
@@ -129,7 +133,7 @@ def quantize_to_folder(
     check_layers(model, formats, format)
 
     def weight(name: str) -> QuantizedWeight:
-        return round_layer(model, name, formats[name], scheme.search, report)
+        return round_layer(model, name, formats[name], scheme.search, report, device=device)
 
     if method is None:
         export_model(model, folder, quantized=Quantized(formats, weight), format=format)
@@ -137,7 +141,8 @@ def quantize_to_folder(
     tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
     with WorkFolder.open(folder, model, tokens, formats, repr((scheme, method))) as work:
         options: dict[str, Any] = {"saved": work, "spill": work.path if spill else None, "progress": progress}
-        results = quantize_blocks(model, formats, tokens, method, search=scheme.search, **options)
+        options |= {"search": scheme.search, "device": device}
+        results = quantize_blocks(model, formats, tokens, method, **options)
         for index, result in enumerate(results):
             work.keep(index, result)
             _report_all(result, report)
@@ -174,15 +179,22 @@ def check_model(model: Transformer) -> None:
 
 
 def round_layer(
-    model: Transformer, name: str, layer: LayerFormat, search: Search, report: Report | None = None
+    model: Transformer,
+    name: str,
+    layer: LayerFormat,
+    search: Search,
+    report: Report | None = None,
+    *,
+    device: torch.device | None = None,
 ) -> QuantizedWeight:
-    """Round a layer to nearest and report it; an error names the layer."""
+    """Round a layer to nearest, on another device if one is given, and report it; an error names the layer."""
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear | nn.Embedding)
+    weight = linear.weight.detach().to(device)
     try:
-        quantized = round_weight(linear.weight.detach(), layer.weight, search=search)
+        quantized = round_weight(weight, layer.weight, search=search)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     if report is not None:
-        report(compare(name, linear.weight, quantized, layer))
-    return quantized
+        report(compare(name, weight, quantized, layer))
+    return quantized.map(lambda tensor: tensor.to(linear.weight.device))

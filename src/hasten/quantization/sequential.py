@@ -31,6 +31,11 @@ class BlockResult:
     changed: dict[str, Tensor]
     reports: list[LayerReport]
 
+    def to(self, device: torch.device) -> "BlockResult":
+        """The same on another device."""
+        weights = {name: weight.map(lambda tensor: tensor.to(device)) for name, weight in self.weights.items()}
+        return replace(self, weights=weights, changed={n: tensor.to(device) for n, tensor in self.changed.items()})
+
 
 @dataclass(slots=True)
 class BlockTask:
@@ -134,16 +139,18 @@ def quantize_blocks(
     saved: "WorkFolder | None" = None,
     spill: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    device: torch.device | None = None,
 ) -> Iterator[BlockResult]:
     """Quantize the layers `formats` for calibration tokens (S, T), a result for each block and one for the head.
 
-    The model is not changed. Blocks that `saved` has are not computed again. `spill` is a folder for files that hold
+    The model is not changed. Blocks are computed on `device`, one of them there at a time; the results are where the
+    model is. Blocks that `saved` has are not computed again. `spill` is a folder for files that hold
     the samples' states. `progress` is told what of a block is done, by methods that take long.
     """
     files = [None if spill is None else spill / f"{name}.spill" for name in ("states", "before")]
-    walks = [_first_walk(model, formats.get("embedding"), tokens, search, files[0])]
+    walks = [_first_walk(model, formats.get("embedding"), tokens, search, device=device, spill=files[0])]
     if method.needs_before:
-        walks.append(CalibrationWalk(model, tokens, spill=files[1]))
+        walks.append(CalibrationWalk(model, tokens, device=device, spill=files[1]))
     done = 0 if saved is None else saved.blocks()
     if done:
         assert saved is not None
@@ -160,18 +167,20 @@ def quantize_blocks(
         return_freed_memory()
         return task
 
-    for index, block in enumerate(model.blocks):
+    for index in range(len(model.blocks)):
         if saved is not None and index < done:
             yield saved.load(index)
             continue
         task = finished(index)
-        for walk, module in zip(walks, (task.block, block), strict=False):
+        for walk, module in zip(walks, (task.block, task.before), strict=False):
             walk.advance(index, module)
+        result = task.result().to(model.device)
+        del task, module  # before the next block takes their place
         if saved is not None:
-            saved.save(index, task.result(), [walk.states for walk in walks])
-        yield task.result()
+            saved.save(index, result, [walk.states for walk in walks])
+        yield result
     if "head" in formats:
-        yield finished(None).result()
+        yield finished(None).result().to(model.device)
 
 
 def block_task(
@@ -184,27 +193,33 @@ def block_task(
     """What a method is given of a block; index None: of norm and head."""
     block: nn.Module
     if index is None:
-        prefix, names, block = "", ["head"], nn.Sequential(OrderedDict(norm=model.norm, head=model.head))
+        prefix, names, block = "", ["head"], head_of(model)
         calls = [walk.whole_calls() for walk in walks]
     else:
         prefix, block = f"blocks.{index}.", model.blocks[index]
         names = [name for name in formats if name.startswith(prefix)]
         calls = [walk.calls(index) for walk in walks]
         options |= {"run": walks[0].run(index), "samples_of_a_pass": walks[0].step}
+    block = walks[0].here(block)
     return BlockTask(
         block=shared_copy(block),
         before=block,
         layers={name.removeprefix(prefix): formats[name] for name in names},
         calls=calls[0],
         calls_before=calls[1] if len(calls) > 1 else None,
-        dtype=model.compute_dtype,
+        dtype=walks[0].dtype,
         prefix=prefix,
         **options,
     )
 
 
+def head_of(model: Transformer) -> nn.Module:
+    """What comes behind the last block: norm and head."""
+    return nn.Sequential(OrderedDict(norm=model.norm, head=model.head))
+
+
 def _first_walk(
-    model: Transformer, layer: LayerFormat | None, tokens: Tensor, search: Search, spill: Path | None
+    model: Transformer, layer: LayerFormat | None, tokens: Tensor, search: Search, **options: Any
 ) -> CalibrationWalk:
     """The walk through the model as it will be: from an embedding's rows as they will be stored."""
     exact = model.embedding
@@ -212,7 +227,7 @@ def _first_walk(
         if layer is not None:
             weight = round_weight(exact.weight.detach(), layer.weight, search=search)
             model.embedding = served(weight, exact, None, layer, model.compute_dtype)
-        return CalibrationWalk(model, tokens, spill=spill)
+        return CalibrationWalk(model, tokens, **options)
     finally:
         model.embedding = exact
 

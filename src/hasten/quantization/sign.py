@@ -22,7 +22,7 @@ from hasten.ops.linear import QuantizedWeight, empty_weight
 from hasten.quantization.gptq import InputStatistics, output_error
 from hasten.quantization.rounding import Grid, rounded_activations
 from hasten.quantization.sequential import BlockTask
-from hasten.quantization.walk import inputs_of, stages
+from hasten.quantization.walk import Call, inputs_of, outputs, passes, stages
 
 NARROWEST, WIDEST = 0.5, 1.5  # how far a group's range may move from the one that rounding to nearest searched
 SAVE_EVERY = 20  # steps
@@ -56,7 +56,7 @@ class SignRounding:
                 task.place(name, weight, note="rounded to nearest", **errors.get(name, {}))
             return
         assert task.calls_before is not None
-        targets = [call(task.before) for call in task.calls_before]
+        targets = list(outputs(task.before, task.calls_before))
         tuned = {name: TunedLinear(task, name) for name in task.layers}
         for name, module in tuned.items():
             task.block.set_submodule(name, module)
@@ -93,25 +93,30 @@ class SignRounding:
     def _tune(self, task: BlockTask, tuned: dict[str, "TunedLinear"], targets: Sequence[Tensor]) -> list[Tensor]:
         """Move the parameters; returns those of the step with the least loss. An interrupted tuning goes on."""
         parameters, rows = _parameters(tuned), [row for target in targets for row in target]
-        assert task.run is not None
+        run = task.run
+        assert run is not None
         best, least, first = [tensor.clone() for tensor in parameters], float("inf"), 0
         if task.saved is not None and (saved := task.saved.load_tuning(task.prefix)) is not None:
             first, least = int(saved["step"]), float(saved["least"])
             for i, (tensor, kept) in enumerate(zip(parameters, best, strict=True)):
                 tensor.copy_(saved[f"now.{i}"])
                 kept.copy_(saved[f"best.{i}"])
+
+        @torch.enable_grad()
+        def gradients_of(part: Tensor) -> tuple[float, tuple[Tensor | None, ...]]:
+            target = torch.stack([rows[index] for index in part.tolist()])
+            own = _squared_error(run(task.block, samples=part), target)
+            held = [module.held for module in tuned.values()]
+            return float(own.detach()), torch.autograd.grad(own, held, allow_unused=True)
+
         for step in range(first, self.steps):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
             chosen = torch.randperm(len(rows), generator=generator)[: self.batch]
             with torch.enable_grad():
                 weights = [module.hold() for module in tuned.values()]
             sums, loss = [torch.zeros_like(weight) for weight in weights], 0.0
-            for part in chosen.split(task.samples_of_a_pass):  # its activations are let go before the next
-                with torch.enable_grad():
-                    target = torch.stack([rows[index] for index in part.tolist()])
-                    own = _squared_error(task.run(task.block, samples=part), target)
-                    found = torch.autograd.grad(own, [module.held for module in tuned.values()], allow_unused=True)
-                loss += float(own.detach())
+            for own, found in passes(task.block, chosen.split(task.samples_of_a_pass), gradients_of):
+                loss += own
                 for total, gradient in zip(sums, found, strict=True):
                     if gradient is not None:  # an expert may see nothing
                         total.add_(gradient)
@@ -229,14 +234,18 @@ def output_errors(task: BlockTask, weights: Mapping[str, QuantizedWeight]) -> di
     return found
 
 
-def block_loss(block: nn.Module, calls: Sequence[Callable[[nn.Module], Tensor]], targets: Sequence[Tensor]) -> float:
+def block_loss(block: nn.Module, calls: Sequence[Call], targets: Sequence[Tensor]) -> float:
     """The squared error of a block's outputs on all calibration samples."""
-    return sum(float(_squared_error(call(block), target)) for call, target in zip(calls, targets, strict=True))
+
+    def work(pair: tuple[Call, Tensor]) -> float:
+        call, target = pair
+        return float(_squared_error(call(block), target))
+
+    return sum(passes(block, list(zip(calls, targets, strict=True)), work))
 
 
 def _squared_error(found: Tensor, target: Tensor) -> Tensor:
-    """Summed by row first: a sum of all at once has other bits for each number of threads."""
-    return (found.float() - target.float()).square().sum(dim=-1).sum()
+    return (found.float() - target.float()).square().sum()
 
 
 def _parameters(tuned: dict[str, TunedLinear]) -> list[Tensor]:

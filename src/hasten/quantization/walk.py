@@ -2,9 +2,10 @@
 
 import copy
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from hasten.model.context import training_context
-from hasten.model.transformer import Transformer
+from hasten.model.swap import swap_kinds
+from hasten.model.transformer import Attention, Transformer
+from hasten.model.wide import NARROW
+from hasten.quantization.blocks import Item, Result, in_order
 
-BATCH_TOKENS = 2048  # of a pass: enough for products at the machine's rate
+PASS_TOKENS = 512  # of a pass, which one thread computes: enough for products at its rate
 
 Call = Callable[[nn.Module], Tensor]  # runs a module, a block or an expert, on some of the calibration inputs
 Run = Callable[..., Tensor]  # run(block, samples=…): on those samples, by their numbers
@@ -23,30 +27,47 @@ Run = Callable[..., Tensor]  # run(block, samples=…): on those samples, by the
 class CalibrationWalk:
     """The states (samples, length, C) between two blocks. They begin as embeddings; `advance` takes them on.
 
-    spill: a file that holds them, mapped, instead of memory. It may be there already, and is not removed.
+    device: where blocks are computed, one at a time; the states stay where the model is. spill: a file that holds
+    them, mapped, instead of memory. It may be there already, and is not removed.
     """
 
-    def __init__(self, model: Transformer, tokens: Tensor, *, spill: Path | None = None) -> None:
+    def __init__(
+        self, model: Transformer, tokens: Tensor, *, device: torch.device | None = None, spill: Path | None = None
+    ) -> None:
         self.model = model
+        self.device = model.device if device is None else device
+        # A block that moves computes in its weights' dtype: only CPUs may be slower in that than in float32.
+        self.dtype = model.compute_dtype if self.device == model.device else model.dtype
         length = tokens.shape[1]
         positions = torch.arange(length, device=model.device).unsqueeze(0)
-        self._ropes = [table(positions) for table in model.ropes]
-        self._context = training_context(model, length)
-        self.step = max(1, BATCH_TOKENS // length)
-        parts = (model.embed(part.to(model.device), positions) for part in tokens.split(self.step))
+        self._ropes = [tuple(part.to(self.device) for part in table(positions)) for table in model.ropes]
+        self._context = training_context(model, length, device=self.device)
+        self.step = max(1, PASS_TOKENS // length)
+        parts = (model.embed(part.to(model.device), positions).to(self.dtype) for part in tokens.split(self.step))
         if spill is None:
             self.states = torch.cat(list(parts))
             return
-        self.states = _mapped(spill, (*tokens.shape, model.config.hidden_size), model.compute_dtype)
+        self.states = _mapped(spill, (*tokens.shape, model.config.hidden_size), self.dtype)
         for room, part in zip(self.states.split(self.step), parts, strict=True):
             room.copy_(part)
+
+    def here(self, module: nn.Module) -> nn.Module:
+        """A module of the model where it is computed: itself, or a copy on the walk's device, with kernels for it."""
+        if self.device == self.model.device:
+            return module
+        own = copy.deepcopy(module)
+        swap_kinds(own, NARROW)
+        for layer in own.to(self.device).modules():
+            if isinstance(layer, Attention):
+                layer.bind()
+        return own
 
     def run(self, index: int) -> Run:
         """What runs a block on some of the samples."""
         layer = self.model.config.layers[index]
         rope = self._ropes[layer.rope] if self._ropes else None
         own = self._context.layers[index]
-        return lambda block, samples: block(self.states[samples].to(self.model.device), rope, own)
+        return lambda block, samples: block(self.states[samples].to(self.device), rope, own)
 
     def calls(self, index: int) -> list[Call]:
         """A block's calls, on a few samples each."""
@@ -54,15 +75,15 @@ class CalibrationWalk:
         return [partial(self.run(index), samples=part) for part in parts]
 
     def advance(self, index: int, block: nn.Module) -> None:
-        """Replace the states by what the block makes of them."""
-        for part, call in zip(self.states.split(self.step), self.calls(index), strict=True):
-            part.copy_(call(block))
+        """Replace the states by what the block, which is where it is computed, makes of them."""
+        for part, found in zip(self.states.split(self.step), outputs(block, self.calls(index)), strict=True):
+            part.copy_(found)
 
     def whole_calls(self) -> list[Call]:
         """The calls of what comes behind the last block: of norm and head."""
 
         def call(part: Tensor) -> Call:
-            return lambda module: module(part.to(self.model.device))
+            return lambda module: module(part.to(self.device))
 
         return [call(part) for part in self.states.split(self.step)]
 
@@ -81,7 +102,7 @@ def _mapped(file: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def rows_calls(parts: Sequence[Tensor]) -> list[Call]:
     """The calls of a module that takes rows (T, K), as an expert does."""
-    return [partial(_call, part) for rows in parts for part in rows.split(BATCH_TOKENS)]
+    return [partial(_call, part) for rows in parts for part in rows.split(PASS_TOKENS)]
 
 
 def _call(x: Tensor, module: nn.Module) -> Tensor:
@@ -89,24 +110,26 @@ def _call(x: Tensor, module: nn.Module) -> Tensor:
 
 
 def shared_copy(module: nn.Module) -> Any:
-    """A module whose submodules can be replaced without changing the original; parameters and buffers are shared."""
-    tensors = (*module.parameters(), *module.buffers())
+    """A module whose submodules can be replaced without changing the original; all tensors are shared."""
+    others = [value for own in module.modules() for value in vars(own).values() if isinstance(value, Tensor)]
+    tensors = (*module.parameters(), *module.buffers(), *others)
     return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
-@contextmanager
-def _before(module: nn.Module, names: Sequence[str], look: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """For the while, `look` is called with the name and the input of each of these submodules before it runs."""
+def outputs(module: nn.Module, calls: Sequence[Call]) -> Iterator[Tensor]:
+    """What each call of a module gives."""
+    return passes(module, calls, lambda call: call(module))
 
-    def hook_of(name: str) -> Callable:
-        return lambda _, inputs: look(name, inputs[0])
 
-    hooks = [module.get_submodule(name).register_forward_pre_hook(hook_of(name)) for name in names]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def passes(module: nn.Module, items: Sequence[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
+    """What `work` makes of each item with a module, in their order."""
+    place = next(chain(module.parameters(), module.buffers())).device
+    return in_order(items, work, most=at_once(place))
+
+
+def at_once(device: torch.device) -> int:
+    """The passes at work at a time: one on each thread, and one on a GPU."""
+    return torch.get_num_threads() if device.type == "cpu" else 1
 
 
 def stages(module: nn.Module, names: Sequence[str], call: Call) -> list[list[str]]:
@@ -119,8 +142,7 @@ def stages(module: nn.Module, names: Sequence[str], call: Call) -> list[list[str
         else:
             found.append((x, [name]))
 
-    with _before(module, names, note):
-        call(module)
+    call(_watched(module, names, note))
     return [together for _, together in found]
 
 
@@ -130,22 +152,42 @@ def inputs_of(module: nn.Module, name: str, calls: Sequence[Call]) -> Iterator[T
     def stop(_: str, x: Tensor) -> None:
         raise _ReachedError(x)
 
-    for call in calls:
+    watched = _watched(module, [name], stop)
+
+    def inputs(call: Call) -> Tensor:
         try:
-            with _before(module, [name], stop):  # for each call: who stops asking must leave no hook behind
-                call(module)
+            call(watched)
         except _ReachedError as reached:
-            found = reached.inputs.flatten(0, -2)
-        yield found
+            return reached.inputs.flatten(0, -2)
+        raise AssertionError(f"{name} was not called")
+
+    return passes(module, calls, inputs)
 
 
 def inputs_of_each(module: nn.Module, names: Sequence[str], calls: Sequence[Call]) -> dict[str, list[Tensor]]:
     """All inputs (T, K) of several submodules, of which a call may reach any number (experts)."""
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
-    with _before(module, names, lambda name, x: found[name].append(x.flatten(0, -2))):
-        for call in calls:
-            call(module)
-    return found
+    own = threading.local()  # of a thread: what its call has found
+    watched = _watched(module, names, lambda name, x: own.found[name].append(x.flatten(0, -2)))
+
+    def inputs(call: Call) -> dict[str, list[Tensor]]:
+        own.found = {name: [] for name in names}
+        call(watched)
+        return own.found
+
+    of_calls = list(passes(module, calls, inputs))
+    return {name: [x for found in of_calls for x in found[name]] for name in names}
+
+
+def _watched(module: nn.Module, names: Sequence[str], look: Callable[[str, Tensor], None]) -> nn.Module:
+    """A copy that calls `look` with the name and the input of each of these submodules before it runs."""
+    copied = shared_copy(module)
+
+    def hook_of(name: str) -> Callable:
+        return lambda _, inputs: look(name, inputs[0])
+
+    for name in names:
+        copied.get_submodule(name).register_forward_pre_hook(hook_of(name))
+    return copied
 
 
 class _ReachedError(Exception):
