@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.model.rope import rotate
+from hasten.ops.build import INSTRUCTION_SETS
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.native import library
 from instruction_sets import ISAS
@@ -30,7 +31,7 @@ def arguments(layer):
 def product(x, layer, isa):
     """In float64, of x as the kernel multiplies it: rounded to bfloat16 where there are instructions for that."""
     bias = None if layer.bias is None else layer.bias.double()
-    x = x.bfloat16() if isa in ("amx", "avx512_vnni") else x
+    x = x.bfloat16() if "avx512_bf16" in INSTRUCTION_SETS[isa].here().needs else x
     return F.linear(x.double(), layer.weight.double(), bias)
 
 

@@ -106,7 +106,8 @@ def _instruction_sets(machine: Machine) -> Finding:
     lacking = [name for name in ("avx512f", "avx512_vnni", "avx512_bf16") if name not in have]
     if lacking:
         listed += f"; not {', '.join(lacking)}"
-    mend = "int8 and bfloat16 products run at a part of the rate; a virtual machine may hide them from its guest"
+    slow = "bfloat16" if lacking == ["avx512_bf16"] else "int8 and bfloat16"
+    mend = f"{slow} products run at a part of the rate; a virtual machine may hide them from its guest"
     return finding("instruction sets", listed, note=mend if lacking else "")
 
 

@@ -79,7 +79,19 @@ INSTRUCTION_SETS: dict[str, InstructionSet] = {
             (*VNNI, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
             "tdpbf16ps %tmm2, %tmm1, %tmm0",
         ),
-        InstructionSet("avx512_vnni", VNNI_NEEDS, VNNI, "vdpbf16ps %zmm2, %zmm1, %zmm0"),
+        InstructionSet(
+            "avx512_vnni",
+            VNNI_NEEDS,
+            VNNI,
+            "vdpbf16ps %zmm2, %zmm1, %zmm0",
+            # Cascade Lake, Ice Lake: without products of bfloat16.
+            instead=InstructionSet(
+                "avx512_vnni",
+                VNNI_NEEDS - {"avx512_bf16"},
+                (*AVX512, "-mavx512vnni"),
+                "vpdpbusd %zmm2, %zmm1, %zmm0",
+            ),
+        ),
         InstructionSet("avx512", frozenset({"avx512f", "avx512bw", "avx512vl", "fma"}), AVX512),
         InstructionSet(
             "avx_vnni",
