@@ -21,17 +21,8 @@ from hasten.bench.models import check_finite
 from hasten.bench.process import Rung, run_interleaved
 from hasten.bench.table import format_value, print_growth
 from hasten.errors import ConfigError
-from hasten.machine import (
-    available_cores,
-    available_memory,
-    describe,
-    peak_memory,
-    process_memory,
-    reset_peak_memory,
-    resolve_device,
-    resolve_dtype,
-    thread_count,
-)
+from hasten.machine import available_cores, available_memory, describe, resolve_device, resolve_dtype, thread_count
+from hasten.machine.memory import peak_memory, process_memory, reset_peak_memory
 from hasten.ops.picker import pick
 
 if TYPE_CHECKING:
@@ -169,15 +160,10 @@ class AttentionGrowth(BenchmarkOptions):
                 point["skipped"] = reason
                 continue
             arguments = {"kernel": name, "tokens": tokens, "call": self}
-            rung = Rung(name, (), "hasten.bench.attention:AttentionRung", arguments)
-            rungs.append(replace(rung, device=self.device, threads=self.threads, seed=self.seed))
-        runs = run_interleaved(
-            rungs,
-            rounds=self.rounds,
-            timeout=600 + 4 * self.point_seconds,
-            tell=lambda text: say(f"{tokens} tokens, {text}"),
-        )
-        for run in runs:
+            process: dict[str, Any] = {"device": self.device, "threads": self.threads, "seed": self.seed}
+            rungs.append(Rung(name, (), "hasten.bench.attention:AttentionRung", arguments, **process))
+        tell, timeout = (lambda text: say(f"{tokens} tokens, {text}")), 600 + 4 * self.point_seconds
+        for run in run_interleaved(rungs, rounds=self.rounds, timeout=timeout, tell=tell):
             points[run.rung.name] |= self._summary(run.rounds, tokens) if run.error is None else {"error": run.error}
         return list(points.values())
 

@@ -1,20 +1,8 @@
 """Candidates for running a model on several devices, predicted here or on a known device: `hasten plan --goal`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import replace
 
-from hasten.bench.plan import (
-    PlanOptions,
-    Subject,
-    Weights,
-    inference_plan,
-    measured_cost,
-    require_degree,
-    settle,
-    shares_cores,
-)
+from hasten.bench.plan import PlanOptions, Subject, Weights, inference_plan, measured_cost, require_degree, settle
 from hasten.distributed.communication import require_cores
 from hasten.errors import ConfigError
 from hasten.machine import available_cores
@@ -39,7 +27,7 @@ def choose_plan(model: str, options: PlanOptions) -> Choices:
 def _count(subject: Subject) -> int:
     """How many devices may be used."""
     options, device = subject.options, subject.device
-    if shares_cores(device):
+    if subject.shares_cores:
         require_cores(options.gpus or 1)
     if options.gpus is not None or not device.measured:
         count = options.gpus or 1
@@ -62,20 +50,18 @@ def _candidates(subject: Subject, count: int) -> Iterator[Candidate]:
     if options.batch_size is None and options.use == "serve":
         batches = _doubled(MOST_AT_ONCE)
     for weights, refused in _formats(subject):
-        rounded, rounds = replace(options, weights=weights), weights.startswith("int")
-        label = weights.replace("auto", subject.own)
-        cost = measured_cost(subject, rounded, batches)
+        rounded, rounds = subject.having(weights=weights), weights.startswith("int")
+        cost = measured_cost(rounded, batches)
         for degree in degrees:
-            own, impossible = replace(rounded, tensor_parallel=degree), ""
+            own, rejected = rounded.having(tensor_parallel=degree), refused
             try:
-                require_degree(replace(subject, options=own), label)
+                require_degree(own)
             except ConfigError as error:
-                impossible = str(error)
+                rejected = refused or str(error)
             for replicas in sorted({1, count // degree} - {0}):
                 for batch in batches:
-                    one = replace(own, batch_size=batch)
-                    plan = inference_plan(subject, one, replicas=replicas, cost=cost)
-                    rejected = refused or impossible
+                    plan = inference_plan(own.having(batch_size=batch), replicas=replicas, cost=cost)
+                    label = own.weights
                     yield Candidate(plan=plan, weights=label, rounded=rounds, replicas=replicas, rejected=rejected)
 
 

@@ -1,12 +1,11 @@
 """What a rung with a draft decodes: the ends of real documents, one after the other, greedy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
+from hasten.bench.generate import DecodeMode, GenerateLadder
 from hasten.bench.models import BenchmarkModel
 from hasten.errors import ConfigError
 from hasten.generation.generate import Generation, Timing
@@ -26,19 +25,21 @@ class DraftedStream:
     compile_seconds: ClassVar[float | None] = None
     decoder: ClassVar[None] = None
     model: Transformer
+    mode: DecodeMode
+    ladder: GenerateLadder
     draft: str | Transformer
-    speculate: int | None
     prompts: Sequence[Sequence[int]]
-    new_tokens: int
-    compiled: bool
-    kv_cache_dtype: str
+
+    @property
+    def new_tokens(self) -> int:
+        return self.ladder.new_tokens
 
     def measure(self) -> dict[str, float]:
         """Tokens a second, and what the table of costs predicts for the lengths and the share taken that were seen."""
         cost = measure_step_cost(self.model, seconds=1.0, fastest=1.0)
         timings, found, predicted = [], [], 0.0
         for prompt in self.prompts:
-            speculator, timing = make_speculator(self.model, self.draft, speculate=self.speculate), Timing()
+            speculator, timing = make_speculator(self.model, self.draft, speculate=self.ladder.speculate), Timing()
             assert speculator is not None, "the ladder refuses a draft of none"
             run = Generation(
                 self.model,
@@ -48,8 +49,8 @@ class DraftedStream:
                 ignore_eos=True,
                 timing=timing,
                 speculator=speculator,
-                compiled=self.compiled,
-                kv_cache_dtype=self.kv_cache_dtype,
+                compiled=self.mode.compiled,
+                kv_cache_dtype=self.ladder.kv_cache_dtype,
             )
             for _ in run:
                 pass

@@ -39,6 +39,17 @@ STYLE = {  # what differs from matplotlib's whitegrid
     "grid.color": GRID,
     "lines.markersize": 4,
 }
+SHARES = (  # behind a bar: in words, key, how a value is written
+    ("{} predicted", "predicted_tokens_per_second", "speed"),
+    ("{} accepted", "acceptance", "percent"),
+    ("MBU {}", "mbu", "percent"),
+    ("{} of data sheet", "vendor_mbu", "percent"),
+    ("MFU {}", "mfu", "percent"),
+    ("{} of data sheet", "vendor_mfu", "percent"),
+    ("cache {} bytes/token", "cache_bytes_per_token", "count"),
+    ("perplexity {}", "perplexity", "speed"),
+    ("KL {}", "kl_mean", "fine"),
+)
 UNITS = {"generate": "decode, tokens/s", "train": "tokens/s"}
 
 
@@ -79,22 +90,10 @@ def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str) -> N
 
 def _shares(row: Mapping[str, Any], *, cache: bool) -> str:
     """What was predicted, a rung's shares of the machine's limits, its drafts and cache, and how well it predicts."""
-    shares = []
-    if row.get("predicted_tokens_per_second") is not None:
-        shares.append(f"{format_value(row['predicted_tokens_per_second'], 'speed')} predicted")
-    if row.get("acceptance") is not None:
-        shares.append(f"{format_value(row['acceptance'], 'percent')} accepted")
-    for name, key in (("MBU", "mbu"), ("MFU", "mfu")):
-        if row.get(key) is not None:
-            shares.append(f"{name} {cell(row, key, 'percent')}")
-        if row.get(f"vendor_{key}") is not None:
-            shares.append(f"{format_value(row[f'vendor_{key}'], 'percent')} of data sheet")
-    if cache and row.get("cache_bytes_per_token") is not None:
-        shares.append(f"cache {format_value(row['cache_bytes_per_token'], 'count')} bytes/token")
-    for name, key, style in (("perplexity", "perplexity", "speed"), ("KL", "kl_mean", "fine")):
-        if row.get(key) is not None:
-            shares.append(f"{name} {format_value(row[key], style)}")
-    return ", ".join(shares)
+    told = [
+        share for share in SHARES if row.get(share[1]) is not None and (cache or share[1] != "cache_bytes_per_token")
+    ]
+    return ", ".join(text.format(cell(row, key, style)) for text, key, style in told)
 
 
 @dataclass(frozen=True, slots=True)

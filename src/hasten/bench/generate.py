@@ -22,8 +22,6 @@ A rung with a cache may also be measured with several sequences at once (`-x8`) 
 (`-c2048`): further rows, measured in the same process in the same rounds.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -159,15 +157,13 @@ class GenerateLadder(Ladder):
         on_cpu = resolve_device(self.device).type == "cpu"
         if stored is not None:  # what runs it as it is; by default eager, and the native or compiled steps
             possible = [name for name in RUNGS if RUNGS[name].weights in (None, stored) and name not in OF_CHECKPOINT]
-            refused = [name for name in names if name not in possible]
-            if self.rungs and refused:
+            default = ("static-cache", f"{'native' if on_cpu else 'static-cache-compiled'}-{stored}")
+            names = [name for name in names if self.rungs or name in default]
+            if refused := [name for name in names if name not in possible]:
                 raise ConfigError(
                     f"the weights of {self.source.name} are {stored} already, which cannot become the rung "
                     f"{refused[0]!r}; possible: {', '.join(possible)}. The original checkpoint has them all"
                 )
-            if not self.rungs:
-                names = ["static-cache", f"{'native' if on_cpu else 'static-cache-compiled'}-{stored}"]
-                names = [name for name in names if name in RUNGS]
         elif not self.rungs:
             others = {*(COMPILED_QUANTIZED if on_cpu else NATIVE), *self.left_out()}
             names = [name for name in names if name not in others]

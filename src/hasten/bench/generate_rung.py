@@ -1,9 +1,7 @@
 """One rung of the generation ladder, in its own process: the model as the rung has it, and what is decoded with it."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -40,12 +38,7 @@ class GenerateRung:
     """The rung's own stream, prompt and answer, and one for each further row, of which only the answer is measured."""
 
     def __init__(
-        self,
-        *,
-        ladder: GenerateLadder,
-        mode: DecodeMode,
-        source: BenchmarkModel | None = None,
-        ranks: Ranks = ALONE,
+        self, *, ladder: GenerateLadder, mode: DecodeMode, source: BenchmarkModel | None = None, ranks: Ranks = ALONE
     ) -> None:
         device, seed = ladder.device, ladder.seed
         if mode.compiled:
@@ -61,24 +54,19 @@ class GenerateRung:
             self.pack(mode)
         self.matrix_dtype = product_dtype(self.model)
         self.kv_cache_dtype = ladder.kv_cache_dtype if mode.cache else "auto"
-        self.scores = {} if ladder.text is None else self.score(ladder)
+        documents = [] if ladder.text is None else list(read_documents(ladder.text, limit_bytes=TEXT_BYTES))
+        self.scores = {} if ladder.text is None else self.score(ladder, documents)
         if mode.compiled:
             compile_blocks(self.model)
         self.new_tokens = ladder.new_tokens  # the same for all rungs, where the bytes of a mean token are counted
-        decoded = self.new_tokens if mode.cache else min(self.new_tokens, NO_CACHE_TOKENS)
-        self.rows, cache = ladder.rows(mode), self.kv_cache_dtype
-        self.streams: dict[str, Stream | DraftedStream] = {}
+        self.rows, self.streams = ladder.rows(mode), dict[str, Stream | DraftedStream]()
         if mode.drafted:
             draft = load_draft(ladder.draft, ladder.source, self.model)
-            prompts = real_prompts(self.model, self.documents(ladder), ladder.prompt_tokens)
-            self.streams[""] = DraftedStream(
-                self.model, draft, ladder.speculate, prompts, decoded, mode.compiled, cache
-            )
+            prompts = real_prompts(self.model, documents, ladder.prompt_tokens)
+            self.streams[""] = DraftedStream(self.model, mode, ladder, draft, prompts)
             return
         for ending, row in self.rows.items():
-            self.streams[ending] = Stream(
-                self.model, mode, row, new_tokens=decoded, seed=seed, keep_prompt=bool(ending), kv_cache_dtype=cache
-            )
+            self.streams[ending] = Stream(self.model, mode, ladder, row, keep_prompt=bool(ending))
 
     def pack(self, mode: DecodeMode) -> None:
         """Quantize, where the checkpoint is not, and fuse as the rung says; count the bytes that a weight now takes.
@@ -99,17 +87,10 @@ class GenerateRung:
         self.weight_bytes = total / sum(linear.in_features * linear.out_features for linear in linears)
         reset_peak_memory()  # what follows is the model's; making it from random bfloat16 weights is the ladder's
 
-    @staticmethod
-    def documents(ladder: GenerateLadder) -> list[str]:
-        """The beginning of the ladder's text."""
-        assert ladder.text is not None, "asked for only where there is one"
-        return list(read_documents(ladder.text, limit_bytes=TEXT_BYTES))
-
-    def score(self, ladder: GenerateLadder) -> dict[str, float]:
+    def score(self, ladder: GenerateLadder, documents: Sequence[str]) -> dict[str, float]:
         """Perplexity of the beginning of a text, computed by what the rung runs, and how far that is from the model in
         bfloat16 (where it is at hand), on a CPU with the native steps.
         """
-        documents = self.documents(ladder)
         if ladder.source.quantized() is not None:
             return {"perplexity": perplexity(self.model, documents, kv_cache_dtype=self.kv_cache_dtype).perplexity}
         same: dict[str, Any] = {"device": ladder.device, "seed": ladder.seed, "group": self.group}
@@ -170,26 +151,17 @@ class Stream:
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        mode: DecodeMode,
-        row: Mapping[str, Any],
-        *,
-        new_tokens: int,
-        seed: int,
-        keep_prompt: bool,
-        kv_cache_dtype: str,
+        self, model: Transformer, mode: DecodeMode, ladder: GenerateLadder, row: Mapping[str, Any], *, keep_prompt: bool
     ) -> None:
-        self.model, self.batch, self.new_tokens = model, row["batch"], new_tokens
-        generator = torch.Generator().manual_seed(seed)
+        self.model, self.batch = model, row["batch"]
+        self.new_tokens = ladder.new_tokens if mode.cache else min(ladder.new_tokens, NO_CACHE_TOKENS)
+        generator = torch.Generator().manual_seed(ladder.seed)
         shape = (self.batch, row["prompt_tokens"])
         self.prompts = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
         self.decoder: Decoder | None = None
         if mode.cache:
-            capacity = row["prompt_tokens"] + new_tokens
-            self.decoder = fastest_decoder(
-                model, batch=self.batch, capacity=capacity, compiled=mode.compiled, kv_cache_dtype=kv_cache_dtype
-            )
+            size = {"batch": self.batch, "capacity": row["prompt_tokens"] + self.new_tokens}
+            self.decoder = fastest_decoder(model, **size, compiled=mode.compiled, kv_cache_dtype=ladder.kv_cache_dtype)
         self.compile_seconds: float | None = None
         self.kept: list[int] | None = None  # the tokens after prompts that are kept
         if mode.compiled or keep_prompt:

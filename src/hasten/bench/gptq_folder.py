@@ -1,8 +1,7 @@
 """The weights of the rung gptq-int4-g32: a folder that is there already, or that is made once, before the rounds."""
 
-from __future__ import annotations
-
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,10 @@ def gptq_folder(source: BenchmarkModel, folder: Path, *, threads: Threads) -> di
         raise ConfigError(f"GPTQ looks at text, and {source.name} has no tokenizer to read it: leave gptq-int4-g32 out")
     length = min(512, model.config.max_positions)
     tokens = calibration_tokens(model.tokenizer, read_documents(TEXT), length=length)
-    scheme, layers = Int4(group_size=GROUP, lm_head="same"), 0
+    scheme, done = Int4(group_size=GROUP, lm_head="same"), count(1)
     with share("layers quantized by GPTQ") as progress:
-
-        def count(report: object) -> None:
-            nonlocal layers
-            layers += 1
-            progress(layers, None)
-
-        quantize_to_folder(model, scheme, folder, method=GPTQ(), calibration=tokens, report=count)
+        tell = lambda _: progress(next(done), None)  # noqa: E731
+        quantize_to_folder(model, scheme, folder, method=GPTQ(), calibration=tokens, report=tell)
     calibration = {"text": TEXT, "samples": len(tokens), "length": length}
     return {"found": False, "seconds": time.perf_counter() - start, "calibration": calibration}
 

@@ -4,8 +4,6 @@ Each try is a process of its own that may take so many bytes more than it has af
 memory does not fit. Doubled until it does not fit, then halved in between.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -55,18 +53,13 @@ class LargestBatch(StepOptions):
         rows = []
         for name, (own, words) in recipes(recipe, device, vocab_size=config.vocab_size, wanted=wanted).items():
             with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
-                process: dict[str, Any] = {"device": device, "threads": self.threads, "seed": self.seed}
+                process: dict[str, Any] = {"threads": self.threads, "seed": self.seed, "compile_cache": cache}
                 arguments = {"recipe": own, "config": config, "steps": STEPS, "device": device}
                 setup = "hasten.bench.largest_batch:LimitedRung"
-                tries = self.search(Rung(name, words, setup, arguments, **process, compile_cache=cache))
-            rows.append(
-                {
-                    "name": name,
-                    "techniques": list(words),
-                    "largest_batch": max((size for size, fits in tries.items() if fits), default=0),
-                    "tries": {str(size): fits for size, fits in sorted(tries.items())},
-                }
-            )
+                tries = self.search(Rung(name, words, setup, arguments, device=device, **process))
+            best = max((size for size, fits in tries.items() if fits), default=0)
+            told = {str(size): fits for size, fits in sorted(tries.items())}
+            rows.append({"name": name, "techniques": list(words), "largest_batch": best, "tries": told})
         return {
             "schema": 1,
             "kind": "largest-batch",

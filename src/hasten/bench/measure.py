@@ -7,9 +7,6 @@ A shared machine changes its speed two-fold within minutes. Rounds that interlea
 weather; ratios and utilisation are formed within a round and only then is the median taken over the rounds.
 """
 
-from __future__ import annotations
-
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -121,11 +118,8 @@ class Ladder(BenchmarkOptions):
         with tempfile.TemporaryDirectory(prefix="hasten-compile-") as place, bars("count", "elapsed") as progress:
             # Folders of their own: compiled for the first time, as on a machine that has never run them.
             # By number: a compiler does not take every character of a name.
-            caches = (os.path.join(place, str(number)) for number in range(len(rungs) + 1))
-            ready = [
-                replace(rung, **process, compile_cache=cache)
-                for rung, cache in zip((probe, *rungs), caches, strict=True)
-            ]
+            each = enumerate((probe, *rungs))
+            ready = [replace(rung, **process, compile_cache=f"{place}/{number}") for number, rung in each]
             bar = progress.add_task("", total=len(ready) * (self.rounds + (1 + self.warmup) * keep))
             measured_limits, *runs = run_interleaved(
                 ready,

@@ -50,8 +50,7 @@ class BenchmarkModel:
         """What a report calls it; never a whole path."""
         if self.shape is not None:
             return f"{self.shape} (random weights)"
-        assert self.model is not None
-        return folder_name(self.model)
+        return folder_name(str(self.model))
 
     def config(self) -> ModelConfig:
         """The model's config: the shape's, or what the folder's config.json says."""
@@ -85,8 +84,7 @@ class BenchmarkModel:
         """The size of the checkpoint's weights in their files."""
         from hasten.model.load import resolve_model
 
-        assert self.model is not None
-        path = resolve_model(self.model)
+        path = resolve_model(str(self.model))
         return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
 
     def build(self, *, dtype: torch.dtype, device: str, seed: int, group: RankGroup | None = None) -> Transformer:
@@ -101,8 +99,7 @@ class BenchmarkModel:
     def _checkpoint(self) -> ModelSource:
         from hasten.model.load import open_checkpoint
 
-        assert self.model is not None
-        return open_checkpoint(self.model)
+        return open_checkpoint(str(self.model))
 
 
 def folder_name(path: str) -> str:

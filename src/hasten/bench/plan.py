@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hasten.bench.models import BenchmarkModel, check_least
 from hasten.errors import ConfigError
@@ -122,9 +122,23 @@ class Subject:
     device: Device
     own: str
 
-    def plan(self, options: PlanOptions, device: Device, use: TrainingUse | InferenceUse, *phases: Phase) -> Plan:
-        """For a part of it."""
-        settings = {name: value for name, value in asdict(options).items() if name not in ("model", "json", "picture")}
+    @property
+    def weights(self) -> str:
+        """The format of the weights that is planned for."""
+        return self.options.weights.replace("auto", self.own)
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether several ranks on its device are parts of this machine's processor."""
+        return self.device.measured and self.device.kind == "cpu"
+
+    def having(self, **options: Any) -> Subject:
+        """The same with other options."""
+        return replace(self, options=replace(self.options, **options))
+
+    def plan(self, device: Device, use: TrainingUse | InferenceUse, *phases: Phase) -> Plan:
+        """On its device, or a part of it."""
+        settings = {k: value for k, value in asdict(self.options).items() if k not in ("model", "json", "picture")}
         free = device.memory - PROCESS_BYTES
         return Plan(
             model=self.name, config=self.config, use=use, device=device, free=free, phases=phases, settings=settings
@@ -134,12 +148,10 @@ class Subject:
 def make_plan(model: str, options: PlanOptions) -> Plan:
     """Raises ConfigError for options that make no sense, CheckpointError for a model that cannot be read."""
     subject = settle(model, options)
-    options, config = subject.options, subject.config
     if options.training:
-        use, phase = _training(config, subject.checkpoint, options, subject.device)
-        return subject.plan(options, subject.device, use, phase)
+        return subject.plan(subject.device, *_training(subject))
     require_degree(subject)
-    return inference_plan(subject, options, cost=measured_cost(subject, options))
+    return inference_plan(subject, cost=measured_cost(subject))
 
 
 def settle(model: str, options: PlanOptions) -> Subject:
@@ -192,9 +204,7 @@ def _device(options: PlanOptions, weights: str) -> tuple[Device, Literal["float3
     return Device(name=name, kind=kind, memory=free, limits=limits, link=link, measured=True), dtype  # type: ignore[return-value]
 
 
-def _training(
-    config: ModelConfig, checkpoint: BenchmarkModel | None, options: PlanOptions, device: Device
-) -> tuple[TrainingUse, Phase]:
+def _training(subject: Subject) -> tuple[TrainingUse, Phase]:
     import torch
 
     from hasten.bench.predict import step_seconds
@@ -202,6 +212,7 @@ def _training(
     from hasten.training.layer_drop import keep_probabilities
     from hasten.training.memory import training_use
 
+    config, options, device, checkpoint = subject.config, subject.options, subject.device, subject.checkpoint
     recipe, theta = options.recipe(), options.techniques.layer_drop
     if options.ranks > 1:
         check_shares(config.padded_to(options.techniques.pad_vocabulary_to), options.parallel)
@@ -210,51 +221,46 @@ def _training(
     use = replace(use, ranks=options.ranks // use.replicas, tensor=options.parallel.tensor)
     kept = [1.0] if theta is None else keep_probabilities(len(config.layers), theta=theta)
     phase = training_phase(config, use, kept=sum(kept) / len(kept))
-    if device.measured and device.kind == "cpu" and options.measure:
+    if subject.shares_cores and options.measure:
         seconds = step_seconds(config, recipe)
         phase = replace(phase, measured=None if seconds is None else seconds / use.tensor)
     return use, phase
 
 
-def shares_cores(device: Device) -> bool:
-    """Whether several ranks on it are parts of this machine's processor."""
-    return device.measured and device.kind == "cpu"
-
-
-def require_degree(subject: Subject, weights: str = "") -> None:
+def require_degree(subject: Subject) -> None:
     """Raise ConfigError for more ranks than the model can be shared by, or than there are cores."""
     from hasten.distributed.communication import require_cores
     from hasten.model.shares import shares, whole_groups
     from hasten.ops.linear.weights import INT8, int4_format
 
-    options, formats = subject.options, list(subject.checkpoint.weight_formats() if subject.checkpoint else ())
-    weights = weights or options.weights.replace("auto", subject.own)
-    kind, _, group = weights.partition("-g")
-    if weights != subject.own and kind in ("int8", "int4"):
+    formats, degree = (
+        list(subject.checkpoint.weight_formats() if subject.checkpoint else ()),
+        subject.options.tensor_parallel,
+    )
+    kind, _, group = subject.weights.partition("-g")
+    if subject.weights != subject.own and kind in ("int8", "int4"):
         formats = [INT8 if kind == "int8" else int4_format(int(group or 128))]
     together = whole_groups(formats) if formats else 1
-    shares(subject.config, options.tensor_parallel, output=together, down=together)
-    if shares_cores(subject.device):
-        require_cores(options.tensor_parallel)
+    shares(subject.config, degree, output=together, down=together)
+    if subject.shares_cores:
+        require_cores(degree)
 
 
-def measured_cost(subject: Subject, options: PlanOptions, batches: Sequence[int] = ()) -> StepCost | None:
+def measured_cost(subject: Subject, batches: Sequence[int] = ()) -> StepCost | None:
     """Of the model's steps with all cores; None where they are not to be measured, or cannot be."""
-    if not (shares_cores(subject.device) and options.measure):
+    if not (subject.shares_cores and subject.options.measure):
         return None
     from hasten.bench.predict import generating_cost
 
-    weights, use = options.weights.replace("auto", subject.own), _inference(subject, options)
-    prompt = min(use.length - use.new_tokens, use.step)
-    context, served = use.length - use.new_tokens // 2, options.use == "serve"
-    together, cache = batches or [use.batch_size], options.kv_cache_dtype
-    return generating_cost(subject.config, together, prompt, weights, context=context, cache=cache, served=served)
+    use, cache, served = _inference(subject), subject.options.kv_cache_dtype, subject.options.use == "serve"
+    batches = batches or [use.batch_size]
+    return generating_cost(subject.config, use, batches, subject.weights, cache=cache, served=served)
 
 
-def inference_plan(subject: Subject, options: PlanOptions, *, replicas: int = 1, cost: StepCost | None = None) -> Plan:
+def inference_plan(subject: Subject, *, replicas: int = 1, cost: StepCost | None = None) -> Plan:
     """Of one rank. replicas: that share this machine's cores. cost: of steps with all cores, measured."""
-    use, device = _inference(subject, options), subject.device
-    if shares_cores(device):
+    use, device = _inference(subject), subject.device
+    if subject.shares_cores:
         device = device.part(replicas * use.degree)
         if use.degree > 1:
             from hasten.distributed.communication import link_here
@@ -268,17 +274,17 @@ def inference_plan(subject: Subject, options: PlanOptions, *, replicas: int = 1,
         times = generating_seconds(use, cost)
         before, each = (replace(one, measured=replicas * took) for one, took in zip(phases, times, strict=True))
         phases = before, each
-    return subject.plan(options, device, use, *phases)
+    return subject.plan(device, use, *phases)
 
 
-def _inference(subject: Subject, options: PlanOptions) -> InferenceUse:
+def _inference(subject: Subject) -> InferenceUse:
     from hasten.generation.cache import row_format
 
+    options, config, settings = subject.options, subject.config, EngineSettings()
     assert options.length is not None
-    config, served, settings = subject.config, options.use == "serve", EngineSettings()
-    stored = subject.checkpoint if options.weights == "auto" else None
+    stored, served = subject.checkpoint if options.weights == "auto" else None, options.use == "serve"
     batch, dtype = options.batch_size or (16 if served else 1), options.techniques.precision
-    prompts, weights = batch * (options.length - options.new_tokens), options.weights.replace("auto", subject.own)
+    prompts = batch * (options.length - options.new_tokens)
     return InferenceUse(
         batch_size=batch,
         length=options.length,
@@ -286,7 +292,7 @@ def _inference(subject: Subject, options: PlanOptions) -> InferenceUse:
         step=min(settings.token_budget if served else LARGEST_PREFILL, prompts),
         weights=weight_bytes(config, options.weights) if stored is None else stored.stored_bytes(),
         dtype=dtype,
-        integers=_integers(options, weights, subject.device.kind, dtype),
+        integers=_integers(options, subject.weights, subject.device.kind, dtype),
         row_bytes=row_format(options.kv_cache_dtype).bytes(config.head_dim, resolve_dtype(dtype)),
         block_size=settings.block_size if served else 1,
         degree=options.tensor_parallel,

@@ -1,7 +1,5 @@
 """What a step of a model costs on this machine, measured on a few of its blocks: a plan's times where it is at hand."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -54,21 +52,16 @@ def step_seconds(config: ModelConfig, recipe: Recipe) -> float | None:
 
 
 def generating_cost(
-    config: ModelConfig,
-    batches: Iterable[int],
-    prompt: int,
-    weights: str,
-    *,
-    context: int,
-    cache: KVCacheDtype,
-    served: bool,
+    config: ModelConfig, use: InferenceUse, batches: Iterable[int], weights: str, *, cache: KVCacheDtype, served: bool
 ) -> StepCost | None:
-    """What steps of so many sequences cost, and one over so many tokens of a prompt, by speculation's cost table; steps
-    of one token a sequence as the engine (served), or the decoder after so many tokens of context, takes them.
+    """What steps of so many sequences cost, and one over a use's prompt, by speculation's cost table; steps of one
+    token a sequence as the engine (served), or the decoder in the middle of a use's answer, takes them.
 
     Measured on so many blocks that the processor's caches cannot hold them; None where they have no room.
     """
-    prompt = min(prompt, config.max_positions // 2)  # of longer ones the pieces are added up
+    context = use.length - use.new_tokens // 2
+    # Of longer prompts the pieces are added up.
+    prompt = min(use.length - use.new_tokens, use.step, config.max_positions // 2)
     held = matrices(config, config.layers[0])[0] * {"int8": 1, "int4": 0.5}.get(weights.partition("-")[0], 2)
     cut = replace(config, layers=config.layers[: max(2, round(4 * last_level_cache_bytes() / held))])
     if 6 * parameters(cut).total > available_memory():

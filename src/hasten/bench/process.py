@@ -4,8 +4,6 @@ A process of its own per rung, because memory once touched is never fully given 
 They measure in turns, round after round, so that all of them see the same states of a shared machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -13,7 +11,7 @@ import pkgutil
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -242,26 +240,19 @@ def _work(connection: Connection, rung: Rung) -> None:
     configure(threads=threads, seed=rung.seed)
     reset_peak_memory()
     baseline = process_memory(rung.device)
-    with _joined(rung) as ranks:
+    arguments = dict(rung.arguments)
+    with contextlib.ExitStack() as stack:
+        if rung.processes > 1:
+            from hasten.distributed.launch import joined
+
+            arguments["ranks"] = stack.enter_context(joined())
         start = time.perf_counter()
-        made = pkgutil.resolve_name(rung.setup)(**rung.arguments, **ranks)
+        made = pkgutil.resolve_name(rung.setup)(**arguments)
         seconds = time.perf_counter() - start
         connection.send(getattr(made, "describe", dict)() | {"setup_seconds": seconds})
         while connection.recv() == "measure":
             metrics = {name: float(value) for name, value in made.measure().items()}
             connection.send((metrics, max(0, peak_memory(rung.device) - baseline)))
-
-
-@contextlib.contextmanager
-def _joined(rung: Rung) -> Iterator[dict[str, Any]]:
-    """What the set-up is told of the other processes."""
-    if rung.processes == 1:
-        yield {}
-        return
-    from hasten.distributed.launch import joined
-
-    with joined() as ranks:
-        yield {"ranks": ranks}
 
 
 class LimitsProbe:

@@ -4,9 +4,6 @@ The contestants take turns, some seconds each in every round, so that all of the
 each one stops while it waits, and while it measures its validation loss.
 """
 
-from __future__ import annotations
-
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,10 +15,9 @@ from hasten.bench.measure import Ladder, say
 from hasten.bench.models import check_finite, check_least
 from hasten.bench.process import Rung
 from hasten.bench.table import machine_line, print_ladder
-from hasten.bench.train import known_recipe, with_batch
+from hasten.bench.train import kept_work, known_recipe, with_batch
 from hasten.bench.train_rungs import recipes
 from hasten.machine import resolve_device
-from hasten.planning.cost import training_flops_per_token
 from hasten.training.recipe import Recipe
 from hasten.training.schedules import learning_rate
 
@@ -70,16 +66,16 @@ class Race(Ladder):
         recipe = replace(recipe, data=data, dropout=0.0, run=replace(recipe.run, steps=self.steps, device=device))
         # Before any process: a text that is not there is told at once, and its vocabulary says what padding changes.
         vocab_size = prepare_data(recipe, init=None, progress=True).tokenizer.vocab_size
+        text = Path(data.source).name or data.source  # never a whole path
         wanted = self.rungs or (*first_and_last(device), "layer-drop")
         rungs = []
         for name, (own, words) in recipes(recipe, device, vocab_size=vocab_size, wanted=wanted).items():
-            arguments = {"recipe": own, "seconds": self.seconds}
-            rungs.append(Rung(name, words, "hasten.bench.race:RaceRung", arguments))
+            rungs.append(Rung(name, words, "hasten.bench.race:RaceRung", {"recipe": own, "seconds": self.seconds}))
         return self.measure(
             rungs,
             kind="train",
             settings={
-                "model": f"{recipe.name} on {_named(data.source)}, {data.batch_size} × {data.context} tokens",
+                "model": f"{recipe.name} on {text}, {data.batch_size} × {data.context} tokens",
                 "vocabulary": vocab_size,
                 "batch_size": data.batch_size,
                 "sequence_length": data.context,
@@ -115,11 +111,6 @@ class Race(Ladder):
         return any("error" not in row for row in report["rows"])
 
 
-def _named(source: str) -> str:
-    """What a report calls a text; never a whole path."""
-    return Path(source).name if os.sep in source else source
-
-
 class RaceRung:
     """One contestant: trains for some seconds whenever it is asked to, and says where it is."""
 
@@ -148,26 +139,19 @@ class RaceRung:
 
     def measure(self) -> dict[str, float]:
         """Train for about `seconds`; then the validation loss. training_seconds and step: since the beginning."""
-        from hasten.training.layer_drop import kept_share
-
         start, tokens = time.perf_counter(), self.tokens
         self.scales = []
         while time.perf_counter() - start < self.seconds:
             loss = self._one()
         elapsed = time.perf_counter() - start
         self.spent += elapsed
-        found = {
+        return {
             "tokens_per_second": (self.tokens - tokens) / elapsed,
             "training_seconds": self.spent,
             "step": float(self.step),
             "loss": loss,
             "validation_loss": self._validate(),
-        }
-        if self.scales:  # blocks that were left out are no work
-            config, length = self.setup.model.config, self.recipe.data.context
-            kept = kept_share(self.scales)
-            found |= {"kept_blocks": kept, "flops_per_token": training_flops_per_token(config, length, kept=kept)}
-        return found
+        } | kept_work(self.setup.model.config, self.recipe, self.scales)
 
     def _one(self) -> float:
         from hasten.training.layer_drop import block_scales_of_step

@@ -16,8 +16,6 @@ Utilisation, each formed within one round:
 - `vendor_mbu`, `vendor_mfu`, `vendor_prefill_mfu`: over the data sheet's figures, on GPUs that are known
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -79,11 +77,9 @@ def build_report(
 
 
 def _of_row(measured: Mapping[str, float], ending: str) -> dict[str, float]:
-    """The metrics of one row of a rung: its own ("" for the rung's) without the ending they are marked with."""
-    if not ending:
-        return {name: value for name, value in measured.items() if "|" not in name}
-    mark = f"{ending}|"
-    return {name.removeprefix(mark): value for name, value in measured.items() if name.startswith(mark)}
+    """The metrics of one row of a rung, without the ending they are marked with (the rung's own, "", with none)."""
+    marked = ((name.rpartition("|"), value) for name, value in measured.items())
+    return {metric: value for (mark, _, metric), value in marked if mark == ending}
 
 
 def _over_rounds(rounds: Sequence[Mapping[str, float]], combine: Any) -> dict[str, float]:

@@ -130,13 +130,10 @@ class Load:
             found["prefix_hit_rate"] = grown["prefix_hits"] / grown["prefix_queries"]
         if "preemptions" in grown:
             found["preemptions"] = grown["preemptions"]
-        saved = []
-        for sample in self.samples:
-            if sample.get("running") and "blocks_saved" in sample and sample.get("blocks"):
-                used = sample["cache_usage"] * sample["blocks"]
-                saved.append(sample["blocks_saved"] / (used + sample["blocks_saved"]))
+        busy = [sample for sample in self.samples if sample.get("running") and sample.get("blocks")]
+        saved = [(sample["blocks_saved"], sample["cache_usage"] * sample["blocks"]) for sample in busy]
         if saved:
-            found["blocks_saved"] = mean(saved)
+            found["blocks_saved"] = mean(more / (used + more) for more, used in saved)
         usage = [sample["cache_usage"] for sample in self.samples if "cache_usage" in sample]
         if usage:
             found["cache_usage_peak"] = max(usage)

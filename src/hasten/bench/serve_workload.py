@@ -8,11 +8,10 @@ conversations (arXiv 2309.06180, figure 11: prompts 161 and 19 tokens, answers 3
 published; the spread (sigma of the logarithm) is ours and is part of the report.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Literal
 
 from tyro.conf import Suppress
@@ -95,21 +94,18 @@ def plan(workload: Workload, *, vocabulary: int) -> list[Planned]:
 def _arrivals(workload: Workload) -> list[float]:
     if math.isinf(workload.rate):
         return [0.0] * workload.requests
-    draw = random.Random(f"arrivals {workload.seed}")
-    shape, now, times = workload.burstiness, 0.0, []
-    for _ in range(workload.requests):
-        times.append(now)
-        now += draw.gammavariate(shape, 1 / (workload.rate * shape))
-    return times
+    draw, shape = random.Random(f"arrivals {workload.seed}"), workload.burstiness
+    gaps = (draw.gammavariate(shape, 1 / (workload.rate * shape)) for _ in range(workload.requests - 1))
+    return list(accumulate(gaps, initial=0.0))
 
 
 def _lengths(workload: Workload, draw: random.Random) -> tuple[int, int]:
     if workload.lengths == "fixed":
         return workload.prompt_tokens, workload.output_tokens
-    means = MEANS[workload.lengths]
-    limits = (workload.prompt_tokens, workload.output_tokens)
-    found = []
-    for mean, limit in zip(means, limits, strict=True):
+
+    def drawn(mean: float, limit: int) -> int:
         mu = math.log(mean) - workload.spread**2 / 2  # so that exp(mu + sigma² / 2) is the mean
-        found.append(min(limit, max(1, round(draw.lognormvariate(mu, workload.spread)))))
-    return found[0], found[1]
+        return min(limit, max(1, round(draw.lognormvariate(mu, workload.spread))))
+
+    prompt, output = MEANS[workload.lengths]
+    return drawn(prompt, workload.prompt_tokens), drawn(output, workload.output_tokens)

@@ -6,6 +6,7 @@ The rungs, cumulative: `hasten.bench.train_rungs`.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -134,6 +135,16 @@ def known_recipe(name: str, purpose: str) -> Recipe:
     return RECIPES[name]
 
 
+def kept_work(config: ModelConfig, recipe: Recipe, scales: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The share of the blocks that steps ran, and a token's FLOPs in them; {} without layer dropping."""
+    from hasten.training.layer_drop import kept_share
+
+    if not scales:
+        return {}
+    kept = kept_share(scales)
+    return {"kept_blocks": kept, "flops_per_token": training_flops_per_token(config, recipe.data.context, kept=kept)}
+
+
 def sent(config: ModelConfig, recipe: Recipe, ranks: Ranks) -> float:
     """Bytes that a rank sends in a step, by the formula that tests hold against counts."""
     padded, parallel = config.padded_to(recipe.techniques.pad_vocabulary_to), recipe.parallel
@@ -204,8 +215,6 @@ class TrainRung:
 
     def measure(self) -> dict[str, float]:
         """Whole optimizer steps, the last one's loss waited for."""
-        from hasten.training.layer_drop import kept_share
-
         accumulation, scales = self.recipe.data.accumulation, []
         start = time.perf_counter()
         for _ in range(self.steps):
@@ -216,12 +225,8 @@ class TrainRung:
         assert result is not None
         loss = float(result.loss)
         seconds = time.perf_counter() - start
-        found = {
+        return {
             "tokens_per_second": self.steps * self.batch.inputs.numel() * self.ranks.readers / seconds,
             "milliseconds_per_batch": 1000 * seconds / self.steps,
             "loss": loss,
-        }
-        if scales:  # blocks that were left out are no work
-            length, kept = self.recipe.data.context, kept_share(scales)
-            found |= {"kept_blocks": kept, "flops_per_token": training_flops_per_token(self.config, length, kept=kept)}
-        return found
+        } | kept_work(self.config, self.recipe, scales)

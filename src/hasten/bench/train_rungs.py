@@ -21,8 +21,6 @@
 With several processes the rungs are `RANK_RUNGS`, all with what saves time above: one-process is the same batch in one.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

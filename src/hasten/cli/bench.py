@@ -1,7 +1,5 @@
 """`hasten bench LADDER`: a benchmark, as a table, JSON and a picture. Its options are the benchmark's own fields."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -27,36 +25,32 @@ LADDERS: dict[str, Any] = {
 }
 
 
-class Bench:
-    """Dispatches to one of the ladders."""
+def bench(arguments: list[str]) -> None:
+    """Parse what follows `hasten bench` and run that ladder."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        lines = [f"  {name:<10} {kind.__doc__}" for name, kind in LADDERS.items()]
+        print("\n".join(["usage: hasten bench LADDER [options]      (LADDER --help for its options)", "", *lines]))
+        return
+    name = arguments[0]
+    if name not in LADDERS:
+        raise ConfigError(f"there is no ladder {name!r}; known: {', '.join(LADDERS)}")
 
-    @staticmethod
-    def main(arguments: list[str]) -> None:
-        """Parse what follows `hasten bench` and run it."""
-        if not arguments or arguments[0] in ("-h", "--help"):
-            lines = [f"  {name:<10} {kind.__doc__}" for name, kind in LADDERS.items()]
-            print("\n".join(["usage: hasten bench LADDER [options]      (LADDER --help for its options)", "", *lines]))
+    if launched():  # the first one measures, in ranks that it starts itself
+        option = {"generate": "--tensor-parallel", "train": "--processes"}.get(name)
+        if option is None:
+            raise ConfigError(
+                f"torchrun has started this; only the ladders generate and train measure ranks, not {name}"
+            )
+        if os.environ.get("LOCAL_WORLD_SIZE", size := os.environ["WORLD_SIZE"]) != size:
+            raise ConfigError(f"torchrun has started {size} processes on several machines; a ladder measures one")
+        if os.environ["RANK"] != "0":
             return
-        name = arguments[0]
-        if name not in LADDERS:
-            raise ConfigError(f"there is no ladder {name!r}; known: {', '.join(LADDERS)}")
-
-        if launched():  # the first one measures, in ranks that it starts itself
-            option = {"generate": "--tensor-parallel", "train": "--processes"}.get(name)
-            if option is None:
-                raise ConfigError(
-                    f"torchrun has started this; only the ladders generate and train measure ranks, not {name}"
-                )
-            if os.environ.get("LOCAL_WORLD_SIZE", size := os.environ["WORLD_SIZE"]) != size:
-                raise ConfigError(f"torchrun has started {size} processes on several machines; a ladder measures one")
-            if os.environ["RANK"] != "0":
-                return
-            arguments = [*arguments, option, size]
-            # torchrun's one thread is for its ranks; rungs of one process take all cores.
-            if os.environ.get("OMP_NUM_THREADS") == "1":
-                del os.environ["OMP_NUM_THREADS"]
-        kind = LADDERS[name]
-        run(parse(kind, arguments[1:], prog=f"hasten bench {name}", description=kind.__doc__))
+        arguments = [*arguments, option, size]
+        # torchrun's one thread is for its ranks; rungs of one process take all cores.
+        if os.environ.get("OMP_NUM_THREADS") == "1":
+            del os.environ["OMP_NUM_THREADS"]
+    kind = LADDERS[name]
+    run(parse(kind, arguments[1:], prog=f"hasten bench {name}", description=kind.__doc__))
 
 
 def run(benchmark: Any) -> None:

@@ -1,7 +1,5 @@
 """`hasten chat`: a conversation in the terminal."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`hasten convert MODEL OUTPUT --format …`: a quantized checkpoint in another layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

@@ -50,10 +50,8 @@ class Demo:
         from hasten.training.recipes import RECIPES
 
         recipe = RECIPES["demo"]
-        recipe = replace(
-            recipe,
-            run=replace(recipe.run, minutes=self.minutes, folder=str(self.folder), threads=self.threads),
-        )
+        own = replace(recipe.run, minutes=self.minutes, folder=str(self.folder), threads=self.threads)
+        recipe = replace(recipe, run=own)
         recipe.check()
         _say(1, "train a small model on the standard library of this Python")
         recipe = _chosen(recipe, resume=self.again == "resume")
@@ -176,15 +174,8 @@ def _measure(folder: Path, run: Path, documents: list[str], *, threads: Threads)
     with tempfile.TemporaryDirectory(prefix="hasten-demo-") as place:
         text = Path(place) / "held-out.txt"
         text.write_text("\n".join(documents).encode()[:LADDER_TEXT_BYTES].decode(errors="ignore"))
-        ladder = GenerateLadder(
-            model=str(folder),
-            prompt_tokens=128,
-            new_tokens=64,
-            rounds=LADDER_ROUNDS,
-            threads=threads,
-            text=str(text),
-        )
-        report = ladder.run()
+        options: dict[str, Any] = {"rounds": LADDER_ROUNDS, "threads": threads, "text": str(text)}
+        report = GenerateLadder(model=str(folder), prompt_tokens=128, new_tokens=64, **options).run()
     write_json(run / "ladder.json", report)
     draw_ladder(report, run / "ladder.png", title="Generation ladder of the demo model")
     print_ladder(report)

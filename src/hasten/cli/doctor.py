@@ -1,19 +1,14 @@
 """`hasten doctor`: what the machine offers, what is missing, and how to mend it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hasten.cli.options import JsonOption
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine import MATRIX_DTYPES, cache_root, cache_sizes, configure, describe, measure_limits, vendor_limits
 from hasten.machine.checkup import Finding, check_machine, check_rates
 from hasten.machine.progress import bars
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SECONDS = 0.5  # for each measurement
 MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "missing": "[red]missing[/red]"}
@@ -109,28 +104,18 @@ def show(found: Mapping[str, Any]) -> None:
         table.add_row(MARKS[finding["status"]], finding["name"], text)
     console.print(table)
     for device, limits in found["limits"].items():
-        _show_limits(console, device, limits)
+        threads, vendor = f" with {limits['threads']} threads" if limits["threads"] else "", limits.get("vendor", {})
+        console.print(f"\nmeasured on {device}{threads}", style="bold")
+        measured = {"bandwidth": limits["bandwidth"]} | limits["rates"]
+        for name in ("bandwidth", *MATRIX_DTYPES):
+            value, sheet = measured.get(name), vendor.get(name)
+            unit = {"bandwidth": "GB/s", "int8": "GOP/s"}.get(name, "GFLOP/s")
+            share = f"  ({100 * value / sheet:.0f}% of the data sheet's)" if value and sheet else ""
+            speed = f"{value / 1e9:>9,.1f} {unit}{share}" if value is not None else "[dim]not with this torch[/dim]"
+            console.print(f"  {name.replace('bandwidth', 'memory'):<16} {speed}")
     console.print(f"\ncaches in {cache_root()} (safe to delete)", style="bold")
     for name, size in found["caches"].items():
         console.print(f"  {name:<16} {size / 2**20:>9,.1f} MiB")
     missing = [finding["name"] for finding in found["findings"] if finding["status"] == "missing"]
     verdict = f"missing: {', '.join(missing)}" if missing else "everything needed is here"
     console.print(f"\n{verdict}", style="red" if missing else "green")
-
-
-def _show_limits(console: Console, device: str, limits: Mapping[str, Any]) -> None:
-    vendor = limits.get("vendor", {})
-
-    def line(name: str, value: float | None, unit: str, sheet: float | None) -> None:
-        if value is None:
-            console.print(f"  {name:<16} [dim]not with this torch[/dim]")
-            return
-        share = f"  ({100 * value / sheet:.0f}% of the data sheet's)" if sheet else ""
-        console.print(f"  {name:<16} {value / 1e9:>9,.1f} {unit}{share}")
-
-    threads = f" with {limits['threads']} threads" if limits.get("threads") else ""
-    console.print(f"\nmeasured on {device}{threads}", style="bold")
-    line("memory", limits["bandwidth"], "GB/s", vendor.get("bandwidth"))
-    for dtype in ("float32", "bfloat16", "float16", "int8"):
-        unit = "GOP/s" if dtype == "int8" else "GFLOP/s"
-        line(dtype, limits["rates"].get(dtype), unit, vendor.get(dtype))

@@ -81,12 +81,9 @@ class Eval(JsonOption, CacheOptions, RankOptions, ModelOptions):
         from hasten.generation.divergence import divergence
         from hasten.generation.perplexity import DEFAULT_CONTEXT, perplexity
 
-        # Another model is taken as it lies in its folder: --quantize and the cache are for the one that is evaluated.
-        other = (
-            None
-            if self.against is None
-            else replace(self, model=self.against, quantize="none", adapter=None).prepared()
-        )
+        other = None
+        if self.against is not None:  # as it lies in its folder: --quantize and the cache are for the one evaluated
+            other = replace(self, model=self.against, quantize="none", adapter=None).prepared()
         limit = min(one.config.max_positions for one in (model, other) if one is not None)
         context = min(limit, DEFAULT_CONTEXT) if self.context is None else self.context
         stride = self.stride if self.overlap else context

@@ -14,17 +14,13 @@ if TYPE_CHECKING:
     from hasten.model.binding import Binding
 
 
-class Explain:
-    """Dispatches to a model, or to one operator; a folder of that name is written ./attention."""
-
-    @staticmethod
-    def main(arguments: list[str]) -> None:
-        """Parse what follows `hasten explain` and run it."""
-        if arguments and arguments[0] == "attention":
-            parse(ExplainAttention, arguments[1:], prog="hasten explain attention").run()
-            return
-        note = "`hasten explain attention` tells of one call of attention instead of a model."
-        parse(ExplainModel, arguments, prog="hasten explain", description=f"{ExplainModel.__doc__} {note}").run()
+def explain(arguments: list[str]) -> None:
+    """Parse what follows `hasten explain`, a model or one operator, and run it; a folder of that name: ./attention."""
+    if arguments and arguments[0] == "attention":
+        parse(ExplainAttention, arguments[1:], prog="hasten explain attention").run()
+        return
+    note = "`hasten explain attention` tells of one call of attention instead of a model."
+    parse(ExplainModel, arguments, prog="hasten explain", description=f"{ExplainModel.__doc__} {note}").run()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from hasten.machine import resolve_device
 from hasten.ops.picker import explain
 
 if TYPE_CHECKING:
-    import torch
-
     from hasten.ops.attention import AttentionRequest
+
+OF_A_CALL = ("mask", "key_padding", "key_lengths", "bias", "alibi", "documents", "dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,13 @@ class ExplainAttention(JsonOption):
         from hasten.ops.attention import AttentionRequest, AttentionSpec
         from hasten.ops.attention.checks import check_causal, check_heads, check_numbers
 
-        batch, queries, heads, size = self._sizes()
+        if len(self.shape) != 4 or min(self.shape) < 1:
+            shape = ",".join(map(str, self.shape))
+            raise ConfigError(f"--shape wants four whole numbers from 1 on, B,T,H,D; found {shape}")
+        for option, found in (("--kv-heads", self.kv_heads), ("--keys", self.keys), ("--block-size", self.block_size)):
+            if found is not None and found < 1:
+                raise ConfigError(f"{option} is {found}; it must be at least 1")
+        batch, queries, heads, size = self.shape
         kv_heads = heads if self.kv_heads is None else self.kv_heads
         keys = queries if self.keys is None else self.keys
         causal = self.causal and not self.block_mask  # a block mask says by itself what is causal
@@ -104,14 +110,17 @@ class ExplainAttention(JsonOption):
         check_numbers(window=self.window, softcap=self.softcap, scale=None)
         masked = self.mask or self.documents or self.block_mask
         check_causal(queries=queries, keys=keys, window=self.window, causal=causal, masked=masked)
-        device, absent = self._device()
+        absent = self.device.partition(":")[0] == "cuda" and not torch.cuda.is_available()
+        device = torch.device("cuda") if absent else resolve_device(self.device)
         sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": size, "scale": size**-0.5}
         spec = AttentionSpec(**same_fields(self, AttentionSpec) | sizes | {"causal": causal})
         call = same_fields(self, AttentionRequest) | {"batch": batch, "queries": queries, "keys": keys}
         call |= {"bias": self.bias or self.learned_bias, "bias_gradient": self.learned_bias}
         call["block_size"] = self.block_size if self.block_mask else None
         if self.layer:
-            self._refuse_of_a_call()
+            # What differs from call to call is not known of a layer.
+            for option in given(self, ("keys", *OF_A_CALL, "learned_bias", "gradient")):
+                raise ConfigError(f"{option} belongs to one call, and --layer asks for all of a layer's")
             call = {name: call[name] for name in ("block_mask", "block_size")}
         call |= {"device": device, "dtype": getattr(torch, self.dtype), "capability": self._capability()}
         return AttentionRequest(spec=spec, **call), absent
@@ -120,21 +129,14 @@ class ExplainAttention(JsonOption):
         """The request in one line."""
         spec = request.spec
         heads = f"{spec.heads} heads" if spec.groups == 1 else f"{spec.heads}/{spec.kv_heads} heads"
-        parts = [f"{heads} of {spec.head_dim}", request.dtype_name, str(request.device)]
-        if request.layer:
-            parts.insert(0, "a layer")
-        else:
-            equal = request.queries == request.keys
-            length = f"{request.queries} tokens" if equal else f"{request.queries} queries over {request.keys} keys"
-            parts.insert(0, f"{request.batch} x {length}")
+        equal = request.queries == request.keys
+        length = f"{request.queries} tokens" if equal else f"{request.queries} queries over {request.keys} keys"
+        parts = ["a layer" if request.layer else f"{request.batch} x {length}", f"{heads} of {spec.head_dim}"]
+        parts += [request.dtype_name, str(request.device)]
         parts.append("causal" if spec.causal else "block mask" if request.block_mask else "not causal")
-        if spec.window is not None:
-            parts.append(f"window {spec.window}")
-        for name in ("mask", "key_padding", "key_lengths", "bias", "alibi", "documents", "dropout"):
-            if getattr(request, name):
-                parts.append(name.replace("_", " "))
-        if spec.softcap is not None:
-            parts.append(f"soft cap {spec.softcap:g}")
+        parts += [f"window {spec.window}"] if spec.window is not None else []
+        parts += [name.replace("_", " ") for name in OF_A_CALL if getattr(request, name)]
+        parts += [f"soft cap {spec.softcap:g}"] if spec.softcap is not None else []
         return ", ".join(parts)
 
     def score_bytes(self, request: AttentionRequest) -> int | None:
@@ -142,30 +144,6 @@ class ExplainAttention(JsonOption):
         if request.batch is None or request.queries is None or request.keys is None:
             return None
         return 4 * request.batch * request.spec.heads * request.queries * request.keys
-
-    def _sizes(self) -> tuple[int, int, int, int]:
-        if len(self.shape) != 4 or min(self.shape) < 1:
-            shape = ",".join(map(str, self.shape))
-            raise ConfigError(f"--shape wants four whole numbers from 1 on, B,T,H,D; found {shape}")
-        for option, found in (("--kv-heads", self.kv_heads), ("--keys", self.keys), ("--block-size", self.block_size)):
-            if found is not None and found < 1:
-                raise ConfigError(f"{option} is {found}; it must be at least 1")
-        batch, queries, heads, size = self.shape
-        return batch, queries, heads, size
-
-    def _refuse_of_a_call(self) -> None:
-        """Raise ConfigError for what differs from call to call, and is not known of a layer."""
-        names = ("keys", "mask", "key_padding", "key_lengths", "bias", "learned_bias", "alibi", "documents", "dropout")
-        for option in given(self, (*names, "gradient")):
-            raise ConfigError(f"{option} belongs to one call, and --layer asks for all of a layer's")
-
-    def _device(self) -> tuple[torch.device, bool]:
-        import torch
-
-        kind = self.device.partition(":")[0]
-        if kind == "cuda" and not torch.cuda.is_available():
-            return torch.device("cuda"), True
-        return resolve_device(self.device), False
 
     def _capability(self) -> tuple[int, int] | None:
         if self.capability is None:

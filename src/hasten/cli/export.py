@@ -1,7 +1,5 @@
 """`hasten export MODEL OUTPUT`: a model as a Hugging Face folder, or as a GGUF file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal

@@ -4,14 +4,16 @@ import errno
 import sys
 import warnings
 from importlib import import_module
+from operator import attrgetter
+from typing import Any
 
 from hasten import __version__
 from hasten.errors import HastenError, HastenWarning
 
-# command -> (module, class, what it does)
+# command -> (module, class or function of arguments, what it does)
 COMMANDS = {
     "demo": ("hasten.cli.demo", "Demo", "train, evaluate, generate and measure on text that is already here"),
-    "train": ("hasten.cli.train", "Train", "pretrain or finetune by a recipe"),
+    "train": ("hasten.cli.train", "Train.main", "pretrain or finetune by a recipe"),
     "generate": ("hasten.cli.generate", "Generate", "continue prompts"),
     "chat": ("hasten.cli.chat", "ChatInTerminal", "talk to a model that has a chat template"),
     "serve": ("hasten.cli.serve", "Serve", "an OpenAI-compatible server"),
@@ -21,9 +23,9 @@ COMMANDS = {
     "merge": ("hasten.cli.merge", "Merge", "an adapter added to its model's weights"),
     "export": ("hasten.cli.export", "Export", "write a model as a Hugging Face folder"),
     "plan": ("hasten.cli.plan", "PlanCommand", "bytes, FLOPs and time of a model, before anything is loaded"),
-    "bench": ("hasten.cli.bench", "Bench", "the ladder: every technique, cumulative, measured, drawn"),
-    "profile": ("hasten.cli.profile", "ProfileCommand", "where time and memory of a step go, and what could be gained"),
-    "explain": ("hasten.cli.explain", "Explain", "which kernel runs where, and why not the others"),
+    "bench": ("hasten.cli.bench", "bench", "the ladder: every technique, cumulative, measured, drawn"),
+    "profile": ("hasten.cli.profile", "profile", "where time and memory of a step go, and what could be gained"),
+    "explain": ("hasten.cli.explain", "explain", "which kernel runs where, and why not the others"),
     "doctor": ("hasten.cli.doctor", "Doctor", "what this machine offers and what is missing"),
 }
 
@@ -33,15 +35,9 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in the first line 
 def overview() -> str:
     """The text of `hasten --help`."""
     lines = [f"  {name:<10} {text}" for name, (_, _, text) in COMMANDS.items()]
-    return "\n".join(
-        [
-            f"hasten {__version__}: a PyTorch language model at the limit of the machine it runs on",
-            "",
-            "usage: hasten COMMAND [options]      (hasten COMMAND --help for its options)",
-            "",
-            *lines,
-        ]
-    )
+    head = f"hasten {__version__}: a PyTorch language model at the limit of the machine it runs on"
+    usage = "usage: hasten COMMAND [options]      (hasten COMMAND --help for its options)"
+    return "\n".join([head, "", usage, "", *lines])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -59,16 +55,16 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     module, name, _ = COMMANDS[given[0]]
     try:
-        command = getattr(import_module(module), name)
-        if hasattr(command, "main"):  # a command that parses its own arguments
-            command.main(given[1:])
+        command = attrgetter(name)(import_module(module))
+        if not isinstance(command, type):  # it parses its own arguments
+            command(given[1:])
         else:
             import tyro
 
             from hasten.cli.options import together
 
             given = [given[0], *together(given[1:], command)]
-            parsed = tyro.cli(command, args=given[1:], prog=f"hasten {given[0]}")
+            parsed: Any = tyro.cli(command, args=given[1:], prog=f"hasten {given[0]}")
             if getattr(parsed, "pin", False):  # now, because a command's first import of torch settles it
                 from hasten.machine.threads import pin_threads
 

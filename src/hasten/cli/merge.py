@@ -1,7 +1,5 @@
 """`hasten merge MODEL ADAPTER OUTPUT`: an adapter added to the weights of its model, as a folder of its own."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -54,11 +52,8 @@ class Merge(JsonOption):
         adapter = load_adapter(self.adapter, model)
         documents = [] if self.text is None else list(read_documents(self.text, limit_bytes=self.limit_bytes))
         rounded = merge(model, adapter, self.output, dtype=resolve_dtype(self.dtype, auto=model.dtype))
-        done: dict[str, Any] = {
-            "output": str(self.output),
-            "layers": len(adapter),
-            "rounded": [asdict(r) for r in rounded],
-        }
+        done: dict[str, Any] = {"output": str(self.output), "layers": len(adapter)}
+        done["rounded"] = [asdict(r) for r in rounded]
         lines = [f"{self.output}: {len(adapter)} layers merged"]
         if rounded:
             lost, error = median(r.lost for r in rounded), median(r.relative_error for r in rounded)

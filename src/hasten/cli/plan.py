@@ -1,10 +1,8 @@
 """`hasten plan MODEL`: what a model takes and how fast it can be, before anything is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
@@ -12,10 +10,8 @@ from hasten.bench.plan import PlanOptions, make_plan
 from hasten.cli.options import JsonOption
 from hasten.errors import ConfigError
 from hasten.machine.files import require_writable
-
-if TYPE_CHECKING:
-    from hasten.planning.choices import Choices
-    from hasten.planning.plan import Plan
+from hasten.planning.choices import Choices
+from hasten.planning.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,23 @@
 """`--devices auto`: the ranks and the precision of a command that runs a model, by a plan made now."""
 
-from __future__ import annotations
-
 import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, replace
+from typing import Any
 
-from hasten.cli.options import DeviceOptions, given
+from hasten.bench.plan import PlanOptions, config_of
+from hasten.cli.options import given, same_fields
 from hasten.distributed import launched
 from hasten.errors import ConfigError
+from hasten.planning.choices import Wanted
+from hasten.training.recipe import Techniques
 
-if TYPE_CHECKING:
-    from hasten.bench.plan import PlanOptions
+WANTED = {field.name: field.default for field in fields(Wanted)}
 
 
 def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
     """The command with what the plan chose, and the arguments that make the same of it in another process."""
     if command.devices == "given":
-        if unused := given(command, ("goal", "token_ms", "price", "least_bits")):
+        if unused := given(command, WANTED):
             raise ConfigError(f"{unused[0]} is for --devices auto")
         return command, arguments
     if launched():
@@ -40,18 +40,12 @@ def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
         line = " ".join(["hasten", "serve", command.model, "--replicas", str(best.replicas), "--quantize", quantize])
         others = f"all of them: {line}" if best.use.degree == 1 else "start the others like it, on devices of their own"
         print(f"that is of {best.replicas} replicas, of which this is one; {others}", file=sys.stderr)
-    command = replace(command, devices="given", tensor_parallel=best.use.degree, quantize=quantize, **_UNWANTED)
+    command = replace(command, devices="given", tensor_parallel=best.use.degree, quantize=quantize, **WANTED)
     return command, [*arguments, "--devices", "given", *chosen]
-
-
-_UNWANTED = {name: getattr(DeviceOptions(), name) for name in ("goal", "token_ms", "price", "least_bits")}
 
 
 def _options(command: Any) -> PlanOptions:
     """What the command will do, as a plan takes it: prompts are counted at four bytes a token."""
-    from hasten.bench.plan import PlanOptions, config_of
-    from hasten.training.recipe import Techniques
-
     _, config, *_ = config_of(command.model)
     served = hasattr(command, "engine")
     if served:
@@ -65,10 +59,7 @@ def _options(command: Any) -> PlanOptions:
     return PlanOptions(
         use="serve" if served else "generate",
         device=command.device,
-        goal=command.goal or "latency",
-        token_ms=command.token_ms,
-        price=command.price,
-        least_bits=command.least_bits,
+        **{"goal": "latency"} | same_fields(command, Wanted),
         length=length,
         new_tokens=min(new, length - 1),
         batch_size=batch,

@@ -1,7 +1,5 @@
 """`hasten profile train RECIPE` and `hasten profile generate|serve MODEL`: where time and memory go."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +65,7 @@ class ProfileModel(ProfileOptions, LoadOptions):
     prompt_tokens: int = 512
 
 
-class ProfileCommand:
+def profile(arguments: list[str]) -> None:
     """usage: hasten profile train RECIPE [options]
            hasten profile generate MODEL [options]
            hasten profile serve MODEL [options]
@@ -75,21 +73,17 @@ class ProfileCommand:
     Where the time and the memory of a step go, which kernels run and why, and what could be gained: tables,
     profile.json, profile.png, a trace for ui.perfetto.dev. `hasten profile USE --help` for the options of each.
     """
-
-    @staticmethod
-    def main(arguments: list[str]) -> None:
-        """Parse what follows `hasten profile` and run it."""
-        if not arguments or arguments[0] in ("-h", "--help"):
-            print(inspect.cleandoc(str(ProfileCommand.__doc__)))
-            return
-        use, *rest = arguments
-        if use not in ("train", "generate", "serve"):
-            raise ConfigError(f"hasten profile measures train, generate or serve; found {use!r}")
-        if use == "train":
-            made = {name: ProfileTraining(recipe=recipe) for name, recipe in RECIPES.items()}
-            kinds = tyro.extras.subcommand_type_from_defaults(made, descriptions=DESCRIPTIONS, prefix_names=False)
-            tyro.cli(kinds, args=rest, prog="hasten profile train", description=ProfileTraining.__doc__).run()
-            return
-        command = parse(ProfileModel, rest, prog=f"hasten profile {use}", description=ProfileModel.__doc__)
-        sizes = {"batch": command.batch, "prompt_tokens": command.prompt_tokens}
-        command.measure(command.load(), Path(f"profile-{use}"), use=use, **sizes)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(inspect.cleandoc(str(profile.__doc__)))
+        return
+    use, *rest = arguments
+    if use not in ("train", "generate", "serve"):
+        raise ConfigError(f"hasten profile measures train, generate or serve; found {use!r}")
+    if use == "train":
+        made = {name: ProfileTraining(recipe=recipe) for name, recipe in RECIPES.items()}
+        kinds = tyro.extras.subcommand_type_from_defaults(made, descriptions=DESCRIPTIONS, prefix_names=False)
+        tyro.cli(kinds, args=rest, prog="hasten profile train", description=ProfileTraining.__doc__).run()
+        return
+    command = parse(ProfileModel, rest, prog=f"hasten profile {use}", description=ProfileModel.__doc__)
+    sizes = {"batch": command.batch, "prompt_tokens": command.prompt_tokens}
+    command.measure(command.load(), Path(f"profile-{use}"), use=use, **sizes)

@@ -1,7 +1,5 @@
 """`--tensor-parallel`: a command in several processes that hold one model together, of which the first one speaks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

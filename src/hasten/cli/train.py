@@ -85,14 +85,13 @@ class Train(JsonOption):
 def summary(result: Any) -> str:
     """What a finished run comes to, in lines for people."""
     parts = [f"{result.steps:,} steps, {result.tokens:,} tokens in {result.seconds / 60:.1f} minutes"]
-    if result.tokens_per_second is not None:
-        parts.append(f"{result.tokens_per_second:,.0f} tokens/s")
-    if result.mfu is not None:
-        parts.append(f"MFU {result.mfu:.0%}")
-    if result.loss is not None:
-        parts.append(f"loss {result.loss:.3f}")
-    if result.best_validation_loss is not None:
-        parts.append(f"validation {result.best_validation_loss:.3f} (step {result.best_step})")
+    known = (
+        ("{:,.0f} tokens/s", result.tokens_per_second),
+        ("MFU {:.0%}", result.mfu),
+        ("loss {:.3f}", result.loss),
+        (f"validation {{:.3f}} (step {result.best_step})", result.best_validation_loss),
+    )
+    parts += [text.format(value) for text, value in known if value is not None]
     bits = "" if result.bits_per_weight is None else f", {result.bits_per_weight:.2f} bits a weight as stored"
     return f"{', '.join(parts)}\nmodel: {result.model_folder}{bits}"
 

@@ -1,10 +1,11 @@
 """What this machine is, as it stands beside every published measurement: no names of hosts, users or folders."""
 
-import importlib.metadata
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hasten.machine.compiler import find_compiler
@@ -82,10 +83,8 @@ def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
     """Versions by package name, of those that are installed; imports none of them."""
     versions: dict[str, str] = {}
     for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return versions
 
 

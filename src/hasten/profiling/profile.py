@@ -1,6 +1,7 @@
 """`hasten.profile`: a profile of a recipe's training step, or of a model that generates or serves."""
 
 import gc
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -129,21 +130,17 @@ def profile(
 def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path) -> ProfiledPhase:
     """Profile a step: `steps` of them observed and as many unobserved, by turns; then one is traced."""
     meter = Meter(work.model, work.calls)
-    plain: list[float] = []
+    alone: list[dict[tuple[str, str], float]] = []
     observed: list[dict[tuple[str, str], float]] = []
     for _ in range(WARMING + steps):
-        work.prepare()
-        meter.restart()
-        work.step()
-        plain += meter.spent().values()
-        with meter:
-            work.prepare()
-            meter.restart()
-            work.step()
-            observed.append(meter.spent())
-    plain, observed = plain[WARMING:], observed[WARMING:]
-    totals = [sum(parts.values()) for parts in observed]
-    fastest = observed[totals.index(min(totals))]  # that which other programs have disturbed the least
+        for sight, found in ((nullcontext(), alone), (meter, observed)):
+            with sight:
+                work.prepare()
+                meter.restart()
+                work.step()
+                found.append(meter.spent())
+    plain, totals = ([sum(parts.values()) for parts in found[WARMING:]] for found in (alone, observed))
+    fastest = min(observed[WARMING:], key=lambda parts: sum(parts.values()))  # that which others disturbed the least
     rows = tree(parts_of(work.model), fastest, least_of(work), rate=limits.rates.get(dtype), bandwidth=limits.bandwidth)
     checks: dict[str, tuple[float, float]] = {
         "seconds: the parts' sum, a step unobserved": (rows[0].seconds, min(plain)),
@@ -158,7 +155,7 @@ def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path)
         name=work.name,
         tokens=sum(new for _, new in work.spans),
         seconds=median(plain),
-        overhead=median(seen / alone for seen, alone in zip(totals, plain, strict=True)) - 1,
+        overhead=median(seen / one for seen, one in zip(totals, plain, strict=True)) - 1,
         dtype=dtype,
         limits=limits,
         rows=rows,
