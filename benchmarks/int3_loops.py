@@ -12,6 +12,7 @@ import ctypes
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -150,9 +151,8 @@ class Int3Loops:
                 quads = x.astype(int).reshape(4, STEPS, 8, 1, 4)[:rows]
                 exact = int((quads * own.astype(int).reshape(1, STEPS, 8, size // 4, 4)).sum())
                 assert call(bits, rows, 1) == exact, "the loop multiplies what it was given"
-        times = interleaved(
-            {(bits, rows): lambda b=bits, r=rows: call(b, r, repeats) for bits in (3, 4) for rows in (1, 4)}, self.rounds
-        )
+        calls = {(bits, rows): partial(call, bits, rows, repeats) for bits in (3, 4) for rows in (1, 4)}
+        times = interleaved(calls, self.rounds)
         rate = {key: held[key[0]].nbytes * repeats / median(own) / 1e9 for key, own in times.items()}
         rows_found = []
         for rows in (1, 4):

@@ -35,7 +35,10 @@ def gptq_folder(source: BenchmarkModel, folder: Path, *, threads: Threads) -> di
     tokens = calibration_tokens(model.tokenizer, read_documents(TEXT), length=length)
     scheme, done = Int4(group_size=GROUP, lm_head="same"), count(1)
     with share("layers quantized by GPTQ") as progress:
-        tell = lambda _: progress(next(done), None)  # noqa: E731
+
+        def tell(_: object) -> None:
+            progress(next(done), None)
+
         quantize_to_folder(model, scheme, folder, method=GPTQ(), calibration=tokens, report=tell)
     calibration = {"text": TEXT, "samples": len(tokens), "length": length}
     return {"found": False, "seconds": time.perf_counter() - start, "calibration": calibration}
