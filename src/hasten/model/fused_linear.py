@@ -83,9 +83,8 @@ def fuse_qkv(*linears: Linear) -> PackedLinear:
     """
     parts = [packed(linear) for linear in linears]
     if any(part.out_features % PANEL for part in parts):  # the slow way: unpack, put the rows together, pack again
-        weights, biases = [_numbers(part) for part in parts], [part.bias for part in parts if part.bias is not None]
-        numbers = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-        rows = QuantizedWeight.joined(numbers) if numbers else torch.cat([w for w in weights if isinstance(w, Tensor)])
+        rows = QuantizedWeight.joined([part.numbers() for part in parts])
+        biases = [part.bias for part in parts if part.bias is not None]
         return packed(_linear(rows, torch.cat(biases) if biases else None, like=parts[0]))
     return _combined(parts, sum(part.out_features for part in parts), torch.cat)
 
@@ -112,13 +111,10 @@ def _combined(parts: list[PackedLinear], out_features: int, combine: Callable[[l
         buffers = {name: [getattr(part, name) for part in parts] for name in Packed._fields}
         return Packed(**{name: combine(own) for name, own in buffers.items() if own[0] is not None})
 
-    new = PackedLinear(
-        first.in_features, out_features, first.format, activations=first.activations, kernel="native", pack=pack
-    )
     biases = [pad(part.bias, (0, -part.out_features % PANEL)) for part in parts if part.bias is not None]
-    if biases:
-        new.bias = combine([bias.view(-1, PANEL) for bias in biases]).flatten()
-    return new
+    bias = combine([bias.view(-1, PANEL) for bias in biases]).flatten() if biases else None
+    options: dict[str, Any] = {"bias": bias, "activations": first.activations, "kernel": "native"}
+    return PackedLinear(first.in_features, out_features, first.format, pack=pack, **options)
 
 
 def split_qkv(linear: PackedLinear, sizes: list[int]) -> list[Linear]:
@@ -149,22 +145,16 @@ def replace_linears(module: nn.Module, new: Callable[..., Linear]) -> None:
 
 def _part(linear: PackedLinear, rows: Tensor) -> Linear:
     """The layer of some of the output rows."""
-    weight = _numbers(linear)
-    own = weight[rows] if isinstance(weight, Tensor) else weight.rows(rows)
-    return _linear(own, None if linear.bias is None else linear.bias[rows], like=linear)
+    return _linear(linear.numbers(rows), None if linear.bias is None else linear.bias[rows], like=linear)
 
 
-def _numbers(linear: PackedLinear) -> QuantizedWeight | Tensor:
-    return linear.dequantize(torch.bfloat16) if linear.format == BFLOAT16 else linear.to_weight()
-
-
-def _linear(weight: QuantizedWeight | Tensor, bias: Tensor | None, *, like: PackedLinear) -> Linear:
+def _linear(weight: QuantizedWeight, bias: Tensor | None, *, like: PackedLinear) -> Linear:
     """A layer of these numbers that treats its activations as another one does; an nn.Linear of plain ones."""
-    if isinstance(weight, QuantizedWeight):
+    if weight.format != BFLOAT16:
         return PackedLinear.from_weight(weight, bias, activations=like.activations)
     with unfilled():
         new = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    new.weight = nn.Parameter(weight)
+    new.weight = nn.Parameter(weight.values)
     if bias is not None:
         new.bias = nn.Parameter(bias)
     return new

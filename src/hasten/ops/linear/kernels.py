@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.ops.linear.layouts import ROWS, Operands, Packed
-from hasten.ops.linear.weights import INT8, QuantizedWeight
+from hasten.ops.linear.weights import INT8
 from hasten.ops.linear.wide import wide_linear
 
 
@@ -39,5 +39,4 @@ def float32(x: Tensor, weight: Operands) -> Tensor:
 def _dequantized(x: Tensor, weight: Operands, dtype: torch.dtype) -> Tensor:
     """W (N, K)."""
     packed = Packed(weight.data, weight.scales, weight.zeros, weight.outer)
-    rows = ROWS.rows(packed, weight.format, (weight.out_features, x.shape[-1]), None)
-    return rows.dequantize(dtype) if isinstance(rows, QuantizedWeight) else rows.to(dtype)
+    return ROWS.rows(packed, weight.format, (weight.out_features, x.shape[-1]), None).dequantize(dtype)

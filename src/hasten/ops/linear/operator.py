@@ -10,7 +10,7 @@ from hasten.machine import emulated
 from hasten.ops import triton_support
 from hasten.ops.linear import kernels
 from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands
-from hasten.ops.linear.weights import BFLOAT16, INT8, Q6_K, WeightFormat
+from hasten.ops.linear.weights import BFLOAT16, INT8, Q6_K, QuantizedWeight, WeightFormat
 from hasten.ops.native import library, missing_library, native_ops, slower_than_pytorch
 from hasten.ops.picker import Kernel
 
@@ -60,7 +60,7 @@ def native_opt_in(request: LinearRequest) -> str | None:
 
 def _contenders() -> dict[str, Callable[[], object]]:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(4096, 1024, generator=generator).bfloat16()
+    weight = QuantizedWeight.plain(torch.randn(4096, 1024, generator=generator).bfloat16())
     prompt = torch.randn(64, 1024, generator=generator).bfloat16()
     row = prompt[:1]
 

@@ -72,8 +72,8 @@ class WeightFormat:
         return self.bits + sum(8 * one.dtype.itemsize / (one.columns or in_features) for one in self.scales)
 
     def groups(self, in_features: int) -> int:
-        """Scales of a row."""
-        return -(-in_features // self.group_size) if self.group_size else 1
+        """Scales of a row; none where the values are the weight."""
+        return -(-in_features // self.group_size) if self.group_size else len(self.scales[:1])
 
     def __str__(self) -> str:
         if self.element.startswith("float"):
@@ -146,6 +146,8 @@ class QuantizedWeight:
     holds, those: W[n, k] = outer[n, b, 0] · scales[n, g] · values[n, k] - outer[n, b, 1] · zeros[n, g] (Q4_K: 0 … 63).
 
     columns: where the format is permuted, g of each k, (K,).
+
+    A plain weight, of a format without scales, is one as well: its values are the numbers, and scales are (N, 0).
     """
 
     format: WeightFormat
@@ -159,6 +161,11 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, int]:
         """(output features N, input features K)."""
         return self.values.shape[0], self.values.shape[1]
+
+    @staticmethod
+    def plain(values: Tensor) -> "QuantizedWeight":
+        """A weight (N, K) in bfloat16 as the layouts take it."""
+        return QuantizedWeight(format=BFLOAT16, values=values, scales=values.new_empty(len(values), 0))
 
     def rows(self, rows: slice | Tensor) -> "QuantizedWeight":
         """The weight of some of the rows."""
@@ -178,7 +185,9 @@ class QuantizedWeight:
         return replace(weights[0], **joined)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight (N, K) that the integers stand for."""
+        """The weight (N, K) that the values stand for."""
+        if not self.format.scales:
+            return self.values.to(dtype)
         _, k = self.shape
         group = self.columns
         if group is None:
