@@ -12,7 +12,7 @@ from typing import Any
 
 _HOMES = {
     "load": "hasten.model.load",
-    "save": "hasten.model.save",
+    "save": "hasten.model.export",
     "load_adapters": "hasten.model.adapters",
     "merge": "hasten.quantization.merge",
     "initialize": "hasten.model.initialize",
