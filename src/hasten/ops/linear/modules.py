@@ -13,6 +13,7 @@ from hasten.ops.linear.gradient import frozen_product
 from hasten.ops.linear.layouts import (
     PANEL,
     PANELS,
+    ROWS,
     Layout,
     Operands,
     Packed,
@@ -130,36 +131,29 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def from_int4_words(
-        cls,
-        words: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None = None,
-        bias: Tensor | None = None,
-        *,
-        in_features: int,
-        format: WeightFormat,
-        **options: Any,
+        cls, weight: QuantizedWeight, bias: Tensor | None = None, *, in_features: int, **options: Any
     ) -> Self:
-        """A layer from int32 words (N, ceil(K / 8)) as compressed-tensors stores them: nibble i of word j is value
-        8j + i, 0 … 15. scales and zeros (uint8, or None for 8) are (N, groups). The values are never spread to bytes.
+        """A layer of a weight whose values are int32 words (N, ceil(K / 8)) as compressed-tensors stores them: nibble i
+        of word j is value 8j + i, 0 … 15. They are never spread to bytes for the native kernel.
 
         options: activations, dtype and kernel, as in `from_weight`.
         """
+        words, format = weight.values, weight.format
         if words.dtype != torch.int32 or words.dim() != 2 or words.shape[1] != steps(in_features, 8):
             raise ConfigError(
                 f"{in_features} int4 values take {steps(in_features, 8)} int32 words a row; "
                 f"found {words.dtype} {tuple(words.shape)}"
             )
         check_format(format, "int4")
-        check_scales(format, (words.shape[0], format.groups(in_features)), scales, zeros)
+        check_scales(format, (words.shape[0], format.groups(in_features)), weight.scales, weight.zeros)
 
         def pack(layout: Layout) -> Packed:
             if layout is PANELS:
                 data = native_ops().pack_int4_words(words, format.group_size)
-                return Packed(data, panel_scales(scales), None if zeros is None else panel_scales(zeros))
-            shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
-            values = (words.unsqueeze(2) >> shifts & 15).to(torch.uint8).flatten(1)[:, :in_features]
-            return layout.pack(QuantizedWeight(format=format, values=values, scales=scales, zeros=zeros))
+                zeros = None if weight.zeros is None else panel_scales(weight.zeros)
+                return Packed(data, panel_scales(weight.scales), zeros)
+            rows = Packed(words.contiguous().view(torch.uint8), weight.scales, weight.zeros)  # nibbles lie alike there
+            return layout.pack(ROWS.rows(rows, format, (words.shape[0], in_features), None))
 
         return cls(in_features, words.shape[0], format, device=words.device, bias=bias, pack=pack, **options)
 
