@@ -1,7 +1,6 @@
 """Several linear layers of one input as one packed layer, and back: what the fused steps multiply with."""
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -117,22 +116,17 @@ def _combined(parts: list[PackedLinear], out_features: int, combine: Callable[[l
     return PackedLinear(first.in_features, out_features, first.format, pack=pack, **options)
 
 
-def split_qkv(linear: PackedLinear, sizes: list[int]) -> list[Linear]:
-    """What `fuse_qkv` put together, as layers of their own again."""
-    return [_part(linear, torch.arange(end - size, end)) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-
-
-def split_gate_up(linear: PackedLinear, size: int) -> list[Linear]:
-    """Gate and up, of `size` outputs each, as layers of their own again."""
+def gate_up_rows(size: int) -> tuple[Tensor, Tensor]:
+    """Where `interleave_gate_up` puts the rows of gate and those of up, `size` each."""
     rows = torch.arange(size)
     gate = rows // HALF_PANEL * PANEL + rows % HALF_PANEL
-    return [_part(linear, gate), _part(linear, gate + HALF_PANEL)]
+    return gate, gate + HALF_PANEL
 
 
 def plain(linear: Linear) -> Linear:
     """A packed bfloat16 layer as nn.Linear again; another one as it is."""
     if isinstance(linear, PackedLinear) and linear.format == BFLOAT16:
-        return _part(linear, torch.arange(linear.out_features))
+        return part_of(linear, torch.arange(linear.out_features))
     return linear
 
 
@@ -143,8 +137,8 @@ def replace_linears(module: nn.Module, new: Callable[..., Linear]) -> None:
             module.set_submodule(name, new(child))
 
 
-def _part(linear: PackedLinear, rows: Tensor) -> Linear:
-    """The layer of some of the output rows."""
+def part_of(linear: PackedLinear, rows: Tensor) -> Linear:
+    """A layer of its own of some of the output rows."""
     return _linear(linear.numbers(rows), None if linear.bias is None else linear.bias[rows], like=linear)
 
 
