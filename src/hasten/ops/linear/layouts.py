@@ -26,15 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hasten.errors import ConfigError
-from hasten.ops.linear.weights import Q4_K, SCALE_DTYPES, SUPER_BLOCK, QuantizedWeight, WeightFormat, check_format
+from hasten.ops.linear.weights import Q4_K, VALUE_DTYPES, QuantizedWeight, WeightFormat
 from hasten.ops.native import native_ops
 
 PANEL = 64  # output rows that stand interleaved
 PADDING = 32
 PIECE = 16  # bytes: the widest access of a GPU's thread
-VALUE_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
-VALUE_DTYPES |= dict.fromkeys(("int6", "int4", "int3", "int2"), torch.uint8)
 
 
 class Packed(NamedTuple):
@@ -254,50 +251,3 @@ def _piece_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids
 
 
 PIECES = Layout(_pack_pieces, _piece_rows)
-
-
-def check_weight(weight: QuantizedWeight) -> None:
-    """Raise ConfigError for a format, sizes, dtypes and values that no layout holds."""
-    check_format(weight.format, "int8", "int4", "int6", "float8_e4m3fn")
-    if weight.values.dim() != 2:
-        raise ConfigError(f"the values of a weight are (N, K); found shape {tuple(weight.values.shape)}")
-    dtype = VALUE_DTYPES[weight.format.element]
-    if weight.values.dtype != dtype:
-        raise ConfigError(f"an {weight.format.element} weight holds its values as {dtype}; found {weight.values.dtype}")
-    if weight.format.element == "int4":
-        check_nibbles("values", weight.values)
-    n, k = weight.shape
-    check_scales(weight.format, (n, weight.format.groups(k)), weight.scales, weight.zeros)
-    if len(weight.format.scales) > 1:
-        size, outer = (n, k // SUPER_BLOCK, 1 if weight.format.symmetric else 2), weight.outer
-        if outer is None or k % SUPER_BLOCK or outer.dtype != torch.float16 or tuple(outer.shape) != size:
-            found = "none" if outer is None else f"{outer.dtype} {tuple(outer.shape)}"
-            raise ConfigError(
-                f"a weight {n}×{k} in super-blocks of {SUPER_BLOCK} wants outer scales {size} in torch.float16; "
-                f"found {found}"
-            )
-
-
-def check_scales(format: WeightFormat, size: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> None:
-    """Raise ConfigError where scales, or zero points, are not what a weight of so many rows and groups has."""
-    kinds = (format.scale_dtype,) if format.group_size else SCALE_DTYPES
-    if scales.dtype not in kinds or tuple(scales.shape) != size:
-        raise ConfigError(
-            f"an {format.element} weight wants scales {size} in {' or '.join(map(str, kinds))}; "
-            f"found {scales.dtype} {tuple(scales.shape)}"
-        )
-    if format.symmetric and zeros is None:
-        return
-    dtype = VALUE_DTYPES[format.element]
-    if format.symmetric or zeros is None or zeros.dtype != dtype or tuple(zeros.shape) != size:
-        wanted = "none" if format.symmetric else f"{size} in {dtype}"
-        found = "none" if zeros is None else f"{tuple(zeros.shape)} in {zeros.dtype}"
-        raise ConfigError(f"an {format.element} weight ({format}) wants zero points {wanted}; found {found}")
-    if format.element == "int4" and format.zero == "point":
-        check_nibbles("zero points", zeros)
-
-
-def check_nibbles(name: str, values: Tensor) -> None:
-    """Raise ConfigError for a number that does not fit 4 bits: packing would cut it off."""
-    if values.numel() and not values.is_meta and (largest := int(values.max())) > 15:
-        raise ConfigError(f"the {name} of an int4 weight are 0 to 15; found {largest}")

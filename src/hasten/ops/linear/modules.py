@@ -10,21 +10,9 @@ from torch import Tensor, nn
 
 from hasten.errors import ConfigError, HastenWarning
 from hasten.ops.linear.gradient import frozen_product
-from hasten.ops.linear.layouts import (
-    PANEL,
-    PANELS,
-    ROWS,
-    Layout,
-    Operands,
-    Packed,
-    check_scales,
-    check_weight,
-    empty_weight,
-    panel_scales,
-    steps,
-)
+from hasten.ops.linear.layouts import PANEL, PANELS, ROWS, Layout, Operands, Packed, empty_weight, panel_scales, steps
 from hasten.ops.linear.operator import KERNELS, LinearRequest, Product, layout_of, slow_for_its_format, takes
-from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight, WeightFormat, check_format
+from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight, WeightFormat, check_format, check_scales, check_weight
 from hasten.ops.native import native_ops
 from hasten.ops.picker import pick
 
