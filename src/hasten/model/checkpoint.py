@@ -38,15 +38,13 @@ MAX_ELEMENTS = 1 << 48
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 
-_FOREIGN = (
-    (b"PK\x03\x04", "a zip archive, as torch.save writes: a pickle, which can run code when opened; convert it where "
-     "you trust it, with transformers' save_pretrained"),
-    (b"\x80\x02", "a pickle, which can run code when opened; convert it where you trust it, with transformers' "
-     "save_pretrained"),
-    (b"GGUF", "a GGUF file, which is read where it is called NAME.gguf"),
-    (b"version ", "a Git LFS pointer; fetch the real file with `git lfs pull`"),
-    (b"<!DOCTYP", "a web page; download the file itself"),
-)  # fmt: skip
+_PICKLE = "a pickle, which can run code when opened; convert it where you trust it, with transformers' save_pretrained"
+_FOREIGN = {bytes([0x80, protocol]): _PICKLE for protocol in range(2, 6)} | {
+    b"PK\x03\x04": f"a zip archive, as torch.save writes: {_PICKLE}",
+    b"GGUF": "a GGUF file, which is read where it is called NAME.gguf",
+    b"version ": "a Git LFS pointer; fetch the real file with `git lfs pull`",
+    b"<!DOCTYP": "a web page; download the file itself",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +133,7 @@ def read_header(path: Path) -> StoredTensors:
 
 
 def _not_safetensors(path: Path, first: bytes, reason: str) -> NoReturn:
-    if first[:1] == b"\x80" and len(first) > 1 and 2 <= first[1] <= 5:
-        first = b"\x80\x02"
-    found = next((f": it is {what}" for start, what in _FOREIGN if first.startswith(start)), None)
+    found = next((f": it is {what}" for start, what in _FOREIGN.items() if first.startswith(start)), None)
     raise CheckpointError(f"{path} is not a whole safetensors file{found or f': {reason}; download or copy it again'}")
 
 
@@ -194,18 +190,17 @@ def _check_cover(path: Path, spans: list[tuple[int, int, str]], data_bytes: int)
 def read_json(path: Path, *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Parse a JSON object of at most `limit` bytes; CheckpointError says what is missing or malformed, and where."""
     file, size = open_regular(path, f"{path.parent} has no {path.name}: it is not a whole Hugging Face model folder")
-    if size > limit:
-        file.close()
-        raise CheckpointError(f"{path}: {size:,} bytes are too many for such a file (at most {limit:,})")
-    try:
-        with file:
+    with file:
+        if size > limit:
+            raise CheckpointError(f"{path}: {size:,} bytes are too many for such a file (at most {limit:,})")
+        try:
             value = json.loads(file.read(limit).decode("utf-8-sig"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except RecursionError:
-        raise CheckpointError(f"{path} is not valid JSON: nested too deeply") from None
-    except ValueError as error:  # malformed JSON, bytes that are not UTF-8, a number of thousands of digits
-        raise CheckpointError(f"{path} is not valid JSON: {error!s:.200}; download or copy it again") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        except RecursionError:
+            raise CheckpointError(f"{path} is not valid JSON: nested too deeply") from None
+        except ValueError as error:  # malformed JSON, bytes that are not UTF-8, a number of thousands of digits
+            raise CheckpointError(f"{path} is not valid JSON: {error!s:.200}; download or copy it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object; found {type(value).__name__}")
     return value

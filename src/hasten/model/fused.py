@@ -214,12 +214,9 @@ class FusedBlock(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
-        spec = self.spec
-        if x.dtype != torch.float32:
-            x = x.float()
+        spec, bound, x = self.spec, self._bound, x.float()
         batch, tokens, _ = x.shape
         view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
-        bound = self._bound
         k, v, metadata, seen = view
         if self.experts is None:
             tables = ([], [], [-1]) if rope is None else ([rope[0]], [rope[1]], [0])

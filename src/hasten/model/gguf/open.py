@@ -1,5 +1,6 @@
 """A GGUF file as a checkpoint: its tensors under the names that Hugging Face gives them, in its order of rows."""
 
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -68,13 +69,12 @@ class GGUFWeights(QuantizedFolder):
 
     def dtype(self) -> torch.dtype:
         """bfloat16 where most is quantized, else the dtype of most bytes of the matrices; norms are always float32."""
-        counts: dict[torch.dtype, int] = {}
+        counts: Counter[torch.dtype] = Counter()
         for place in self.places.values():
             tensor = self.file.tensors[place.name]
             if len(tensor.shape) > 1:
-                dtype = tensor.type.dtype or torch.bfloat16
-                counts[dtype] = counts.get(dtype, 0) + tensor.bytes
-        return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+                counts[tensor.type.dtype or torch.bfloat16] += tensor.bytes
+        return counts.most_common(1)[0][0] if counts else torch.float32
 
     def plain(self, name: str) -> Tensor:
         """A plain tensor: a view of the file, unless llama.cpp keeps it otherwise."""
