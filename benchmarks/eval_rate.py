@@ -97,8 +97,8 @@ def flops_of(model_folder: Path, size: int) -> float:
 def make_model(recipe: str, folder: Path) -> None:
     """A folder with the recipe's model, untrained, and its tokenizer."""
     from hasten.data import prepare
+    from hasten.model.export import save
     from hasten.model.initialize import initialize
-    from hasten.model.save import save
     from hasten.training import RECIPES, build
 
     chosen = RECIPES[recipe]

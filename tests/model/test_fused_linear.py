@@ -10,7 +10,7 @@ import hasten
 from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.model.fused import FusedBlock, fuse, fuse_where_it_fits, refusal
-from hasten.model.fused_linear import fuse_qkv, interleave_gate_up, split_gate_up, split_qkv
+from hasten.model.fused_linear import fuse_qkv, gate_up_rows, interleave_gate_up, part_of
 from hasten.model.transformer import Block
 from hasten.ops.linear import PackedLinear, QuantizedWeight, int4_format
 from hasten.quantization import Int4, quantize
@@ -35,10 +35,10 @@ def test_parts_of_another_layout_are_packed_anew(rows, kernel):
     assert torch.equal(fuse_qkv(*parts).dequantize(), torch.cat(weights))
     parts = layers(2, rows, kernel=kernel)
     weights = [part.dequantize() for part in parts]
-    for together, split in ((fuse_qkv(*parts), split_qkv), (interleave_gate_up(*parts), split_gate_up)):
-        sizes = [rows, rows] if split is split_qkv else rows
-        for part, weight in zip(split(together, sizes), weights, strict=True):
-            assert torch.equal(part.weight, weight.bfloat16())
+    joined = fuse_qkv(*parts), torch.arange(2 * rows).split(rows)
+    for together, places in (joined, (interleave_gate_up(*parts), gate_up_rows(rows))):
+        for place, weight in zip(places, weights, strict=True):
+            assert torch.equal(part_of(together, place).weight, weight.bfloat16())
 
 
 def test_a_fused_model_moves_only_after_it_was_taken_apart():

@@ -5,8 +5,7 @@ import tokenizers
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.gguf.header import GGUFFile
-from hasten.model.gguf.tokenizer import SPLITS, read_tokenizer
-from hasten.model.gguf.tokenizer_write import tokenizer_entries
+from hasten.model.gguf.tokenizer import SPLITS, read_tokenizer, tokenizer_entries
 from hasten.model.tokenizer import Tokenizer
 from tiny_model import TEMPLATE
 from tokenizer_folders import LINES, TEXTS, byte_level, llama_like

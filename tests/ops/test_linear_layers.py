@@ -52,9 +52,7 @@ def test_int32_words_pack_as_their_values_do(isa, n, k, group_size, symmetric):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HASTEN_ISA", isa)
         for kernel in ("native", "reference"):
-            layer = PackedLinear.from_int4_words(
-                words, weight.scales, weight.zeros, in_features=k, format=weight.format, kernel=kernel
-            )
+            layer = PackedLinear.from_int4_words(replace(weight, values=words), in_features=k, kernel=kernel)
             assert torch.equal(layer.to_weight().values, weight.values)
             assert torch.equal(layer.dequantize(), weight.dequantize())
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hasten.errors import ConfigError
-from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, WeightFormat, int4_format
+from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, QuantizedWeight, WeightFormat, int4_format
 from hasten.ops.linear.weights import Scales
 from instruction_sets import NATIVE, needs_native
 from linear_cases import int4_weight, layer_of, make_weight
@@ -30,10 +30,9 @@ def test_what_does_not_fit_is_refused_in_words():
             PackedLinear(64, 8, int4_format(32, scale_dtype=dtype))
     with pytest.raises(ConfigError, match="no linear layer"):
         PackedLinear(64, 8, replace(INT8, scales=(Scales(torch.float16),)))
+    words = QuantizedWeight(format=INT8, values=torch.zeros(8, 4, dtype=torch.int32), scales=torch.ones(8, 1))
     with pytest.raises(ConfigError, match="use int4"):
-        PackedLinear.from_int4_words(
-            torch.zeros(8, 4, dtype=torch.int32), torch.ones(8, 1), in_features=32, format=INT8
-        )
+        PackedLinear.from_int4_words(words, in_features=32)
     with pytest.raises(ConfigError, match="use int8 or int4"):
         PackedLinear.from_weight(replace(make_weight(8, 96, format="int8"), format=BFLOAT16))
     weight = make_weight(8, 96, format="int4", group_size=32)
@@ -43,9 +42,7 @@ def test_what_does_not_fit_is_refused_in_words():
     with pytest.raises(ConfigError, match="bias of shape"):
         PackedLinear.from_weight(weight, torch.zeros(9))
     with pytest.raises(ConfigError, match="int32 words"):
-        PackedLinear.from_int4_words(
-            torch.zeros(8, 5, dtype=torch.int32), weight.scales, in_features=96, format=weight.format
-        )
+        PackedLinear.from_int4_words(replace(weight, values=torch.zeros(8, 5, dtype=torch.int32)), in_features=96)
     with pytest.raises(ConfigError, match="holds no quantized weight"):
         layer_of(torch.randn(8, 8).bfloat16()).to_weight()
 
@@ -94,16 +91,16 @@ def test_parts_that_do_not_fit_together_are_refused_before_anything_is_packed(ch
         PackedLinear.from_weight(int4_weight(**changes))
 
 
-@pytest.mark.parametrize("changes", [{"zeros": torch.full((64, 1), 16, dtype=torch.uint8)}, {"words": torch.ones(8)}])
+@pytest.mark.parametrize("changes", [{"zeros": torch.full((64, 1), 16, dtype=torch.uint8)}, {"values": torch.ones(8)}])
 def test_words_are_checked_as_values_are(changes):
     parts = {
-        "words": torch.zeros(64, 4, dtype=torch.int32),
+        "values": torch.zeros(64, 4, dtype=torch.int32),
         "scales": torch.ones(64, 1).half(),
         "zeros": None,
     } | changes
     format = int4_format(32, symmetric=parts["zeros"] is None, scale_dtype=torch.float16)
     with pytest.raises(ConfigError, match=r"0 to 15; found 16|int32 words a row"):
-        PackedLinear.from_int4_words(**parts, in_features=32, format=format)
+        PackedLinear.from_int4_words(QuantizedWeight(**parts, format=format), in_features=32)
 
 
 @pytest.mark.parametrize("kernel", [*(["native"] if NATIVE else []), "pytorch"])

@@ -31,9 +31,8 @@ from torch.futures import Future
 
 from hasten.distributed.parts import PLACES, Part
 from hasten.errors import CheckpointError
-from hasten.model.checkpoint import DTYPES
+from hasten.model.checkpoint import DTYPES, read_header
 from hasten.model.formats.stream import NAMES
-from hasten.model.header import read_header
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()} | DTYPES
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.machine.files import replacing, save_json
-from hasten.model.checkpoint import DTYPES, check_finite, mapped, read_header, read_json
+from hasten.model.checkpoint import DTYPES, check_finite, read_header, read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice, join
@@ -49,7 +49,7 @@ def load_adapter(source: str | Path, model: Transformer) -> dict[str, Factors]:
     config = adapter_config(folder)
     stored = read_header(folder / WEIGHTS)
     whole = model.whole if isinstance(model, ShardedTransformer) else model.config
-    read, places = mapped(stored), adaptable(whole)
+    places = adaptable(whole)
     wanted = {f"{PREFIX}{name}.lora_{one}.weight": name for name in places for one in "AB"}
     if strange := [name for name in stored if name not in wanted]:
         raise CheckpointError(
@@ -69,8 +69,8 @@ def load_adapter(source: str | Path, model: Transformer) -> dict[str, Factors]:
                     f"{folder / WEIGHTS}: {key} is {what}; with rank {rank:g} this model asks for floats of shape "
                     f"{list(shape)}: the adapter belongs to another model, or is damaged"
                 )
-            check_finite(key, read(key), found.file)
-            factors.append(read(key).float().to(model.device))
+            check_finite(key, stored.read(key), found.file)
+            factors.append(stored.read(key).float().to(model.device))
         for ours, piece in places[name]:
             b = TensorSlice(piece.name, piece.rows).of(factors[1]).contiguous()
             a, cut = factors[0], model.share.cut(f"{ours}.weight") if isinstance(model, ShardedTransformer) else None

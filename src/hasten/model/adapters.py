@@ -9,7 +9,6 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.model.adapter_files import load_adapter
 from hasten.model.fused import FusedBlock, unfuse
-from hasten.model.fused_linear import HALF_PANEL
 from hasten.model.lora import Adapter, AdapterChoice, Factors, attach
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.layouts import PANEL
@@ -34,20 +33,10 @@ def load_adapters(model: Transformer, folders: Sequence[str | Path]) -> AdapterC
 
 
 def _attach_fused(model: Transformer, adapters: Sequence[Adapter]) -> AdapterChoice:
-    model.adapters, size = (choice := AdapterChoice()), model.config.head_dim
-    heads = (model.config.heads, model.config.kv_heads, model.config.kv_heads)
+    model.adapters = choice = AdapterChoice()
     for index, block in enumerate(model.blocks):
         assert isinstance(block, FusedBlock)
-        inner, hidden = torch.arange(block.inner_size), torch.arange(model.config.hidden_size)
-        panels = inner // HALF_PANEL * PANEL + inner % HALF_PANEL
-        projected = torch.arange(block.qkv.out_features).split([n * size for n in heads])
-        places = {  # the rows of a fused weight that each layer's outputs are
-            "qkv": dict(zip(("attention.q", "attention.k", "attention.v"), projected, strict=True)),
-            "output": {"attention.output": hidden},
-            "inner": {"mlp.gate": panels, "mlp.up": panels + HALF_PANEL} if block.gated else {"mlp.up": inner},
-            "down": {"mlp.down": hidden},
-        }
-        for name, parts in places.items():
+        for name, parts in block.rows().items():
             named = {f"blocks.{index}.{layer}": rows for layer, rows in parts.items()}
             own = [
                 [(adapter[layer], rows) for layer, rows in named.items() if layer in adapter] for adapter in adapters

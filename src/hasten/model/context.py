@@ -11,7 +11,7 @@ from hasten.errors import ConfigError
 from hasten.model.transformer import Attention, Transformer
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
-from hasten.ops.attention.inputs import Intervals, document_intervals, visible
+from hasten.ops.attention.inputs import Intervals, document_intervals
 from hasten.ops.attention.layer import Mask
 from hasten.ops.attention.view import AttentionMetadata, KVView
 
@@ -69,11 +69,8 @@ class TrainingContext:
 def _layer(documents: Tensor | None, window: int | None, intervals: bool) -> PlainLayer:
     if documents is None:
         return PlainLayer()
-    if intervals:
-        return PlainLayer(intervals=document_intervals(documents, window))
-    places = torch.arange(documents.shape[-1], device=documents.device)
-    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)  # (B, T, T)
-    return PlainLayer(same & visible(places, places, window))
+    own = document_intervals(documents, window)
+    return PlainLayer(intervals=own) if intervals else PlainLayer(own.dense(documents.shape[1]))
 
 
 def training_context(

@@ -17,13 +17,15 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine.files import locked, save_json
+from hasten.model.binding import kernels
 from hasten.model.checkpoint import DTYPES
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice, join
 from hasten.model.formats.record import LayerFormat, is_w8a8, of_integers
 from hasten.model.formats.registry import writer
 from hasten.model.formats.stream import write_file as save_file
-from hasten.model.transformer import Transformer
+from hasten.model.sharded import ShardedTransformer
+from hasten.model.transformer import Transformer, require_model
 from hasten.ops.attention.pattern_text import pattern_values
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight, empty_weight
 
@@ -94,6 +96,23 @@ def export_model(
         if made:  # and empty, where nothing was moved into it: rmdir takes no other
             with suppress(OSError):
                 folder.rmdir()
+
+
+def save(model: Transformer, folder: str | Path) -> None:
+    """Write a Hugging Face folder that transformers loads; see `hasten.model.export.export_model`.
+
+    A fused model is taken apart for the while, because files hold readable layers. Raises ConfigError for what is no
+    model or no path.
+    """
+    require_model(model, "hasten.save")
+    if not isinstance(folder, str | Path):
+        raise ConfigError(f"a model is saved into a folder; found {type(folder).__name__}")
+    if model.adapters is not None:
+        raise ConfigError("this model has adapters beside its weights; hasten.merge writes their sum")
+    if isinstance(model, ShardedTransformer):
+        raise ConfigError("this rank holds a share of the model; save it from a process that has all of it")
+    with kernels(model, block="readable"):
+        export_model(model, Path(folder))
 
 
 def check_layers(model: Transformer, layers: Mapping[str, LayerFormat], format: str) -> None:

@@ -13,7 +13,7 @@ from hasten.errors import HastenWarning
 from hasten.model.families.family import TensorSlice
 from hasten.model.formats.file_format import QuantizedFolder, QuantizedModule
 from hasten.model.formats.record import LayerFormat
-from hasten.model.shares import Share
+from hasten.model.shares import Cut, Share
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.ops.pages import release_pages, return_freed_memory
@@ -50,11 +50,11 @@ def fill_quantized(
             # Several layers may share one (Phi-3): its numbers are kept until the next one's turn.
             dequantize, read = lru_cache(1)(folder.dequantize), lru_cache(1)(folder.read)
         place: Any = model.get_submodule(name)
-        own = partial(_part, piece=piece, device=device)  # the part of a tensor that belongs to this layer
         cut = None if share is None else share.cut(ours)
+        own = partial(_own, piece=piece, cut=cut, device=device)  # what belongs to this layer, and this rank
         if module.layer is None:
             whole = dequantize(module, dtype)
-            weight = own(whole)
+            weight = piece.of(whole).to(device)
             place.weight = nn.Parameter(weight if cut is None else cut.of(weight))
             plain_bytes += place.weight.nbytes
             stored_bytes += folder.values(module).nbytes * place.weight.numel() / whole.numel()
@@ -62,25 +62,16 @@ def fill_quantized(
             data: Tensor = place.weight
         elif name == "embedding":
             layers[name] = replace(module.layer, activations="none")
-            numbers = read(module).map(own)
-            numbers = numbers if cut is None else cut.of_weight(numbers)
-            model.embedding = PackedEmbedding.from_weight(numbers, dtype=dtype)
+            model.embedding = PackedEmbedding.from_weight(own(read(module)), dtype=dtype)
             data = model.embedding.table.data
         else:
             layers[name] = module.layer
             options: dict[str, Any] = {"activations": module.layer.activations, "dtype": dtype}
             if (words := folder.int4_words(module)) is None:
-                numbers = read(module).map(own)
-                numbers = numbers if cut is None else cut.of_weight(numbers)
-                packed = PackedLinear.from_weight(numbers, place.bias, **options)
+                packed = PackedLinear.from_weight(own(read(module)), place.bias, **options)
             else:
-                values, scales, zeros = words
-                held = module.layer.weight
-                numbers = QuantizedWeight(format=held, values=values, scales=scales, zeros=zeros).map(own)
-                numbers = numbers if cut is None else cut.of_weight(numbers, values=8)
-                parts = numbers.values, numbers.scales, numbers.zeros, place.bias
-                options |= {"in_features": place.in_features, "format": held}
-                packed = PackedLinear.from_int4_words(*parts, **options)
+                options["in_features"] = place.in_features
+                packed = PackedLinear.from_int4_words(own(words), place.bias, **options)
             model.set_submodule(name, packed.eval())
             data = packed.data
         # Let go of the file's pages, unless the layer's kernel reads rows as they stand in the file. (Read anew from
@@ -107,5 +98,8 @@ def fill_quantized(
         )
 
 
-def _part(tensor: Tensor, *, piece: TensorSlice, device: torch.device | None) -> Tensor:
-    return piece.of(tensor).to(device)
+def _own(
+    weight: QuantizedWeight, *, piece: TensorSlice, cut: Cut | None, device: torch.device | None
+) -> QuantizedWeight:
+    part = weight.map(lambda tensor: piece.of(tensor).to(device))
+    return part if cut is None else cut.of_weight(part)

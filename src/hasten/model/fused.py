@@ -21,13 +21,13 @@ from hasten.model.experts import Experts
 from hasten.model.fused_linear import (
     fuse_qkv,
     fusion_conflict,
+    gate_up_rows,
     interleave_gate_up,
     norm_arguments,
     packed,
+    part_of,
     plain,
     replace_linears,
-    split_gate_up,
-    split_qkv,
     weight_arguments,
 )
 from hasten.model.initialize import unfilled
@@ -120,13 +120,10 @@ def unfuse(model: Transformer) -> Transformer:
         if isinstance(block, FusedBlock):
             model.blocks[i] = block.readable(model.config, model.config.layers[i])
     if isinstance(model.head, PackedLinear):
-        tied, head = model.tied, plain(model.head)
-        model.head = head
-        if tied and isinstance(head, nn.Linear):
-            with unfilled():
-                embedding = nn.Embedding(head.out_features, head.in_features)
-            embedding.weight = head.weight
-            model.embedding = embedding
+        tied, model.head = model.tied, plain(model.head)
+        if tied and isinstance(model.head, nn.Linear):
+            model.embedding = nn.Embedding.from_pretrained(model.head.weight)
+            model.tie()
     model.bind()
     return model
 
@@ -217,12 +214,9 @@ class FusedBlock(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
-        spec = self.spec
-        if x.dtype != torch.float32:
-            x = x.float()
+        spec, bound, x = self.spec, self._bound, x.float()
         batch, tokens, _ = x.shape
         view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
-        bound = self._bound
         k, v, metadata, seen = view
         if self.experts is None:
             tables = ([], [], [-1]) if rope is None else ([rope[0]], [rope[1]], [0])
@@ -245,25 +239,30 @@ class FusedBlock(nn.Module):
         with unfilled():
             block = Block(config, layer)
         block.eval()
-        sizes = [self.spec.heads, self.spec.kv_heads, self.spec.kv_heads]
-        attention = block.attention
-        attention.q, attention.k, attention.v = split_qkv(self.qkv, [n * self.spec.head_dim for n in sizes])
-        attention.output = plain(self.output)
-        attention.q_norm, attention.k_norm = self.q_norm, self.k_norm
+        for fused, parts in self.rows().items():
+            linear = getattr(self, fused)
+            for name, rows in parts.items():
+                block.set_submodule(name, plain(linear) if len(parts) == 1 else part_of(linear, rows))
+        block.attention.q_norm, block.attention.k_norm = self.q_norm, self.k_norm
         block.attention_norm, block.attention_post_norm = self.attention_norm, self.attention_post_norm
         block.mlp_norm, block.mlp_post_norm = self.mlp_norm, self.mlp_post_norm
         if self.experts is not None:
             replace_linears(self.experts, plain)
             block.mlp = self.experts
-        else:
-            assert isinstance(block.mlp, MLP)
-            if self.gated:
-                block.mlp.gate, block.mlp.up = split_gate_up(self.inner, self.inner_size)
-            else:
-                block.mlp.up = plain(self.inner)
-            block.mlp.down = plain(self.down)
-        attention.bind()  # again, now that the weights are no longer on the meta device
+        block.attention.bind()  # again, now that the weights are no longer on the meta device
         return block
+
+    def rows(self) -> dict[str, dict[str, Tensor]]:
+        """Of each fused layer the output rows that are a readable layer's, by the names of both."""
+        spec, hidden = self.spec, torch.arange(self.output.out_features)
+        heads = spec.heads, spec.kv_heads, spec.kv_heads
+        q, k, v = torch.arange(self.qkv.out_features).split([n * spec.head_dim for n in heads])
+        found = {"qkv": {"attention.q": q, "attention.k": k, "attention.v": v}, "output": {"attention.output": hidden}}
+        if self.experts is None:
+            gate, up = gate_up_rows(self.inner_size)
+            inner = {"mlp.gate": gate, "mlp.up": up} if self.gated else {"mlp.up": torch.arange(self.inner_size)}
+            found |= {"inner": inner, "down": {"mlp.down": hidden}}
+        return found
 
 
 class FusedStack:

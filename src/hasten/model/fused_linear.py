@@ -1,7 +1,6 @@
 """Several linear layers of one input as one packed layer, and back: what the fused steps multiply with."""
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -83,9 +82,8 @@ def fuse_qkv(*linears: Linear) -> PackedLinear:
     """
     parts = [packed(linear) for linear in linears]
     if any(part.out_features % PANEL for part in parts):  # the slow way: unpack, put the rows together, pack again
-        weights, biases = [_numbers(part) for part in parts], [part.bias for part in parts if part.bias is not None]
-        numbers = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-        rows = QuantizedWeight.joined(numbers) if numbers else torch.cat([w for w in weights if isinstance(w, Tensor)])
+        rows = QuantizedWeight.joined([part.numbers() for part in parts])
+        biases = [part.bias for part in parts if part.bias is not None]
         return packed(_linear(rows, torch.cat(biases) if biases else None, like=parts[0]))
     return _combined(parts, sum(part.out_features for part in parts), torch.cat)
 
@@ -112,31 +110,23 @@ def _combined(parts: list[PackedLinear], out_features: int, combine: Callable[[l
         buffers = {name: [getattr(part, name) for part in parts] for name in Packed._fields}
         return Packed(**{name: combine(own) for name, own in buffers.items() if own[0] is not None})
 
-    new = PackedLinear(
-        first.in_features, out_features, first.format, activations=first.activations, kernel="native", pack=pack
-    )
     biases = [pad(part.bias, (0, -part.out_features % PANEL)) for part in parts if part.bias is not None]
-    if biases:
-        new.bias = combine([bias.view(-1, PANEL) for bias in biases]).flatten()
-    return new
+    bias = combine([bias.view(-1, PANEL) for bias in biases]).flatten() if biases else None
+    options: dict[str, Any] = {"bias": bias, "activations": first.activations, "kernel": "native"}
+    return PackedLinear(first.in_features, out_features, first.format, pack=pack, **options)
 
 
-def split_qkv(linear: PackedLinear, sizes: list[int]) -> list[Linear]:
-    """What `fuse_qkv` put together, as layers of their own again."""
-    return [_part(linear, torch.arange(end - size, end)) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-
-
-def split_gate_up(linear: PackedLinear, size: int) -> list[Linear]:
-    """Gate and up, of `size` outputs each, as layers of their own again."""
+def gate_up_rows(size: int) -> tuple[Tensor, Tensor]:
+    """Where `interleave_gate_up` puts the rows of gate and those of up, `size` each."""
     rows = torch.arange(size)
     gate = rows // HALF_PANEL * PANEL + rows % HALF_PANEL
-    return [_part(linear, gate), _part(linear, gate + HALF_PANEL)]
+    return gate, gate + HALF_PANEL
 
 
 def plain(linear: Linear) -> Linear:
     """A packed bfloat16 layer as nn.Linear again; another one as it is."""
     if isinstance(linear, PackedLinear) and linear.format == BFLOAT16:
-        return _part(linear, torch.arange(linear.out_features))
+        return part_of(linear, torch.arange(linear.out_features))
     return linear
 
 
@@ -147,24 +137,18 @@ def replace_linears(module: nn.Module, new: Callable[..., Linear]) -> None:
             module.set_submodule(name, new(child))
 
 
-def _part(linear: PackedLinear, rows: Tensor) -> Linear:
-    """The layer of some of the output rows."""
-    weight = _numbers(linear)
-    own = weight[rows] if isinstance(weight, Tensor) else weight.rows(rows)
-    return _linear(own, None if linear.bias is None else linear.bias[rows], like=linear)
+def part_of(linear: PackedLinear, rows: Tensor) -> Linear:
+    """A layer of its own of some of the output rows."""
+    return _linear(linear.numbers(rows), None if linear.bias is None else linear.bias[rows], like=linear)
 
 
-def _numbers(linear: PackedLinear) -> QuantizedWeight | Tensor:
-    return linear.dequantize(torch.bfloat16) if linear.format == BFLOAT16 else linear.to_weight()
-
-
-def _linear(weight: QuantizedWeight | Tensor, bias: Tensor | None, *, like: PackedLinear) -> Linear:
+def _linear(weight: QuantizedWeight, bias: Tensor | None, *, like: PackedLinear) -> Linear:
     """A layer of these numbers that treats its activations as another one does; an nn.Linear of plain ones."""
-    if isinstance(weight, QuantizedWeight):
+    if weight.format != BFLOAT16:
         return PackedLinear.from_weight(weight, bias, activations=like.activations)
     with unfilled():
         new = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    new.weight = nn.Parameter(weight)
+    new.weight = nn.Parameter(weight.values)
     if bias is not None:
         new.bias = nn.Parameter(bias)
     return new

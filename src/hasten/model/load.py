@@ -232,10 +232,10 @@ def _check_piece(ours: str, piece: TensorSlice, stored: StoredTensor, model: Tra
 
 def own_dtype(stored: Iterable[StoredTensor]) -> torch.dtype:
     """The dtype that most of the checkpoint's bytes are in."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for tensor in stored:
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.bytes
-    return DTYPES[max(counts, key=lambda name: counts[name])]
+        counts[tensor.dtype] += tensor.bytes
+    return DTYPES[counts.most_common(1)[0][0]]
 
 
 def _fill(

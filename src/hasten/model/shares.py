@@ -34,8 +34,8 @@ class Cut:
             return torch.zeros_like(tensor)
         return tensor.narrow(self.dim, self.part.start, len(self.part)).clone(memory_format=torch.contiguous_format)
 
-    def of_weight(self, weight: QuantizedWeight, values: int = 1) -> QuantizedWeight:
-        """Of a quantized weight, whole groups. values: how many stand in a number of its tensor (words of int4: 8)."""
+    def of_weight(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """Of a quantized weight, whole groups; its values may be words of eight."""
         part = self.part
         assert part is not None, "only a bias is another rank's"
         if self.dim == 0:
@@ -55,7 +55,7 @@ class Cut:
 
         return replace(
             weight,
-            values=columns(weight.values, values),
+            values=columns(weight.values, 8 if weight.values.dtype == torch.int32 else 1),
             scales=columns(weight.scales, steps[0]),
             zeros=None if weight.zeros is None else columns(weight.zeros, steps[0]),
             outer=None if weight.outer is None else columns(weight.outer, steps[-1]),

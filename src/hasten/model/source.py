@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.model.checkpoint import StoredTensor, mapped, read_headers, read_json
+from hasten.model.checkpoint import StoredTensor, read_headers, read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
 from hasten.model.formats.file_format import QuantizedFolder
@@ -41,14 +41,13 @@ def open_folder(folder: Path) -> ModelSource:
     config = read_config(values, str(where))
     open_quantized = read_quantization(values, where)
     stored = read_headers(folder)
-    read = mapped(stored)
     generation = folder / "generation_config.json"
     return ModelSource(
         path=folder,
         config=config,
         stored=stored,
-        read=read,
-        quantized=open_quantized(stored, read),
+        read=stored.read,
+        quantized=open_quantized(stored),
         generation=read_json(generation) if generation.exists() else {},
         tokenizer=Tokenizer.from_folder(folder),
     )

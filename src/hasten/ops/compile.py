@@ -76,13 +76,9 @@ def _shown(title: str, size: int) -> Iterator[Callable[[int], None]]:
     """A bar over so many bytes of sources; yields the function that advances it. Without a terminal two lines."""
     start, terminal = time.monotonic(), on_terminal()
     if not terminal:
-        _say(f"compiling {title}, once: some tens of seconds")
+        print(f"compiling {title}, once: some tens of seconds", file=sys.stderr, flush=True)
     with bars("elapsed", "left", "remaining", shown=terminal) as display:
         task = display.add_task(f"compiling {title}, once", total=size)
         yield lambda count: display.advance(task, count)
     if not terminal:
-        _say(f"  done in {time.monotonic() - start:.0f} s")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        print(f"  done in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)

@@ -89,9 +89,9 @@ def library(isa: str | None = None, part: Part = "inference") -> NativeLibrary |
     return _library(isa, part, *(os.environ.get(name) for name in ("HASTEN_ISA", "CXX", "PATH")))
 
 
-def native_ops(part: Part = "inference") -> Any:
-    """The operators of the native library, which must be there."""
-    native = library(part=part)
+def native_ops() -> Any:
+    """The operators of the native library for inference, which must be there."""
+    native = library()
     assert native is not None, "a native kernel is only taken where its library is"
     return native.ops
 
@@ -155,8 +155,7 @@ def _load(isa: str, part: Part) -> NativeLibrary | None:
 def fakes() -> dict[str, Callable]:
     """The fake implementation of every native operator, by its name."""
     module = importlib.import_module("hasten.ops.fakes")  # by name, because it needs layouts, which need this file
-    functions = inspect.getmembers(module, inspect.isfunction)
-    own = ((name, function) for name, function in functions if function.__module__ == module.__name__)
+    own = inspect.getmembers(module, lambda one: inspect.isfunction(one) and one.__module__ == module.__name__)
     return {name: function for name, function in own if not name.startswith("_")}
 
 
@@ -166,19 +165,17 @@ def with_gradients(register: Callable[[NativeLibrary, str], None]) -> Callable[[
     ready: the namespace of an instruction set's operators (None: of HASTEN_ISA, or the best here), whose gradients
     torch knows then. A compiled graph holds its result. It raises ResourceError where there is no native library.
     """
-    registering = threading.Lock()  # torch takes a gradient once
-
-    @functools.cache
-    def registered(isa: str) -> str:
-        native = library(isa, "training")
-        if native is None:
-            raise ResourceError("no native kernels are here; a C++ compiler is needed, and HASTEN_ISA must allow one")
-        register(native, namespace(isa))
-        return namespace(isa)
+    registering, registered = threading.Lock(), set()  # torch takes a gradient once
 
     @functools.cache
     def asked_for(asked: str | None) -> str:
-        return registered(choose_isa(asked))
+        native = library(asked, "training")
+        if native is None:
+            raise ResourceError("no native kernels are here; a C++ compiler is needed, and HASTEN_ISA must allow one")
+        if native.isa not in registered:
+            register(native, namespace(native.isa))
+            registered.add(native.isa)
+        return namespace(native.isa)
 
     def ready(isa: str | None) -> str:
         with registering:

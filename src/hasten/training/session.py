@@ -17,9 +17,8 @@ from hasten.errors import ConfigError
 from hasten.machine import measured
 from hasten.machine.files import code_digest, locked, save_json
 from hasten.model.adapter_files import save_adapter
-from hasten.model.export import export_model
+from hasten.model.export import export_model, save
 from hasten.model.lora import attach, attached
-from hasten.model.save import save
 from hasten.model.transformer import Transformer
 from hasten.quantization.qat import as_stored
 from hasten.quantization.report import stored_weights

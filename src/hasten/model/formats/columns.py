@@ -12,7 +12,7 @@ GPTQ stores zero points less one, unless config.json's `checkpoint_format` is "g
 stand in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
+from hasten.model.checkpoint import DTYPES, StoredTensors, check_finite
 from hasten.model.formats.file_format import ConfigFields, OpenFolder, QuantizedFolder, QuantizedModule, fail
 from hasten.model.formats.packing import pack_columns, pack_rows, signed, unpack_columns, unsigned
 from hasten.model.formats.record import Activations, LayerFormat, of_integers, own_activations
@@ -49,10 +49,8 @@ class ColumnsLayout:
 class ColumnsFolder(QuantizedFolder):
     """GPTQ or AWQ."""
 
-    def __init__(
-        self, config: ColumnsLayout, stored: Mapping[str, StoredTensor], read: Callable[[str], Tensor]
-    ) -> None:
-        super().__init__(stored, read, _SUFFIXES)
+    def __init__(self, config: ColumnsLayout, stored: StoredTensors) -> None:
+        super().__init__(stored, _SUFFIXES)
         self.config = config
         for name, tensor in stored.items():
             if name.endswith(".qweight"):

@@ -21,25 +21,16 @@ own key `hasten`.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.model.formats.compressed_config import MIXED, PACKED, W8A8, read_floats, read_groups
-from hasten.model.formats.compressed_reader import CompressedFolder
-from hasten.model.formats.file_format import OpenFolder
+from hasten.model.formats.compressed_reader import MIXED, PACKED, W8A8
 from hasten.model.formats.packing import pack_columns, pack_rows, unsigned
 from hasten.model.formats.record import LayerFormat, is_w8a8, of_integers
 from hasten.ops.linear import INT8, QuantizedWeight, WeightFormat
-
-
-def read_compressed(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
-    """The config's groups, of integers; floats stand in the layouts of floats.py."""
-    return read_floats(given, where) or partial(CompressedFolder, read_groups(given, values, where))
 
 
 class CompressedTensors:

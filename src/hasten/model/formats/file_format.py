@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import CheckpointError
-from hasten.model.checkpoint import StoredTensor, check_finite
+from hasten.model.checkpoint import StoredTensor, StoredTensors, check_finite
 from hasten.model.formats.record import Activations, LayerFormat, held_format, regrouped
 from hasten.ops.linear import QuantizedWeight, WeightFormat
 
@@ -74,10 +74,8 @@ class QuantizedFolder:
     those that end in `aside`.
     """
 
-    def __init__(
-        self, stored: Mapping[str, StoredTensor], read: Callable[[str], Tensor], aside: tuple[str, ...] = ()
-    ) -> None:
-        self.stored, self.tensor = stored, read
+    def __init__(self, stored: StoredTensors, aside: tuple[str, ...] = ()) -> None:
+        self.stored, self.tensor = stored, stored.read
         self.modules: dict[str, QuantizedModule] = {}
         self.logical = {name: tensor for name, tensor in stored.items() if not (aside and name.endswith(aside))}
 
@@ -139,8 +137,10 @@ class QuantizedFolder:
         weight, held = self.weight(module), module.layer.weight
         return weight if weight.format == held else regrouped(weight, held)
 
-    def int4_words(self, module: QuantizedModule) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Words, scales and zeros as PackedLinear.from_int4_words takes them; None where they are not stored so."""
+    def int4_words(self, module: QuantizedModule) -> QuantizedWeight | None:
+        """As `read`, but the values are int32 words, as PackedLinear.from_int4_words takes them; None where they are
+        not stored so.
+        """
         return None
 
     def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
@@ -167,8 +167,7 @@ class QuantizedFolder:
         return self.tensor(module.values)
 
 
-# What a config says of the folder beside it, which reads the folder: its tensors by their headers, and what reads them.
-OpenFolder = Callable[[Mapping[str, StoredTensor], Callable[[str], Tensor]], QuantizedFolder]
+OpenFolder = Callable[[StoredTensors], QuantizedFolder]  # what a config says of the folder beside it, which reads that
 
 
 class WrittenFormat(Protocol):

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
+from hasten.model.checkpoint import DTYPES, StoredTensor, StoredTensors, check_finite
 from hasten.model.formats.file_format import ConfigFields, OpenFolder, QuantizedFolder, QuantizedModule, fail, seen
 from hasten.ops.linear.weights import QuantizedWeight, Scales, WeightFormat
 
@@ -48,10 +48,8 @@ _FP4_ASIDE = (".input_global_scale", ".input_scale")
 class FP8Folder(QuantizedFolder):
     """FP8 weights. block: rows and columns that share a scale; None: rows or matrices do."""
 
-    def __init__(
-        self, block: tuple[int, int] | None, stored: Mapping[str, StoredTensor], read: Callable[[str], Tensor]
-    ) -> None:
-        super().__init__(stored, read, _FP8_ASIDE)
+    def __init__(self, block: tuple[int, int] | None, stored: StoredTensors) -> None:
+        super().__init__(stored, _FP8_ASIDE)
         self.block = block
         for name, tensor in stored.items():
             if tensor.dtype == "F8_E4M3" and name.endswith(".weight"):
@@ -117,8 +115,8 @@ class FP4Layout:
 class FP4Folder(QuantizedFolder):
     """MXFP4 or NVFP4, which no layer holds and no `QuantizedWeight`."""
 
-    def __init__(self, config: FP4Layout, stored: Mapping[str, StoredTensor], read: Callable[[str], Tensor]) -> None:
-        super().__init__(stored, read, (*_FP4_ASIDE, *(f".{leaf}" for leaf in config.scales)))
+    def __init__(self, config: FP4Layout, stored: StoredTensors) -> None:
+        super().__init__(stored, (*_FP4_ASIDE, *(f".{leaf}" for leaf in config.scales)))
         self.config = config
         for name, tensor in stored.items():
             prefix, _, leaf = name.rpartition(".")

@@ -1,16 +1,14 @@
 """The published layouts of quantized weights that hasten reads, by the `quant_method` of config.json."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from hasten.errors import CheckpointError, ConfigError
-from hasten.model.checkpoint import StoredTensor
+from hasten.model.checkpoint import StoredTensors
 from hasten.model.formats.columns import GPTQFormat, read_auto_round, read_awq, read_gptq
-from hasten.model.formats.compressed_tensors import CompressedTensors, read_compressed
+from hasten.model.formats.compressed_reader import read_compressed
+from hasten.model.formats.compressed_tensors import CompressedTensors
 from hasten.model.formats.file_format import ConfigFields, OpenFolder, QuantizedFolder, WrittenFormat
 from hasten.model.formats.floats import read_fp8, read_modelopt
 
@@ -33,9 +31,7 @@ def writer(method: str, *, pack_int8: bool = False) -> WrittenFormat:
     return CompressedTensors(pack_int8=True) if pack_int8 and method == CompressedTensors.method else WRITERS[method]
 
 
-def read_quantization(
-    values: Mapping[str, Any], where: Path
-) -> Callable[[Mapping[str, StoredTensor], Callable[[str], Tensor]], QuantizedFolder | None]:
+def read_quantization(values: Mapping[str, Any], where: Path) -> Callable[[StoredTensors], QuantizedFolder | None]:
     """What reads the quantized modules beside a config.json of these values, if there are any.
 
     CheckpointError names what hasten does not read; where the config says that weights are quantized and none is, or
@@ -52,21 +48,19 @@ def read_quantization(
             f"read; it reads {', '.join(READERS)} (2, 3, 4 and 8 bits). Load the unquantized checkpoint and use "
             "`hasten quantize`"
         )
-    none = f"{where}: quantization_config says that weights are quantized by {method}, and no tensor is"
-    return partial(_opened, found(given, values, where), f"{none}; download the folder again")
+    layout = found(given, values, where)
+
+    def opened(stored: StoredTensors) -> QuantizedFolder:
+        folder = layout(stored)
+        if not folder.modules:
+            none = f"{where}: quantization_config says that weights are quantized by {method}, and no tensor is"
+            raise CheckpointError(f"{none}; download the folder again")
+        return folder
+
+    return opened
 
 
-def _opened(
-    layout: OpenFolder, none: str, stored: Mapping[str, StoredTensor], read: Callable[[str], Tensor]
-) -> QuantizedFolder:
-    """A folder in this layout; CheckpointError with the text `none` where it has no quantized modules."""
-    folder = layout(stored, read)
-    if not folder.modules:
-        raise CheckpointError(none)
-    return folder
-
-
-def _refuse_quantized(stored: Mapping[str, StoredTensor], read: Callable[[str], Tensor]) -> None:
+def _refuse_quantized(stored: StoredTensors) -> None:
     for name, tensor in stored.items():
         if name.endswith(".weight_packed"):
             raise CheckpointError(

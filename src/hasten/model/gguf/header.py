@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hasten.errors import CheckpointError
+from hasten.model.checkpoint import MAX_ELEMENTS, open_regular
 from hasten.model.gguf.types import TYPE_NAMES, TYPES, TensorType
-from hasten.model.header import MAX_ELEMENTS, open_regular
 
 MAX_ENTRIES = 1 << 16  # of metadata, and of tensors; published files have tens and hundreds
 MAX_TEXT_BYTES = 1 << 24  # of one text; chat templates have thousands

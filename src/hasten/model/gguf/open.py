@@ -1,11 +1,12 @@
 """A GGUF file as a checkpoint: its tensors under the names that Hugging Face gives them, in its order of rows."""
 
+from collections import Counter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hasten.model.checkpoint import StoredTensor, check_finite
+from hasten.model.checkpoint import StoredTensor, StoredTensors, check_finite
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES, read_config
 from hasten.model.formats.file_format import QuantizedFolder, QuantizedModule
@@ -43,7 +44,7 @@ class GGUFWeights(QuantizedFolder):
     """The plain tensors, and the quantized modules."""
 
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
-        super().__init__({}, self.plain)
+        super().__init__(StoredTensors())
         self.file, self.config = file, config
         self.places: dict[str, Place] = {}
         named = {FREQUENCIES}
@@ -68,13 +69,12 @@ class GGUFWeights(QuantizedFolder):
 
     def dtype(self) -> torch.dtype:
         """bfloat16 where most is quantized, else the dtype of most bytes of the matrices; norms are always float32."""
-        counts: dict[torch.dtype, int] = {}
+        counts: Counter[torch.dtype] = Counter()
         for place in self.places.values():
             tensor = self.file.tensors[place.name]
             if len(tensor.shape) > 1:
-                dtype = tensor.type.dtype or torch.bfloat16
-                counts[dtype] = counts.get(dtype, 0) + tensor.bytes
-        return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+                counts[tensor.type.dtype or torch.bfloat16] += tensor.bytes
+        return counts.most_common(1)[0][0] if counts else torch.float32
 
     def plain(self, name: str) -> Tensor:
         """A plain tensor: a view of the file, unless llama.cpp keeps it otherwise."""
@@ -88,7 +88,7 @@ class GGUFWeights(QuantizedFolder):
         """The blocks as they stand in the file, uint8 (N, bytes of a row)."""
         return self.file.raw(self._tensor(module).name)
 
-    def int4_words(self, module: QuantizedModule) -> tuple[Tensor, Tensor, None] | None:
+    def int4_words(self, module: QuantizedModule) -> QuantizedWeight | None:
         """The nibbles of Q4_0, which has the values 0 to 15 of a block in its low ones, in the order of the words."""
         if module.stored != TYPES["Q4_0"].format:
             return None
@@ -96,7 +96,8 @@ class GGUFWeights(QuantizedFolder):
         halves = [half[..., ::2] | half[..., 1::2] << 4 for half in (values & 15, values >> 4)]  # (N, G, 8) each
         found = scales.flatten(1).view(torch.float16)
         check_finite(self._tensor(module).name, found, self.file.path)
-        return torch.cat(halves, 2).flatten(1).view(torch.int32), found, None
+        words = torch.cat(halves, 2).flatten(1).view(torch.int32)
+        return QuantizedWeight(format=module.stored, values=words, scales=found)
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
         """The integers and their scales, which a layer holds as they stand in the file."""

@@ -24,7 +24,7 @@ from hasten.model.formats.record import LayerFormat
 from hasten.model.gguf.config import config_values
 from hasten.model.gguf.header import GGUFFile, GGUFTensor
 from hasten.model.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES, place_of
-from hasten.model.gguf.tokenizer_write import tokenizer_entries
+from hasten.model.gguf.tokenizer import tokenizer_entries
 from hasten.model.gguf.types import TYPES
 from hasten.model.rope import frequencies
 from hasten.model.transformer import Transformer, require_model

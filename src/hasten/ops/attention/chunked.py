@@ -186,10 +186,6 @@ class ChunkPlan:
         """(B, T, H, D) -> (B, Hkv, G, T, D)."""
         return x.transpose(1, 2).unflatten(1, (self.spec.kv_heads, self.spec.groups))
 
-    def outside(self, x: Tensor) -> Tensor:
-        """(B, Hkv, G, T, D) or (B, Hkv, S, D) -> (B, T, H, D)."""
-        return (x if x.dim() == 4 else x.flatten(1, 2)).transpose(1, 2)
-
 
 def _cut(x: Tensor, dim: int, part: slice) -> Tensor:
     """x[part] in one dimension, or all of it where x is the same for every index."""
@@ -265,8 +261,7 @@ class _Chunked(torch.autograd.Function):
             d_q[chunk.rows] = work.product(d_scores, work.k[chunk.keys])
             d_k[chunk.keys] += work.summed_product(d_scores, work.q[chunk.rows])
         d_result.mul_(work.root)
-        d_k.mul_(work.root)
-        d_k, d_v = work.outside(d_k.to(k.dtype)), work.outside(d_v.to(v.dtype))
+        d_k, d_v = d_k.mul_(work.root).to(k.dtype).transpose(1, 2), d_v.to(v.dtype).transpose(1, 2)
         of_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return None, None, None, d_result, d_k, d_v, None, None, of_bias, None, None, None
 

@@ -77,11 +77,9 @@ def backward(
     d_lse = None if d_lse is None else d_lse.contiguous()
     batch, queries, heads, _ = q.shape
     keys, kv_heads = k.shape[1:3]
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    if problem.packed or not q.numel() or not k.numel():
-        for x in (dq, dk, dv):
-            x.zero_()
-    if not q.numel() or not k.numel():
+    nothing = not q.numel() or not k.numel()
+    dq, dk, dv = (x.new_zeros(x.shape) if problem.packed or nothing else x.new_empty(x.shape) for x in (q, k, v))
+    if nothing:
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
     log2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
     strides, sizes = [x.stride()[:3] for x in (q, k, v)], (queries, keys, problem.window)

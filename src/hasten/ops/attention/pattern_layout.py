@@ -134,10 +134,11 @@ class Pattern:
         signs = str.maketrans("01", "·■")
         return "\n".join([title, *(" ".join(row.translate(signs)) for row in layout.strings(head))])
 
-    def _draw(self, candidates: list[int], count: int, *, head: int, layer: int, row: int) -> list[int]:
-        """`count` of the candidates, or all where there are fewer; from a generator of its own."""
-        if count == 0 or len(candidates) <= count:
-            return candidates[:count]
+    def _with_drawn(self, seen: set[int], blocks: int, count: int, *, head: int, layer: int, row: int) -> set[int]:
+        """What is seen and `count` of the other blocks, or all where there are fewer; from a generator of its own."""
+        others = [j for j in range(blocks) if j not in seen]
+        if count == 0 or len(others) <= count:
+            return seen.union(others[:count])
         # Only seeding by a string and random() are promised to stay what they are from one Python to the next.
         generator = random.Random(f"{self.seed}/{layer}/{head if self.per_head else 0}/{row}")
-        return [j for _, j in sorted((generator.random(), j) for j in candidates)[:count]]
+        return seen.union(j for _, j in sorted((generator.random(), j) for j in others)[:count])

@@ -32,16 +32,15 @@ class Dense(Pattern):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Causal(Pattern):
+class Causal(Dense):
     """Everything up to the query, as a pattern: the dense baseline."""
+
+    causal: bool = True
 
     def __post_init__(self) -> None:
         Pattern.__post_init__(self)
         if not self.causal:
             raise ConfigError("Causal cannot be bidirectional; use Dense()")
-
-    def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
-        return range(row + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,8 +199,7 @@ class Variable(_WithGlobals):
         if self.horizontal and row in globals_:
             return range(blocks)
         seen = {*_within(start, start + window, blocks), *globals_}
-        others = [j for j in range(blocks) if j not in seen]
-        return seen.union(self._draw(others, self.random_blocks, head=head, layer=layer, row=row))
+        return self._with_drawn(seen, blocks, self.random_blocks, head=head, layer=layer, row=row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +217,7 @@ class BigBird(Pattern):
         if row < self.global_blocks:
             return range(blocks)
         seen = {*_window(row, self.window, blocks), *_within(0, self.global_blocks, blocks)}
-        others = [j for j in range(blocks) if j not in seen]
-        return seen.union(self._draw(others, self.random_blocks, head=head, layer=layer, row=row))
+        return self._with_drawn(seen, blocks, self.random_blocks, head=head, layer=layer, row=row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,15 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hasten.errors import ConfigError
-from hasten.ops.linear.weights import Q4_K, SCALE_DTYPES, SUPER_BLOCK, QuantizedWeight, WeightFormat, check_format
+from hasten.ops.linear.weights import Q4_K, VALUE_DTYPES, QuantizedWeight, WeightFormat
 from hasten.ops.native import native_ops
 
 PANEL = 64  # output rows that stand interleaved
 PADDING = 32
 PIECE = 16  # bytes: the widest access of a GPU's thread
-VALUE_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
-VALUE_DTYPES |= dict.fromkeys(("int6", "int4", "int3", "int2"), torch.uint8)
 
 
 class Packed(NamedTuple):
@@ -67,12 +64,11 @@ class Operands(NamedTuple):
 class Layout:
     """One way to keep weights.
 
-    `pack(weight)` takes a bf16 tensor (N, K) or a QuantizedWeight; `rows(packed, format, size, ids)` gives the rows
-    `ids` (None: all) of a weight of size (N, K) as the same kind of thing.
+    `rows(packed, format, size, ids)` gives the rows `ids` (None: all) of a weight of size (N, K).
     """
 
-    pack: Callable[[Tensor | QuantizedWeight], Packed]
-    rows: Callable[[Packed, WeightFormat, tuple[int, int], Tensor | None], Tensor | QuantizedWeight]
+    pack: Callable[[QuantizedWeight], Packed]
+    rows: Callable[[Packed, WeightFormat, tuple[int, int], Tensor | None], QuantizedWeight]
 
 
 def steps(size: int, step: int) -> int:
@@ -81,7 +77,7 @@ def steps(size: int, step: int) -> int:
 
 
 def empty_weight(size: tuple[int, int], format: WeightFormat, device: torch.device) -> QuantizedWeight:
-    """A quantized weight (N, K) that is not initialised."""
+    """A weight (N, K) that is not initialised."""
     groups, dtype, outer = (size[0], format.groups(size[1])), VALUE_DTYPES[format.element], None
     if len(format.scales) > 1:
         pair = 1 if format.symmetric else 2
@@ -108,10 +104,10 @@ def empty_panels(rows: Tensor, in_features: int, format: WeightFormat) -> Tensor
     return rows.new_empty(size, dtype=torch.bfloat16 if plain else torch.uint8)
 
 
-def _pack_panels(weight: Tensor | QuantizedWeight) -> Packed:
+def _pack_panels(weight: QuantizedWeight) -> Packed:
     ops = native_ops()
-    if isinstance(weight, Tensor):
-        return Packed(ops.pack_bf16(weight))
+    if not weight.format.scales:
+        return Packed(ops.pack_bf16(weight.values))
     element, group_size, values = weight.format.element, weight.format.group_size, weight.values
     if element == "int8":
         data = ops.pack_bytes(values, group_size)
@@ -158,9 +154,7 @@ def panel_scales(scales: Tensor) -> Tensor:
     return filled.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
 
 
-def _panel_rows(
-    packed: Packed, format: WeightFormat, size: tuple[int, int], ids: Tensor | None
-) -> Tensor | QuantizedWeight:
+def _panel_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids: Tensor | None) -> QuantizedWeight:
     if ids is None:
         ids = torch.arange(size[0], device=packed.data.device)
 
@@ -168,7 +162,7 @@ def _panel_rows(
         return tensor[ids // PANEL, :, ids % PANEL]
 
     if packed.scales is None:
-        return take(packed.data).flatten(1)[:, : size[1]].contiguous()
+        return QuantizedWeight.plain(take(packed.data).flatten(1)[:, : size[1]].contiguous())
     values = take(packed.data.view(torch.uint8))  # (R, steps, 4)
     if format.element == "int8":
         values = values ^ 0x80
@@ -200,10 +194,10 @@ PANELS = Layout(_pack_panels, _panel_rows)
 # Rows
 
 
-def _pack_rows(weight: Tensor | QuantizedWeight) -> Packed:
-    if isinstance(weight, Tensor):
-        return Packed(weight.contiguous())
+def _pack_rows(weight: QuantizedWeight) -> Packed:
     data = weight.values.contiguous()
+    if not weight.format.scales:
+        return Packed(data)
     if weight.format.element == "int4":
         values = pad(data, (0, data.shape[1] % 2))
         data = values[:, ::2] | values[:, 1::2] << 4
@@ -211,13 +205,11 @@ def _pack_rows(weight: Tensor | QuantizedWeight) -> Packed:
     return Packed(data, row_scales(weight).contiguous(), zeros, outer)
 
 
-def _row_rows(
-    packed: Packed, format: WeightFormat, size: tuple[int, int], ids: Tensor | None
-) -> Tensor | QuantizedWeight:
+def _row_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids: Tensor | None) -> QuantizedWeight:
     if ids is not None:
         packed = Packed(*(None if tensor is None else tensor[ids] for tensor in packed))  # type: ignore[arg-type]
     if packed.scales is None:
-        return packed.data
+        return QuantizedWeight.plain(packed.data)
     values = packed.data
     if format.element == "int4":
         values = torch.stack((values & 15, values >> 4), dim=2).flatten(1)[:, : size[1]]
@@ -230,8 +222,8 @@ ROWS = Layout(_pack_rows, _row_rows)
 # Pieces
 
 
-def _pack_pieces(weight: Tensor | QuantizedWeight) -> Packed:
-    assert isinstance(weight, QuantizedWeight), "the pieces are bytes; bfloat16 weights stay in rows"
+def _pack_pieces(weight: QuantizedWeight) -> Packed:
+    assert weight.format.scales, "the pieces are bytes; bfloat16 weights stay in rows"
     n, k = weight.shape
     multiple = weight.format.group_size or PIECE
     values = pad(weight.values, (0, -k % multiple))
@@ -259,50 +251,3 @@ def _piece_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids
 
 
 PIECES = Layout(_pack_pieces, _piece_rows)
-
-
-def check_weight(weight: QuantizedWeight) -> None:
-    """Raise ConfigError for a format, sizes, dtypes and values that no layout holds."""
-    check_format(weight.format, "int8", "int4", "int6", "float8_e4m3fn")
-    if weight.values.dim() != 2:
-        raise ConfigError(f"the values of a weight are (N, K); found shape {tuple(weight.values.shape)}")
-    dtype = VALUE_DTYPES[weight.format.element]
-    if weight.values.dtype != dtype:
-        raise ConfigError(f"an {weight.format.element} weight holds its values as {dtype}; found {weight.values.dtype}")
-    if weight.format.element == "int4":
-        check_nibbles("values", weight.values)
-    n, k = weight.shape
-    check_scales(weight.format, (n, weight.format.groups(k)), weight.scales, weight.zeros)
-    if len(weight.format.scales) > 1:
-        size, outer = (n, k // SUPER_BLOCK, 1 if weight.format.symmetric else 2), weight.outer
-        if outer is None or k % SUPER_BLOCK or outer.dtype != torch.float16 or tuple(outer.shape) != size:
-            found = "none" if outer is None else f"{outer.dtype} {tuple(outer.shape)}"
-            raise ConfigError(
-                f"a weight {n}×{k} in super-blocks of {SUPER_BLOCK} wants outer scales {size} in torch.float16; "
-                f"found {found}"
-            )
-
-
-def check_scales(format: WeightFormat, size: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> None:
-    """Raise ConfigError where scales, or zero points, are not what a weight of so many rows and groups has."""
-    kinds = (format.scale_dtype,) if format.group_size else SCALE_DTYPES
-    if scales.dtype not in kinds or tuple(scales.shape) != size:
-        raise ConfigError(
-            f"an {format.element} weight wants scales {size} in {' or '.join(map(str, kinds))}; "
-            f"found {scales.dtype} {tuple(scales.shape)}"
-        )
-    if format.symmetric and zeros is None:
-        return
-    dtype = VALUE_DTYPES[format.element]
-    if format.symmetric or zeros is None or zeros.dtype != dtype or tuple(zeros.shape) != size:
-        wanted = "none" if format.symmetric else f"{size} in {dtype}"
-        found = "none" if zeros is None else f"{tuple(zeros.shape)} in {zeros.dtype}"
-        raise ConfigError(f"an {format.element} weight ({format}) wants zero points {wanted}; found {found}")
-    if format.element == "int4" and format.zero == "point":
-        check_nibbles("zero points", zeros)
-
-
-def check_nibbles(name: str, values: Tensor) -> None:
-    """Raise ConfigError for a number that does not fit 4 bits: packing would cut it off."""
-    if values.numel() and not values.is_meta and (largest := int(values.max())) > 15:
-        raise ConfigError(f"the {name} of an int4 weight are 0 to 15; found {largest}")

@@ -10,20 +10,9 @@ from torch import Tensor, nn
 
 from hasten.errors import ConfigError, HastenWarning
 from hasten.ops.linear.gradient import frozen_product
-from hasten.ops.linear.layouts import (
-    PANEL,
-    PANELS,
-    Layout,
-    Operands,
-    Packed,
-    check_scales,
-    check_weight,
-    empty_weight,
-    panel_scales,
-    steps,
-)
+from hasten.ops.linear.layouts import PANEL, PANELS, ROWS, Layout, Operands, Packed, empty_weight, panel_scales, steps
 from hasten.ops.linear.operator import KERNELS, LinearRequest, Product, layout_of, slow_for_its_format, takes
-from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight, WeightFormat, check_format
+from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight, WeightFormat, check_format, check_scales, check_weight
 from hasten.ops.native import native_ops
 from hasten.ops.picker import pick
 
@@ -64,14 +53,15 @@ class PackedLinear(nn.Module):
         out_features: int,
         format: WeightFormat,
         *,
-        bias: bool = False,
+        bias: Tensor | bool | None = None,
         activations: str = "int8",
         dtype: torch.dtype = torch.bfloat16,
         kernel: str | None = None,
         device: torch.device | str | None = None,
         pack: Callable[[Layout], Packed] | None = None,
     ) -> None:
-        """`dtype`: of the activations to come (for picking the kernel) and the bias. `pack` gives the buffers."""
+        """`dtype`: of the activations to come (for picking the kernel). `bias`: its numbers, or True for zeros in this
+        dtype. `pack` gives the buffers."""
         super().__init__()
         check_format(format)
         if activations not in ACTIVATION_PLANES:
@@ -90,18 +80,23 @@ class PackedLinear(nn.Module):
         self._product: Product = chosen.run()
         self._hold((pack or self._pack_empty)(layout_of(self.kernel)))
         self.register_buffer("order", None)
-        zeros = torch.zeros(out_features, dtype=_bias_dtype(dtype), device=device) if bias else None
-        self.register_buffer("bias", zeros)
+        if isinstance(bias, bool):
+            bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        if bias is not None:
+            if tuple(bias.shape) != (out_features,):
+                raise ConfigError(f"a bias of shape {tuple(bias.shape)} does not fit {out_features} outputs")
+            kept = bias.dtype if bias.dtype in (torch.bfloat16, torch.float32) else torch.float32
+            bias = bias.detach().to(kept).contiguous()
+        self.register_buffer("bias", bias)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, kernel: str | None = None) -> Self:
         """The same layer in bfloat16; weights of another dtype are rounded to it."""
         if not isinstance(linear, nn.Linear):
             raise ConfigError(f"a packed layer is made of an nn.Linear; found {type(linear).__name__}")
-        weight = linear.weight.detach().bfloat16()
-        n, k = weight.shape
-        new = cls(k, n, BFLOAT16, kernel=kernel, device=weight.device, pack=lambda layout: layout.pack(weight))
-        return new._with_bias(linear.bias)
+        weight = QuantizedWeight.plain(linear.weight.detach().bfloat16())
+        options: dict[str, Any] = {"kernel": kernel, "device": linear.weight.device, "bias": linear.bias}
+        return cls(weight.shape[1], weight.shape[0], BFLOAT16, pack=lambda layout: layout.pack(weight), **options)
 
     @classmethod
     def from_weight(cls, weight: QuantizedWeight, bias: Tensor | None = None, **options: Any) -> Self:
@@ -116,47 +111,39 @@ class PackedLinear(nn.Module):
             weight = replace(weight, format=format, values=weight.values[:, order], columns=None)
         check_weight(weight)
         n, k = weight.shape
-        device = weight.values.device
-        new = cls(k, n, weight.format, device=device, pack=lambda layout: layout.pack(weight), **options)
+        options |= {"device": weight.values.device, "bias": bias}
+        new = cls(k, n, weight.format, pack=lambda layout: layout.pack(weight), **options)
         if columns is not None:
-            new.order = order.to(device)
-        return new._with_bias(bias)
+            new.order = order.to(new.data.device)
+        return new
 
     @classmethod
     def from_int4_words(
-        cls,
-        words: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None = None,
-        bias: Tensor | None = None,
-        *,
-        in_features: int,
-        format: WeightFormat,
-        **options: Any,
+        cls, weight: QuantizedWeight, bias: Tensor | None = None, *, in_features: int, **options: Any
     ) -> Self:
-        """A layer from int32 words (N, ceil(K / 8)) as compressed-tensors stores them: nibble i of word j is value
-        8j + i, 0 … 15. scales and zeros (uint8, or None for 8) are (N, groups). The values are never spread to bytes.
+        """A layer of a weight whose values are int32 words (N, ceil(K / 8)) as compressed-tensors stores them: nibble i
+        of word j is value 8j + i, 0 … 15. They are never spread to bytes for the native kernel.
 
         options: activations, dtype and kernel, as in `from_weight`.
         """
+        words, format = weight.values, weight.format
         if words.dtype != torch.int32 or words.dim() != 2 or words.shape[1] != steps(in_features, 8):
             raise ConfigError(
                 f"{in_features} int4 values take {steps(in_features, 8)} int32 words a row; "
                 f"found {words.dtype} {tuple(words.shape)}"
             )
         check_format(format, "int4")
-        check_scales(format, (words.shape[0], format.groups(in_features)), scales, zeros)
+        check_scales(format, (words.shape[0], format.groups(in_features)), weight.scales, weight.zeros)
 
         def pack(layout: Layout) -> Packed:
             if layout is PANELS:
                 data = native_ops().pack_int4_words(words, format.group_size)
-                return Packed(data, panel_scales(scales), None if zeros is None else panel_scales(zeros))
-            shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
-            values = (words.unsqueeze(2) >> shifts & 15).to(torch.uint8).flatten(1)[:, :in_features]
-            return layout.pack(QuantizedWeight(format=format, values=values, scales=scales, zeros=zeros))
+                zeros = None if weight.zeros is None else panel_scales(weight.zeros)
+                return Packed(data, panel_scales(weight.scales), zeros)
+            rows = Packed(words.contiguous().view(torch.uint8), weight.scales, weight.zeros)  # nibbles lie alike there
+            return layout.pack(ROWS.rows(rows, format, (words.shape[0], in_features), None))
 
-        new = cls(in_features, words.shape[0], format, device=words.device, pack=pack, **options)
-        return new._with_bias(bias)
+        return cls(in_features, words.shape[0], format, device=words.device, bias=bias, pack=pack, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -181,20 +168,17 @@ class PackedLinear(nn.Module):
             panels = start // PANEL, steps(stop - start, PANEL)
             columns = native_ops().transposed_panels(*self.packed, *panels, self.in_features, self.format.group_size)
             return columns.t()[: stop - start].to(dtype)
-        rows = self._rows(torch.arange(start, stop, device=self.data.device))
-        return rows.dequantize(dtype) if isinstance(rows, QuantizedWeight) else rows.to(dtype)
+        return self._rows(torch.arange(start, stop, device=self.data.device)).dequantize(dtype)
 
     def to_weight(self) -> QuantizedWeight:
         """The quantized weight as it was given, bit for bit."""
-        weight = self._published(None)
-        if not isinstance(weight, QuantizedWeight):
+        if self.format == BFLOAT16:
             raise ConfigError("a bfloat16 layer holds no quantized weight; use dequantize()")
-        return weight
+        return self.numbers()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that the layer multiplies with."""
-        weight = self._published(None)
-        return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
+        return self.numbers().dequantize(dtype)
 
     def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows of the weight, as an embedding reads them: ids (…) -> (…, K)."""
@@ -208,9 +192,7 @@ class PackedLinear(nn.Module):
             sizes = (self.out_features, self.in_features, self.format.group_size)
             found = native_ops().unpacked_rows(ids.flatten(), *self.packed, *sizes)
             return found.to(dtype).view(*ids.shape, self.in_features)
-        weight = self._published(ids.flatten())
-        rows = weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
-        return rows.view(*ids.shape, self.in_features)
+        return self.numbers(ids.flatten()).dequantize(dtype).view(*ids.shape, self.in_features)
 
     def bind(self, kernel: str | None = None) -> None:
         """Pick the kernel again, or force one by name; the weight is packed anew where its layout is another."""
@@ -234,14 +216,14 @@ class PackedLinear(nn.Module):
         super().__setstate__(state)
         self.bind(self.kernel)
 
-    def _rows(self, ids: Tensor | None) -> Tensor | QuantizedWeight:
+    def _rows(self, ids: Tensor | None) -> QuantizedWeight:
         size = self.out_features, self.in_features
         return layout_of(self.kernel).rows(self.packed, self.format, size, ids)
 
-    def _published(self, ids: Tensor | None) -> Tensor | QuantizedWeight:
-        """Rows of the weight, their columns as they were given."""
+    def numbers(self, ids: Tensor | None = None) -> QuantizedWeight:
+        """The rows `ids` (None: all) of the weight, plain or quantized, their columns as they were given."""
         weight = self._rows(ids)
-        if self.order is None or not isinstance(weight, QuantizedWeight):
+        if self.order is None:
             return weight
         place = self.order.argsort()
         format, columns = replace(weight.format, permuted=True), place // weight.format.group_size
@@ -253,20 +235,11 @@ class PackedLinear(nn.Module):
         return Packed(self.data, self.scales, self.zeros, self.outer)
 
     def _pack_empty(self, layout: Layout) -> Packed:
-        size, device = (self.out_features, self.in_features), self.request.device
-        if self.format.scales:
-            return layout.pack(empty_weight(size, self.format, device))
-        return layout.pack(torch.empty(size, dtype=torch.bfloat16, device=device))
+        return layout.pack(empty_weight((self.out_features, self.in_features), self.format, self.request.device))
 
     def _hold(self, packed: Packed) -> None:
         for name, tensor in zip(Packed._fields, packed, strict=True):
             self.register_buffer(name, tensor)
-
-    def _with_bias(self, bias: Tensor | None) -> Self:
-        if bias is not None and tuple(bias.shape) != (self.out_features,):
-            raise ConfigError(f"a bias of shape {tuple(bias.shape)} does not fit {self.out_features} outputs")
-        self.bias = None if bias is None else bias.detach().to(_bias_dtype(bias.dtype)).contiguous()
-        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # What happens to an activation of this layer says where the layer goes and what it will be given.
@@ -294,7 +267,3 @@ def request_of(linear: nn.Linear | PackedLinear) -> LinearRequest:
     weight = linear.weight
     format = WeightFormat(element=str(weight.dtype).removeprefix("torch."))
     return LinearRequest(device=weight.device, dtype=weight.dtype, format=format, in_features=weight.shape[1])
-
-
-def _bias_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32

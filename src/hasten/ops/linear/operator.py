@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.machine import emulated
 from hasten.ops import triton_support
-from hasten.ops.linear import kernels
-from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands
-from hasten.ops.linear.weights import BFLOAT16, INT8, Q6_K, WeightFormat
+from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands, Packed
+from hasten.ops.linear.weights import BFLOAT16, INT8, Q6_K, QuantizedWeight, WeightFormat
+from hasten.ops.linear.wide import wide_linear
 from hasten.ops.native import library, missing_library, native_ops, slower_than_pytorch
 from hasten.ops.picker import Kernel
 
@@ -33,6 +34,41 @@ class LinearRequest:
     dtype: torch.dtype
     format: WeightFormat
     in_features: int
+
+
+def reference(x: Tensor, weight: Operands) -> Tensor:
+    """Dequantize W from the rows layout to float32 and multiply in float32: slow, and obviously right."""
+    bias = None if weight.bias is None else weight.bias.float()
+    return F.linear(x.float(), _dequantized(x, weight, torch.float32), bias).to(x.dtype)
+
+
+def pytorch(x: Tensor, weight: Operands) -> Tensor:
+    """PyTorch's product in x's dtype. int8 values are exact in it, so their scales multiply the outputs where a row has
+    one (as gpt-fast does, which a compiler fuses); other weights are rounded to it first.
+
+    torch._weight_int8pack_mm is not used: in torch 2.13 it crashes where K is not a multiple of 16.
+    """
+    if weight.format == INT8:
+        assert weight.scales is not None
+        y = wide_linear(x, weight.data, None) * weight.scales.flatten()
+        return (y if weight.bias is None else y + weight.bias).to(x.dtype)
+    if weight.data.dtype == torch.bfloat16 and x.dtype == torch.float32:
+        return wide_linear(x, weight.data, weight.bias)
+    bias = None if weight.bias is None else weight.bias.to(x.dtype)
+    return F.linear(x, _dequantized(x, weight, x.dtype), bias)
+
+
+def float32(x: Tensor, weight: Operands) -> Tensor:
+    """`pytorch` in float32, for a processor that only emulates products in x's dtype."""
+    return pytorch(x.float(), weight).to(x.dtype)
+
+
+def _dequantized(x: Tensor, weight: Operands, dtype: torch.dtype) -> Tensor:
+    """W (N, K)."""
+    if not weight.format.scales:
+        return weight.data.to(dtype)
+    packed = Packed(weight.data, weight.scales, weight.zeros, weight.outer)
+    return ROWS.rows(packed, weight.format, (weight.out_features, x.shape[-1]), None).dequantize(dtype)
 
 
 def native_unsupported(request: LinearRequest) -> str | None:
@@ -60,7 +96,7 @@ def native_opt_in(request: LinearRequest) -> str | None:
 
 def _contenders() -> dict[str, Callable[[], object]]:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(4096, 1024, generator=generator).bfloat16()
+    weight = QuantizedWeight.plain(torch.randn(4096, 1024, generator=generator).bfloat16())
     prompt = torch.randn(64, 1024, generator=generator).bfloat16()
     row = prompt[:1]
 
@@ -73,7 +109,7 @@ def _contenders() -> dict[str, Callable[[], object]]:
 
         return call
 
-    theirs = kernels.pytorch if emulated(torch.bfloat16) is None else kernels.float32
+    theirs = pytorch if emulated(torch.bfloat16) is None else float32
     return {"native": run(_native(), PANELS), "PyTorch's": run(theirs, ROWS)}
 
 
@@ -121,9 +157,9 @@ def _triton() -> Product:
 KERNELS: tuple[Kernel[LinearRequest], ...] = (
     Kernel("native", _native, native_unsupported, native_opt_in),
     Kernel("triton", _triton, _triton_unsupported),
-    Kernel("float32", lambda: kernels.float32, _float32_unsupported),
-    Kernel("pytorch", lambda: kernels.pytorch, lambda request: None, _pytorch_opt_in),
-    Kernel("reference", lambda: kernels.reference, lambda request: None),
+    Kernel("float32", lambda: float32, _float32_unsupported),
+    Kernel("pytorch", lambda: pytorch, lambda request: None, _pytorch_opt_in),
+    Kernel("reference", lambda: reference, lambda request: None),
 )
 
 

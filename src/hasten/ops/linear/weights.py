@@ -11,6 +11,8 @@ from torch import Tensor
 from hasten.errors import ConfigError
 
 Zero = Literal["middle", "point", "minimum"]
+VALUE_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
+VALUE_DTYPES |= dict.fromkeys(("int6", "int4", "int3", "int2"), torch.uint8)
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the formats that layers hold
 
 
@@ -72,8 +74,8 @@ class WeightFormat:
         return self.bits + sum(8 * one.dtype.itemsize / (one.columns or in_features) for one in self.scales)
 
     def groups(self, in_features: int) -> int:
-        """Scales of a row."""
-        return -(-in_features // self.group_size) if self.group_size else 1
+        """Scales of a row; none where the values are the weight."""
+        return -(-in_features // self.group_size) if self.group_size else len(self.scales[:1])
 
     def __str__(self) -> str:
         if self.element.startswith("float"):
@@ -146,6 +148,8 @@ class QuantizedWeight:
     holds, those: W[n, k] = outer[n, b, 0] · scales[n, g] · values[n, k] - outer[n, b, 1] · zeros[n, g] (Q4_K: 0 … 63).
 
     columns: where the format is permuted, g of each k, (K,).
+
+    A plain weight, of a format without scales, is one as well: its values are the numbers, and scales are (N, 0).
     """
 
     format: WeightFormat
@@ -159,6 +163,11 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, int]:
         """(output features N, input features K)."""
         return self.values.shape[0], self.values.shape[1]
+
+    @staticmethod
+    def plain(values: Tensor) -> "QuantizedWeight":
+        """A weight (N, K) in bfloat16 as the layouts take it."""
+        return QuantizedWeight(format=BFLOAT16, values=values, scales=values.new_empty(len(values), 0))
 
     def rows(self, rows: slice | Tensor) -> "QuantizedWeight":
         """The weight of some of the rows."""
@@ -178,7 +187,9 @@ class QuantizedWeight:
         return replace(weights[0], **joined)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight (N, K) that the integers stand for."""
+        """The weight (N, K) that the values stand for."""
+        if not self.format.scales:
+            return self.values.to(dtype)
         _, k = self.shape
         group = self.columns
         if group is None:
@@ -192,3 +203,50 @@ class QuantizedWeight:
                 return (scales[:, group] * values - (outer[..., 1] * zeros)[:, group]).to(dtype)
         values -= float(self.format.middle) if zeros is None else zeros[:, group]
         return (values * scales[:, group]).to(dtype)
+
+
+def check_weight(weight: QuantizedWeight) -> None:
+    """Raise ConfigError for a format, sizes, dtypes and values that no layout holds."""
+    check_format(weight.format, "int8", "int4", "int6", "float8_e4m3fn")
+    if weight.values.dim() != 2:
+        raise ConfigError(f"the values of a weight are (N, K); found shape {tuple(weight.values.shape)}")
+    dtype = VALUE_DTYPES[weight.format.element]
+    if weight.values.dtype != dtype:
+        raise ConfigError(f"an {weight.format.element} weight holds its values as {dtype}; found {weight.values.dtype}")
+    if weight.format.element == "int4":
+        check_nibbles("values", weight.values)
+    n, k = weight.shape
+    check_scales(weight.format, (n, weight.format.groups(k)), weight.scales, weight.zeros)
+    if len(weight.format.scales) > 1:
+        size, outer = (n, k // SUPER_BLOCK, 1 if weight.format.symmetric else 2), weight.outer
+        if outer is None or k % SUPER_BLOCK or outer.dtype != torch.float16 or tuple(outer.shape) != size:
+            found = "none" if outer is None else f"{outer.dtype} {tuple(outer.shape)}"
+            raise ConfigError(
+                f"a weight {n}×{k} in super-blocks of {SUPER_BLOCK} wants outer scales {size} in torch.float16; "
+                f"found {found}"
+            )
+
+
+def check_scales(format: WeightFormat, size: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> None:
+    """Raise ConfigError where scales, or zero points, are not what a weight of so many rows and groups has."""
+    kinds = (format.scale_dtype,) if format.group_size else SCALE_DTYPES
+    if scales.dtype not in kinds or tuple(scales.shape) != size:
+        raise ConfigError(
+            f"an {format.element} weight wants scales {size} in {' or '.join(map(str, kinds))}; "
+            f"found {scales.dtype} {tuple(scales.shape)}"
+        )
+    if format.symmetric and zeros is None:
+        return
+    dtype = VALUE_DTYPES[format.element]
+    if format.symmetric or zeros is None or zeros.dtype != dtype or tuple(zeros.shape) != size:
+        wanted = "none" if format.symmetric else f"{size} in {dtype}"
+        found = "none" if zeros is None else f"{tuple(zeros.shape)} in {zeros.dtype}"
+        raise ConfigError(f"an {format.element} weight ({format}) wants zero points {wanted}; found {found}")
+    if format.element == "int4" and format.zero == "point":
+        check_nibbles("zero points", zeros)
+
+
+def check_nibbles(name: str, values: Tensor) -> None:
+    """Raise ConfigError for a number that does not fit 4 bits: packing would cut it off."""
+    if values.numel() and not values.is_meta and (largest := int(values.max())) > 15:
+        raise ConfigError(f"the {name} of an int4 weight are 0 to 15; found {largest}")

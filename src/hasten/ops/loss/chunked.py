@@ -26,8 +26,7 @@ def chunked(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = 
 
     chunk_rows: rows of x whose logits are made at a time (None: some 64 MiB of them). Its backward pass can run once.
     """
-    rows = chunk_rows or rows_of_a_chunk(head.weight.shape[0])
-    return _chunks(x, targets, head, rows, _loss_and_gradient)
+    return _chunks(x, targets, head, chunk_rows or rows_of_a_chunk(head.weight.shape[0]), _loss_and_gradient)
 
 
 def chunked_triton(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = None) -> Tensor:
