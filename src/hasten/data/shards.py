@@ -4,12 +4,13 @@ A split is `<split>-00000.bin`, `-00001.bin`, ... (uint16 or uint32), `<split>.s
 begins), and for chat `<split>-00000.weights.bin`, ... (uint8, one a token). Their sizes are in the manifest.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -99,24 +100,49 @@ class TokenSplit:
         return np.cumsum(marks)
 
 
-@dataclass(slots=True)
+class _Stream:
+    """Numbers of one kind on their way to the disk; a file is made with its first number.
+
+    name: of a file, with a place for its number. most: where a file has so many, the next one is begun. counts: of the
+    numbers in each file.
+    """
+
+    def __init__(self, folder: Path, name: str, dtype: npt.DTypeLike, *, most: float = math.inf) -> None:
+        self.folder, self.name, self.dtype, self.most = folder, name, np.dtype(dtype), most
+        self.counts: dict[str, int] = {}
+        self._last = ""
+        self._file: IO[bytes] | None = None
+
+    def write(self, numbers: npt.NDArray[Any]) -> None:
+        if self._file is None or self.counts[self._last] >= self.most:
+            self.close()
+            self._last = self.name.format(len(self.counts))
+            self._file = (self.folder / self._last).open("wb")
+            self.counts[self._last] = 0
+        self._file.write(numbers.astype(self.dtype).tobytes())
+        self.counts[self._last] += len(numbers)
+
+    def close(self) -> None:
+        """What was written is then on the disk."""
+        file, self._file = self._file, None
+        if file is not None:
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
+
+
 class ShardWriter:
     """Writes one split of `folder`, an array at a time. `close()` gives its entry in the manifest."""
 
-    folder: Path
-    split: str
-    dtype: np.dtype[Any]
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    learned: int = 0
-    _shards: list[dict[str, Any]] = field(default_factory=list)
-    _files: dict[str, IO[bytes]] = field(default_factory=dict)  # the open ones: tokens, weights, starts
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self.documents = self.tokens = self.text_bytes = self.learned = 0
+        self._tokens = _Stream(folder, split + "-{:05d}.bin", dtype, most=SHARD_TOKENS)
+        self._weights = _Stream(folder, split + "-{:05d}.weights.bin", np.uint8, most=SHARD_TOKENS)
+        self._starts = _Stream(folder, f"{split}.starts.bin", "<i8")
 
     def begin_document(self) -> None:
-        if "starts" not in self._files:
-            self._open("starts", f"{self.split}.starts.bin")
-        self._files["starts"].write(np.array([self.tokens], "<i8").tobytes())
+        self._starts.write(np.array([self.tokens]))
         self.documents += 1
 
     def add(self, ids: Sequence[int], *, weights: Sequence[int] | None = None) -> None:
@@ -124,65 +150,32 @@ class ShardWriter:
         array = np.array(ids, np.int64)
         highest = np.iinfo(self.dtype).max
         assert array.size == 0 or (array.min() >= 0 and array.max() <= highest), f"ids outside 0..{highest}"
-        if not self._shards or self._shards[-1]["tokens"] >= SHARD_TOKENS:
-            self._begin_shard()
-        if weights is not None and not self.weighted:
-            self._begin_weights()
-        self._files["tokens"].write(array.astype(self.dtype).tobytes())
-        if self.weighted:
+        if weights is not None and not self._weights.counts:  # the first chat: plain texts until now count
+            for count in self._tokens.counts.values():
+                self._weights.write(np.ones(count, np.uint8))
+            self.learned = self.tokens
+        self._tokens.write(array)
+        if weights is not None or self._weights.counts:
             mask = np.ones(len(array), np.uint8) if weights is None else np.array(weights, np.uint8)
             assert len(mask) == len(array), "one weight a token"
-            self._files["weights"].write(mask.tobytes())
+            self._weights.write(mask)
             self.learned += int(mask.sum())
-        self._shards[-1]["tokens"] += len(array)
         self.tokens += len(array)
-
-    def _begin_shard(self) -> None:
-        weighted = self.weighted
-        self._close("tokens", "weights")
-        name = f"{self.split}-{len(self._shards):05d}.bin"
-        self._shards.append({"file": name, "tokens": 0})
-        self._open("tokens", name)
-        if weighted:
-            self._open("weights", self._name_weights(self._shards[-1]))
-
-    def _begin_weights(self) -> None:
-        """The first chat after plain texts: everything until now counts."""
-        for shard in self._shards:
-            (self.folder / self._name_weights(shard)).write_bytes(b"\1" * shard["tokens"])
-        self._open("weights", self._shards[-1]["weights"], mode="ab")
-        self.learned = self.tokens
-
-    @staticmethod
-    def _name_weights(shard: dict[str, Any]) -> str:
-        name: str = shard["file"].replace(".bin", ".weights.bin")
-        shard["weights"] = name
-        return name
-
-    @property
-    def weighted(self) -> bool:
-        return bool(self._shards) and "weights" in self._shards[-1]
-
-    def _open(self, kind: str, name: str, *, mode: str = "wb") -> None:
-        self._files[kind] = cast(IO[bytes], (self.folder / name).open(mode))
-
-    def _close(self, *kinds: str) -> None:
-        for kind in kinds:
-            if kind in self._files:
-                with self._files.pop(kind) as file:
-                    file.flush()
-                    os.fsync(file.fileno())
 
     def abort(self) -> None:
         """Close the files; what is in them does not matter."""
-        for file in self._files.values():
+        for stream in (self._tokens, self._weights, self._starts):
             with suppress(OSError):  # the disk is full: that is why we are here
-                file.close()
+                stream.close()
 
     def close(self) -> dict[str, Any]:
-        self._close("tokens", "weights", "starts")
-        entry = {"documents": self.documents, "bytes": self.text_bytes, "tokens": self.tokens, "shards": self._shards}
-        return entry | ({"learned_tokens": self.learned} if self.weighted else {})
+        for stream in (self._tokens, self._weights, self._starts):
+            stream.close()
+        shards: list[dict[str, Any]] = [{"file": name, "tokens": n} for name, n in self._tokens.counts.items()]
+        for shard, name in zip(shards, self._weights.counts, strict=False):
+            shard["weights"] = name
+        entry = {"documents": self.documents, "bytes": self.text_bytes, "tokens": self.tokens, "shards": shards}
+        return entry | ({"learned_tokens": self.learned} if self._weights.counts else {})
 
 
 def open_split(folder: Path, *, split: str, entry: dict[str, Any], dtype: str) -> TokenSplit:
