@@ -66,15 +66,14 @@ def _muon(placement: Placement, groups: list[dict[str, Any]], settings: Optimize
     Muon's step is scaled to the length of AdamW's (arXiv 2502.16982), so that one learning rate serves both.
     """
     own = {id(p) for name, p in placement.worked.items() if name.startswith("blocks.") and p.dim() == 2}
-    if not own:
+
+    def members(inside: bool) -> list[dict[str, Any]]:
+        parts = [group | {"params": [p for p in group["params"] if (id(p) in own) == inside]} for group in groups]
+        return [group for group in parts if group["params"]]
+
+    matrices, others = members(True), members(False)
+    if not matrices:
         raise ConfigError("optimizer.kind is 'muon', and the model has no matrices in `blocks` that it could update")
-    matrices: list[dict[str, Any]] = []
-    others: list[dict[str, Any]] = []
-    for group in groups:
-        for target, inside in ((matrices, True), (others, False)):
-            members = [p for p in group["params"] if (id(p) in own) == inside]
-            if members:
-                target.append(group | {"params": members})
     chosen = {"lr": settings.learning_rate, "momentum": settings.momentum, "adjust_lr_fn": "match_rms_adamw"}
     first = Muon(matrices, parts=placement, **chosen)
     return Together([first, _adamw(others, settings, fused=fused)] if others else [first])

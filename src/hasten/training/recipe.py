@@ -4,9 +4,9 @@ Every field can be overridden on the command line (`hasten train demo --optimize
 field is its help there.
 """
 
-import dataclasses
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -302,11 +302,8 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values, nested."""
-
-        def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:  # JSON has lists only
-            return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
-
-        return dataclasses.asdict(self, dict_factory=plain)
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # which has lists for tuples
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Recipe":
