@@ -6,7 +6,6 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -91,13 +90,15 @@ def prepare(
     key = json.dumps([FORMAT_VERSION, job.fingerprint, settings], sort_keys=True)
     home = cache_folder("data") if folder is None else Path(folder)
     target = home / hashlib.sha256(key.encode()).hexdigest()[:24]
-    if not _is_there(target):
-        with _alone(target, told=progress) as lock, _temporary_folder(target, alone=lock is not None) as work:
-            if not _is_there(target):
-                _make(job, work)
-                if corpus.fingerprint() != job.fingerprint:
-                    raise DataError(f"{source}: changed while it was being read; run again once nothing writes to it")
-                _publish(work, target)
+    try:
+        if not _is_there(target):
+            _make_alone(job, target)
+    except OSError as error:
+        # Reading is done under `reading`, which makes DataErrors: what comes here is about writing.
+        raise ResourceError(
+            f"{home}: the token shards cannot be written ({error.strerror or error}); free some space or use another "
+            "folder"
+        ) from error
     return TokenData.load(target)
 
 
@@ -121,6 +122,38 @@ def _identity(given: Tokenizer | None, *, kind: TokenizerKind, vocab_size: int) 
         return f"bpe {vocab_size}" if kind == "bpe" else "character"
     # The digest leaves the chat template out, and a chat's tokens depend on it.
     return f"{given.digest} {hashlib.sha256((given.chat_template or '').encode()).hexdigest()[:16]}"
+
+
+def _is_there(target: Path) -> bool:
+    return (target / MANIFEST_FILE).exists()
+
+
+def _make_alone(job: _Job, target: Path) -> None:
+    """In a temporary folder beside `target`, by one process at a time; the others wait and find it done.
+
+    Where there are no locks both do the work, and one renames first.
+    """
+    waiting = "another process is preparing the same data: waiting for it" if job.progress else ""
+    with locked(target.with_name(f".{target.name}.lock"), waiting=waiting) as lock:
+        if _is_there(target):
+            return
+        if lock is not None:
+            for stale in target.parent.glob(f".{target.name}.*.partial"):  # what a killed process left
+                shutil.rmtree(stale, ignore_errors=True)
+        work = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+        try:
+            work.mkdir()
+            _make(job, work)
+            if job.corpus.fingerprint() != job.fingerprint:
+                raise DataError(
+                    f"{job.corpus.name}: changed while it was being read; run again once nothing writes to it"
+                )
+            os.replace(work, target)
+        except OSError:
+            if not _is_there(target):  # another process without our lock may have been first, with the same contents
+                raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _make(job: _Job, work: Path) -> None:
@@ -172,50 +205,3 @@ def _train(job: _Job, plan: SplitPlan) -> Tokenizer:
         if job.kind == "bpe":
             return train_bpe(texts(_BPE_TRAINING_CHARACTERS), vocab_size=job.vocab_size)
         return train_characters(texts(1 << 62))
-
-
-def _is_there(target: Path) -> bool:
-    try:
-        return (target / MANIFEST_FILE).exists()
-    except OSError as error:
-        raise ResourceError(f"{target}: cannot be read ({error.strerror}); use another folder") from error
-
-
-def _alone(target: Path, *, told: bool) -> AbstractContextManager[object]:
-    """Let one process at a time prepare `target`; the others wait and find it done.
-
-    Gives None where there are no locks: then both do the work, and one renames first.
-    """
-    waiting = "another process is preparing the same data: waiting for it" if told else ""
-    try:
-        return locked(target.with_name(f".{target.name}.lock"), waiting=waiting)
-    except OSError as error:
-        raise ResourceError(f"{target.parent}: cannot be written ({error.strerror}); use another folder") from error
-
-
-@contextmanager
-def _temporary_folder(target: Path, *, alone: bool) -> Iterator[Path]:
-    """A folder beside `target` that is removed at the end, whatever happens; what a killed process left goes too."""
-    if alone:
-        for stale in target.parent.glob(f".{target.name}.*.partial"):
-            shutil.rmtree(stale, ignore_errors=True)
-    work = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        work.mkdir()
-        yield work
-    except OSError as error:
-        # Reading is done under `reading`, which makes DataErrors: what comes here is about writing.
-        raise ResourceError(
-            f"{target.parent}: the token shards cannot be written ({error.strerror or error}); free some space or use "
-            "another folder"
-        ) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _publish(work: Path, target: Path) -> None:
-    try:
-        os.replace(work, target)
-    except OSError:
-        if not _is_there(target):  # another process without our lock may have been first, with the same contents
-            raise

@@ -69,16 +69,9 @@ class Ranks:
         """Every rank's text."""
         if self.size == 1:
             return [own]
-        data = torch.tensor(list(own.encode()), dtype=torch.uint8)
-        lengths = [torch.zeros((), dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor(len(data)))
-        longest = max(map(int, lengths))
-        found = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
-        dist.all_gather(found, torch.nn.functional.pad(data, (0, longest - len(data))))
-        return [
-            bytes(one[: int(length)].tolist()).decode(errors="replace")
-            for one, length in zip(found, lengths, strict=True)
-        ]
+        told = [""] * self.size
+        dist.all_gather_object(told, own)
+        return told
 
     def require_same(self, facts: dict[str, str]) -> None:
         """Raise ConfigError, on every rank, where one has other facts than the first: by its number and both values."""

@@ -16,7 +16,6 @@ FORMAT_VERSION = 1
 INDEX = "checkpoint.json"
 REMEDY = "start over with --resume never, or remove this folder to go on from another checkpoint"
 KINDS = ("weights", "state")  # of its tensor files
-_NAMES = {"decay_start": "bend"}  # of fields that have another one in the file
 Count = Annotated[int, AT_LEAST_0]
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # torch's GradScaler
 
@@ -26,14 +25,14 @@ class TrainingState:
     """How far a run has come: the numbers that change from step to step and that a checkpoint keeps.
 
     step: optimizer steps taken. total: of the whole run, None until the speed is known. seconds: wall time used.
-    decay_start: (step, factor of the learning rate) where the total was last lowered because the machine became slower.
+    bend: (step, factor of the learning rate) where the total was last lowered because the machine became slower.
     stretch: how many times as long a block's periods of rounding are (MoQ).
     recent_losses and spikes belong to the spike detector, skipped_in_row to float16's skipped steps.
     """
 
     step: Count = 0
     total: Count | None = None
-    decay_start: DecayStart | None = None
+    bend: DecayStart | None = None
     tokens: Count = 0
     seconds: float = 0.0
     loss: float | None = None
@@ -46,7 +45,7 @@ class TrainingState:
     skipped_in_row: Count = 0
 
     def to_json(self) -> dict[str, Any]:
-        return {_NAMES.get(name, name): value for name, value in asdict(self).items()}
+        return asdict(self)
 
     @property
     def finished(self) -> bool:
@@ -133,14 +132,13 @@ def file_names(files: Mapping[str, Any]) -> list[str]:
 
 
 def _progress(values: dict[str, Any]) -> TrainingState:
-    kinds = {_NAMES.get(name, name): kind for name, kind in hints_of(TrainingState).items()}
+    kinds = hints_of(TrainingState)
     values = {"stretch": []} | values  # which earlier versions did not have
     _require(values, kinds, "progress.")
     if unknown := values.keys() - kinds.keys():
         raise ConfigError(f"progress.{min(unknown):.60} is not known to this version of hasten")
-    start = values["bend"]
-    own = {name: values[_NAMES.get(name, name)] for name in hints_of(TrainingState)}
-    return TrainingState(**own | {"decay_start": None if start is None else (start[0], start[1])})
+    bend = values["bend"]
+    return TrainingState(**values | {"bend": None if bend is None else tuple(bend)})
 
 
 def _python_random(values: list[Any]) -> tuple[Any, ...]:

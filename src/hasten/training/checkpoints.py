@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from hasten.distributed.parts import Part, write
@@ -255,14 +254,14 @@ def writing(place: Path) -> Iterator[None]:
     """Turn a failed write into its typed error."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise write_error(place, error) from None
 
 
-def write_error(place: Path, error: Exception) -> HastenError:
+def write_error(place: Path, error: OSError) -> HastenError:
     """The typed error for a write that failed: ResourceError if the disk is full, else CheckpointError."""
-    text = getattr(error, "strerror", None) or str(error)
-    if getattr(error, "errno", None) in _FULL or any(f"os error {n}" in text for n in _FULL):
+    text = error.strerror or str(error)
+    if error.errno in _FULL:
         return ResourceError(f"{place} cannot be written: the disk is full ({text}); free some space and run again")
     return CheckpointError(f"{place} cannot be written: {text}")
 

@@ -68,7 +68,7 @@ class Loop:
                     peak=self.recipe.optimizer.learning_rate,
                     step=state.step,
                     total=state.total,
-                    decay_start=state.decay_start,
+                    decay_start=state.bend,
                 )
                 batches = [next(source)[1] for _ in range(micro)]
                 layers = len(self.setup.model.blocks)
@@ -204,8 +204,8 @@ class Loop:
         if total == state.total:
             return
         if state.step >= self.recipe.schedule.warmup_steps:
-            now = factor(self.recipe.schedule, step=state.step, total=state.total, decay_start=state.decay_start)
-            state.decay_start = (state.step, now)
+            now = factor(self.recipe.schedule, step=state.step, total=state.total, decay_start=state.bend)
+            state.bend = (state.step, now)
         self.progress.note(
             f"the machine has become slower: {total:,} steps instead of {state.total:,}, to end in about "
             f"{self.recipe.run.minutes:g} minutes"
