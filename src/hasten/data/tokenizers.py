@@ -1,6 +1,6 @@
 """Training a tokenizer on a corpus: byte-level BPE, or one token a character."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from hasten.errors import ConfigError, DataError
 from hasten.model.tokenizer import Tokenizer
@@ -35,22 +35,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
         special_tokens=[END_OF_TEXT],
         show_progress=False,
     )
-    # The library takes what happens in the iterator for an end of it or wraps it: keep it, to raise it as it was.
-    failed: list[BaseException] = []
-
-    def guarded() -> Iterator[str]:
-        try:
-            yield from texts
-        except BaseException as error:
-            failed.append(error)
-            raise
-
-    try:
-        backend.train_from_iterator(guarded(), trainer=trainer)
-    except BaseException as error:
-        raise (failed or [error])[0] from None
-    if failed:
-        raise failed[0]
+    backend.train_from_iterator(iter(texts), trainer=trainer)
     return Tokenizer.from_tokenizers(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
 
 
