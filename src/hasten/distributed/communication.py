@@ -43,8 +43,8 @@ def link_here(ranks: int) -> Link:
     if native is None or not sys.platform.startswith("linux"):
         return LINKS["gloo"]
     what, name = f"sums of {ranks} ranks", native.path.stem
-    with _crew(ranks) as contenders:
-        times = compare(what, contenders, library=name, clock=time.perf_counter)
+    with ExitStack() as crew:  # entered only where it is measured
+        times = compare(what, lambda: crew.enter_context(_crew(ranks)), library=name, clock=time.perf_counter)
     if not times:
         return typical
     seconds = {count: times[str(count)] / sums for count, sums in _sums().items()}
@@ -82,16 +82,12 @@ def _add(group: RankGroup, count: int) -> None:
 
 
 @contextmanager
-def _crew(ranks: int) -> Iterator[Callable[[], Mapping[str, Callable[[], object]]]]:
-    """What makes the calls of rank 0: then, and not before, the others are there to answer; they end with the block."""
-    children: list[int] = []
+def _crew(ranks: int) -> Iterator[Mapping[str, Callable[[], object]]]:
+    """The calls of rank 0, and the others to answer them; they end with the block."""
+    segment = torch.frombuffer(mmap.mmap(-1, native_ops().segment_bytes(ranks)), dtype=torch.uint8)
+    first, children = os.getpid(), list[int]()
     group: RankGroup | None = None
-    kept = ExitStack()
-
-    def contenders() -> Mapping[str, Callable[[], object]]:
-        nonlocal group
-        segment = torch.frombuffer(mmap.mmap(-1, native_ops().segment_bytes(ranks)), dtype=torch.uint8)
-        first = os.getpid()
+    try:
         for rank in range(1, ranks):
             with warnings.catch_warnings():  # the child calls nothing that another thread of ours could hold
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -99,20 +95,15 @@ def _crew(ranks: int) -> Iterator[Callable[[], Mapping[str, Callable[[], object]
             if not child:
                 _follow(rank, ranks, segment, first)
             children.append(child)
-        kept.enter_context(share_of_cores(0, ranks))
         group = RankGroup(0, ranks, segment, _peers(dict(enumerate(children, 1)), ranks))
-        return {str(count): partial(_called, group, count) for count in COUNTS}
-
-    try:
-        yield contenders
-        if group is not None:
+        with share_of_cores(0, ranks):
+            yield {str(count): partial(_called, group, count) for count in COUNTS}
             group.of_first([0])
     except BaseException:
         if group is not None:
             group.abandon()
         raise
     finally:
-        kept.close()
         for child in children:
             if group is None:  # nobody calls those that are there: another could not be started
                 os.kill(child, signal.SIGKILL)
