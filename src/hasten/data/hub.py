@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 
 from hasten.data.documents import Item, Source
-from hasten.data.readers import item_of_record, no_text
+from hasten.data.readers import items_of_record, no_text
 from hasten.errors import DataError, ResourceError
 
 
@@ -39,9 +39,7 @@ def hub_source(source: str, *, text_field: str) -> Source:
                 row = next(left)
             except OSError as error:
                 raise DataError(f"{name}: cannot be read ({error}); check the cache of the package datasets") from error
-            item = item_of_record(row, name=name, text_field=text_field)
-            if item is not None:
-                yield item
+            yield from items_of_record(row, name=name, text_field=text_field)
 
     # The library's own fingerprint follows the data and every transformation of it; there is no public getter.
     known = getattr(rows, "_fingerprint", "")

@@ -65,23 +65,23 @@ def read_text(path: Path) -> Iterator[str]:
             position += len(block)
 
 
-def item_of_record(record: Mapping[str, Any], *, name: str, text_field: str) -> Item | None:
-    """A row as a conversation (it has `messages`) or as a text, None where the text is empty.
+def items_of_record(record: Mapping[str, Any], *, name: str, text_field: str) -> Iterator[Item]:
+    """A row as a conversation (it has `messages`) or as a text; nothing where the text is empty.
 
     The `messages` win over the text field: data sets that have both keep in the text field what they rendered with
     another model's template.
     """
     if record.get("messages") is not None:
-        return Conversation(name, _checked_messages(record["messages"], name=name))
+        yield Conversation(name, _checked_messages(record["messages"], name=name))
+        return
     if text_field not in record:
         raise no_text(name, f"field {text_field!r}", sorted(map(str, record)))
     text = record[text_field]
-    if text is None:
-        return None
-    if not isinstance(text, str):
+    if text is not None and not isinstance(text, str):
         raise DataError(f"{name}: the field {text_field!r} is a {type(text).__name__}, expected text")
-    _check_unicode(text, name=name)
-    return Document.of_text(name, text) if text else None
+    if text:
+        _check_unicode(text, name=name)
+        yield Document.of_text(name, text)
 
 
 def no_text(where: object, wanted: str, found: Iterable[str]) -> DataError:
@@ -129,11 +129,9 @@ def _read_jsonl(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
             if not isinstance(record, dict):
                 raise DataError(f"{path}, line {number}: is {line[:40]!r}, expected a JSON object {{...}}")
             try:
-                item = item_of_record(record, name=where, text_field=text_field)
+                yield from items_of_record(record, name=where, text_field=text_field)
             except DataError as error:
                 raise DataError(f"{path}, line {number}: {str(error).removeprefix(where + ': ')}") from error
-            if item is not None:
-                yield item
 
 
 def _read_parquet(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
@@ -149,9 +147,7 @@ def _read_parquet(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
             for batch in file.iter_batches(batch_size=256, columns=columns):
                 for record in batch.to_pylist():
                     row += 1
-                    item = item_of_record(record, name=f"{name}:{row}", text_field=text_field)
-                    if item is not None:
-                        yield item
+                    yield from items_of_record(record, name=f"{name}:{row}", text_field=text_field)
     except pyarrow.ArrowException as error:
         what = f"is damaged after row {row}" if row else "is damaged, or not a parquet file"
         raise DataError(f"{path}: {what} ({error}); fetch or write it again") from error

@@ -31,10 +31,6 @@ class MappedArray(Sequence[Any]):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    @property
-    def shape(self) -> tuple[int]:
-        return (len(self),)
-
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):
             position = range(len(self))[index]  # negative ones and IndexError, as a list has them
