@@ -194,12 +194,10 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
     wanted, states, random = {}, defaultdict[str, dict[str, Tensor]](dict), {}
     for name, (shape, dtype) in table.items():
         owner, _, key = name.rpartition(".")
-        if owner.partition(".")[0] == "random":
-            if owner == own:
-                wanted[name] = random[key] = torch.empty(shape, dtype=dtype)
-            continue
-        if owner not in names and RANK in owner:
-            continue  # another rank's own
+        if owner == own:
+            wanted[name] = random[key] = torch.empty(shape, dtype=dtype)
+        if owner.partition(".")[0] == "random" or (RANK in owner and owner not in names):
+            continue  # no weight's, or another rank's own
         owner = names.get(owner, owner)
         worked = placement.worked.get(owner)
         if worked is None:

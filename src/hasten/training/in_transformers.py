@@ -65,7 +65,7 @@ def accelerated(model: Any) -> Iterator[Any]:
     replace_in(model)
     try:
         if _only_cross_entropy(model, head):
-            with _own_loss(model, head):
+            with _Loss(model, head).in_place():
                 yield model
         else:
             text = f"{type(model).__name__} does more with its logits than a cross entropy: it keeps its own loss"
@@ -93,39 +93,42 @@ def _only_cross_entropy(model: Any, head: nn.Linear) -> bool:
     return torch.allclose(found.float(), expected, rtol=1e-4)
 
 
-@contextmanager
-def _own_loss(model: Any, head: nn.Linear) -> Iterator[None]:
-    """In training, the head passes on what it is given, and the loss computes logits and cross entropy at once.
+class _Loss:
+    """transformers calls model.loss_function(logits, labels, …) with what the head gave: in training, its own input."""
 
-    transformers calls model.loss_function(logits, labels, …) with what the head gave.
-    """
-    before, theirs = vars(model).get("_loss_function"), model.loss_function
+    def __init__(self, model: Any, head: nn.Linear) -> None:
+        self.model, self.head, self.theirs = model, head, model.loss_function
 
-    def on() -> bool:
-        return model.training and torch.is_grad_enabled()
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model's own loss and head, but for what they do."""
+        before = vars(self.model).get("_loss_function")
+        self.model.loss_function = self
+        self.head.forward = self.states  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del self.head.forward
+            if before is None:
+                del self.model._loss_function
+            else:
+                self.model.loss_function = before
 
-    def states(x: Tensor) -> Tensor:
-        return x if on() else nn.Linear.forward(head, x)
+    @property
+    def on(self) -> bool:
+        return self.model.training and torch.is_grad_enabled()
 
-    def loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
-        if not on():
-            found: Tensor = theirs(logits, labels, vocab_size, **options)
-            return found
+    def states(self, x: Tensor) -> Tensor:
+        """What the head is given, or its logits where somebody wants those."""
+        return x if self.on else nn.Linear.forward(self.head, x)
+
+    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
+        if not self.on:
+            return self.theirs(logits, labels, vocab_size, **options)
         targets, ignored = options.get("shift_labels"), options.get("ignore_index", IGNORED)
         if targets is None:
             targets = nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:]
         targets = torch.where(targets == ignored, IGNORED, targets).to(logits.device)
-        total = linear_cross_entropy(logits, head.weight, targets, vocab_size=vocab_size, bias=head.bias)
+        total = linear_cross_entropy(logits, self.head.weight, targets, vocab_size=vocab_size, bias=self.head.bias)
         count = options.get("num_items_in_batch")
         return total / ((targets != IGNORED).sum() if count is None else count)
-
-    model.loss_function = loss
-    head.forward = states  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        del head.forward
-        if before is None:
-            del model._loss_function
-        else:
-            model.loss_function = before
