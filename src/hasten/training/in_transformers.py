@@ -94,7 +94,10 @@ def _only_cross_entropy(model: Any, head: nn.Linear) -> bool:
 
 
 class _Loss:
-    """transformers calls model.loss_function(logits, labels, …) with what the head gave: in training, its own input."""
+    """transformers calls model.loss_function(logits, labels, …) with what the head gave: in training, its own input.
+
+    An object and no closure, so that a deep copy of the model (an average of its weights, say) has its own head in it.
+    """
 
     def __init__(self, model: Any, head: nn.Linear) -> None:
         self.model, self.head, self.theirs = model, head, model.loss_function
