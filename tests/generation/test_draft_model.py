@@ -6,7 +6,8 @@ import pytest
 
 import hasten
 from hasten.generation.params import SamplingParams
-from hasten.generation.speculation import Draft, DraftModel, Text, price
+from hasten.generation.speculation import Draft, DraftModel, Text
+from hasten.generation.speculation import cost as costs
 from hasten.generation.speculation import draft_model as module
 from hasten.model.fused import refusal
 from hasten.model.grow import can_grow
@@ -97,7 +98,7 @@ def test_a_text_that_outgrows_the_cache_is_begun_anew():
 def test_a_draft_has_its_price(small, monkeypatch):
     """Measured between steps of a small target; beside a large one memory is read instead."""
     model, proposer = fused("llama"), DraftModel(fused("llama"), tokens=256)
-    monkeypatch.setattr(price, "SMALL", 1 << 27 if small else 0)
+    monkeypatch.setattr(costs, "SMALL", 1 << 27 if small else 0)
     # Of the target after a draft; the first checks it.
     places = [9.0, 5.0, 3.0, 2.0, 1.5, 1.0, 1.0, 1.0]
     draft = {1: iter(lambda: 0.3, None), 5: iter(lambda: 0.7, None)}
@@ -108,8 +109,8 @@ def test_a_draft_has_its_price(small, monkeypatch):
         drafted = isinstance(found, list) and found and isinstance(found[0], Draft)
         return next(draft[len(found[0].tokens)]) if drafted else next(steps)
 
-    monkeypatch.setattr(price, "timed", timed)
-    found = price.measure_price(proposer, model)
+    monkeypatch.setattr(costs, "timed", timed)
+    found = costs.measure_price(proposer, model)
     assert (found.first, found.more) == pytest.approx((0.3, 0.1))
     assert found.after == pytest.approx(4.0 + 2.0 + 1.0 + 0.5 if small else 0.0)
     assert not proposer._known  # the text is forgotten

@@ -29,8 +29,7 @@ from hasten.generation.speculation import (
 )
 from hasten.generation.speculation import cost as costs
 from hasten.generation.speculation.build import automatic
-from hasten.generation.speculation.cost import ROWS
-from hasten.generation.speculation.price import Price
+from hasten.generation.speculation.cost import ROWS, Price
 from hasten.generation.speculation.suffix import SALTS
 from hasten.model.fused import refusal
 from references import make_reference, tiny_llama

@@ -14,9 +14,8 @@ from torch import nn
 
 from hasten.checks import whole
 from hasten.errors import ConfigError, ResourceError
-from hasten.generation.speculation.cost import MOST_SECONDS, StepCost, measure_step_cost
+from hasten.generation.speculation.cost import MOST_SECONDS, Price, StepCost, measure_price, measure_step_cost, warm_up
 from hasten.generation.speculation.draft_model import DraftModel
-from hasten.generation.speculation.price import Price, measure_price, warm_up
 from hasten.generation.speculation.proposer import LIMIT, Accept, Proposer
 from hasten.generation.speculation.speculator import MOST, Speculator
 from hasten.generation.speculation.suffix import SuffixProposer

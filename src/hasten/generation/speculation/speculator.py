@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hasten.generation.speculation.cost import StepCost, towards
-from hasten.generation.speculation.price import Price
+from hasten.generation.speculation.cost import Price, StepCost, towards
 from hasten.generation.speculation.proposer import Chance, Draft, Proposer, Text
 
 MOST = 16  # tokens of a draft, unless said otherwise
