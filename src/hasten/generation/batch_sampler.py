@@ -49,7 +49,7 @@ class BatchSampler:
     ) -> None:
         self._params, self._device = params, device
         self._rows = RowParams.stack(params, vocab_size=vocab_size, device=device)
-        self._end_ids = [stop_ids(row, eos_ids=eos_ids) for row in params]
+        self.end_ids = [stop_ids(row, eos_ids=eos_ids) for row in params]  # of each row, what ends its text
         self._selected: dict[tuple[int, ...], RowParams] = {}
         self._history = None
         if self._rows.needs_history:
@@ -117,7 +117,8 @@ class BatchSampler:
 
     def probabilities(self, logits: Tensor, *, steps: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
         """What the tokens of the rows are drawn from (B, V), where none has a penalty."""
-        return self._processed(logits, rows, steps).softmax(-1)
+        settings, banned = self._settings(rows, steps)
+        return process(logits, settings, banned=banned).softmax(-1)
 
     def _by_distribution(
         self,
@@ -129,7 +130,7 @@ class BatchSampler:
     ) -> list[list[int]]:
         """What each row takes by the rule of min(1, p/q); by the other one where a draft has no probabilities."""
         drawn = self._draw(logits, rows, places).tolist()
-        target = self._processed(logits, rows, places).softmax(-1)  # (R, V)
+        target = self.probabilities(logits, steps=places, rows=rows)  # (R, V)
         seeds, at = self._rows.seeds[list(rows)], torch.tensor(places, device=self._device)
         # A third stream of noise beside the target's and the draft's: e^-E is uniform.
         uniform = (-exponential_noise(seeds + 2 * _STREAM, at, vocab_size=1)[:, 0]).exp().tolist()
@@ -152,11 +153,6 @@ class BatchSampler:
             taken.append([*draft[:count], last])
         return taken
 
-    def _processed(self, logits: Tensor, rows: Sequence[int] | None, steps: Sequence[int]) -> Tensor:
-        """The logits to draw from (R, V), without penalties."""
-        settings, banned = self._settings(rows, steps)
-        return process(logits, settings, banned=banned)
-
     def _draw(self, logits: Tensor, rows: Sequence[int] | None, steps: Sequence[int]) -> Tensor:
         """A token (R,) for each of the logits (R, V), which belong to these rows (None: to all, in order)."""
         settings, banned = self._settings(rows, steps)
@@ -169,7 +165,7 @@ class BatchSampler:
 
     def _settings(self, rows: Sequence[int] | None, steps: Sequence[int]) -> tuple[RowParams, Tensor | None]:
         """The settings of these rows (None: of all), and the tokens that must not come after so many."""
-        params, ends, settings = self._params, self._end_ids, self._rows
+        params, ends, settings = self._params, self.end_ids, self._rows
         if rows is not None and list(rows) != list(range(len(params))):
             params, ends, settings = (
                 [params[row] for row in rows],

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.params import check_kv_cache_dtype
 from hasten.generation.sparse import SparseMasks
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import LayerAttention
@@ -29,7 +28,11 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
 
 def row_format(kv_cache_dtype: str) -> RowFormat:
     """The format of a name. Raises ConfigError for one that is not known."""
-    check_kv_cache_dtype(kv_cache_dtype)
+    if kv_cache_dtype not in (*ROW_FORMATS,):
+        known = ", ".join(map(repr, ROW_FORMATS))
+        raise ConfigError(
+            f"kv_cache_dtype must be one of {known} ('auto' is the model's dtype); found {kv_cache_dtype!r:.40}"
+        )
     return ROW_FORMATS[kv_cache_dtype]
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import ConfigError
+from hasten.generation.cache import row_format
 from hasten.generation.decoder import Decoder
 from hasten.generation.generate import Generation, Timing
 from hasten.generation.graphs import fastest_decoder
-from hasten.generation.params import SamplingParams, check_kv_cache_dtype
+from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import fit
 from hasten.generation.speculation import Accept, SpeculationStats, make_speculator
 from hasten.model.transformer import Transformer
@@ -38,7 +39,7 @@ class Chat:
         self.tokenizer = model.tokenizer
         self.messages: list[dict[str, Any]] = []
         self.system = system
-        check_kv_cache_dtype(kv_cache_dtype)
+        row_format(kv_cache_dtype)  # refuses an unknown one now
         self.kv_cache_dtype = kv_cache_dtype
         self.clear()
         self._speculator = make_speculator(model, draft, speculate=speculate, accept=accept)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from hasten.checks import LARGEST_SEED, real, whole
 from hasten.errors import ConfigError
@@ -138,10 +138,3 @@ def recommended(folder: Mapping[str, Any]) -> dict[str, Any]:
     """
     names = RECOMMENDED if folder.get("do_sample") else ()
     return {name: folder[name] for name in names if folder.get(name) is not None}
-
-
-def check_kv_cache_dtype(name: object) -> None:
-    """Raise ConfigError for what is no `KVCacheDtype`."""
-    if name not in get_args(KVCacheDtype):
-        known = ", ".join(map(repr, get_args(KVCacheDtype)))
-        raise ConfigError(f"kv_cache_dtype must be one of {known} ('auto' is the model's dtype); found {name!r:.40}")

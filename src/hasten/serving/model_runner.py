@@ -21,7 +21,6 @@ from hasten.generation.blocks import BlockManager
 from hasten.generation.paged import PagedCache, Rows
 from hasten.generation.prompts import check_ids
 from hasten.generation.speculation import Speculator
-from hasten.generation.stopping import stop_ids
 from hasten.model.context import training_context
 from hasten.model.transformer import Transformer
 from hasten.serving.logprobs import TokenTexts, token_logprobs
@@ -214,7 +213,7 @@ class Sampler:
             logits = logits[torch.tensor(rows, device=logits.device)]
         walk = None
         if any(output.constraint is not None for output in own):
-            walk = _Walk(own, [stop_ids(output.params, eos_ids=self.eos_ids) for output in own])
+            walk = _Walk(own, self._batch.end_ids)
         proposed = [output.sequence.drafts for output in own]
         told = None
         if speculator is not None:

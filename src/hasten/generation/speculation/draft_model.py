@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from hasten.generation.batch_sampler import BatchSampler, other_seed
 from hasten.generation.blocks import BlockManager, OutOfBlocks
@@ -170,27 +169,20 @@ class DraftModel:
         return more
 
     def _step(self, sampler: BatchSampler, going: list[_Drafting], floor: float, chance: Chance) -> list[_Drafting]:
-        """One token more of each draft, for any model and any settings; those that can have more."""
+        """One token more of each draft, for any model and any settings, if likely enough; those that can have more."""
         rows = [Rows(self._blocks.block_table(one.text.number), len(one.known.tokens), len(one.read)) for one in going]
         step = self.cache.step(rows)
         ids = torch.tensor([[token for one in going for token in one.read]], device=self.model.device)
         logits = self.model(ids, step.positions, step, rows=step.last)
-        for one in going:
-            one.known.tokens += one.read
-        return self._draw(sampler, logits, going, floor, chance)
-
-    def _draw(
-        self, sampler: BatchSampler, logits: Tensor, going: list[_Drafting], floor: float, chance: Chance
-    ) -> list[_Drafting]:
-        """Give each draft its next token, if it is likely enough; those that can have another one."""
-        steps, rows = [one.text.step + len(one.draft.tokens) for one in going], [one.row for one in going]
-        tokens = sampler.next_tokens(logits, steps=steps, rows=rows)
+        at = {"steps": [one.text.step + len(one.draft.tokens) for one in going], "rows": [one.row for one in going]}
+        tokens = sampler.next_tokens(logits, **at)
         own = self.accept == "distribution"
-        shares = sampler.probabilities(logits, steps=steps, rows=rows) if own else logits.float().softmax(-1)
+        shares = sampler.probabilities(logits, **at) if own else logits.float().softmax(-1)
         # By the largest share where the draft has noise of its own: what is proposed must not depend on what was drawn.
         top = (shares.amax(-1) if own else shares.gather(1, tokens[:, None])[:, 0]).tolist()
         more = []
         for one, token, share, drawn_from in zip(going, tokens.tolist(), top, shares, strict=True):
+            one.known.tokens += one.read
             one.read, before = [token], len(one.draft.tokens)
             if self._take(one, token, share, floor, chance):
                 more.append(one)
