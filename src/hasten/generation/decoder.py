@@ -1,6 +1,6 @@
 """The two steps of generation over a static cache: prefill (many tokens, once) and decode (one token, many times)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,8 +57,7 @@ class Decoder:
     def _extend(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """`prefill` in which a row may also get nothing; its logits then mean nothing."""
         longest = max(len(prompt) for prompt in prompts)
-        grown = [n + len(p) for n, p in zip(self.lengths, prompts, strict=True)]
-        self._check_room(max(grown))
+        grown = self._grown(map(len, prompts))
         piece = max(1, _PREFILL_TOKENS // len(prompts))
         if self._rescale_at is not None:
             self._history = [[*h[:n], *p] for h, n, p in zip(self._history, self.lengths, prompts, strict=True)]
@@ -117,8 +116,7 @@ class Decoder:
             if any(n == self._rescale_at and on for n, on in zip(self.lengths, going, strict=True)):
                 return self._extend(new)
             self._history = [[*h[:n], *t] for h, n, t in zip(self._history, self.lengths, new, strict=True)]
-        grown = [n + on for n, on in zip(self.lengths, going, strict=True)]
-        self._check_room(max(grown))
+        grown = self._grown(going)
         positions = torch.tensor([[n - 1] for n in grown], device=tokens.device)  # (B, 1)
         valid = None if all(going) else torch.tensor(going, device=tokens.device)[:, None]
         self.lengths = grown
@@ -131,8 +129,7 @@ class Decoder:
         """Append each row's tokens; return the logits (R, V) after every one of them, row by row. `truncate` forgets
         those that turn out wrong.
         """
-        grown = [n + len(t) for n, t in zip(self.lengths, tokens, strict=True)]
-        self._check_room(max(grown))
+        self._grown(map(len, tokens))
         if self._rescale_at is not None:
             self._history = [[*h[:n], *t] for h, n, t in zip(self._history, self.lengths, tokens, strict=True)]
         return self._append([list(row) for row in tokens], every=True)
@@ -171,6 +168,9 @@ class Decoder:
         most, written = self.cache.longest_step, max(self._written[row], self.lengths[row])
         return most is not None and written > self.cache.rows and 0 < length < written - most
 
-    def _check_room(self, needed: int) -> None:
-        if needed > self.cache.capacity:
-            raise ConfigError(f"the cache holds {self.cache.capacity} tokens a sequence; {needed} are needed")
+    def _grown(self, counts: Iterable[int]) -> list[int]:
+        """The rows' lengths with so many tokens more; raises ConfigError where there is no room for them."""
+        grown = [n + count for n, count in zip(self.lengths, counts, strict=True)]
+        if max(grown) > self.cache.capacity:
+            raise ConfigError(f"the cache holds {self.cache.capacity} tokens a sequence; {max(grown)} are needed")
+        return grown

@@ -68,6 +68,7 @@ class FixedStep:
         self.tokens = torch.zeros(cache.batch, width, dtype=torch.int64, device=model.device)
         self.positions = torch.zeros_like(self.tokens)
         self.going = torch.ones_like(self.tokens, dtype=torch.bool)
+        self.stands_at: tuple[list[int], list[int]] | None = None  # starts and counts, one each, after it has run
         self.logits = torch.zeros(cache.batch, width, model.config.vocab_size, device=model.device)
 
     def set(self, starts: Sequence[int], counts: Sequence[int]) -> None:
@@ -98,7 +99,6 @@ class GraphDecoder(Decoder):
         self.capture = cuda_graph
         self._captured: dict[int, tuple[FixedStep, Callable[[], None]]] = {}  # by the width
         self._captured_at = (0, 0)  # capacity and address of the cache that was captured
-        self._on_device: tuple[list[int], list[bool]] = ([], [])  # what positions and going are there
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor, *, active: Sequence[bool] | None = None) -> Tensor:
@@ -106,44 +106,32 @@ class GraphDecoder(Decoder):
 
         active: False for rows that have ended; their logits mean nothing.
         """
-        going = [True] * len(self.lengths) if active is None else list(active)
-        grown = [n + on for n, on in zip(self.lengths, going, strict=True)]
-        self._check_room(max(grown))
-        step, replay = self._ready(1, going)
-        step.tokens.copy_(tokens[:, None])
-        if self._on_device != (self.lengths, going):  # else the step has moved the positions on by itself
-            step.set(self.lengths, going)
-        replay()
-        self.lengths = grown
-        self._on_device = (grown, going)
-        return step.logits[:, 0]
+        counts = [1] * len(self.lengths) if active is None else [int(on) for on in active]
+        return self._run(tokens[:, None], counts).logits[:, 0]
 
     @torch.inference_mode()
     def verify(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """As `Decoder.verify`."""
         counts = [len(row) for row in tokens]
-        grown = [n + count for n, count in zip(self.lengths, counts, strict=True)]
-        self._check_room(max(grown))
         width = 1 << (max(counts) - 1).bit_length()
-        step, replay = self._ready(width, counts)
-        step.tokens.copy_(torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens]))
-        step.set(self.lengths, counts)
-        replay()
-        self.lengths = grown
-        if width == 1:
-            self._on_device = ([], [])
+        step = self._run(torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens]), counts)
         rows = [width * row + i for row, count in enumerate(counts) for i in range(count)]
         return step.logits.flatten(0, 1)[torch.tensor(rows, device=step.logits.device)]
 
-    def _ready(self, width: int, counts: Sequence[int]) -> tuple[FixedStep, Callable[[], None]]:
-        """The step of this width, and what runs it."""
+    def _run(self, tokens: Tensor, counts: list[int]) -> FixedStep:
+        """The step of tokens (B, W), of which each row has so many, after it has run; captured where it is new."""
+        grown, width = self._grown(counts), tokens.shape[1]
         place = (self.cache.capacity, self.cache.k[0].data_ptr())
         if self._captured_at != place:
-            self._captured, self._captured_at, self._on_device = {}, place, ([], [])
+            self._captured, self._captured_at = {}, place
         if width not in self._captured:
             step = FixedStep(self.model, self.cache, width)
             # Warming up writes the same keys to the same places again and again, never beyond the cache.
             self._captured[width] = step, self.capture(step, lambda: step.set(self.lengths, counts))
-            if width == 1:
-                self._on_device = ([], [])
-        return self._captured[width]
+        step, replay = self._captured[width]
+        step.tokens.copy_(tokens)
+        if width > 1 or step.stands_at != (self.lengths, counts):  # else it has moved the positions on by itself
+            step.set(self.lengths, counts)
+        replay()
+        self.lengths, step.stands_at = grown, (grown, counts)
+        return step
