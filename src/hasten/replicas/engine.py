@@ -32,11 +32,9 @@ class Channel(Protocol):
 
     def generate(self, ask: Ask, request: Request) -> AsyncGenerator[Answer]:
         """Closing it aborts the request. Raises ReplicaDied."""
-        ...
 
     async def embed(self, ask: Ask, prompts: Sequence[Sequence[int]], how: dict[str, Any]) -> Any:
         """Raises ReplicaDied."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -175,9 +173,8 @@ class ReplicatedEngine:
         """The answers; raises EngineFailed where no replica has been there for too long."""
         first = asyncio.ensure_future(anext(answers))
         try:
-            while not first.done():
-                await asyncio.wait({first}, timeout=1.0)
-                if self.error is not None and not first.done():
+            while not (await asyncio.wait({first}, timeout=1.0))[0]:
+                if self.error is not None:
                     raise EngineFailed(self.error)
             yield first.result()
         except StopAsyncIteration:

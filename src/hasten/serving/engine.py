@@ -179,16 +179,12 @@ class Engine:
     def stats(self) -> Stats:
         """What was counted, and the engine at this moment."""
         told = SpeculationStats() if self.speculator is None else self.speculator.stats
+        names = ("drafts", "draft_tokens", "accepted_tokens", "tokens_per_step", "speedup", "active")
         return dataclasses.replace(
             self._counts,
             **dataclasses.asdict(self.blocks.stats),
-            drafts=told.drafts,
-            draft_tokens=told.draft_tokens,
-            accepted_tokens=told.accepted_tokens,
+            **{name: getattr(told, name) for name in names},
             accepted_by_position=tuple(told.accepted_by_position),
-            tokens_per_step=told.tokens_per_step,
-            speedup=told.speedup,
-            active=told.active,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             blocks=self.blocks.blocks,

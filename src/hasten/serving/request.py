@@ -63,19 +63,15 @@ class Constraint(Protocol):
     @property
     def done(self) -> bool:
         """Whether nothing more may come: the sample ends with reason "stop"."""
-        ...
 
     def mask(self, row: Tensor) -> None:
         """Set the logits (V,) float32 of tokens that may not come to -inf, in place."""
-        ...
 
     def advance(self, token: int) -> None:
         """Take the token that was drawn."""
-        ...
 
     def fork(self) -> Constraint:
         """An independent copy in the same state: for another sample, or another beam."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
