@@ -33,6 +33,7 @@ PROMPTS = [
 ]  # the second has every token once
 SETTINGS = {
     "greedy": {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True},
+    "repeating": {"temperature": 0.0, "frequency_penalty": -2.0, "max_new_tokens": 16, "ignore_eos": True},
     "drawn": {"temperature": 0.9, "seed": 4, "max_new_tokens": 16, "ignore_eos": True},
     "penalties": {"temperature": 0.7, "seed": 4, "repetition_penalty": 1.2, "max_new_tokens": 16, "ignore_eos": True},
 }
@@ -127,7 +128,7 @@ def test_drafts_change_no_bit(said, folders):
         for kind, (tokens, _) in first[name].items():
             assert tokens == plain == second[name][kind][0], (name, kind)
         assert first[name][str(folders / "draft")][1] > 0
-    assert first["greedy"]["suffix"][1] > 0
+    assert first["repeating"]["suffix"][1] > 0
     assert first["adapter"]["suffix"][0] == first["adapter"]["none"][0] == second["adapter"]["none"][0]
 
 

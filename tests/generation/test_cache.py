@@ -60,11 +60,23 @@ def test_a_fused_model_says_the_same_bits_over_static_and_paged_caches(family, n
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_readable_layers_read_what_the_cache_keeps_however_a_prompt_comes(family, name):
     model = hasten.load(make_reference(family)).eval()
-    one, pieces = last(model, TOKENS, name), last(model, TOKENS, name, pieces=4)
-    for other in (pieces, paged(model, TOKENS, name)[-1], token_by_token(model, TOKENS, name, batch=2)[-1]):
-        torch.testing.assert_close(other, one, atol=1e-3, rtol=1e-3)
-    error = (one - last(model, TOKENS, "auto")).abs().max()
-    assert 1e-5 < error < 0.3 * one.abs().max()
+    found: dict[str, list[float]] = {"pieces": [], "paged": [], "token by token": []}
+    for seed in (0, 2, 4):
+        tokens = torch.randint(3, 100, (40,), generator=torch.Generator().manual_seed(seed)).tolist()
+        one, exact = last(model, tokens, name), last(model, tokens, "auto")
+        error = (one - exact).abs().max()
+        assert 1e-5 < error < 0.3 * one.abs().max()
+        others = (
+            last(model, tokens, name, pieces=4),
+            paged(model, tokens, name)[-1],
+            token_by_token(model, tokens, name, batch=2)[-1],
+        )
+        for ways, other in zip(found.values(), others, strict=True):
+            ways.append(float((other - one).abs().max()))
+            assert ways[-1] < error
+    # PyTorch sums a product of few rows otherwise, and a number at the border of two integers is then rounded to the
+    # other one: seen once in one of three texts.
+    assert all(sorted(ways)[1] < 1e-4 for ways in found.values()), found
 
 
 def test_sizes_and_growing():
