@@ -443,6 +443,17 @@ def largest_batch(report: Report) -> str:
     return markdown(["rung", f"rows of {tokens:,} tokens in {memory:g} GiB"], rows)
 
 
+def int3_loops(report: Report) -> str:
+    """`int3_loops.py`: the loops' rates, and what a kernel would gain."""
+    gains = list(report["loops"][0]["pays"])
+    rows = []
+    for one in report["loops"]:
+        speeds = [f"{one[f'{kind}_gb_per_second']:.0f} GB/s" for kind in ("int4", "int3")]
+        rows.append([f"{one['isa']}, {one['rows']} row{'s' * (one['rows'] > 1)}", *speeds])
+        rows[-1] += [f"{one['pays'][gain]:.2f}×" for gain in gains]
+    return markdown(["", "int4", "int3", *(f"int3's gain at {gain} GB/s" for gain in gains)], rows)
+
+
 RENDERERS: dict[str, Callable[[Report], str]] = {
     "attention-growth": attention_growth,
     "precision-bytes": lambda report: markdown(*precision_bytes.table(report)),
@@ -464,6 +475,7 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "quantize-quality choice": quantize_choice,
     "quantize-quality": quantize_quality,
     "format-speeds": format_speeds,
+    "int3-loops": int3_loops,
     "quantize-memory": quantize_memory,
     "load-memory": load_memory,
     "sharing": sharing,

@@ -178,6 +178,8 @@ def versions(report: Report) -> str:
     rows = []
     for row in report["rows"]:
         for metric, ratio in row["ratio"].items():
+            if metric.startswith("predicted"):
+                continue
             what = "prefill" if "prefill" in metric else "decode" if "decode" in metric else "training"
             each = row["ratios"][metric]
             rows.append(

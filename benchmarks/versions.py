@@ -69,7 +69,8 @@ class Version:
         answer = self.process.stdout.readline()
         if not answer:
             sys.exit(f"the process of a version ended with status {self.process.wait()}")
-        return {key: value for key, value in json.loads(answer).items() if "tokens_per_second" in key}
+        found = json.loads(answer).items()
+        return {k: speed for k, speed in found if "tokens_per_second" in k and not k.startswith("predicted")}
 
     def close(self) -> None:
         """End the process."""
