@@ -125,6 +125,8 @@ def test_eval_json(tiny_folder, tmp_path, capfd, options):
         (["generate", "FOLDER", "--prompt", "x", "--draft", "suffix", "--accept", "distribution"], "no probabilities"),
         (["generate", "FOLDER", "--prompt", "x", "--quantize", "int4", "--draft", "self:int4"], "in int4 itself"),
         (["eval", "FOLDER", "--text", "stdlib", "--json", "/no/such/folder/x.json"], "no folder"),
+        (["eval", "FOLDER", "--text", "stdlib", "--json", "FOLDER/model.safetensors"], "is a part of a model"),
+        (["eval", "FOLDER", "--text", "stdlib", "--json", "FOLDER/config.json"], "is a part of a model"),
         (["eval", "FOLDER", "--text", "/no/such/file"], "/no/such/file"),
         (["chat", "FOLDER", "--template", "/no/such/file"], "/no/such/file"),
         (["train", "demo", "--max-restarts", "2"], "--max-restarts goes with --processes"),
@@ -132,7 +134,7 @@ def test_eval_json(tiny_folder, tmp_path, capfd, options):
 )
 def test_errors_are_one_line_and_exit_2(arguments, words, tiny_folder, capfd):
     with pytest.raises(SystemExit) as exit_:
-        main([str(tiny_folder) if a == "FOLDER" else a for a in arguments])
+        main([a.replace("FOLDER", str(tiny_folder)) for a in arguments])
     assert exit_.value.code == 2
     out, err = capfd.readouterr()
     assert out == ""

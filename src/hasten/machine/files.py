@@ -83,6 +83,10 @@ def locked(path: Path, *, waiting: str | None) -> AbstractContextManager[object]
         return lock.acquire()
 
 
+# Of a model's folder.
+MODEL_JSON = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
 def require_writable(target: str | None) -> None:
     """Raise ResourceError now, not after minutes of work, if a --json target cannot be written. None and "-" can."""
     if target is None or target == "-":
@@ -93,6 +97,8 @@ def require_writable(target: str | None) -> None:
         raise ResourceError(f"{target} is a folder; give the name of a file in it")
     if not folder.is_dir():
         raise ResourceError(f"{target} cannot be written: there is no folder {folder}")
+    if path.exists() and (path.suffix in (".safetensors", ".gguf") or path.name in MODEL_JSON):
+        raise ResourceError(f"{target} is a part of a model, which would be lost; give another name")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ResourceError(f"{target} cannot be written: permission denied")
 
