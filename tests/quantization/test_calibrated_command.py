@@ -104,6 +104,7 @@ def test_the_table_names_both_errors(tiny_folder, text, tmp_path, capsys):
         (["--method", "gptq", "--length", "100000"], ["shorter than one sample", "--length"]),
         (["--method", "gptq", "--length", "1000", "--samples", "1"], ["positions"]),
         (["--method", "gptq", "--picture", "/no/such/folder/x.png"], ["no folder"]),
+        (["--method", "sign", "--length", "1000", "--samples", "1"], ["positions"]),
         (["--device", "gpu"], ["device 'gpu' is not known", "cuda:<index>"]),
     ],
 )

@@ -1,5 +1,7 @@
 """Rounding: every integer is the nearest one, scales are searched well, odd shapes and values are no special case."""
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -124,6 +126,29 @@ def test_the_weight_itself_is_left_alone_and_blocks_do_not_show(monkeypatch):
         for a, b in zip(results[0], one, strict=True):
             assert torch.equal(a.values, b.values)
             assert torch.equal(a.scales, b.scales)
+
+
+def test_a_piece_is_one_threads_whatever_goes_on_beside_it():
+    """Torch gives a new thread the number that was set last, by anybody, at its first step."""
+    before, gate, x = torch.get_num_threads(), threading.Event(), torch.ones(1 << 20)
+
+    def work(number):
+        if number == 1:
+            gate.wait(5)
+        x.sum()
+        return torch.get_num_threads()
+
+    torch.set_num_threads(2)
+    try:
+        found = []
+        for threads in blocks.in_order(range(4), work):
+            found.append(threads)
+            blocks.each_slice(4, 1, lambda _: None)
+            gate.set()
+        assert found == [1, 1, 1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_threads_are_as_before(monkeypatch):

@@ -177,23 +177,25 @@ class Quantize(JsonOption):
         """The calibration samples. Raises ConfigError for a text that is too short, or a model without a tokenizer."""
         from hasten.data import read_documents
         from hasten.quantization import calibration_tokens
+        from hasten.quantization.calibration import check_calibration
 
         if model.tokenizer is None:
             raise ConfigError("calibration text needs a tokenizer, which this model's folder lacks")
         wanted = {"samples": self.samples, "length": self.length, "seed": self.calibration_seed}
         given = {name: value for name, value in wanted.items() if value is not None}
-        return calibration_tokens(
-            model.tokenizer, read_documents("stdlib" if self.calibration is None else self.calibration), **given
-        )
+        documents = read_documents("stdlib" if self.calibration is None else self.calibration)
+        tokens = calibration_tokens(model.tokenizer, documents, **given)
+        return check_calibration(tokens, model.config.vocab_size, model.config.max_positions)
 
     def choose(self, model: Transformer, calibration: Any, device: torch.device) -> Scheme:
         """The scheme of --bits, which is written to --formats. Says before how long it will take."""
         from hasten.machine.measure import matrix_rate
         from hasten.quantization.automatic import choose_bits, probing_flops
         from hasten.quantization.schemes import Mixed
+        from hasten.quantization.walk import computing_dtype
 
         flops = probing_flops(model, calibration)
-        minutes = flops / matrix_rate(model.compute_dtype, device=device) / 60
+        minutes = flops / matrix_rate(computing_dtype(model, device), device=device) / 60
         print(
             f"measuring each layer: {flops / 1e12:,.1f} TFLOP, {minutes:.1f} minutes at the rate here", file=sys.stderr
         )
@@ -302,10 +304,12 @@ class Quantize(JsonOption):
         served = [bool(activation_group(layer, 1)) for layer in scheme.layers(model).values()]
         rounded = "rounded to int8 as in the products that serve it" if any(served) else "not rounded"
         some = f" (in {sum(served)} of {len(served)} layers)" * (0 < sum(served) < len(served))
+        place = (
+            f", {beside / 1e9:.2f} of it beside the checkpoint" if held else f" on {device}, the samples in the host's"
+        )
         line = (
             f"{samples} calibration samples of {length} tokens, activations {rounded}{some}; memory: "
-            f"{(held + beside) / 1e9:.2f} GB, "
-            + (f"{beside / 1e9:.2f} of it beside the checkpoint" if held else f"on {device}")
+            f"{(held + beside) / 1e9:.2f} GB{place}"
         )
         source = {"text": self.calibration or "stdlib", "seed": self.calibration_seed or 0}
         found: dict[str, Any] = {

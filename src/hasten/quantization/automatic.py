@@ -166,7 +166,7 @@ def _measure(
             walk.advance(at, walk.here(model.blocks[at]))
             at += 1
         with _rounded(model, unit.layers, probe, device):
-            head = exact if own else walk.here(head_of(model))
+            head = walk.here(head_of(model)) if "head" in unit.layers else exact
             if own:
                 states = _states(walk, at)
             elif name == "head" and not model.tied:

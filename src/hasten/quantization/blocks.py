@@ -29,7 +29,7 @@ def each_slice(size: int, step: int, work: Callable[[slice], Result]) -> list[Re
 
 
 def in_order(items: Sequence[Item], work: Callable[[Item], Result], *, most: int | None = None) -> Iterator[Result]:
-    """What `work` returns for each item, in their order; as many are at work as torch has threads, or `most`.
+    """What `work` returns for each item, in their order; as many are at work as torch has threads, and at most `most`.
 
     Each thread takes items of its own: sums that several threads share have other bits for each number of them. (Short
     steps are not worth sharing anyway: measured, five times slower with two threads on a busy machine.)
@@ -44,7 +44,8 @@ def in_order(items: Sequence[Item], work: Callable[[Item], Result], *, most: int
 
     try:
         lanes = min(threads, len(items), most or threads)
-        with ThreadPoolExecutor(max(1, lanes)) as pool:
+        # Torch sets a new thread's count at its first step, unless it was asked for before.
+        with ThreadPoolExecutor(max(1, lanes), initializer=torch.get_num_threads) as pool:
             waiting: deque[Future[Result]] = deque()
             for item in items:
                 waiting.append(pool.submit(alone, item))

@@ -14,7 +14,7 @@ from hasten.quantization.awq import AWQ
 from hasten.quantization.schemes import Scheme
 from hasten.quantization.sequential import BlockMethod, block_task
 from hasten.quantization.sign import SignRounding
-from hasten.quantization.walk import PASS_TOKENS, CalibrationWalk, at_once
+from hasten.quantization.walk import PASS_TOKENS, CalibrationWalk, at_once, computing_dtype
 
 MAPPED = 32 << 20  # bytes from which glibc gives each tensor memory of its own, which goes back when the tensor dies
 
@@ -32,20 +32,20 @@ def predicted_bytes(
     GPTQ and AWQ have three matrices as large as a sum over the samples and a quarter of one at work, GPTAQ five; GPTQ
     what the experts of a block are given, AWQ the scaled weights. Sign rounding has the states before quantization,
     eleven copies (weight, offsets, the best and the last ones, what rounding keeps for its gradient, and gradients;
-    half of one more for each further pass at a time), what these passes keep for their gradient, and then one such sum.
+    and a pass's for each further one at a time), what these passes keep for their gradient, and then one such sum.
     Smaller matrices come from glibc's heap, which leaves holes of about three copies more (two to five, from run to
     run).
     """
-    moved = device is not None and device != model.device
-    size = (model.dtype if moved else model.compute_dtype).itemsize
+    device = device or model.device
+    moved, size = device != model.device, computing_dtype(model, device).itemsize
     states = tokens.numel() * model.config.hidden_size * size
     walks = 2 if method.needs_before else 1
-    lanes = at_once(device or model.device)
+    lanes = at_once(device)
     counts: dict[str, Any] = {"copies": 0.0, "squares": 3.25 if walks == 1 else 5, "routed": True}
     step = min(tokens.numel(), lanes * max(PASS_TOKENS, tokens.shape[1])) * size
     if isinstance(method, SignRounding):
         largest = max(4 * parameter.numel() for parameter in model.blocks.parameters())
-        gradients = (min(lanes, method.batch) - 1) / 2
+        gradients = (min(lanes, method.batch) - 1) * size / 4
         counts = {"copies": (11 if largest >= MAPPED else 14) + gradients, "squares": 1.25, "routed": False}
         step = 5 * step // 2
     elif isinstance(method, AWQ):

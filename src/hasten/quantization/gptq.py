@@ -92,8 +92,8 @@ class GPTQ:
         for stage in stages(module, own, calls[0]):
             weight = task.weight(prefix + stage[0])
             inputs = InputStatistics(weight.shape[1], drift=calls_before is not None, device=weight.device)
-            exact = inputs_of(before, stage[0], calls_before) if calls_before is not None else repeat(None)
-            for x, x_before in zip(inputs_of(module, stage[0], calls), exact, strict=False):
+            exact = repeat(None, len(calls)) if calls_before is None else inputs_of(before, stage[0], calls_before)
+            for x, x_before in zip(inputs_of(module, stage[0], calls), exact, strict=True):
                 inputs.add(x, x_before)
             inputs.finish()
             return_freed_memory()  # of the samples' activations, before matrices follow

@@ -42,9 +42,9 @@ class BlockTask:
     """One block at work: `block` is a copy in which layers are replaced as they are done, `before` the block as it was.
 
     layers: by their names in the block. calls run a block on the quantized blocks' outputs, a few samples each;
-    calls_before on those of the model before (None where the method does not need them). run: on any of the samples,
-    of which memory is meant for samples_of_a_pass (not of the head). prefix: the block's name in the model; empty for
-    the head. changed: other tensors of the block that a method replaced, by their names in it.
+    calls_before on those of the model before (None where the method does not need them). run: on any of the samples
+    (not of the head). prefix: the block's name in the model; empty for the head. changed: other tensors of the block
+    that a method replaced, by their names in it.
     """
 
     block: nn.Module
@@ -56,7 +56,6 @@ class BlockTask:
     dtype: torch.dtype
     prefix: str
     run: Run | None = None
-    samples_of_a_pass: int = 1
     saved: "WorkFolder | None" = None
     progress: Callable[[int, int], None] = lambda done, total: None
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
@@ -199,7 +198,7 @@ def block_task(
         prefix, block = f"blocks.{index}.", model.blocks[index]
         names = [name for name in formats if name.startswith(prefix)]
         calls = [walk.calls(index) for walk in walks]
-        options |= {"run": walks[0].run(index), "samples_of_a_pass": walks[0].step}
+        options["run"] = walks[0].run(index)
     block = walks[0].here(block)
     return BlockTask(
         block=shared_copy(block),

@@ -115,7 +115,7 @@ class SignRounding:
             with torch.enable_grad():
                 weights = [module.hold() for module in tuned.values()]
             sums, loss = [torch.zeros_like(weight) for weight in weights], 0.0
-            for own, found in passes(task.block, chosen.split(task.samples_of_a_pass), gradients_of):
+            for own, found in passes(task.block, chosen.split(1), gradients_of):
                 loss += own
                 for total, gradient in zip(sums, found, strict=True):
                     if gradient is not None:  # an expert may see nothing
@@ -134,7 +134,7 @@ class SignRounding:
             if task.saved is not None and (step + 1) % SAVE_EVERY == 0 and step + 1 < self.steps:
                 now = {f"now.{i}": tensor for i, tensor in enumerate(parameters)}
                 kept_too = {f"best.{i}": tensor for i, tensor in enumerate(best)}
-                numbers = {"step": torch.tensor(step + 1), "least": torch.tensor(least)}
+                numbers = {"step": torch.tensor(step + 1), "least": torch.tensor(least, dtype=torch.float64)}
                 task.saved.save_tuning(task.prefix, numbers | now | kept_too)
         return best
 

@@ -36,8 +36,7 @@ class CalibrationWalk:
     ) -> None:
         self.model = model
         self.device = model.device if device is None else device
-        # A block that moves computes in its weights' dtype: only CPUs may be slower in that than in float32.
-        self.dtype = model.compute_dtype if self.device == model.device else model.dtype
+        self.dtype = computing_dtype(model, self.device)
         length = tokens.shape[1]
         positions = torch.arange(length, device=model.device).unsqueeze(0)
         self._ropes = [tuple(part.to(self.device) for part in table(positions)) for table in model.ropes]
@@ -55,9 +54,9 @@ class CalibrationWalk:
         """A module of the model where it is computed: itself, or a copy on the walk's device, with kernels for it."""
         if self.device == self.model.device:
             return module
-        own = copy.deepcopy(module)
+        own = shared_copy(module, self.device)
         swap_kinds(own, NARROW)
-        for layer in own.to(self.device).modules():
+        for layer in own.modules():
             if isinstance(layer, Attention):
                 layer.bind()
         return own
@@ -88,6 +87,11 @@ class CalibrationWalk:
         return [call(part) for part in self.states.split(self.step)]
 
 
+def computing_dtype(model: Transformer, device: torch.device) -> torch.dtype:
+    """Of the model's blocks on a device. Those that move compute in their weights' own: only on CPUs may it be slow."""
+    return model.compute_dtype if device == model.device else model.dtype
+
+
 def _mapped(file: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor whose memory is a file. OSError where the disk has no room: later a write would end the process."""
     count = torch.Size(shape).numel()
@@ -109,11 +113,21 @@ def _call(x: Tensor, module: nn.Module) -> Tensor:
     return module(x)
 
 
-def shared_copy(module: nn.Module) -> Any:
-    """A module whose submodules can be replaced without changing the original; all tensors are shared."""
+def shared_copy(module: nn.Module, device: torch.device | None = None) -> Any:
+    """A module whose submodules can be replaced without changing the original; all tensors are shared.
+
+    device: where another one is given, the copy's tensors stand there.
+    """
+
+    def here(tensor: Tensor) -> Tensor:
+        if device is None:
+            return tensor
+        moved = tensor.detach().to(device)
+        return nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
+
     others = [value for own in module.modules() for value in vars(own).values() if isinstance(value, Tensor)]
     tensors = (*module.parameters(), *module.buffers(), *others)
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    return copy.deepcopy(module, {id(tensor): here(tensor) for tensor in tensors})
 
 
 def outputs(module: nn.Module, calls: Sequence[Call]) -> Iterator[Tensor]:
@@ -122,7 +136,7 @@ def outputs(module: nn.Module, calls: Sequence[Call]) -> Iterator[Tensor]:
 
 
 def passes(module: nn.Module, items: Sequence[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
-    """What `work` makes of each item with a module, in their order."""
+    """What `work` makes of each item, in their order: as many at a time as the module's device is good for."""
     place = next(chain(module.parameters(), module.buffers())).device
     return in_order(items, work, most=at_once(place))
 
