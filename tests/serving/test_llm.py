@@ -207,3 +207,10 @@ def test_closing_again_does_nothing_and_what_comes_later_is_told(model, threaded
         llm.generate("x")
     with pytest.raises(EngineFailed, match="closed"):
         asyncio.run(llm.agenerate("x"))
+
+
+def test_several_prompts_are_refused_where_one_is_taken(llm):
+    with pytest.raises(ConfigError, match="one prompt, found 2"):
+        asyncio.run(llm.agenerate(PROMPTS[:2]))
+    with pytest.raises(ConfigError, match="one prompt, found 2"):
+        list(llm.stream(PROMPTS[:2]))

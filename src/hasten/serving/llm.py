@@ -145,21 +145,18 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Iterator[RequestOutput]:
         """The parts of one prompt's texts as they come (`output.text`, and `output.index` where n > 1)."""
-        requests = self._requests(prompt, params, request)
-        if len(requests) != 1:
-            raise ConfigError(f"stream takes one prompt, found {len(requests)}; use generate for several")
-        yield from self._run(requests)
+        yield from self._run([self._request(prompt, params, request)])
 
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Answer:
         """`generate` of one prompt; many at once by asyncio.gather."""
-        (one,) = self._requests(prompt, params, request)
+        one = self._request(prompt, params, request)
         return _answer(one, [output async for output in self._started().generate(one)])
 
     async def astream(
         self, prompt: Prompt, params: SamplingParams | None = None, **request: Any
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for event loops; closing it gives the request up."""
-        (one,) = self._requests(prompt, params, request)
+        one = self._request(prompt, params, request)
         async with aclosing(self._started().generate(one)) as outputs:
             async for output in outputs:
                 yield output
@@ -190,6 +187,12 @@ class LLM:
             ]
         except TypeError as error:
             raise ConfigError(f"unknown setting of a request: {error}") from None
+
+    def _request(self, prompt: Any, params: Any, request: dict[str, Any]) -> Request:
+        requests = self._requests(prompt, params, request)
+        if len(requests) != 1:
+            raise ConfigError(f"this takes one prompt, found {len(requests)}; use generate for several")
+        return requests[0]
 
     def _run(self, requests: list[Request]) -> Iterator[RequestOutput]:
         """The outputs of the requests as they come; what is left of them is given up when the caller stops."""

@@ -224,7 +224,7 @@ class Loop:
         if self._pending is not None and self._pending.written():
             self._finish_save()
         measured = line.get("validation_loss")
-        best = measured is not None and (state.best_loss is None or measured < state.best_loss)
+        best = measured is not None and measured < (math.inf if state.best_loss is None else state.best_loss)
         if best:
             state.best_loss, state.best_step = measured, state.step
         # A new total is stored before a step depends on it, so that whoever goes on goes on with the same one.
