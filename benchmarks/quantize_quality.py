@@ -16,8 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -85,6 +85,12 @@ class QuantizeQuality:
     activations: str = "float"
     """Of the products: float shows what the weights lost, int8 what is served by default."""
 
+    device: str = "cpu"
+    """Where rows are quantized and scored; only on a CPU through our packed kernels."""
+
+    jobs: int = 1
+    """Rows at a time: for a machine with a core for each. Their seconds are then those of rows beside each other."""
+
     output: Path | None = None
     """Where to write the JSON; a table is printed in any case. Rows that it has already are not measured again."""
 
@@ -95,40 +101,43 @@ class QuantizeQuality:
         from hasten.machine import describe
         from hasten.machine.files import write_json
 
-        settings = {name: getattr(self, name) for name in ("recipe", "kilobytes", "samples", "length", "activations")}
-        settings["weights_sha256"] = digest(self.model)
+        names = ("recipe", "kilobytes", "samples", "length", "activations", "device", "jobs")
+        settings = {name: getattr(self, name) for name in names} | {"weights_sha256": digest(self.model)}
         rows: list[dict[str, Any]] = []
         if self.output is not None and self.output.exists():
             before = json.loads(self.output.read_text())
             if any(before.get(name) != value for name, value in settings.items()):
                 raise SystemExit(f"{self.output} has rows of other settings or weights: move it away, or give the same")
             rows = before["rows"]
-        with tempfile.TemporaryDirectory(prefix="hasten-quantize-quality-") as name:
+        done = [row["name"] for row in rows]
+        with (
+            tempfile.TemporaryDirectory(prefix="hasten-quantize-quality-") as name,
+            ThreadPoolExecutor(self.jobs) as pool,
+        ):
             place = Path(name)
             held = write_texts(place / "held-out.jsonl", held_out(self.kilobytes * 1000, self.recipe))
             known = write_texts(place / "calibration.jsonl", seen(CALIBRATION_BYTES, self.recipe))
-            for row, make in self.contestants(place, known):
-                if row in [one["name"] for one in rows]:
-                    continue
-                start = time.perf_counter()
-                file, made = make()
-                found = command(["eval", str(file), "--against", str(self.model), "--text", str(held)])
-                rows.append(
-                    {"name": row}
-                    | made
-                    | {key: value for key, value in found.items() if key not in ("model", "against", "seconds")}
-                )
+            left = [(row, make) for row, make in self.contestants(place, known) if row not in done]
+            for row in pool.map(lambda one: self.measured(*one, held), left):
+                rows.append(row)
                 print(
-                    f"{row:<20} {made['bits_per_weight']:>6.2f} bits KL {found['kl_mean']:.5f} 99% {found['kl_99']:.4f}"
-                    f"  top-1 {found['top1']:.2%}  perplexity {found['perplexity']:.4f} "
-                    f"({found['against_perplexity']:.4f})  {time.perf_counter() - start:.0f} s",
+                    f"{row['name']:<20} {row['bits_per_weight']:>6.2f} bits KL {row['kl_mean']:.5f} 99% "
+                    f"{row['kl_99']:.4f}  top-1 {row['top1']:.2%}  perplexity {row['perplexity']:.4f} "
+                    f"({row['against_perplexity']:.4f})",
                     flush=True,
                 )
-                shutil.rmtree(file) if file.is_dir() else file.unlink()
                 if self.output is not None:  # after each: a later one may stop
                     write_json(self.output, {"schema": 1, "machine": describe().to_json(), **settings, "rows": rows})
         if self.picture is not None:
             draw(rows, self.model.parent.name, self.picture)
+
+    def measured(self, name: str, make: Callable[[], tuple[Path, dict[str, Any]]], held: Path) -> dict[str, Any]:
+        """A row."""
+        file, made = make()
+        texts = ["--against", str(self.model), "--text", str(held), "--device", self.device]
+        found = command(["eval", str(file), *texts])
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+        return {"name": name} | made | {key: found[key] for key in found if key not in ("model", "against", "seconds")}
 
     def contestants(self, place: Path, known: Path) -> Iterator[tuple[str, Callable[[], tuple[Path, dict[str, Any]]]]]:
         """(name, what makes it: the folder or file, and what is known of it)."""
@@ -141,7 +150,8 @@ class QuantizeQuality:
             for kind in PUBLISHED:
                 for name, matrix in ((kind, []), (f"{kind} imatrix", [importance])):
                     if not (matrix and kind == "Q8_0"):  # which takes no notice of one
-                        yield f"llama.cpp {name}", partial(self.published, plain, place / "out.gguf", kind, matrix)
+                        out = place / f"{name}.gguf"
+                        yield f"llama.cpp {name}", partial(self.published, plain, out, kind, matrix)
                 if kind == "Q4_K_M":  # ours in the same bytes
                     _, found = self.published(plain, place / "size.gguf", kind, [])
                     bits.append(round(found["bits_per_weight"] - 0.005, 2))
@@ -152,15 +162,17 @@ class QuantizeQuality:
                 if method == "sign-50" and scheme not in FEWER_STEPS:
                     continue
                 options = [*SCHEMES[scheme], *METHODS[method], *(calibration if method != "rtn" else [])]
-                yield f"{scheme} {method}", partial(self.quantized, place / "out", options)
+                yield f"{scheme} {method}", partial(self.quantized, place / f"{scheme} {method}", options)
         for number in bits:
             options = ["--bits", str(number), "--method", "gptq", *calibration]
-            yield f"automatic {number} gptq", partial(self.quantized, place / "out", options)
-            yield f"automatic {number} gptaq", partial(self.quantized, place / "out", [*options, "--gptaq"])
+            for name, extra in (("gptq", []), ("gptaq", ["--gptaq"])):
+                out = place / f"{number} {name}"
+                yield f"automatic {number} {name}", partial(self.quantized, out, [*options, *extra])
 
     def quantized(self, out: Path, options: list[str]) -> tuple[Path, dict[str, Any]]:
         """A folder by `hasten quantize`."""
-        made = command(["quantize", str(self.model), *options, "--activations", self.activations, "--output", str(out)])
+        where = ["--activations", self.activations, "--device", self.device, "--output", str(out)]
+        made = command(["quantize", str(self.model), *options, *where])
         kept = ("bits_per_weight", "bytes", "bytes_before", "seconds", "predicted_seconds")
         kept += ("peak_memory_bytes", "predicted_memory_bytes")
         shown = [one for one in options if not one.startswith("/")]

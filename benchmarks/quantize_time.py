@@ -36,6 +36,9 @@ class QuantizeTime:
     samples: int = 64
     """Calibration samples, of 512 tokens of the standard library."""
 
+    device: str = "cpu"
+    """Where it is computed."""
+
     output: Path | None = None
     """Where to write the JSON; the rows are printed in any case."""
 
@@ -51,13 +54,14 @@ class QuantizeTime:
             for method in self.methods:
                 options = [*METHODS[method], "--samples", str(self.samples), "--length", "512"]
                 command = [sys.executable, "-m", "hasten", "quantize", str(checkpoint), *options]
-                command += ["--output", str(Path(name) / method)]
+                command += ["--device", self.device, "--output", str(Path(name) / method)]
                 rows.append({"method": method, "options": options})
                 rows[-1] |= predicted(command) if method == "sign" else measured(command)
                 print(rows[-1], flush=True)
         rows.sort(key=lambda row: list(METHODS).index(row["method"]))
         if self.output is not None:
-            write_json(self.output, {"schema": 1, "machine": describe().to_json(), "shape": self.shape, "rows": rows})
+            settings = {"shape": self.shape, "device": self.device}
+            write_json(self.output, {"schema": 1, "machine": describe().to_json(), **settings, "rows": rows})
 
 
 def write_checkpoint(shape: str, folder: Path) -> None:

@@ -143,9 +143,29 @@ def test_a_piece_is_one_threads_whatever_goes_on_beside_it():
         found = []
         for threads in blocks.in_order(range(4), work):
             found.append(threads)
-            blocks.each_slice(4, 1, lambda _: None)
+            blocks.each_slice(torch.empty(4), 1, lambda _: None)
             gate.set()
         assert found == [1, 1, 1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_on_a_gpu_the_caller_starts_few_large_pieces():
+    """Where there is none: a matrix that says it is on another device, of which nothing is read."""
+    matrix = torch.empty(10_000, 4, device="meta")
+    found = blocks.each_slice(matrix, 1024, lambda rows: (rows, threading.get_ident(), torch.is_grad_enabled()))
+    assert [rows for rows, _, _ in found] == [slice(0, 8192), slice(8192, 10_000)]
+    assert {(thread, gradients) for _, thread, gradients in found} == {(threading.get_ident(), False)}
+
+
+def test_one_thread_and_then_as_many_as_before():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert blocks.on_one_thread(torch.get_num_threads) == 1
+        with pytest.raises(ZeroDivisionError):
+            blocks.on_one_thread(lambda: 1 / 0)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

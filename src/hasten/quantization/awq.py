@@ -163,4 +163,4 @@ def _squared_error(wrong: Tensor, gram: Tensor) -> float:
     def work(rows: slice) -> float:
         return float(((wrong[rows] @ gram) * wrong[rows]).sum())
 
-    return math.fsum(each_slice(len(wrong), ROWS, work))
+    return math.fsum(each_slice(wrong, ROWS, work))

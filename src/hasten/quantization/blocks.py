@@ -1,4 +1,8 @@
-"""Work cut into pieces that do not depend on the number of threads, one thread a piece: so the bits do not either."""
+"""Work cut into pieces that do not depend on the number of threads, one thread a piece: so the bits do not either.
+
+On a GPU the caller's thread starts one piece after the other. There further threads would only wait for each other, and
+cost memory: cuBLAS has a workspace of 32 MB for each.
+"""
 
 import math
 from collections import deque
@@ -16,24 +20,40 @@ Result = TypeVar("Result")
 # calls, larger ones leave the caches.
 BLOCK_ELEMENTS = 1 << 18
 TILE = 512  # rows of a product that one thread computes at a time
+GPU_STEPS = 8  # of a CPU's are one of a GPU, which waits for the host where pieces are small
+CPU = torch.device("cpu")
 
 
-def each_block(rows: int, columns: int, work: Callable[[slice], Result]) -> list[Result]:
-    """What `work` returns for slices of rows that cover a matrix: float32 copies are small whatever the matrix is."""
-    return each_slice(rows, max(1, BLOCK_ELEMENTS // columns), work)
+def each_block(matrix: Tensor, work: Callable[[slice], Result]) -> list[Result]:
+    """What `work` returns for slices of a matrix's rows: float32 copies are small whatever the matrix is."""
+    return each_slice(matrix, max(1, BLOCK_ELEMENTS // matrix.shape[1]), work)
 
 
-def each_slice(size: int, step: int, work: Callable[[slice], Result]) -> list[Result]:
-    """What `work` returns for slices of `step` that cover `size`."""
-    return list(in_order([slice(start, min(start + step, size)) for start in range(0, size, step)], work))
+def each_slice(matrix: Tensor, step: int, work: Callable[[slice], Result]) -> list[Result]:
+    """What `work` returns for slices of `step` rows (on a GPU: more) that cover a matrix, where the matrix is."""
+    size = len(matrix)
+    step *= 1 if matrix.device.type == "cpu" else GPU_STEPS
+    slices = [slice(start, min(start + step, size)) for start in range(0, size, step)]
+    return list(in_order(slices, work, device=matrix.device))
 
 
-def in_order(items: Sequence[Item], work: Callable[[Item], Result], *, most: int | None = None) -> Iterator[Result]:
-    """What `work` returns for each item, in their order; as many are at work as torch has threads, and at most `most`.
+def at_once(device: torch.device) -> int:
+    """The pieces at work at a time: one on each thread, and one on a GPU."""
+    return torch.get_num_threads() if device.type == "cpu" else 1
+
+
+def in_order(items: Sequence[Item], work: Callable[[Item], Result], *, device: torch.device = CPU) -> Iterator[Result]:
+    """What `work` returns for each item, in their order and without gradients: on a CPU as many at a time as threads.
 
     Each thread takes items of its own: sums that several threads share have other bits for each number of them. (Short
     steps are not worth sharing anyway: measured, five times slower with two threads on a busy machine.)
     """
+    if device.type != "cpu":
+        for item in items:
+            with torch.no_grad():
+                result = work(item)
+            yield result
+        return
     threads = torch.get_num_threads()
     inference = torch.is_inference_mode_enabled()  # a mode of the thread, as the number of threads is
 
@@ -43,7 +63,7 @@ def in_order(items: Sequence[Item], work: Callable[[Item], Result], *, most: int
             return work(item)
 
     try:
-        lanes = min(threads, len(items), most or threads)
+        lanes = min(at_once(device), len(items))
         # Torch sets a new thread's count at its first step, unless it was asked for before.
         with ThreadPoolExecutor(max(1, lanes), initializer=torch.get_num_threads) as pool:
             waiting: deque[Future[Result]] = deque()
@@ -65,12 +85,17 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         columns = slice(0, rows.stop if symmetric else total.shape[1])
         total[rows, columns].addmm_(a[:, rows].T, b[:, columns])
 
-    each_slice(len(total), TILE, work)
+    each_slice(total, TILE, work)
 
 
 def on_one_thread(work: Callable[[], Result]) -> Result:
     """What `work` returns, computed by one thread: some of torch's factorisations differ between one and several."""
-    return each_slice(1, 1, lambda _: work())[0]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return work()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def root_of_shares(sums: Sequence[tuple[float, float]]) -> float:

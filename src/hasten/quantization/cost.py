@@ -11,12 +11,14 @@ from hasten.model.transformer import Transformer
 from hasten.ops.pages import return_freed_memory
 from hasten.planning.memory import calibration_memory
 from hasten.quantization.awq import AWQ
+from hasten.quantization.blocks import at_once
 from hasten.quantization.schemes import Scheme
 from hasten.quantization.sequential import BlockMethod, block_task
 from hasten.quantization.sign import SignRounding
-from hasten.quantization.walk import PASS_TOKENS, CalibrationWalk, at_once, computing_dtype
+from hasten.quantization.walk import PASS_TOKENS, CalibrationWalk, computing_dtype
 
 MAPPED = 32 << 20  # bytes from which glibc gives each tensor memory of its own, which goes back when the tensor dies
+WORKSPACE = 32 << 20  # that PyTorch gives cuBLAS on Hopper; a fourth elsewhere
 
 
 def predicted_bytes(
@@ -52,6 +54,7 @@ def predicted_bytes(
         counts = {"copies": 1.0, "squares": 3.25, "routed": False}
     sizes: dict[str, Any] = {"states": states, "walks": walks, "step": step, "spill": spill or moved, "moved": moved}
     needed = calibration_memory(model.config, **sizes, **counts).peak
+    needed += 0 if device.type == "cpu" else WORKSPACE
     return needed + (states if isinstance(method, SignRounding) else 0)
 
 

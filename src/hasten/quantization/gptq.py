@@ -177,7 +177,7 @@ class Solver:
         """Round a weight (N, K), in the precision of the statistics. Raises ConfigError for NaN and infinity in it."""
         check_matrix(weight)
         rounded = empty_weight((weight.shape[0], weight.shape[1]), grid.format, weight.device)
-        each_slice(len(weight), ROWS, lambda rows: self._rows(weight[rows], grid, rounded.rows(rows)))
+        each_slice(weight, ROWS, lambda rows: self._rows(weight[rows], grid, rounded.rows(rows)))
         return rounded
 
     def _rows(self, weight: Tensor, grid: Grid, rounded: QuantizedWeight) -> None:
@@ -264,4 +264,4 @@ def output_error(weight: Tensor, rounded: QuantizedWeight, gram: Tensor) -> floa
         error, whole = (max(0.0, float(((part @ gram) * part).sum())) for part in (wrong, exact))
         return error, whole
 
-    return root_of_shares(each_slice(len(weight), ROWS, work))
+    return root_of_shares(each_slice(weight, ROWS, work))

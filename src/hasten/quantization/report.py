@@ -63,14 +63,13 @@ def stored_weights(model: Transformer) -> dict[str, Tensor]:
 
 def relative_error(weight: Tensor, quantized: QuantizedWeight) -> float:
     """Root mean square of the difference to a weight (N, K), over the weight's own; 0 for a weight of zeros."""
-    n, k = quantized.shape
 
     def work(rows: slice) -> tuple[float, float]:
         exact = weight[rows].float()
         wrong = torch.linalg.vector_norm(quantized.rows(rows).dequantize() - exact)
         return float(wrong) ** 2, float(torch.linalg.vector_norm(exact)) ** 2
 
-    return root_of_shares(each_block(n, k, work))
+    return root_of_shares(each_block(weight, work))
 
 
 def draw_errors(reports: Sequence[LayerReport], method: str, file: Path) -> None:

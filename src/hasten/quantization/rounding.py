@@ -64,7 +64,7 @@ def round_weight(
             assert isinstance(zero, Tensor)
             rounded.zeros[rows] = zero.squeeze(-1).to(torch.uint8)
 
-    each_block(n, groups * size, work)
+    each_block(weight, work)
     return rounded
 
 

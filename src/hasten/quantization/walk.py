@@ -136,14 +136,8 @@ def outputs(module: nn.Module, calls: Sequence[Call]) -> Iterator[Tensor]:
 
 
 def passes(module: nn.Module, items: Sequence[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
-    """What `work` makes of each item, in their order: as many at a time as the module's device is good for."""
-    place = next(chain(module.parameters(), module.buffers())).device
-    return in_order(items, work, most=at_once(place))
-
-
-def at_once(device: torch.device) -> int:
-    """The passes at work at a time: one on each thread, and one on a GPU."""
-    return torch.get_num_threads() if device.type == "cpu" else 1
+    """What `work` makes of each item, in their order, where the module is."""
+    return in_order(items, work, device=next(chain(module.parameters(), module.buffers())).device)
 
 
 def stages(module: nn.Module, names: Sequence[str], call: Call) -> list[list[str]]:
