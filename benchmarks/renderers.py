@@ -175,6 +175,17 @@ def quantize_quality(report: Report) -> str:
     return markdown(head, rows)
 
 
+def quantize_methods(report: Report) -> str:
+    """`quantize_quality.py`: the KL divergence alone, a column for each method."""
+    schemes: dict[str, dict[str, str]] = {}
+    for one in report["rows"]:
+        scheme, _, method = one["name"].rpartition(" ")
+        schemes.setdefault(scheme, {})[method] = f"{one['kl_mean']:.4f}"
+    methods = ("rtn", "awq", "gptq", "gptaq", "sign")
+    rows = [[scheme, *(schemes[scheme][method] for method in methods)] for scheme in sorted(schemes)]
+    return markdown(["weights", *methods], rows)
+
+
 CHOICES = (  # what a user wants, the options for it, the row that shows what it keeps, and that of its speed
     ("the same model, half the memory", "`--scheme int8`", "int8 rtn", "int8"),
     ("a third of the memory, at once", "`--scheme int4`", "int4 g128 rtn", "int4 g128"),
@@ -474,6 +485,7 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "quantize-perplexity": quantize_perplexity,
     "quantize-quality choice": quantize_choice,
     "quantize-quality": quantize_quality,
+    "quantize-quality-h100": quantize_methods,
     "format-speeds": format_speeds,
     "int3-loops": int3_loops,
     "quantize-memory": quantize_memory,

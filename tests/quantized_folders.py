@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -19,6 +21,8 @@ from peak_memory import PeakMemory
 
 TOKENS = torch.tensor([[3, 7, 1, 9, 4, 4, 10, 2, 60, 99]])
 Q = "model.layers.0.self_attn.q_proj"  # a module of a Llama
+FUZZ = settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DAMAGE = st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 255)), max_size=3)  # bytes, and what they become
 
 
 @contextmanager
@@ -82,6 +86,27 @@ def refused(folder, *words):
     assert len(message) < 1000
     assert "\n" not in message
     assert all(word in message for word in words), message
+
+
+def as_written(folder):
+    """A folder and what is in its files, for `load_damaged`."""
+    return folder, (folder / "config.json").read_bytes(), (folder / "model.safetensors").read_bytes()
+
+
+def load_damaged(written, change, damage):
+    """With a config changed and weights damaged it loads, or raises our own error: never another."""
+    folder, config, weights = written
+    (folder / "config.json").write_bytes(config)
+    change_config(folder, change)
+    raw = bytearray(weights)
+    for place, value in damage:
+        raw[place % len(raw)] = value
+    (folder / "model.safetensors").write_bytes(raw)
+    try:
+        hasten.load(folder)
+    except hasten.HastenError as error:
+        message = str(error)
+        assert message
 
 
 def weights_of(values):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hasten
@@ -10,7 +10,7 @@ from column_folders import write
 from hasten.errors import HastenWarning
 from hasten.model.fused_linear import fusion_conflict
 from hasten.ops.linear import PackedLinear
-from quantized_folders import change_config, change_tensors, logits, refused
+from quantized_folders import DAMAGE, FUZZ, as_written, change_config, change_tensors, load_damaged, logits, refused
 
 CASES = {
     "gptq": {"method": "gptq"},
@@ -139,36 +139,28 @@ FIELDS = [
     "dynamic",
     "zero_point",
     "version",
+    "packing_format",
+    "data_type",
 ]
 VALUES = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | st.text(max_size=5)
-VALUES |= st.sampled_from([2, 3, 4, 8, -1, 16, 32, 64, 128, "gptq", "awq", "gemm", "GEMM", "gptq_v2", {}, []])
+VALUES |= st.sampled_from([2, 3, 4, 8, -1, 16, 32, 64, 128, "gptq", "awq", "gemm", "GEMM", "gptq_v2", "int", {}, []])
+VALUES |= st.sampled_from([f"auto_round:{name}" for name in ("auto_gptq", "gptqmodel", "auto_awq")])
 
 
-@pytest.fixture(scope="module", params=["gptq", "awq"])
+@pytest.fixture(scope="module", params=["gptq", "awq", "auto-round"])
 def sound(request, plain_folder, tmp_path_factory):
-    folder, _ = write(plain_folder, tmp_path_factory.mktemp("fuzz") / "out", request.param)
-    return folder, (folder / "config.json").read_bytes(), (folder / "model.safetensors").read_bytes()
+    other = request.param == "auto-round"
+    folder, _ = write(plain_folder, tmp_path_factory.mktemp("fuzz") / "out", "gptq" if other else request.param)
+    if other:
+        change(folder, quant_method="auto-round", packing_format="auto_round:auto_gptq", data_type="int")
+    return as_written(folder)
 
 
 @pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
-@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3),
-    damage=st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 255)), max_size=3),
-)
+@FUZZ
+@given(fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3), damage=DAMAGE)
 def test_any_damage_loads_or_is_our_own_error(sound, fields, damage):
-    folder, config, weights = sound
-    (folder / "config.json").write_bytes(config)
-    change(folder, **fields)
-    raw = bytearray(weights)
-    for place, value in damage:
-        raw[place % len(raw)] = value
-    (folder / "model.safetensors").write_bytes(raw)
-    try:
-        hasten.load(folder)
-    except hasten.HastenError as error:
-        message = str(error)
-        assert message
+    load_damaged(sound, lambda values: values["quantization_config"].update(fields), damage)
 
 
 def test_columns_in_the_order_of_activation_are_not_fused(bfloat16_folder, tmp_path):

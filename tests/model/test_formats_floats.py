@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import hasten
 from hasten.errors import HastenWarning
 from hasten.quantization import Int4, Int8, quantize_to_folder
-from quantized_folders import Q, change_config, change_tensors, refused
+from quantized_folders import DAMAGE, FUZZ, Q, as_written, change_config, change_tensors, load_damaged, refused
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 CT = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
@@ -177,7 +177,7 @@ def test_configs_that_do_not_fit_are_refused(fields, words, bfloat16_folder, tmp
     refused(folder, "config.json", *words)
 
 
-FUZZED = ["nvfp4", "fp8 block", "modelopt", "fp8 modelopt", "int4", "int8"]
+FUZZED = [*CASES, "int4", "int8"]
 FIELDS = ["num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "actorder"]
 FIELDS += ["quant_algo", "quant_method"]
 VALUES = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.text(max_size=4)
@@ -185,32 +185,15 @@ VALUES |= st.sampled_from(["float", "int", "tensor", "block", "group", 4, 8, 16,
 
 
 @pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
-@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    fields=st.dictionaries(
-        st.sampled_from(FIELDS),
-        VALUES,
-        max_size=3,
-    ),
-    damage=st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 255)), max_size=3),
-    case=st.sampled_from(FUZZED),
-)
+@FUZZ
+@given(fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3), damage=DAMAGE, case=st.sampled_from(FUZZED))
 def test_any_damage_loads_or_is_our_own_error(sound, fields, damage, case):
-    folder, config, weights = sound[case]
-    values = json.loads(config)
-    groups = values["quantization_config"].get("config_groups")
-    given = values["quantization_config"] if groups is None else next(iter(groups.values()))["weights"]
-    given |= fields
-    (folder / "config.json").write_text(json.dumps(values))
-    raw = bytearray(weights)
-    for place, value in damage:
-        raw[place % len(raw)] = value
-    (folder / "model.safetensors").write_bytes(raw)
-    try:
-        hasten.load(folder)
-    except hasten.HastenError as error:
-        message = str(error)
-        assert message
+    def change(values):
+        groups = values["quantization_config"].get("config_groups")
+        given = values["quantization_config"] if groups is None else next(iter(groups.values()))["weights"]
+        given |= fields
+
+    load_damaged(sound[case], change, damage)
 
 
 @pytest.fixture(scope="module")
@@ -223,5 +206,5 @@ def sound(bfloat16_folder, tmp_path_factory):
         else:  # our own
             scheme = Int4(group_size=32, symmetric=False, lm_head="none") if case == "int4" else Int8()
             quantize_to_folder(hasten.load(bfloat16_folder), scheme, folder)
-        folders[case] = folder, (folder / "config.json").read_bytes(), (folder / "model.safetensors").read_bytes()
+        folders[case] = as_written(folder)
     return folders

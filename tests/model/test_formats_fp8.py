@@ -5,6 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import hasten
@@ -12,7 +14,7 @@ from hasten.errors import HastenWarning
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.ops.linear import PackedLinear
-from quantized_folders import change_config, change_tensors, refused
+from quantized_folders import DAMAGE, FUZZ, as_written, change_config, change_tensors, load_damaged, refused
 
 SCALES = {
     "blocks": ("weight_scale_inv", [32, 48]),  # that no kernel has
@@ -116,3 +118,20 @@ def test_a_config_without_such_weights_is_refused(bfloat16_folder, tmp_path):
     folder, _ = write(bfloat16_folder, tmp_path / "out", "rows")
     save_file(load_file(bfloat16_folder / "model.safetensors"), folder / "model.safetensors", {"format": "pt"})
     refused(folder, "quantized by fp8, and no tensor is")
+
+
+@pytest.fixture(scope="module", params=["large blocks", "rows"])
+def sound(request, bfloat16_folder, tmp_path_factory):
+    return as_written(write(bfloat16_folder, tmp_path_factory.mktemp("fuzz") / "out", request.param)[0])
+
+
+FIELDS = ["quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers"]
+VALUES = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | st.text(max_size=5)
+VALUES |= st.lists(st.integers(-1, 1 << 40), max_size=3) | st.sampled_from(["e4m3", "static", [128, 128], {}, [""]])
+
+
+@pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
+@FUZZ
+@given(fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3), damage=DAMAGE)
+def test_any_damage_loads_or_is_our_own_error(sound, fields, damage):
+    load_damaged(sound, lambda values: values["quantization_config"].update(fields), damage)

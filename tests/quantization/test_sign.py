@@ -131,6 +131,13 @@ def test_an_interrupted_block_goes_on_at_its_step(tmp_path):
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
+def test_a_mode_without_gradients_is_refused(tiny_folder):
+    model = hasten.load(tiny_folder)
+    tokens = torch.randint(1, 60, (2, 8))
+    with torch.inference_mode(), pytest.raises(ConfigError, match=r"gradients, which torch.inference_mode\(\) forbids"):
+        quantize(model, Int4(group_size=32), method=SignRounding(steps=1), calibration=tokens)
+
+
 def test_bad_settings_are_refused():
     with pytest.raises(ConfigError, match="steps must be a whole number"):
         SignRounding(steps=0)

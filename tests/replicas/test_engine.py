@@ -230,10 +230,16 @@ def test_nobody_waits_for_ever_for_a_replica(model, channel, monkeypatch):
         await asyncio.sleep(3600)
         yield []
 
+    async def never_one(ask, prompts, how):
+        await asyncio.sleep(3600)
+
     monkeypatch.setattr(channel, "generate", never)
+    monkeypatch.setattr(channel, "embed", never_one)
     channel.board.replace([])
-    with pytest.raises(EngineFailed, match="no replica has been there"):
-        asyncio.run(text_of(channel.engine, request(model.tokenizer.encode("def add"))))
+    tokens = model.tokenizer.encode("def add")
+    for asked in (text_of(channel.engine, request(tokens)), channel.engine.embed([tokens])):
+        with pytest.raises(EngineFailed, match="no replica has been there"):
+            asyncio.run(asked)
     assert not channel.engine.healthy
     channel.board.replace(channel.replicas)
     assert channel.engine.healthy

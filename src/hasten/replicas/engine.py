@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hasten.generation.blocks import prefix_keys
 from hasten.replicas.replica import Answer, packed
@@ -18,6 +18,8 @@ from hasten.serving.settings import ModelFacts, Stats
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Result = TypeVar("Result")
 
 RETRIES = 3  # of a request whose replicas died: it might be what kills them
 PATIENCE = 60.0  # seconds that a request waits where there is no replica
@@ -119,7 +121,7 @@ class ReplicatedEngine:
         for _ in range(RETRIES + 1):
             ask = Ask(sum(map(len, prompts)))
             try:
-                found = await self._channel.embed(ask, prompts, how)
+                found = await self._patiently(self._channel.embed(ask, prompts, how))
             except ReplicaDied:
                 self.retried += 1
                 continue
@@ -143,7 +145,7 @@ class ReplicatedEngine:
             given, finished = 0, False
             try:
                 async with aclosing(self._channel.generate(ask, sent)) as answers:
-                    async for found in self._patiently(answers):
+                    async for found in self._from_first(answers):
                         self.board.begun(ask)
                         if isinstance(found, Exception):
                             raise found
@@ -169,22 +171,26 @@ class ReplicatedEngine:
         keys = prefix_keys(tokens, block_size=size, secret=self._secret, salt=request.sharing)
         return Ask(len(request.prompt), [key[:KEY_BYTES] for key in islice(keys, 1, None)], size)
 
-    async def _patiently(self, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
-        """The answers; raises EngineFailed where no replica has been there for too long."""
-        first = asyncio.ensure_future(anext(answers))
-        try:
-            while not (await asyncio.wait({first}, timeout=1.0))[0]:
-                if self.error is not None:
-                    raise EngineFailed(self.error)
-            yield first.result()
-        except StopAsyncIteration:
-            return
-        finally:
-            if not first.done():
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
+    async def _from_first(self, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
+        """The answers, of which the first is waited for patiently."""
+        first = await self._patiently(anext(answers, None))
+        if first is not None:
+            yield first
         async for found in answers:
             yield found
+
+    async def _patiently(self, result: Awaitable[Result]) -> Result:
+        """What is waited for; raises EngineFailed where no replica has been there for too long."""
+        waited = asyncio.ensure_future(result)
+        try:
+            while not (await asyncio.wait({waited}, timeout=1.0))[0]:
+                if self.error is not None:
+                    raise EngineFailed(self.error)
+            return waited.result()
+        finally:
+            if not waited.done():
+                waited.cancel()
+                await asyncio.gather(waited, return_exceptions=True)
 
     def _given_up(self, what: str) -> EngineFailed:
         return EngineFailed(f"{what}: {RETRIES + 1} replicas died of it, or with it; it is not tried again")
