@@ -2,6 +2,7 @@
 
 import pytest
 import tokenizers
+from tokenizers import decoders, normalizers
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.gguf.header import GGUFFile
@@ -53,8 +54,15 @@ def test_byte_level_tokenizers_come_back(pre, tmp_path):
     assert_same(found, expected)
 
 
-def test_sentencepiece_comes_back_with_its_merges(tmp_path):
-    expected = Tokenizer.from_tokenizers(llama_like(), bos_token="<s>", eos_token="</s>")
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_comes_back_with_its_merges(prefix, tmp_path):
+    backend = llama_like()
+    if not prefix:  # as Gemma: no space before a text
+        backend.normalizer = normalizers.Replace(" ", "▁")
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence(steps)
+    expected = Tokenizer.from_tokenizers(backend, bos_token="<s>", eos_token="</s>")
+    assert tokenizer_entries(expected, 400)["tokenizer.ggml.add_space_prefix"] is prefix
     found = there_and_back(expected, tmp_path)
     for text in [*LINES, "the cat", " the  cat ", "é\n", ""]:
         assert found.encode(text) == expected.encode(text)

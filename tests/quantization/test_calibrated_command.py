@@ -122,3 +122,10 @@ def test_what_cannot_be_is_one_line(extra, words, tiny_folder, text, tmp_path, c
     assert all(word in err for word in words), err
     assert "Traceback" not in err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_terminal_shows_the_time_left(tiny_folder, text, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    quantized(tiny_folder, text, tmp_path / "out", "--method", "gptq")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capfd.readouterr().err)
+    assert re.search(r"quantized layers .* \d+/15 \d:\d\d:\d\d left (\d|-):", shown), shown
