@@ -49,6 +49,17 @@ def test_a_second_training_loses_as_much(rows):
         assert 1.01 < sign / gptaq < 1.11
 
 
+def test_a_cpu_and_a_gpu_lose_as_much():
+    gpu, cpu = read("quantize-quality-h100"), read("quantize-quality-cpu")
+    assert gpu["weights_sha256"] == cpu["weights_sha256"]
+    assert (gpu["device"], cpu["device"]) == ("cuda", "cpu")
+    theirs, ours = named("quantize-quality-h100"), named("quantize-quality-cpu")
+    assert len(set(theirs) & set(ours)) == 15
+    for name in set(theirs) & set(ours):
+        near = 1e-3 if name.endswith("rtn") else 0.026
+        assert ours[name]["kl_mean"] == pytest.approx(theirs[name]["kl_mean"], rel=near)
+
+
 def test_a_calibrated_folder_decodes_as_fast_and_is_soon_made():
     assert read("format-pair")["paired"]["gptq / rtn"]["median"] >= 0.98
     assert read("quantize-gptq-1.1b")["seconds"] <= 25 * 60
