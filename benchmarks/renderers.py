@@ -204,9 +204,10 @@ def quantize_choice(report: Report) -> str:
     """Which scheme and method to take. gptaq takes gptq's time as often as for the small model."""
     known = {one["name"]: one for one in report["rows"]}
     speeds = {one["name"]: one["speedup"] for one in committed("format-speeds")["rows"]}
-    minutes = committed("quantize-gptq-1.1b")["seconds"] / 60
+    large = {one["method"]: one for one in committed("quantize-time")["rows"]}
+    minutes = large["gptq"]["seconds"] / 60
     more = known["int4 g64 gptaq"]["seconds"] / known["int4 g64 gptq"]["seconds"]
-    hours = committed("quantize-time")["rows"][-1]["predicted_seconds"] / 3600
+    hours = large["sign"]["predicted_seconds"] / 3600
     times = {"rtn": "seconds", "gptq": f"{minutes:.0f} minutes", "sign": f"{hours:.0f} hours (predicted)"}
     times["gptaq"] = f"{minutes * more:.0f} minutes (reckoned)"
     rows = []
