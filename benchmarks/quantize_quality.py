@@ -17,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, fields
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -101,12 +101,15 @@ class QuantizeQuality:
         from hasten.machine import describe
         from hasten.machine.files import write_json
 
+        if self.jobs < 1:
+            raise SystemExit(f"--jobs must be at least 1; found {self.jobs}")
         names = ("recipe", "kilobytes", "samples", "length", "activations", "device", "jobs")
         settings = {name: getattr(self, name) for name in names} | {"weights_sha256": digest(self.model)}
         rows: list[dict[str, Any]] = []
         if self.output is not None and self.output.exists():
             before = json.loads(self.output.read_text())
-            if any(before.get(name) != value for name, value in settings.items()):
+            defaults = {field.name: field.default for field in fields(self)}
+            if any(before.get(name, defaults.get(name)) != value for name, value in settings.items()):
                 raise SystemExit(f"{self.output} has rows of other settings or weights: move it away, or give the same")
             rows = before["rows"]
         done = [row["name"] for row in rows]
@@ -117,9 +120,15 @@ class QuantizeQuality:
             place = Path(name)
             held = write_texts(place / "held-out.jsonl", held_out(self.kilobytes * 1000, self.recipe))
             known = write_texts(place / "calibration.jsonl", seen(CALIBRATION_BYTES, self.recipe))
-            left = [(row, make) for row, make in self.contestants(place, known) if row not in done]
-            for row in pool.map(lambda one: self.measured(*one, held), left):
+            contestants = list(self.contestants(place, known))
+            order = [row["name"] for row in rows] + [name for name, _ in contestants]
+            left = [pool.submit(self.measured, *one, held) for one in contestants if one[0] not in done]
+            for future in as_completed(left):
+                if future.exception() is not None:
+                    pool.shutdown(cancel_futures=True)
+                row = future.result()
                 rows.append(row)
+                rows.sort(key=lambda one: order.index(one["name"]))
                 print(
                     f"{row['name']:<20} {row['bits_per_weight']:>6.2f} bits KL {row['kl_mean']:.5f} 99% "
                     f"{row['kl_99']:.4f}  top-1 {row['top1']:.2%}  perplexity {row['perplexity']:.4f} "

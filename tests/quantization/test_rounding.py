@@ -155,7 +155,7 @@ def test_on_a_gpu_the_caller_starts_few_large_pieces():
     """Where there is none: a matrix that says it is on another device, of which nothing is read."""
     matrix = torch.empty(10_000, 4, device="meta")
     found = blocks.each_slice(matrix, 1024, lambda rows: (rows, threading.get_ident(), torch.is_grad_enabled()))
-    assert [rows for rows, _, _ in found] == [slice(0, 8192), slice(8192, 10_000)]
+    assert [rows for rows, _, _ in found] == [slice(0, 4096), slice(4096, 8192), slice(8192, 10_000)]
     assert {(thread, gradients) for _, thread, gradients in found} == {(threading.get_ident(), False)}
 
 

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 # calls, larger ones leave the caches.
 BLOCK_ELEMENTS = 1 << 18
 TILE = 512  # rows of a product that one thread computes at a time
-GPU_STEPS = 8  # of a CPU's are one of a GPU, which waits for the host where pieces are small
+GPU_STEPS = 4  # a piece on a GPU is this many times a CPU's: there a call costs more than its work
 CPU = torch.device("cpu")
 
 
@@ -63,7 +63,7 @@ def in_order(items: Sequence[Item], work: Callable[[Item], Result], *, device: t
             return work(item)
 
     try:
-        lanes = min(at_once(device), len(items))
+        lanes = min(threads, len(items))
         # Torch sets a new thread's count at its first step, unless it was asked for before.
         with ThreadPoolExecutor(max(1, lanes), initializer=torch.get_num_threads) as pool:
             waiting: deque[Future[Result]] = deque()

@@ -18,7 +18,7 @@ from hasten.quantization.sign import SignRounding
 from hasten.quantization.walk import PASS_TOKENS, CalibrationWalk, computing_dtype
 
 MAPPED = 32 << 20  # bytes from which glibc gives each tensor memory of its own, which goes back when the tensor dies
-WORKSPACE = 32 << 20  # that PyTorch gives cuBLAS on Hopper; a fourth elsewhere
+WORKSPACE = 32 << 20  # bytes of cuBLAS's workspace on Hopper; a quarter of it on other GPUs
 
 
 def predicted_bytes(
@@ -32,11 +32,11 @@ def predicted_bytes(
     """Bytes beside the checkpoint; where blocks move to another device than the model's, all bytes there.
 
     GPTQ and AWQ have three matrices as large as a sum over the samples and a quarter of one at work, GPTAQ five; GPTQ
-    what the experts of a block are given, AWQ the scaled weights. Sign rounding has the states before quantization,
-    eleven copies (weight, offsets, the best and the last ones, what rounding keeps for its gradient, and gradients;
-    and a pass's for each further one at a time), what these passes keep for their gradient, and then one such sum.
-    Smaller matrices come from glibc's heap, which leaves holes of about three copies more (two to five, from run to
-    run).
+    what the experts of a block are given, AWQ the scaled weights and about as much for a layer that it tries. Sign
+    rounding has the states before quantization, eleven copies (weight, offsets, the best and the last ones, what
+    rounding keeps for its gradient, and gradients; and a pass's for each further one at a time), what these passes keep
+    for their gradient, and then one such sum. Smaller matrices come from glibc's heap, which leaves holes of about
+    three copies more (two to five, from run to run).
     """
     device = device or model.device
     moved, size = device != model.device, computing_dtype(model, device).itemsize
@@ -51,7 +51,7 @@ def predicted_bytes(
         counts = {"copies": (11 if largest >= MAPPED else 14) + gradients, "squares": 1.25, "routed": False}
         step = 5 * step // 2
     elif isinstance(method, AWQ):
-        counts = {"copies": 1.0, "squares": 3.25, "routed": False}
+        counts = {"copies": 2.0, "squares": 3.25, "routed": False}
     sizes: dict[str, Any] = {"states": states, "walks": walks, "step": step, "spill": spill or moved, "moved": moved}
     needed = calibration_memory(model.config, **sizes, **counts).peak
     needed += 0 if device.type == "cpu" else WORKSPACE

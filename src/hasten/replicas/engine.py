@@ -188,9 +188,8 @@ class ReplicatedEngine:
                     raise EngineFailed(self.error)
             return waited.result()
         finally:
-            if not waited.done():
-                waited.cancel()
-                await asyncio.gather(waited, return_exceptions=True)
+            waited.cancel()
+            await asyncio.gather(waited, return_exceptions=True)
 
     def _given_up(self, what: str) -> EngineFailed:
         return EngineFailed(f"{what}: {RETRIES + 1} replicas died of it, or with it; it is not tried again")
