@@ -50,7 +50,7 @@ class SignRounding:
     def quantize_block(self, task: BlockTask) -> None:
         """Tune all layers of the block together; the head, whose outputs are no state, is rounded to nearest."""
         if torch.is_inference_mode_enabled():
-            raise ConfigError("sign rounding takes gradients, which torch.inference_mode() forbids; use torch.no_grad()")
+            raise ConfigError("sign rounding needs gradients, which torch.inference_mode() forbids: use no_grad()")
         if not task.prefix:
             nearest_weights = {name: task.nearest(name) for name in task.layers}
             errors = output_errors(task, nearest_weights)
