@@ -13,6 +13,7 @@ from hasten.generation.params import SamplingParams
 from recorded import Capturer
 from references import make_reference, tiny_llama
 from serving_cases import make_engine, request, run, tokens_of
+from triton_cases import run_interpreted
 
 PROMPTS = [[7, 3, 90, 41, 12], [18, 99, 3], [64, 29, 77, 50, 51, 64, 29, 77, 2], [5], [8, 8, 23, 60, 71, 5, 33]]
 DRAWN = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
@@ -201,3 +202,8 @@ def test_parameters_of_a_row():
         from hasten.engine.sampler import DrawnRow
 
         DrawnRow(SamplingParams(), prompt=[1], end_ids=(), vocab_size=9)
+
+
+@pytest.mark.slow
+def test_over_the_kernels_of_a_gpu_in_tritons_interpreter():
+    run_interpreted("engine/interpreted_engine.py")
