@@ -81,7 +81,6 @@ class Batch:
         self.buffer = torch.zeros(_places(self.sequences, WIDTHS[-1])[-1], dtype=torch.int64, device=self.device)
         starts = torch.arange(self.sequences + 1, device=self.device)
         self.query_start_loc = {width: starts * width for width in WIDTHS}
-        self.offsets = torch.arange(WIDTHS[-1], device=self.device)
         self.rows: dict[int, int] = {}  # of the sequences
         self._copied: list[tuple[SequenceBlocks | None, int, int]] = [(None, 0, 0)] * self.sequences  # of each table
         self._views: dict[tuple[int, int], StepTensors] = {}

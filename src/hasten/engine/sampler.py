@@ -18,6 +18,7 @@ from torch import Tensor
 from hasten.engine.batch import Batch, Shape
 from hasten.generation.params import SamplingParams
 from hasten.generation.sampling import History, RowParams, next_tokens
+from hasten.ops import triton_support
 
 _TOP_KS = (64, 512)  # a batch's largest top-k is rounded up to one of these, or is the vocabulary
 
@@ -168,7 +169,6 @@ class DeviceSampler:
     def step(self, shape: Shape, kind: DrawKind, logits: Tensor) -> None:
         """Draw from logits (S, 1, V) and move the batch on: nothing here depends on a value that the host knows."""
         step, size = self.batch.views(shape), shape.sequences
-        going = step.lengths > 0
         history = None
         if kind.penalized:
             assert self._history is not None
@@ -179,14 +179,19 @@ class DeviceSampler:
             banned = self._ends[:size] & (step.steps < step.least)[:, None]
         settings = self._settings(shape, kind)
         tokens = next_tokens(logits[:, 0], settings, steps=step.steps, history=history, banned=banned)
-        tokens = torch.where(going, tokens, 0)
+        going = step.lengths > 0
         if history is not None:
             one, at = going.to(torch.int32)[:, None], tokens[:, None]
             history.counts.scatter_add_(1, at, one)
             history.seen.scatter_(1, at, history.seen.gather(1, at) | going[:, None])
-        step.tokens.copy_(tokens[:, None])
-        step.lengths.add_(going)
-        step.steps.add_(going)
+        if tokens.is_cuda and triton_support.refusal(tokens.device) is None:
+            from hasten.ops.draw import triton_draw
+
+            triton_draw.move_on(tokens, step.tokens, step.lengths, step.steps)
+        else:
+            step.tokens.copy_((tokens * going)[:, None])
+            step.lengths.add_(going)
+            step.steps.add_(going)
 
     def _settings(self, shape: Shape, kind: DrawKind) -> RowParams:
         """The settings of all rows as tensors that stay where they are."""
