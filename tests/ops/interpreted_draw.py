@@ -30,7 +30,8 @@ def test_the_reference_draws_the_same(vocab):
 @pytest.mark.parametrize("scale", [1, 8])
 def test_what_is_kept(scale):
     params = [
-        SamplingParams(top_k=k, top_p=p) for k, p in [(0, 1.0), (1, 1.0), (20, 1.0), (0, 0.5), (0, 0.95), (50, 0.9), (0, 1e-6)]
+        SamplingParams(top_k=k, top_p=p)
+        for k, p in [(0, 1.0), (1, 1.0), (20, 1.0), (0, 0.5), (0, 0.95), (50, 0.9), (0, 1e-6)]
     ]
     rows = RowParams.stack(params, vocab_size=5000)
     x = torch.randn(len(params), 5000, generator=torch.Generator().manual_seed(scale)) * scale

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hasten.cli.explain_attention import ExplainAttention
 from hasten.cli.options import JsonOption, ModelOptions, parse
@@ -40,8 +40,8 @@ class ExplainModel(JsonOption, ModelOptions):
         model = self.load()
         bindings, precision, uncaptured = explain(model), precision_of(model), capture_refusal(model)
         operators = [asdict(binding) for binding in bindings]
-        found = {"precision": precision.to_json(), "operators": operators, "uncaptured": uncaptured}
-        found["measured"] = known()
+        found: dict[str, Any] = {"precision": precision.to_json(), "operators": operators}
+        found |= {"uncaptured": uncaptured, "measured": known()}
         if not self.write(found):
             return
         print(f"precision: {precision}")

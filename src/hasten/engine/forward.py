@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from hasten.engine.batch import Batch, Shape
-from hasten.generation.paged import metadata_of
 from hasten.model.transformer import Transformer
 from hasten.ops import triton_support
 from hasten.ops.attention import AttentionRequest, LayerAttention
 from hasten.ops.attention.inputs import visible
 from hasten.ops.attention.paged import PagedGroup
-from hasten.ops.attention.view import KVView, StackView
+from hasten.ops.attention.view import AttentionMetadata, KVView, StackView
 from hasten.ops.picker import Kernel
 
 
@@ -84,11 +83,12 @@ def batch_step(batch: Batch, shape: Shape) -> BatchStep:
     cache, size, width = batch.cache, batch.block_size, shape.width
     step, table = batch.views(shape), batch.block_table[: shape.sequences]
     positions, slots, seq_lens = places_of(step.lengths, step.counts, table, width=width, block_size=size)
-    metadata = metadata_of(
+    metadata = AttentionMetadata(
         slots.flatten(),
         batch.query_start_loc[width][: shape.sequences + 1],
         seq_lens,
-        table,
+        first_slots=None,
+        block_table=table,
         block_size=size,
         rows=cache.row_format,
         max_query=width,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hasten.ops import triton_support
+from hasten.ops.draw.splitmix import FIRST, GOLDEN, SECOND
 from hasten.ops.native import library
 
 
@@ -96,16 +97,6 @@ def exponential_noise(seeds: Tensor, steps: Tensor, *, vocab_size: int) -> Tenso
         torch.bitwise_right_shift(own, 11, out=other).bitwise_and_((1 << 53) - 1)
         target.copy_(other).mul_(2.0**-53).clamp_(2.0**-54, 1 - 2.0**-24).neg_().log1p_().neg_()
     return noise
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
-# SplitMix64's constants; int64 products wrap around as the unsigned ones it is defined with.
-GOLDEN = _signed(0x9E3779B97F4A7C15)
-FIRST = _signed(0xBF58476D1CE4E5B9)
-SECOND = _signed(0x94D049BB133111EB)
 
 
 _ROWS_ELEMENTS = 1 << 15  # elements that are worked on at a time on a CPU: PyTorch starts no threads for fewer

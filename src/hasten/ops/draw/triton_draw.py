@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from hasten.ops.draw import triton_kernels as kernels
-from hasten.ops.draw.operator import FIRST, GOLDEN, SECOND
+from hasten.ops.draw.splitmix import FIRST, GOLDEN, SECOND
 
 _BLOCK = 4096  # scores that a program looks at together
 
@@ -67,9 +67,7 @@ def _(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
 
 
 @torch.library.custom_op("hasten_triton::place", mutates_args=())
-def place(
-    lengths: Tensor, counts: Tensor, table: Tensor, width: int, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def place(lengths: Tensor, counts: Tensor, table: Tensor, width: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Where a batch's tokens stand: positions and slots (S, W), and the lengths (S,) that attention takes.
 
     lengths, counts (S,): tokens after the step, and of them new ones; table (S, columns); all int64.
@@ -84,9 +82,7 @@ def place(
 
 
 @place.register_fake
-def _(
-    lengths: Tensor, counts: Tensor, table: Tensor, width: int, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(lengths: Tensor, counts: Tensor, table: Tensor, width: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     size = len(lengths)
     return lengths.new_empty(size, width), lengths.new_empty(size, width), lengths.new_empty(size)
 
