@@ -8,6 +8,7 @@ so the same block serves a static cache and a paged one, captured or not. The re
 import os
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,6 +193,12 @@ class CudaStack:
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of all that a step reads of the model: where they are the same, a captured step can be run again."""
+        counters = (block._bound.counters for block in self.model.blocks)
+        held = chain(self.model.parameters(), self.model.buffers(), counters)
+        return tuple(tensor.data_ptr() for tensor in held)
 
     def run(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
