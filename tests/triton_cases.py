@@ -17,8 +17,10 @@ import torch.nn.functional as F
 
 from hasten.ops.attention import AttentionSpec, attention
 from hasten.ops.attention.view import AttentionMetadata, KVView
-from hasten.ops.linear import PackedLinear
-from linear_cases import rms
+from hasten.ops.linear import BFLOAT16, NormArguments, PackedLinear, fused_linear
+from hasten.ops.linear.fused import activated, normed
+from hasten.ops.linear.layouts import CHUNKS, Operands
+from linear_cases import make_weight, rms
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
@@ -83,6 +85,89 @@ def check_linear(weight, *, rows, dtype, with_bias, device):
     # One unit in the last place of the largest output: with a handful of outputs PyTorch may err by chance not at all.
     unit = torch.finfo(dtype).eps * exact.abs().max().item() * max(0.0, 1 - y.numel() / 200)
     assert rms(y - exact) <= 2 * rms(plain - exact) + unit
+
+
+FUSED_CASES = (
+    {"norm": "rms", "activation": "silu", "gated": True, "dtype": torch.float16},
+    {"norm": "rms", "dtype": torch.bfloat16},
+    {"norm": "layer", "activation": "gelu_tanh", "dtype": torch.bfloat16, "with_bias": True},
+    {"residual": True, "dtype": torch.bfloat16, "with_bias": True},
+    {"activation": "gelu", "gated": True, "dtype": torch.bfloat16, "with_bias": True},
+    {"activation": "relu", "residual": True, "dtype": torch.float16},
+)
+
+
+def check_fused(
+    format,
+    *,
+    rows,
+    dtype,
+    device,
+    n=128,
+    k=328,
+    norm=None,
+    activation=None,
+    gated=False,
+    residual=False,
+    with_bias=False,
+    norm_dtype=None,
+):
+    """`fused_linear` errs at most twice what PyTorch's operations in 16 bits err, against float64."""
+    generator = torch.Generator().manual_seed(n + k + rows)
+    weight = make_weight(n, k, format=format[0], group_size=format[1], symmetric=format[2])
+    plain = isinstance(weight, torch.Tensor)
+    if plain:
+        weight = weight.to(dtype)
+        operands = Operands(weight, None, None, None, None, n, BFLOAT16)
+    else:
+        operands = Operands(*CHUNKS.pack(weight), None, n, weight.format)
+    full = weight.float() if plain else weight.dequantize()
+    size = (full.square().mean() * k).sqrt().item()  # of an output: float16 has to hold it
+    bias = torch.randn(n, generator=generator) if with_bias else None
+    x = torch.randn(rows, k, generator=generator) / size
+    x = x if norm else x.to(dtype)
+    arguments = None
+    if norm:
+        scale = ((torch.rand(k, generator=generator) + 0.5) / size).to(norm_dtype or dtype)
+        shift = torch.randn(k, generator=generator).to(scale.dtype) / size if norm == "layer" else None
+        arguments = NormArguments(scale, shift, 1e-5, 0.0 if norm == "layer" else 0.25 / size, norm == "layer")
+    outputs = n // 2 if gated else n
+    added = torch.randn(rows, outputs, generator=generator) if residual else None
+
+    def pytorch(wide, narrow):
+        """In `wide`, rounded to `narrow` wherever PyTorch's layers of that dtype would round."""
+        y = x.to(wide)
+        if arguments is not None:
+            own = (None if t is None else t.to(wide) for t in (arguments.weight, arguments.bias))
+            y = normed(y, arguments._replace(**dict(zip(("weight", "bias"), own, strict=True)))).to(narrow)
+        y = F.linear(y.to(narrow), full.to(narrow), None if bias is None else bias.to(narrow))
+        if gated:
+            gate, up = y.unflatten(-1, (-1, 2, 32)).unbind(-2)
+            y = (activated(gate, activation) * up).flatten(-2)
+        else:
+            y = activated(y, activation)
+        return y if added is None else added.to(wide) + y
+
+    exact, usual = pytorch(torch.float64, torch.float64), pytorch(torch.float32, dtype)
+
+    def there(tuple_of_tensors):
+        return tuple_of_tensors._replace(
+            **{name: t.to(device) for name, t in tuple_of_tensors._asdict().items() if isinstance(t, torch.Tensor)}
+        )
+
+    y = fused_linear(
+        x.to(device),
+        there(operands._replace(bias=bias)),
+        norm=None if arguments is None else there(arguments),
+        activation=activation,
+        gated=gated,
+        residual=None if added is None else added.to(device),
+        out_dtype=dtype,
+    )
+    assert y.dtype == (torch.float32 if residual else dtype)
+    assert tuple(y.shape) == (rows, outputs)
+    unit = torch.finfo(dtype).eps * exact.abs().max().item() * max(0.0, 1 - y.numel() / 200)
+    assert rms(y.cpu() - exact) <= 2 * rms(usual - exact) + unit
 
 
 def check_attention(*, heads, kv_heads, head_dim, keys, window, softcap, dtype, device, batch=2):

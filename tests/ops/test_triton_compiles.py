@@ -24,7 +24,7 @@ def compiled(monkeypatch, tmp_path):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
-    def build(kernel, types, constants):
+    def build(kernel, types, constants, options=None):
         names = kernel.arg_names
         signature = {name: types.get(name, "constexpr") for name in names}
         values = {(i,): constants.get(name) for i, name in enumerate(names) if name not in types}
@@ -36,66 +36,114 @@ def compiled(monkeypatch, tmp_path):
             if signature[name][0] == "*" or name.endswith(("_size", "_stride"))
         }
         source = ASTSource(kernel, signature, values, divisible)
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | (options or {}))
 
     return build
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("one_row", [True, False])
-@pytest.mark.parametrize(("bits", "block_j", "zeros"), [(8, 128, False), (8, 32, True), (4, 16, True), (4, 64, False)])
-def test_product(compiled, dtype, one_row, bits, block_j, zeros):
-    from hasten.ops.linear.triton_kernels import product
-    from hasten.ops.linear.triton_linear import choose
+FORMATS = [(8, 0, False), (8, 32, True), (4, 32, False), (4, 32, True), (4, 128, False), (16, 0, False)]
+SIZES = ("outputs", "n_size", "k_size", "row_stride", "groups")
 
-    grouped = bits == 4 or zeros
-    config = choose(1 if one_row else 16, 4096, block_j if grouped else 0, bits)
-    assert config.block_j == (block_j if grouped or not one_row else 64)
-    types = {
-        "x": f"*{dtype}",
-        "data": "*i8" if bits == 8 else "*u8",
-        "scales": "*fp16" if grouped else "*fp32",
-        "out": "*fp32",
-        **dict.fromkeys(("n_size", "k_size", "pieces", "steps_per_split"), "i32"),
-        **({} if one_row else {"rows": "i32"}),
-        **({"zeros": "*i8" if bits == 8 else "*u8"} if zeros else {}),
-    }
+
+def operand_types(bits, group_size, zeros, out):
+    """Pointers and sizes that the products of one and of several rows share."""
+    types = dict.fromkeys(SIZES, "i32") | {"data": "*i32", "out": f"*{out}"}
+    if bits == 16:
+        del types["groups"]
+        return types
+    types["scales"] = "*fp16" if group_size else "*fp32"
+    return types | ({"zeros": "*i8" if bits == 8 else "*u8"} if zeros else {})
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("beside", ["norm and gate", "residual", "layer norm"])
+@pytest.mark.parametrize(("bits", "group_size", "zeros"), FORMATS)
+def test_product_of_one_row(compiled, dtype, beside, bits, group_size, zeros):
+    from hasten.ops.linear.triton_choice import choose_one_row
+    from hasten.ops.linear.triton_gemv import one_row_packed, one_row_plain
+
+    config = choose_one_row(bits, group_size, 4096, 4096)
+    types = operand_types(bits, group_size, zeros, "fp32" if beside == "residual" else dtype)
+    types |= {"x": "*i32" if beside == "residual" else "*i64", "eps": "fp32", "offset": "fp32"}
+    types |= {"residual": "*fp32"} if beside == "residual" else {"norm_weight": "*i32"}
+    types |= {"norm_bias": "*i32"} if beside == "layer norm" else {}
     constants = {
-        "BITS": bits,
-        "GROUPED": grouped,
-        "ONE_ROW": one_row,
-        "M": 1 if one_row else 16,
-        "rows": 1,
-        "BLOCK_N": config.block_n,
-        "BLOCK_J": config.block_j,
-        "STAGES": config.stages,
-        "WIDE": False,
+        "XBITS": 16 if beside == "residual" else 32,
+        "GBITS": 16,
+        "HALF": dtype == "fp16",
+        "NORM": {"norm and gate": 1, "layer norm": 2}.get(beside, 0),
+        "ACTIVATION": int(beside == "norm and gate"),
+        "GATED": beside == "norm and gate",
+        "BLOCK": config.block,
+        "T": config.words,
+        "PREFETCH": config.prefetch,
+        "PDL": False,
     }
-    code = compiled(product, types, constants).asm["ptx"]
-    # The weights come 16 bytes a thread, some steps ahead; the tensor cores multiply several rows.
-    if (block_j, one_row) != (32, False):  # there Triton 3.7 takes 8 bytes, whatever the tile
-        assert "cp.async.cg.shared.global" in code or "ld.global.v4.b32" in code
-    assert ("wgmma" in code or "mma.sync" in code) != one_row
-    # Nothing is kept in local memory: the tile fits into the registers.
+    if bits < 16:
+        types["magic"] = "i32"
+        constants |= {"BITS": bits, "GROUP": group_size}
+    result = compiled(one_row_plain if bits == 16 else one_row_packed, types, constants)
+    code = result.asm["ptx"]
+    loads = re.findall(r"ld\.global\S*\.v4\.b32", code)
+    # Of every block of rows the next 16 bytes are on their way, and those of the first step.
+    assert len(loads) >= config.block * (2 if config.prefetch else 1)
+    # Threads keep their own sums: nothing is exchanged before the last step is done.
+    loop = code[code.index("ld.global") : code.rindex("bra")]
+    assert "bar.sync" not in loop
+    assert "st.shared" not in loop
     assert not re.search(r"(ld|st)\.local", code)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_adding_the_parts(compiled, bias):
-    from hasten.ops.linear.triton_kernels import add_splits
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("rows", [16, 64, 256])
+@pytest.mark.parametrize(("bits", "group_size", "zeros"), FORMATS[:-1])
+def test_product_of_several_rows(compiled, dtype, rows, bits, group_size, zeros):
+    from hasten.ops.linear.triton_choice import choose_several_rows
+    from hasten.ops.linear.triton_gemm import several_rows
 
-    types = {"parts": "*fp32", "out": "*bf16", "size": "i32", "n_size": "i32"} | ({"bias": "*fp32"} if bias else {})
-    assert compiled(add_splits, types, {"SPLITS": 4, "BLOCK": 1024}).asm["cubin"]
+    config = choose_several_rows(bits, group_size, rows, 4096, 4096)
+    types = operand_types(bits, group_size, zeros, dtype)
+    types |= {"x": f"*{dtype}", "rows": "i32", "steps_per_split": "i32"}
+    types |= {"parts": "*fp32", "counters": "*i32"} if config.splits > 1 else {}
+    constants = {
+        "BITS": bits,
+        "GROUP": group_size,
+        "HALF": dtype == "fp16",
+        "ACTIVATION": 1,
+        "GATED": True,
+        "N": config.n,
+        "M": config.m,
+        "CHUNKS": config.chunks,
+        "SPLITS": config.splits,
+        "STAGES": config.stages,
+        "SCALED": config.scaled,
+        "WHOLE": True,
+        "WIDE": False,
+        "PDL": False,
+    }
+    options = {"num_warps": config.threads // 32, "num_stages": config.stages}
+    result = compiled(several_rows, types, constants, options)
+    code = result.asm["ptx"]
+    assert "wgmma" in code
+    assert "mma.sync" not in code
+    assert "cp.async.cg.shared.global" in code, "weights come 16 bytes a thread, some steps ahead"
+    assert result.metadata.shared <= 227 << 10
+    assert not re.search(r"(ld|st)\.local", code)
+    # Weights are words in shared memory and are spread in registers: never stored as 16-bit numbers.
+    assert not re.search(r"st\.shared\S*", code[code.index("wgmma") : code.rindex("wgmma.mma_async")])
 
 
-@pytest.mark.parametrize(("bits", "block_j", "zeros"), [(8, 64, False), (8, 64, True), (4, 16, False)])
-def test_dequantizing(compiled, bits, block_j, zeros):
-    from hasten.ops.linear.triton_kernels import dequantize
+@pytest.mark.parametrize("kernel", ["norm", "activation"])
+def test_beside_products_of_many_rows(compiled, kernel):
+    from hasten.ops.linear.triton_rows import activate_rows, norm_row
 
-    types = {"data": "*i8" if bits == 8 else "*u8", "scales": "*fp16", "out": "*bf16", "n_size": "i32", "k_size": "i32"}
-    types |= {"zeros": "*i8"} if zeros else {}
-    constants = {"BITS": bits, "GROUPED": bits == 4 or zeros, "BLOCK_N": 32, "BLOCK_J": block_j}
-    assert compiled(dequantize, types, constants).asm["cubin"]
+    if kernel == "norm":
+        types = {"x": "*fp32", "weight": "*bf16", "out": "*bf16", "k_size": "i32", "eps": "fp32", "offset": "fp32"}
+        code = compiled(norm_row, types, {"CENTRED": False, "BLOCK": 4096}).asm["ptx"]
+        assert "ld.global.v4" in code
+    else:
+        types = {"y": "*bf16", "out": "*bf16", "size": "i32", "outputs": "i32", "n_size": "i32"}
+        assert compiled(activate_rows, types, {"ACTIVATION": 1, "GATED": True, "BLOCK": 1024}).asm["cubin"]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
