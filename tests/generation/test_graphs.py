@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hasten
+from captured_steps import Capturer, Recording
 from hasten.errors import ConfigError
 from hasten.generation import graphs
 from hasten.generation.compiled import compile_blocks

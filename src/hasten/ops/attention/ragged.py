@@ -47,13 +47,13 @@ def plan_for(
     most = 128 if wide <= 128 else 64  # rows of a tile: their results stay in registers
     rows = min(max(most, side(group)), side(group * max_query))
     queries = max(1, rows // group)
-    large = rows >= 64
     keys = (64 if rows < 128 or wide > 64 else 128) if wide <= 128 else 32
     tiles = (sequences if max_query == 1 else tokens // queries + sequences) * kv_heads
-    splits = min(triton.cdiv(PROGRAMS, tiles), triton.cdiv(longest, max(LEAST_KEYS, keys)), MOST_SPLITS)
+    wanted = PROGRAMS // 2 if rows >= 128 else PROGRAMS
+    splits = min(wanted // max(tiles, 1), triton.cdiv(longest, max(LEAST_KEYS, keys)), MOST_SPLITS)
     while splits > 1 and splits * tokens * kv_heads * group * head_dim * 4 > MOST_PART_BYTES:
         splits -= 1
-    return Plan(queries, rows, keys, max(1, splits), warps=8 if rows >= 128 else 4, stages=2 if large else 3)
+    return Plan(queries, rows, keys, max(1, splits), warps=8 if rows >= 128 else 4, stages=3)
 
 
 @torch.library.custom_op("hasten_triton::ragged_attention", mutates_args=("counters",))
@@ -130,6 +130,8 @@ def launch(
         peaks, sums = parts.new_empty(2, plan.splits, tokens, heads).unbind()
         if counters is not None and counters.numel() < tiles * kv_heads:
             counters = None
+    # The compiler divides by a power of two for nothing. A table of one block is that of a cache that begins again.
+    page = block_size if block_table is not None and block_table.shape[1] > 1 and not block_size & block_size - 1 else 0
     scales = (k.view(torch.float32), v.view(torch.float32)) if int8 else (None, None)
     with torch.cuda.device_of(q):
         attend[(tiles, kv_heads, plan.splits)](
@@ -146,9 +148,10 @@ def launch(
             D=size,
             D_SIDE=side(size),
             BLOCK=plan.keys,
+            PAGE=page,
             SPLIT=plan.splits > 1,
             num_warps=plan.warps,
-            num_stages=plan.stages,
+            num_stages=plan.stages + (block_table is not None),  # the table is read one stage before the keys
         )
         if plan.splits > 1 and counters is None:
             every = tokens * heads

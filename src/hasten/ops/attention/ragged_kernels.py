@@ -48,6 +48,7 @@ def take_keys(
     D: tl.constexpr,
     D_SIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The online softmax (peak, total, acc) after one more tile of keys; MASKED: some of them may be hidden."""
@@ -55,11 +56,15 @@ def take_keys(
     s = start + tl.arange(0, BLOCK)
     there = s < high
     if own_table is not None:
-        if MASKED:
-            block = tl.load(own_table + s // block_size % blocks, mask=there, other=0).to(tl.int64)
+        if PAGE > 0:
+            index, offset = s // PAGE, s % PAGE
         else:
-            block = tl.load(own_table + s // block_size % blocks).to(tl.int64)
-        places = base + (block * block_size + s % block_size) * row_stride
+            index, offset = s // block_size % blocks, s % block_size
+        if MASKED:
+            block = tl.load(own_table + index, mask=there, other=0).to(tl.int64)
+        else:
+            block = tl.load(own_table + index).to(tl.int64)
+        places = base + (block * block_size + offset) * row_stride
     else:
         places = base + s.to(tl.int64) * row_stride
     at = places[:, None] + d[None, :]
@@ -132,6 +137,7 @@ def attend(
     D: tl.constexpr,
     D_SIDE: tl.constexpr,
     BLOCK: tl.constexpr,  # keys at a time
+    PAGE: tl.constexpr,  # block_size of a table that nobody goes through twice; 0: of another one
     SPLIT: tl.constexpr,
 ):
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -187,12 +193,12 @@ def attend(
     for start in range(low, whole, BLOCK):
         peak, total, acc = take_keys(
             peak, total, acc, query, position, k, v, k_scales, v_scales, base, own_table, start, stop,
-            blocks, block_size, row_stride, factor, inner, WINDOW, D, D_SIDE, BLOCK, False,
+            blocks, block_size, row_stride, factor, inner, WINDOW, D, D_SIDE, BLOCK, PAGE, False,
         )  # fmt: skip
     for start in range(whole, stop, BLOCK):
         peak, total, acc = take_keys(
             peak, total, acc, query, position, k, v, k_scales, v_scales, base, own_table, start, stop,
-            blocks, block_size, row_stride, factor, inner, WINDOW, D, D_SIDE, BLOCK, True,
+            blocks, block_size, row_stride, factor, inner, WINDOW, D, D_SIDE, BLOCK, PAGE, True,
         )  # fmt: skip
     number = row.to(tl.int64) * heads + head  # of a query's head among N · H
     if not SPLIT:
