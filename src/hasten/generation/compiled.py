@@ -67,7 +67,9 @@ def compile_blocks(model: Transformer) -> None:
     options = {"coordinate_descent_tuning": True} if model.device.type == "cuda" else None
     new = {part: take_over(_compiled_kind(type(part)), part) for part in parts}  # type: ignore[arg-type]
     for part in new.values():
-        part.compiled = torch.compile(super(CompiledForOneToken, part).forward, fullgraph=True, dynamic=False, options=options)
+        part.compiled = torch.compile(
+            super(CompiledForOneToken, part).forward, fullgraph=True, dynamic=False, options=options
+        )
     replace_modules(model, new)
 
 
