@@ -39,7 +39,7 @@ class Ahead:
         self._rows: dict[OutputSequence, DrawnRow] = {}
 
     def begin(self, plan: Sequence[ScheduledTokens], outputs: Outputs) -> bool | None:
-        """Launch a planned step; its tokens are then in `flight`. False: it is not captured; None: it needs the host."""
+        """Launch a planned step, whose tokens `flight` has then. False: it is not captured. None: it needs the host."""
         decoder = self.runner.decoder
         if decoder is None:
             return None
