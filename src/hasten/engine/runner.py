@@ -178,7 +178,7 @@ class BatchRunner:
     ) -> Drawn | None:
         """The next step of these sequences of the last one, after the tokens that it draws; the others leave.
 
-        grown: the block tables that have changed, by the sequences' numbers. longest: tokens of the longest one after it.
+        grown: the block tables that have changed, by the sequences' numbers. longest: tokens of the longest one then.
         None: not in the same shape; `begin` it when the tokens are known.
         """
         shape = self._shape
