@@ -52,13 +52,15 @@ def attention(tmp_path, *, tokens, sequences, max_query, group, head_dim, source
         "PDL": changes.pop("early", False),
         "SPLIT": plan.splits > 1,
     }
+    known = {"rows", "sequences", "blocks", "block_size", "slots"}  # else an argument of 1 would be a constant
+    assert known <= set(attend.do_not_specialize)
     return plan, compile_for_hopper(
         attend,
         types,
         constants,
         tmp_path,
         num_warps=plan.warps,
-        num_stages=plan.stages + ("table" in source),
+        num_stages=plan.stages_of(paged="table" in source),
         **changes,
     )
 
@@ -91,6 +93,45 @@ def test_prompts(tmp_path, source, window, softcap, group, head_dim):
     assert result.metadata.shared <= LARGEST_SHARED
 
 
+@pytest.mark.parametrize("source", ["table", "first"])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "half"), [(1, 128, 64), (8, 64, 32), (7, 128, 64), (8, 256, 128), (4, 80, 16)]
+)
+def test_a_decode_step(tmp_path, source, group, head_dim, half):
+    from hasten.ops.attention.flash_tiles import side
+    from hasten.ops.attention.ragged import plan_for
+    from hasten.ops.attention.step_kernels import attend_new
+
+    sizes = {"kv_heads": 8, "group": group, "head_dim": head_dim, "max_query": 1, "longest": 2048}
+    plan = plan_for(tokens=1, sequences=1, **sizes)
+    types = dict.fromkeys(("qkv", "k", "v", "out"), "*bf16")
+    types |= dict.fromkeys(("cos", "sin", "parts", "peaks", "sums"), "*fp32") | {"counters": "*i32"}
+    types |= dict.fromkeys(("q_weight", "k_weight"), "*bf16") if group == 8 else {}
+    types |= dict.fromkeys(("slot_mapping", "lengths", source), "*i64") | dict.fromkeys(
+        ("eps", "offset", "factor"), "fp32"
+    )
+    integers = ("rows", "blocks", "block_size", "slots", "qkv_stride", "row_stride", "head_stride")
+    types |= dict.fromkeys(integers, "i32") | ({"first": "*i64"} if source == "first" else {"table": "*i64"})
+    constants = {
+        "WINDOW": 100 if group == 4 else 0,
+        "GROUP": group,
+        "M": plan.rows,
+        "D": head_dim,
+        "D_SIDE": side(head_dim),
+        "HALF": half,
+        "BLOCK": plan.keys,
+        "PAGE": 16,
+        "SPLIT": True,
+        "PDL": group == 1,
+    }
+    options = {"num_warps": plan.warps, "num_stages": plan.stages_of(paged=source == "table")}
+    result = compile_for_hopper(attend_new, types, constants, tmp_path, **options)
+    code = result.asm["ptx"]
+    assert "cp.async.cg.shared.global" in code
+    assert not re.search(r"(ld|st)\.local", code)
+    assert result.metadata.shared <= LARGEST_SHARED // 2  # two programs on a multiprocessor
+
+
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("half", "head_dim"), [(64, 128), (16, 80), (0, 64)])
 def test_placing_heads(tmp_path, normed, half, head_dim):
@@ -101,7 +142,15 @@ def test_placing_heads(tmp_path, normed, half, head_dim):
     types |= dict.fromkeys(("qkv_stride", "row_stride", "head_stride"), "i32")
     types |= dict.fromkeys(("cos", "sin"), "*fp32") if half else {}
     types |= dict.fromkeys(("q_weight", "k_weight"), "*bf16") if normed else {}
-    constants = {"HEADS": 32, "KV_HEADS": 8, "D": head_dim, "D_SIDE": side(head_dim), "HALF": half, "BLOCK": 2, "PDL": True}
+    constants = {
+        "HEADS": 32,
+        "KV_HEADS": 8,
+        "D": head_dim,
+        "D_SIDE": side(head_dim),
+        "HALF": half,
+        "BLOCK": 2,
+        "PDL": True,
+    }
     code = compile_for_hopper(place_heads, types, constants, tmp_path, num_warps=1).asm["ptx"]
     assert not re.search(r"(ld|st)\.local", code)
 
@@ -112,5 +161,7 @@ def test_adding_what_is_normed(tmp_path, centred):
 
     types = {"x": "*fp32", "y": "*bf16", "weight": "*bf16", "out": "*fp32", "size": "i32"}
     types |= {"eps": "fp32", "offset": "fp32"} | ({"bias": "*bf16"} if centred else {})
-    code = compile_for_hopper(add_normed, types, {"CENTRED": centred, "BLOCK": 4096, "PDL": True}, tmp_path, num_warps=8).asm["ptx"]
+    code = compile_for_hopper(
+        add_normed, types, {"CENTRED": centred, "BLOCK": 4096, "PDL": True}, tmp_path, num_warps=8
+    ).asm["ptx"]
     assert not re.search(r"(ld|st)\.local", code)
