@@ -40,6 +40,27 @@ def run_interpreted(file: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+def compile_for_hopper(kernel, types, constants, cache, **options):
+    """What the real compiler makes of a kernel; types: pointers and integers by name, left-out arguments are None."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    values = {(i,): constants.get(name) for i, name in enumerate(names) if name not in types}
+    # Torch's allocations are aligned, and strides that 16 divides are known to the compiler when called.
+    divisible = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name][0] == "*" or name.endswith(("_size", "_stride"))
+    }
+    source = ASTSource(kernel, signature, values, divisible)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(cache))
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | options)
+
+
 def check_linear(weight, *, rows, dtype, with_bias, device):
     """The Triton product errs at most twice what plain PyTorch errs, against float64; the weight comes back exactly."""
     n, k = weight.shape

@@ -160,7 +160,7 @@ class LoadOptions:
     quantize: Literal["none", "int8", "int4"] = "none"
     """Round the weights after loading; `hasten quantize` does it once, has more settings and keeps the result."""
     fuse: bool = True
-    """Run the native fused kernels where they fit (bfloat16 or quantized, on a CPU)."""
+    """Run the fused kernels where they fit: on a CPU in bfloat16 or quantized, on a GPU in 16 bits or quantized."""
 
     def load(self) -> Transformer:
         """Load the model onto the device, with the threads and the seed set, quantized and fused as asked."""
