@@ -32,6 +32,9 @@ class EngineSettings:
         kv_cache_dtype: Keys and values in the model's own dtype, or in about half (int8) or less than a third (int4) of
             bfloat16's bytes, rotated before they are rounded; -plain: not rotated.
         prefix_cache: Share the blocks of prompts that begin alike.
+        capture: On a GPU, capture decode steps as CUDA graphs when they have come twice; --no-capture launches each
+            operation from Python, far slower, for finding errors.
+        capture_sizes: Numbers of sequences whose decode steps a server captures before they come, while it is idle.
         queue_limit: Requests that may wait; further ones are told when to come again.
         reader_limit: Outputs that may lie unread, for each prompt that is read together; with more all are given up.
     """
@@ -45,6 +48,8 @@ class EngineSettings:
     fit: bool = False
     kv_cache_dtype: KVCacheDtype = "auto"
     prefix_cache: bool = True
+    capture: bool = True
+    capture_sizes: tuple[Annotated[int, ABOVE_0], ...] = ()
     queue_limit: Annotated[int, ABOVE_0] = 1024
     reader_limit: Annotated[int, ABOVE_0] = 1024
 

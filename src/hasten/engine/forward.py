@@ -1,0 +1,116 @@
+"""The forward pass of a `Batch`: all that it computes with comes from tensors of fixed addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasten.engine.batch import Batch, Shape
+from hasten.generation.paged import metadata_of
+from hasten.model.transformer import Transformer
+from hasten.ops.attention import AttentionRequest, LayerAttention
+from hasten.ops.attention.inputs import visible
+from hasten.ops.attention.paged import PagedGroup
+from hasten.ops.attention.view import KVView, StackView
+from hasten.ops.picker import Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """For kernels that bring keys side by side: rows (S·W,) of the queries, slots (S, L) of the keys, in order, and
+    positions (S, W) of the queries.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    positions: Tensor
+
+    def seen(self, window: int | None) -> list[PagedGroup]:
+        """As one group, with the mask of a layer. Padding sees a key, so that nothing becomes NaN."""
+        places = torch.arange(self.slots.shape[1], device=self.slots.device)
+        return [PagedGroup(self.rows, self.slots, self.positions, visible(self.positions, places, window))]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayer:
+    """One layer's keys and values during a batch's step; see `LayerContext`."""
+
+    held: KVView
+    kernel: Kernel[AttentionRequest]
+    keys: Keys | None
+
+    def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
+        """For a kernel that writes and reads the cache itself."""
+        return self.held
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
+        """Write the step's k, v (S, W, Hkv, D); attention of q (S, W, H, D) over all that its sequences hold."""
+        held, spec, keys = self.held, attention.spec, self.keys
+        slots, rows = held.metadata.slot_mapping, held.metadata.rows
+        held.k[slots], held.v[slots] = rows.write(k).flatten(0, 1), rows.write(v).flatten(0, 1)
+
+        def groups() -> list[PagedGroup]:
+            assert keys is not None
+            return keys.seen(spec.window)
+
+        found = self.kernel.run(q.flatten(0, 1), held, spec=spec, groups=groups, dense=attention)
+        return found.unflatten(0, q.shape[:2])
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStep:
+    """The context of a forward pass of S sequences by W tokens each, and their positions int64 (S, W)."""
+
+    all_layers: StackView
+    positions: Tensor
+    kernel: Kernel[AttentionRequest]
+    keys: Keys | None
+
+    @property
+    def layers(self) -> list[BatchLayer]:
+        """For the blocks one by one."""
+        return [BatchLayer(view, self.kernel, self.keys) for view in self.all_layers.layers]
+
+
+def batch_step(batch: Batch, shape: Shape) -> BatchStep:
+    """Positions, slots and lengths of a filled batch, computed on the device.
+
+    A sequence of fewer than W new tokens is padded behind them: such a token repeats the last position and is written
+    nowhere (slot -1). Attention takes all W as the sequence's last ones. A padded sequence has length 0.
+    """
+    cache, size, width = batch.cache, batch.block_size, shape.width
+    step, table = batch.views(shape), batch.block_table[: shape.sequences]
+    lengths, offsets = step.lengths[:, None], batch.offsets[:width]
+    start = lengths - step.counts[:, None]
+    positions = torch.minimum(start + offsets, lengths - 1).clamp(min=0)  # (S, W)
+    slots = table.gather(1, positions // size) * size + positions % size
+    seq_lens = step.lengths
+    if width == 1:
+        slots = torch.where(lengths > 0, slots, -1)
+    else:
+        slots = torch.where(offsets < step.counts[:, None], slots, -1)
+        seq_lens = torch.where(step.lengths > 0, start[:, 0] + width, 0)
+    metadata = metadata_of(
+        slots.flatten(),
+        batch.query_start_loc[width][: shape.sequences + 1],
+        seq_lens,
+        table,
+        block_size=size,
+        rows=cache.row_format,
+        max_query=width,
+        longest=shape.longest + (width if width > 1 else 0),
+    )
+    keys = None
+    if cache.kernel.name == "gathered":
+        places = torch.arange(shape.longest, device=batch.device)
+        rows = torch.arange(positions.numel(), device=batch.device)
+        keys = Keys(rows, table[:, places // size] * size + places % size, positions)
+    return BatchStep(StackView(cache.k, cache.v, metadata), positions, cache.kernel, keys)
+
+
+def forward(model: Transformer, batch: Batch, shape: Shape) -> Tensor:
+    """Logits (S, W, V) float32 after each token of a filled batch."""
+    step = batch_step(batch, shape)
+    return model(batch.views(shape).tokens, step.positions, step)
