@@ -1,6 +1,11 @@
-"""The tables of a measurement: printed at the end of a run, and written into the pages by benchmarks/tables.py."""
+"""The tables of a measurement: printed at the end of a run, and written into the pages by benchmarks/tables.py.
 
+    python benchmarks/gpu/report.py OUT/results.json > benchmarks/results/gpu.json      # what is committed of a run
+"""
+
+import json
 import statistics
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,7 +162,7 @@ def products(results: Results) -> Table:
         for format in formats:
             own = [row for row in every_row if row[:4] == [n, k, format, count] and row[5] is not None]
             share = own[0][5] * 1e9 / copy_rate(results) if own else 0.0
-            cells.append((f"{own[0][4]:.1f}" + (f" ({share:.0%})" if count == 1 else "")) if own else "")
+            cells.append((f"{own[0][4]:.1f}" + (f" ({share:.0%})" if count == 1 and share > 0 else "")) if own else "")
         rows.append([f"{n} × {k}", str(count), *cells])
     return ["matrix, µs", "rows", *formats], rows
 
@@ -172,6 +177,19 @@ TABLES = {
     "attention": attention,
     "products": products,
 }
+
+
+def compact(report: dict[str, Any]) -> dict[str, Any]:
+    """What is committed: without logs and traces, and of a profile the six longest kernels."""
+
+    def short(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: short(v, k) for k, v in value.items() if k not in ("trace", "log", "output")}
+        if isinstance(value, list):
+            return [short(one) for one in (value[:6] if key == "kernels" else value)]
+        return round(value, 4) if isinstance(value, float) and abs(value) < 1e6 else value
+
+    return {"results": short(report["results"])}
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -206,3 +224,8 @@ def tables(results: Results) -> str:
         if isinstance(failure, dict):
             parts.append(f"failed {name}: {str(failure.get('error'))[:200]}")
     return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1]) as file:
+        print(json.dumps(compact(json.load(file)), indent=None, separators=(",", ":")))
