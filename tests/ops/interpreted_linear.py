@@ -14,7 +14,12 @@ from triton_cases import FUSED_CASES, check_fused, check_linear
 
 FORMATS = [
     ("int8", 0, True),
-    *((name, group, symmetric) for name in ("int4", "int8") for group in (32, 64, 128, 256) for symmetric in (True, False)),
+    *(
+        (name, group, symmetric)
+        for name in ("int4", "int8")
+        for group in (32, 64, 128, 256)
+        for symmetric in (True, False)
+    ),
 ]
 
 
@@ -69,15 +74,15 @@ def test_several_chunks_in_a_step(chunks):
     assert rms(y - exact) <= 2 * rms(x @ weight.dequantize(x.dtype).T - exact)
 
 
-@pytest.mark.parametrize(("block", "words", "prefetch"), [(1, 16, True), (2, 32, False), (8, 128, True)])
+@pytest.mark.parametrize(("block", "words", "stages"), [(1, 16, 1), (2, 32, 2), (8, 128, 4)])
 @pytest.mark.parametrize("format", [("int4", 32, False), ("int8", 0, True), ("bfloat16", 0, True)])
-def test_one_row_cut_in_other_ways(format, block, words, prefetch):
+def test_one_row_cut_in_other_ways(format, block, words, stages):
     weight = make_weight(50, 328, format=format[0], group_size=format[1], symmetric=format[2])
     plain = format[0] == "bfloat16"
     packed = Operands(weight, None, None, None, None, 50, BFLOAT16) if plain else None
     packed = packed or Operands(*CHUNKS.pack(weight), None, 50, weight.format)
     x = torch.randn(1, 328).bfloat16()
-    config = OneRow(block, words=words, prefetch=prefetch)
+    config = OneRow(block, words=words, stages=stages)
     y = multiply_row(x, packed, Beside(x.dtype), config=config)
     full = weight.float() if plain else weight.dequantize()
     exact = x.double() @ full.double().T

@@ -41,6 +41,30 @@ def compiled(monkeypatch, tmp_path):
     return build
 
 
+def longest_loop(ptx):
+    """Its text, from a label to the jump back to it."""
+    lines = ptx.splitlines()
+    labels = {found[1]: i for i, line in enumerate(lines) if (found := re.match(r"(\$\w+):", line))}
+    jumps = [(i, labels[found[1]]) for i, line in enumerate(lines) if (found := re.search(r"bra\S*\s+(\$\w+);", line))]
+    start, end = max(((to, i) for i, to in jumps if to < i), key=lambda loop: loop[1] - loop[0])
+    return "\n".join(lines[start:end])
+
+
+def stack_bytes(result):
+    """Local memory of a thread: what does not fit into the registers, counted by the assembler."""
+    import subprocess
+    import tempfile
+    from pathlib import Path
+
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(result.asm["cubin"])
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
 FORMATS = [(8, 0, False), (8, 32, True), (4, 32, False), (4, 32, True), (4, 128, False), (16, 0, False)]
 SIZES = ("outputs", "n_size", "k_size", "row_stride", "groups")
 
@@ -56,9 +80,10 @@ def operand_types(bits, group_size, zeros, out):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("beside", ["norm and gate", "residual", "layer norm"])
 @pytest.mark.parametrize(("bits", "group_size", "zeros"), FORMATS)
-def test_product_of_one_row(compiled, dtype, beside, bits, group_size, zeros):
+def test_product_of_one_row(compiled, dtype, stages, beside, bits, group_size, zeros):
     from hasten.ops.linear.triton_choice import choose_one_row
     from hasten.ops.linear.triton_gemv import one_row_packed, one_row_plain
 
@@ -76,22 +101,24 @@ def test_product_of_one_row(compiled, dtype, beside, bits, group_size, zeros):
         "GATED": beside == "norm and gate",
         "BLOCK": config.block,
         "T": config.words,
-        "PREFETCH": config.prefetch,
-        "PDL": False,
+        "STAGES": stages,
+        "PDL": beside == "residual",
     }
     if bits < 16:
         types["magic"] = "i32"
         constants |= {"BITS": bits, "GROUP": group_size}
-    result = compiled(one_row_plain if bits == 16 else one_row_packed, types, constants)
+    options = {"num_warps": config.threads // 32, "num_stages": stages}
+    result = compiled(one_row_plain if bits == 16 else one_row_packed, types, constants, options)
     code = result.asm["ptx"]
-    loads = re.findall(r"ld\.global\S*\.v4\.b32", code)
-    # Of every block of rows the next 16 bytes are on their way, and those of the first step.
-    assert len(loads) >= config.block * (2 if config.prefetch else 1)
-    # Threads keep their own sums: nothing is exchanged before the last step is done.
-    loop = code[code.index("ld.global") : code.rindex("bra")]
-    assert "bar.sync" not in loop
-    assert "st.shared" not in loop
-    assert not re.search(r"(ld|st)\.local", code)
+    loop = longest_loop(code)
+    if stages == 1:  # threads keep their own sums: nothing is exchanged before the last step is done
+        assert len(re.findall(r"ld\.global\S*\.v4\.b32", loop)) >= config.block
+        assert "bar.sync" not in loop
+        assert "shared" not in loop
+    else:
+        assert len(re.findall(r"cp\.async\.cg\S* .*0x10", loop)) >= config.block
+    assert ("griddepcontrol" in code) == (beside == "residual")
+    assert stack_bytes(result) == 0
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -114,7 +141,7 @@ def test_product_of_several_rows(compiled, dtype, rows, bits, group_size, zeros)
         "N": config.n,
         "M": config.m,
         "CHUNKS": config.chunks,
-        "SPLITS": config.splits,
+        "SPLIT": config.splits > 1,
         "STAGES": config.stages,
         "SCALED": config.scaled,
         "WHOLE": True,
@@ -128,7 +155,7 @@ def test_product_of_several_rows(compiled, dtype, rows, bits, group_size, zeros)
     assert "mma.sync" not in code
     assert "cp.async.cg.shared.global" in code, "weights come 16 bytes a thread, some steps ahead"
     assert result.metadata.shared <= 227 << 10
-    assert not re.search(r"(ld|st)\.local", code)
+    assert stack_bytes(result) == 0
     # Weights are words in shared memory and are spread in registers: never stored as 16-bit numbers.
     assert not re.search(r"st\.shared\S*", code[code.index("wgmma") : code.rindex("wgmma.mma_async")])
 

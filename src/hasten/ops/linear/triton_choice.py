@@ -9,13 +9,15 @@ PDL = False  # programmatic dependent launch: a product fetches weights while th
 class OneRow:
     """A product of one row. A program has `block` blocks of 4 weight rows (of 16-bit weights: rows), all of K.
 
-    threads: of a program, all along K. prefetch: a step's weights are loaded while the step before it computes.
+    threads: of a program, all along K. stages: steps whose bytes are under way to shared memory; 1: only this one's, to
+    registers.
     """
 
     block: int
     threads: int = 128
     words: int = 128  # of 16 bytes, of a row (or block of 4) in a step
-    prefetch: bool = True
+    stages: int = 3
+    pdl: bool = PDL
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class SeveralRows:
     threads: int = 128
     stages: int = 4
     scaled: bool = False
+    pdl: bool = PDL
 
 
 def choose_one_row(bits: int, group_size: int, n: int, k: int) -> OneRow:

@@ -115,26 +115,27 @@ def numbers(words, NUMBER: tl.constexpr, BITS: tl.constexpr, N: tl.constexpr, K:
 
 
 @triton.jit
-def sum_of_splits(acc, parts, counters, tile, split, SPLITS: tl.constexpr, N: tl.constexpr, M: tl.constexpr):
+def sum_of_splits(acc, parts, counters, tile, N: tl.constexpr, M: tl.constexpr):
     """Whether this program is the last of its tile, and then the sum of the parts, first to last.
 
     The last one sets the counter back to 0 for the next launch.
     """
     place = tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
-    own = parts + tile.to(tl.int64) * (SPLITS * N * M)
-    tl.store(own + split * (N * M) + place, acc)
+    splits = tl.num_programs(2)
+    own = parts + tile.to(tl.int64) * splits * (N * M)
+    tl.store(own + tl.program_id(2) * (N * M) + place, acc)
     tl.debug_barrier()  # all threads have stored before one of them counts
     before = tl.atomic_add(counters + tile, 1, sem="acq_rel")
-    last = before == SPLITS - 1
+    last = before == splits - 1
     if last:
         acc = tl.load(own + place, cache_modifier=".cg")
-        for other in tl.static_range(1, SPLITS):
+        for other in range(1, splits):
             acc += tl.load(own + other * (N * M) + place, cache_modifier=".cg")
         tl.store(counters + tile, 0)
     return acc, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "groups", "steps_per_split"])
 def several_rows(
     x,  # (rows, K) bfloat16 or float16
     data,  # (N/4, words, 4) int32
@@ -160,7 +161,7 @@ def several_rows(
     N: tl.constexpr,  # weight rows of a tile
     M: tl.constexpr,  # rows of x
     CHUNKS: tl.constexpr,  # of 16 words of a row, in a step
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,  # K is, among the programs of the third dimension
     STAGES: tl.constexpr,
     SCALED: tl.constexpr,  # weights are multiplied by the scale of their group, and rounded; else their products are
     WHOLE: tl.constexpr,  # K needs no mask
@@ -218,9 +219,9 @@ def several_rows(
                     acc = tl.dot(weight * scale.to(weight.dtype)[:, None], part_of_x, acc)
                 else:
                     acc += tl.dot(weight, part_of_x) * scale.to(tl.float32)[:, None]
-    if SPLITS > 1:
+    if SPLIT:
         number = tl.program_id(1) * tl.num_programs(0) + tile
-        acc, done = sum_of_splits(acc, parts, counters, number, tl.program_id(2), SPLITS, N, M)
+        acc, done = sum_of_splits(acc, parts, counters, number, N, M)
     else:
         done = True
     if done:

@@ -35,6 +35,16 @@ def one_plus(words, magic, NUMBER: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def fetch_to_cache(rows, bytes_of_row):
+    """Ask for the first 16 KB of each row (of bytes; a pointer for each) in the L2 cache: before x is known."""
+    lines = tl.minimum(tl.arange(0, 128)[None, :], (bytes_of_row - 1) // 128)
+    places = rows.to(tl.pointer_type(tl.uint8))[:, None] + lines * 128
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["groups"])
 def one_row_packed(
     x,  # (K,), as integers of two numbers
     data,  # (N/4, words, 4) int32
@@ -63,7 +73,7 @@ def one_row_packed(
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,  # blocks of 4 rows
     T: tl.constexpr,  # words of a row in a step
-    PREFETCH: tl.constexpr,  # the next step's weights are asked for before this step computes
+    STAGES: tl.constexpr,  # steps whose loads are under way
     PDL: tl.constexpr,
 ):
     """int8 and int4. Σ (q - z)·x = Σ (1 + q·u)·(x/u) - Σ x/u - z·Σ x, u a power of two: nothing is converted."""
@@ -85,9 +95,8 @@ def one_row_packed(
     words = data + block.to(tl.int64) * (row_stride * ROWS) + row
     group = block.to(tl.int64) * (groups * ROWS) + row
     last = row_stride - 1  # what is read beyond it is that word again, times zeros
-    if PREFETCH:
-        ahead = tl.load(words + tl.minimum(t, last) * ROWS)
     if PDL:
+        fetch_to_cache(data + tl.reshape(block, (BLOCK,)).to(tl.int64) * (row_stride * ROWS), row_stride * 16)
         tl.extra.cuda.gdc_wait()
     mean, deviation = 0.0, 1.0
     if NORM == 2:
@@ -95,14 +104,10 @@ def one_row_packed(
     sums = tl.zeros((BLOCK, T, ROWS), dtype=tl.float32)
     excess = tl.zeros((1, T, 1), dtype=tl.float32)
     squares = tl.zeros((1, T, 1), dtype=tl.float32)
-    for start in range(0, row_stride, T):
+    for start in tl.range(0, row_stride, T, num_stages=STAGES):
         at = start + t
         inside = tl.minimum(at, last)
-        if PREFETCH:
-            q = ahead
-            ahead = tl.load(words + tl.minimum(at + T, last) * ROWS)
-        else:
-            q = tl.load(words + inside * ROWS)
+        q = tl.load(words + inside * ROWS, eviction_policy="evict_first")
         place = at // 16 * (RUN // 2) + at % 16  # of the first pair in x
         left = k_size - 2 * place
         for pair in tl.static_range(PAIRS):
@@ -179,7 +184,7 @@ def one_row_plain(
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,  # rows
     T: tl.constexpr,  # times 4 words of a row in a step
-    PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Weights of 16 bits, row by row as PyTorch keeps them."""
@@ -195,22 +200,17 @@ def one_row_plain(
     n = row_of_output(output, i % 2, GATED, GATE_ROWS)
     words = data + tl.minimum(n, n_size - 1).to(tl.int64)[:, None, None] * row_stride + word
     last = row_stride // 4 - 1  # what is read beyond it is that again, times zeros
-    if PREFETCH:
-        ahead = tl.load(words + tl.minimum(t, last) * 4)
     if PDL:
+        fetch_to_cache(data + tl.minimum(n, n_size - 1).to(tl.int64) * row_stride, row_stride * 4)
         tl.extra.cuda.gdc_wait()
     mean, deviation = 0.0, 1.0
     if NORM == 2:
         mean, deviation = moments(x, k_size, eps, XBITS, HALF, 1024)
     sums = tl.zeros((BLOCK, T), dtype=tl.float32)
     squares = tl.zeros((1, T), dtype=tl.float32)
-    for start in range(0, last + 1, T):
+    for start in tl.range(0, last + 1, T, num_stages=STAGES):
         at = start + t
-        if PREFETCH:
-            q = ahead
-            ahead = tl.load(words + tl.minimum(at + T, last) * 4)
-        else:
-            q = tl.load(words + tl.minimum(at, last) * 4)
+        q = tl.load(words + tl.minimum(at, last) * 4, eviction_policy="evict_first")
         even, odd = tl.split(tl.reshape(q, (BLOCK, T, 2, 2)))
         first, third = tl.split(even)
         second, fourth = tl.split(odd)

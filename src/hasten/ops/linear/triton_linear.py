@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from hasten.ops.linear import triton_choice, triton_rows
+from hasten.ops.linear import triton_rows
 from hasten.ops.linear.fused import NormArguments
 from hasten.ops.linear.layouts import Operands
 from hasten.ops.linear.triton_choice import OneRow, SeveralRows, choose_one_row, choose_several_rows
@@ -163,11 +163,11 @@ def multiply_row(x: Tensor, weight: Operands, beside: Beside, *, config: OneRow 
         "GATED": beside.gated,
         "BLOCK": config.block,
         "T": config.words,
-        "PREFETCH": config.prefetch,
-        "PDL": triton_choice.PDL,
+        "STAGES": config.stages,
+        "PDL": config.pdl,
         "num_warps": config.threads // 32,
-        "num_stages": 1,
-    } | ({"launch_pdl": True} if triton_choice.PDL else {})
+        "num_stages": config.stages,
+    } | ({"launch_pdl": True} if config.pdl else {})
     if bits == 16:
         sizes = (outputs, n, k, k // 2)
         one_row_plain[grid](*row, bias, *beside_it, beside.residual, out, *sizes, eps, offset, **options)
@@ -201,7 +201,9 @@ def multiply_rows(x: Tensor, weight: Operands, beside: Beside, *, config: Severa
     counters = None if config.splits == 1 else _counters(x.device, tiles[0] * tiles[1])
     steps_per_split = triton.cdiv(steps, 1 if counters is None else config.splits)
     splits = triton.cdiv(steps, steps_per_split)
-    parts = x.new_empty((tiles[0] * tiles[1] * splits * config.n * config.m,), dtype=torch.float32) if splits > 1 else None
+    parts = (
+        x.new_empty((tiles[0] * tiles[1] * splits * config.n * config.m,), dtype=torch.float32) if splits > 1 else None
+    )
     out = _result(x, beside, rows, outputs)
     several_rows[(*tiles, splits)](
         *(readable(x), weight.data, weight.scales, weight.zeros),
@@ -215,14 +217,14 @@ def multiply_rows(x: Tensor, weight: Operands, beside: Beside, *, config: Severa
         N=config.n,
         M=config.m,
         CHUNKS=config.chunks,
-        SPLITS=splits,
+        SPLIT=splits > 1,
         STAGES=config.stages,
         SCALED=config.scaled,
         WHOLE=k % run == 0,
         WIDE=x.device.type == "cpu",
-        PDL=triton_choice.PDL,
+        PDL=config.pdl,
         num_warps=config.threads // 32,
-        **({"launch_pdl": True} if triton_choice.PDL else {}),
+        **({"launch_pdl": True} if config.pdl else {}),
     )
     return out.to(beside.result)
 
