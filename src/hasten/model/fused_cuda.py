@@ -28,7 +28,6 @@ from hasten.ops.attention.cache_rows import PLAIN, RowFormat, turn
 from hasten.ops.attention.spec import HALVES, LARGEST_HEAD
 from hasten.ops.attention.view import KVView
 from hasten.ops.linear import PackedLinear
-from hasten.ops.linear.layouts import Operands
 from hasten.ops.linear.operator import KERNELS, LinearRequest
 
 GATE_ROWS = 32  # rows of gate, then of up, as `gate_up_rows` puts them
@@ -95,7 +94,7 @@ class CudaBlock(FusedSteps):
         # Imported here, because they import Triton: only where a model is fused.
         from hasten.ops.attention import ragged
         from hasten.ops.block import triton_steps
-        from hasten.ops.linear.fused_stub import NormArguments, fused_linear
+        from hasten.ops.linear.fused import NormArguments, fused_linear
 
         norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         sizes = (0.0, 0.0) if self.q_norm is None else (self.q_norm.eps, self.q_norm.offset)
@@ -183,8 +182,7 @@ INT4_CACHE = "a GPU has no kernel for int4 caches: each layer's cache is unpacke
 def product_weight(linear: Linear) -> dict[str, Any]:
     """A layer's weight as `fused_linear` takes it."""
     if isinstance(linear, PackedLinear):
-        parts = *linear.packed, linear.bias, linear.out_features, linear.format, linear.planes
-        return {"weight": Operands(*parts)}
+        return {"weight": linear.operands}
     return {"weight": linear.weight.detach(), "bias": None if linear.bias is None else linear.bias.detach()}
 
 
@@ -206,7 +204,7 @@ class CudaStack:
 
     def scores(self, x: Tensor) -> Tensor:
         """x (…, C) before the last norm -> logits (…, out features of the head)."""
-        from hasten.ops.linear.fused_stub import NormArguments, fused_linear
+        from hasten.ops.linear.fused import NormArguments, fused_linear
 
         model = self.model
         norm = NormArguments(*norm_arguments(model.norm))
