@@ -1,4 +1,4 @@
-"""Captured steps of the engine over Triton's kernels, in their interpreter; run by test_runner.py in a process of its own."""
+"""Captured steps over Triton's kernels in their interpreter; test_runner.py runs this file in a process of its own."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_texts_are_the_plain_ones(fused):
     drafted.speculator = proposing(lambda sequence: [7, 3, 9][: 1 + len(sequence.tokens) % 3])
     assert texts(engine) == plain
     assert texts(drafted) == plain
-    shapes = [key[1] for one in (engine, drafted) for key in one.runner.decoder.captures.pieces]
+    shapes = [key.shape for one in (engine, drafted) for key in one.runner.decoder.forwards()]
     assert {shape.width for shape in shapes} >= {1, 4}
     assert not engine.runner.decoder.captures.refused
     assert not drafted.runner.decoder.captures.refused

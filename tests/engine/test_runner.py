@@ -9,10 +9,10 @@ import hasten
 from drafting import proposing
 from hasten.engine import captures
 from hasten.generation import graphs
-from hasten.generation.params import SamplingParams
+from hasten.model.lora import attach, new_adapter
 from recorded import Capturer
 from references import make_reference, tiny_llama
-from serving_cases import make_engine, request, run, tokens_of
+from serving_cases import Counting, make_engine, request, run, tokens_of
 from triton_cases import run_interpreted
 
 PROMPTS = [[7, 3, 90, 41, 12], [18, 99, 3], [64, 29, 77, 50, 51, 64, 29, 77, 2], [5], [8, 8, 23, 60, 71, 5, 33]]
@@ -34,9 +34,7 @@ def texts(engine, requests):
 
 
 def requests_of(**settings):
-    return [
-        request(str(i), prompt, **({"max_new_tokens": 5 + 4 * i} | settings)) for i, prompt in enumerate(PROMPTS)
-    ]
+    return [request(str(i), prompt, **({"max_new_tokens": 5 + 4 * i} | settings)) for i, prompt in enumerate(PROMPTS)]
 
 
 def both(model, requests, **settings):
@@ -61,6 +59,7 @@ def both(model, requests, **settings):
         {**DRAWN, "frequency_penalty": 0.7},
         {"min_new_tokens": 4, "ignore_eos": False},
         {"logit_bias": {7: 5.0, 9: -3.0}},
+        {**DRAWN, "logit_bias": {7: 5.0}, "min_new_tokens": 3, "ignore_eos": False},
         {**DRAWN, "n": 3},
     ],
     ids=str,
@@ -87,10 +86,53 @@ def test_rounded_caches(capturing, cache):
     both(tiny_llama(), requests_of, kv_cache_dtype=cache)
 
 
+def test_adapters(capturing):
+    """A step of one adapter, or of none, is captured; one of several runs plainly."""
+
+    def model():
+        own = tiny_llama()
+        adapters = [new_adapter(own.config, rank=4, alpha=8, targets=["all-linear"], seed=i) for i in range(2)]
+        for factors in (one for adapter in adapters for one in adapter.values()):
+            torch.nn.init.normal_(factors.b, std=0.2, generator=torch.Generator().manual_seed(factors.b.numel()))
+        attach(own, adapters)
+        return own
+
+    def requests_with(*names):
+        return [request(str(i), PROMPTS[i], adapter=name, max_new_tokens=9) for i, name in enumerate(names)]
+
+    def served(*names, **settings):
+        engine = make_engine(model(), **settings)
+        engine.adapters.names[:] = ["a", "b"]
+        return texts(engine, requests_with(*names)), engine
+
+    found = {}
+    for names in (("a", "a", "a"), ("b", "b", "b"), ("", "", ""), ("a", "", "b")):
+        expected, _ = served(*names, capture=False)
+        found[names], engine = served(*names)
+        assert found[names] == expected
+        captured = {key.shape.sequences for key in engine.runner.decoder.forwards()}
+        assert (4 in captured) == (len(set(names)) == 1)
+    assert len({str(one) for one in found.values()}) == 4
+
+
+def test_constraints_beams_and_embeddings(capturing):
+    def requests():
+        return [
+            request("free", PROMPTS[0], max_new_tokens=12),
+            request("bound", PROMPTS[1], max_new_tokens=12, constraint=Counting(40, 6)),
+            request("beams", PROMPTS[2], max_new_tokens=8, beam_width=3),
+            request("last", PROMPTS[3], max_new_tokens=25),
+        ]
+
+    engine = both(tiny_llama(), requests)
+    state = engine.embed(PROMPTS[0])
+    assert torch.equal(state, make_engine(tiny_llama(), capture=False).embed(PROMPTS[0]))
+
+
 def test_what_the_host_decides(capturing):
     """Log-probabilities: captured forward passes, drawn for on the host."""
     engine = both(tiny_llama(), lambda: requests_of(logprobs=2))
-    assert {key[0] for key in engine.runner.decoder.captures.pieces} == {"forward"}
+    assert len(engine.runner.decoder.forwards()) == len(engine.runner.decoder.captures.pieces)
 
 
 def test_drafts(capturing):
@@ -107,7 +149,7 @@ def test_drafts(capturing):
     engine = make_engine(model, max_sequences=6)
     engine.speculator = proposing(guess)
     assert texts(engine, requests_of()) == wanted
-    shapes = {key[1].width for key in engine.runner.decoder.captures.pieces}
+    shapes = {key.shape.width for key in engine.runner.decoder.forwards()}
     assert max(shapes) >= 4
 
 
@@ -165,7 +207,7 @@ def test_captured_while_idle(capturing):
     decoder = engine.runner.decoder
     while decoder.warm_up():
         pass
-    assert [key[1].sequences for key in decoder.captures.pieces] == [4, 1]
+    assert [key.shape.sequences for key in decoder.forwards()] == [4, 1]
     assert "1, 4" in decoder.explain()
     expected = texts(make_engine(tiny_llama(), capture=False), requests_of())
     assert texts(engine, requests_of()) == expected
@@ -195,13 +237,6 @@ def test_models_whose_steps_are_not_captured():
     assert engine.runner.decoder is None
     assert "CUDA" in engine.runner.uncaptured
     assert make_engine(tiny_llama(), capture=False).runner.uncaptured == "--no-capture"
-
-
-def test_parameters_of_a_row():
-    with pytest.raises(AssertionError, match="seed"):
-        from hasten.engine.sampler import DrawnRow
-
-        DrawnRow(SamplingParams(), prompt=[1], end_ids=(), vocab_size=9)
 
 
 @pytest.mark.slow

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import hasten
+from hasten.engine.runner import ModelRunner
 from hasten.model.context import training_context
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.native import library
-from hasten.engine.runner import ModelRunner
 from hasten.serving.model_runner import embed
 from references import tiny_llama
 

@@ -1,4 +1,4 @@
-"""The tensors of a decode step, allocated once on the device and filled in place, so that a captured step can be replayed.
+"""The tensors of a decode step, allocated once on the device and filled in place: captured steps can be replayed.
 
 A step has a `Shape`, one of a few padded sizes. All that the host tells it lies in one buffer: one copy fills it. The
 block tables stay on the device; of them only new entries are copied. A sequence keeps its row while it is in the batch.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,21 +50,21 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Views of the batch's buffer for steps of one shape; all int64 but `floats`.
+    """Views of the batch's buffer, or of the host's, for steps of one shape; all int64 but `floats`.
 
     tokens (S, W); lengths (S,): each sequence's tokens after this step, 0 for padding; counts (S,): of them, those that
     are new; steps, seeds, least, top_k (S,): tokens generated so far, the noise's seed, min_new_tokens, and top-k.
-    floats (6, S) float64: temperature (0: greedy), top_p, log min_p, and the repetition, presence and frequency penalties.
+    floats (6, S) float64: temperature (0: greedy), top_p, log min_p, repetition, presence and frequency penalties.
     """
 
-    tokens: Tensor
-    lengths: Tensor
-    counts: Tensor
-    steps: Tensor
-    seeds: Tensor
-    least: Tensor
-    top_k: Tensor
-    floats: Tensor
+    tokens: Any
+    lengths: Any
+    counts: Any
+    steps: Any
+    seeds: Any
+    least: Any
+    top_k: Any
+    floats: Any
 
 
 class Batch:
@@ -81,10 +81,9 @@ class Batch:
         self.buffer = torch.zeros(_places(self.sequences, WIDTHS[-1])[-1], dtype=torch.int64, device=self.device)
         starts = torch.arange(self.sequences + 1, device=self.device)
         self.query_start_loc = {width: starts * width for width in WIDTHS}
-        self.offsets = torch.arange(WIDTHS[-1], device=self.device)
         self.rows: dict[int, int] = {}  # of the sequences
         self._copied: list[tuple[SequenceBlocks | None, int, int]] = [(None, 0, 0)] * self.sequences  # of each table
-        self._views: dict[tuple[int, int], StepTensors] = {}
+        self._views: dict[tuple[int, ...], StepTensors] = {}
 
     def shape(self, *, sequences: int, width: int, longest: int) -> Shape | None:
         """The padded size of such a step, or None where there is none."""
@@ -105,7 +104,7 @@ class Batch:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def place(self, numbers: Sequence[int]) -> list[int]:
-        """The rows of these sequences, each in the one it had where it can stay; others leave. All lie below `padded`."""
+        """The rows of these sequences, below `padded`: each in the one it had where it can stay. Others leave."""
         most = padded(len(numbers), SIZES)
         kept = self.rows
         if len(kept) != len(numbers) or any(number not in kept for number in numbers):
@@ -196,10 +195,11 @@ def _places(sequences: int, width: int) -> list[int]:
     return found
 
 
-def _tensors(buffer: Tensor | np.ndarray, sequences: int, width: int) -> StepTensors:
-    """The parts of a step in a buffer on the device, or of the host."""
+def _tensors(buffer: Any, sequences: int, width: int) -> StepTensors:
+    """The parts of a step in a buffer: a tensor, or an array of the host."""
     places = _places(sequences, width)
     vectors = [buffer[at : at + sequences] for at in places[1:7]]
-    tokens = buffer[: sequences * width].reshape(sequences, width)
     floats = buffer[places[7] : places[7] + 6 * sequences].reshape(6, sequences)
-    return StepTensors(tokens, *vectors, floats.view(torch.float64 if isinstance(buffer, Tensor) else np.float64))  # type: ignore[arg-type]
+    wide = torch.float64 if isinstance(buffer, Tensor) else np.float64
+    tokens = buffer[: sequences * width].reshape(sequences, width)
+    return StepTensors(*(tokens, *vectors, floats.view(wide)))

@@ -1,4 +1,4 @@
-"""Pieces of a step as CUDA graphs: captured when they are wanted, in one pool of memory, never more than there is room for."""
+"""Pieces of a step as CUDA graphs: captured when they are wanted, in one pool of memory, as long as there is room."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from hasten.engine.batch import Batch, Shape
-from hasten.generation.paged import metadata_of
 from hasten.model.transformer import Transformer
+from hasten.ops import triton_support
 from hasten.ops.attention import AttentionRequest, LayerAttention
 from hasten.ops.attention.inputs import visible
 from hasten.ops.attention.paged import PagedGroup
-from hasten.ops.attention.view import KVView, StackView
+from hasten.ops.attention.view import AttentionMetadata, KVView, StackView
 from hasten.ops.picker import Kernel
 
 
@@ -82,21 +82,13 @@ def batch_step(batch: Batch, shape: Shape) -> BatchStep:
     """
     cache, size, width = batch.cache, batch.block_size, shape.width
     step, table = batch.views(shape), batch.block_table[: shape.sequences]
-    lengths, offsets = step.lengths[:, None], batch.offsets[:width]
-    start = lengths - step.counts[:, None]
-    positions = torch.minimum(start + offsets, lengths - 1).clamp(min=0)  # (S, W)
-    slots = table.gather(1, positions // size) * size + positions % size
-    seq_lens = step.lengths
-    if width == 1:
-        slots = torch.where(lengths > 0, slots, -1)
-    else:
-        slots = torch.where(offsets < step.counts[:, None], slots, -1)
-        seq_lens = torch.where(step.lengths > 0, start[:, 0] + width, 0)
-    metadata = metadata_of(
+    positions, slots, seq_lens = places_of(step.lengths, step.counts, table, width=width, block_size=size)
+    metadata = AttentionMetadata(
         slots.flatten(),
         batch.query_start_loc[width][: shape.sequences + 1],
         seq_lens,
-        table,
+        first_slots=None,
+        block_table=table,
         block_size=size,
         rows=cache.row_format,
         max_query=width,
@@ -108,6 +100,25 @@ def batch_step(batch: Batch, shape: Shape) -> BatchStep:
         rows = torch.arange(positions.numel(), device=batch.device)
         keys = Keys(rows, table[:, places // size] * size + places % size, positions)
     return BatchStep(StackView(cache.k, cache.v, metadata), positions, cache.kernel, keys)
+
+
+def places_of(
+    lengths: Tensor, counts: Tensor, table: Tensor, *, width: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions and slots (S, W) of a batch's tokens, and the lengths (S,) that attention takes.
+
+    lengths and counts (S,) as in `StepTensors`; table (S, columns).
+    """
+    if lengths.is_cuda and triton_support.refusal(lengths.device) is None:
+        from hasten.ops.draw import triton_draw
+
+        return triton_draw.place(lengths, counts, table, width, block_size)
+    offsets, ends = torch.arange(width, device=lengths.device), lengths[:, None]
+    start = ends - counts[:, None]
+    positions = torch.minimum(start + offsets, ends - 1).clamp(min=0)  # (S, W)
+    slots = table.gather(1, positions // block_size) * block_size + positions % block_size
+    slots = torch.where((offsets < counts[:, None]) & (ends > 0), slots, -1)
+    return positions, slots, torch.where(lengths > 0, start[:, 0] + width, 0)
 
 
 def forward(model: Transformer, batch: Batch, shape: Shape) -> Tensor:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hasten.engine.batch import SIZES, WIDTHS, Batch, Part, Shape
+from hasten.engine.batch import Batch, Part, Shape
 from hasten.engine.captures import Captures
 from hasten.engine.forward import forward
 from hasten.engine.sampler import DeviceSampler, DrawKind, DrawnRow
 from hasten.generation import graphs
 from hasten.generation.blocks import SequenceBlocks
-from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.layout import Rows
+from hasten.generation.paged import PagedCache
 from hasten.model.context import training_context
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
@@ -93,6 +94,21 @@ class Drawn:
         return [found[row] for row in self.rows]
 
 
+class ForwardKey(NamedTuple):
+    """Which forward pass was captured: of which shape, and with which adapter for all rows (-1: none)."""
+
+    shape: Shape
+    adapter: int
+
+
+class DrawKey(NamedTuple):
+    """Which draw was captured: behind that forward pass, by these rules."""
+
+    shape: Shape
+    adapter: int
+    kind: DrawKind
+
+
 class BatchRunner:
     """Runs a `Batch`'s decode steps as captured pieces: a forward pass for each shape, a draw for each shape and kind.
 
@@ -144,9 +160,7 @@ class BatchRunner:
         """Compute and draw one token of each sequence; None: run it plainly."""
         numbers, longest = [part.number for part in parts], max(part.start + 1 for part in parts)
         values = self.sampler.values(rows, texts)
-        found = self._forward(
-            len(parts), 1, longest, adapter, lambda shape: self.batch.fill(shape, parts, values)
-        )
+        found = self._forward(len(parts), 1, longest, adapter, lambda shape: self.batch.fill(shape, parts, values))
         if found is None:
             return None
         logits, self._shape, _ = found
@@ -157,7 +171,7 @@ class BatchRunner:
     def go_on(self, numbers: Sequence[int], tables: Sequence[SequenceBlocks], *, longest: int) -> Drawn | None:
         """The next step of these sequences of the last one, after the tokens that it draws; the others leave.
 
-        longest: tokens of the longest one after it. None: not in the same shape; use `begin`, when the tokens are known.
+        longest: tokens of the longest one after it. None: not in the same shape; `begin` it when the tokens are known.
         """
         shape = self._shape
         assert shape is not None
@@ -167,7 +181,7 @@ class BatchRunner:
         staying = set(numbers)
         self.batch.leave(shape, [number for number in self.batch.rows if number not in staying])
         self.batch.copy_tables(tables, [self.batch.rows[number] for number in numbers])
-        piece = self.captures.pieces[self._key(shape, self._adapter)]
+        piece = self.captures.pieces[ForwardKey(shape, self._adapter)]
         piece.run()
         return self._draw(numbers, piece.result)
 
@@ -175,7 +189,8 @@ class BatchRunner:
         shape, kind, batch = self._shape, self._kind, self.batch
         assert shape is not None
         assert kind is not None
-        lengths, kept = batch.views(shape).lengths, []
+        lengths = batch.views(shape).lengths
+        kept: list[Tensor] = []
 
         def compute() -> None:
             self.sampler.step(shape, kind, logits)
@@ -185,7 +200,7 @@ class BatchRunner:
                 kept.append(lengths.clone())
             lengths.zero_()
 
-        key = ("draw", shape, self._adapter, kind)
+        key = DrawKey(shape, self._adapter, kind)
         piece = self.captures.pieces.get(key)
         if piece is None and self.captures.due(key):
             piece = self.captures.capture(key, compute, reset=still)
@@ -217,7 +232,7 @@ class BatchRunner:
         wanted = self.batch.shape(sequences=sequences, width=width, longest=longest)
         if wanted is None or self._too_large(wanted) is not None:
             return None
-        key, shape = self._key(wanted, adapter), wanted
+        key, shape = ForwardKey(wanted, adapter), wanted
         if key not in self.captures.pieces:
             larger = min(self._captured(adapter, wanted), key=_size, default=None)
             if self.captures.due(key, after=_SEEN if larger is None else _SERVED):
@@ -228,15 +243,18 @@ class BatchRunner:
                     return None
                 shape = larger
         rows = fill(shape)
-        piece = self.captures.pieces[self._key(shape, adapter)]
+        piece = self.captures.pieces[ForwardKey(shape, adapter)]
         piece.run()
         self._asked = wanted
         return piece.result, shape, rows
 
     def _captured(self, adapter: int, wanted: Shape) -> list[Shape]:
         """The captured shapes to which a step of this one can be padded."""
-        keys = (key for key in self.captures.pieces if key[0] == "forward")  # type: ignore[index]
-        return [shape for _, shape, own in keys if own == adapter and shape.covers(wanted)]  # type: ignore[misc]
+        return [key.shape for key in self.forwards() if key.adapter == adapter and key.shape.covers(wanted)]
+
+    def forwards(self) -> list[ForwardKey]:
+        """The captured forward passes."""
+        return [key for key in self.captures.pieces if isinstance(key, ForwardKey)]
 
     def _capture(self, shape: Shape, adapter: int) -> None:
         choice = self.model.adapters
@@ -246,11 +264,7 @@ class BatchRunner:
                 choice.every, choice.rows, choice.groups = adapter, None, []
             return forward(self.model, self.batch, shape)
 
-        self.captures.capture(self._key(shape, adapter), compute)
-
-    @staticmethod
-    def _key(shape: Shape, adapter: int) -> tuple[str, Shape, int]:
-        return "forward", shape, adapter
+        self.captures.capture(ForwardKey(shape, adapter), compute)
 
     def _too_large(self, shape: Shape) -> str | None:
         """Why steps of this shape are not captured."""
@@ -278,7 +292,7 @@ class BatchRunner:
 
     def explain(self) -> str:
         """A line on what is captured."""
-        shapes = [key[1] for key in self.captures.pieces if key[0] == "forward"]  # type: ignore[index]
+        shapes = [key.shape for key in self.forwards()]
         sizes = sorted({f"{shape.sequences}" + f"x{shape.width}" * (shape.width > 1) for shape in shapes}, key=_natural)
         refused = next(iter(self.captures.refused.values()), self.captures.full)
         more = "" if refused is None else f"; not captured: {refused}"
@@ -291,6 +305,3 @@ def _size(shape: Shape) -> tuple[int, int]:
 
 def _natural(text: str) -> list[int]:
     return [int(part) for part in text.split("x")]
-
-
-__all__ = ["SIZES", "WIDTHS", "BatchRunner", "Drawn", "ModelRunner", "Part", "capture_refusal", "to_device"]

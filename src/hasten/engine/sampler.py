@@ -18,6 +18,7 @@ from torch import Tensor
 from hasten.engine.batch import Batch, Shape
 from hasten.generation.params import SamplingParams
 from hasten.generation.sampling import History, RowParams, next_tokens
+from hasten.ops import triton_support
 
 _TOP_KS = (64, 512)  # a batch's largest top-k is rounded up to one of these, or is the vocabulary
 
@@ -74,6 +75,7 @@ class DeviceSampler:
         self._history: History | None = None
         self._ends: Tensor | None = None  # (B, V) bool
         self._bias: Tensor | None = None  # (B, V) float32
+        self._owners = {what: [-1] * batch.sequences for what in ("ends", "bias")}  # the sequence of each row
         self._held: list[tuple[int, int] | None] = [None] * batch.sequences  # whose history, of how many tokens
 
     # -- the host's part ----------------------------------------------------------------------------------------------
@@ -90,9 +92,9 @@ class DeviceSampler:
             if kind.penalized:
                 self._write_history(numbers, rows, texts, places)
             if kind.banned:
-                self._ends = self._write_ends(rows, places)
+                self._write_ends(numbers, rows, places)
             if kind.bias:
-                self._bias = self._write_bias(rows, places)
+                self._write_bias(numbers, rows, places)
         return kind
 
     def values(self, rows: Sequence[DrawnRow], texts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -148,27 +150,41 @@ class DeviceSampler:
         if more[0]:
             self._history.observe(torch.tensor(more[1], device=self.device), rows=more[0])
 
-    def _write_ends(self, rows: Sequence[DrawnRow], places: Sequence[int]) -> Tensor:
-        """What may not come before min_new_tokens, of all rows."""
-        ends = torch.zeros(self.batch.sequences, self.vocab_size, dtype=torch.bool)
-        for row, place in zip(rows, places, strict=True):
-            if row.params.min_new_tokens:
-                ends[place, [token for token in row.end_ids if token < self.vocab_size]] = True
-        return ends.to(self.device) if self._ends is None else self._ends.copy_(ends)
+    def _write_ends(self, numbers: Sequence[int], rows: Sequence[DrawnRow], places: Sequence[int]) -> None:
+        """What may not come before min_new_tokens."""
+        if self._ends is None:
+            self._ends = torch.zeros(self.batch.sequences, self.vocab_size, dtype=torch.bool, device=self.device)
+        new = self._new("ends", numbers, places)
+        if new:
+            ends = torch.zeros(len(new), self.vocab_size, dtype=torch.bool)
+            for own, i in zip(ends, new, strict=True):
+                own[[token for token in rows[i].end_ids if token < self.vocab_size]] = True
+            self._ends.index_copy_(0, torch.tensor([places[i] for i in new], device=self.device), ends.to(self.device))
 
-    def _write_bias(self, rows: Sequence[DrawnRow], places: Sequence[int]) -> Tensor:
-        bias = torch.zeros(self.batch.sequences, self.vocab_size)
-        for row, place in zip(rows, places, strict=True):
-            for token, value in row.params.logit_bias.items():
-                bias[place, token] = value
-        return bias.to(self.device) if self._bias is None else self._bias.copy_(bias)
+    def _write_bias(self, numbers: Sequence[int], rows: Sequence[DrawnRow], places: Sequence[int]) -> None:
+        if self._bias is None:
+            self._bias = torch.zeros(self.batch.sequences, self.vocab_size, device=self.device)
+        new = self._new("bias", numbers, places)
+        if new:
+            bias = torch.zeros(len(new), self.vocab_size)
+            for own, i in zip(bias, new, strict=True):
+                for token, value in rows[i].params.logit_bias.items():
+                    own[token] = value
+            self._bias.index_copy_(0, torch.tensor([places[i] for i in new], device=self.device), bias.to(self.device))
+
+    def _new(self, what: str, numbers: Sequence[int], places: Sequence[int]) -> list[int]:
+        """Which of these sequences have something else written in their rows; theirs is to be written now."""
+        owners = self._owners[what]
+        found = [i for i, (number, place) in enumerate(zip(numbers, places, strict=True)) if owners[place] != number]
+        for i in found:
+            owners[places[i]] = numbers[i]
+        return found
 
     # -- the device's part --------------------------------------------------------------------------------------------
 
     def step(self, shape: Shape, kind: DrawKind, logits: Tensor) -> None:
         """Draw from logits (S, 1, V) and move the batch on: nothing here depends on a value that the host knows."""
         step, size = self.batch.views(shape), shape.sequences
-        going = step.lengths > 0
         history = None
         if kind.penalized:
             assert self._history is not None
@@ -179,14 +195,19 @@ class DeviceSampler:
             banned = self._ends[:size] & (step.steps < step.least)[:, None]
         settings = self._settings(shape, kind)
         tokens = next_tokens(logits[:, 0], settings, steps=step.steps, history=history, banned=banned)
-        tokens = torch.where(going, tokens, 0)
+        going = step.lengths > 0
         if history is not None:
             one, at = going.to(torch.int32)[:, None], tokens[:, None]
             history.counts.scatter_add_(1, at, one)
             history.seen.scatter_(1, at, history.seen.gather(1, at) | going[:, None])
-        step.tokens.copy_(tokens[:, None])
-        step.lengths.add_(going)
-        step.steps.add_(going)
+        if tokens.is_cuda and triton_support.refusal(tokens.device) is None:
+            from hasten.ops.draw import triton_draw
+
+            triton_draw.move_on(tokens, step.tokens, step.lengths, step.steps)
+        else:
+            step.tokens.copy_((tokens * going)[:, None])
+            step.lengths.add_(going)
+            step.steps.add_(going)
 
     def _settings(self, shape: Shape, kind: DrawKind) -> RowParams:
         """The settings of all rows as tensors that stay where they are."""

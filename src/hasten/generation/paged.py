@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.generation.cache import key_value_memory
-from hasten.generation.layout import RaggedLayout, Rows
+from hasten.generation.layout import RaggedLayout
+from hasten.generation.layout import Rows as Rows
 from hasten.generation.sparse import SparseMasks
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
@@ -139,11 +140,12 @@ class PagedCache:
         def groups() -> list[PagedGroup]:  # for all layers, and only where a kernel asks for it
             return layout.groups(lambda t: t.to(self.device))
 
-        metadata = metadata_of(
+        metadata = AttentionMetadata(
             slots,
             query_start_loc,
             seq_lens,
-            table,
+            first_slots=None,
+            block_table=table,
             block_size=self.block_size,
             rows=self.row_format,
             max_query=layout.most,
@@ -168,25 +170,6 @@ class PagedCache:
             for own, mask in zip(masked, sparse.masks(group.positions, places), strict=True):
                 own.append(group._replace(mask=mask))
         return [functools.partial(list, own) for own in masked]
-
-
-def metadata_of(
-    slots: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    table: Tensor,
-    *,
-    block_size: int,
-    rows: RowFormat,
-    max_query: int,
-    longest: int,
-) -> AttentionMetadata:
-    """The metadata of a step over blocks. max_query: most new tokens of a sequence; longest: most tokens of one."""
-    found = AttentionMetadata(
-        slots, query_start_loc, seq_lens, first_slots=None, block_table=table, block_size=block_size, rows=rows
-    )
-    facts = {"max_query": max_query, "longest": longest}
-    return found._replace(**{name: fact for name, fact in facts.items() if name in AttentionMetadata._fields})
 
 
 def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

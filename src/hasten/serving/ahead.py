@@ -1,8 +1,8 @@
 """Decode steps launched before the tokens of the one before are known, so that a GPU does not wait for the host.
 
 The tokens stay on the device (`hasten.engine.runner.BatchRunner`); the host reads them one step late. A text that ended
-has then been computed one token too far: that token is dropped, and as the device works in order, its block can be given
-to others at once. Only for steps in which nothing is decided on the host: one token of each sequence, no constraint, no
+has then been computed one token too far: that token is dropped. As the device works in order, its block can be given to
+others at once. Only for steps in which nothing is decided on the host: one token of each sequence, no constraint, no
 log-probabilities, no drafts, no beams.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hasten.engine.runner import Drawn, ModelRunner
 from hasten.engine.sampler import DrawnRow
-from hasten.generation.blocks import BlockManager, OutOfBlocks
+from hasten.generation.blocks import OutOfBlocks
 from hasten.generation.stopping import stop_ids
 from hasten.serving.model_runner import common_adapter, part_of
 from hasten.serving.request_state import OutputSequence

@@ -162,6 +162,11 @@ class Engine:
         """Whether a step would do nothing."""
         return not self._table.states and not self._pending
 
+    def warm_up(self) -> bool:
+        """Capture one of the sizes in `capture_sizes`, while there is nothing else to do; False: none is left."""
+        decoder = self.runner.decoder
+        return decoder is not None and decoder.warm_up()
+
     def close(self) -> None:
         """Give up everything and let the cache go. May be called again."""
         for request_id in list(self._table.states):
@@ -182,6 +187,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """What was counted, and the engine at this moment."""
+        decoder = self.runner.decoder if hasattr(self, "runner") else None
         told = SpeculationStats() if self.speculator is None else self.speculator.stats
         names = ("drafts", "draft_tokens", "accepted_tokens", "tokens_per_step", "speedup", "active")
         return dataclasses.replace(
@@ -195,6 +201,8 @@ class Engine:
             free_blocks=self.blocks.free,
             cache_usage=1 - self.blocks.free / self.blocks.blocks,
             cache_bytes=self.cache_bytes,
+            captured_steps=0 if decoder is None else len(decoder.captures.pieces),
+            capture_seconds=0.0 if decoder is None else decoder.captures.seconds,
             preemptions=self.scheduler.preemptions,
         )
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from hasten.engine.runner import BatchRunner, ModelRunner, capture_refusal
 from hasten.errors import ConfigError
 from hasten.generation.cache import row_format
-from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.layout import Rows
+from hasten.generation.paged import PagedCache
 from hasten.generation.speculation import make_speculator
 from hasten.model.adapters import load_adapters
 from hasten.model.sharded import ShardedTransformer

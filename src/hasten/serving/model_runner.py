@@ -20,7 +20,7 @@ from hasten.engine.runner import BatchRunner, ModelRunner
 from hasten.errors import ConfigError
 from hasten.generation.batch_sampler import BatchSampler, agreed
 from hasten.generation.blocks import BlockManager
-from hasten.generation.paged import Rows
+from hasten.generation.layout import Rows
 from hasten.generation.prompts import check_ids
 from hasten.generation.speculation import Speculator
 from hasten.serving.logprobs import TokenTexts, token_logprobs
