@@ -26,6 +26,7 @@ from hasten.ops.linear.gradient import outside_graphs
 from hasten.ops.native import library, obtainable
 from hasten.ops.picker import explain
 from hasten.planning.shapes import gpt2, llama
+from hasten.training import fp8
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
 from hasten.training.capture import CapturedStep
@@ -144,6 +145,8 @@ def training_step(
     round_while_training(model, recipe.qat, begin=not restored or recipe.lora.rank is not None)
     checkpoint_activations(model, techniques.checkpointing)
     apart = why_block_by_block(model, recipe, ranks)
+    if techniques.fp8:
+        check_fp8(model, recipe, apart)
     if techniques.compile and apart is not None:
         compile_blocks(model)
     placement = place(model, recipe, ranks)
@@ -192,6 +195,18 @@ def why_block_by_block(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE)
     return why_not_whole(model)
 
 
+def check_fp8(model: Transformer, recipe: Recipe, apart: str | None) -> None:
+    """Raise ConfigError where the products of a recipe cannot be in FP8."""
+    reason = fp8.why_not(model.device)
+    if reason is None and apart is not None:
+        reason = f"they are part of a model trained as one function, and this one is not: {apart}"
+    tokens = recipe.data.batch_size * recipe.data.context
+    if reason is None and (tokens % fp8.MULTIPLE or model.config.hidden_size % fp8.MULTIPLE):
+        reason = f"rows and columns must be multiples of {fp8.MULTIPLE}"
+    if reason is not None:
+        raise ConfigError(f"techniques.fp8 cannot be used here: {reason}")
+
+
 def whole_step(
     model: Transformer,
     recipe: Recipe,
@@ -211,6 +226,7 @@ def whole_step(
     given: dict[str, Any] = {"clip": recipe.optimizer.clip, "should_stop": should_stop, "placement": placement}
     if reason is not None:
         return TrainStep(model, optimizer, precision, **given, how=f"{made}; steps are not captured: {reason}")
+    given["copies"] = precision.dtype != torch.float32
     return CapturedStep(model, optimizer, precision, **given, whole=whole, how=f"{made}, its steps are CUDA graphs")
 
 

@@ -73,7 +73,8 @@ class CapturedStep(TrainStep):
 
     def prepare(self, accumulates: bool) -> None:
         """Copies, optimizer state, tables and sums, for the weights as they are now."""
-        assert self.whole is not None and isinstance(self.optimizer, torch.optim.AdamW)
+        assert self.whole is not None
+        assert isinstance(self.optimizer, torch.optim.AdamW)
         self.whole.copies = WeightCopies(self.model, self.whole.dtype) if self.copies else None
         kept = self.whole.copies
         self.leaves = list(self.parameters) if kept is None else kept.leaves(self.parameters)
@@ -95,7 +96,8 @@ class CapturedStep(TrainStep):
         block_scales: Sequence[Sequence[float]] | None = None,
     ) -> StepResult | None:
         """As `TrainStep.run`; block_scales must be None."""
-        assert block_scales is None and self.whole is not None
+        assert block_scales is None
+        assert self.whole is not None
         if learning_rate is not None:
             set_learning_rate(self.optimizer, learning_rate)
         if not self.model.training:
@@ -124,7 +126,8 @@ class CapturedStep(TrainStep):
 
     def _replay(self, batches: Sequence[Batch]) -> bool:
         """Whether the step was taken, not stopped."""
-        assert self.updater is not None and self.buffers is not None
+        assert self.updater is not None
+        assert self.buffers is not None
         for number, batch in enumerate(batches):
             if number and self.should_stop():
                 self._forget()
@@ -154,7 +157,8 @@ class CapturedStep(TrainStep):
         return True
 
     def _capture(self, accumulates: bool) -> None:
-        assert self.updater is not None and self.buffers is not None
+        assert self.updater is not None
+        assert self.buffers is not None
         buffers = self.buffers
         random = RandomState.capture(self.device)
         if accumulates:
@@ -189,7 +193,9 @@ class CapturedStep(TrainStep):
         return None
 
     def _update(self, found: list[Tensor] | None) -> None:
-        assert self.updater is not None and found is not None and self.whole is not None
+        assert self.updater is not None
+        assert found is not None
+        assert self.whole is not None
         gradients = found
         if self.whole.copies is not None:
             gradients = self.whole.copies.gradients(self.parameters, dict(zip(self.leaves, found, strict=True)))

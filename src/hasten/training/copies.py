@@ -39,7 +39,7 @@ class LayerWeights:
         """Made of a block's parameters, differentiably."""
         parts = _parts(block)
         made = {name: _joined(members, dtype) for name, members in parts.items()}
-        return cls(**made, **_rest(block))
+        return cls(**made, **_rest(block))  # type: ignore[arg-type]
 
 
 def _parts(block: nn.Module) -> dict[str, list[Tensor]]:
@@ -85,7 +85,6 @@ class WeightCopies(nn.Module):
 
     def __init__(self, model: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model = [model]  # in a list: not a module of this one
         self.layers = []
         self.rows: dict[Tensor, tuple[nn.Parameter, int, int]] = {}  # by parameter: its copy's rows
         self._copies = nn.ParameterList()

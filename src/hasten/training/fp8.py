@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten.ops.triton_support import compute_capability
+
 LEAST_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of both sizes of every matrix
@@ -25,9 +27,9 @@ def why_not(device: torch.device) -> str | None:
     """Why FP8 products do not run on a device, or None."""
     if device.type != "cuda":
         return f"FP8 products run on CUDA, and the model is on {device}"
-    found = torch.cuda.get_device_capability(device)
+    found = compute_capability(device)
     if found < LEAST_CAPABILITY:
-        return f"FP8 products need compute capability 8.9 or later, {torch.cuda.get_device_name(device)} has {found}"
+        return f"FP8 products need compute capability 8.9 or later, {device} has {'.'.join(map(str, found))}"
     return None
 
 

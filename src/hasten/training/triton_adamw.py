@@ -81,7 +81,9 @@ def adamw_kernel(
     norm,  # (1,)
     groups,
     beta1,
+    rest1,  # 1 - beta1
     beta2,
+    rest2,
     eps,
     clip,  # 0: not clipped
     DTYPE: tl.constexpr,
@@ -105,8 +107,8 @@ def adamw_kernel(
     m = tl.load(means, mask=inside, other=0.0)
     v = tl.load(squares, mask=inside, other=0.0)
     p -= rate * decay * p
-    m = beta1 * m + (1 - beta1) * g
-    v = beta2 * v + (1 - beta2) * g * g
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
     p -= rate / correction * m / (tl.sqrt(v) / root_correction + eps)
     tl.store(parameters, p, mask=inside)
     tl.store(means, m, mask=inside)
@@ -184,6 +186,7 @@ class FusedUpdate:
             narrow = copies.layers[0].qkv.dtype
         dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(narrow, tl.float32)
         first = update.optimizer.param_groups[0]
+        beta1, beta2 = first["betas"]
         norm = torch.empty(1, dtype=torch.float32, device=self.device)
         shared = {"DTYPE": dtype, "FIELDS": FIELDS, "BLOCK": BLOCK, "num_warps": WARPS}
         grid = (len(self.blocks),)
@@ -191,7 +194,7 @@ class FusedUpdate:
         norm_kernel[(1,)](self.parts, norm, len(self.parts), BLOCK=NORM_BLOCK, num_warps=8)
         adamw_kernel[grid](
             *(table, self.blocks, update.scalars, self.decays, norm, len(update.optimizer.param_groups)),
-            *(*first["betas"], first["eps"], update.clip or 0.0),
+            *(beta1, 1 - beta1, beta2, 1 - beta2, first["eps"], update.clip or 0.0),
             **shared,
         )
         return norm[0]

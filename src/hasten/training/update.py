@@ -60,7 +60,7 @@ class Update:
 
     def _prepare_state(self, device: torch.device) -> None:
         """AdamW's state, made as it makes it; one count of steps for all."""
-        self.step: Tensor | None = None  # type: ignore[assignment]
+        shared: Tensor | None = None
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 state = self.optimizer.state[parameter]
@@ -68,9 +68,11 @@ class Update:
                     state["step"] = torch.zeros((), dtype=torch.float32, device=device)
                     state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                if self.step is None:
-                    self.step = state["step"].to(device)
-                state["step"] = self.step
+                if shared is None:
+                    shared = state["step"].to(device)
+                state["step"] = shared
+        assert shared is not None
+        self.step = shared
 
     def current(self) -> bool:
         """Whether the optimizer's state is still the one this was made for; loading a checkpoint replaces it."""

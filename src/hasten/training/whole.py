@@ -13,7 +13,7 @@ The model itself stays as it is: validation, checkpoints and export know nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,11 @@ from torch import Tensor, nn
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.transformer import MLP, Attention, Block, Transformer
 from hasten.ops import residual
-from hasten.ops.residual import AddNormRequest, Norm
+from hasten.ops.loss import KERNELS as LOSS_KERNELS
+from hasten.ops.loss import LossRequest
+from hasten.ops.loss.kernels import Head
+from hasten.ops.picker import pick
+from hasten.ops.residual import AddNormRequest, Norm, normalized
 from hasten.training.copies import LayerWeights, WeightCopies
 from hasten.training.fp8 import fp8_linear
 
@@ -33,7 +37,7 @@ def why_not_whole(model: Transformer) -> str | None:
         return "its blocks are not the plain ones"
     if any(not isinstance(norm, LayerNorm | RMSNorm) for norm in _norms(model)):
         return "it has norms of another kind"
-    for block in model.blocks:
+    for block in _blocks(model):
         if not isinstance(block.attention_post_norm, nn.Identity) or not isinstance(block.mlp_post_norm, nn.Identity):
             return "it has norms after attention and MLP"
         if type(block.mlp) is not MLP:
@@ -54,10 +58,11 @@ def why_not_whole(model: Transformer) -> str | None:
 
 
 def _norms(model: Transformer) -> list[nn.Module]:
-    found: list[nn.Module] = [model.norm]
-    for block in model.blocks:
-        found += [block.attention_norm, block.mlp_norm]
-    return found
+    return [model.norm, *(norm for block in _blocks(model) for norm in (block.attention_norm, block.mlp_norm))]
+
+
+def _blocks(model: Transformer) -> list[Block]:
+    return [cast(Block, block) for block in model.blocks]
 
 
 class WholeModel(nn.Module):
@@ -77,7 +82,8 @@ class WholeModel(nn.Module):
     ) -> None:
         """dtype: of the products. norm, gelu: kernels by name ("triton", "reference"); None: the first that serves.
 
-        fp8: products of the MLPs in FP8. compiles: training steps run as one compiled graph; evaluation, which would be another one, runs as it is.
+        fp8: products of the MLPs in FP8. compiles: training steps run as one compiled graph; evaluation, which would be
+        another one, runs as it is.
         """
         super().__init__()
         self.model, self.dtype, self.copies = model, dtype, None
@@ -86,6 +92,9 @@ class WholeModel(nn.Module):
         width = model.config.hidden_size
         self._add_norm = residual.bind(AddNormRequest(device=model.device, width=width), kernel=norm)
         self._bias_gelu = _gelu(model, gelu)
+        # Chosen here: a compiler does not follow the picker.
+        asked = LossRequest(device=model.device, dtype=dtype, softcap=model.config.logit_softcap)
+        self._loss = pick(LOSS_KERNELS, asked, forced=model.loss_kernel)
 
     def forward(
         self,
@@ -107,8 +116,9 @@ class WholeModel(nn.Module):
         model = self.model
         stream = model.embed(tokens, positions)
         ropes = [table(positions) for table in model.ropes]
-        own = zip(model.blocks, model.config.layers, context.layers, strict=True)
-        x = residual.operator.normalized(stream, _norm(model.blocks[0].attention_norm)).to(self.dtype)
+        blocks = _blocks(model)
+        own = zip(blocks, model.config.layers, context.layers, strict=True)
+        x = normalized(stream, _norm(blocks[0].attention_norm)).to(self.dtype)
         for index, (block, layer, view) in enumerate(own):
             weights = self.weights(index)
             rope = ropes[layer.rope] if ropes else None
@@ -116,10 +126,18 @@ class WholeModel(nn.Module):
             mixed = block.attention.mix(q, k, v, rope, view)
             stream, x = self.add(stream, F.linear(mixed, weights.output), weights.output_bias, block.mlp_norm)
             branch = self._product(self.activated(block.mlp, x, weights), weights.down)
-            last = index + 1 == len(model.blocks)
-            norm = model.norm if last else model.blocks[index + 1].attention_norm
+            norm = model.norm if index + 1 == len(blocks) else blocks[index + 1].attention_norm
             stream, x = self.add(stream, branch, weights.down_bias, norm)
-        return model.loss(x, targets)
+        return self.loss(x, targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the token losses of normalised states."""
+        head, config = self.model.head, self.model.config
+        weight = head.weight if self._loss.name.startswith("chunked") else head.weight.to(self.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            made = Head(weight, config.vocab_size, head.bias, config.logit_softcap)
+            loss: Tensor = self._loss.run(x.flatten(0, -2), targets.flatten(), made)
+        return loss
 
     def add(self, stream: Tensor, branch: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """The stream with a branch added, and its norm in the dtype of the products."""

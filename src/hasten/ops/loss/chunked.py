@@ -36,12 +36,12 @@ def chunked(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = 
 
 def chunked_triton(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = None) -> Tensor:
     """As `chunked`, with one Triton kernel for what stands between a chunk's products; imported only where taken."""
-    from hasten.ops.loss.triton_loss import loss_and_gradient
-
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and head.meet is alone:
         from hasten.ops.loss.compiled import compiled_loss
 
         return compiled_loss(x, targets, head, chunk_rows=chunk_rows)
+    from hasten.ops.loss.triton_loss import loss_and_gradient
+
     return _chunks(x, targets, head, chunk_rows or triton_rows(x.shape[0], head.weight.shape[0]), loss_and_gradient)
 
 

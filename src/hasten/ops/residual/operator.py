@@ -55,13 +55,10 @@ def normalized(x: Tensor, norm: Norm) -> Tensor:
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * (weight + norm.offset)
 
 
-def triton_add_norm(
-    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, norm: Norm, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """As `reference`, for a float32 stream; imported only where it is taken."""
-    from hasten.ops.residual.triton_add_norm import add_norm as run
+def _triton() -> AddNorm:
+    from hasten.ops.residual.triton_add_norm import add_norm as run  # imports Triton
 
-    return run(stream, branch, branch_bias, norm, dtype)
+    return run
 
 
 def _triton_unsupported(request: AddNormRequest) -> str | None:
@@ -71,14 +68,14 @@ def _triton_unsupported(request: AddNormRequest) -> str | None:
 
 
 KERNELS: tuple[Kernel[AddNormRequest], ...] = (
-    Kernel("triton", triton_add_norm, _triton_unsupported),
-    Kernel("reference", reference, lambda request: None),
+    Kernel("triton", _triton, _triton_unsupported),
+    Kernel("reference", lambda: reference, lambda request: None),
 )
 
 
 def bind(request: AddNormRequest, *, kernel: str | None = None) -> AddNorm:
     """The first kernel that serves, or the one named: for a model, which chooses once."""
-    found: AddNorm = pick(KERNELS, request, forced=kernel).run
+    found: AddNorm = pick(KERNELS, request, forced=kernel).run()
     return found
 
 

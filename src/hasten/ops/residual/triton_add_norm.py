@@ -227,7 +227,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    stream, branch, branch_bias, weight, bias, _, offset, centred, _ = inputs
+    _stream, branch, branch_bias, weight, bias, _, offset, centred, _ = inputs
     total, _, means, scales = output
     ctx.save_for_backward(total, means, scales, weight)
     ctx.options = (offset, centred, branch.dtype)
