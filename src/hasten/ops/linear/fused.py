@@ -109,8 +109,8 @@ def normed(x: Tensor, norm: NormArguments) -> Tensor:
 
 def activated(x: Tensor, activation: str | None) -> Tensor:
     """The activation by name."""
-    if activation is None:
-        return x
-    if activation == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    return {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}[activation](x)
+    if activation == "silu":
+        return F.silu(x)
+    if activation in ("gelu", "gelu_tanh"):
+        return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return x if activation is None else F.relu(x)

@@ -232,10 +232,7 @@ def _pack_chunks(weight: QuantizedWeight) -> Packed:
     multiple = max(chunk, weight.format.group_size)
     values = pad(weight.values, (0, -k % multiple, 0, -n % CHUNK_ROWS)).view(torch.uint8)
     split = values.view(-1, CHUNK_ROWS, values.shape[1] // chunk, chunk // 32, 16, 2)  # (N/4, 4, C, quarters, words, 2)
-    if int4:
-        split = split[:, :, :, ::2] | split[:, :, :, 1::2] << 4
-    else:
-        split = split ^ 0x80
+    split = split[:, :, :, ::2] | split[:, :, :, 1::2] << 4 if int4 else split ^ 128
     # (N/4, chunks, words, 4, bytes): the first bytes hold the first of every two features.
     data = split.permute(0, 2, 4, 1, 5, 3).flatten(4).view(torch.int32)
     groups = values.shape[1] // (weight.format.group_size or values.shape[1])

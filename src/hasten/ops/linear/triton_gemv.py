@@ -86,10 +86,7 @@ def one_row_packed(
     i = tl.arange(0, BLOCK)
     row = tl.arange(0, ROWS)[None, None, :]
     t = tl.arange(0, T)[None, :, None]
-    if GATED:
-        output = tl.program_id(0) * (BLOCK // 2) + i // 2
-    else:
-        output = tl.program_id(0) * BLOCK + i
+    output = tl.program_id(0) * (BLOCK // 2) + i // 2 if GATED else tl.program_id(0) * BLOCK + i
     block = row_of_output(output, i % 2, GATED, GATE_ROWS // ROWS)
     block = tl.minimum(block, (n_size - 1) // ROWS)[:, None, None]
     words = data + block.to(tl.int64) * (row_stride * ROWS) + row
@@ -140,10 +137,7 @@ def one_row_packed(
                 if zeros is not None:
                     part -= zero * own_x
                 sums += scale * part
-    if GROUP == 0:
-        y = tl.sum(sums, axis=1) - tl.sum(tl.sum(excess, axis=2), axis=1)[:, None]
-    else:
-        y = tl.sum(sums, axis=1)
+    y = tl.sum(sums, axis=1) - tl.sum(tl.sum(excess, axis=2), axis=1)[:, None] if GROUP == 0 else tl.sum(sums, axis=1)
     if NORM == 1:
         y *= root_mean_square(tl.sum(squares), k_size, eps)
     n = tl.reshape(block, (BLOCK, 1)) * ROWS + tl.arange(0, ROWS)[None, :]
@@ -193,10 +187,7 @@ def one_row_plain(
     i = tl.arange(0, BLOCK)
     t = tl.arange(0, T)[None, :, None]
     word = tl.arange(0, 4)[None, None, :]
-    if GATED:
-        output = tl.program_id(0) * (BLOCK // 2) + i // 2
-    else:
-        output = tl.program_id(0) * BLOCK + i
+    output = tl.program_id(0) * (BLOCK // 2) + i // 2 if GATED else tl.program_id(0) * BLOCK + i
     n = row_of_output(output, i % 2, GATED, GATE_ROWS)
     words = data + tl.minimum(n, n_size - 1).to(tl.int64)[:, None, None] * row_stride + word
     last = row_stride // 4 - 1  # what is read beyond it is that again, times zeros

@@ -115,7 +115,7 @@ def _operands(data: Tensor, scales: Any, zeros: Any, bias: Any, n: int, bits: in
 
 def product(x: Tensor, weight: Operands, beside: Beside) -> Tensor:
     """x (R, K) -> (R, outputs): launches as few kernels as there are for this many rows."""
-    rows, k = x.shape
+    rows = x.shape[0]
     if rows == 0:
         return x.new_empty((0, beside.outputs(weight)), dtype=beside.result)
     x, norm = x.contiguous(), beside.norm
@@ -169,8 +169,9 @@ def multiply_row(x: Tensor, weight: Operands, beside: Beside, *, config: OneRow 
         "num_stages": config.stages,
     } | ({"launch_pdl": True} if config.pdl else {})
     if bits == 16:
-        sizes = (outputs, n, k, k // 2)
-        one_row_plain[grid](*row, bias, *beside_it, beside.residual, out, *sizes, eps, offset, **options)
+        one_row_plain[grid](
+            *(*row, bias, *beside_it, beside.residual, out, outputs, n, k, k // 2, eps, offset), **options
+        )
     else:
         packed = (weight.scales, weight.zeros, bias)
         assert weight.scales is not None
@@ -272,8 +273,8 @@ def _result(x: Tensor, beside: Beside, *size: int) -> Tensor:
     return x.new_empty(size, dtype=torch.float32 if x.device.type == "cpu" else beside.result)
 
 
-# Counters of the tiles whose K is split. Each launch takes the next ones of a ring, so that a captured product keeps its
-# own and products of several streams do not share any; a launch leaves its counters at 0.
+# Counters of the tiles whose K is split. Each launch takes the next ones of a ring, so that a captured product keeps
+# its own and products of several streams do not share any; a launch leaves its counters at 0.
 RING = 1 << 20
 _rings: dict[torch.device, tuple[Tensor, list[int]]] = {}
 
