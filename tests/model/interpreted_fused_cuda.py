@@ -52,7 +52,11 @@ def test_unfused_is_what_it_was(family):
 
 
 FLOAT = {"activations": "float"}
-SCHEMES = [hasten.Int8(**FLOAT), hasten.Int4(group_size=32, **FLOAT), hasten.Int4(group_size=32, symmetric=False, **FLOAT)]
+SCHEMES = [
+    hasten.Int8(**FLOAT),
+    hasten.Int4(group_size=32, **FLOAT),
+    hasten.Int4(group_size=32, symmetric=False, **FLOAT),
+]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -56,7 +56,9 @@ def test_captured_steps_are_the_plain_ones(scheme):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.8, "top_k": 20, "seed": 1}, {"top_p": 0.9, "seed": 2}])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0}, {"temperature": 0.8, "top_k": 20, "seed": 1}, {"top_p": 0.9, "seed": 2}]
+)
 def test_running_ahead_changes_no_text(settings, monkeypatch):
     from hasten.generation import generate
 

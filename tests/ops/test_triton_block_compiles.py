@@ -52,7 +52,13 @@ def attention(tmp_path, *, tokens, sequences, max_query, group, head_dim, source
         "SPLIT": plan.splits > 1,
     }
     return plan, compile_for_hopper(
-        attend, types, constants, tmp_path, num_warps=plan.warps, num_stages=plan.stages + ("table" in source), **changes
+        attend,
+        types,
+        constants,
+        tmp_path,
+        num_warps=plan.warps,
+        num_stages=plan.stages + ("table" in source),
+        **changes,
     )
 
 
@@ -70,7 +76,9 @@ def test_decoding(tmp_path, source, group, head_dim):
     assert result.metadata.shared <= LARGEST_SHARED // 2  # two programs on a multiprocessor
 
 
-@pytest.mark.parametrize(("source", "window", "softcap"), [("table", 0, False), ("first", 0, False), ("first", 500, True)])
+@pytest.mark.parametrize(
+    ("source", "window", "softcap"), [("table", 0, False), ("first", 0, False), ("first", 500, True)]
+)
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (8, 64), (1, 64), (1, 96), (2, 256)])
 def test_prompts(tmp_path, source, window, softcap, group, head_dim):
     sizes = {"tokens": 2048, "sequences": 1, "max_query": 2048, "group": group, "head_dim": head_dim}

@@ -45,7 +45,9 @@ class Draws:
     """A sampler's draws for all rows, captured where nothing but the number of the step changes between them."""
 
     def __init__(
-        self, sampler: BatchSampler, capture: Callable[[Callable[[], None], Callable[[], None]], Callable[[], None]] | None
+        self,
+        sampler: BatchSampler,
+        capture: Callable[[Callable[[], None], Callable[[], None]], Callable[[], None]] | None,
     ) -> None:
         """capture: `cuda_graph`, or None."""
         self._sampler = sampler

@@ -234,9 +234,7 @@ class Generation:
             if any(queued):
                 self.decoder.undo(queued)
 
-    def _queue(
-        self, draw: Draws, tokens: Tensor, going: list[bool], count: int
-    ) -> tuple[Reading, Tensor]:
+    def _queue(self, draw: Draws, tokens: Tensor, going: list[bool], count: int) -> tuple[Reading, Tensor]:
         """Queue the step after these tokens and the draw from its logits, when each row has got `count` tokens."""
         tokens = draw(self.decoder.decode(tokens, active=going), [count] * len(going))
         return Reading(tokens), tokens

@@ -95,10 +95,11 @@ def keep(decoder: Decoder) -> None:
     Of a model that is fused on a GPU, whose steps read the weights at addresses that can be compared.
     """
     model = decoder.model
-    if isinstance(decoder, GraphDecoder) and isinstance(model.stack, CudaStack) and decoder._captured:
-        if decoder.cache.bytes <= MOST_KEPT_BYTES:
-            state = decoder.cache, decoder._captured, decoder._captured_at, decoder.kv_cache_dtype
-            _KEPT[model] = Kept(*state, model.stack.addresses())
+    if not isinstance(decoder, GraphDecoder) or not isinstance(model.stack, CudaStack):
+        return
+    if decoder._captured and decoder.cache.bytes <= MOST_KEPT_BYTES:
+        state = decoder.cache, decoder._captured, decoder._captured_at, decoder.kv_cache_dtype
+        _KEPT[model] = Kept(*state, model.stack.addresses())
 
 
 class FixedStep:

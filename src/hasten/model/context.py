@@ -25,9 +25,7 @@ class PlainLayer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
         return attention(q, k, v, mask=self.mask, intervals=self.intervals, dropout=dropout)
 
-    def view(
-        self, *, batch: int, tokens: int, kv_heads: int, head_dim: int, like: Tensor | None = None
-    ) -> KVView:
+    def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int, like: Tensor | None = None) -> KVView:
         """A cache for just this call, for a kernel that writes and reads one itself.
 
         like: a tensor of its device and dtype; by default it is on the CPU, in bfloat16.

@@ -19,7 +19,17 @@ from hasten.model.wide import narrow
 from hasten.ops.linear import PackedLinear
 from hasten.ops.pages import return_freed_memory
 
-__all__ = ["CudaBlock", "CudaStack", "FusedBlock", "FusedStack", "FusedSteps", "fuse", "fuse_where_it_fits", "is_fused", "refusal"]
+__all__ = [
+    "CudaBlock",
+    "CudaStack",
+    "FusedBlock",
+    "FusedStack",
+    "FusedSteps",
+    "fuse",
+    "fuse_where_it_fits",
+    "is_fused",
+    "refusal",
+]
 
 
 def refusal(model: Transformer) -> str | None:

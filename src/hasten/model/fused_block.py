@@ -47,6 +47,11 @@ class FusedSteps(nn.Module):
         """Whether the steps run where a tensor is, in its dtype."""
         raise NotImplementedError
 
+    @property
+    def _like(self) -> Tensor:
+        """A tensor of the block's device and dtype."""
+        return next(self.attention_norm.parameters())
+
     def __getstate__(self) -> dict[str, Any]:
         """Without what holds addresses: a copy lays them out for its own tensors."""
         return {k: v for k, v in self.__dict__.items() if k != "_bound"}
@@ -56,8 +61,7 @@ class FusedSteps(nn.Module):
         self.bind()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        weight = self.attention_norm.weight
-        place = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
+        place = fn(torch.empty(0, dtype=self._like.dtype, device=self._like.device))
         if not self.runs_on(place):
             dtype = str(place.dtype).removeprefix("torch.")
             raise ConfigError(

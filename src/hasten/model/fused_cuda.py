@@ -1,8 +1,8 @@
 """The fused steps of a GPU, a `CudaBlock` for each readable block (fused.py puts them in its place).
 
 The steps: norm + q, k, v; norms of q and k + rotary turn + cache write; attention; output + residual; norm + gate, up +
-activation; down + residual. Each is one launch for a few rows. Keys and values are reached through `layer.view()` alone,
-so the same block serves a static cache and a paged one, captured or not. The residual stream is float32 between steps.
+activation; down + residual. Each is one launch for a few rows. Keys and values are reached through `layer.view()`
+alone, so the same block serves a static cache and a paged one, captured or not. The residual stream is float32.
 """
 
 import os
@@ -20,7 +20,6 @@ from hasten.model.context import PlainLayer
 from hasten.model.fused_block import FusedSteps
 from hasten.model.fused_linear import fusion_conflict, gate_up_rows, joined, norm_arguments
 from hasten.model.interfaces import Context, LayerContext
-from hasten.model.norms import RMSNorm
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import MLP, Block, Linear, Transformer
 from hasten.ops import triton_support
@@ -101,15 +100,15 @@ class CudaBlock(FusedSteps):
         self._bound = SimpleNamespace(
             product=fused_linear,
             weights={name: product_weight(getattr(self, name)) for name in ("qkv", "output", "inner", "down")},
-            input_norm=NormArguments(*norm_arguments(self.attention_norm)),
-            inner_norm=NormArguments(*norm_arguments(self.mlp_norm)),
+            input_norm=NormArguments(*norm_arguments(self.attention_norm)),  # type: ignore[arg-type]
+            inner_norm=NormArguments(*norm_arguments(self.mlp_norm)),  # type: ignore[arg-type]
             post_norms=[self._post(norm) for norm in (self.attention_post_norm, self.mlp_post_norm)],
             add_normed=triton_steps.add_normed,
             place_heads=triton_steps.place_heads,
             qk_norms=(*norms, *sizes),
             attend=ragged.over_view,
-            dtype=self.attention_norm.weight.dtype,
-            counters=ragged.counters_on(self.attention_norm.weight.device),
+            dtype=self._like.dtype,
+            counters=ragged.counters_on(self._like.device),
         )
 
     @staticmethod
@@ -117,7 +116,7 @@ class CudaBlock(FusedSteps):
         return None if isinstance(norm, nn.Identity) else norm_arguments(norm)
 
     def runs_on(self, place: Tensor) -> bool:
-        return place.device.type == self.attention_norm.weight.device.type and place.dtype in HALVES
+        return place.device.type == self._like.device.type and place.dtype in HALVES
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
@@ -194,7 +193,7 @@ class CudaStack:
 
     def addresses(self) -> tuple[int, ...]:
         """Of all that a step reads of the model: where they are the same, a captured step can be run again."""
-        counters = (block._bound.counters for block in self.model.blocks)
+        counters: Any = [block._bound.counters for block in self.model.blocks]  # type: ignore[union-attr]
         held = chain(self.model.parameters(), self.model.buffers(), counters)
         return tuple(tensor.data_ptr() for tensor in held)
 
@@ -207,7 +206,7 @@ class CudaStack:
         from hasten.ops.linear.fused import NormArguments, fused_linear
 
         model = self.model
-        norm = NormArguments(*norm_arguments(model.norm))
+        norm = NormArguments(*norm_arguments(model.norm))  # type: ignore[arg-type]
         rows = x.float().flatten(0, -2)
         found = fused_linear(rows, **product_weight(model.head), norm=norm, out_dtype=model.dtype)
         return found.view(*x.shape[:-1], -1)

@@ -60,6 +60,11 @@ def native_waits(model: Transformer) -> str | None:
 class FusedBlock(FusedSteps):
     """The steps as native calls on a CPU (see the module's text)."""
 
+    qkv: PackedLinear
+    output: PackedLinear
+    inner: PackedLinear
+    down: PackedLinear
+
     def __init__(self, block: Block) -> None:
         super().__init__(block)
         attention = block.attention

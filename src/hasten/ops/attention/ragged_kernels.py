@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def sequence_of(program, starts, sequences, QUERIES: tl.constexpr):
-    """The sequence a program works for, and which of its tiles: tiles of b begin at program starts[b] // QUERIES + b."""
+    """The sequence of a program, and which of its tiles: those of b begin at program starts[b] // QUERIES + b."""
     low = program * 0
     high = low + sequences
     while high - low > 1:
@@ -90,10 +90,8 @@ def take_keys(
             seen = seen & (position[:, None] - s[None, :] < WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-    if MASKED:  # nothing seen yet: exp(-inf - 0), not -inf + inf
-        finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    else:
-        finite = new_peak
+    # Nothing seen yet: exp(-inf - 0), not -inf + inf.
+    finite = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
     shrink = tl.exp2(peak - finite)
     p = tl.exp2(scores - finite[:, None])
     total = total * shrink + tl.sum(p, axis=1)
@@ -247,9 +245,7 @@ def add_parts(
 
 
 @triton.jit
-def combine(
-    out, parts, peaks, sums, every, splits, M: tl.constexpr, D: tl.constexpr, D_SIDE: tl.constexpr
-):
+def combine(out, parts, peaks, sums, every, splits, M: tl.constexpr, D: tl.constexpr, D_SIDE: tl.constexpr):
     """What the last program of each tile does otherwise, in a launch of its own."""
     number = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     add_parts(out, parts, peaks, sums, number, every, number < every, splits, M, D, D_SIDE)

@@ -1,4 +1,4 @@
-"""The Triton kernels between a fused block's products on a GPU (triton_steps.py). Importing this file imports Triton."""
+"""Triton kernels between the products of a GPU's fused block (triton_steps.py). Importing this file imports Triton."""
 
 import triton
 import triton.language as tl
@@ -66,9 +66,7 @@ def place_heads(
 
 
 @triton.jit
-def add_normed(
-    x, y, weight, bias, out, size, eps, offset, CENTRED: tl.constexpr, BLOCK: tl.constexpr
-):
+def add_normed(x, y, weight, bias, out, size, eps, offset, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
     """out = x + norm(y), rows of `size`."""
     row = tl.program_id(0).to(tl.int64) * size
     i = tl.arange(0, BLOCK)
