@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from captured_steps import Capturer
 from drafting import proposing
 from hasten.engine import captures
 from hasten.generation import graphs
 from hasten.model.fused import fuse_where_it_fits
-from recorded import Capturer
 from serving_cases import make_engine, request, run, tokens_of
 from tiny_model import tiny_llama
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import hasten
+from captured_steps import Capturer
 from drafting import proposing
 from hasten.engine import captures
 from hasten.generation import graphs
 from hasten.model.lora import attach, new_adapter
-from recorded import Capturer
 from references import make_reference, tiny_llama
 from serving_cases import Counting, make_engine, request, run, tokens_of
 from triton_cases import run_interpreted

@@ -10,7 +10,6 @@ from hasten.generation import graphs
 from hasten.generation.compiled import compile_blocks
 from hasten.generation.decoder import Decoder
 from hasten.generation.graphs import GraphDecoder, fastest_decoder, refusal
-from recorded import Capturer, Recording
 from references import tiny_llama
 from triton_cases import run_interpreted
 
