@@ -85,7 +85,7 @@ class WeightCopies(nn.Module):
 
     def __init__(self, model: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layers = []
+        self.layers, self.dtype = [], dtype
         self.rows: dict[Tensor, tuple[nn.Parameter, int, int]] = {}  # by parameter: its copy's rows
         self._copies = nn.ParameterList()
         for block in model.blocks:

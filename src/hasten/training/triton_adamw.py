@@ -182,8 +182,8 @@ class FusedUpdate:
             table.copy_(self.rows(gradients))
         copies = update.copies
         narrow = next((one.dtype for one in gradients if one.dtype != torch.float32), torch.bfloat16)
-        if copies is not None and copies.layers:
-            narrow = copies.layers[0].qkv.dtype
+        if copies is not None:
+            narrow = copies.dtype
         dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(narrow, tl.float32)
         first = update.optimizer.param_groups[0]
         beta1, beta2 = first["betas"]

@@ -55,9 +55,9 @@ def backward_kernel(d_out, z, bias, dz, parts, rows, width, ROWS: tl.constexpr, 
         x = tl.load(z + places, mask=inside, other=0.0).to(tl.float32) + b[None, :]
         dy = tl.load(d_out + places, mask=inside, other=0.0).to(tl.float32)
         s, slope = gate(x)
-        dx = (dy * (s + x * s * (1.0 - s) * slope)).to(dz.dtype.element_ty)
-        tl.store(dz + places, dx, mask=inside)
-        total += dx.to(tl.float32)
+        dx = dy * (s + x * s * (1.0 - s) * slope)
+        tl.store(dz + places, dx.to(dz.dtype.element_ty), mask=inside)
+        total += dx
     tl.store(parts + program.to(tl.int64) * width + columns, tl.sum(total, axis=0), mask=columns < width)
 
 

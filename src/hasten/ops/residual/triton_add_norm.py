@@ -111,9 +111,8 @@ def backward_kernel(
         if d_total is not None:
             dx += tl.load(d_total + places, mask=inside, other=0.0)
         tl.store(d_stream + places, dx, mask=inside)
-        narrow = dx.to(d_branch.dtype.element_ty)
-        tl.store(d_branch + places, narrow, mask=inside)
-        by_branch += narrow.to(tl.float32)
+        tl.store(d_branch + places, dx.to(d_branch.dtype.element_ty), mask=inside)
+        by_branch += dx
     place = program.to(tl.int64) * width + columns
     step = count.to(tl.int64) * width
     tl.store(parts + place, by_weight, mask=inside)
