@@ -9,8 +9,8 @@ from gpu.harness import Group, JobSpec
 class Phase:
     """Prepare the jobs of all groups until `prepare` (a share of the budget), measure them until `measure`.
 
-    first: the jobs that start first, since they compile longest or need much memory for a moment; some of them belong to
-    a later phase's groups, and wait for it.
+    first: the jobs that start first, since they compile longest or need much memory for a moment; some of them belong
+    to a later phase's groups, and wait for it.
     """
 
     prepare: float
