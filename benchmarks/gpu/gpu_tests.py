@@ -55,6 +55,7 @@ class GpuTests(Background):
                 self.process.wait(timeout=6)
         self.kill()
         log = self.log.read_text(errors="replace")
+        (self.run.out / "pytest.txt").write_text(log)
         last = [line for line in log.splitlines() if line.strip()][-1:]
         found = {"seconds": round(time.time() - self.begin), "status": self.process.poll(), **counted(log)}
         self.run.results["tests"] = found | {"last": last[0][:200] if last else ""}

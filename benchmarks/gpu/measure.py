@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/measure.py --out OUT --budget 480 --peers PEERS --wheels WHEELS
 
-OUT gets results.json (written after every number), tables.txt and logs. PEERS, if given, has the model files of
+OUT gets results.json (written after every number), tables.txt, pytest.txt and the ends of all logs. PEERS, if given, has the model files of
 gpt-fast (`gptfast-sdpa`: generate.py, model.py, quantize.py of commit 32971d3) and nanoGPT (`nanogpt`: model.py of the
 head; `nanogpt-b3c17c6`, `nanogpt-77e7e04`). WHEELS, if given, are installed beside the machine's packages. Scratch
 files go to $TMPDIR. `--device cpu --tiny` tries every job on a CPU.
@@ -127,7 +127,7 @@ def main() -> None:
     options.out = options.out.resolve()
     scratch = Path(tempfile.mkdtemp(prefix="hasten-gpu-"))
     line, memory = ("cpu", 80.0) if options.device == "cpu" else card()
-    run = Run(options.out, options.budget - MARGIN, environment(options, scratch), started)
+    run = Run(options.out, scratch, options.budget - MARGIN, environment(options, scratch), started)
     run.results["run"] = {"card": line, "date": time.strftime("%Y-%m-%d"), "budget": options.budget}
     run.say(line)
     atexit.register(run.end)
