@@ -2,10 +2,10 @@
 
     python benchmarks/gpu/measure.py --out OUT --budget 480 --peers PEERS --wheels WHEELS
 
-OUT gets results.json (written after every number), tables.txt, pytest.txt and the ends of all logs. PEERS, if given, has the model files of
-gpt-fast (`gptfast-sdpa`: generate.py, model.py, quantize.py of commit 32971d3) and nanoGPT (`nanogpt`: model.py of the
-head; `nanogpt-b3c17c6`, `nanogpt-77e7e04`). WHEELS, if given, are installed beside the machine's packages. Scratch
-files go to $TMPDIR. `--device cpu --tiny` tries every job on a CPU.
+OUT gets results.json (written after every number), tables.txt, pytest.txt and the ends of all logs. PEERS, if given,
+has the model files of gpt-fast (`gptfast-sdpa`: generate.py, model.py, quantize.py of commit 32971d3) and nanoGPT
+(`nanogpt`: model.py of the head; `nanogpt-b3c17c6`, `nanogpt-77e7e04`). WHEELS, if given, are installed beside the
+machine's packages. Scratch files go to $TMPDIR. `--device cpu --tiny` tries every job on a CPU.
 """
 
 import argparse
