@@ -40,7 +40,7 @@ class Commands(Background):
         self.run, self.started, self.threads = run, [], []
         super().__init__(lambda: list(self.started))
         self.found: dict[str, dict[str, Any]] = {}
-        self.folder = run.out / "tiny"
+        self.folder = run.scratch / "tiny"
         self.thread = threading.Thread(target=self._all, args=(device, only), daemon=True)
         self.thread.start()
 

@@ -16,6 +16,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 STATES = ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS")
 
 
+def files() -> list[str]:
+    """The test files in which something needs a GPU: collecting all the others would take each worker long."""
+    return sorted(
+        str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()
+    )
+
+
 def counted(log: str) -> dict[str, Any]:
     """How many tests ended how, and which failed, from pytest-xdist's verbose log."""
     found: dict[str, Any] = {state: len(re.findall(rf"\] {state} ", log)) for state in STATES}
@@ -27,11 +34,11 @@ def counted(log: str) -> dict[str, Any]:
 class GpuTests(Background):
     """Starts at once. A test may take `timeout` seconds of the clock, pauses included."""
 
-    def __init__(self, run: Run, workers: int, paths: tuple[str, ...] = ("tests",), timeout: int = 400) -> None:
+    def __init__(self, run: Run, workers: int, timeout: int = 400) -> None:
         super().__init__(lambda: [self.process])
         self.run, self.log, self.begin = run, run.logs / "pytest.log", time.time()
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", str(workers), "--dist", "worksteal", "-vv"]
-        command += ["--tb=short", f"--timeout={timeout}", *paths]
+        command += ["--tb=short", f"--timeout={timeout}", *files()]
         with open(self.log, "w") as file:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=run.environment, start_new_session=True
@@ -48,6 +55,7 @@ class GpuTests(Background):
                 self.process.wait(timeout=6)
         self.kill()
         log = self.log.read_text(errors="replace")
+        (self.run.out / "pytest.txt").write_text(log)
         last = [line for line in log.splitlines() if line.strip()][-1:]
         found = {"seconds": round(time.time() - self.begin), "status": self.process.poll(), **counted(log)}
         self.run.results["tests"] = found | {"last": last[0][:200] if last else ""}

@@ -45,13 +45,16 @@ class Group:
 class Run:
     """One measurement: its time, its results and its notes. `results` by job and command, each a list."""
 
-    def __init__(self, out: Path, budget: float, environment: dict[str, str], started: float | None = None) -> None:
-        self.out, self.budget, self.environment = out, budget, environment
+    def __init__(
+        self, out: Path, scratch: Path, budget: float, environment: dict[str, str], started: float | None = None
+    ) -> None:
+        """out: for what is kept; scratch: for the logs of each job, and whatever else only the run needs."""
+        self.out, self.scratch, self.budget, self.environment = out, scratch, budget, environment
         self.start = time.time() if started is None else started
         self.results: dict[str, Any] = {}
         self.notes: list[str] = []
         self.jobs: list[Job] = []
-        self.logs = out / "logs"
+        self.logs = scratch / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def now(self) -> float:

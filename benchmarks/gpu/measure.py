@@ -2,10 +2,10 @@
 
     python benchmarks/gpu/measure.py --out OUT --budget 480 --peers PEERS --wheels WHEELS
 
-OUT gets results.json (written after every number), tables.txt and logs. PEERS, if given, has the model files of
-gpt-fast (`gptfast-sdpa`: generate.py, model.py, quantize.py of commit 32971d3) and nanoGPT (`nanogpt`: model.py of the
-head; `nanogpt-b3c17c6`, `nanogpt-77e7e04`). WHEELS, if given, are installed beside the machine's packages. Scratch
-files go to $TMPDIR. `--device cpu --tiny` tries every job on a CPU.
+OUT gets results.json (written after every number), tables.txt, pytest.txt and the ends of all logs. PEERS, if given,
+has the model files of gpt-fast (`gptfast-sdpa`: generate.py, model.py, quantize.py of commit 32971d3) and nanoGPT
+(`nanogpt`: model.py of the head; `nanogpt-b3c17c6`, `nanogpt-77e7e04`). WHEELS, if given, are installed beside the
+machine's packages. Scratch files go to $TMPDIR. `--device cpu --tiny` tries every job on a CPU.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from gpu.harness import Background, Job, Run, measure, prepare
 from gpu.plan import JOBS, PHASES, Phase
 from gpu.report import tables
 
-TEST_WORKERS = 4
 MARGIN = 6.0  # seconds at the end, for the tables
 
 
@@ -39,6 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="jobs whose names contain one of these, by commas")
     parser.add_argument("--memory", type=float, help="GB of the GPU to plan with (its own, if not given)")
     parser.add_argument("--jobs", type=int, default=max(2, (os.cpu_count() or 2)), help="jobs preparing at a time")
+    parser.add_argument("--test-workers", type=int, default=5)
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--no-commands", action="store_true")
     return parser.parse_args()
@@ -96,19 +96,21 @@ def work(run: Run, options: argparse.Namespace, memory: float) -> None:
     tests = commands = None
     held = 0.0  # GB of what runs beside
     if not options.no_tests and options.device != "cpu":
-        tests = GpuTests(run, TEST_WORKERS)
+        tests = GpuTests(run, options.test_workers)
         beside.append(tests)
-        held = 1.2 * TEST_WORKERS
+        held = 1.2 * options.test_workers
+    jobs: dict[str, Job] = {}
     for number, phase in enumerate(PHASES):
-        jobs = {name: Job(run, name, JOBS[name]) for name in wanted(phase, options)}
+        new = {name: Job(run, name, JOBS[name]) for name in wanted(phase, options) if name not in jobs}
+        jobs |= new
         if number == len(PHASES) - 1 and not options.no_commands:
             commands = Commands(run, options.device)
             beside.append(commands)
         for one in beside:
             one.resume()
         until = phase.prepare * run.budget
-        if jobs:
-            prepare(run, list(jobs.values()), until=until, limit_gb=memory - held, most=options.jobs)
+        if new:
+            prepare(run, list(new.values()), until=until, limit_gb=memory - held, most=options.jobs)
         if number == len(PHASES) - 1:
             for one in (tests, commands):
                 if one is not None:
@@ -125,7 +127,7 @@ def main() -> None:
     options.out = options.out.resolve()
     scratch = Path(tempfile.mkdtemp(prefix="hasten-gpu-"))
     line, memory = ("cpu", 80.0) if options.device == "cpu" else card()
-    run = Run(options.out, options.budget - MARGIN, environment(options, scratch), started)
+    run = Run(options.out, scratch, options.budget - MARGIN, environment(options, scratch), started)
     run.results["run"] = {"card": line, "date": time.strftime("%Y-%m-%d"), "budget": options.budget}
     run.say(line)
     atexit.register(run.end)

@@ -9,7 +9,8 @@ from gpu.harness import Group, JobSpec
 class Phase:
     """Prepare the jobs of all groups until `prepare` (a share of the budget), measure them until `measure`.
 
-    first: the jobs that start first, since they compile longest or need much memory for a moment.
+    first: the jobs that start first, since they compile longest or need much memory for a moment; some of them belong
+    to a later phase's groups, and wait for it.
     """
 
     prepare: float
@@ -49,16 +50,19 @@ for _format, _group, _idle in (("bfloat16", 0, 8.0), ("int8", 0, 6.0), ("int4", 
     JOBS[f"engine-{_short}"] = JobSpec("serving:engine", _arguments, _idle, _idle + 1)
     JOBS[f"static-{_short}"] = JobSpec("serving:static", _arguments, _idle, _idle + 1)
 FP8 = {"techniques": {"fp8": True}}
+WIDE = {"shape": "wide"}
 JOBS |= {
     "nanogpt-12": _training("nanogpt", 12, 16.0),
     "hasten-12": _training("hasten", 12, 14.0),
     "nanogpt-32": _training("nanogpt", 32, 38.0),
     "hasten-32": _training("hasten", 32, 26.0),
     "hasten-32-fp8": _training("hasten", 32, 26.0, **FP8),
+    "nanogpt-wide": _training("nanogpt", 8, 24.0, **WIDE),
+    "hasten-wide-fp8": _training("hasten", 8, 20.0, **WIDE, **FP8),
     "nanogpt-b3c17c6-12": _training("nanogpt", 12, 20.0, checkout="nanogpt-b3c17c6"),
     "nanogpt-77e7e04-12": _training("nanogpt", 12, 20.0, checkout="nanogpt-77e7e04"),
-    "attention": JobSpec("attention:compare", {"budget": 30}, 1.0, 6.0),
-    "products": JobSpec("products:table", {"budget": 30}, 1.5, 3.0),
+    "attention": JobSpec("attention:compare", {"budget": 20}, 1.0, 6.0),
+    "products": JobSpec("products:table", {"budget": 22}, 1.5, 3.0),
 }
 RUNGS = ("explicit", "compile", "math", "memory-efficient", "flash", "padded-vocabulary")
 JOBS |= {f"rung-{name}": JobSpec("training:rung", {"name": name, "batch": 12}, 3.0, 36.0) for name in RUNGS}
@@ -76,7 +80,10 @@ PHASES: tuple[Phase, ...] = (
             Group(("hasten-7b-int8", "gptfast-7b-int8"), 2, SEVEN),
             Group(("hasten-12", "nanogpt-12"), 3, (("losses", ""), ("profile", ""))),
         ),
-        ("gptfast-7b-int8", "gptfast-7b-bf16", "gptfast-7b-int4", "nanogpt-12", "hasten-12"),
+        (
+            *("gptfast-7b-int8", "gptfast-7b-bf16", "gptfast-7b-int4", "nanogpt-12", "hasten-12"),
+            *("gptfast-1b-bf16", "gptfast-1b-int4"),
+        ),
     ),
     Phase(
         0.61,
@@ -90,9 +97,10 @@ PHASES: tuple[Phase, ...] = (
             Group(("engine-int8", "static-int8"), 0, ENGINE),
             Group(("engine-int4", "static-int4"), 0, ENGINE),
             Group(("products",)),
+            Group(("hasten-wide-fp8", "nanogpt-wide"), 2, (("losses", ""),)),
             Group(("hasten-1b-int8",), 1),
         ),
-        ("nanogpt-32", "gptfast-1b-bf16", "gptfast-1b-int4", "hasten-32", "hasten-32-fp8", "engine-bf16"),
+        ("nanogpt-32", "nanogpt-wide", "hasten-32", "hasten-32-fp8", "hasten-wide-fp8", "engine-bf16"),
     ),
     Phase(
         0.94,

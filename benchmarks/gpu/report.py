@@ -1,6 +1,6 @@
 """The tables of a measurement: printed at the end of a run, and written into the pages by benchmarks/tables.py.
 
-    python benchmarks/gpu/report.py OUT/results.json > benchmarks/results/gpu.json      # what is committed of a run
+python benchmarks/gpu/report.py OUT/results.json > benchmarks/results/gpu.json      # what is committed of a run
 """
 
 import json
@@ -15,6 +15,7 @@ MODELS = {
     "7b-bf16": "7B bf16", "7b-int8": "7B int8", "7b-int4": "7B int4, groups of 32",
     "1b-bf16": "1.1B bf16", "1b-int8": "1.1B int8", "1b-int4": "1.1B int4, groups of 32",
 }  # fmt: skip
+TRAINERS = ("nanogpt-12", "hasten-12", "nanogpt-32", "hasten-32", "hasten-32-fp8", "nanogpt-wide", "hasten-wide-fp8")
 CONTESTANTS = {"hasten": "hasten", "flash-triton": "our Triton", "fa2": "FlashAttention-2", "cudnn": "cuDNN"}
 
 
@@ -92,38 +93,33 @@ def serving(results: Results) -> Table:
 
 
 def training(results: Results) -> Table:
-    """GPT-2 124M, tokens/s."""
-    head = ["GPT-2 124M, rows of 1,024", "tokens/s", "ms", "GPU busy, ms", "launches", "MFU", "peak, GB"]
+    """Trainers by their rows of 1,024 tokens: GPT-2 124M, and one 2,048 wide (8 layers, 8 rows)."""
+    head = ["trainer and rows", "tokens/s", "ms", "GPU busy, ms", "launches", "MFU", "peak, GB"]
     head += ["of nanoGPT", "its memory"]
     rows = []
-    for batch in (12, 32):
-        peer = f"nanogpt-{batch}"
-        for name in (peer, f"hasten-{batch}", f"hasten-{batch}-fp8", f"nanogpt-b3c17c6-{batch}"):
-            speed = median(results, name, "measure", "tokens_per_s")
-            if speed is None:
-                continue
-            every_speed = every(results, name, "measure", "tokens_per_s")
-            spread = f" ({min(every_speed):,.0f} to {max(every_speed):,.0f})" if len(every_speed) > 1 else ""
-            busy, peak = (
-                median(results, name, "profile", "gpu_us"),
-                max(every(results, name, "measure", "peak_gb"), default=None),
-            )
-            theirs = max(every(results, peer, "measure", "peak_gb"), default=None)
-            row = [name, f"{speed:,.0f}{spread}", shown(median(results, name, "measure", "ms"), ".1f")]
-            row += [shown(busy / 1e3 if busy else None, ".1f"), shown(median(results, name, "profile", "launches"))]
-            row += [shown(median(results, name, "measure", "mfu"), ".1%"), shown(peak, ".1f")]
-            rows.append([*row, ratio(speed, median(results, peer, "measure", "tokens_per_s")), ratio(peak, theirs)])
+    for name in TRAINERS:
+        speeds = every(results, name, "measure", "tokens_per_s")
+        if not speeds:
+            continue
+        peer = f"nanogpt-{name.split('-')[1]}"
+        spread = f" ({min(speeds):,.0f} to {max(speeds):,.0f})" if len(speeds) > 1 else ""
+        busy = median(results, name, "profile", "gpu_us")
+        peaks = [max(every(results, job, "measure", "peak_gb"), default=None) for job in (name, peer)]
+        row = [name, f"{statistics.median(speeds):,.0f}{spread}", shown(median(results, name, "measure", "ms"), ".1f")]
+        row += [shown(busy / 1e3 if busy else None, ".1f"), shown(median(results, name, "profile", "launches"))]
+        row += [shown(median(results, name, "measure", "mfu"), ".1%"), shown(peaks[0], ".1f")]
+        row.append(ratio(statistics.median(speeds), median(results, peer, "measure", "tokens_per_s")))
+        rows.append([*row, ratio(*peaks)])
     return head, rows
 
 
 def losses(results: Results) -> Table:
     """The losses of trainers that began with the same weights."""
     rows = []
-    for batch in (12, 32):
-        for name in (f"nanogpt-{batch}", f"hasten-{batch}", f"hasten-{batch}-fp8"):
-            found = every(results, name, "losses", "losses")
-            if found:
-                rows.append([name, *(f"{found[-1][i]:.3f}" if len(found[-1]) > i else "" for i in (0, 9, 19, 39, 59))])
+    for name in TRAINERS:
+        found = every(results, name, "losses", "losses")
+        if found:
+            rows.append([name, *(f"{found[-1][i]:.3f}" if len(found[-1]) > i else "" for i in (0, 9, 19, 39, 59))])
     return ["loss at step", "1", "10", "20", "40", "60"], rows
 
 

@@ -58,8 +58,10 @@ def _training(results: Results) -> tuple[str, str]:
         speeds = _each(results, names, "measure", "tokens_per_s")
         peaks = [max(every(results, name, "measure", "peak_gb"), default=None) for name in names]
         cells.append(f"{batch} rows {speeds} tokens/s in {' / '.join(shown(one, '.1f') or '-' for one in peaks)} GB")
-    if fp8 := median(results, "hasten-32-fp8", "measure", "tokens_per_s"):
-        cells.append(f"fp8 at 32 rows {fp8:,.0f}")
+    for name, words in (("hasten-32-fp8", "fp8 at 32 rows"), ("hasten-wide-fp8", "fp8, 2,048 wide")):
+        if fp8 := median(results, name, "measure", "tokens_per_s"):
+            peer = median(results, "nanogpt-wide", "measure", "tokens_per_s") if "wide" in name else None
+            cells.append(f"{words} {fp8:,.0f}" + (f" / {peer:,.0f}" if peer else ""))
     return "GPT-2 124M, hasten / nanoGPT", "; ".join(cells)
 
 

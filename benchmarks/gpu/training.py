@@ -14,11 +14,19 @@ from gpu.worker import DEVICE, PEERS, TINY, kernel_table, memory, patient, serve
 
 RATE, PEAK = 1e-3, 798e12  # bf16 FLOP/s of an H100 on random data, as MFU is quoted
 VOCAB, BLOCK = (50_257, 1024) if not TINY else (250, 16)
-SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768} if not TINY else {"n_layer": 2, "n_head": 2, "n_embd": 32}
+SHAPES = {
+    "gpt2-124m": {"n_layer": 12, "n_head": 12, "n_embd": 768},
+    "wide": {"n_layer": 8, "n_head": 16, "n_embd": 2048},
+}
 Take = Callable[[Any, Any, float], Any]
 
 
-def peer_model(checkout: str) -> Any:
+def sizes_of(shape: str) -> dict[str, int]:
+    """Under nanoGPT's names."""
+    return SHAPES[shape] if not TINY else {"n_layer": 2, "n_head": 2, "n_embd": 32}
+
+
+def peer_model(checkout: str, shape: str) -> Any:
     """nanoGPT's model with its own initialization, seeded."""
     sys.path.insert(0, str(PEERS / checkout))
     from model import GPT, GPTConfig  # type: ignore[import-not-found]
@@ -26,18 +34,18 @@ def peer_model(checkout: str) -> Any:
     torch.manual_seed(1337)
     extra = {"vocab_size": VOCAB} if TINY else {}
     with contextlib.redirect_stdout(sys.stderr):
-        return GPT(GPTConfig(block_size=BLOCK, dropout=0.0, bias=False, **SIZES, **extra))
+        return GPT(GPTConfig(block_size=BLOCK, dropout=0.0, bias=False, **sizes_of(shape), **extra))
 
 
-def recipe_of(batch: int) -> Any:
+def recipe_of(shape: str, batch: int) -> Any:
     """The default recipe at the peer's sizes, without dropout."""
     from hasten.training import RECIPES
 
-    recipe = RECIPES["gpt2-124m"]
-    shape = replace(recipe.model, layers=SIZES["n_layer"], hidden_size=SIZES["n_embd"], heads=SIZES["n_head"])
+    recipe, sizes = RECIPES["gpt2-124m"], sizes_of(shape)
+    model = replace(recipe.model, layers=sizes["n_layer"], hidden_size=sizes["n_embd"], heads=sizes["n_head"])
     data = replace(recipe.data, batch_size=batch, context=BLOCK, accumulation=1)
     optimizer = replace(recipe.optimizer, learning_rate=RATE, beta2=0.99)
-    return replace(recipe, dropout=0.0, model=shape, data=data, optimizer=optimizer)
+    return replace(recipe, dropout=0.0, model=model, data=data, optimizer=optimizer)
 
 
 def config_of(recipe: Any) -> Any:
@@ -46,19 +54,19 @@ def config_of(recipe: Any) -> Any:
     return build.shape_config(recipe.model, vocab_size=VOCAB, positions=BLOCK)
 
 
-def flops_per_token() -> float:
+def flops_per_token(shape: str) -> float:
     from hasten.planning.cost import training_flops_per_token
 
-    return float(training_flops_per_token(config_of(recipe_of(1)), BLOCK))
+    return float(training_flops_per_token(config_of(recipe_of(shape, 1)), BLOCK))
 
 
-def run_trainer(take: Take, batch: int, steps: int, forget: Callable[[], Any]) -> None:
+def run_trainer(take: Take, shape: str, batch: int, steps: int, forget: Callable[[], Any]) -> None:
     """take(inputs, targets, rate) -> loss: warm it up, then serve its commands."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(VOCAB, (4, batch, BLOCK + 1), generator=generator).to(DEVICE)
     data = [(r[:, :-1].contiguous(), r[:, 1:].contiguous()) for r in rows]
     losses: list[Any] = []
-    flops = flops_per_token()
+    flops = flops_per_token(shape)
 
     def go(count: int) -> None:
         found = []
@@ -92,9 +100,9 @@ def run_trainer(take: Take, batch: int, steps: int, forget: Callable[[], Any]) -
     serve({"measure": measure, "profile": profile, "losses": loss})
 
 
-def nanogpt(batch: int, checkout: str = "nanogpt", steps: int = 20) -> None:
+def nanogpt(batch: int, shape: str = "gpt2-124m", checkout: str = "nanogpt", steps: int = 20) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    plain = peer_model(checkout).to(DEVICE)
+    plain = peer_model(checkout, shape).to(DEVICE)
     kind = DEVICE.partition(":")[0]
     settings = [0.1, RATE, (0.9, 0.99), kind]
     known = len(inspect.signature(plain.configure_optimizers).parameters)  # once without the device
@@ -114,11 +122,11 @@ def nanogpt(batch: int, checkout: str = "nanogpt", steps: int = 20) -> None:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    run_trainer(take, batch, steps, lambda: optimizer.zero_grad(set_to_none=True))
+    run_trainer(take, shape, batch, steps, lambda: optimizer.zero_grad(set_to_none=True))
 
 
-def hasten(batch: int, steps: int = 20, techniques: dict[str, Any] | None = None, same_start: bool = True) -> None:
-    """The default recipe; `techniques` changes some of it. same_start: nanoGPT's weights, to compare the losses."""
+def hasten(batch: int, shape: str = "gpt2-124m", steps: int = 20, techniques: dict[str, Any] | None = None) -> None:
+    """The default recipe from nanoGPT's weights, where it is there; `techniques` changes some of it."""
     from training_sides import take_over
 
     from hasten.data import Batch
@@ -126,12 +134,12 @@ def hasten(batch: int, steps: int = 20, techniques: dict[str, Any] | None = None
     from hasten.training import build
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    recipe = recipe_of(batch)
+    recipe = recipe_of(shape, batch)
     changes = dict(techniques or {}) | ({"compile": False} if DEVICE == "cpu" else {})
     recipe = replace(recipe, techniques=replace(recipe.techniques, **changes))
     model = initialize(build.training_config(recipe, config_of(recipe)), seed=0, device=torch.device(DEVICE))
-    if same_start and (PEERS / "nanogpt").exists():
-        start = {name: value.to(DEVICE) for name, value in peer_model("nanogpt").state_dict().items()}
+    if (PEERS / "nanogpt").exists():
+        start = {name: value.to(DEVICE) for name, value in peer_model("nanogpt", shape).state_dict().items()}
         take_over(model, start, VOCAB)
         del start
     step = build.training_step(model, recipe)
@@ -140,7 +148,7 @@ def hasten(batch: int, steps: int = 20, techniques: dict[str, Any] | None = None
         loss = step.run([Batch(inputs=inputs, targets=targets, documents=None)], learning_rate=rate).loss
         return loss.clone() if isinstance(loss, torch.Tensor) else loss  # a captured step writes the next one there
 
-    run_trainer(take, batch, steps, step.where.forget)
+    run_trainer(take, shape, batch, steps, step.where.forget)
 
 
 def rung(name: str, batch: int, steps: int = 10) -> None:
@@ -151,12 +159,12 @@ def rung(name: str, batch: int, steps: int = 10) -> None:
     from hasten.bench.train_rungs import cumulative
 
     techniques = cumulative(article_rungs(DEVICE))[name][0]
-    recipe = recipe_of(batch)
+    recipe = recipe_of("gpt2-124m", batch)
     recipe = replace(recipe, techniques=replace(techniques, compile=techniques.compile and DEVICE != "cpu"))
     own = TrainRung(recipe=recipe, config=config_of(recipe), steps=1, device=DEVICE)
     for _ in range(3):
         patient(own.measure, own.step.where.forget)
-    flops = flops_per_token()
+    flops = flops_per_token("gpt2-124m")
 
     def measure() -> dict[str, Any]:
         own.steps = 2

@@ -14,10 +14,10 @@ sys.path.insert(0, str(BENCHMARKS))
 from gpu import gpu_tests, plan, report, status  # noqa: E402
 
 
-def test_every_job_is_in_one_phase_and_every_group_has_its_jobs():
-    names = [name for phase in plan.PHASES for name in phase.names()]
-    assert len(names) == len(set(names))
-    assert set(names) <= set(plan.JOBS)
+def test_every_job_is_measured_once_and_prepared_by_then():
+    measured = [name for phase in plan.PHASES for group in phase.groups for name in group.names]
+    assert len(measured) == len(set(measured))
+    assert {name for phase in plan.PHASES for name in phase.names()} == set(measured) <= set(plan.JOBS)
     shares = [share for phase in plan.PHASES for share in (phase.prepare, phase.measure)]
     assert shares == sorted(shares)
 
@@ -48,14 +48,16 @@ def test_what_pytest_logged_is_counted():
     log = "[gw0] [ 1%] PASSED tests/a.py::one \n[gw1] [ 2%] FAILED tests/a.py::two[x] \nE   assert 1 == 2\n"
     found = gpu_tests.counted(log)
     assert (found["PASSED"], found["FAILED"], found["failed"]) == (1, 1, ["tests/a.py::two[x]"])
+    assert "tests/ops/test_flash_triton.py" in gpu_tests.files()
     assert found["reasons"] == ["E   assert 1 == 2"]
 
 
 @pytest.mark.slow
 def test_a_run_without_a_gpu(tmp_path):
-    """Jobs are prepared and measured; one that fails does not end the others, and peers that are not there are left out."""
-    command = [sys.executable, str(BENCHMARKS / "gpu" / "measure.py"), "--out", str(tmp_path), "--device", "cpu", "--tiny"]
-    command += ["--budget", "150", "--jobs", "2", "--no-commands", "--only", "baseline,7b-bf16,static-bf16,32-fp8"]
+    """Jobs are prepared and measured; one that fails does not end the others, and absent peers are left out."""
+    command = [sys.executable, str(BENCHMARKS / "gpu" / "measure.py"), "--out", str(tmp_path), "--device", "cpu"]
+    command += ["--tiny", "--budget", "150", "--jobs", "2", "--no-commands"]
+    command += ["--only", "baseline,7b-bf16,static-bf16,32-fp8"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,8 @@
 """How large the tiles of FlashAttention in Triton are: a small table by head size.
 
-Those of heads up to 128 are among the fastest of some ten that were measured on an H100 with 8,192 tokens, causal and not.
-Each compiles for a Hopper GPU without spilling registers and within its shared memory (tests/ops/test_flash_compiles.py).
+Those of heads up to 128 are among the fastest of some ten that were measured on an H100 with 8,192 tokens, causal and
+not. Each compiles for a Hopper GPU without spilling registers and within its shared memory
+(tests/ops/test_flash_compiles.py).
 """
 
 from dataclasses import dataclass

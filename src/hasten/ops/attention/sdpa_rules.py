@@ -97,7 +97,9 @@ def cudnn(request: AttentionRequest) -> str | None:
     if request.bias_gradient:
         return "it gives a bias no gradient"
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
-        return "its gradients differ in the last bits from run to run, and torch.use_deterministic_algorithms forbids that"
+        return (
+            "its gradients differ in the last bits from run to run, and torch.use_deterministic_algorithms forbids that"
+        )
     return None
 
 
