@@ -17,7 +17,7 @@ from hasten.ops.attention.flash_tiles import side
 from hasten.ops.attention.ragged_kernels import attend, combine
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.attention.view import KVView
-from hasten.ops.triton_support import readable
+from hasten.ops.triton_support import early_launch, readable
 
 LOG2_E = math.log2(math.e)
 PROGRAMS = 528  # that keys are split for: four on each multiprocessor of an H100. A constant, so that results do not
@@ -152,6 +152,7 @@ def launch(
             SPLIT=plan.splits > 1,
             num_warps=plan.warps,
             num_stages=plan.stages + (block_table is not None),  # the table is read one stage before the keys
+            **early_launch(),
         )
         if plan.splits > 1 and counters is None:
             every = tokens * heads

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hasten.ops.attention.flash_tiles import side
 from hasten.ops.block import triton_kernels as kernels
-from hasten.ops.triton_support import readable
+from hasten.ops.triton_support import early_launch, readable
 
 
 @torch.library.custom_op("hasten_triton::place_heads", mutates_args=("k", "v"))
@@ -54,6 +54,7 @@ def place_heads(
             HALF=0 if cos is None else cos.shape[-1],
             BLOCK=block,
             num_warps=1 if rows <= 64 else 4,
+            **early_launch(),
         )
     for given, own in written:
         if own is not given:  # in the interpreter
@@ -80,7 +81,11 @@ def add_normed(
         warps = min(8, max(1, block // 512))
         with torch.cuda.device_of(x):
             kernels.add_normed[(x.shape[0],)](
-                *(x, y, *weights, out, size, eps, offset), CENTRED=centred, BLOCK=block, num_warps=warps
+                *(x, y, *weights, out, size, eps, offset),
+                CENTRED=centred,
+                BLOCK=block,
+                num_warps=warps,
+                **early_launch(),
             )
     return out
 

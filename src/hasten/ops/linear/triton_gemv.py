@@ -35,6 +35,49 @@ def one_plus(words, magic, NUMBER: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def joined(sums, BLOCK: tl.constexpr):
+    """BLOCK tensors as one, with an axis more for each bit of their number, the lowest first."""
+    if BLOCK == 1:
+        return sums[0]
+    elif BLOCK == 2:  # noqa: RET505 - Triton's compiler would compile what follows a return as well
+        return tl.join(sums[0], sums[1])
+    elif BLOCK == 4:
+        return tl.join(tl.join(sums[0], sums[1]), tl.join(sums[2], sums[3]))
+    elif BLOCK == 8:
+        low = tl.join(tl.join(sums[0], sums[1]), tl.join(sums[2], sums[3]))
+        high = tl.join(tl.join(sums[4], sums[5]), tl.join(sums[6], sums[7]))
+        return tl.join(low, high)
+    else:
+        tl.static_assert(False, "a program has up to 8 blocks")
+
+
+@triton.jit
+def sums_of_all(sums, BLOCK: tl.constexpr, OWN: tl.constexpr):
+    """The sums of BLOCK tensors (T,) or (T, OWN) over T: (BLOCK,) or (BLOCK, OWN)."""
+    y = tl.sum(joined(sums, BLOCK), axis=0)
+    if BLOCK <= 2:
+        y = tl.reshape(y, (OWN, BLOCK))
+        y = tl.trans(y)
+    elif BLOCK == 4:
+        y = tl.reshape(tl.permute(tl.reshape(y, (OWN, 2, 2)), (2, 1, 0)), (BLOCK, OWN))
+    else:
+        y = tl.reshape(tl.permute(tl.reshape(y, (OWN, 2, 2, 2)), (3, 2, 1, 0)), (BLOCK, OWN))
+    return tl.reshape(y, (BLOCK,)) if OWN == 1 else y
+
+
+@triton.jit
+def halves(word, HALF: tl.constexpr):
+    """The two 16-bit floats of a word, in float32."""
+    if HALF:
+        low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        low = (word << 16).to(tl.float32, bitcast=True)
+        high = (word & -65536).to(tl.float32, bitcast=True)
+    return low, high
+
+
+@triton.jit
 def fetch_to_cache(rows, bytes_of_row):
     """Ask for the first 16 KB of each row (of bytes; a pointer for each) in the L2 cache: before x is known."""
     lines = tl.minimum(tl.arange(0, 128)[None, :], (bytes_of_row - 1) // 128)
@@ -42,6 +85,22 @@ def fetch_to_cache(rows, bytes_of_row):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def zeros_of(BLOCK: tl.constexpr, T: tl.constexpr):
+    """BLOCK tensors (T, 4)."""
+    sums = ()
+    for _ in tl.static_range(BLOCK):
+        sums = sums + (tl.zeros((T, ROWS), dtype=tl.float32),)  # noqa: RUF005
+    return sums
+
+
+@triton.jit
+def block_of(program, i, n_size, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """The i-th block of 4 weight rows of a program."""
+    output = program * (BLOCK // 2) + i // 2 if GATED else program * BLOCK + i
+    return tl.minimum(row_of_output(output, i % 2, GATED, GATE_ROWS // ROWS), (n_size - 1) // ROWS)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -84,29 +143,35 @@ def one_row_packed(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i = tl.arange(0, BLOCK)
-    row = tl.arange(0, ROWS)[None, None, :]
-    t = tl.arange(0, T)[None, :, None]
+    row = tl.arange(0, ROWS)[None, :]
+    t = tl.arange(0, T)[:, None]
     output = tl.program_id(0) * (BLOCK // 2) + i // 2 if GATED else tl.program_id(0) * BLOCK + i
-    block = row_of_output(output, i % 2, GATED, GATE_ROWS // ROWS)
-    block = tl.minimum(block, (n_size - 1) // ROWS)[:, None, None]
-    words = data + block.to(tl.int64) * (row_stride * ROWS) + row
-    group = block.to(tl.int64) * (groups * ROWS) + row
+    block = tl.minimum(row_of_output(output, i % 2, GATED, GATE_ROWS // ROWS), (n_size - 1) // ROWS)
     last = row_stride - 1  # what is read beyond it is that word again, times zeros
     if PDL:
-        fetch_to_cache(data + tl.reshape(block, (BLOCK,)).to(tl.int64) * (row_stride * ROWS), row_stride * 16)
+        fetch_to_cache(data + block.to(tl.int64) * (row_stride * ROWS), row_stride * 16)
         tl.extra.cuda.gdc_wait()
     mean, deviation = 0.0, 1.0
     if NORM == 2:
         mean, deviation = moments(x, k_size, eps, XBITS, HALF, 1024)
-    sums = tl.zeros((BLOCK, T, ROWS), dtype=tl.float32)
-    excess = tl.zeros((1, T, 1), dtype=tl.float32)
-    squares = tl.zeros((1, T, 1), dtype=tl.float32)
+    # Blocks are tuples, not an axis: so that the compiler lays all threads along K, and x needs no exchange.
+    sums = zeros_of(BLOCK, T)
+    excess = tl.zeros((T, 1), dtype=tl.float32)
+    features = tl.zeros((T, 1), dtype=tl.float32)
+    squares = tl.zeros((T, 1), dtype=tl.float32)
     for start in tl.range(0, row_stride, T, num_stages=STAGES):
         at = start + t
         inside = tl.minimum(at, last)
-        q = tl.load(words + inside * ROWS, eviction_policy="evict_first")
+        q = ()
+        for b in tl.static_range(BLOCK):
+            own_block = block_of(tl.program_id(0), b, n_size, GATED, BLOCK)
+            words = data + own_block.to(tl.int64) * (row_stride * ROWS) + row
+            q = q + (tl.load(words + inside * ROWS, eviction_policy="evict_first"),)  # noqa: RUF005
         place = at // 16 * (RUN // 2) + at % 16  # of the first pair in x
         left = k_size - 2 * place
+        parts = sums if GROUP == 0 else zeros_of(BLOCK, T)
+        if GROUP > 0:
+            excess, features = tl.zeros((T, 1), dtype=tl.float32), tl.zeros((T, 1), dtype=tl.float32)
         for pair in tl.static_range(PAIRS):
             low_x, high_x, own = normed_pair(
                 *(x, norm_weight, norm_bias, place, 16 * pair, 32 * pair < left, mean, deviation, offset),
@@ -117,29 +182,39 @@ def one_row_packed(
             # A number's own unit goes to x: one is at bit BITS · pair of the word, the other 16 bits further.
             scaled_low = low_x * (1 << (12 - 4 * ((pair + 1) % 3) if BITS == 4 else 8))
             scaled_high = high_x * (1 << (12 - 4 * ((pair + 2) % 3) if BITS == 4 else 8))
-            own_x = low_x + high_x
-            extra = scaled_low + scaled_high + (MIDDLE if zeros is None else ZERO) * own_x
-            if GROUP == 0:
-                sums += one_plus(q, magic, pair, BITS) * scaled_low
-                sums += one_plus(q, magic, pair + PAIRS, BITS) * scaled_high
-                excess += extra
-            else:
-                if pair == 0 or GROUP == 32 or (GROUP == 64 and pair == 2):
+            excess += scaled_low + scaled_high + (MIDDLE if zeros is None else ZERO) * (low_x + high_x)
+            if zeros is not None:
+                features += low_x + high_x
+            added = ()
+            for b in tl.static_range(BLOCK):
+                part = (-excess if GROUP == 32 else parts[b]) + one_plus(q[b], magic, pair, BITS) * scaled_low
+                added = added + (part + one_plus(q[b], magic, pair + PAIRS, BITS) * scaled_high,)  # noqa: RUF005
+            parts = added
+            if GROUP > 0 and (32 * pair + 32) % (GROUP if GROUP < RUN else RUN) == 0:  # the last pair of a group
+                added = ()
+                for b in tl.static_range(BLOCK):
+                    group = block_of(tl.program_id(0), b, n_size, GATED, BLOCK).to(tl.int64) * (groups * ROWS) + row
                     # In two steps: the compiler makes the second a constant of the load.
-                    own_group = group + inside // (16 * GROUP // RUN) * ROWS
                     if GROUP < RUN:
-                        own_group = group + inside // 16 * (RUN // GROUP * ROWS)
-                    scale = tl.load(scales + own_group + 32 * pair // GROUP * ROWS).to(tl.float32)
+                        group = group + inside // 16 * (RUN // GROUP * ROWS)
+                    else:
+                        group = group + inside // (16 * GROUP // RUN) * ROWS
+                    scale = tl.load(scales + group + 32 * pair // GROUP * ROWS).to(tl.float32)
+                    part = parts[b] if GROUP == 32 else parts[b] - excess
                     if zeros is not None:
-                        zero = tl.load(zeros + own_group + 32 * pair // GROUP * ROWS).to(tl.float32)
-                part = one_plus(q, magic, pair, BITS) * scaled_low - extra
-                part += one_plus(q, magic, pair + PAIRS, BITS) * scaled_high
-                if zeros is not None:
-                    part -= zero * own_x
-                sums += scale * part
-    y = tl.sum(sums, axis=1) - tl.sum(tl.sum(excess, axis=2), axis=1)[:, None] if GROUP == 0 else tl.sum(sums, axis=1)
+                        part -= tl.load(zeros + group + 32 * pair // GROUP * ROWS).to(tl.float32) * features
+                    added = added + (sums[b] + scale * part,)  # noqa: RUF005
+                sums = added
+                parts = zeros_of(BLOCK, T)
+                excess, features = tl.zeros((T, 1), dtype=tl.float32), tl.zeros((T, 1), dtype=tl.float32)
+        if GROUP == 0:
+            sums = parts
+    y = sums_of_all(sums, BLOCK, ROWS)
+    if GROUP == 0:
+        y -= tl.sum(excess)
     if NORM == 1:
         y *= root_mean_square(tl.sum(squares), k_size, eps)
+    block = block[:, None]
     n = tl.reshape(block, (BLOCK, 1)) * ROWS + tl.arange(0, ROWS)[None, :]
     if GROUP == 0:
         y *= tl.load(scales + n, mask=n < n_size, other=0.0)
@@ -185,11 +260,11 @@ def one_row_plain(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i = tl.arange(0, BLOCK)
-    t = tl.arange(0, T)[None, :, None]
-    word = tl.arange(0, 4)[None, None, :]
-    output = tl.program_id(0) * (BLOCK // 2) + i // 2 if GATED else tl.program_id(0) * BLOCK + i
-    n = row_of_output(output, i % 2, GATED, GATE_ROWS)
-    words = data + tl.minimum(n, n_size - 1).to(tl.int64)[:, None, None] * row_stride + word
+    t = tl.arange(0, T)
+    word = tl.arange(0, 4)[None, :]
+    n = row_of_output(
+        tl.program_id(0) * (BLOCK // 2) + i // 2 if GATED else tl.program_id(0) * BLOCK + i, i % 2, GATED, GATE_ROWS
+    )
     last = row_stride // 4 - 1  # what is read beyond it is that again, times zeros
     if PDL:
         fetch_to_cache(data + tl.minimum(n, n_size - 1).to(tl.int64) * row_stride, row_stride * 4)
@@ -197,32 +272,35 @@ def one_row_plain(
     mean, deviation = 0.0, 1.0
     if NORM == 2:
         mean, deviation = moments(x, k_size, eps, XBITS, HALF, 1024)
-    sums = tl.zeros((BLOCK, T), dtype=tl.float32)
-    squares = tl.zeros((1, T), dtype=tl.float32)
+    sums = ()
+    for _ in tl.static_range(BLOCK):
+        sums = sums + (tl.zeros((T,), dtype=tl.float32),)  # noqa: RUF005
+    squares = tl.zeros((T,), dtype=tl.float32)
     for start in tl.range(0, last + 1, T, num_stages=STAGES):
         at = start + t
-        q = tl.load(words + tl.minimum(at, last) * 4, eviction_policy="evict_first")
-        even, odd = tl.split(tl.reshape(q, (BLOCK, T, 2, 2)))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        own = (first, second, third, fourth)
-        place = (start + tl.arange(0, T)[None, :]) * 4
+        own = ()
+        for b in tl.static_range(BLOCK):
+            output = tl.program_id(0) * (BLOCK // 2) + b // 2 if GATED else tl.program_id(0) * BLOCK + b
+            row = tl.minimum(row_of_output(output, b % 2, GATED, GATE_ROWS), n_size - 1)
+            words = data + row.to(tl.int64) * row_stride + word
+            q = tl.load(words + tl.minimum(at, last)[:, None] * 4, eviction_policy="evict_first")
+            even, odd = tl.split(tl.reshape(q, (T, 2, 2)))
+            first, third = tl.split(even)
+            second, fourth = tl.split(odd)
+            own = own + (first, second, third, fourth)  # noqa: RUF005
         for pair in tl.static_range(4):
             low_x, high_x, square = normed_pair(
-                *(x, norm_weight, norm_bias, place, pair, place < row_stride, mean, deviation, offset),
+                *(x, norm_weight, norm_bias, at * 4, pair, at <= last, mean, deviation, offset),
                 *(XBITS, HALF, NORM, GBITS),
             )
             if NORM == 1:
                 squares += square
-            if HALF:
-                low = own[pair].to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-                high = (own[pair] >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            else:
-                low = (own[pair] << 16).to(tl.float32, bitcast=True)
-                high = (own[pair] & -65536).to(tl.float32, bitcast=True)
-            sums += low * low_x
-            sums += high * high_x
-    y = tl.sum(sums, axis=1)
+            added = ()
+            for b in tl.static_range(BLOCK):
+                low, high = halves(own[4 * b + pair], HALF)
+                added = added + (sums[b] + low * low_x + high * high_x,)  # noqa: RUF005
+            sums = added
+    y = sums_of_all(sums, BLOCK, 1)
     if NORM == 1:
         y *= root_mean_square(tl.sum(squares), k_size, eps)
     if bias is not None:
