@@ -213,6 +213,20 @@ def test_captured_while_idle(capturing):
     assert texts(engine, requests_of()) == expected
 
 
+def test_a_larger_captured_size_serves_until_the_own_one_is_there(capturing):
+    model = tiny_llama()
+    expected = texts(make_engine(model, capture=False), requests_of())
+    engine = make_engine(model, capture_sizes=(8,))
+    while engine.warm_up():
+        pass
+    assert texts(engine, requests_of()) == expected
+    assert {key.shape.sequences for key in engine.runner.decoder.forwards()} == {8}
+    assert engine.stats().captured_steps == 2  # the forward pass and a draw
+    assert engine.stats().capture_seconds > 0
+    assert texts(engine, [request("long", PROMPTS[0], max_new_tokens=60)])
+    assert {key.shape.sequences for key in engine.runner.decoder.forwards()} == {8, 1}
+
+
 def test_a_capture_that_fails_is_logged_once_and_the_step_runs_plainly(capturing, monkeypatch, caplog):
     def fails(step, reset, **_):
         raise RuntimeError("operation not permitted when stream is capturing")

@@ -5,12 +5,52 @@ import torch
 
 from hasten.generation.params import SamplingParams
 from hasten.generation.sampling import RowParams, next_tokens
+from hasten.ops.draw.splitmix import FIRST, GOLDEN, SECOND
 from triton_cases import needs_gpu, run_interpreted
 
 
 @pytest.mark.slow
 def test_in_the_interpreter():
     run_interpreted("ops/interpreted_draw.py")
+
+
+POINTERS = {
+    "lengths",
+    "counts",
+    "table",
+    "positions",
+    "slots",
+    "seq_lens",
+    "drawn",
+    "tokens",
+    "steps",
+    "seeds",
+    "top_k",
+}
+KERNELS = {
+    "draw": {"GOLDEN": GOLDEN, "FIRST": FIRST, "SECOND": SECOND, "ACCURATE": True, "BLOCK": 1024},
+    "least_kept": {"BLOCK": 4096},
+    "place": {"W": 8},
+    "move_on": {"BLOCK": 256},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_for_a_hopper_gpu(name):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from hasten.ops.draw import triton_kernels
+
+    kernel, constants = getattr(triton_kernels, name), KERNELS[name]
+    kinds = dict.fromkeys(POINTERS, "*i64") | dict.fromkeys(("scores", "top_p", "least"), "*fp32")
+    names = [one for one in kernel.arg_names if one not in constants]
+    signature = {one: kinds.get(one, "i32") for one in names} | dict.fromkeys(constants, "constexpr")
+    values = {(kernel.arg_names.index(one),): value for one, value in constants.items()}
+    made = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))
+    assert ".local" not in made.asm["ptx"]
 
 
 @pytest.mark.gpu

@@ -178,6 +178,8 @@ class BatchRunner:
         wanted = self.batch.shape(sequences=len(numbers), width=1, longest=longest)
         if wanted is None or not shape.covers(wanted) or wanted.sequences < self._asked.sequences:
             return None
+        if self._asked != shape and self.captures.due(ForwardKey(self._asked, self._adapter), after=_SERVED - 1):
+            return None  # `begin` captures it
         staying = set(numbers)
         self.batch.leave(shape, [number for number in self.batch.rows if number not in staying])
         self.batch.copy_tables(tables, [self.batch.rows[number] for number in numbers])

@@ -38,22 +38,22 @@ class Ahead:
         self.flight: Flight | None = None
         self._rows: dict[OutputSequence, DrawnRow] = {}
 
-    def begin(self, plan: Sequence[ScheduledTokens], outputs: Outputs) -> bool:
-        """Launch a planned step, if it can be; its tokens are then in `flight`."""
+    def begin(self, plan: Sequence[ScheduledTokens], outputs: Outputs) -> bool | None:
+        """Launch a planned step, whose tokens `flight` has then. False: it is not captured. None: it needs the host."""
         decoder = self.runner.decoder
         if decoder is None:
-            return False
+            return None
         own: list[OutputSequence] = []
         for entry in plan:
             output = outputs.get(entry.sequence)
             if output is None or entry.count != 1 or not entry.complete or entry.sequence.drafts:
-                return False
+                return None
             if output.constraint is not None or output.state.wants_logprobs:
-                return False
+                return None
             own.append(output)
         adapter = common_adapter(plan)
         if adapter is None:
-            return False
+            return None
         known, vocab_size = self._rows, decoder.sampler.vocab_size
         self._rows = {one: known.get(one) or _row(one, vocab_size, self.eos_ids) for one in own}
         parts = [part_of(entry, self.blocks) for entry in plan]

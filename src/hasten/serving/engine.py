@@ -55,9 +55,8 @@ class Engine:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.adapters = AdapterNumbers(adapters)
         self.max_length = longest(model, settings)
-        length = self.max_length
-        blocks = cache_blocks(model, settings, max_length=length)
-        self.runner = runner_of(model, settings, blocks=blocks, max_length=length)
+        blocks = cache_blocks(model, settings, max_length=self.max_length)
+        self.runner = runner_of(model, settings, blocks=blocks, max_length=self.max_length)
         self.cache_bytes = self.runner.cache.bytes
         size = settings.block_size
         if settings.fit and most_blocks(model, settings, self.max_length) > blocks:
@@ -235,10 +234,9 @@ class Engine:
 
     def _step(self) -> list[RequestOutput]:
         """Plan, copy, compute, sample, emit; or take the tokens of a step in flight, when the next is launched."""
-        ahead = self.ahead
+        ahead, table = self.ahead, self._table
         if ahead is not None and ahead.flight is not None:
             return self._land(ahead, ahead.flight)
-        table = self._table
         speculator, resting = self.speculator, False
         if speculator is not None and not (resting := bool(table.outputs) and speculator.rests()):
             self._propose(speculator)
@@ -248,12 +246,13 @@ class Engine:
         if copies := [pair for entry in plan for pair in entry.copies]:
             self.runner.copy(copies)
         started = time.perf_counter()
-        if ahead is not None and speculator is None and ahead.begin(plan, table.outputs):
+        launched = ahead.begin(plan, table.outputs) if ahead is not None and speculator is None else None
+        if launched:
             self.sampler.forget()
             self._computed(sum(entry.count for entry in plan), time.perf_counter() - started)
             self.scheduler.advance(plan)
             return []
-        logits, first = step_logits(self.runner, plan, self.blocks)
+        logits, first = step_logits(self.runner, plan, self.blocks, captured=launched is None)
         self._computed(sum(entry.count for entry in plan), time.perf_counter() - started)
         self.scheduler.advance(plan)
         growing: dict[OutputSequence, int] = {}  # those that take tokens now, and the first row of each

@@ -33,12 +33,19 @@ def step_logits(
     runner: ModelRunner,
     plan: Sequence[ScheduledTokens],
     blocks: BlockManager,
+    *,
+    captured: bool = True,
 ) -> tuple[Tensor, list[int]]:
     """Logits (R, V) float32 of the rows that are wanted, and the first of each of the plan's entries.
 
     An entry's scored rows come before those of its last token. Where none is wanted, the step only reads, and R is 1.
+    captured: whether a captured step may be looked for.
     """
-    if runner.decoder is not None and (found := _captured_logits(runner.decoder, plan, blocks)) is not None:
+    if (
+        captured
+        and runner.decoder is not None
+        and (found := _captured_logits(runner.decoder, plan, blocks)) is not None
+    ):
         return found
     tokens: list[int] = []
     wanted: list[int] = []
