@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from hasten.errors import ConfigError
 from hasten.training import build, train
-from hasten.training.fp8 import fp8_linear, fp8_mlp
+from hasten.training.fp8 import fp8_linear, fp8_mlp, rounded
 from hasten.training.journal import read
 from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
@@ -228,6 +228,16 @@ def test_fp8_learns_as_bfloat16_does():
         step.whole = step.where.module = WholeModel(step.model, dtype=torch.bfloat16, fp8=fp8)
         found.append([loss for loss, _ in steps_of(step, steps=20, rows=4)])
     assert found[1] == pytest.approx(found[0], rel=3e-2)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_rows_are_rounded_on_a_gpu_as_on_a_cpu():
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    narrow, scales = rounded(x.cuda())
+    expected, own_scales = rounded(x)
+    torch.testing.assert_close(scales.cpu(), own_scales, rtol=1e-6, atol=0)
+    assert (narrow.cpu().float() == expected.float()).float().mean() > 0.99  # a tie may fall to the other side
 
 
 def test_fp8_products_round_to_eight_bits():
