@@ -29,7 +29,7 @@ from hasten.training.whole import WholeModel
 Replay = Callable[[], None]
 
 
-def cuda_graph(run: Callable[[], None], pool: Any) -> tuple[Replay, Any]:
+def cuda_graph(run: Callable[[], Any], pool: Any) -> tuple[Replay, Any]:
     """Capture `run`, which has run before; returns what replays it, and its memory pool."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -63,7 +63,7 @@ class CapturedStep(TrainStep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.capture: Callable[[Callable[[], None], Any], tuple[Replay, Any]] = cuda_graph
+        self.capture: Callable[[Callable[[], Any], Any], tuple[Replay, Any]] = cuda_graph
         self.updater: Update | None = None
         self.steps_run = 0
 
@@ -130,8 +130,7 @@ class CapturedStep(TrainStep):
         assert self.buffers is not None
         for number, batch in enumerate(batches):
             if number and self.should_stop():
-                self._forget()
-                return False
+                return False  # the next step's first micro-batch overwrites sums and loss
             self._send(batch, self.buffers)
             if number + 1 == len(batches):
                 self._send_scalars()
@@ -145,8 +144,7 @@ class CapturedStep(TrainStep):
         assert self.buffers is not None
         for number, batch in enumerate(batches):
             if number and self.should_stop():
-                self._forget()
-                return False
+                return False  # the next step's first micro-batch overwrites sums and loss
             buffers = self.buffers
             if batch.inputs.shape != buffers.tokens.shape[1:]:
                 buffers = self._buffers(batch.inputs.shape)
@@ -170,10 +168,7 @@ class CapturedStep(TrainStep):
         random.restore(self.device)
 
     def _take(self, name: str, run: Callable[[], Any]) -> None:
-        def discarded() -> None:
-            run()
-
-        self.replays[name], self.pool = self.capture(discarded, self.pool)
+        self.replays[name], self.pool = self.capture(run, self.pool)
         assert self.updater is not None
         self.updater.flush()
 
@@ -208,7 +203,7 @@ class CapturedStep(TrainStep):
 
     def _send(self, batch: Batch, buffers: _Buffers) -> None:
         """Copy a batch to where the graph reads it, behind the work that is queued."""
-        if batch.inputs.device == self.device:
+        if batch.inputs.device.type == self.device.type != "cpu":
             buffers.tokens[0].copy_(batch.inputs)
             buffers.tokens[1].copy_(batch.targets)
             return
@@ -229,6 +224,3 @@ class CapturedStep(TrainStep):
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self.device.type == "cuda" and tensor.device.type == "cpu" else tensor
-
-    def _forget(self) -> None:
-        """Nothing: the first micro-batch of the next step overwrites sums and loss."""

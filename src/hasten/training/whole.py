@@ -28,7 +28,7 @@ from hasten.ops.loss.kernels import Head
 from hasten.ops.picker import pick
 from hasten.ops.residual import AddNormRequest, Norm, normalized
 from hasten.training.copies import LayerWeights, WeightCopies
-from hasten.training.fp8 import fp8_linear
+from hasten.training.fp8 import fp8_linear, fp8_mlp
 
 
 def why_not_whole(model: Transformer) -> str | None:
@@ -88,7 +88,7 @@ class WholeModel(nn.Module):
         super().__init__()
         self.model, self.dtype, self.copies = model, dtype, None
         self._compiled: Callable[..., Tensor] | None = torch.compile(self.run, fullgraph=True) if compiles else None
-        self._product = fp8_linear if fp8 else F.linear
+        self.fp8, self._product = fp8, fp8_linear if fp8 else F.linear
         width = model.config.hidden_size
         self._add_norm = residual.bind(AddNormRequest(device=model.device, width=width), kernel=norm)
         self._bias_gelu = _gelu(model, gelu)
@@ -125,7 +125,7 @@ class WholeModel(nn.Module):
             q, k, v = F.linear(x, weights.qkv, weights.qkv_bias).split(weights.splits, dim=-1)
             mixed = block.attention.mix(q, k, v, rope, view)
             stream, x = self.add(stream, F.linear(mixed, weights.output), weights.output_bias, block.mlp_norm)
-            branch = self._product(self.activated(block.mlp, x, weights), weights.down)
+            branch = self.mlp(block.mlp, x, weights)
             norm = model.norm if index + 1 == len(blocks) else blocks[index + 1].attention_norm
             stream, x = self.add(stream, branch, weights.down_bias, norm)
         return self.loss(x, targets)
@@ -146,9 +146,15 @@ class WholeModel(nn.Module):
             branch, bias = dropout(branch if bias is None else branch + bias), None
         return self._add_norm(stream, branch, bias, _norm(norm), self.dtype)
 
-    def activated(self, mlp: nn.Module, x: Tensor, weights: LayerWeights) -> Tensor:
-        """What the last product of an MLP reads."""
+    def mlp(self, mlp: nn.Module, x: Tensor, weights: LayerWeights) -> Tensor:
+        """What an MLP adds to the stream, without its last bias."""
         assert isinstance(mlp, MLP)
+        if self.fp8 and mlp.gate is None and mlp.activation_name == "gelu_tanh" and weights.up_bias is not None:
+            return fp8_mlp(x, weights.up, weights.up_bias, weights.down)
+        return self._product(self.activated(mlp, x, weights), weights.down)
+
+    def activated(self, mlp: MLP, x: Tensor, weights: LayerWeights) -> Tensor:
+        """What the last product of an MLP reads."""
         if mlp.gate is None:
             if mlp.activation_name == "gelu_tanh":
                 return self._bias_gelu(self._product(x, weights.up), weights.up_bias)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.ops.loss.chunked import _loss_and_gradient, loss_and_gradients, rows_of_a_chunk, triton_rows
 from hasten.ops.loss.kernels import Head
+from hasten.ops.loss.pieces import loss_and_gradient, loss_and_gradients, rows_of_a_chunk, triton_rows
 
 
 def compiled_loss(
@@ -43,7 +43,7 @@ def operator(
     if triton:
         from hasten.ops.loss.triton_loss import loss_and_gradient as make
     else:
-        make = _loss_and_gradient
+        make = loss_and_gradient
     head = Head(weight, vocab_size, bias, softcap)
     loss, *gradients = loss_and_gradients(x, targets, head, chunk_rows, make, (need[0], need[1], need[2]))
     grad_x, grad_weight, grad_bias = (loss.new_empty(0) if one is None else one for one in gradients)

@@ -4,6 +4,7 @@ The reference is three lines of PyTorch. The Triton kernel reads and writes each
 gives the gradients of the norm and of the branch's bias in the same pass.
 """
 
-from hasten.ops.residual.operator import KERNELS, AddNormRequest, Norm, add_norm, bind, normalized
+from hasten.ops.residual.norm import Norm
+from hasten.ops.residual.operator import KERNELS, AddNormRequest, add_norm, bind, normalized
 
 __all__ = ["KERNELS", "AddNormRequest", "Norm", "add_norm", "bind", "normalized"]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,18 +9,9 @@ from torch import Tensor
 
 from hasten.ops import triton_support
 from hasten.ops.picker import Kernel, pick
+from hasten.ops.residual.norm import Norm
 
 WIDEST = 8192  # numbers of a row that a Triton program holds in registers
-
-
-class Norm(NamedTuple):
-    """A norm over the last dimension: (x - mean)/std · weight + bias if centred, else x/rms · (weight + offset)."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-    offset: float = 0.0
-    centred: bool = True
 
 
 AddNorm = Callable[[Tensor, Tensor, Tensor | None, Norm, torch.dtype], tuple[Tensor, Tensor]]

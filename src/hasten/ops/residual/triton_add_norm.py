@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hasten.ops.columns import programs, sum_rows
-from hasten.ops.residual.operator import Norm
+from hasten.ops.residual.norm import Norm
 
 EACH = 6  # programs of the backward pass on a multiprocessor
 SUMS = 3  # kept by each: weight, bias, the branch's bias
