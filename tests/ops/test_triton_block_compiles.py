@@ -52,13 +52,15 @@ def attention(tmp_path, *, tokens, sequences, max_query, group, head_dim, source
         "PDL": changes.pop("early", False),
         "SPLIT": plan.splits > 1,
     }
+    known = {"rows", "sequences", "blocks", "block_size", "slots"}  # else an argument of 1 would be a constant
+    assert known <= set(attend.do_not_specialize)
     return plan, compile_for_hopper(
         attend,
         types,
         constants,
         tmp_path,
         num_warps=plan.warps,
-        num_stages=plan.stages + ("table" in source),
+        num_stages=plan.stages_of(paged="table" in source),
         **changes,
     )
 
@@ -101,7 +103,15 @@ def test_placing_heads(tmp_path, normed, half, head_dim):
     types |= dict.fromkeys(("qkv_stride", "row_stride", "head_stride"), "i32")
     types |= dict.fromkeys(("cos", "sin"), "*fp32") if half else {}
     types |= dict.fromkeys(("q_weight", "k_weight"), "*bf16") if normed else {}
-    constants = {"HEADS": 32, "KV_HEADS": 8, "D": head_dim, "D_SIDE": side(head_dim), "HALF": half, "BLOCK": 2, "PDL": True}
+    constants = {
+        "HEADS": 32,
+        "KV_HEADS": 8,
+        "D": head_dim,
+        "D_SIDE": side(head_dim),
+        "HALF": half,
+        "BLOCK": 2,
+        "PDL": True,
+    }
     code = compile_for_hopper(place_heads, types, constants, tmp_path, num_warps=1).asm["ptx"]
     assert not re.search(r"(ld|st)\.local", code)
 
@@ -112,5 +122,7 @@ def test_adding_what_is_normed(tmp_path, centred):
 
     types = {"x": "*fp32", "y": "*bf16", "weight": "*bf16", "out": "*fp32", "size": "i32"}
     types |= {"eps": "fp32", "offset": "fp32"} | ({"bias": "*bf16"} if centred else {})
-    code = compile_for_hopper(add_normed, types, {"CENTRED": centred, "BLOCK": 4096, "PDL": True}, tmp_path, num_warps=8).asm["ptx"]
+    code = compile_for_hopper(
+        add_normed, types, {"CENTRED": centred, "BLOCK": 4096, "PDL": True}, tmp_path, num_warps=8
+    ).asm["ptx"]
     assert not re.search(r"(ld|st)\.local", code)

@@ -17,7 +17,7 @@ def test_how_steps_are_cut():
     from hasten.ops.attention.ragged import plan_for
 
     one = plan_for(tokens=1, sequences=1, kv_heads=32, group=1, head_dim=128, max_query=1, longest=640)
-    assert (one.rows, one.queries, one.splits) == (16, 16, 10)  # 320 programs, 64 keys each
+    assert (one.rows, one.queries, one.splits) == (16, 16, 8)  # 256 programs
     many = plan_for(tokens=256, sequences=256, kv_heads=4, group=8, head_dim=64, max_query=1, longest=2048)
     assert (many.rows, many.splits) == (16, 1)  # 1,024 programs, none idle
     prompt = plan_for(tokens=2048, sequences=1, kv_heads=32, group=1, head_dim=128, max_query=2048, longest=2048)

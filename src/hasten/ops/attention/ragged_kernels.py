@@ -25,10 +25,18 @@ def sequence_of(program, starts, sequences, QUERIES: tl.constexpr):
 
 
 @triton.jit
+def blocks_of(own_table, s, high, blocks, block_size, PAGE: tl.constexpr):
+    """The blocks of the keys s (BLOCK,), which the loops ask for one tile ahead: a load that another one waits for."""
+    index = s // PAGE if PAGE > 0 else s // block_size % blocks
+    return tl.load(own_table + index, mask=s < high, other=0).to(tl.int64)
+
+
+@triton.jit
 def take_keys(
     peak,
     total,
     acc,
+    held,  # (BLOCK,) blocks of these keys, where there is a table
     query,
     position,  # (M,) of the queries, -1 for rows that are none
     k,
@@ -51,20 +59,17 @@ def take_keys(
     PAGE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The online softmax (peak, total, acc) after one more tile of keys; MASKED: some of them may be hidden."""
+    """The online softmax (peak, total, acc) after one more tile of keys, and the blocks of the next one.
+
+    MASKED: some of them may be hidden.
+    """
     d = tl.arange(0, D_SIDE)
     s = start + tl.arange(0, BLOCK)
     there = s < high
     if own_table is not None:
-        if PAGE > 0:
-            index, offset = s // PAGE, s % PAGE
-        else:
-            index, offset = s // block_size % blocks, s % block_size
-        if MASKED:
-            block = tl.load(own_table + index, mask=there, other=0).to(tl.int64)
-        else:
-            block = tl.load(own_table + index).to(tl.int64)
-        places = base + (block * block_size + offset) * row_stride
+        offset = s % PAGE if PAGE > 0 else s % block_size
+        places = base + (held * block_size + offset) * row_stride
+        held = blocks_of(own_table, s + BLOCK, high, blocks, block_size, PAGE)
     else:
         places = base + s.to(tl.int64) * row_stride
     at = places[:, None] + d[None, :]
@@ -99,10 +104,10 @@ def take_keys(
         p = p * tl.load(v_scales + (places + D) // 4, mask=there, other=0.0)[None, :]
     value = value.to(query.dtype)
     acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
-    return new_peak, total, acc
+    return new_peak, total, acc, held
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "sequences", "blocks", "block_size", "slots"])  # one kernel for all steps
 def attend(
     q,  # (N, H, D), rows at q_stride
     k,  # rows of head_dim values, at strides below
@@ -192,14 +197,17 @@ def attend(
     peak = tl.full((M,), float("-inf"), dtype=tl.float32)
     total = tl.full((M,), 0.0, dtype=tl.float32)
     acc = tl.full((M, D_SIDE), 0.0, dtype=tl.float32)
+    held = low * 0
+    if table is not None:
+        held = blocks_of(own_table, low + tl.arange(0, BLOCK), stop, blocks, block_size, PAGE)
     for start in range(low, whole, BLOCK):
-        peak, total, acc = take_keys(
-            peak, total, acc, query, position, k, v, k_scales, v_scales, base, own_table, start, stop,
+        peak, total, acc, held = take_keys(
+            peak, total, acc, held, query, position, k, v, k_scales, v_scales, base, own_table, start, stop,
             blocks, block_size, row_stride, factor, inner, WINDOW, D, D_SIDE, BLOCK, PAGE, False,
         )  # fmt: skip
     for start in range(whole, stop, BLOCK):
-        peak, total, acc = take_keys(
-            peak, total, acc, query, position, k, v, k_scales, v_scales, base, own_table, start, stop,
+        peak, total, acc, held = take_keys(
+            peak, total, acc, held, query, position, k, v, k_scales, v_scales, base, own_table, start, stop,
             blocks, block_size, row_stride, factor, inner, WINDOW, D, D_SIDE, BLOCK, PAGE, True,
         )  # fmt: skip
     number = row.to(tl.int64) * heads + head  # of a query's head among N · H
@@ -248,7 +256,7 @@ def add_parts(
     tl.store(out + number[:, None] * D + d[None, :], result, mask=real[:, None] & (d < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["every", "splits"])
 def combine(out, parts, peaks, sums, every, splits, M: tl.constexpr, D: tl.constexpr, D_SIDE: tl.constexpr):
     """What the last program of each tile does otherwise, in a launch of its own."""
     number = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
