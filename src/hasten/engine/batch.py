@@ -1,6 +1,6 @@
 """The tensors of a decode step, allocated once on the device and filled in place: captured steps can be replayed.
 
-A step has a `Shape`, one of a few padded sizes. All that the host tells it lies in one buffer: one copy fills it. The
+A step has a `StepShape`, one of a few padded sizes. All that the host tells it lies in one buffer: one copy fills it. The
 block tables stay on the device; of them only new entries are copied. A sequence keeps its row while it is in the batch.
 While the same sequences go on, `hasten.engine.sampler` moves the batch on by itself, and the host writes only what it
 alone knows: blocks that a sequence enters, and sequences that leave.
@@ -27,19 +27,19 @@ _SHORTEST = 512  # the first of them, tokens
 _ALIGNED = 16  # values: parts of the buffer begin at multiples
 
 
-class Shape(NamedTuple):
+class StepShape(NamedTuple):
     """The padded size of a step: sequences, tokens of each, and the most that one of them may have in all."""
 
     sequences: int
     width: int
     longest: int
 
-    def covers(self, other: Shape) -> bool:
+    def covers(self, other: StepShape) -> bool:
         """Whether a step of the other shape can be padded to this one."""
         return all(own >= wanted for own, wanted in zip(self, other, strict=True))
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """What a step computes of one sequence. number: the caller's; start: tokens before those of this step."""
 
     number: int
@@ -67,7 +67,7 @@ class StepTensors:
     floats: Any
 
 
-class Batch:
+class DecodeBatch:
     """The buffer, the tables, and which row is whose."""
 
     def __init__(self, cache: PagedCache, *, sequences: int, longest: int) -> None:
@@ -85,16 +85,16 @@ class Batch:
         self._copied: list[tuple[SequenceBlocks | None, int, int]] = [(None, 0, 0)] * self.sequences  # of each table
         self._views: dict[tuple[int, ...], StepTensors] = {}
 
-    def shape(self, *, sequences: int, width: int, longest: int) -> Shape | None:
+    def shape(self, *, sequences: int, width: int, longest: int) -> StepShape | None:
         """The padded size of such a step, or None where there is none."""
         if sequences > self.sequences or width > WIDTHS[-1] or longest > self.longest:
             return None
         reach = _SHORTEST
         while reach < longest:
             reach *= _REACHES
-        return Shape(padded(sequences, SIZES), padded(width, WIDTHS), min(reach, self.longest))
+        return StepShape(padded(sequences, SIZES), padded(width, WIDTHS), min(reach, self.longest))
 
-    def views(self, shape: Shape) -> StepTensors:
+    def views(self, shape: StepShape) -> StepTensors:
         """The tensors of a step of this shape; shapes share their memory."""
         key = shape[:2]
         if key not in self._views:
@@ -122,7 +122,7 @@ class Batch:
 
     # -- what is copied to the device ---------------------------------------------------------------------------------
 
-    def fill(self, shape: Shape, parts: Sequence[Part], values: np.ndarray | None = None) -> list[int]:
+    def fill(self, shape: StepShape, parts: Sequence[StepPart], values: np.ndarray | None = None) -> list[int]:
         """Write a whole step; returns the rows of its sequences. values int64 (10, P): what `sampler` draws with."""
         rows = self.place([part.number for part in parts])
         width = shape.width
@@ -168,7 +168,7 @@ class Batch:
             at, value = staged.chunk(2)
             self.block_table.view(-1).scatter_(0, at, value)
 
-    def leave(self, shape: Shape, numbers: Sequence[int]) -> None:
+    def leave(self, shape: StepShape, numbers: Sequence[int]) -> None:
         """Turn the rows of these sequences into padding, of a step that is moved on on the device."""
         if numbers:
             rows = np.array([self.rows.pop(number) for number in numbers], dtype=np.int64)

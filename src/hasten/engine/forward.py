@@ -1,4 +1,4 @@
-"""The forward pass of a `Batch`: all that it computes with comes from tensors of fixed addresses."""
+"""The forward pass of a `DecodeBatch`: all that it computes with comes from tensors of fixed addresses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasten.engine.batch import Batch, Shape
+from hasten.engine.batch import DecodeBatch, StepShape
 from hasten.model.transformer import Transformer
 from hasten.ops import triton_support
 from hasten.ops.attention import AttentionRequest, LayerAttention
@@ -74,7 +74,7 @@ class BatchStep:
         return [BatchLayer(view, self.kernel, self.keys) for view in self.all_layers.layers]
 
 
-def batch_step(batch: Batch, shape: Shape) -> BatchStep:
+def batch_step(batch: DecodeBatch, shape: StepShape) -> BatchStep:
     """Positions, slots and lengths of a filled batch, computed on the device.
 
     A sequence of fewer than W new tokens is padded behind them: such a token repeats the last position and is written
@@ -121,7 +121,7 @@ def places_of(
     return positions, slots, torch.where(lengths > 0, start[:, 0] + width, 0)
 
 
-def forward(model: Transformer, batch: Batch, shape: Shape) -> Tensor:
+def forward(model: Transformer, batch: DecodeBatch, shape: StepShape) -> Tensor:
     """Logits (S, W, V) float32 after each token of a filled batch."""
     step = batch_step(batch, shape)
     return model(batch.views(shape).tokens, step.positions, step)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hasten.engine.batch import Batch, Part, Shape
+from hasten.engine.batch import DecodeBatch, StepPart, StepShape
 from hasten.engine.captures import Captures
 from hasten.engine.forward import forward
 from hasten.engine.sampler import DeviceSampler, DrawKind, DrawnRow
@@ -97,20 +97,20 @@ class Drawn:
 class ForwardKey(NamedTuple):
     """Which forward pass was captured: of which shape, and with which adapter for all rows (-1: none)."""
 
-    shape: Shape
+    shape: StepShape
     adapter: int
 
 
 class DrawKey(NamedTuple):
     """Which draw was captured: behind that forward pass, by these rules."""
 
-    shape: Shape
+    shape: StepShape
     adapter: int
     kind: DrawKind
 
 
 class BatchRunner:
-    """Runs a `Batch`'s decode steps as captured pieces: a forward pass for each shape, a draw for each shape and kind.
+    """Runs a `DecodeBatch` as captured pieces: a forward pass for each shape, a draw for each shape and kind.
 
     A shape is captured when it has come twice; until then a larger captured one serves, or none does, and the caller
     runs the step plainly. `explain` says what is captured.
@@ -127,19 +127,19 @@ class BatchRunner:
     ) -> None:
         """sequences, longest: the most at once, and tokens of one. sizes: of decode steps, captured by `warm_up`."""
         self.model, self.cache = model, cache
-        self.batch = Batch(cache, sequences=sequences, longest=longest)
+        self.batch = DecodeBatch(cache, sequences=sequences, longest=longest)
         self.sampler = DeviceSampler(self.batch, vocab_size=model.config.vocab_size)
         self.captures = Captures(model.device)
         most = self.batch.sequences
         self._waiting = deque(sorted({min(size, most) for size in sizes}, reverse=True))  # the largest needs the most
-        self._shape: Shape | None = None  # of the step that `begin` or `go_on` has run
-        self._asked = Shape(1, 1, 1)  # what it was padded from
+        self._shape: StepShape | None = None  # of the step that `begin` or `go_on` has run
+        self._asked = StepShape(1, 1, 1)  # what it was padded from
         self._adapter = -1
         self._kind: DrawKind | None = None
 
     # -- steps whose tokens the host draws ----------------------------------------------------------------------------
 
-    def logits(self, parts: Sequence[Part], *, adapter: int = -1) -> tuple[Tensor, list[int]] | None:
+    def logits(self, parts: Sequence[StepPart], *, adapter: int = -1) -> tuple[Tensor, list[int]] | None:
         """Logits (R, V) after each token of the parts, and the row of each part's first; None: run it plainly.
 
         Valid until the next step.
@@ -155,7 +155,7 @@ class BatchRunner:
     # -- steps whose tokens stay on the device ------------------------------------------------------------------------
 
     def begin(
-        self, parts: Sequence[Part], rows: Sequence[DrawnRow], texts: Sequence[Sequence[int]], *, adapter: int = -1
+        self, parts: Sequence[StepPart], rows: Sequence[DrawnRow], texts: Sequence[Sequence[int]], *, adapter: int = -1
     ) -> Drawn | None:
         """Compute and draw one token of each sequence; None: run it plainly."""
         numbers, longest = [part.number for part in parts], max(part.start + 1 for part in parts)
@@ -213,7 +213,7 @@ class BatchRunner:
             self.sampler.took(numbers)
         return self._read(numbers, shape)
 
-    def _read(self, numbers: Sequence[int], shape: Shape) -> Drawn:
+    def _read(self, numbers: Sequence[int], shape: StepShape) -> Drawn:
         """Start the copy of the drawn tokens to the host."""
         tokens = self.batch.views(shape).tokens[:, 0]
         rows = [self.batch.rows[number] for number in numbers]
@@ -228,8 +228,8 @@ class BatchRunner:
     # -- captured forward passes --------------------------------------------------------------------------------------
 
     def _forward(
-        self, sequences: int, width: int, longest: int, adapter: int, fill: Callable[[Shape], list[int]]
-    ) -> tuple[Tensor, Shape, list[int]] | None:
+        self, sequences: int, width: int, longest: int, adapter: int, fill: Callable[[StepShape], list[int]]
+    ) -> tuple[Tensor, StepShape, list[int]] | None:
         """Logits (S, W, V) of a step, its padded shape, and the rows of its sequences."""
         wanted = self.batch.shape(sequences=sequences, width=width, longest=longest)
         if wanted is None or self._too_large(wanted) is not None:
@@ -250,7 +250,7 @@ class BatchRunner:
         self._asked = wanted
         return piece.result, shape, rows
 
-    def _captured(self, adapter: int, wanted: Shape) -> list[Shape]:
+    def _captured(self, adapter: int, wanted: StepShape) -> list[StepShape]:
         """The captured shapes to which a step of this one can be padded."""
         return [key.shape for key in self.forwards() if key.adapter == adapter and key.shape.covers(wanted)]
 
@@ -258,7 +258,7 @@ class BatchRunner:
         """The captured forward passes."""
         return [key for key in self.captures.pieces if isinstance(key, ForwardKey)]
 
-    def _capture(self, shape: Shape, adapter: int) -> None:
+    def _capture(self, shape: StepShape, adapter: int) -> None:
         choice = self.model.adapters
 
         def compute() -> Tensor:
@@ -268,7 +268,7 @@ class BatchRunner:
 
         self.captures.capture(ForwardKey(shape, adapter), compute)
 
-    def _too_large(self, shape: Shape) -> str | None:
+    def _too_large(self, shape: StepShape) -> str | None:
         """Why steps of this shape are not captured."""
         rows = shape.sequences * shape.width
         if rows * self.model.config.vocab_size * 4 > _LOGITS:
@@ -301,7 +301,7 @@ class BatchRunner:
         return f"decode steps of {', '.join(sizes) or 'no'} sequences are captured, {self.captures.seconds:.1f} s{more}"
 
 
-def _size(shape: Shape) -> tuple[int, int]:
+def _size(shape: StepShape) -> tuple[int, int]:
     return shape.sequences * shape.width, shape.longest
 
 

@@ -1,4 +1,4 @@
-"""The next tokens of a `Batch`, drawn on the device from its logits: what a run of steps needs nothing of the host for.
+"""The next tokens of a `DecodeBatch`, drawn on the device from its logits: a run of steps needs nothing of the host.
 
 The rules are `hasten.generation.sampling`'s, over tensors of fixed addresses. Which of them a batch needs is its
 `DrawKind`; each kind is captured by itself. Rows that want more than that (constraints, log-probabilities, beams) are
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.engine.batch import Batch, Shape
+from hasten.engine.batch import DecodeBatch, StepShape
 from hasten.generation.params import SamplingParams
 from hasten.generation.sampling import History, RowParams, next_tokens
 from hasten.ops import triton_support
@@ -70,7 +70,7 @@ class DrawnRow:
 class DeviceSampler:
     """Draws for a batch, and moves it on to its next step: the tokens drawn are its tokens, one further."""
 
-    def __init__(self, batch: Batch, *, vocab_size: int) -> None:
+    def __init__(self, batch: DecodeBatch, *, vocab_size: int) -> None:
         self.batch, self.vocab_size, self.device = batch, vocab_size, batch.device
         self._history: History | None = None
         self._ends: Tensor | None = None  # (B, V) bool
@@ -98,7 +98,7 @@ class DeviceSampler:
         return kind
 
     def values(self, rows: Sequence[DrawnRow], texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """The values of `Batch.fill` for these rows, int64 (10, P)."""
+        """The values of `DecodeBatch.fill` for these rows, int64 (10, P)."""
         found = np.empty((10, len(rows)), dtype=np.int64)
         found[0] = [len(text) - len(row.prompt) for row, text in zip(rows, texts, strict=True)]
         found[1:4] = np.array([row.numbers for row in rows], dtype=np.int64).T
@@ -182,7 +182,7 @@ class DeviceSampler:
 
     # -- the device's part --------------------------------------------------------------------------------------------
 
-    def step(self, shape: Shape, kind: DrawKind, logits: Tensor) -> None:
+    def step(self, shape: StepShape, kind: DrawKind, logits: Tensor) -> None:
         """Draw from logits (S, 1, V) and move the batch on: nothing here depends on a value that the host knows."""
         step, size = self.batch.views(shape), shape.sequences
         history = None
@@ -209,7 +209,7 @@ class DeviceSampler:
             step.lengths.add_(going)
             step.steps.add_(going)
 
-    def _settings(self, shape: Shape, kind: DrawKind) -> RowParams:
+    def _settings(self, shape: StepShape, kind: DrawKind) -> RowParams:
         """The settings of all rows as tensors that stay where they are."""
         step, vocab = self.batch.views(shape), self.vocab_size
         floats = step.floats.float().unsqueeze(-1).unbind()  # (S, 1) each

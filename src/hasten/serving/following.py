@@ -71,7 +71,7 @@ def runner_of(model: Transformer, settings: EngineSettings, *, blocks: int, max_
     runner = kind(model, _cache(model, settings, blocks))
     runner.uncaptured = "--no-capture" if not settings.capture else capture_refusal(model)
     if runner.uncaptured is None:
-        sizes, most = settings.capture_sizes, settings.max_sequences
+        sizes, most = settings.capture_sizes or (), settings.max_sequences
         runner.decoder = BatchRunner(model, runner.cache, sequences=most, longest=max_length, sizes=sizes)
     elif model.device.type == "cuda":
         logging.getLogger("hasten.engine").warning("decode steps are not captured: %s", runner.uncaptured)

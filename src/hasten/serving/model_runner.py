@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasten.engine.batch import Part
+from hasten.engine.batch import StepPart
 from hasten.engine.runner import BatchRunner, ModelRunner
 from hasten.errors import ConfigError
 from hasten.generation.batch_sampler import BatchSampler, agreed
@@ -76,10 +76,10 @@ def tokens_of(entry: ScheduledTokens) -> list[int]:
     return (sequence.tokens + sequence.drafts if sequence.drafts else sequence.tokens)[start : start + count]
 
 
-def part_of(entry: ScheduledTokens, blocks: BlockManager) -> Part:
+def part_of(entry: ScheduledTokens, blocks: BlockManager) -> StepPart:
     """An entry of a plan as a part of a captured step."""
     number = entry.sequence.number
-    return Part(number, blocks.table(number), entry.start, tokens_of(entry))
+    return StepPart(number, blocks.table(number), entry.start, tokens_of(entry))
 
 
 def common_adapter(plan: Sequence[ScheduledTokens]) -> int | None:

@@ -34,7 +34,8 @@ class EngineSettings:
         prefix_cache: Share the blocks of prompts that begin alike.
         capture: On a GPU, capture decode steps as CUDA graphs when they have come twice; --no-capture launches each
             operation from Python, far slower, for finding errors.
-        capture_sizes: Numbers of sequences whose decode steps a server captures before they come, while it is idle.
+        capture_sizes: Numbers of sequences whose decode steps are captured before they come, while the engine is idle;
+            `hasten serve` takes all up to max_sequences by default.
         queue_limit: Requests that may wait; further ones are told when to come again.
         reader_limit: Outputs that may lie unread, for each prompt that is read together; with more all are given up.
     """
@@ -49,7 +50,7 @@ class EngineSettings:
     kv_cache_dtype: KVCacheDtype = "auto"
     prefix_cache: bool = True
     capture: bool = True
-    capture_sizes: tuple[Annotated[int, ABOVE_0], ...] = ()
+    capture_sizes: tuple[Annotated[int, ABOVE_0], ...] | None = None
     queue_limit: Annotated[int, ABOVE_0] = 1024
     reader_limit: Annotated[int, ABOVE_0] = 1024
 
