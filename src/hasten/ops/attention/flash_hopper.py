@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 HOPPER = (9, 0)
 QUERIES, KEYS = 128, 128  # of a program, of a tile
 AHEAD = {64: False, 128: True}  # by head size, as measured on an H200: the next scores beside this tile's softmax
-STAGES, WARPS, REGISTERS = 2, 4, 168  # tiles on their way; of the first warp group; of a thread before they are shared out
+STAGES, WARPS, REGISTERS = (
+    2,
+    4,
+    168,
+)  # tiles on their way; of the first warp group; of a thread before they are shared out
 _kernels: ModuleType | None = None
 _failed = False
 
@@ -75,7 +79,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: "Problem") -> tuple[Tensor
     except (ImportError, AttributeError, CompilationError) as error:
         _failed = True
         reason = str(error).strip().splitlines()[-1:]
-        message = f"flash attention runs without its kernel for Hopper GPUs, slower: Triton cannot compile it ({reason})"
+        message = (
+            f"flash attention runs without its kernel for Hopper GPUs, slower: Triton cannot compile it ({reason})"
+        )
         warnings.warn(message, HastenWarning, stacklevel=2)
         return None
     return out, lse

@@ -48,7 +48,7 @@ def fetch(
 @gluon.jit
 def softmax(x, peak, total, rows, columns, first, position, factor, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
     """Probabilities not yet divided, the running maximum and sum, and by what earlier sums shrink."""
-    if CAUSAL:
+    if CAUSAL:  # noqa: SIM102 - what is not known while compiling has to be a condition of its own
         if first + BLOCK_K > position + 1:  # the tile reaches beyond the first row's key
             x = gl.where(rows[:, None] >= (first + columns)[None, :], x, float("-inf"))
     higher = gl.maximum(peak, gl.max(x, axis=1) * factor)
@@ -64,7 +64,9 @@ def attend(
     D: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """64 queries, the first of which is at `position` among the keys, over all tiles of keys."""
-    scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16])
+    scores: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16]
+    )
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     each_row: gl.constexpr = gl.SliceLayout(1, scores)
