@@ -86,7 +86,7 @@ def test_the_choice_with_documents_and_padding():
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_the_choice_for_longer_calls(options, size):
     """On a Hopper GPU cuDNN, and ours where cuDNN needs a mask."""
-    check(problem(tokens=600, size=size), **options)
+    check(problem(tokens=640, size=size), **options)
 
 
 def test_the_choice_for_a_continued_prompt():

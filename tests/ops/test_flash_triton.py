@@ -32,9 +32,10 @@ LAYER = {"queries": None, "keys": None}
         LONG | {"spec": {"head_dim": 256}, "gradient": False},
         LONG | {"spec": {"window": 512}, "gradient": True},
         LONG | {"spec": {"softcap": 30.0, "head_dim": 256}, "gradient": True},
-        {"queries": 512, "keys": 4096},
-        {"queries": 512, "keys": 512, "documents": True},
-        {"queries": 512, "keys": 512, "key_lengths": True},
+        {"queries": 2048, "keys": 4096},
+        LONG | {"documents": True},
+        LONG | {"key_lengths": True},
+        {"queries": 512, "keys": 512, "spec": {"softcap": 30.0}},
         LAYER | {"spec": {"window": 512}},
         LAYER | {"spec": {"softcap": 50.0}},
     ],
@@ -55,6 +56,7 @@ def test_is_taken_where_it_is_the_fastest(changes, monkeypatch):
         (LONG | {"mask": True}, "memory-efficient"),
         (LAYER, "sdpa"),
         ({}, "flash"),
+        ({"spec": {"window": 30}}, "memory-efficient"),
     ],
 )
 def test_what_comes_before_it(changes, kernel, monkeypatch):
@@ -94,8 +96,8 @@ def test_what_needs_the_same_bits_every_time_does_not_take_cudnn(monkeypatch):
         ),
         ({"capability": (8, 0)}, "it was measured on Hopper GPUs only: elsewhere by name"),
         (
-            {"queries": 100, "keys": 100, "spec": {"window": 30}},
-            "on fewer than 256 queries its launch costs the host more than a mask",
+            {"queries": 100, "keys": 100, "spec": {"softcap": 30.0}},
+            "on fewer than 128 queries its launch costs the host more than explicit scores",
         ),
         (LONG | {"spec": {"head_dim": 256}}, "its backward pass is slower than PyTorch's with heads above 128"),
     ],

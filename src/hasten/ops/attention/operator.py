@@ -55,17 +55,17 @@ def _flash_triton_unsupported(request: AttentionRequest) -> str | None:
     return triton_support.refusal(request.device, request.compute_capability)
 
 
-LONG, SHORT = 2048, 256  # queries
+LONG, SHORT = 2048, 128  # queries
 
 
 def _flash_triton_opt_in(request: AttentionRequest) -> str | None:
     """Why it waits to be asked for, from what was measured on an H100 (docs/attention.md)."""
     if (reason := sdpa_rules.not_measured(request)) is not None:
         return reason
-    special = request.softcap or request.windowed or request.documents or request.key_lengths
-    if special or sdpa_rules.unequal(request):  # PyTorch's kernels need a mask of queries x keys, or cannot serve it
-        if request.queries is not None and request.queries < SHORT:
-            return f"on fewer than {SHORT} queries its launch costs the host more than a mask"
+    few = request.queries is not None and request.queries < SHORT
+    if request.softcap:  # PyTorch's have none
+        return f"on fewer than {SHORT} queries its launch costs the host more than explicit scores" if few else None
+    if request.layer and request.windowed:  # PyTorch's would read a mask of queries x keys
         return None
     if request.queries is None or request.queries < LONG:
         return f"from {LONG:,} queries on it is faster than PyTorch's; on few its launch costs the host more"
