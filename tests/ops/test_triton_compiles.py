@@ -183,19 +183,15 @@ def test_beside_products_of_many_rows(compiled, kernel):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("source", ["mask", "view", "table", "int8 table", "all keys"])
+@pytest.mark.parametrize("source", ["mask", "all keys"])
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (8, 64), (8, 256)])
 def test_decode_attention(compiled, dtype, source, group, head_dim):
     from hasten.ops.attention.triton_kernels import attend
 
-    integers = ("keys", "splits", "blocks", "block_size", "sequence_stride", "row_stride", "head_stride", "mask_stride")
+    integers = ("keys", "splits", "sequence_stride", "row_stride", "head_stride", "mask_stride")
     types = dict.fromkeys(("q", "k", "v"), f"*{dtype}") | dict.fromkeys(("parts", "peaks", "sums"), "*fp32")
     types |= dict.fromkeys(integers, "i32") | {"scale": "fp32"}
-    int8 = source == "int8 table"
-    if int8:
-        types |= {"k": "*i8", "v": "*i8", "k_scales": "*fp32", "v_scales": "*fp32"}
-    given = {"mask": ["mask"], "view": ["first", "lengths"], "all keys": []}.get(source, ["lengths", "table"])
-    types |= {name: "*i1" if name == "mask" else "*i64" for name in given}
+    types |= {"mask": "*i1"} if source == "mask" else {}
     constants = {
         "GROUP": group,
         "GROUP_SIDE": 16,
@@ -203,13 +199,12 @@ def test_decode_attention(compiled, dtype, source, group, head_dim):
         "D_SIDE": head_dim,
         "KEYS": 128,
         "BLOCK": 64 if head_dim <= 128 else 32,
-        "WINDOW": 100 if source == "view" else 0,
+        "WINDOW": 100 if source == "all keys" else 0,
         "SOFTCAP": 30.0 if source == "all keys" else 0.0,
     }
     result = compiled(attend, types, constants)
     assert "mma" in result.asm["ptx"]
-    if not int8:  # rows of D + 4 bytes begin anywhere
-        assert re.search(r"cp\.async\.cg\.shared\.global|ld\.global\S*\.v4", result.asm["ptx"])
+    assert re.search(r"cp\.async\.cg\.shared\.global|ld\.global\S*\.v4", result.asm["ptx"])
     assert result.metadata.shared <= 227 << 10  # bytes that a program of a Hopper GPU can have
 
 

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-PDL = False  # programmatic dependent launch: a product fetches weights while the kernel before it ends
+from hasten.ops.triton_support import launches_early
+
+PDL = launches_early()  # programmatic dependent launch: a product fetches weights while the kernel before it ends
 
 
 @dataclass(frozen=True, slots=True)
