@@ -121,3 +121,36 @@ def test_every_option(compiled, name, options):
     assert result.metadata.shared <= SHARED
     assert "wgmma.mma_async" in result.asm["ptx"]
     assert max(map(spilled, loops(assembly))) <= 4
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_kernel_for_hopper(monkeypatch, tmp_path, head_dim):
+    """Every part has its registers, and the products of a tile are on their way while its softmax is computed."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from hasten.ops.attention import flash_hopper, flash_hopper_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = flash_hopper_kernels.forward
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    blocks = {"q_rows": 64, "out_rows": 64, "k_rows": flash_hopper.KEYS, "v_rows": flash_hopper.KEYS}
+    kinds = {name: f"tensordesc<bf16[{rows}, {head_dim}],{layout!r}>" for name, rows in blocks.items()}
+    kinds |= {"lse": "*fp32", "queries": "i32", "keys": "i32", "factor": "fp32"}
+    known = {"H": 16, "GROUP": 4, "D": head_dim, "BLOCK_K": flash_hopper.KEYS, "STAGES": flash_hopper.STAGES}
+    known |= {"CAUSAL": True, "AHEAD": flash_hopper.AHEAD[head_dim]}
+    signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
+    values = {(i,): known[name] for i, name in enumerate(kernel.arg_names) if name in known}
+    options = {"num_warps": flash_hopper.WARPS, "maxnreg": flash_hopper.REGISTERS}
+    source = GluonASTSource(kernel, signature, values, {})
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert result.metadata.shared <= SHARED
+    ptx = tmp_path / "kernel.ptx"
+    ptx.write_text(result.asm["ptx"])
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    command = [tools / "ptxas", "-v", "--gpu-name", "sm_90a", ptx, "-o", tmp_path / "kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert " 0 bytes spill stores" in said
+    assert "Performance" not in said  # such as products that wait for each other
