@@ -290,7 +290,7 @@ class BatchRunner:
         size = self._waiting.popleft()
         shape = self.batch.shape(sequences=size, width=1, longest=self.batch.longest)
         if shape is not None and self._too_large(shape) is None:
-            self.batch.views(shape).lengths.zero_()
+            self.batch.buffer.zero_()  # padding only: shapes share it, and what another one left is no token
             self._capture(shape, -1)
         return True
 
