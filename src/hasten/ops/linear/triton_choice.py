@@ -34,7 +34,7 @@ class SeveralRows:
     chunks: int = 1
     threads: int = 128
     stages: int = 4
-    scaled: bool = False
+    scaled: bool = True
     pdl: bool = PDL
 
 
@@ -51,7 +51,7 @@ def choose_several_rows(bits: int, group_size: int, rows: int, n: int, k: int) -
     chunks = 1 if bits == 4 or group_size else 2
     if rows <= 64:
         m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        tile, threads, stages, wanted, scaled = 64, 128, 4, 396 if m == 16 else 264, m > 32
+        tile, threads, stages, wanted, scaled = 64, 128, 4, 396 if m == 16 else 264, True
     else:
         m, tile, threads, stages, wanted, scaled = 128, 128, 256, 3, 132, True
     steps = -(-k // ((128 if bits == 4 else 64) * chunks))
