@@ -6,8 +6,8 @@ import torch
 from captured_steps import Capturer
 from drafting import proposing
 from hasten.engine import captures
-from hasten.generation import graphs
 from hasten.model.fused import fuse_where_it_fits
+from hasten.serving import following
 from serving_cases import make_engine, request, run, tokens_of
 from tiny_model import tiny_llama
 
@@ -17,7 +17,7 @@ PROMPTS = [[7, 3, 90], [18, 99, 3, 5, 61, 7, 20], [64, 29]]
 @pytest.fixture(autouse=True)
 def captured_and_multiplying_bfloat16(processor, monkeypatch):
     processor("avx2", "avx512f", "avx512_bf16")
-    monkeypatch.setattr(graphs, "refusal", lambda model: None)
+    monkeypatch.setattr(following, "capture_refusal", lambda model: None)
     monkeypatch.setattr(captures, "cuda_graph", Capturer())
 
 

@@ -9,8 +9,8 @@ import hasten
 from captured_steps import Capturer
 from drafting import proposing
 from hasten.engine import captures
-from hasten.generation import graphs
 from hasten.model.lora import attach, new_adapter
+from hasten.serving import ahead, following
 from references import make_reference, tiny_llama
 from serving_cases import Counting, make_engine, request, run, tokens_of
 from triton_cases import run_interpreted
@@ -23,7 +23,7 @@ DRAWN = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
 def capturing(monkeypatch):
     """Engines made in the test capture their steps."""
     capturer = Capturer()
-    monkeypatch.setattr(graphs, "refusal", lambda model: None)
+    monkeypatch.setattr(following, "capture_refusal", lambda model: None)
     monkeypatch.setattr(captures, "cuda_graph", capturer)
     return capturer
 
@@ -98,7 +98,7 @@ def test_adapters(capturing):
         return own
 
     def requests_with(*names):
-        return [request(str(i), PROMPTS[i], adapter=name, max_new_tokens=9) for i, name in enumerate(names)]
+        return [request(str(i), PROMPTS[i], adapter=name, max_new_tokens=16) for i, name in enumerate(names)]
 
     def served(*names, **settings):
         engine = make_engine(model(), **settings)
@@ -127,6 +127,32 @@ def test_constraints_beams_and_embeddings(capturing):
     engine = both(tiny_llama(), requests)
     state = engine.embed(PROMPTS[0])
     assert torch.equal(state, make_engine(tiny_llama(), capture=False).embed(PROMPTS[0]))
+
+
+def test_prompts_are_read_while_tokens_are_awaited(capturing):
+    """Steps of other prompts are launched before the first tokens of some are read; long ones are waited for."""
+    model, many = tiny_llama(), [[i + 1] * (5 + i % 7) for i in range(20)]
+
+    def requests():
+        return [request(str(i), prompt, max_new_tokens=6 + i % 5, **DRAWN) for i, prompt in enumerate(many)]
+
+    expected = texts(make_engine(model, capture=False), requests())
+    for limit, some in ((1e9, True), (0.0, False)):
+        engine, late = make_engine(model), 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ahead, "_SHORT", limit)
+            engine.ahead._short = limit > 0
+            for one in requests():
+                engine.add(one)
+            found = {}
+            while not engine.idle:
+                before, pieces = engine.ahead.late, engine.step()
+                late += before is not None and engine.ahead.late is not None
+                engine.check()
+                for piece in pieces:
+                    found.setdefault(piece.request_id, []).append(piece)
+        assert {name: [tokens_of(pieces)] for name, pieces in found.items()} == expected
+        assert bool(late) == some
 
 
 def test_what_the_host_decides(capturing):
@@ -191,7 +217,7 @@ def test_a_run_of_steps_needs_nothing_of_the_host(capturing):
     engine = make_engine(tiny_llama(), block_size=16)
     for i, prompt in enumerate(PROMPTS[:4]):
         engine.add(request(str(i), prompt, max_new_tokens=40))
-    for _ in range(8):
+    for _ in range(12):
         engine.step()
     assert engine.ahead.flight is not None
     batch = engine.runner.decoder.batch

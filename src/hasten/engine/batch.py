@@ -1,7 +1,7 @@
 """The tensors of a decode step, allocated once on the device and filled in place: captured steps can be replayed.
 
-A step has a `StepShape`, one of a few padded sizes. All that the host tells it lies in one buffer: one copy fills it. The
-block tables stay on the device; of them only new entries are copied. A sequence keeps its row while it is in the batch.
+A step has a `StepShape`, one of a few padded sizes. All that the host says lies in one buffer, filled by one copy. The
+block tables stay on the device; only new entries of them are copied. A sequence keeps its row while it is in the batch.
 While the same sequences go on, `hasten.engine.sampler` moves the batch on by itself, and the host writes only what it
 alone knows: blocks that a sequence enters, and sequences that leave.
 """

@@ -16,7 +16,7 @@ from hasten.engine.forward import forward
 from hasten.engine.sampler import DeviceSampler, DrawKind, DrawnRow
 from hasten.generation import graphs
 from hasten.generation.blocks import SequenceBlocks
-from hasten.generation.layout import Rows
+from hasten.generation.layout import Rows, to_device
 from hasten.generation.paged import PagedCache
 from hasten.model.context import training_context
 from hasten.model.sharded import ShardedTransformer
@@ -63,12 +63,6 @@ class ModelRunner:
         """There will be no more steps."""
 
 
-def to_device(values: list[Any], device: torch.device) -> Tensor:
-    """int64 values on the device; the host does not wait for the copy."""
-    tensor = torch.tensor(values, dtype=torch.int64)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
 def capture_refusal(model: Transformer) -> str | None:
     """Why decode steps of this model are not captured, or None."""
     if isinstance(model, ShardedTransformer):
@@ -92,6 +86,17 @@ class Drawn:
             self.ready.synchronize()
         found = self.tokens.tolist()
         return [found[row] for row in self.rows]
+
+
+def read_later(tokens: Tensor, rows: list[int]) -> Drawn:
+    """Start the copy of tokens to the host. rows: of them, those that `Drawn.wait` gives."""
+    if tokens.device.type != "cuda":
+        return Drawn(rows, tokens.clone(), None)
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return Drawn(rows, host, ready)
 
 
 class ForwardKey(NamedTuple):
@@ -215,15 +220,8 @@ class BatchRunner:
 
     def _read(self, numbers: Sequence[int], shape: StepShape) -> Drawn:
         """Start the copy of the drawn tokens to the host."""
-        tokens = self.batch.views(shape).tokens[:, 0]
         rows = [self.batch.rows[number] for number in numbers]
-        if tokens.device.type != "cuda":
-            return Drawn(rows, tokens.clone(), None)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        return Drawn(rows, host, ready)
+        return read_later(self.batch.views(shape).tokens[:, 0], rows)
 
     # -- captured forward passes --------------------------------------------------------------------------------------
 

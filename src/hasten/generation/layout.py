@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,3 +139,9 @@ def _seen(table: SequenceBlocks) -> tuple[SequenceBlocks, int, int]:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
+
+
+def to_device(values: list[Any], device: torch.device) -> Tensor:
+    """int64 values on the device; the host does not wait for the copy."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -119,7 +119,7 @@ def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: in
         free = available_memory(model.device) // (model.group.size if isinstance(model, ShardedTransformer) else 1)
         allowed, whence = int(free * settings.cache_share), f"{settings.cache_share:.0%} of the free memory"
         if settings.fit:
-            step = settings.token_budget
+            step = settings.budget
             use = InferenceUse(batch_size=settings.max_sequences, length=step, step=step, weights=0, row_bytes=0)
             captured = _CAPTURED if settings.capture and model.device.type == "cuda" else 0
             allowed, whence = free - inference_memory(model.config, use).peak - captured, "what is free beside a step"
@@ -144,7 +144,7 @@ def room(model: Transformer, settings: EngineSettings, *, blocks: int, max_lengt
 
 def most_blocks(model: Transformer, settings: EngineSettings, tokens: int) -> int:
     """How many blocks a sequence of so many tokens has at once."""
-    return blocks_of(tokens, settings.block_size, reach=model.config.reach, step=settings.token_budget)
+    return blocks_of(tokens, settings.block_size, reach=model.config.reach, step=settings.budget)
 
 
 def bytes_per_block(model: Transformer, settings: EngineSettings) -> int:

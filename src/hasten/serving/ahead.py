@@ -4,6 +4,9 @@ The tokens stay on the device (`hasten.engine.runner.BatchRunner`); the host rea
 has then been computed one token too far: that token is dropped. As the device works in order, its block can be given to
 others at once. Only for steps in which nothing is decided on the host: one token of each sequence, no constraint, no
 log-probabilities, no drafts, no beams.
+
+While prompts are read, a step's tokens are read behind the launch of the next one, which goes on with other prompts.
+Those who wait for their tokens miss that step, so this is done for short steps only.
 """
 
 from __future__ import annotations
@@ -11,20 +14,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hasten.engine.runner import Drawn, ModelRunner
+from torch import Tensor
+
+from hasten.engine.runner import Drawn, ModelRunner, read_later
 from hasten.engine.sampler import DrawnRow
 from hasten.generation.blocks import OutOfBlocks
 from hasten.generation.stopping import stop_ids
-from hasten.serving.model_runner import common_adapter, part_of
+from hasten.serving.model_runner import Sampler, common_adapter, part_of
 from hasten.serving.request_state import OutputSequence
 from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler
+
+_SHORT = 0.025  # seconds of a step behind which another one may be launched that gives nobody a token
 
 Outputs = Mapping[ScheduledSequence, OutputSequence]
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched: the sequences in it, and their tokens on their way."""
+    """A step that was launched: the sequences that take a token in it, and these tokens on their way."""
 
     outputs: list[OutputSequence]
     drawn: Drawn
@@ -36,6 +43,8 @@ class Ahead:
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, *, eos_ids: frozenset[int]) -> None:
         self.runner, self.scheduler, self.blocks, self.eos_ids = runner, scheduler, scheduler.blocks, eos_ids
         self.flight: Flight | None = None
+        self.late: Flight | None = None  # a planned step whose tokens are read when the next, of others, is launched
+        self._short = True  # the latest step with prompts was
         self._rows: dict[OutputSequence, DrawnRow] = {}
 
     def begin(self, plan: Sequence[ScheduledTokens], outputs: Outputs) -> bool | None:
@@ -48,7 +57,7 @@ class Ahead:
             output = outputs.get(entry.sequence)
             if output is None or entry.count != 1 or not entry.complete or entry.sequence.drafts:
                 return None
-            if output.constraint is not None or output.state.wants_logprobs:
+            if _needs_host(output):
                 return None
             own.append(output)
         adapter = common_adapter(plan)
@@ -62,6 +71,19 @@ class Ahead:
         if drawn is not None:
             self.flight = Flight(own, drawn)
         return drawn is not None
+
+    def defer(self, logits: Tensor, growing: Mapping[OutputSequence, int], sampler: Sampler) -> bool:
+        """Have the tokens of a computed step read later; False: they are wanted now. growing: first row of each."""
+        if self.runner.decoder is None or not self._short or not growing or any(map(_needs_host, growing)):
+            return False
+        tokens = sampler.sample_later(logits, list(growing), list(growing.values()))
+        self.late = Flight(list(growing), read_later(tokens, list(range(len(growing)))))
+        return True
+
+    def took(self, plan: Sequence[ScheduledTokens], seconds: float) -> None:
+        """Record how long a step took until its tokens were there."""
+        if any(entry.count > 1 for entry in plan):
+            self._short = seconds < _SHORT
 
     def go_on(self, outputs: Outputs) -> Flight | None:
         """Launch the step behind the one in flight; None where the host must plan it."""
@@ -107,6 +129,11 @@ class Ahead:
         self.blocks.computed()
         if any_left:
             self.flight = following
+
+
+def _needs_host(output: OutputSequence) -> bool:
+    """Whether its tokens are drawn with something that only the host has."""
+    return output.constraint is not None or output.state.wants_logprobs
 
 
 def _row(output: OutputSequence, vocab_size: int, eos_ids: frozenset[int]) -> DrawnRow:

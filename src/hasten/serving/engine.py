@@ -8,7 +8,6 @@ compute their prompt once and fork; a beam is a fork.
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from hasten.generation.blocks import BlockManager
 from hasten.generation.prompts import end_ids
-from hasten.generation.speculation import SpeculationStats, Speculator, Text
+from hasten.generation.speculation import Speculator, Text
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 from hasten.serving import beams
@@ -32,6 +31,7 @@ from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Reques
 from hasten.serving.request_state import OutputSequence, RequestState, RequestTable
 from hasten.serving.scheduler import ScheduledSequence, Scheduler
 from hasten.serving.settings import EngineSettings, ModelFacts, Stats
+from hasten.serving.statistics import stats_of
 
 
 class Engine:
@@ -52,6 +52,7 @@ class Engine:
         adapters: Sequence[str] = (),
         secret: bytes | None = None,
     ) -> None:
+        settings = settings.on(model.device.type)
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.adapters = AdapterNumbers(adapters)
         self.max_length = longest(model, settings)
@@ -68,9 +69,7 @@ class Engine:
             reach=model.config.reach,
             secret=secret,
         )
-        self.scheduler = Scheduler(
-            self.blocks, max_sequences=settings.max_sequences, token_budget=settings.token_budget
-        )
+        self.scheduler = Scheduler(self.blocks, max_sequences=settings.max_sequences, token_budget=settings.budget)
         self.eos_ids = end_ids(model)
         self.texts = TokenTexts(tokenizer)
         self.sampler = Sampler(
@@ -186,24 +185,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """What was counted, and the engine at this moment."""
-        decoder = self.runner.decoder if hasattr(self, "runner") else None
-        told = SpeculationStats() if self.speculator is None else self.speculator.stats
-        names = ("drafts", "draft_tokens", "accepted_tokens", "tokens_per_step", "speedup", "active")
-        return dataclasses.replace(
-            self._counts,
-            **dataclasses.asdict(self.blocks.stats),
-            **{name: getattr(told, name) for name in names},
-            accepted_by_position=tuple(told.accepted_by_position),
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            blocks=self.blocks.blocks,
-            free_blocks=self.blocks.free,
-            cache_usage=1 - self.blocks.free / self.blocks.blocks,
-            cache_bytes=self.cache_bytes,
-            captured_steps=0 if decoder is None else len(decoder.captures.pieces),
-            capture_seconds=0.0 if decoder is None else decoder.captures.seconds,
-            preemptions=self.scheduler.preemptions,
-        )
+        return stats_of(self, self._counts)
 
     def embed(self, prompt: Sequence[int], *, pooling: str = "mean", adapter: str = "") -> Tensor:
         """The model's last normalised states (C,) float32 of a prompt: their mean, or the last token's.
@@ -237,6 +219,11 @@ class Engine:
         ahead, table = self.ahead, self._table
         if ahead is not None and ahead.flight is not None:
             return self._land(ahead, ahead.flight)
+        late = None if ahead is None else ahead.late
+        if ahead is not None and late is not None:
+            ahead.late = None
+            if not self.scheduler.more:
+                return self._arrived(late)
         speculator, resting = self.speculator, False
         if speculator is not None and not (resting := bool(table.outputs) and speculator.rests()):
             self._propose(speculator)
@@ -246,7 +233,9 @@ class Engine:
         if copies := [pair for entry in plan for pair in entry.copies]:
             self.runner.copy(copies)
         started = time.perf_counter()
-        launched = ahead.begin(plan, table.outputs) if ahead is not None and speculator is None else None
+        if speculator is not None:
+            ahead = None  # drafts are made of the tokens
+        launched = ahead.begin(plan, table.outputs) if ahead is not None and late is None else None
         if launched:
             self.sampler.forget()
             self._computed(sum(entry.count for entry in plan), time.perf_counter() - started)
@@ -272,7 +261,12 @@ class Engine:
                 growing[table.outputs[sequence]] = row
             if state.search is not None:
                 scored[state.search, sequence] = row
-        found = self._grow(logits, growing, learning=not resting) + self._search(logits, scored)
+        deferred = ahead is not None and not scored and ahead.defer(logits, growing, self.sampler)
+        found = [] if late is None else self._arrived(late)
+        if not deferred:
+            found += self._grow(logits, growing, learning=not resting) + self._search(logits, scored)
+        if ahead is not None:
+            ahead.took(plan, time.perf_counter() - started)
         if speculator is not None and resting:
             speculator.rested(len(growing))
         elif speculator is not None:  # drawing is a part of what rows cost
@@ -314,16 +308,21 @@ class Engine:
         """Launch the next step if the host need not plan it, then take the tokens of the one in flight."""
         started = time.perf_counter()
         following = ahead.go_on(self._table.outputs)
-        tokens = flight.drawn.wait()
         if following is not None:
             self._computed(len(following.outputs), time.perf_counter() - started)
-        else:
-            self._counts.model_seconds += time.perf_counter() - started
+        found = self._arrived(flight)
+        ahead.landed(following, self._table.outputs)
+        return found
+
+    def _arrived(self, flight: Flight) -> list[RequestOutput]:
+        """Wait for the tokens of a step that was launched, and take them."""
+        started = time.perf_counter()
+        tokens = flight.drawn.wait()
+        self._counts.model_seconds += time.perf_counter() - started
         found: list[RequestOutput] = []
         for output, token in zip(flight.outputs, tokens, strict=True):
             if self._table.outputs.get(output.sequence) is output:  # else it has ended: one token too many
                 found += self._take(output, SampledTokens([token], (), None), learning=False)
-        ahead.landed(following, self._table.outputs)
         return found
 
     def _computed(self, tokens: int, seconds: float) -> None:
@@ -375,7 +374,7 @@ class Engine:
             self._counts.failed += 1
             outputs += self._end(state, "error", self.error)
         if self.ahead is not None:
-            self.ahead.flight = None
+            self.ahead.flight = self.ahead.late = None
         self.blocks.forget()  # what was promised to be written in this step may not have been
         return outputs
 

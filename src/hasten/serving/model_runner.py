@@ -20,7 +20,7 @@ from hasten.engine.runner import BatchRunner, ModelRunner
 from hasten.errors import ConfigError
 from hasten.generation.batch_sampler import BatchSampler, agreed
 from hasten.generation.blocks import BlockManager
-from hasten.generation.layout import Rows
+from hasten.generation.layout import Rows, to_device
 from hasten.generation.prompts import check_ids
 from hasten.generation.speculation import Speculator
 from hasten.serving.logprobs import TokenTexts, token_logprobs
@@ -191,10 +191,7 @@ class Sampler:
         logits (R, V) float32; of each output the row `first`, and one more for each token of its draft behind it.
         speculator: knows what the drafts were drawn from.
         """
-        key = tuple(output.sequence.number for output in outputs)
-        if key != self._key:
-            self._arrange(outputs)
-            self._key = key
+        self._arrange(outputs)
         scored = {
             i: logits[first[i] : first[i] + 1 + len(output.sequence.drafts)]
             for i, output in enumerate(outputs)
@@ -260,7 +257,28 @@ class Sampler:
         found = iter(token_logprobs(rows, tokens, tops=tops, texts=self.texts))
         return {i: [next(found) for _ in taken[i]] for i in scored}
 
+    def sample_later(self, logits: Tensor, outputs: Sequence[OutputSequence], first: Sequence[int]) -> Tensor:
+        """The next token of each output sequence, int64 on the device; the host does not wait for it.
+
+        logits (R, V) and `first` as in `sample`; of outputs without drafts, constraints and log-probabilities.
+        """
+        self._arrange(outputs)
+        if self._batch is not None:
+            rows = to_device([first[i] for i in self._drawn], logits.device)
+            drawn = self._batch.next_tokens(logits[rows], steps=[outputs[i].count for i in self._drawn])
+            if len(self._drawn) == len(outputs):
+                return drawn
+        best = logits.argmax(dim=-1)[to_device(list(first), logits.device)]
+        if self._batch is not None:
+            best.index_copy_(0, to_device(self._drawn, logits.device), drawn)
+        return best
+
     def _arrange(self, outputs: Sequence[OutputSequence]) -> None:
+        """Lay out how these are drawn for, unless it was done for the same ones."""
+        key = tuple(output.sequence.number for output in outputs)
+        if key == self._key:
+            return
+        self._key = key
         self._drawn = [i for i, one in enumerate(outputs) if not one.plain or one.count < one.params.min_new_tokens]
         own = [outputs[i] for i in self._drawn]
         self._batch = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Suppress
@@ -15,6 +15,9 @@ from hasten.generation.params import KVCacheDtype
 if TYPE_CHECKING:
     from hasten.model.tokenizer import Tokenizer
 
+_CPU_BUDGET = 512
+_GPU_BUDGET = 2048
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
@@ -23,7 +26,7 @@ class EngineSettings:
     Args:
         max_sequences: Samples and beams that run at the same time.
         token_budget: Tokens computed in one step, prompts and answers together (at least max_sequences): the larger,
-            the sooner prompts are read, the longer the others wait meanwhile.
+            the sooner prompts are read, the longer the others wait meanwhile. 512 by default, on a GPU 2,048.
         max_length: Tokens of prompt and answer together; the model's positions by default.
         block_size: Tokens in a block of the cache.
         cache_bytes: Memory of the cache; None takes `cache_share`, never more than max_sequences of max_length need.
@@ -41,7 +44,7 @@ class EngineSettings:
     """
 
     max_sequences: Annotated[int, ABOVE_0] = 256
-    token_budget: Annotated[int, ABOVE_0] = 512
+    token_budget: Annotated[int | None, ABOVE_0] = None
     max_length: Annotated[int | None, ABOVE_0] = None
     block_size: Annotated[int, ABOVE_0] = 16
     cache_bytes: Annotated[Suppress[int | None], ABOVE_0] = None  # --cache-gib on the command line
@@ -56,11 +59,22 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         require(self)
-        if self.token_budget < self.max_sequences:
+        if self.token_budget is not None and self.token_budget < self.max_sequences:
             raise ConfigError(
                 f"token_budget is {self.token_budget}, below max_sequences, which is {self.max_sequences}: a step must "
                 "have room for one token of every sequence"
             )
+
+    @property
+    def budget(self) -> int:
+        """The tokens of a step: `token_budget`, or its default on a CPU."""
+        return max(_CPU_BUDGET, self.max_sequences) if self.token_budget is None else self.token_budget
+
+    def on(self, device: str) -> EngineSettings:
+        """The same with the defaults of a type of device."""
+        if self.token_budget is not None or device == "cpu":
+            return self
+        return replace(self, token_budget=max(_GPU_BUDGET, self.max_sequences))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
