@@ -163,6 +163,18 @@ class Scheduler:
         return min(begun + sum(len(one.tokens) for one in self.waiting[:1]), self.token_budget)
 
     @property
+    def settled(self) -> bool:
+        """Whether the next plan gives the running sequences their next tokens, and begins no other."""
+        if not self.waiting or not self.running:
+            return not self.waiting
+        first = self.waiting[0]
+        if first.order[0] < self.running[-1].order[0]:
+            return False  # the last one makes way for it
+        if self._slots + first.slots > self.max_sequences:
+            return True
+        return self._no_room is not None and self._no_room[0] is first and self.blocks.free <= self._no_room[1]
+
+    @property
     def _slots(self) -> int:
         """Of the running."""
         return sum(sequence.slots for sequence in self.running)
