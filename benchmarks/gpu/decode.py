@@ -71,9 +71,6 @@ def hasten(shape: str, format: str, group: int = 0) -> None:
     def prefill() -> dict[str, float]:
         return {str(n): n / seconds_of(one_prompt(n), 4, 1) for n in (CONTEXT, 4 * CONTEXT)}
 
-    def prefill_profile() -> dict[str, Any]:
-        return kernel_table(one_prompt(4 * CONTEXT), 1, 8)
-
     def user() -> dict[str, Any]:
         """`hasten.generate` as a user calls it: the first call compiles and captures, the second may reuse that."""
         params = SamplingParams(max_new_tokens=NEW, temperature=0.8, top_k=200, ignore_eos=True)
@@ -98,9 +95,7 @@ def hasten(shape: str, format: str, group: int = 0) -> None:
 
         return kernel_table(run, 8)
 
-    serve(
-        {"measure": measure, "prefill": prefill, "user": user, "profile": profile, "prefill_profile": prefill_profile}
-    )
+    serve({"measure": measure, "prefill": prefill, "user": user, "profile": profile})
 
 
 def _peer_model(theirs: Any, shape: str, format: str, group: int) -> Any:

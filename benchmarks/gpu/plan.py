@@ -67,18 +67,18 @@ JOBS |= {
 RUNGS = ("explicit", "compile", "math", "memory-efficient", "flash", "padded-vocabulary")
 JOBS |= {f"rung-{name}": JobSpec("training:rung", {"name": name, "batch": 12}, 3.0, 36.0) for name in RUNGS}
 
-SEVEN = (("prefill", ""), ("user", "hasten"), ("profile", ""), ("prefill_profile", "hasten"))
+SEVEN = (("prefill", ""), ("user", "hasten"), ("profile", ""))
 ENGINE = (("measure 256", ""), ("measure 64", ""), ("measure 1", ""))
 PHASES: tuple[Phase, ...] = (
     Phase(
-        0.25,
-        0.44,
+        0.28,
+        0.47,
         (
             Group(("baseline",)),
             Group(("hasten-7b-bf16", "gptfast-7b-bf16"), 2, SEVEN),
             Group(("hasten-7b-int4", "gptfast-7b-int4"), 2, SEVEN),
             Group(("hasten-7b-int8", "gptfast-7b-int8"), 2, SEVEN),
-            Group(("hasten-12", "nanogpt-12"), 3, (("losses", ""), ("profile", ""))),
+            Group(("hasten-12", "nanogpt-12"), 2, (("losses", ""), ("profile", ""))),
         ),
         (
             *("gptfast-7b-int8", "gptfast-7b-bf16", "gptfast-7b-int4", "nanogpt-12", "hasten-12"),
@@ -86,8 +86,8 @@ PHASES: tuple[Phase, ...] = (
         ),
     ),
     Phase(
-        0.61,
-        0.86,
+        0.64,
+        0.90,
         (
             Group(("engine-bf16", "static-bf16"), 0, (*ENGINE, ("profile 64", "engine"))),
             Group(("hasten-1b-bf16", "gptfast-1b-bf16"), 2, (("prefill", ""), ("profile", "hasten"))),
@@ -103,8 +103,8 @@ PHASES: tuple[Phase, ...] = (
         ("nanogpt-32", "nanogpt-wide", "hasten-32", "hasten-32-fp8", "hasten-wide-fp8", "engine-bf16"),
     ),
     Phase(
-        0.94,
-        0.98,
+        0.95,
+        0.99,
         (Group(tuple(f"rung-{name}" for name in RUNGS), 1),),
     ),
 )

@@ -131,7 +131,7 @@ def test_a_whole_model_through_these_kernels(family, backend):
 @pytest.mark.parametrize(("rows", "width"), [(5, 48), (3, 100)])
 def test_rows_rounded_to_fp8(rows, width):
     """Within a step of e4m3, but for a few: the interpreter loses the carry where rounding reaches a power of two."""
-    from hasten.training.triton_fp8 import bias_gelu_fp8, bias_gelu_fp8_backward, rows_to_fp8
+    from hasten.ops.fp8.triton_rows import bias_gelu_fp8, bias_gelu_fp8_backward, rows_to_fp8
 
     generator = torch.Generator().manual_seed(0)
     z, d_out = (torch.randn(rows, width, generator=generator) for _ in range(2))

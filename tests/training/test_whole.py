@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from hasten.errors import ConfigError
+from hasten.ops.fp8 import fp8_linear, fp8_mlp, rounded
 from hasten.training import build, train
-from hasten.training.fp8 import fp8_linear, fp8_mlp, rounded
 from hasten.training.journal import read
 from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
@@ -253,6 +253,18 @@ def test_fp8_products_round_to_eight_bits():
         assert (one - true).norm() / true.norm() < 2**-4
     zeros = fp8_linear(torch.zeros(16, 64), weight)
     assert torch.equal(zeros, torch.zeros(16, 32))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_in_fp8_learns_as_it_does_in_float32(compiled):
+    """Traced too, as one graph."""
+    plain, step = make("whole"), make("uncaptured")
+    step.whole = step.where.module = WholeModel(step.model, dtype=torch.float32, fp8=True)
+    if compiled:
+        step.whole._compiled = torch.compile(step.whole.run, fullgraph=True, backend="aot_eager")
+    exact, found = ([loss for loss, _ in steps_of(one, steps=8)] for one in (plain, step))
+    assert found != exact
+    assert found == pytest.approx(exact, rel=2e-2)
 
 
 def test_an_fp8_mlp_is_the_mlp_but_for_rounding():

@@ -154,7 +154,7 @@ def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = (
 def _no_fp8(device: str) -> str | None:
     import torch
 
-    from hasten.training.fp8 import why_not
+    from hasten.ops.fp8 import why_not
 
     return why_not(torch.device(device))
 

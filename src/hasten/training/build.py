@@ -20,13 +20,13 @@ from hasten.model.swap import replace_modules, swap_kinds
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.model.vocabulary import pad_vocabulary
+from hasten.ops import fp8
 from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.linear.gradient import outside_graphs
 from hasten.ops.native import library, obtainable
 from hasten.ops.picker import explain
 from hasten.planning.shapes import gpt2, llama
-from hasten.training import fp8
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
 from hasten.training.capture import CapturedStep

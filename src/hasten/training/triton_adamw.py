@@ -128,6 +128,9 @@ def why_not(update: Update) -> str | None:
             return "a parameter is not contiguous float32"
         if parameter.numel() % ALIGNED:
             return f"a parameter has {parameter.numel()} numbers, no multiple of {ALIGNED}"
+        copy = None if update.copies is None else update.copies.of(parameter)
+        if copy is not None and copy.data_ptr() % ALIGNED:
+            return f"the rows of a copy do not begin at a multiple of {ALIGNED} bytes"
     return None
 
 

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.transformer import MLP, Attention, Block, Transformer
 from hasten.ops import residual
+from hasten.ops.fp8 import fp8_linear, fp8_mlp
 from hasten.ops.loss import KERNELS as LOSS_KERNELS
 from hasten.ops.loss import LossRequest
 from hasten.ops.loss.kernels import Head
 from hasten.ops.picker import pick
 from hasten.ops.residual import AddNormRequest, Norm, normalized
 from hasten.training.copies import LayerWeights, WeightCopies
-from hasten.training.fp8 import fp8_linear, fp8_mlp
 
 
 def why_not_whole(model: Transformer) -> str | None:
@@ -82,8 +82,8 @@ class WholeModel(nn.Module):
     ) -> None:
         """dtype: of the products. norm, gelu: kernels by name ("triton", "reference"); None: the first that serves.
 
-        fp8: products of the MLPs in FP8. compiles: training steps run as one compiled graph; evaluation, which would be
-        another one, runs as it is.
+        fp8: products of the MLPs, and the logits, in FP8. compiles: training steps run as one compiled graph;
+        evaluation, which would be another one, runs as it is.
         """
         super().__init__()
         self.model, self.dtype, self.copies = model, dtype, None
@@ -135,7 +135,7 @@ class WholeModel(nn.Module):
         head, config = self.model.head, self.model.config
         weight = head.weight if self._loss.name.startswith("chunked") else head.weight.to(self.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            made = Head(weight, config.vocab_size, head.bias, config.logit_softcap)
+            made = Head(weight, config.vocab_size, head.bias, config.logit_softcap, fp8=self.fp8)
             loss: Tensor = self._loss.run(x.flatten(0, -2), targets.flatten(), made)
         return loss
 

@@ -77,7 +77,14 @@ def backward(
     problem: Problem,
     tiles: tuple[Tiles, Tiles] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v in two launches: the queries' leaves the row terms behind that the keys' needs."""
+    """The gradients of q, k, v in two launches: the queries' leaves the row terms behind that the keys' needs.
+
+    Where `forward` takes the kernels of flash_hopper.py, so does this.
+    """
+    if tiles is None and flash_hopper.serves(q, k, v, problem):
+        found = flash_hopper.backward(d_out, d_lse, q, k, v, out, lse, problem)
+        if found is not None:
+            return found
     dtype = q.dtype
     for_queries, for_keys = tiles or backward_tiles(q, capped=problem.softcap > 0)
     q, k, v, out, d_out = (_rows(x) for x in (q, k, v, out, d_out))

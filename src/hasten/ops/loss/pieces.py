@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hasten.ops import fp8
 from hasten.ops.loss.kernels import IGNORED, Head
 
 # Logits in memory at once: 64 MiB in float32. More rows a chunk read the weight less often, which no longer shows here.
@@ -38,6 +39,8 @@ def loss_and_gradients(
     by_x, by_weight, by_bias = needed
     shape = head.weight.shape
     head = head._replace(weight=head.weight.to(x.dtype))
+    if head.fp8:
+        head = head._replace(fp8=fp8.rounded(head.weight))
     loss = torch.zeros((), dtype=wide, device=x.device)
     grad_x = torch.empty_like(x) if by_x else None
     grad_weight = torch.zeros(shape, dtype=wide, device=x.device) if by_weight else None
@@ -57,6 +60,13 @@ def loss_and_gradients(
             add_product(grad_weight, narrow.t(), part)
         del gradient, narrow  # before the next chunk's logits are made
     return loss, grad_x, grad_weight, grad_bias
+
+
+def logits_of(part: Tensor, head: Head) -> Tensor:
+    """(n, rows of the weight), without bias, in part's dtype."""
+    if isinstance(head.fp8, tuple):
+        return fp8.product(fp8.rounded(part), head.fp8, part.dtype, fast=True)
+    return part @ head.weight.t()
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -83,7 +93,7 @@ def _adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
 
 def loss_and_gradient(part: Tensor, wanted: Tensor, head: Head, loss: Tensor, *, need: bool) -> Tensor | None:
     """Add a chunk's losses to `loss`; the gradient by its logits (n, rows of the weight) if needed."""
-    logits = (part @ head.weight.t()).to(loss.dtype)  # (n, rows of the weight)
+    logits = logits_of(part, head).to(loss.dtype)  # (n, rows of the weight)
     if head.bias is not None:
         logits += head.bias.to(loss.dtype)
     slope = None

@@ -38,7 +38,7 @@ def why_not(device: torch.device) -> str | None:
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (M, K) in e4m3, and the scale of each row, float32 (M, 1)."""
     if x.is_cuda:
-        from hasten.training.triton_fp8 import rows_to_fp8
+        from hasten.ops.fp8.triton_rows import rows_to_fp8
 
         narrow, scales = rows_to_fp8(x)
         return narrow, scales
@@ -76,7 +76,7 @@ class _Fp8Mlp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
         z = product(rounded(x), rounded(up), x.dtype, fast=True)
         if x.is_cuda:
-            from hasten.training.triton_fp8 import bias_gelu_fp8
+            from hasten.ops.fp8.triton_rows import bias_gelu_fp8
 
             h, narrow, scales = bias_gelu_fp8(z, bias)
         else:
@@ -91,7 +91,7 @@ class _Fp8Mlp(torch.autograd.Function):
         dy = gradients[0].contiguous()
         dh = product(rounded(dy), _columns(down), x.dtype, fast=False)
         if x.is_cuda:
-            from hasten.training.triton_fp8 import bias_gelu_fp8_backward
+            from hasten.ops.fp8.triton_rows import bias_gelu_fp8_backward
 
             dz, narrow, scales, by_bias = bias_gelu_fp8_backward(dh, z, bias)
         else:
