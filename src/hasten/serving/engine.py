@@ -161,8 +161,7 @@ class Engine:
 
     def warm_up(self) -> bool:
         """Capture one of the sizes in `capture_sizes`, while there is nothing else to do; False: none is left."""
-        decoder = self.runner.decoder
-        return decoder is not None and decoder.warm_up()
+        return self.runner.decoder is not None and self.runner.decoder.warm_up()
 
     def close(self) -> None:
         """Give up everything and let the cache go. May be called again."""
@@ -321,11 +320,12 @@ class Engine:
         for output, token in zip(flight.outputs, tokens, strict=True):
             if self._table.outputs.get(output.sequence) is not output:
                 continue  # it has ended: one token too many
-            if (piece := output.go_on(token)) is not None:
-                self._counts.generated_tokens += 1
-                found.append(piece)
-            else:
+            piece = output.go_on(token)
+            if piece is None:
                 found += self._take(output, SampledTokens([token], (), None), learning=False)
+                continue
+            self._counts.generated_tokens += 1
+            found.append(piece)
         return found
 
     def _computed(self, tokens: int, seconds: float) -> None:
