@@ -3,29 +3,17 @@
 What a decoder block on CUDA is made of. The reference below computes the same with PyTorch's operations.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops import triton_support
+from hasten.ops.linear.beside import ACTIVATIONS, GATE_ROWS, NormArguments
 from hasten.ops.linear.layouts import CHUNKS, Operands, Packed
 from hasten.ops.linear.weights import BFLOAT16
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-GATE_ROWS = 32  # rows of gate, then as many of up, in every 64 rows of a gated weight
-
-
-class NormArguments(NamedTuple):
-    """An RMS norm x / rms(x) · (weight + offset), or, centred, a layer norm; weights (K,)."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-    offset: float = 0.0
-    centred: bool = False
+__all__ = ["NormArguments", "fused_linear"]
 
 
 def fused_linear(

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from hasten.ops.linear import triton_rows
-from hasten.ops.linear.fused import NormArguments
+from hasten.ops.linear.beside import NormArguments
 from hasten.ops.linear.layouts import Operands
 from hasten.ops.linear.triton_choice import OneRow, SeveralRows, choose_one_row, choose_several_rows
 from hasten.ops.linear.triton_gemm import several_rows
