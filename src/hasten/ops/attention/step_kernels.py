@@ -1,7 +1,7 @@
-"""The Triton kernel of a decode step's attention (step.py launches it): one query a sequence, straight from the product.
+"""The Triton kernel of a decode step's attention (step.py): one query a sequence, straight from the product.
 
-It does what place_heads (ops/block/triton_kernels.py) and attend (ragged_kernels.py) do one after the other. The first of
-the programs that share a sequence's keys begins with the new key, which it also writes; the cache has all others.
+It does what place_heads (ops/block/triton_kernels.py) and attend (ragged_kernels.py) do one after the other. The first
+of the programs that share a sequence's keys begins with the new key, which it also writes; the cache has all others.
 Importing this file imports Triton.
 """
 
