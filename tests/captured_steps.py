@@ -34,7 +34,7 @@ class Capturer:
     def __init__(self):
         self.recordings = []
 
-    def __call__(self, step, reset):
+    def __call__(self, step, reset, **_):
         for _ in range(3):
             reset()
             step()

@@ -74,15 +74,15 @@ def test_several_chunks_in_a_step(chunks):
     assert rms(y - exact) <= 2 * rms(x @ weight.dequantize(x.dtype).T - exact)
 
 
-@pytest.mark.parametrize(("block", "words", "stages"), [(1, 16, 1), (2, 32, 2), (8, 128, 4)])
+@pytest.mark.parametrize(("block", "threads", "stages"), [(1, 32, 1), (2, 64, 2), (8, 128, 4)])
 @pytest.mark.parametrize("format", [("int4", 32, False), ("int8", 0, True), ("bfloat16", 0, True)])
-def test_one_row_cut_in_other_ways(format, block, words, stages):
+def test_one_row_cut_in_other_ways(format, block, threads, stages):
     weight = make_weight(50, 328, format=format[0], group_size=format[1], symmetric=format[2])
     plain = format[0] == "bfloat16"
     packed = Operands(weight, None, None, None, None, 50, BFLOAT16) if plain else None
     packed = packed or Operands(*CHUNKS.pack(weight), None, 50, weight.format)
     x = torch.randn(1, 328).bfloat16()
-    config = OneRow(block, words=words, stages=stages)
+    config = OneRow(block, threads, stages)
     y = multiply_row(x, packed, Beside(x.dtype), config=config)
     full = weight.float() if plain else weight.dequantize()
     exact = x.double() @ full.double().T

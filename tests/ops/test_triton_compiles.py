@@ -100,9 +100,9 @@ def test_product_of_one_row(compiled, dtype, stages, beside, bits, group_size, z
         "ACTIVATION": int(beside == "norm and gate"),
         "GATED": beside == "norm and gate",
         "BLOCK": config.block,
-        "T": config.words,
+        "T": config.threads,
         "STAGES": stages,
-        "PDL": beside == "residual",
+        "PDL": False,
     }
     if bits < 16:
         types["magic"] = "i32"
@@ -117,8 +117,17 @@ def test_product_of_one_row(compiled, dtype, stages, beside, bits, group_size, z
         assert "shared" not in loop
     else:
         assert len(re.findall(r"cp\.async\.cg\S* .*0x10", loop)) >= config.block
-    assert ("griddepcontrol" in code) == (beside == "residual")
     assert stack_bytes(result) == 0
+
+
+def test_programmatic_launch_fetches_weights_before_it_waits(compiled):
+    from hasten.ops.linear.triton_gemv import one_row_plain
+
+    types = operand_types(16, 0, False, "bf16") | {"x": "*i32", "eps": "fp32", "offset": "fp32"}
+    constants = {"XBITS": 16, "GBITS": 16, "HALF": False, "NORM": 0, "ACTIVATION": 0, "GATED": False}
+    constants |= {"BLOCK": 4, "T": 128, "STAGES": 3, "PDL": True}
+    code = compiled(one_row_plain, types, constants).asm["ptx"]
+    assert code.index("prefetch.global.L2") < code.index("griddepcontrol.wait") < code.index("cp.async")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -97,8 +97,9 @@ class Ladder(BenchmarkOptions):
 
         `kind` is "generate" or "train" and decides which metric is the speed. `dtypes` are those whose matrix rate is
         measured in every round. A rung that fails or does not answer within an hour becomes a row with
-        "error"; the others go on. Where all rungs together need more memory than is free, each is started anew for
-        each round.
+        "error"; the others go on. Where all rungs together need more memory than is free, each is started again for
+        each round. On a GPU each is measured in all rounds and ends before the next one starts: what a process's
+        allocator keeps there, and its compiled graphs, no other one can have.
 
         Raises ConfigError for no rungs, and ResourceError for a device that is not there.
         """
@@ -111,7 +112,8 @@ class Ladder(BenchmarkOptions):
         # Settled here, so that the report says it and every child has the same.
         threads = thread_count(self.threads) or min(torch.get_num_threads(), available_cores().physical)
         process: dict[str, Any] = {"device": device, "threads": threads, "seed": self.seed}
-        keep = sum(rung.memory_bytes for rung in rungs) + LIMITS_MEMORY <= available_memory(device)
+        alone = device != "cpu"
+        keep = alone or sum(rung.memory_bytes for rung in rungs) + LIMITS_MEMORY <= available_memory(device)
         limits = {"device": device, "dtypes": tuple(dtypes), "seconds": self.limit_seconds}
         probe = Rung("limits", (), LIMITS_SETUP, limits)
         machine = describe().to_json()
@@ -126,6 +128,7 @@ class Ladder(BenchmarkOptions):
                 rounds=self.rounds,
                 warmup=self.warmup,
                 keep=keep,
+                alone=alone,
                 tell=lambda text: progress.update(bar, description=text, advance=1),
             )
         return build_report(
@@ -136,7 +139,7 @@ class Ladder(BenchmarkOptions):
                 **process,
                 "rounds": self.rounds,
                 "warmup": self.warmup,
-                "interleaving": "processes kept" if keep else "processes restarted",
+                "interleaving": "one by one" if alone else "processes kept" if keep else "processes restarted",
             },
             runs=runs,
             limits=measured_limits,

@@ -182,14 +182,17 @@ def run_interleaved(
     timeout: float = 3600.0,
     warmup: int = 0,
     keep: bool = True,
+    alone: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[RungRun]:
     """What came of each rung. The warm-up's rounds are not counted; one that fails is left out from there on.
 
-    keep: all processes stay alive until the end; else each is started anew for each round. tell: called with a line
-    about each step.
+    keep: all processes stay alive until the end; else each is started again for each round. alone: each process is
+    measured in all rounds and ends before the next one starts. tell: called with a line about each step.
     """
     runs = [RungRun(rung, timeout) for rung in rungs]
+    if alone:
+        return _one_by_one(runs, rounds=rounds, warmup=warmup, tell=tell)
     try:
         for run in runs if keep else ():
             tell(f"setting up: {run.rung.name}")
@@ -209,6 +212,22 @@ def run_interleaved(
             run.end(at_once=True)
         raise
     for run in runs:
+        run.end()
+    return runs
+
+
+def _one_by_one(runs: list[RungRun], *, rounds: int, warmup: int, tell: Callable[[str], None]) -> list[RungRun]:
+    """As `run_interleaved`, each in all its rounds: a GPU's memory is then one process's."""
+    for run in runs:
+        try:
+            tell(f"setting up: {run.rung.name}")
+            run.start()
+            for number in range(1 - warmup, rounds + 1):
+                tell(f"{f'round {number} of {rounds}' if number > 0 else 'warm-up'}: {run.rung.name}")
+                run.measure(counts=number > 0)
+        except BaseException:
+            run.end(at_once=True)
+            raise
         run.end()
     return runs
 

@@ -13,6 +13,10 @@
 - padded-vocabulary: rows of embedding and head rounded up to a multiple of 64 (50,257 -> 50,304, 65 -> 128).
 - fused-optimizer-and-loss: one kernel updates many tensors; head and cross-entropy without all logits in memory.
 - keep-memory: freed memory stays in the process, in large pages (Linux, CPU).
+- fastest-attention: on CUDA the kernel that hasten takes by itself, maybe cuDNN's.
+- whole-model: on CUDA forward pass and loss as one compiled graph: fused norms and activations, joined projections.
+- captured: on CUDA the whole step as CUDA graphs, with 16-bit copies of the weights and one kernel for AdamW.
+- fp8: on CUDA the products of the MLPs in FP8; off again in the rungs that follow.
 - native-kernels: attention, activations and joined projections of ours; on CUDA FlashAttention in Triton.
 - checkpoint-selective, checkpoint-full: activations computed again. They save memory, not time.
 - checkpoint-offload: as checkpoint-full, with the inputs of blocks on the host (not on a CPU).
@@ -40,6 +44,8 @@ FIRST: dict[str, Any] = {
     "fused_optimizer": False,
     "fused_activation": False,
     "joined_projections": False,
+    "whole_model": False,
+    "capture": False,
     "loss": "reference",
 }
 Rungs = dict[str, tuple[str, dict[str, Any]]]  # name -> what it adds, in words and as fields of Techniques
@@ -53,6 +59,10 @@ RUNGS: Rungs = {
     "bf16": ("bf16 autocast", {"precision": "bfloat16"}),
     "padded-vocabulary": ("padded vocabulary", {"pad_vocabulary_to": PADDING}),
     "fused-optimizer-and-loss": ("fused optimizer, chunked loss", {"fused_optimizer": True, "loss": None}),
+    "fastest-attention": ("the fastest attention", {"attention": None}),
+    "whole-model": ("the model as one graph, fused norms", {"whole_model": True}),
+    "captured": ("steps as CUDA graphs", {"capture": True}),
+    "fp8": ("MLPs in FP8", {"fp8": True}),
     "keep-memory": ("freed memory kept, in large pages", {"keep_memory": True}),
     "native-kernels": (
         "native attention and activations, joined projections",
@@ -125,9 +135,13 @@ def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = (
         names = [name for name in found if name != "flash"]
         names.insert(names.index("bf16") + 1, "flash")  # it multiplies in half precision only
         found = {name: found[name] for name in names}
-        found["native-kernels"] = ("FlashAttention of ours, in Triton", {"attention": "flash-triton"})
+        found["native-kernels"] = ("FlashAttention of ours, in Triton", {"attention": "flash-triton", "fp8": False})
+        if (reason := _no_fp8(device)) is not None:
+            reasons["fp8"] = reason
         reasons["keep-memory"] = "it concerns training on a CPU"
     else:  # PyTorch has no memory-efficient attention there
+        reasons |= dict.fromkeys(("whole-model", "captured", "fp8"), "it concerns training on CUDA")
+        reasons["fastest-attention"] = "there it is part of native-kernels"
         reasons["checkpoint-offload"] = "what a CPU computes with is on the host already"
         found["memory-efficient"] = (RUNGS["memory-efficient"][0], {"attention": "chunked"})
     for name, reason in reasons.items():
@@ -135,6 +149,14 @@ def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = (
             raise ConfigError(f"the rung {name!r} changes nothing here: {reason}")
         del found[name]
     return found
+
+
+def _no_fp8(device: str) -> str | None:
+    import torch
+
+    from hasten.ops.fp8 import why_not
+
+    return why_not(torch.device(device))
 
 
 def cumulative(rungs: Rungs) -> dict[str, tuple[Techniques, tuple[str, ...]]]:
@@ -148,6 +170,8 @@ def cumulative(rungs: Rungs) -> dict[str, tuple[Techniques, tuple[str, ...]]]:
     for name, (text, adds) in rungs.items():
         fields |= adds
         kind = next((technique for technique in REPLACED if technique in adds), name)
+        if not fields.get("fp8"):
+            words.pop("fp8", None)
         words.pop(kind, None)  # what comes in its place stands where it was switched on
         words[kind] = text
         found[name] = Techniques(**fields), tuple(words.values())

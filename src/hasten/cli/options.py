@@ -249,12 +249,15 @@ class EngineOptions:
         """The engine of a loaded model, with its cache and its thread. adapters: folders by their names. secret: of
         the keys of its blocks.
         """
+        from hasten.engine.batch import SIZES
         from hasten.serving.async_engine import AsyncEngine
         from hasten.serving.llm import make_engine
 
         settings = self.engine
         if self.cache_gib is not None:
             settings = replace(settings, cache_bytes=int(self.cache_gib * 2**30))
+        if settings.capture_sizes is None:
+            settings = replace(settings, capture_sizes=SIZES)
         drafting = self.drafting(model) if isinstance(self, DraftOptions) else {}
         return AsyncEngine(make_engine(model, tokenizer, settings, adapters=adapters, secret=secret, **drafting))
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hasten.generation.layout import to_device
 from hasten.generation.params import SamplingParams
 from hasten.generation.sampling import History, RowParams, banned_ends, next_tokens, process
 from hasten.generation.stopping import stop_ids
@@ -169,7 +170,7 @@ class BatchSampler:
         if min(steps) == max(steps):  # as in `generate`: no copy to a GPU, which would wait there for the logits
             at = torch.full((len(steps),), steps[0], device=self._device)
         else:
-            at = torch.tensor(steps, device=self._device)
+            at = to_device(list(steps), self._device)
         return next_tokens(logits, settings, steps=at, history=history, banned=banned)
 
     def _settings(self, rows: Sequence[int] | None, steps: Sequence[int]) -> tuple[RowParams, Tensor | None]:

@@ -9,6 +9,7 @@ like any others.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,10 +34,10 @@ def refusal(model: Transformer) -> str | None:
     return None if model.device.type == "cuda" else f"CUDA graphs need a CUDA device; the model is on {model.device}"
 
 
-def cuda_graph(step: Callable[[], None], reset: Callable[[], None]) -> Callable[[], None]:
+def cuda_graph(step: Callable[[], None], reset: Callable[[], None], *, pool: Any = None) -> Callable[[], None]:
     """Warm `step` up on a stream of its own, as capturing wants it, then capture it; returns what runs it again.
 
-    reset is called before each step that warms up.
+    reset is called before each step that warms up. pool: of the memory of graphs of which one runs at a time.
     """
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
@@ -46,7 +47,8 @@ def cuda_graph(step: Callable[[], None], reset: Callable[[], None]) -> Callable[
             step()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads may use the device meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         step()
     return graph.replay
 

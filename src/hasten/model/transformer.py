@@ -111,7 +111,10 @@ class Attention(nn.Module):
         return used <= {"native", "native-sparse"}
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
-        q, k, v = self.project(x)
+        return self.output(self.mix(*self.project(x), rope, layer))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
+        """What the heads put out, side by side (B, T, H·D), from projected queries, keys and values (B, T, …)."""
         q = q.unflatten(-1, (self.spec.heads, self.spec.head_dim))  # (B, T, H, D)
         k = k.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))  # (B, T, Hkv, D)
         v = v.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))
@@ -120,8 +123,7 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         dropout = self.dropout if self.training else 0.0
-        attended = layer.attend(q, k, v, attention=self.kernels, dropout=dropout)  # (B, T, H, D)
-        return self.output(attended.flatten(-2))
+        return layer.attend(q, k, v, attention=self.kernels, dropout=dropout).flatten(-2)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x (B, T, C), the heads still side by side."""

@@ -2,7 +2,7 @@
 
 import gc
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -107,7 +107,9 @@ def profile(
             subject.check()
             if subject.teacher is not None:
                 raise ConfigError("the tree of a step has no teacher in it; profile the recipe without one")
-            setup = set_up(subject, progress=True)
+            # Block by block: one graph of all of them has no parts that could be told apart.
+            apart = replace(subject, techniques=replace(subject.techniques, whole_model=False))
+            setup = set_up(apart, progress=True)
             batches = [setup.batches.batch(position) for position in range(subject.data.accumulation)]
             works, dtype = [training(setup, batches)], cast(str, setup.step.precision.name)
         else:

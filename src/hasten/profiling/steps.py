@@ -115,7 +115,8 @@ class ServedAnswers(Answers):
     def __init__(self, model: Transformer, *, batch: int, prompt_tokens: int) -> None:
         super().__init__(model, batch=batch, prompt_tokens=prompt_tokens)
         # Without a prefix cache, so that every prompt is read.
-        limits = {"max_sequences": batch, "token_budget": max(512, batch), "prefix_cache": False}
+        # Nothing is captured: a graph's replay shows none of the model's parts.
+        limits = {"max_sequences": batch, "token_budget": max(512, batch), "prefix_cache": False, "capture": False}
         steps = -(-batch * len(self.prompts[0]) // limits["token_budget"])
         if steps + 2 > self.new:  # the first answer would end before the last one begins
             raise ConfigError(

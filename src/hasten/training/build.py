@@ -20,6 +20,7 @@ from hasten.model.swap import replace_modules, swap_kinds
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.model.vocabulary import pad_vocabulary
+from hasten.ops import fp8
 from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.linear.gradient import outside_graphs
@@ -28,6 +29,7 @@ from hasten.ops.picker import explain
 from hasten.planning.shapes import gpt2, llama
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
+from hasten.training.capture import CapturedStep
 from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
 from hasten.training.qat import round_while_training
@@ -35,6 +37,8 @@ from hasten.training.recipe import Lora, Parallel, Recipe, Shape
 from hasten.training.step import TrainStep
 from hasten.training.swapped import FusedMLP, JoinedAttention
 from hasten.training.teacher import Teacher
+from hasten.training.update import why_not_fixed
+from hasten.training.whole import WholeModel, why_not_whole
 
 
 def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: Tokenizer | None = None) -> ModelConfig:
@@ -140,10 +144,15 @@ def training_step(
         add_lora(model, recipe.lora, seed=recipe.run.seed)
     round_while_training(model, recipe.qat, begin=not restored or recipe.lora.rank is not None)
     checkpoint_activations(model, techniques.checkpointing)
-    if techniques.compile:
+    apart = why_block_by_block(model, recipe, ranks)
+    if techniques.fp8:
+        check_fp8(model, recipe, apart)
+    if techniques.compile and apart is not None:
         compile_blocks(model)
     placement = place(model, recipe, ranks)
     optimizer = make_optimizer(placement, recipe.optimizer, fused=techniques.fused_optimizer)
+    if apart is None:
+        return whole_step(model, recipe, placement, optimizer, precision, should_stop)
     teacher = None
     if recipe.teacher is not None:
         teacher = Teacher.of(
@@ -158,7 +167,76 @@ def training_step(
         should_stop=should_stop,
         placement=placement,
         teacher=teacher,
+        how=f"block by block: {apart}" if techniques.compile and not on_cpu else "",
     )
+
+
+def why_block_by_block(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> str | None:
+    """Why a model is not trained as one function (`training/whole.py`), or None."""
+    techniques = recipe.techniques
+    if model.device.type == "cpu":
+        return "on a CPU one graph that serves every block is as fast, and compiles sooner"
+    if not techniques.whole_model:
+        return "techniques.whole_model is off"
+    if ranks.joined:
+        return "several processes share weights and gradients block by block"
+    if recipe.parallel.policy != "float32-weights" or recipe.parallel.offload != "none":
+        return "the optimizer has copies of the weights"
+    if techniques.checkpointing != "none":
+        return f"activations are computed again block by block (checkpointing {techniques.checkpointing})"
+    if techniques.layer_drop is not None:
+        return "layer dropping leaves out other blocks in every step"
+    if recipe.data.separate_documents:
+        return "packed documents are masked anew in every batch"
+    if recipe.teacher is not None:
+        return "it learns from a teacher"
+    if recipe.lora.rank is not None or recipe.qat.bits is not None:
+        return "only an adapter, or rounded weights, are trained"
+    return why_not_whole(model)
+
+
+def check_fp8(model: Transformer, recipe: Recipe, apart: str | None) -> None:
+    """Raise ConfigError where the products of a recipe cannot be in FP8."""
+    reason = fp8.why_not(model.device)
+    if reason is None and apart is not None:
+        reason = f"they are part of a model trained as one function, and this one is not: {apart}"
+    tokens = recipe.data.batch_size * recipe.data.context
+    if reason is None and (tokens % fp8.MULTIPLE or model.config.hidden_size % fp8.MULTIPLE):
+        reason = f"rows and columns must be multiples of {fp8.MULTIPLE}"
+    if reason is not None:
+        raise ConfigError(f"techniques.fp8 cannot be used here: {reason}")
+
+
+def whole_step(
+    model: Transformer,
+    recipe: Recipe,
+    placement: Placement,
+    optimizer: torch.optim.Optimizer,
+    precision: Precision,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> TrainStep:
+    """Technique: the whole model as one function, compiled as one graph, its steps captured where that can be."""
+    techniques = recipe.techniques
+    if techniques.compile:
+        outside_graphs()
+    whole = WholeModel(model, dtype=precision.dtype, compiles=techniques.compile, fp8=techniques.fp8)
+    placement.module = whole
+    reason = why_not_captured(recipe, optimizer, precision)
+    made = "the model is one compiled graph" if techniques.compile else "the model is one function, not compiled"
+    given: dict[str, Any] = {"clip": recipe.optimizer.clip, "should_stop": should_stop, "placement": placement}
+    if reason is not None:
+        return TrainStep(model, optimizer, precision, **given, how=f"{made}; steps are not captured: {reason}")
+    given["copies"] = precision.dtype != torch.float32
+    return CapturedStep(model, optimizer, precision, **given, whole=whole, how=f"{made}, its steps are CUDA graphs")
+
+
+def why_not_captured(recipe: Recipe, optimizer: torch.optim.Optimizer, precision: Precision) -> str | None:
+    """Why the steps of a whole model are not captured, or None."""
+    if not recipe.techniques.capture:
+        return "techniques.capture is off"
+    if precision.scales:
+        return "the loss is scaled for float16, and steps that overflow are skipped"
+    return why_not_fixed(optimizer)
 
 
 def check_ranks(recipe: Recipe, ranks: Ranks) -> None:

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -14,12 +15,12 @@ from hasten.training.journal import Journal
 from hasten.training.layer_drop import block_scales_of_step, kept_share
 from hasten.training.qat import bits_of_step, stretches
 from hasten.training.random_state import RandomState
+from hasten.training.reading import Reading
 from hasten.training.recipe import Recipe
 from hasten.training.run_folder import RunFolder
 from hasten.training.schedules import factor, learning_rate
 from hasten.training.setup import Setup
 from hasten.training.spikes import is_spike
-from hasten.training.step import StepResult
 from hasten.training.stopping import StopRequest
 
 MOST_SKIPPED = 100  # float16 steps in a row whose gradients overflowed
@@ -27,9 +28,24 @@ MOST_SKIPPED = 100  # float16 steps in a row whose gradients overflowed
 OnStep = Callable[[Mapping[str, Any]], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """A step that was queued, and whose loss is still to be read. started: when it was."""
+
+    reading: Reading
+    tokens: int
+    rate: float
+    started: float
+    block_scales: list[list[float]] | None
+
+
 @dataclass(eq=False)
 class Loop:
-    """One run from where its state says to its end. `run()` gives whether it was finished, not stopped."""
+    """One run from where its state says to its end. `run()` gives whether it was finished, not stopped.
+
+    A captured step is read one step late: its loss is waited for when the next one is queued, so that the GPU never
+    waits for the host. Before anything depends on it (validation, a checkpoint, the end) all are read.
+    """
 
     recipe: Recipe
     folder: RunFolder
@@ -46,6 +62,8 @@ class Loop:
         self.device, self.ranks = self.setup.step.device, self.setup.step.ranks
         self.step_seconds: list[float] = []
         self._start = time.perf_counter() - self.state.seconds
+        self._queued: deque[Queued] = deque()
+        self._read_at = 0.0
         self._pending: checkpoints.Pending | None = None
 
     def run(self) -> bool:
@@ -60,44 +78,77 @@ class Loop:
             logs.append(display.TensorBoard(self.folder.tensorboard, after_step=state.step))
         source = self.setup.batches.iterate(state.step * micro)
         try:
-            while not state.finished:
+            while not self._all_queued():
+                step = state.step + len(self._queued)
                 random = RandomState.capture(self.device)
                 started = time.perf_counter()
                 rate = learning_rate(
                     self.recipe.schedule,
                     peak=self.recipe.optimizer.learning_rate,
-                    step=state.step,
+                    step=step,
                     total=state.total,
                     decay_start=state.bend,
                 )
                 batches = [next(source)[1] for _ in range(micro)]
                 layers = len(self.setup.model.blocks)
-                if state.step == 0:
+                if step == 0:
                     found = stretches(self.setup.model, self.recipe.qat, batches[0])
                     state.stretch = [int(self.ranks.of_first(times)) for times in found]
-                bits_of_step(self.setup.model, self.recipe.qat, state.step, state.stretch)
-                block_scales = block_scales_of_step(self.recipe, layers=layers, step=state.step, total=state.total)
+                bits_of_step(self.setup.model, self.recipe.qat, step, state.stretch)
+                block_scales = block_scales_of_step(self.recipe, layers=layers, step=step, total=state.total)
                 result = self.setup.step.run(batches, learning_rate=rate, block_scales=block_scales)
                 if result is None:  # stopped inside the step: go on from its beginning
+                    self._record(logs)
                     self._save(random)
                     return False
-                line = self._account(result, rate=rate, started=started, block_scales=block_scales)
-                if state.finished or (state.step % run.validate_every == 0 and not self._asked_to_stop()):
-                    line |= self._validate()
-                for log in logs:
-                    log.write(line)
-                self.progress.show(line, total=state.total, validation=state.validation_loss)
-                self._save_where_due(line)
-                if self.on_step is not None:
-                    self.on_step(line)
+                self._queued.append(
+                    Queued(
+                        reading=Reading(result),
+                        tokens=result.tokens,
+                        rate=rate,
+                        started=started,
+                        block_scales=block_scales,
+                    )
+                )
+                self._record(logs, keep=1 if self._may_read_late() else 0)
                 if not state.finished and self._asked_to_stop():
-                    self._save(RandomState.capture(self.device))
-                    return False
+                    random = RandomState.capture(self.device)
+                    self._record(logs)
+                    if not state.finished:
+                        self._save(random)
+                        return False
             self._finish_save()
         finally:
             for log in logs:
                 log.close()
         return True
+
+    def _all_queued(self) -> bool:
+        total = self.state.total
+        return total is not None and self.state.step + len(self._queued) >= total
+
+    def _may_read_late(self) -> bool:
+        """Whether nothing needs to know the last queued step before another one is."""
+        state, run, step = self.state, self.recipe.run, self.setup.step
+        if not step.reads_late or run.minutes is not None or state.total is None or step.precision.scales:
+            return False
+        count = state.step + len(self._queued)
+        return count < state.total and bool(count % run.validate_every) and bool(count % run.checkpoint_every)
+
+    def _record(self, logs: Sequence[Journal | display.TensorBoard], *, keep: int = 0) -> None:
+        """Read the queued steps but the last `keep`, and do what is due after each."""
+        state = self.state
+        while len(self._queued) > keep:
+            queued = self._queued.popleft()
+            line = self._account(queued)
+            if state.finished or (state.step % self.recipe.run.validate_every == 0 and not self._asked_to_stop()):
+                line |= self._validate()
+            for log in logs:
+                log.write(line)
+            self.progress.show(line, total=state.total, validation=state.validation_loss)
+            self._save_where_due(line)
+            if self.on_step is not None:
+                self.on_step(line)
 
     def _asked_to_stop(self) -> bool:
         return self.ranks.any(self.stop.asked())
@@ -106,27 +157,26 @@ class Loop:
         """Of the run, up to now."""
         return self.ranks.of_first(time.perf_counter() - self._start)
 
-    def _account(
-        self, result: StepResult, *, rate: float, started: float, block_scales: list[list[float]] | None
-    ) -> dict[str, Any]:
+    def _account(self, queued: Queued) -> dict[str, Any]:
         """Wait for the step, count it, and give its line for train.jsonl."""
-        state = self.state
-        loss, norm = result.loss.item(), result.gradient_norm.item()
-        elapsed = self.ranks.of_first(time.perf_counter() - started)
+        state, block_scales = self.state, queued.block_scales
+        loss, norm = queued.reading.values()
+        now = time.perf_counter()
+        elapsed, self._read_at = self.ranks.of_first(now - max(queued.started, self._read_at)), now
         skipped = self._check(loss, norm)
         state.step += 1
-        state.tokens += result.tokens
+        state.tokens += queued.tokens
         state.seconds = self._seconds()
         spike = math.isfinite(loss) and is_spike(loss, state.recent_losses)
         state.spikes += spike
         state.loss = loss if math.isfinite(loss) else state.loss
         self._set_total(elapsed)
         self._keep_to_minutes(elapsed)
-        speed = result.tokens / elapsed
+        speed = queued.tokens / elapsed
         line: dict[str, Any] = {
             "step": state.step,
             "loss": loss if math.isfinite(loss) else None,
-            "learning_rate": rate,
+            "learning_rate": queued.rate,
             "gradient_norm": norm if math.isfinite(norm) else None,
             "tokens": state.tokens,
             "tokens_per_second": round(speed, 1),

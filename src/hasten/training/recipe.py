@@ -153,7 +153,13 @@ class Techniques:
     """Activations computed again in the backward pass: what costs little time (selective), all of a block (full), or
     all, with the blocks' inputs on the host (offload)."""
     compile: bool = True
-    """torch.compile, block by block."""
+    """torch.compile: on CUDA the whole model as one graph, where it cannot be, and on a CPU, block by block."""
+    whole_model: bool = True
+    """On CUDA, forward pass and loss as one function: fused norms and activations, joined projections, one graph."""
+    capture: bool = True
+    """On CUDA, the whole step as CUDA graphs where its shapes are fixed; nothing in it waits for the host."""
+    fp8: bool = False
+    """On CUDA, products of head and MLP in FP8, scaled by each tensor's largest value (Hopper and later)."""
     fused_optimizer: bool = True
     """Update many tensors with one kernel."""
     keep_memory: bool = True

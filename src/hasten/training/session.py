@@ -154,6 +154,8 @@ def _train(
         with display.progress_bar(recipe.name, shown=progress) as bar:
             bar.note(f"matrix products in {precision}")
             bar.note(setup.room)
+            if setup.step.how:
+                bar.note(setup.step.how)
             loop = Loop(recipe, folder, setup, state, stop=stop, progress=bar, on_step=on_step)
             finished = loop.run()
         bits = _export(recipe, folder, setup) if finished and ranks.first else None

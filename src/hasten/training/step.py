@@ -42,7 +42,7 @@ class TrainStep:
     clip: the largest gradient norm, None for no clipping. separate_documents: attention stays inside the documents that
     `Batch.documents` numbers. should_stop: asked between micro-batches. placement: where weights, gradients and states
     are (None: here); of several ranks each has its own rows, and what is counted is everybody's. teacher: whose
-    probabilities `run` trains on, instead of on the next tokens.
+    probabilities `run` trains on, instead of on the next tokens. how: how it is compiled, in words for the run's log.
     """
 
     model: Transformer
@@ -54,12 +54,18 @@ class TrainStep:
     should_stop: Callable[[], bool] = lambda: False
     placement: Placement | None = None
     teacher: Teacher | None = None
+    how: str = ""
 
     def __post_init__(self) -> None:
         self.where = Placement(self.model) if self.placement is None else self.placement
         self.ranks, self.device = self.where.ranks, self.precision.device
         self.parameters = list(self.where.worked.values())
         self.contexts = TrainingContexts(self.model)
+
+    @property
+    def reads_late(self) -> bool:
+        """Whether `run` only queues a step, so that its result is best read when another one is queued."""
+        return False
 
     def run(
         self,

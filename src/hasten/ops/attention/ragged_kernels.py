@@ -216,7 +216,7 @@ def attend(
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + number[:, None] * D + d[None, :], result, mask=inside)
     else:
-        every = rows.to(tl.int64) * heads  # of a part
+        every = tl.cast(rows, tl.int64) * heads  # of a part; where N is 1, Triton makes it a plain number
         place = split * every + number
         tl.store(peaks + place, peak, mask=real)
         tl.store(sums + place, total, mask=real)

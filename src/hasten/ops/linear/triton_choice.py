@@ -9,15 +9,14 @@ PDL = launches_early()  # programmatic dependent launch: a product fetches weigh
 
 @dataclass(frozen=True, slots=True)
 class OneRow:
-    """A product of one row. A program has `block` blocks of 4 weight rows (of 16-bit weights: rows), all of K.
+    """A product of one row. A program has `block` (1, 2, 4 or 8) blocks of 4 weight rows, of 16-bit weights rows.
 
-    threads: of a program, all along K. stages: steps whose bytes are under way to shared memory; 1: only this one's, to
-    registers.
+    threads: of a program, all along K; in a step each has 16 bytes of every block. stages: steps whose bytes are under
+    way to shared memory; 1: only this one's, to registers.
     """
 
     block: int
     threads: int = 128
-    words: int = 128  # of 16 bytes, of a row (or block of 4) in a step
     stages: int = 3
     pdl: bool = PDL
 
@@ -35,7 +34,7 @@ class SeveralRows:
     chunks: int = 1
     threads: int = 128
     stages: int = 4
-    scaled: bool = False
+    scaled: bool = True
     pdl: bool = PDL
 
 
@@ -44,10 +43,7 @@ def choose_one_row(bits: int, group_size: int, n: int, k: int) -> OneRow:
     if bits == 16:
         return OneRow(block=8 if n >= 8192 else 4)
     words = k * bits // 32  # of a row
-    small = n * words < 1 << 21  # fewer than 8 MB
-    if words <= 256:  # a step is all there is, or half of it
-        return OneRow(block=2 if small else 4, threads=64, words=64)
-    return OneRow(block=2 if n < 8192 else 4)
+    return OneRow(block=2 if n < 8192 else 4, threads=64 if words <= 256 else 128)
 
 
 def choose_several_rows(bits: int, group_size: int, rows: int, n: int, k: int) -> SeveralRows:
@@ -55,7 +51,7 @@ def choose_several_rows(bits: int, group_size: int, rows: int, n: int, k: int) -
     chunks = 1 if bits == 4 or group_size else 2
     if rows <= 64:
         m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        tile, threads, stages, wanted, scaled = 64, 128, 4, 396 if m == 16 else 264, m > 32
+        tile, threads, stages, wanted, scaled = 64, 128, 4, 396 if m == 16 else 264, True
     else:
         m, tile, threads, stages, wanted, scaled = 128, 128, 256, 3, 132, True
     steps = -(-k // ((128 if bits == 4 else 64) * chunks))

@@ -115,6 +115,15 @@ def numbers(words, NUMBER: tl.constexpr, BITS: tl.constexpr, N: tl.constexpr, K:
 
 
 @triton.jit
+def waited_for(acc):
+    """acc, when its products are done. Needed at the end of each step: a product still reads its weights' registers.
+
+    Triton (3.6) lets the last product of a step run on into the next one, which loads other weights into them.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def sum_of_splits(acc, parts, counters, tile, N: tl.constexpr, M: tl.constexpr):
     """Whether this program is the last of its tile, and then the sum of the parts, first to last.
 
@@ -186,7 +195,7 @@ def several_rows(
     features = column // 32 * RUN + column % 32  # of the first pairs
     x_rows = x + m.to(tl.int64)[None, :] * k_size
     row = tl.minimum(n, n_size - 1)
-    group_row = row.to(tl.int64) // ROWS * (groups * ROWS) + row % ROWS
+    group_rows = block[:, None].to(tl.int64) * (groups * ROWS) + tl.arange(0, ROWS)[None, :]
     first = tl.program_id(2) * steps_per_split
     last = tl.minimum(first + steps_per_split, tl.cdiv(row_stride, WORDS))
     acc = tl.zeros((N, M), dtype=tl.float32)
@@ -210,15 +219,17 @@ def several_rows(
             if GROUP == 0:
                 acc = tl.dot(weight, part_of_x, acc)
             else:
-                group = group_row + (step * RUN + 32 * pair) // GROUP * ROWS
-                scale = tl.load(scales + group)
+                group = group_rows + (step * RUN + 32 * pair) // GROUP * ROWS
+                scale = tl.reshape(tl.load(scales + group), (N,))
                 if zeros is not None:
-                    zero = tl.load(zeros + group).to(tl.float32) - (8.0 if BITS == 4 else 0.0)
+                    zero = tl.reshape(tl.load(zeros + group), (N,)).to(tl.float32) - (8.0 if BITS == 4 else 0.0)
                     weight -= zero.to(weight.dtype)[:, None]
                 if SCALED:
                     acc = tl.dot(weight * scale.to(weight.dtype)[:, None], part_of_x, acc)
                 else:
                     acc += tl.dot(weight, part_of_x) * scale.to(tl.float32)[:, None]
+        if not WIDE and (GROUP == 0 or SCALED):
+            acc = waited_for(acc)
     if SPLIT:
         number = tl.program_id(1) * tl.num_programs(0) + tile
         acc, done = sum_of_splits(acc, parts, counters, number, N, M)

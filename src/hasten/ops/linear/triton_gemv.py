@@ -37,31 +37,30 @@ def one_plus(words, magic, NUMBER: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def joined(sums, BLOCK: tl.constexpr):
     """BLOCK tensors as one, with an axis more for each bit of their number, the lowest first."""
-    if BLOCK == 1:
-        return sums[0]
-    elif BLOCK == 2:  # noqa: RET505 - Triton's compiler would compile what follows a return as well
+    if BLOCK == 2:
         return tl.join(sums[0], sums[1])
-    elif BLOCK == 4:
+    elif BLOCK == 4:  # noqa: RET505 - Triton's compiler would compile what follows a return as well
         return tl.join(tl.join(sums[0], sums[1]), tl.join(sums[2], sums[3]))
-    elif BLOCK == 8:
+    else:
+        tl.static_assert(BLOCK == 8, "a program has 1, 2, 4 or 8 blocks")
         low = tl.join(tl.join(sums[0], sums[1]), tl.join(sums[2], sums[3]))
         high = tl.join(tl.join(sums[4], sums[5]), tl.join(sums[6], sums[7]))
         return tl.join(low, high)
-    else:
-        tl.static_assert(False, "a program has up to 8 blocks")
 
 
 @triton.jit
 def sums_of_all(sums, BLOCK: tl.constexpr, OWN: tl.constexpr):
     """The sums of BLOCK tensors (T,) or (T, OWN) over T: (BLOCK,) or (BLOCK, OWN)."""
-    y = tl.sum(joined(sums, BLOCK), axis=0)
-    if BLOCK <= 2:
-        y = tl.reshape(y, (OWN, BLOCK))
-        y = tl.trans(y)
-    elif BLOCK == 4:
-        y = tl.reshape(tl.permute(tl.reshape(y, (OWN, 2, 2)), (2, 1, 0)), (BLOCK, OWN))
+    if BLOCK == 1:
+        y = tl.sum(tl.expand_dims(sums[0], 0), axis=1)
     else:
-        y = tl.reshape(tl.permute(tl.reshape(y, (OWN, 2, 2, 2)), (3, 2, 1, 0)), (BLOCK, OWN))
+        y = tl.sum(joined(sums, BLOCK), axis=0)
+        if BLOCK == 2:
+            y = tl.trans(tl.reshape(y, (OWN, 2)))
+        elif BLOCK == 4:
+            y = tl.reshape(tl.permute(tl.reshape(y, (OWN, 2, 2)), (2, 1, 0)), (BLOCK, OWN))
+        else:
+            y = tl.reshape(tl.permute(tl.reshape(y, (OWN, 2, 2, 2)), (3, 2, 1, 0)), (BLOCK, OWN))
     return tl.reshape(y, (BLOCK,)) if OWN == 1 else y
 
 
@@ -131,7 +130,7 @@ def one_row_packed(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,  # blocks of 4 rows
-    T: tl.constexpr,  # words of a row in a step
+    T: tl.constexpr,  # words of a row in a step: one for each thread
     STAGES: tl.constexpr,  # steps whose loads are under way
     PDL: tl.constexpr,
 ):
@@ -252,7 +251,7 @@ def one_row_plain(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,  # rows
-    T: tl.constexpr,  # times 4 words of a row in a step
+    T: tl.constexpr,  # times 4 words of a row in a step: 4 for each thread
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):

@@ -162,7 +162,7 @@ def multiply_row(x: Tensor, weight: Operands, beside: Beside, *, config: OneRow 
         "ACTIVATION": beside.activation,
         "GATED": beside.gated,
         "BLOCK": config.block,
-        "T": config.words,
+        "T": config.threads,
         "STAGES": config.stages,
         "PDL": config.pdl,
         "num_warps": config.threads // 32,

@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.ops.loss.kernels import IGNORED, Head
-
-# Logits in memory at once: 64 MiB in float32. More rows a chunk read the weight less often, which no longer shows here.
-CHUNK_ELEMENTS = 1 << 24
-TRITON_CHUNK_ELEMENTS = 1 << 27  # 256 MiB in 16 bits: a GPU wants large products, and one kernel works on them
-ROW_MULTIPLE = 64
+from hasten.ops.loss.compiled import compiled_loss
+from hasten.ops.loss.kernels import Head, alone
+from hasten.ops.loss.pieces import loss_and_gradient, loss_and_gradients, rows_of_a_chunk, triton_rows
 
 
 def chunked(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = None) -> Tensor:
@@ -26,20 +23,18 @@ def chunked(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = 
 
     chunk_rows: rows of x whose logits are made at a time (None: some 64 MiB of them). Its backward pass can run once.
     """
-    return _chunks(x, targets, head, chunk_rows or rows_of_a_chunk(head.weight.shape[0]), _loss_and_gradient)
+    if torch.compiler.is_compiling() and head.meet is alone:
+        return compiled_loss(x, targets, head, chunk_rows=chunk_rows, triton=False)
+    return _chunks(x, targets, head, chunk_rows or rows_of_a_chunk(head.weight.shape[0]), loss_and_gradient)
 
 
 def chunked_triton(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = None) -> Tensor:
     """As `chunked`, with one Triton kernel for what stands between a chunk's products; imported only where taken."""
-    from hasten.ops.loss.triton_loss import loss_and_gradient
+    if torch.compiler.is_compiling() and head.meet is alone:
+        return compiled_loss(x, targets, head, chunk_rows=chunk_rows)
+    from hasten.ops.loss.triton_loss import loss_and_gradient as make
 
-    rows = chunk_rows or rows_of_a_chunk(head.weight.shape[0], elements=TRITON_CHUNK_ELEMENTS)
-    return _chunks(x, targets, head, rows, loss_and_gradient)
-
-
-def rows_of_a_chunk(width: int, *, elements: int = CHUNK_ELEMENTS) -> int:
-    """How many rows of `width` logits are made at a time."""
-    return max(1, elements // width // ROW_MULTIPLE) * ROW_MULTIPLE
+    return _chunks(x, targets, head, chunk_rows or triton_rows(x.shape[0], head.weight.shape[0]), make)
 
 
 def _chunks(x: Tensor, targets: Tensor, head: Head, rows: int, make: Callable[..., Tensor | None]) -> Tensor:
@@ -60,31 +55,10 @@ class _Chunked(torch.autograd.Function):
         grad_enabled: bool,
         make: Callable[..., Tensor | None],
     ) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        by_x, by_weight, by_bias = (grad_enabled and needed for needed in ctx.needs_input_grad[:3])
-        head = head._replace(weight=weight.to(x.dtype), bias=bias)
-        loss = torch.zeros((), dtype=wide, device=x.device)
-        grad_x = torch.empty_like(x) if by_x else None
-        grad_weight = torch.zeros(weight.shape, dtype=wide, device=x.device) if by_weight else None
-        grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if by_bias else None
-        for start in range(0, x.shape[0], rows):
-            part, wanted = x[start : start + rows], targets[start : start + rows]
-            gradient = make(part, wanted, head, loss, need=by_x or by_weight or by_bias)
-            if gradient is None:
-                continue
-            if grad_bias is not None:
-                grad_bias += gradient.sum(0, dtype=wide)
-            narrow = gradient.to(x.dtype)  # (n, rows of the weight)
-            if grad_x is not None:
-                torch.mm(narrow, head.weight, out=grad_x[start : start + rows])
-            if grad_weight is not None:
-                # Chunks are added up in float32 whatever the products are in.
-                if x.dtype == wide:
-                    grad_weight.addmm_(narrow.t(), part)
-                else:
-                    grad_weight += narrow.t() @ part
-            del gradient, narrow  # before the next chunk's logits are made
-        ctx.gradients = (grad_x, grad_weight, grad_bias)
+        needed = tuple(grad_enabled and needed for needed in ctx.needs_input_grad[:3])
+        head = head._replace(weight=weight, bias=bias)
+        loss, *gradients = loss_and_gradients(x, targets, head, rows, make, needed)
+        ctx.gradients = tuple(gradients)
         ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
         return loss
 
@@ -101,32 +75,3 @@ class _Chunked(torch.autograd.Function):
             None if bias is None else bias.mul_(factor).to(ctx.dtypes[1]),
             *(None,) * 5,
         )
-
-
-def _loss_and_gradient(part: Tensor, wanted: Tensor, head: Head, loss: Tensor, *, need: bool) -> Tensor | None:
-    """Add a chunk's losses to `loss`; the gradient by its logits (n, rows of the weight) if needed."""
-    logits = (part @ head.weight.t()).to(loss.dtype)  # (n, rows of the weight)
-    if head.bias is not None:
-        logits += head.bias.to(loss.dtype)
-    slope = None
-    if head.softcap is not None:
-        logits = logits.div_(head.softcap).tanh_()
-        slope = 1 - logits.square() if need else None
-        logits *= head.softcap
-    # The padding's rows take no probability, and get no gradient.
-    logits[:, max(0, head.vocab_size - head.first) :] = float("-inf")
-    counted = (wanted != IGNORED).unsqueeze(1)  # (n, 1)
-    place = wanted.unsqueeze(1) - head.first
-    index = place.clamp(0, logits.shape[1] - 1)
-    here = place == index
-    top = head.meet(logits.amax(dim=1, keepdim=True), "max")
-    own = torch.where(here, logits.gather(1, index) - top, 0.0)
-    logits.sub_(top).exp_()
-    own, total = head.meet(torch.stack((own, logits.sum(dim=1, keepdim=True))), "sum")
-    loss += torch.where(counted, total.log() - own, 0.0).sum()
-    if not need:
-        return None
-    # softmax - one-hot, and nothing for a row that predicts nothing
-    share = counted.to(logits.dtype)
-    logits.mul_(share / total).scatter_add_(1, index, -share * here)
-    return logits if slope is None else logits.mul_(slope)

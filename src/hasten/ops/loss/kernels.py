@@ -18,7 +18,8 @@ def alone(numbers: Tensor, operation: str) -> Tensor:
 class Head(NamedTuple):
     """What makes logits of x (N, C): weight (rows, C), of whose rows the first `vocab_size` are tokens and the others
     padding; a bias (rows,); soft-capping. Or a process's part of such: its rows begin with the whole's row `first`, and
-    `meet` gives the "sum" or the "max" of what all processes hand in, numbers of one shape.
+    `meet` gives the "sum" or the "max" of what all processes hand in, numbers of one shape. fp8: the chunked kernels
+    make their logits in FP8 (inside them: the weight's rows in FP8); gradients are products of `weight` as it is.
     """
 
     weight: Tensor
@@ -27,6 +28,7 @@ class Head(NamedTuple):
     softcap: float | None = None
     first: int = 0
     meet: Callable[[Tensor, str], Tensor] = alone
+    fp8: bool | tuple[Tensor, Tensor] = False
 
 
 def reference(x: Tensor, targets: Tensor, head: Head) -> Tensor:

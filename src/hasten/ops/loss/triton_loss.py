@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hasten.ops.loss.kernels import IGNORED, Head
+from hasten.ops.loss.pieces import logits_of
 from hasten.ops.triton_support import readable
 
 BLOCK = 4096  # logits of a step
@@ -76,7 +77,7 @@ def loss_and_gradient(part: Tensor, wanted: Tensor, head: Head, loss: Tensor, *,
     """As chunked.py's, in the dtype of the products: adds a chunk's losses to `loss`, returns the gradient by its
     logits (n, rows of the weight) if needed.
     """
-    logits = readable(part @ head.weight.t())
+    logits = readable(logits_of(part, head))
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     bias = None if head.bias is None else head.bias.contiguous()
     with torch.cuda.device_of(logits):

@@ -1,0 +1,226 @@
+"""A training step captured as CUDA graphs: forward and backward of a micro-batch, and the update, replayed.
+
+The first step of each run runs as it is, which compiles; then the same functions are captured. A step is then a copy of
+its batch and of a few numbers (learning rate, AdamW's corrections) to fixed addresses and one launch, or, with several
+micro-batches, one launch each and one for the update. Nothing waits for the GPU: losses and norms are on the device,
+and whoever wants them reads them when it likes.
+
+What is captured never differs from what runs without: a step whose rows have other sizes runs uncaptured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.data import Batch
+from hasten.ops.loss import IGNORED
+from hasten.training.copies import WeightCopies
+from hasten.training.optimizers import set_learning_rate
+from hasten.training.random_state import RandomState
+from hasten.training.step import StepResult, TrainStep
+from hasten.training.update import Update
+from hasten.training.whole import WholeModel
+
+Replay = Callable[[], None]
+
+
+def cuda_graph(run: Callable[[], Any], pool: Any) -> tuple[Replay, Any]:
+    """Capture `run`, which has run before; returns what replays it, and its memory pool."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        run()
+    return graph.replay, graph.pool()
+
+
+@dataclass
+class _Buffers:
+    """What a graph of one size reads: tokens (2, B, T), inputs and targets, int64."""
+
+    tokens: Tensor
+    positions: Tensor
+    context: Any
+
+
+@dataclass(eq=False)
+class CapturedStep(TrainStep):
+    """A step whose shapes are fixed. whole: the model, maybe compiled, as `where.module`. copies: keep 16-bit weights.
+
+    kernel: which update is taken ("triton", "torch"; None: the first that serves). captures: on the device; otherwise
+    the same functions run uncaptured.
+    """
+
+    whole: WholeModel | None = None
+    copies: bool = True
+    kernel: str | None = None
+    captures: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.capture: Callable[[Callable[[], Any], Any], tuple[Replay, Any]] = cuda_graph
+        self.updater: Update | None = None
+        self.steps_run = 0
+
+    @property
+    def reads_late(self) -> bool:
+        return True
+
+    def prepare(self, accumulates: bool) -> None:
+        """Copies, optimizer state, tables and sums, for the weights as they are now."""
+        assert self.whole is not None
+        assert isinstance(self.optimizer, torch.optim.AdamW)
+        self.whole.copies = WeightCopies(self.model, self.whole.dtype) if self.copies else None
+        kept = self.whole.copies
+        self.leaves = list(self.parameters) if kept is None else kept.leaves(self.parameters)
+        self.updater = Update(self.optimizer, self.parameters, clip=self.clip, copies=kept, kernel=self.kernel)
+        zero = torch.zeros((), device=self.device)
+        self.total, self.norm, self.count = zero.clone(), zero.clone(), zero.clone().long()
+        # Of several micro-batches; a single one's gradients are read where they are.
+        self.sums = [torch.zeros_like(one, dtype=torch.float32) for one in self.leaves] if accumulates else None
+        self.replays: dict[str, Replay] = {}
+        self.buffers: _Buffers | None = None
+        self.pool: Any = None
+        self.steps_run = 0
+
+    def run(
+        self,
+        batches: Sequence[Batch],
+        *,
+        learning_rate: float | None = None,
+        block_scales: Sequence[Sequence[float]] | None = None,
+    ) -> StepResult | None:
+        """As `TrainStep.run`; block_scales must be None."""
+        assert block_scales is None
+        assert self.whole is not None
+        if learning_rate is not None:
+            set_learning_rate(self.optimizer, learning_rate)
+        if not self.model.training:
+            self.model.train()
+        accumulates = len(batches) > 1
+        if self.updater is None or not self.updater.current() or (self.sums is not None) != accumulates:
+            self.prepare(accumulates)
+        shape = batches[0].inputs.shape
+        if self.buffers is None:
+            self.buffers = self._buffers(shape)
+        same = all(batch.inputs.shape == self.buffers.tokens.shape[1:] for batch in batches)
+        if self.should_stop():
+            return None
+        self._send_counts(batches)
+        if same and self.captures and self.steps_run:
+            if not self.replays:
+                self._capture(accumulates)
+            if not self._replay(batches):
+                return None
+        elif not self._plain(batches, accumulates):
+            return None
+        self.steps_run += 1
+        tokens = sum(batch.inputs.numel() for batch in batches)
+        found = torch.stack([self.total, self.norm])
+        return StepResult(loss=found[0], gradient_norm=found[1], tokens=tokens, targets=self.count.clone())
+
+    def _replay(self, batches: Sequence[Batch]) -> bool:
+        """Whether the step was taken, not stopped."""
+        assert self.updater is not None
+        assert self.buffers is not None
+        for number, batch in enumerate(batches):
+            if number and self.should_stop():
+                return False  # the next step's first micro-batch overwrites sums and loss
+            self._send(batch, self.buffers)
+            if number + 1 == len(batches):
+                self._send_scalars()
+            self.replays["micro" if number else "first"]()
+        if "update" in self.replays:
+            self.replays["update"]()
+        return True
+
+    def _plain(self, batches: Sequence[Batch], accumulates: bool) -> bool:
+        """The same without a graph."""
+        assert self.buffers is not None
+        for number, batch in enumerate(batches):
+            if number and self.should_stop():
+                return False  # the next step's first micro-batch overwrites sums and loss
+            buffers = self.buffers
+            if batch.inputs.shape != buffers.tokens.shape[1:]:
+                buffers = self._buffers(batch.inputs.shape)
+            self._send(batch, buffers)
+            gradients = self._micro(buffers, first=number == 0)
+        self._send_scalars()
+        self._update(self.sums if accumulates else gradients)
+        return True
+
+    def _capture(self, accumulates: bool) -> None:
+        assert self.updater is not None
+        assert self.buffers is not None
+        buffers = self.buffers
+        random = RandomState.capture(self.device)
+        if accumulates:
+            self._take("first", lambda: self._micro(buffers, first=True))
+            self._take("micro", lambda: self._micro(buffers, first=False))
+            self._take("update", lambda: self._update(self.sums))
+        else:
+            self._take("first", lambda: self._update(self._micro(buffers, first=True)))
+        random.restore(self.device)
+
+    def _take(self, name: str, run: Callable[[], Any]) -> None:
+        self.replays[name], self.pool = self.capture(run, self.pool)
+        assert self.updater is not None
+        self.updater.flush()
+
+    def _micro(self, buffers: _Buffers, *, first: bool) -> list[Tensor] | None:
+        """Forward and backward; the gradients of the leaves, or None where they were added to the sums."""
+        share = 1.0 / self.count.clamp(min=1).float()
+        with self.precision.autocast():
+            inputs, targets = buffers.tokens[0], buffers.tokens[1]
+            loss = self.where.module(inputs, buffers.positions, buffers.context, targets=targets) * share
+        found = list(torch.autograd.grad(loss, self.leaves))
+        with torch.no_grad():
+            self.total.copy_(loss.detach()) if first else self.total.add_(loss.detach())
+            if self.sums is None:
+                return found
+            for total, gradient in zip(self.sums, found, strict=True):
+                total.copy_(gradient) if first else total.add_(gradient)
+        return None
+
+    def _update(self, found: list[Tensor] | None) -> None:
+        assert self.updater is not None
+        assert found is not None
+        assert self.whole is not None
+        gradients = found
+        if self.whole.copies is not None:
+            gradients = self.whole.copies.gradients(self.parameters, dict(zip(self.leaves, found, strict=True)))
+        self.norm.copy_(self.updater.run(gradients))
+
+    def _buffers(self, shape: torch.Size) -> _Buffers:
+        tokens = torch.zeros((2, *shape), dtype=torch.int64, device=self.device)
+        positions = torch.arange(shape[1], device=self.device).unsqueeze(0)
+        return _Buffers(tokens, positions, self.contexts.of(shape[1]))
+
+    def _send(self, batch: Batch, buffers: _Buffers) -> None:
+        """Copy a batch to where the graph reads it, behind the work that is queued."""
+        if batch.inputs.device.type == self.device.type != "cpu":
+            buffers.tokens[0].copy_(batch.inputs)
+            buffers.tokens[1].copy_(batch.targets)
+            return
+        packed = torch.empty(buffers.tokens.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        packed[0].copy_(batch.inputs)
+        packed[1].copy_(batch.targets)
+        buffers.tokens.copy_(packed, non_blocking=True)
+
+    def _send_counts(self, batches: Sequence[Batch]) -> None:
+        """How many targets the step has."""
+        counted = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()
+        self.count.copy_(self._pinned(counted), non_blocking=True)
+
+    def _send_scalars(self) -> None:
+        assert self.updater is not None
+        numbers = torch.tensor(self.updater.next_scalars(), dtype=torch.float32)
+        self.updater.scalars.copy_(self._pinned(numbers), non_blocking=True)
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if self.device.type == "cuda" and tensor.device.type == "cpu" else tensor

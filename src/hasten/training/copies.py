@@ -1,0 +1,141 @@
+"""Weights of a block as a step multiplies with them: joined, in the dtype of the products.
+
+Autocast casts every matrix in every step. Here they can be kept: `WeightCopies` holds the matrices of all blocks in 16
+bits, the optimizer writes them after its update, and their gradients come in 16 bits, as the products leave them. The
+numbers are those of autocast: the same rounding of the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from hasten.model.transformer import MLP, Block, Transformer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """qkv (H + 2·Hkv)·D rows; up: those of the gate before those of up. splits: rows of q, k, v.
+
+    The biases of output, up (of an ungated MLP) and down are not in the products: they stay the parameters.
+    """
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    splits: Sequence[int]
+
+    @classmethod
+    def of(cls, block: nn.Module, dtype: torch.dtype) -> LayerWeights:
+        """Made of a block's parameters, differentiably."""
+        parts = _parts(block)
+        made = {name: _joined(members, dtype) for name, members in parts.items()}
+        return cls(**made, **_rest(block))  # type: ignore[arg-type]
+
+
+def _parts(block: nn.Module) -> dict[str, list[Tensor]]:
+    """The parameters of each joined matrix, and of the bias that its product adds."""
+    assert isinstance(block, Block)
+    attention, mlp = block.attention, cast(MLP, block.mlp)
+    projections = [attention.q, attention.k, attention.v]
+    ups = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
+    found = {"qkv": projections, "output": [attention.output], "up": ups, "down": [mlp.down]}
+    parts: dict[str, list[Tensor]] = {
+        name: [cast(Tensor, layer.weight) for layer in layers] for name, layers in found.items()
+    }
+    parts["qkv_bias"] = [layer.bias for layer in projections if layer.bias is not None]
+    if mlp.gate is not None or mlp.activation_name != "gelu_tanh":
+        parts["up_bias"] = [layer.bias for layer in ups if layer.bias is not None]
+    return parts
+
+
+def _rest(block: nn.Module) -> dict[str, object]:
+    """What stays as it is."""
+    assert isinstance(block, Block)
+    attention, mlp = block.attention, cast(MLP, block.mlp)
+    rest: dict[str, object] = {"output_bias": attention.output.bias, "down_bias": mlp.down.bias}
+    if mlp.gate is None and mlp.activation_name == "gelu_tanh":
+        rest["up_bias"] = mlp.up.bias
+    rest["splits"] = [layer.out_features for layer in (attention.q, attention.k, attention.v)]
+    return rest
+
+
+def _joined(members: list[Tensor], dtype: torch.dtype) -> Tensor | None:
+    if not members:
+        return None
+    return (torch.cat(members) if len(members) > 1 else members[0]).to(dtype)
+
+
+class WeightCopies(nn.Module):
+    """16-bit copies of the blocks' matrices, leaves of the graph in the parameters' place.
+
+    `leaves` gives, for every parameter of the model, what the graph reads of it: rows of a copy, or the parameter.
+    """
+
+    layers: list[LayerWeights]
+
+    def __init__(self, model: Transformer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers, self.dtype = [], dtype
+        self.rows: dict[Tensor, tuple[nn.Parameter, int, int]] = {}  # by parameter: its copy's rows
+        self._copies = nn.ParameterList()
+        for block in model.blocks:
+            made: dict[str, Tensor | None] = {}
+            for name, members in _parts(block).items():
+                with torch.no_grad():
+                    joined = _joined(members, dtype)
+                made[name] = None
+                if joined is None:
+                    continue
+                if joined is members[0]:
+                    joined = joined.clone()
+                copy = nn.Parameter(joined.detach())
+                self._copies.append(copy)
+                made[name] = copy
+                first = 0
+                for member in members:
+                    self.rows[member] = (copy, first, first + member.shape[0])
+                    first += member.shape[0]
+            self.layers.append(LayerWeights(**made, **_rest(block)))  # type: ignore[arg-type]
+
+    def leaves(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What to differentiate by: each copy once, and the parameters that have none."""
+        return list(dict.fromkeys(self.rows[p][0] if p in self.rows else p for p in parameters))
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        """The rows of a copy that belong to a parameter."""
+        if parameter not in self.rows:
+            return None
+        copy, first, last = self.rows[parameter]
+        return copy.detach()[first:last]
+
+    def gradients(self, parameters: Sequence[Tensor], found: dict[Tensor, Tensor]) -> list[Tensor]:
+        """The gradient of each parameter, from those of the leaves: views."""
+        gradients = []
+        for parameter in parameters:
+            if parameter in self.rows:
+                copy, first, last = self.rows[parameter]
+                gradients.append(found[copy][first:last])
+            else:
+                gradients.append(found[parameter])
+        return gradients
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over the parameters, which were loaded or updated."""
+        for parameter, copy in self.pairs():
+            copy.copy_(parameter)
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter that has a copy, and the rows."""
+        for parameter, (copy, first, last) in self.rows.items():
+            yield parameter, copy.detach()[first:last]

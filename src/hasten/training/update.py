@@ -1,0 +1,132 @@
+"""The optimizer's step on fixed tensors: norm, clipping, AdamW and the 16-bit copies, with nothing read by the host.
+
+It works on the state of `torch.optim.AdamW`, in its format, so that checkpoints, resuming and other code see that
+optimizer. What changes from step to step (learning rates, bias corrections) is a few numbers in `scalars`, a tensor at
+a fixed address: a captured step reads them there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.ops.triton_support import refusal
+from hasten.training.copies import WeightCopies
+
+
+def why_not_fixed(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why an optimizer's step cannot be taken so, or None."""
+    if type(optimizer) is not torch.optim.AdamW:
+        return f"its optimizer is {type(optimizer).__name__}, and only AdamW's step is captured"
+    if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
+        return "AdamW is used with amsgrad or maximize"
+    if not all(group["fused"] for group in optimizer.param_groups):
+        return "techniques.fused_optimizer is off"
+    return None
+
+
+class Update:
+    """parameters: all that the optimizer updates. scalars: [learning rate of each group, 1 - β1ᵗ, sqrt(1 - β2ᵗ)]."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.AdamW,
+        parameters: Sequence[Tensor],
+        *,
+        clip: float | None,
+        copies: WeightCopies | None,
+        kernel: str | None = None,
+    ) -> None:
+        self.optimizer, self.parameters, self.clip, self.copies = optimizer, list(parameters), clip, copies
+        device = self.parameters[0].device
+        self._prepare_state(device)
+        self.steps = int(self.step.item())
+        self.scalars = torch.zeros(len(optimizer.param_groups) + 2, dtype=torch.float32, device=device)
+        self._fused: Any = None
+        if kernel != "torch" and (kernel == "triton" or refusal(device) is None):
+            from hasten.training.triton_adamw import FusedUpdate, why_not
+
+            if why_not(self) is None:
+                self._fused = FusedUpdate(self)
+
+    @property
+    def kernel(self) -> str:
+        """Which one updates: "triton" or "torch"."""
+        return "torch" if self._fused is None else "triton"
+
+    def _prepare_state(self, device: torch.device) -> None:
+        """AdamW's state, made as it makes it; one count of steps for all."""
+        shared: Tensor | None = None
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                if shared is None:
+                    shared = state["step"].to(device)
+                state["step"] = shared
+        assert shared is not None
+        self.step = shared
+
+    def current(self) -> bool:
+        """Whether the optimizer's state is still the one this was made for; loading a checkpoint replaces it."""
+        return self.optimizer.state[self.parameters[0]].get("step") is self.step
+
+    def flush(self) -> None:
+        """After a capture: what could not be copied while it lasted."""
+        if self._fused is not None:
+            self._fused.flush()
+
+    def next_scalars(self) -> list[float]:
+        """The numbers of the step that comes now, counted."""
+        self.steps += 1
+        first = self.optimizer.param_groups[0]
+        beta1, beta2 = first["betas"]
+        corrections = [1 - beta1**self.steps, math.sqrt(1 - beta2**self.steps)]
+        return [float(group["lr"]) for group in self.optimizer.param_groups] + corrections
+
+    @torch.no_grad()
+    def run(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Clip, update, and write the copies; returns the gradients' norm before clipping, float32 0-dim.
+
+        gradients: one a parameter, in any floating dtype, in the order of `parameters`; they may be changed.
+        """
+        self.step.add_(1)
+        if self._fused is not None:
+            norm: Tensor = self._fused.run(gradients)
+            return norm
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float32)))
+        wide = [one if one.dtype == torch.float32 else one.float() for one in gradients]
+        if self.clip is not None:
+            torch._foreach_mul_(wide, torch.clamp(self.clip / (norm + 1e-6), max=1.0))
+        by_parameter = dict(zip(self.parameters, wide, strict=True))
+        for index, group in enumerate(self.optimizer.param_groups):
+            members = group["params"]
+            states = [self.optimizer.state[parameter] for parameter in members]
+            torch._fused_adamw_(
+                members,
+                [by_parameter[parameter] for parameter in members],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                lr=self.scalars[index],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+                grad_scale=None,
+                found_inf=None,
+            )
+        if self.copies is not None:
+            pairs = list(self.copies.pairs())
+            torch._foreach_copy_([copy for _, copy in pairs], [parameter for parameter, _ in pairs])
+        return norm

@@ -1,0 +1,191 @@
+"""The training step's forward pass as one function of plain operators, for a GPU: compiled as one graph, or captured.
+
+    stream, x = add_norm(stream, branch, bias, norm)    what a block adds and the next norm, one kernel
+    q, k, v   = x · joined weight                       one product
+    branch    = attention(q, k, v) · output weight      its bias is added by the next add_norm
+    branch    = gelu(x · up + bias) · down              bias and GELU in one kernel
+
+It reads the parameters of the model that it is made of, or 16-bit copies of the matrices (`copies.py`), which the
+optimizer writes: then a step casts no weight, and the gradients of matrices are in 16 bits as the products leave them.
+The model itself stays as it is: validation, checkpoints and export know nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hasten.model.norms import LayerNorm, RMSNorm
+from hasten.model.transformer import MLP, Attention, Block, Transformer
+from hasten.ops import residual
+from hasten.ops.fp8 import fp8_linear, fp8_mlp
+from hasten.ops.loss import KERNELS as LOSS_KERNELS
+from hasten.ops.loss import LossRequest
+from hasten.ops.loss.kernels import Head
+from hasten.ops.picker import pick
+from hasten.ops.residual import AddNormRequest, Norm, normalized
+from hasten.training.copies import LayerWeights, WeightCopies
+
+
+def why_not_whole(model: Transformer) -> str | None:
+    """Why a model's forward pass is not one of those above, or None."""
+    if model.stack is not None or not all(type(block) is Block for block in model.blocks):
+        return "its blocks are not the plain ones"
+    if any(not isinstance(norm, LayerNorm | RMSNorm) for norm in _norms(model)):
+        return "it has norms of another kind"
+    for block in _blocks(model):
+        if not isinstance(block.attention_post_norm, nn.Identity) or not isinstance(block.mlp_post_norm, nn.Identity):
+            return "it has norms after attention and MLP"
+        if type(block.mlp) is not MLP:
+            return "it has experts, which change the shapes of products from step to step"
+        if type(block.attention) is not Attention or block.attention.block_size is not None:
+            return "it has a sparse attention pattern"
+        attention, mlp = block.attention, block.mlp
+        layers = [attention.q, attention.k, attention.v, attention.output, mlp.up, mlp.down]
+        if any(type(one) is not nn.Linear for one in [*layers, *([] if mlp.gate is None else [mlp.gate])]):
+            return "it has layers that are not plain products (LoRA, rounding, quantized)"
+        if attention.kernels.tokens.name == "flex":
+            return "its attention kernel is compiled by itself"
+    if type(model.head) is not nn.Linear or type(model.embedding) is not nn.Embedding:
+        return "its head or embedding is not plain"
+    if any(not parameter.requires_grad for parameter in model.parameters()):
+        return "some of its weights are frozen"
+    return None
+
+
+def _norms(model: Transformer) -> list[nn.Module]:
+    return [model.norm, *(norm for block in _blocks(model) for norm in (block.attention_norm, block.mlp_norm))]
+
+
+def _blocks(model: Transformer) -> list[Block]:
+    return [cast(Block, block) for block in model.blocks]
+
+
+class WholeModel(nn.Module):
+    """Called as the model is, in its place, while it trains."""
+
+    copies: WeightCopies | None
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        dtype: torch.dtype,
+        compiles: bool = False,
+        fp8: bool = False,
+        norm: str | None = None,
+        gelu: str | None = None,
+    ) -> None:
+        """dtype: of the products. norm, gelu: kernels by name ("triton", "reference"); None: the first that serves.
+
+        fp8: products of the MLPs, and the logits, in FP8. compiles: training steps run as one compiled graph;
+        evaluation, which would be another one, runs as it is.
+        """
+        super().__init__()
+        self.model, self.dtype, self.copies = model, dtype, None
+        self._compiled: Callable[..., Tensor] | None = torch.compile(self.run, fullgraph=True) if compiles else None
+        self.fp8, self._product = fp8, fp8_linear if fp8 else F.linear
+        width = model.config.hidden_size
+        self._add_norm = residual.bind(AddNormRequest(device=model.device, width=width), kernel=norm)
+        self._bias_gelu = _gelu(model, gelu)
+        # Chosen here: a compiler does not follow the picker.
+        asked = LossRequest(device=model.device, dtype=dtype, softcap=model.config.logit_softcap)
+        self._loss = pick(LOSS_KERNELS, asked, forced=model.loss_kernel)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        context: Any,
+        *,
+        targets: Tensor,
+        block_scales: Sequence[float] | None = None,
+    ) -> Tensor:
+        """The loss, as `Transformer.forward` returns it for targets. block_scales must be None."""
+        assert block_scales is None
+        learns = self.model.training and torch.is_grad_enabled()
+        call = self._compiled if learns and self._compiled is not None else self.run
+        return call(tokens, positions, context, targets)
+
+    def run(self, tokens: Tensor, positions: Tensor, context: Any, targets: Tensor) -> Tensor:
+        """The pass itself."""
+        model = self.model
+        stream = model.embed(tokens, positions)
+        ropes = [table(positions) for table in model.ropes]
+        blocks = _blocks(model)
+        own = zip(blocks, model.config.layers, context.layers, strict=True)
+        x = normalized(stream, _norm(blocks[0].attention_norm)).to(self.dtype)
+        for index, (block, layer, view) in enumerate(own):
+            weights = self.weights(index)
+            rope = ropes[layer.rope] if ropes else None
+            q, k, v = F.linear(x, weights.qkv, weights.qkv_bias).split(weights.splits, dim=-1)
+            mixed = block.attention.mix(q, k, v, rope, view)
+            stream, x = self.add(stream, F.linear(mixed, weights.output), weights.output_bias, block.mlp_norm)
+            branch = self.mlp(block.mlp, x, weights)
+            norm = model.norm if index + 1 == len(blocks) else blocks[index + 1].attention_norm
+            stream, x = self.add(stream, branch, weights.down_bias, norm)
+        return self.loss(x, targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the token losses of normalised states."""
+        head, config = self.model.head, self.model.config
+        weight = head.weight if self._loss.name.startswith("chunked") else head.weight.to(self.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            made = Head(weight, config.vocab_size, head.bias, config.logit_softcap, fp8=self.fp8)
+            loss: Tensor = self._loss.run(x.flatten(0, -2), targets.flatten(), made)
+        return loss
+
+    def add(self, stream: Tensor, branch: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """The stream with a branch added, and its norm in the dtype of the products."""
+        dropout = self.model.dropout
+        if dropout.p and dropout.training:
+            branch, bias = dropout(branch if bias is None else branch + bias), None
+        return self._add_norm(stream, branch, bias, _norm(norm), self.dtype)
+
+    def mlp(self, mlp: nn.Module, x: Tensor, weights: LayerWeights) -> Tensor:
+        """What an MLP adds to the stream, without its last bias."""
+        assert isinstance(mlp, MLP)
+        if self.fp8 and mlp.gate is None and mlp.activation_name == "gelu_tanh" and weights.up_bias is not None:
+            return fp8_mlp(x, weights.up, weights.up_bias, weights.down)
+        return self._product(self.activated(mlp, x, weights), weights.down)
+
+    def activated(self, mlp: MLP, x: Tensor, weights: LayerWeights) -> Tensor:
+        """What the last product of an MLP reads."""
+        if mlp.gate is None:
+            if mlp.activation_name == "gelu_tanh":
+                return self._bias_gelu(self._product(x, weights.up), weights.up_bias)
+            return mlp.activation(self._biased(x, weights))
+        gate, up = self._biased(x, weights).chunk(2, dim=-1)
+        return mlp.activation(gate) * up
+
+    def _biased(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        up = self._product(x, weights.up)
+        return up if weights.up_bias is None else up + weights.up_bias
+
+    def weights(self, index: int) -> LayerWeights:
+        """Of a block, joined: the copies, or made of the parameters here, for autograd to take apart."""
+        if self.copies is not None:
+            return self.copies.layers[index]
+        return LayerWeights.of(self.model.blocks[index], self.dtype)
+
+
+def _norm(norm: nn.Module) -> Norm:
+    if isinstance(norm, RMSNorm):
+        return Norm(norm.weight, None, norm.eps, norm.offset, centred=False)
+    assert isinstance(norm, LayerNorm)
+    return Norm(norm.weight, norm.bias, norm.eps)
+
+
+def _gelu(model: Transformer, kernel: str | None) -> Callable[[Tensor, Tensor | None], Tensor]:
+    from hasten.ops.activation.operator import reference_bias_gelu
+    from hasten.ops.triton_support import refusal
+
+    if kernel == "reference" or (kernel is None and refusal(model.device) is not None):
+        return reference_bias_gelu
+    from hasten.ops.activation.triton_gelu import bias_gelu
+
+    return bias_gelu
