@@ -81,3 +81,55 @@ def check_ragged(
     few = max(0.0, 1 - sum(before + new for before, new in counts) / 100)
     unit = torch.finfo(dtype).eps * exact.abs().max().item() * few
     assert rms(found.cpu().double() - exact) <= 2 * rms(plain.double() - exact) + unit
+
+
+def check_step(*, before, heads, head_dim, half, normed, window, softcap, size, splits, counted, padded, dtype, device):
+    """A decode step in one launch gives what norms, turn and cache write, and then attention, give one after the other;
+    the cache has the same rows."""
+    from hasten.ops.attention import step
+    from hasten.ops.block.triton_steps import place_heads
+
+    heads, kv_heads = heads
+    counts = [(n, 1) for n in before]
+    view, _, generator = step_over(counts, kv_heads=kv_heads, head_dim=head_dim, size=size, dtype=dtype)
+    metadata, batch = view.metadata, len(before)
+    rows = (
+        metadata.first_slots
+        if size is None
+        else metadata.block_table[torch.arange(batch), torch.tensor(before) // size]
+    )
+    places = torch.tensor(before) if size is None else rows * size + torch.tensor(before) % size
+    slots = rows + places if size is None else places
+    seq_lens = metadata.seq_lens.clone()
+    if padded:
+        slots[0], seq_lens[0] = -1, 0
+    metadata = metadata._replace(slot_mapping=slots, seq_lens=seq_lens)
+    there = AttentionMetadata(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in metadata))
+    qkv = torch.randn(batch, (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype).to(device)
+    angles = torch.rand(batch, half, generator=generator).to(device)
+    tables = (angles.cos(), angles.sin()) if half else (None, None)
+    weights = [torch.rand(head_dim, generator=generator).to(dtype).to(device) if normed else None for _ in range(2)]
+    spec = AttentionSpec(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5, window=window, softcap=softcap
+    )
+    caches = [[t.clone().to(device) for t in (view.k, view.v)] for _ in range(2)]
+    q = place_heads(qkv, *tables, *weights, there.slot_mapping, *caches[0], heads, 1e-6, 0.5)
+    expected = ragged.over_view(q, KVView(*caches[0], there), spec=spec)
+    counters = ragged.counters_on(torch.device(device)) if counted else None
+    chosen = step.plan_for
+    if splits is not None:
+        step.plan_for = lambda **facts: replace(chosen(**facts), splits=splits)
+    try:
+        found = step.decode_step(
+            *(qkv, *tables, *weights, there.slot_mapping, *caches[1]),
+            *(there.seq_lens, there.first_slots, there.block_table, there.block_size, counters, there.longest),
+            *(heads, 1e-6, 0.5, spec.scale, window or 0, softcap or 0.0),
+        )
+    finally:
+        step.plan_for = chosen
+    assert counters is None or not counters.any()
+    for one, other in zip(*caches, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+    assert not found.isnan().any()
+    unit = torch.finfo(dtype).eps
+    assert (found.float() - expected.float()).abs().max() <= 4 * unit * expected.float().abs().max() + 1e-6

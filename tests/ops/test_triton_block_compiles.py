@@ -18,7 +18,7 @@ LARGEST_SHARED = 227 << 10  # bytes that a program of a Hopper GPU can have
 
 def attention(tmp_path, *, tokens, sequences, max_query, group, head_dim, source="table", dtype="bf16", **changes):
     from hasten.ops.attention.flash_tiles import side
-    from hasten.ops.attention.ragged import plan_for
+    from hasten.ops.attention.ragged import at_once, plan_for
     from hasten.ops.attention.ragged_kernels import attend
 
     plan = plan_for(
@@ -51,6 +51,7 @@ def attention(tmp_path, *, tokens, sequences, max_query, group, head_dim, source
         "PAGE": 16,
         "PDL": changes.pop("early", False),
         "SPLIT": plan.splits > 1,
+        "CHUNK": at_once(plan.rows, side(head_dim)),
     }
     known = {"rows", "sequences", "blocks", "block_size", "slots"}  # else an argument of 1 would be a constant
     assert known <= set(attend.do_not_specialize)
@@ -91,6 +92,47 @@ def test_prompts(tmp_path, source, window, softcap, group, head_dim):
     assert "cp.async.cg.shared.global" in code
     assert not re.search(r"(ld|st)\.local", code)
     assert result.metadata.shared <= LARGEST_SHARED
+
+
+@pytest.mark.parametrize("source", ["table", "first"])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "half"), [(1, 128, 64), (8, 64, 32), (7, 128, 64), (8, 256, 128), (4, 80, 16)]
+)
+def test_a_decode_step(tmp_path, source, group, head_dim, half):
+    from hasten.ops.attention.flash_tiles import side
+    from hasten.ops.attention.ragged import at_once, plan_for
+    from hasten.ops.attention.step_kernels import attend_new
+
+    sizes = {"kv_heads": 8, "group": group, "head_dim": head_dim, "max_query": 1, "longest": 2048}
+    plan = plan_for(tokens=1, sequences=1, **sizes)
+    types = dict.fromkeys(("qkv", "k", "v", "out"), "*bf16")
+    types |= dict.fromkeys(("cos", "sin", "parts", "peaks", "sums"), "*fp32") | {"counters": "*i32"}
+    types |= dict.fromkeys(("q_weight", "k_weight"), "*bf16") if group == 8 else {}
+    types |= dict.fromkeys(("slot_mapping", "lengths", source), "*i64") | dict.fromkeys(
+        ("eps", "offset", "factor"), "fp32"
+    )
+    integers = ("rows", "blocks", "block_size", "slots", "qkv_stride", "row_stride", "head_stride")
+    types |= dict.fromkeys(integers, "i32") | ({"first": "*i64"} if source == "first" else {"table": "*i64"})
+    constants = {
+        "WINDOW": 100 if group == 4 else 0,
+        "GROUP": group,
+        "M": plan.rows,
+        "D": head_dim,
+        "D_SIDE": side(head_dim),
+        "HALF": half,
+        "BLOCK": plan.keys,
+        "PAGE": 16,
+        "SPLIT": True,
+        "ROWS": (rows := 1 << (group - 1).bit_length()),
+        "CHUNK": at_once(rows, side(head_dim)),
+        "PDL": group == 1,
+    }
+    options = {"num_warps": plan.warps, "num_stages": plan.stages_of(paged=source == "table")}
+    result = compile_for_hopper(attend_new, types, constants, tmp_path, **options)
+    code = result.asm["ptx"]
+    assert "cp.async.cg.shared.global" in code
+    assert not re.search(r"(ld|st)\.local", code)
+    assert result.metadata.shared <= LARGEST_SHARED // 2  # two programs on a multiprocessor
 
 
 @pytest.mark.parametrize("normed", [True, False])

@@ -8,8 +8,9 @@ from triton_cases import needs_gpu, run_interpreted
 
 
 @pytest.mark.slow
-def test_in_the_interpreter():
-    run_interpreted("ops/interpreted_ragged.py")
+@pytest.mark.parametrize("name", ["ragged", "step"])
+def test_in_the_interpreter(name):
+    run_interpreted(f"ops/interpreted_{name}.py")
 
 
 def test_how_steps_are_cut():
@@ -59,3 +60,31 @@ def test_on_a_gpu(heads, head_dim):
             device="cuda",
             rows=rows,
         )
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("heads", [(8, 8), (32, 4), (14, 2)])
+@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (80, 16), (128, 64), (256, 128)])
+def test_a_decode_step_on_a_gpu(heads, head_dim, half):
+    from ragged_cases import check_step
+
+    for before in ([700, 0, 129], [3000], [40] * 70):
+        for window, softcap in ((None, None), (100, None), (None, 30.0)):
+            for size in (16, None):
+                for counted in (True, False):
+                    check_step(
+                        before=before,
+                        heads=heads,
+                        head_dim=head_dim,
+                        half=half,
+                        normed=window is not None,
+                        window=window,
+                        softcap=softcap,
+                        size=size,
+                        splits=None,
+                        counted=counted,
+                        padded=len(before) > 1,
+                        dtype=torch.bfloat16,
+                        device="cuda",
+                    )

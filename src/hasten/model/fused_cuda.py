@@ -74,6 +74,7 @@ class CudaBlock(FusedSteps):
     """The steps as Triton kernels (see the module's text)."""
 
     place = "a GPU in bfloat16 or float16"
+    one_launch = True  # of what is between the products of a decode step, unless that kernel could not be built
 
     def __init__(self, block: Block) -> None:
         super().__init__(block)
@@ -92,6 +93,7 @@ class CudaBlock(FusedSteps):
     def bind(self) -> None:
         # Imported here, because they import Triton: only where a model is fused.
         from hasten.ops.attention import ragged
+        from hasten.ops.attention.step import decode_step
         from hasten.ops.block import triton_steps
         from hasten.ops.linear.fused import NormArguments, fused_linear
 
@@ -107,6 +109,7 @@ class CudaBlock(FusedSteps):
             place_heads=triton_steps.place_heads,
             qk_norms=(*norms, *sizes),
             attend=ragged.over_view,
+            decode_step=decode_step,
             dtype=self._like.dtype,
             counters=ragged.counters_on(self._like.device),
         )
@@ -141,6 +144,10 @@ class CudaBlock(FusedSteps):
         """x (R, C) with what attention adds. tables: cos and sin (R, dim/2)."""
         bound, spec, step = self._bound, self.spec, view.metadata
         qkv = bound.product(x, **bound.weights["qkv"], norm=bound.input_norm, out_dtype=bound.dtype)
+        if self.one_launch and step.max_query == 1 and step.rows == PLAIN and len(x) == len(step.seq_lens):
+            attended = self._decoded(qkv, tables, view)
+            if attended is not None:
+                return self._added(x, attended.flatten(1), "output", bound.post_norms[0])
         (q_weight, k_weight, eps, offset), slots = bound.qk_norms, step.slot_mapping
         if step.rows == PLAIN:
             k, v = view.k, view.v
@@ -154,6 +161,24 @@ class CudaBlock(FusedSteps):
             view.k[step.slot_mapping], view.v[step.slot_mapping] = step.rows.write(k), step.rows.write(v)
             attended = self._over_rounded(q, view, step.rows)
         return self._added(x, attended.flatten(1), "output", bound.post_norms[0])
+
+    def _decoded(self, qkv: Tensor, tables: tuple[Tensor | None, Tensor | None], view: KVView) -> Tensor | None:
+        """Attention of one query a sequence in one launch, or None where its kernel cannot be built here."""
+        bound, spec, step = self._bound, self.spec, view.metadata
+        q_weight, k_weight, eps, offset = bound.qk_norms
+        places = (step.seq_lens, step.first_slots, step.block_table, step.block_size, bound.counters)
+        longest = view.k.shape[0] if step.longest is None else step.longest
+        scores = (spec.scale, spec.window or 0, spec.softcap or 0.0)
+        given = (qkv, *tables, q_weight, k_weight, step.slot_mapping, view.k, view.v, *places, longest)
+        try:
+            return bound.decode_step(*given, spec.heads, eps, offset, *scores)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            CudaBlock.one_launch = False
+            reason = f"{type(error).__name__}: {error}"[:300]
+            warnings.warn(f"a decode step has one launch more in each layer: {reason}", HastenWarning, stacklevel=2)
+            return None
 
     def _over_rounded(self, q: Tensor, view: KVView, rows: RowFormat) -> Tensor:
         """Attention of q (R, H, D) over a cache in int8, or over what one in int4 holds, unpacked."""

@@ -158,15 +158,26 @@ def launch(
             BLOCK=plan.keys,
             PAGE=page,
             SPLIT=plan.splits > 1,
+            CHUNK=at_once(plan.rows, side(size)),
             num_warps=plan.warps,
             num_stages=plan.stages_of(paged=block_table is not None),
             **early_launch(),
         )
-        if plan.splits > 1 and counters is None:
-            every = tokens * heads
-            sides = {"M": 4, "D": size, "D_SIDE": side(size)}
-            combine[(triton.cdiv(every, 4),)](out, parts, peaks, sums, every, plan.splits, **sides, num_warps=4)
+        if parts is not None and counters is None:
+            add_up(out, parts, peaks, sums)
     return out.to(dtype)
+
+
+def at_once(rows: int, wide: int) -> int:
+    """How many parts of so many rows are added up at once: as many as registers hold."""
+    return max(1, min(16, 4096 // (rows * wide)))
+
+
+def add_up(out: Tensor, parts: Tensor, peaks: Tensor | None, sums: Tensor | None) -> None:
+    """Add up the parts (splits, N, H, D) of all rows, in a launch of its own."""
+    splits, every, size = parts.shape[0], out.shape[0] * out.shape[1], out.shape[2]
+    sides = {"ROWS": 4, "CHUNK": at_once(4, side(size)), "D": size, "D_SIDE": side(size)}
+    combine[(triton.cdiv(every, 4),)](out, parts, peaks, sums, every, splits, **sides, num_warps=4)
 
 
 def over_view(q: Tensor, view: KVView, *, spec: AttentionSpec, counters: Tensor | None = None) -> Tensor:

@@ -70,7 +70,9 @@ def place_heads(
 
 
 @triton.jit
-def add_normed(x, y, weight, bias, out, size, eps, offset, CENTRED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def add_normed(
+    x, y, weight, bias, out, size, eps, offset, CENTRED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """out = x + norm(y), rows of `size`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
