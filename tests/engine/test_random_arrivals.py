@@ -9,6 +9,7 @@ import hasten
 from captured_steps import Capturer
 from hasten.engine import captures
 from hasten.generation.params import SamplingParams
+from hasten.serving import ahead as serving_ahead
 from hasten.serving import following
 from references import make_reference
 from serving_cases import make_engine, request, tokens_of
@@ -38,6 +39,7 @@ def params_of(chance):
 def test_everybody_gets_what_they_get_alone(name, seed, monkeypatch):
     monkeypatch.setattr(following, "capture_refusal", lambda model: None)
     monkeypatch.setattr(captures, "cuda_graph", Capturer())
+    monkeypatch.setattr(serving_ahead, "_SHORT", 1e9)
     chance = random.Random(seed)
     engine = make_engine(
         model_of(name),

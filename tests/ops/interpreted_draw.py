@@ -47,8 +47,9 @@ def test_what_is_kept(scale):
 
 @pytest.mark.parametrize("width", [1, 4])
 def test_places(width):
-    lengths, counts = torch.tensor([9, 0, 17, 4, 1]), torch.tensor([1, 0, min(width, 3), width, 1])
-    table = torch.randint(0, 90, (5, 12), generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor([9, 0, 17, 4, 1, 50])
+    counts = torch.tensor([1, 0, min(width, 3), width, 1, 1])
+    table = torch.randint(0, 90, (6, 12), generator=torch.Generator().manual_seed(0))
     found = triton_draw.place(lengths, counts, table, width, 4)
     for one, other in zip(found, places_of(lengths, counts, table, width=width, block_size=4), strict=True):
         assert torch.equal(one, other)

@@ -115,10 +115,11 @@ def places_of(
         return triton_draw.place(lengths, counts, table, width, block_size)
     offsets, ends = torch.arange(width, device=lengths.device), lengths[:, None]
     start = ends - counts[:, None]
-    positions = torch.minimum(start + offsets, ends - 1).clamp(min=0)  # (S, W)
+    room = table.shape[1] * block_size  # what lies behind is written nowhere, and never read
+    positions = torch.minimum(start + offsets, ends - 1).clamp(min=0, max=room - 1)  # (S, W)
     slots = table.gather(1, positions // block_size) * block_size + positions % block_size
-    slots = torch.where((offsets < counts[:, None]) & (ends > 0), slots, -1)
-    return positions, slots, torch.where(lengths > 0, start[:, 0] + width, 0)
+    slots = torch.where((offsets < counts[:, None]) & (ends > 0) & (start + offsets < room), slots, -1)
+    return positions, slots, torch.where(lengths > 0, (start[:, 0] + width).clamp(max=room), 0)
 
 
 def forward(model: Transformer, batch: DecodeBatch, shape: StepShape) -> Tensor:

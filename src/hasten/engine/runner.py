@@ -173,10 +173,13 @@ class BatchRunner:
         self._kind = self.sampler.prepare(numbers, rows, texts)
         return self._draw(numbers, logits)
 
-    def go_on(self, numbers: Sequence[int], tables: Sequence[SequenceBlocks], *, longest: int) -> Drawn | None:
+    def go_on(
+        self, numbers: Sequence[int], grown: Sequence[tuple[int, SequenceBlocks]], *, longest: int
+    ) -> Drawn | None:
         """The next step of these sequences of the last one, after the tokens that it draws; the others leave.
 
-        longest: tokens of the longest one after it. None: not in the same shape; `begin` it when the tokens are known.
+        grown: the block tables that have changed, by the sequences' numbers. longest: tokens of the longest one then.
+        None: not in the same shape; `begin` it when the tokens are known.
         """
         shape = self._shape
         assert shape is not None
@@ -185,9 +188,10 @@ class BatchRunner:
             return None
         if self._asked != shape and self.captures.due(ForwardKey(self._asked, self._adapter), after=_SERVED - 1):
             return None  # `begin` captures it
-        staying = set(numbers)
-        self.batch.leave(shape, [number for number in self.batch.rows if number not in staying])
-        self.batch.copy_tables(tables, [self.batch.rows[number] for number in numbers])
+        if len(numbers) < len(self.batch.rows):
+            staying = set(numbers)
+            self.batch.leave(shape, [number for number in self.batch.rows if number not in staying])
+        self.batch.copy_tables([table for _, table in grown], [self.batch.rows[number] for number, _ in grown])
         piece = self.captures.pieces[ForwardKey(shape, self._adapter)]
         piece.run()
         return self._draw(numbers, piece.result)
@@ -286,7 +290,7 @@ class BatchRunner:
         size = self._waiting.popleft()
         shape = self.batch.shape(sequences=size, width=1, longest=self.batch.longest)
         if shape is not None and self._too_large(shape) is None:
-            self.batch.views(shape).lengths.zero_()
+            self.batch.buffer.zero_()  # padding only: shapes share it, and what another one left is no token
             self._capture(shape, -1)
         return True
 

@@ -94,6 +94,8 @@ class StopStrings:
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Take more text; give what may be shown, and whether a stop string was found (then nothing more comes)."""
+        if not self._stop:
+            return piece, False
         if self.found is not None:
             return "", True
         text = self._held + piece

@@ -92,25 +92,22 @@ class Ahead:
         assert flight is not None
         if not self.scheduler.settled:
             return None
-        going = [
-            one
-            for one in flight.outputs
-            if outputs.get(one.sequence) is one and one.count + 1 < one.params.max_new_tokens
-        ]
+        going = [one for one in flight.outputs if outputs.get(one.sequence) is one and one.awaits_more]
         if not going:
             return None
-        longest, size, copies = 0, blocks.block_size, []
-        tables = [blocks.table(one.sequence.number) for one in going]
-        for one, table in zip(going, tables, strict=True):
-            length = len(one.sequence.tokens) + 1  # in the cache after the step
+        longest, size, copies, grown = 0, blocks.block_size, [], []
+        for one in going:
+            number, length = one.sequence.number, len(one.sequence.tokens) + 1  # in the cache after the step
             longest = max(longest, length)
+            table = blocks.table(number)
             if table.room < length:
                 try:  # all of a block at once: it is nobody else's
-                    copies += blocks.reserve(one.sequence.number, -(-length // size) * size)
+                    copies += blocks.reserve(number, -(-length // size) * size)
                 except OutOfBlocks:
                     return None
+                grown.append((number, table))
         self.runner.copy(copies)
-        drawn = decoder.go_on([one.sequence.number for one in going], tables, longest=longest)
+        drawn = decoder.go_on([one.sequence.number for one in going], grown, longest=longest)
         return None if drawn is None else Flight(going, drawn)
 
     def landed(self, following: Flight | None, outputs: Outputs) -> None:

@@ -134,7 +134,7 @@ class TokenLogprob:
     top: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen, which takes longer to make: there is one for each token
 class RequestOutput:
     """What one step added to one of the samples of a request.
 

@@ -48,6 +48,11 @@ class OutputSequence:
         return self._output.count
 
     @property
+    def awaits_more(self) -> bool:
+        """Whether it goes on after the next token, as far as its length says."""
+        return self._output.count + 1 < self.params.max_new_tokens
+
+    @property
     def generated(self) -> list[int]:
         return self.sequence.tokens[len(self.state.request.prompt) :]
 

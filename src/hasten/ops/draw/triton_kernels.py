@@ -25,12 +25,13 @@ def place(
     w = tl.arange(0, W)
     length, count = tl.load(lengths + s), tl.load(counts + s)
     start = length - count
-    position = tl.maximum(tl.minimum(start + w, length - 1), 0)
+    room = columns * block_size  # what lies behind is written nowhere, and never read
+    position = tl.maximum(tl.minimum(tl.minimum(start + w, length - 1), room - 1), 0)
     block = tl.load(table + s * columns + position // block_size)
-    there = (w < count) & (length > 0)
+    there = (w < count) & (length > 0) & (start + w < room)
     tl.store(positions + s * W + w, position)
     tl.store(slots + s * W + w, tl.where(there, block * block_size + position % block_size, -1))
-    tl.store(seq_lens + s, tl.where(length > 0, start + W, 0))
+    tl.store(seq_lens + s, tl.where(length > 0, tl.minimum(start + W, room), 0))
 
 
 @triton.jit
