@@ -121,8 +121,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        dropout = self.dropout if self.training else 0.0
-        return layer.attend(q, k, v, attention=self.kernels, dropout=dropout).flatten(-2)
+        return layer.attend(q, k, v, attention=self.kernels, dropout=self.dropout if self.training else 0.0).flatten(-2)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x (B, T, C), the heads still side by side."""
