@@ -402,40 +402,6 @@ def sparse_decode(report: Report) -> str:
     return markdown(["pattern", "ms a token", "more than after 64 tokens, ms", "of dense"], rows)
 
 
-def gpu_rungs(report: Report) -> str:
-    """`gpu_session.py rungs`: one stream on a GPU, beside what the gpt-fast article has for the same technique."""
-    published = report["published"]["gpt-fast, llama-7b, A100"]
-    beside = {
-        "bf16-eager": "bf16, eager",
-        "bf16-compiled-graph": "bf16",
-        "int8-compiled-graph": "int8",
-        "int4-g32-compiled-graph": "int4, groups of 32",
-    }
-    rows = []
-    for key, row in report.items():
-        if key.startswith("llama-7b"):
-            name = key.removeprefix("llama-7b ")
-            article = published[beside[name]]["tokens_per_second"] if name in beside else None
-            speed = f"{row['decode_tokens_per_second']:.1f}"
-            rows.append([f"`{name}`", speed, f"{row['mbu']:.0%}", "" if article is None else f"{article}"])
-    return markdown(["llama-7b, one stream", "tokens/s", "MBU", "the article's (A100)"], rows)
-
-
-def gpu_flash(report: Report) -> str:
-    """`gpu_session.py flash`: TFLOP/s of FlashAttention in Triton and of PyTorch's, causal, bfloat16."""
-    rows = []
-    for one in report["flash"]:
-        cells = [f"{one['heads']} / {one['kv_heads']}", f"{one['head_dim']}", f"{one['tokens']:,}"]
-        for part in ("forward", "forward_and_backward"):
-            own = one[part]
-            cells += [f"{own[side]['tflops']:.0f}" for side in ("ours", "pytorch")] + [
-                f"{own['speed_of_pytorchs']:.2f}×"
-            ]
-        rows.append(cells)
-    head = ["heads / of keys", "head size", "tokens", "forward: ours", "PyTorch's", "ratio"]
-    return markdown([*head, "and backward: ours", "PyTorch's", "ratio"], rows)
-
-
 def race(report: Report) -> str:
     """`hasten bench race`: where each contestant stands after the last round."""
     per_step = report["settings"]["batch_size"] * report["settings"]["sequence_length"]
@@ -501,8 +467,6 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "sparse-perplexity": sparse_perplexity,
     "sparse-attention": sparse_attention,
     "sparse-decode": sparse_decode,
-    "gpu-session": gpu_rungs,
-    "gpu-flash": gpu_flash,
     "race-character": race,
     "largest-batch-character": largest_batch,
     "largest-batch-gpt2-124m": largest_batch,

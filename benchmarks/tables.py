@@ -29,9 +29,11 @@ import slow_link
 import tensor_parallel
 import zero_profile
 from drafting_tables import TABLES as DRAFTING
+from gpu.report import TABLES as GPU
+from gpu.status import status as gpu_status
 from lora_tables import lora, lora_cost
 from plan_tables import plan_70b, plan_memory, plan_ranks, plan_speed
-from renderers import RENDERERS, Report, markdown
+from renderers import RENDERERS, Report, committed, markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -53,6 +55,9 @@ for name, table in {
     "zero-profile": zero_profile.table,
 }.items():
     TABLES[name] = lambda report, table=table: markdown(*table(report))
+for name, table in GPU.items():
+    TABLES[f"gpu {name}"] = lambda report, table=table: markdown(*table(report["results"]))
+TABLES["gpu-status"] = lambda by_hand: markdown(*gpu_status(committed("gpu"), by_hand), left=5)
 TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hasten.ops.attention import AttentionSpec, attention
-from hasten.ops.attention.view import AttentionMetadata, KVView
-from hasten.ops.linear import PackedLinear
-from linear_cases import rms
+from hasten.ops.attention import attention
+from hasten.ops.linear import BFLOAT16, NormArguments, PackedLinear, fused_linear
+from hasten.ops.linear.fused import activated, normed
+from hasten.ops.linear.layouts import CHUNKS, Operands
+from linear_cases import make_weight, rms
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
@@ -36,6 +37,27 @@ def run_interpreted(file: str) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def compile_for_hopper(kernel, types, constants, cache, **options):
+    """What the real compiler makes of a kernel; types: pointers and integers by name, left-out arguments are None."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    values = {(i,): constants.get(name) for i, name in enumerate(names) if name not in types}
+    # Torch's allocations are aligned, and strides that 16 divides are known to the compiler when called.
+    divisible = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name][0] == "*" or name.endswith(("_size", "_stride"))
+    }
+    source = ASTSource(kernel, signature, values, divisible)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(cache))
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | options)
 
 
 def check_linear(weight, *, rows, dtype, with_bias, device):
@@ -64,8 +86,91 @@ def check_linear(weight, *, rows, dtype, with_bias, device):
     assert rms(y - exact) <= 2 * rms(plain - exact) + unit
 
 
+FUSED_CASES = (
+    {"norm": "rms", "activation": "silu", "gated": True, "dtype": torch.float16},
+    {"norm": "rms", "dtype": torch.bfloat16},
+    {"norm": "layer", "activation": "gelu_tanh", "dtype": torch.bfloat16, "with_bias": True},
+    {"residual": True, "dtype": torch.bfloat16, "with_bias": True},
+    {"activation": "gelu", "gated": True, "dtype": torch.bfloat16, "with_bias": True},
+    {"activation": "relu", "residual": True, "dtype": torch.float16},
+)
+
+
+def check_fused(
+    format,
+    *,
+    rows,
+    dtype,
+    device,
+    n=128,
+    k=328,
+    norm=None,
+    activation=None,
+    gated=False,
+    residual=False,
+    with_bias=False,
+    norm_dtype=None,
+):
+    """`fused_linear` errs at most twice what PyTorch's operations in 16 bits err, against float64."""
+    generator = torch.Generator().manual_seed(n + k + rows)
+    weight = make_weight(n, k, format=format[0], group_size=format[1], symmetric=format[2])
+    plain = isinstance(weight, torch.Tensor)
+    if plain:
+        weight = weight.to(dtype)
+        operands = Operands(weight, None, None, None, None, n, BFLOAT16)
+    else:
+        operands = Operands(*CHUNKS.pack(weight), None, n, weight.format)
+    full = weight.float() if plain else weight.dequantize()
+    size = (full.square().mean() * k).sqrt().item()  # of an output: float16 has to hold it
+    bias = torch.randn(n, generator=generator) if with_bias else None
+    x = torch.randn(rows, k, generator=generator) / size
+    x = x if norm else x.to(dtype)
+    arguments = None
+    if norm:
+        scale = ((torch.rand(k, generator=generator) + 0.5) / size).to(norm_dtype or dtype)
+        shift = torch.randn(k, generator=generator).to(scale.dtype) / size if norm == "layer" else None
+        arguments = NormArguments(scale, shift, 1e-5, 0.0 if norm == "layer" else 0.25 / size, norm == "layer")
+    outputs = n // 2 if gated else n
+    added = torch.randn(rows, outputs, generator=generator) if residual else None
+
+    def pytorch(wide, narrow):
+        """In `wide`, rounded to `narrow` wherever PyTorch's layers of that dtype would round."""
+        y = x.to(wide)
+        if arguments is not None:
+            own = (None if t is None else t.to(wide) for t in (arguments.weight, arguments.bias))
+            y = normed(y, arguments._replace(**dict(zip(("weight", "bias"), own, strict=True)))).to(narrow)
+        y = F.linear(y.to(narrow), full.to(narrow), None if bias is None else bias.to(narrow))
+        if gated:
+            gate, up = y.unflatten(-1, (-1, 2, 32)).unbind(-2)
+            y = (activated(gate, activation) * up).flatten(-2)
+        else:
+            y = activated(y, activation)
+        return y if added is None else added.to(wide) + y
+
+    exact, usual = pytorch(torch.float64, torch.float64), pytorch(torch.float32, dtype)
+
+    def there(tuple_of_tensors):
+        return tuple_of_tensors._replace(
+            **{name: t.to(device) for name, t in tuple_of_tensors._asdict().items() if isinstance(t, torch.Tensor)}
+        )
+
+    y = fused_linear(
+        x.to(device),
+        there(operands._replace(bias=bias)),
+        norm=None if arguments is None else there(arguments),
+        activation=activation,
+        gated=gated,
+        residual=None if added is None else added.to(device),
+        out_dtype=dtype,
+    )
+    assert y.dtype == (torch.float32 if residual else dtype)
+    assert tuple(y.shape) == (rows, outputs)
+    unit = torch.finfo(dtype).eps * exact.abs().max().item() * max(0.0, 1 - y.numel() / 200)
+    assert rms(y.cpu() - exact) <= 2 * rms(usual - exact) + unit
+
+
 def check_attention(*, heads, kv_heads, head_dim, keys, window, softcap, dtype, device, batch=2):
-    """Decode attention errs at most twice what PyTorch's own errs, out of tensors, a cache, and a cache of blocks."""
+    """Decode attention with a mask errs at most twice what PyTorch's own errs."""
     generator = torch.Generator().manual_seed(keys)
     q = torch.randn(batch, 1, heads, head_dim, generator=generator).to(dtype)
     k, v = torch.randn(2, batch, keys, kv_heads, head_dim, generator=generator).to(dtype).unbind()
@@ -84,42 +189,3 @@ def check_attention(*, heads, kv_heads, head_dim, keys, window, softcap, dtype, 
         q.to(device), k.to(device), v.to(device), mask=mask[:, None].to(device), softcap=softcap, kernel="triton"
     )
     assert rms(y.cpu() - exact) <= bound
-    from hasten.ops.attention.triton_decode import over_view
-
-    spec = AttentionSpec(
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5, window=window, softcap=softcap
-    )
-    for view in (_contiguous(k, v, lengths), _paged(k, v, lengths)):
-        step = AttentionMetadata(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in view.metadata))
-        there = KVView(view.k.to(device), view.v.to(device), step)
-        y = over_view(q[:, 0].to(device), there, spec=spec, longest=keys)
-        assert rms(y.cpu() - exact[:, 0]) <= bound
-
-
-def _contiguous(k, v, lengths):
-    """The sequences in reverse order, each with one row of NaN behind it that nobody may read."""
-    batch, keys = k.shape[:2]
-    step = keys + 1
-    rows = torch.full((2, batch * step + 1, *k.shape[2:]), float("nan"), dtype=k.dtype)
-    first = torch.arange(batch).flip(0) * step
-    for b, n in enumerate(lengths):
-        rows[0, first[b] : first[b] + n], rows[1, first[b] : first[b] + n] = k[b, :n], v[b, :n]
-    ends = torch.tensor(lengths)
-    return KVView(*rows.unbind(), AttentionMetadata(first + ends - 1, torch.arange(batch + 1), ends, first))
-
-
-def _paged(k, v, lengths, size=16):
-    """The same in blocks of 16 tokens, in a random order, NaN where there is no token."""
-    batch, keys = k.shape[:2]
-    blocks = -(-keys // size)
-    order = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(1)).view(batch, blocks)
-    rows = torch.full((2, batch * blocks * size + 1, *k.shape[2:]), float("nan"), dtype=k.dtype)
-    for b, n in enumerate(lengths):
-        places = torch.arange(n)
-        slots = order[b, places // size] * size + places % size
-        rows[0, slots], rows[1, slots] = k[b, :n], v[b, :n]
-    slots = torch.zeros(batch, dtype=torch.int64)  # written before; decode attention only reads
-    return KVView(
-        *rows.unbind(),
-        AttentionMetadata(slots, torch.arange(batch + 1), torch.tensor(lengths), None, order, size),
-    )

@@ -5,15 +5,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.ops.linear import INT8, PackedLinear, int4_format
-from hasten.ops.linear.layouts import PIECES, Operands
-from hasten.ops.linear.triton_linear import Config, choose, few_rows, linear_operator
+from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, int4_format
+from hasten.ops.linear.layouts import CHUNKS, Operands
+from hasten.ops.linear.triton_choice import OneRow, SeveralRows, choose_one_row, choose_several_rows
+from hasten.ops.linear.triton_linear import Beside, fused_operator, linear_operator, multiply_row, multiply_rows
 from linear_cases import make_weight, rms
-from triton_cases import check_linear
+from triton_cases import FUSED_CASES, check_fused, check_linear
 
 FORMATS = [
     ("int8", 0, True),
-    *((name, group, symmetric) for name in ("int4", "int8") for group in (32, 64, 128) for symmetric in (True, False)),
+    *(
+        (name, group, symmetric)
+        for name in ("int4", "int8")
+        for group in (32, 64, 128, 256)
+        for symmetric in (True, False)
+    ),
 ]
 
 
@@ -45,15 +51,56 @@ def test_every_number_of_rows(rows):
     check_linear(make_weight(9, 70, group_size=32), rows=rows, dtype=torch.float16, with_bias=False, device="cpu")
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 16, 100])
-def test_any_number_of_parts_gives_the_product(splits):
-    weight = make_weight(20, 300, group_size=32, symmetric=False)
-    packed = PIECES.pack(weight)
-    x, bias = torch.randn(3, 300).half(), torch.randn(20)
+@pytest.mark.parametrize("splits", [1, 2, 3, 16])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_any_number_of_parts_gives_the_product(splits, scaled):
+    weight = make_weight(70, 600, group_size=32, symmetric=False)
+    x, bias, own = torch.randn(5, 600).half(), torch.randn(70), (64, 16)
     exact = x.double() @ weight.dequantize().double().T + bias.double()
-    y = few_rows(x, Operands(*packed, bias, 20, weight.format), config=Config(block_n=16, block_j=16, splits=splits))
     plain = torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias.half())
-    assert rms(y - exact) <= 2 * rms(plain - exact)
+    operands = Operands(*CHUNKS.pack(weight), bias, 70, weight.format)
+    for _ in range(2):  # the counters are left at 0
+        y = multiply_rows(x, operands, Beside(x.dtype), config=SeveralRows(*own, splits=splits, scaled=scaled))
+        assert rms(y - exact) <= 2 * rms(plain - exact)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_several_chunks_in_a_step(chunks):
+    weight = make_weight(20, 150)
+    x = torch.randn(3, 150).bfloat16()
+    config = SeveralRows(n=64, m=16, chunks=chunks)
+    y = multiply_rows(x, Operands(*CHUNKS.pack(weight), None, 20, weight.format), Beside(x.dtype), config=config)
+    exact = x.double() @ weight.dequantize().double().T
+    assert rms(y - exact) <= 2 * rms(x @ weight.dequantize(x.dtype).T - exact)
+
+
+@pytest.mark.parametrize(("block", "threads", "stages"), [(1, 32, 1), (2, 64, 2), (8, 128, 4)])
+@pytest.mark.parametrize("format", [("int4", 32, False), ("int8", 0, True), ("bfloat16", 0, True)])
+def test_one_row_cut_in_other_ways(format, block, threads, stages):
+    weight = make_weight(50, 328, format=format[0], group_size=format[1], symmetric=format[2])
+    plain = format[0] == "bfloat16"
+    packed = Operands(weight, None, None, None, None, 50, BFLOAT16) if plain else None
+    packed = packed or Operands(*CHUNKS.pack(weight), None, 50, weight.format)
+    x = torch.randn(1, 328).bfloat16()
+    config = OneRow(block, threads, stages)
+    y = multiply_row(x, packed, Beside(x.dtype), config=config)
+    full = weight.float() if plain else weight.dequantize()
+    exact = x.double() @ full.double().T
+    assert rms(y - exact) <= 2 * rms(x @ full.to(x.dtype).T - exact)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("format", [*FORMATS, ("bfloat16", 0, True)])
+def test_norm_activation_and_residual_in_the_product(format, rows):
+    for case in FUSED_CASES:
+        check_fused(format, rows=rows, device="cpu", **case)
+
+
+def test_odd_sizes_go_other_ways():
+    for n, k, rows in ((6, 33, 1), (6, 33, 2), (1, 1, 1)):
+        for format in (("int4", 32, False), ("int8", 0, True), ("bfloat16", 0, True)):
+            check_fused(format, n=n, k=k, rows=rows, device="cpu", norm="layer", dtype=torch.bfloat16)
+    check_fused(("bfloat16", 0, True), n=6, k=40, rows=1, device="cpu", dtype=torch.bfloat16, norm_dtype=torch.float16)
 
 
 def test_a_nan_spoils_its_own_row_only():
@@ -83,34 +130,37 @@ def test_rows_of_a_layer_and_another_kernel(group_size):
 
 
 def test_sizes_of_the_buffers_are_those_packed():
-    for group_size in (0, 32, 128):
-        packed = PIECES.pack(make_weight(10, 150, group_size=group_size, symmetric=not group_size))
+    for group_size in (0, 32, 256):
+        packed = CHUNKS.pack(make_weight(10, 150, group_size=group_size, symmetric=not group_size))
         format = int4_format(group_size) if group_size else INT8
         empty = PackedLinear(150, 10, format, kernel="triton")
         assert packed.scales is not None
         assert (packed.data.shape, packed.scales.shape) == (empty.data.shape, empty.scales.shape)
-        pieces, groups = {0: (10, 1), 32: (5, 5), 128: (8, 2)}[group_size]
-        assert tuple(packed.data.shape) == (pieces, 10, 16)
-        assert tuple(packed.scales.shape) == (groups, 10)
+        words, groups = {0: (48, 1), 32: (32, 8), 256: (32, 1)}[group_size]
+        assert tuple(packed.data.shape) == (3, words, 4)
+        assert tuple(packed.scales.shape) == (3, groups, 4)
 
 
-def test_operator_is_registered_as_pytorch_wants_it():
-    packed = PIECES.pack(make_weight(10, 64, group_size=32, symmetric=False))
+def test_operators_are_registered_as_pytorch_wants_them():
+    packed = CHUNKS.pack(make_weight(64, 64, group_size=32, symmetric=False))
     for rows in (1, 2, 17):
-        torch.library.opcheck(
-            linear_operator, (torch.randn(rows, 64).bfloat16(), *packed[:3], torch.randn(10), 10, 4, 32)
-        )
+        x = torch.randn(rows, 64).bfloat16()
+        operands = (*packed[:3], torch.randn(64), 64, 4, 32)
+        torch.library.opcheck(linear_operator, (x, *operands))
+        norm = (torch.randn(64), None, 1e-5, 0.0, False)
+        torch.library.opcheck(fused_operator, (x.float(), *operands, *norm, 1, True, None, torch.bfloat16))
+        residual = torch.randn(rows, 64)
+        torch.library.opcheck(fused_operator, (x, *operands, *norm, 0, False, residual, torch.bfloat16))
 
 
-def test_configurations_read_sixteen_bytes_a_thread():
-    for group_size in (0, 16, 32, 64, 128, 256):  # one row: as measured, 8 bytes a thread in int8, 32 in int4
-        for bits in (4, 8):
-            config = choose(1, 4096, group_size, bits)
-            assert config.block_n * config.block_j == 1024
-            assert config.block_n & (config.block_n - 1) == 0
-    for rows in (2, 16):
-        for n in (1, 4096, 12_288, 128_256):
-            for group_size in (0, 32, 64, 128, 256):
-                config = choose(rows, n, group_size)
-                assert config.block_n * config.block_j >= 16 * 32 * config.warps
-                assert config.block_n & (config.block_n - 1) == 0
+def test_choices_fit_the_kernels():
+    for bits, group_size in ((4, 32), (4, 128), (8, 0), (8, 32), (16, 0)):
+        for n, k in ((1, 1), (4096, 4096), (12_288, 4096), (4096, 11_008), (128_256, 2048)):
+            one = choose_one_row(bits, group_size, n, k)
+            assert one.block % 2 == 0, "gate and up are in one program"
+            for rows in (2, 16, 17, 64, 65, 1000):
+                several = choose_several_rows(bits, group_size, rows, n, k)
+                assert several.n % 64 == 0
+                assert several.chunks == 1 or not group_size
+                assert several.m >= min(rows, 128)
+                assert several.n * several.m <= 128 * several.threads, "sums in registers"

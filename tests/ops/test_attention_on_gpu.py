@@ -80,3 +80,44 @@ def test_the_choice_with_documents_and_padding():
     tensors = problem(heads=4, kv_heads=4)
     check(tensors, cu_seqlens=torch.tensor([0, 100, 192, 384]))
     check(tensors, key_padding_mask=torch.tensor([192, 100]))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 100}, {"softcap": 20.0}])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_the_choice_for_longer_calls(options, size):
+    """On a Hopper GPU cuDNN, and ours where cuDNN needs a mask."""
+    check(problem(tokens=640, size=size), **options)
+
+
+def test_the_choice_for_a_continued_prompt():
+    tensors = problem(tokens=600)
+    tensors[0], tensors[3] = tensors[0][:, -300:].contiguous(), tensors[3][:, -300:].contiguous()
+    exact = results(explicit, tensors, "cpu", torch.float64)
+    plain = results(explicit, tensors, DEVICE, torch.bfloat16)
+    found = results(attention, tensors, DEVICE, torch.bfloat16)
+    for own, theirs, right in zip(found, plain, exact, strict=True):
+        assert (own - right).square().mean().sqrt() <= 2 * (theirs - right).square().mean().sqrt()
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash-triton"])
+def test_in_a_cuda_graph(kernel):
+    """Captured, forward and backward: the numbers of plain calls, also for inputs that came later."""
+    q, k, v, upstream = (x.to(DEVICE).requires_grad_() for x in problem(heads=8, kv_heads=8, tokens=512))
+
+    def step():
+        out = attention(q, k, v, kernel=kernel)
+        return out, *torch.autograd.grad(out, (q, k, v), upstream.detach())
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        q.copy_(torch.randn_like(q))
+    graph.replay()
+    for own, plain in zip(captured, step(), strict=True):
+        torch.testing.assert_close(own, plain, rtol=0.02, atol=0.02)

@@ -121,3 +121,44 @@ def test_every_option(compiled, name, options):
     assert result.metadata.shared <= SHARED
     assert "wgmma.mma_async" in result.asm["ptx"]
     assert max(map(spilled, loops(assembly))) <= 4
+
+
+HOPPERS = ("forward", "backward_queries", "backward_keys")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", HOPPERS)
+def test_the_kernels_for_hopper(monkeypatch, tmp_path, name, head_dim):
+    """Every part has its registers, and the products of a tile are on their way while other work is done."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from hasten.ops.attention import flash_hopper, flash_hopper_backward, flash_hopper_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = getattr(flash_hopper_kernels if name == "forward" else flash_hopper_backward, name)
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    tile, stages, *how = getattr(flash_hopper, name.upper())[head_dim]
+    walked = ("q_rows", "d_out_rows") if name == "backward_keys" else ("k_rows", "v_rows")
+    known = {"H": 16, "GROUP": 4, "D": head_dim, "STAGES": stages, "CAUSAL": True}
+    known |= {"BLOCK_Q": tile, "BLOCK_K": tile} | {option: how[0] for option in ("AHEAD", "OVERLAP") if how}
+    kinds = {"lse": "*fp32", "log2_lse": "*fp32", "delta": "*fp32", "queries": "i32", "keys": "i32"}
+    kinds |= {"factor": "fp32", "scale": "fp32"}
+    for argument in kernel.arg_names:
+        if argument.endswith("_rows"):
+            kinds[argument] = f"tensordesc<bf16[{tile if argument in walked else 64}, {head_dim}],{layout!r}>"
+    signature = {argument: kinds.get(argument, "constexpr") for argument in kernel.arg_names}
+    values = {(i,): known[argument] for i, argument in enumerate(kernel.arg_names) if argument not in kinds}
+    source = GluonASTSource(kernel, signature, values, {})
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=flash_hopper.LAUNCH)
+    assert result.metadata.shared <= SHARED
+    ptx = tmp_path / "kernel.ptx"
+    ptx.write_text(result.asm["ptx"])
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    command = [tools / "ptxas", "-v", "--gpu-name", "sm_90a", ptx, "-o", tmp_path / "kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled_bytes = int(re.search(r"(\d+) bytes spill stores", said)[1])
+    assert spilled_bytes <= (64 if (name, head_dim) == ("backward_keys", 128) else 0)
+    assert "Performance" not in said  # such as products that wait for each other

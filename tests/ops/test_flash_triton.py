@@ -22,12 +22,57 @@ def request(*, spec=(), **changes):
 LONG = {"queries": 4096, "keys": 4096}
 
 
+LAYER = {"queries": None, "keys": None}
+
+
 @pytest.mark.parametrize(
-    "changes", [LONG, LONG | {"gradient": True}, LONG | {"spec": {"head_dim": 256}, "gradient": False}]
+    "changes",
+    [
+        LONG | {"gradient": False},
+        LONG | {"spec": {"head_dim": 256}, "gradient": False},
+        LONG | {"spec": {"window": 512}, "gradient": True},
+        LONG | {"spec": {"softcap": 30.0, "head_dim": 256}, "gradient": True},
+        {"queries": 2048, "keys": 4096},
+        LONG | {"documents": True},
+        LONG | {"key_lengths": True},
+        {"queries": 512, "keys": 512, "spec": {"softcap": 30.0}},
+        LAYER | {"spec": {"window": 512}},
+        LAYER | {"spec": {"softcap": 50.0}},
+    ],
 )
 def test_is_taken_where_it_is_the_fastest(changes, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert pick(KERNELS, request(**changes)).name == "flash-triton"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        (LONG, "cudnn"),
+        (LONG | {"gradient": True}, "cudnn"),
+        (LONG | {"spec": {"head_dim": 256}, "gradient": True}, "cudnn"),
+        (LONG | {"spec": {"causal": False}, "gradient": True}, "cudnn"),
+        (LONG | {"capability": (8, 0), "gradient": True}, "flash"),
+        (LONG | {"mask": True}, "memory-efficient"),
+        (LAYER, "sdpa"),
+        ({}, "flash"),
+        ({"spec": {"window": 30}}, "memory-efficient"),
+    ],
+)
+def test_what_comes_before_it(changes, kernel, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert pick(KERNELS, request(**changes)).name == kernel
+
+
+def test_what_needs_the_same_bits_every_time_does_not_take_cudnn(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        choice = explain(KERNELS, request(**LONG, gradient=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert choice.kernel == "flash-triton"
+    assert "use_deterministic_algorithms" in dict(choice.others)["cudnn"]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +95,10 @@ def test_is_taken_where_it_is_the_fastest(changes, monkeypatch):
             "from 2,048 queries on it is faster than PyTorch's; on few its launch costs the host more",
         ),
         ({"capability": (8, 0)}, "it was measured on Hopper GPUs only: elsewhere by name"),
+        (
+            {"queries": 100, "keys": 100, "spec": {"softcap": 30.0}},
+            "on fewer than 128 queries its launch costs the host more than explicit scores",
+        ),
         (LONG | {"spec": {"head_dim": 256}}, "its backward pass is slower than PyTorch's with heads above 128"),
     ],
 )

@@ -43,7 +43,7 @@ def a_step(counts, *, kv_heads, head_dim, size, rows, seed, by_head=True):
 
 
 def gathered(q, view, spec, dense):
-    _, starts, lengths, _, table, size, _ = view.metadata
+    _, starts, lengths, _, table, size, *_ = view.metadata
     side_by_side = paged.groups_of(starts.numpy(), lengths.numpy(), table.numpy(), size)
     return paged.gathered(q, view, spec=spec, groups=lambda: side_by_side, dense=layer_of(dense, spec))
 

@@ -24,7 +24,7 @@ def compiled(monkeypatch, tmp_path):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
-    def build(kernel, types, constants, multiples=(), warps=4):
+    def build(kernel, types, constants, options=None, *, multiples=()):
         names = kernel.arg_names
         signature = {name: types.get(name, "constexpr") for name in names}
         values = {(i,): constants.get(name) for i, name in enumerate(names) if name not in types}
@@ -36,82 +36,162 @@ def compiled(monkeypatch, tmp_path):
             if signature[name][0] == "*" or name.endswith(("_size", "_stride")) or name in multiples
         }
         source = ASTSource(kernel, signature, values, divisible)
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | (options or {}))
 
     return build
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("one_row", [True, False])
-@pytest.mark.parametrize(("bits", "block_j", "zeros"), [(8, 128, False), (8, 32, True), (4, 16, True), (4, 64, False)])
-def test_product(compiled, dtype, one_row, bits, block_j, zeros):
-    from hasten.ops.linear.triton_kernels import product
-    from hasten.ops.linear.triton_linear import choose
+def longest_loop(ptx):
+    """Its text, from a label to the jump back to it."""
+    lines = ptx.splitlines()
+    labels = {found[1]: i for i, line in enumerate(lines) if (found := re.match(r"(\$\w+):", line))}
+    jumps = [(i, labels[found[1]]) for i, line in enumerate(lines) if (found := re.search(r"bra\S*\s+(\$\w+);", line))]
+    start, end = max(((to, i) for i, to in jumps if to < i), key=lambda loop: loop[1] - loop[0])
+    return "\n".join(lines[start:end])
 
-    grouped = bits == 4 or zeros
-    config = choose(1 if one_row else 16, 4096, block_j if grouped else 0, bits)
-    assert config.block_j == (block_j if grouped or not one_row else 64)
-    types = {
-        "x": f"*{dtype}",
-        "data": "*i8" if bits == 8 else "*u8",
-        "scales": "*fp16" if grouped else "*fp32",
-        "out": "*fp32",
-        **dict.fromkeys(("n_size", "k_size", "pieces", "steps_per_split"), "i32"),
-        **({} if one_row else {"rows": "i32"}),
-        **({"zeros": "*i8" if bits == 8 else "*u8"} if zeros else {}),
+
+def stack_bytes(result):
+    """Local memory of a thread: what does not fit into the registers, counted by the assembler."""
+    import subprocess
+    import tempfile
+    from pathlib import Path
+
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(result.asm["cubin"])
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+FORMATS = [(8, 0, False), (8, 32, True), (4, 32, False), (4, 32, True), (4, 128, False), (16, 0, False)]
+SIZES = ("outputs", "n_size", "k_size", "row_stride", "groups")
+
+
+def operand_types(bits, group_size, zeros, out):
+    """Pointers and sizes that the products of one and of several rows share."""
+    types = dict.fromkeys(SIZES, "i32") | {"data": "*i32", "out": f"*{out}"}
+    if bits == 16:
+        del types["groups"]
+        return types
+    types["scales"] = "*fp16" if group_size else "*fp32"
+    return types | ({"zeros": "*i8" if bits == 8 else "*u8"} if zeros else {})
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("beside", ["norm and gate", "residual", "layer norm"])
+@pytest.mark.parametrize(("bits", "group_size", "zeros"), FORMATS)
+def test_product_of_one_row(compiled, dtype, stages, beside, bits, group_size, zeros):
+    from hasten.ops.linear.triton_choice import choose_one_row
+    from hasten.ops.linear.triton_gemv import one_row_packed, one_row_plain
+
+    config = choose_one_row(bits, group_size, 4096, 4096)
+    types = operand_types(bits, group_size, zeros, "fp32" if beside == "residual" else dtype)
+    types |= {"x": "*i32" if beside == "residual" else "*i64", "eps": "fp32", "offset": "fp32"}
+    types |= {"residual": "*fp32"} if beside == "residual" else {"norm_weight": "*i32"}
+    types |= {"norm_bias": "*i32"} if beside == "layer norm" else {}
+    constants = {
+        "XBITS": 16 if beside == "residual" else 32,
+        "GBITS": 16,
+        "HALF": dtype == "fp16",
+        "NORM": {"norm and gate": 1, "layer norm": 2}.get(beside, 0),
+        "ACTIVATION": int(beside == "norm and gate"),
+        "GATED": beside == "norm and gate",
+        "BLOCK": config.block,
+        "T": config.threads,
+        "STAGES": stages,
+        "PDL": False,
     }
+    if bits < 16:
+        types["magic"] = "i32"
+        constants |= {"BITS": bits, "GROUP": group_size}
+    options = {"num_warps": config.threads // 32, "num_stages": stages}
+    result = compiled(one_row_plain if bits == 16 else one_row_packed, types, constants, options)
+    code = result.asm["ptx"]
+    loop = longest_loop(code)
+    if stages == 1:  # threads keep their own sums: nothing is exchanged before the last step is done
+        assert len(re.findall(r"ld\.global\S*\.v4\.b32", loop)) >= config.block
+        assert "bar.sync" not in loop
+        assert "shared" not in loop
+    else:
+        assert len(re.findall(r"cp\.async\.cg\S* .*0x10", loop)) >= config.block
+    assert stack_bytes(result) == 0
+
+
+def test_programmatic_launch_fetches_weights_before_it_waits(compiled):
+    from hasten.ops.linear.triton_gemv import one_row_plain
+
+    types = operand_types(16, 0, False, "bf16") | {"x": "*i32", "eps": "fp32", "offset": "fp32"}
+    constants = {"XBITS": 16, "GBITS": 16, "HALF": False, "NORM": 0, "ACTIVATION": 0, "GATED": False}
+    constants |= {"BLOCK": 4, "T": 128, "STAGES": 3, "PDL": True}
+    code = compiled(one_row_plain, types, constants).asm["ptx"]
+    assert code.index("prefetch.global.L2") < code.index("griddepcontrol.wait") < code.index("cp.async")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("rows", [16, 64, 256])
+@pytest.mark.parametrize(("bits", "group_size", "zeros"), FORMATS[:-1])
+def test_product_of_several_rows(compiled, dtype, rows, bits, group_size, zeros):
+    from hasten.ops.linear.triton_choice import choose_several_rows
+    from hasten.ops.linear.triton_gemm import several_rows
+
+    config = choose_several_rows(bits, group_size, rows, 4096, 4096)
+    types = operand_types(bits, group_size, zeros, dtype)
+    types |= {"x": f"*{dtype}", "rows": "i32", "steps_per_split": "i32"}
+    types |= {"parts": "*fp32", "counters": "*i32"} if config.splits > 1 else {}
     constants = {
         "BITS": bits,
-        "GROUPED": grouped,
-        "ONE_ROW": one_row,
-        "M": 1 if one_row else 16,
-        "rows": 1,
-        "BLOCK_N": config.block_n,
-        "BLOCK_J": config.block_j,
+        "GROUP": group_size,
+        "HALF": dtype == "fp16",
+        "ACTIVATION": 1,
+        "GATED": True,
+        "N": config.n,
+        "M": config.m,
+        "CHUNKS": config.chunks,
+        "SPLIT": config.splits > 1,
         "STAGES": config.stages,
+        "SCALED": config.scaled,
+        "WHOLE": True,
         "WIDE": False,
+        "PDL": False,
     }
-    code = compiled(product, types, constants).asm["ptx"]
-    # The weights come 16 bytes a thread, some steps ahead; the tensor cores multiply several rows.
-    if (block_j, one_row) != (32, False):  # there Triton 3.7 takes 8 bytes, whatever the tile
-        assert "cp.async.cg.shared.global" in code or "ld.global.v4.b32" in code
-    assert ("wgmma" in code or "mma.sync" in code) != one_row
-    # Nothing is kept in local memory: the tile fits into the registers.
-    assert not re.search(r"(ld|st)\.local", code)
+    options = {"num_warps": config.threads // 32, "num_stages": config.stages}
+    result = compiled(several_rows, types, constants, options)
+    code = result.asm["ptx"]
+    assert "wgmma" in code
+    assert "mma.sync" not in code
+    assert "cp.async.cg.shared.global" in code, "weights come 16 bytes a thread, some steps ahead"
+    assert result.metadata.shared <= 227 << 10
+    assert stack_bytes(result) == 0
+    # Weights are words in shared memory and are spread in registers: never stored as 16-bit numbers.
+    assert not re.search(r"st\.shared\S*", code[code.index("wgmma") : code.rindex("wgmma.mma_async")])
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_adding_the_parts(compiled, bias):
-    from hasten.ops.linear.triton_kernels import add_splits
+@pytest.mark.parametrize("kernel", ["norm", "activation"])
+def test_beside_products_of_many_rows(compiled, kernel):
+    from hasten.ops.linear.triton_rows import activate_rows, norm_row
 
-    types = {"parts": "*fp32", "out": "*bf16", "size": "i32", "n_size": "i32"} | ({"bias": "*fp32"} if bias else {})
-    assert compiled(add_splits, types, {"SPLITS": 4, "BLOCK": 1024}).asm["cubin"]
-
-
-@pytest.mark.parametrize(("bits", "block_j", "zeros"), [(8, 64, False), (8, 64, True), (4, 16, False)])
-def test_dequantizing(compiled, bits, block_j, zeros):
-    from hasten.ops.linear.triton_kernels import dequantize
-
-    types = {"data": "*i8" if bits == 8 else "*u8", "scales": "*fp16", "out": "*bf16", "n_size": "i32", "k_size": "i32"}
-    types |= {"zeros": "*i8"} if zeros else {}
-    constants = {"BITS": bits, "GROUPED": bits == 4 or zeros, "BLOCK_N": 32, "BLOCK_J": block_j}
-    assert compiled(dequantize, types, constants).asm["cubin"]
+    if kernel == "norm":
+        types = {"x": "*fp32", "weight": "*bf16", "out": "*bf16", "k_size": "i32", "eps": "fp32", "offset": "fp32"}
+        code = compiled(norm_row, types, {"CENTRED": False, "BLOCK": 4096}).asm["ptx"]
+        assert "ld.global.v4" in code
+    else:
+        types = {"y": "*bf16", "out": "*bf16", "size": "i32", "outputs": "i32", "n_size": "i32"}
+        assert compiled(activate_rows, types, {"ACTIVATION": 1, "GATED": True, "BLOCK": 1024}).asm["cubin"]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("source", ["mask", "view", "table", "int8 table", "all keys"])
+@pytest.mark.parametrize("source", ["mask", "all keys"])
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (8, 64), (8, 256)])
 def test_decode_attention(compiled, dtype, source, group, head_dim):
     from hasten.ops.attention.triton_kernels import attend
 
-    integers = ("keys", "splits", "blocks", "block_size", "sequence_stride", "row_stride", "head_stride", "mask_stride")
+    integers = ("keys", "splits", "sequence_stride", "row_stride", "head_stride", "mask_stride")
     types = dict.fromkeys(("q", "k", "v"), f"*{dtype}") | dict.fromkeys(("parts", "peaks", "sums"), "*fp32")
     types |= dict.fromkeys(integers, "i32") | {"scale": "fp32"}
-    int8 = source == "int8 table"
-    if int8:
-        types |= {"k": "*i8", "v": "*i8", "k_scales": "*fp32", "v_scales": "*fp32"}
-    given = {"mask": ["mask"], "view": ["first", "lengths"], "all keys": []}.get(source, ["lengths", "table"])
-    types |= {name: "*i1" if name == "mask" else "*i64" for name in given}
+    types |= {"mask": "*i1"} if source == "mask" else {}
     constants = {
         "GROUP": group,
         "GROUP_SIDE": 16,
@@ -119,13 +199,12 @@ def test_decode_attention(compiled, dtype, source, group, head_dim):
         "D_SIDE": head_dim,
         "KEYS": 128,
         "BLOCK": 64 if head_dim <= 128 else 32,
-        "WINDOW": 100 if source == "view" else 0,
+        "WINDOW": 100 if source == "all keys" else 0,
         "SOFTCAP": 30.0 if source == "all keys" else 0.0,
     }
     result = compiled(attend, types, constants)
     assert "mma" in result.asm["ptx"]
-    if not int8:  # rows of D + 4 bytes begin anywhere
-        assert re.search(r"cp\.async\.cg\.shared\.global|ld\.global\S*\.v4", result.asm["ptx"])
+    assert re.search(r"cp\.async\.cg\.shared\.global|ld\.global\S*\.v4", result.asm["ptx"])
     assert result.metadata.shared <= 227 << 10  # bytes that a program of a Hopper GPU can have
 
 
@@ -161,10 +240,10 @@ def test_add_norm(compiled):
 
     wide = dict.fromkeys(("stream", "branch_bias", "weight", "bias", "total", "means", "scales"), "*fp32")
     types = wide | {"branch": "*bf16", "normed": "*bf16", "width": "i32", "eps": "fp32", "offset": "fp32"}
-    check_streams(compiled(forward_kernel, types, {"CENTRED": True, "BLOCK": 1024}, {"width"}).asm["ptx"])
+    check_streams(compiled(forward_kernel, types, {"CENTRED": True, "BLOCK": 1024}, multiples={"width"}).asm["ptx"])
     wide = dict.fromkeys(("d_total", "total", "means", "scales", "weight", "d_stream", "parts"), "*fp32")
     types = wide | {"d_normed": "*bf16", "d_branch": "*bf16", "rows": "i32", "width": "i32", "offset": "fp32"}
-    check_streams(compiled(backward_kernel, types, {"CENTRED": True, "BLOCK": 1024}, {"width"}).asm["ptx"])
+    check_streams(compiled(backward_kernel, types, {"CENTRED": True, "BLOCK": 1024}, multiples={"width"}).asm["ptx"])
 
 
 def test_bias_gelu(compiled):
@@ -172,7 +251,7 @@ def test_bias_gelu(compiled):
 
     tile = {"ROWS": 4, "COLUMNS": 512}
     types = {"z": "*bf16", "bias": "*fp32", "out": "*bf16", "rows": "i32", "width": "i32"}
-    check_streams(compiled(forward_kernel, types, tile, {"width"}).asm["ptx"])
+    check_streams(compiled(forward_kernel, types, tile, multiples={"width"}).asm["ptx"])
     types = {
         "d_out": "*bf16",
         "z": "*bf16",
@@ -182,7 +261,7 @@ def test_bias_gelu(compiled):
         "rows": "i32",
         "width": "i32",
     }
-    check_streams(compiled(backward_kernel, types, tile, {"width"}).asm["ptx"])
+    check_streams(compiled(backward_kernel, types, tile, multiples={"width"}).asm["ptx"])
 
 
 def test_rows_to_fp8(compiled):
@@ -197,7 +276,7 @@ def test_rows_to_fp8(compiled):
             {"d_out": "*bf16", "z": "*bf16", "bias": "*fp32", "dz": "*bf16", "parts": "*fp32", "rows": "i32"},
         ),
     ):
-        code = compiled(kernel, types | narrow, sizes, {"width"}, 8).asm["ptx"]
+        code = compiled(kernel, types | narrow, sizes, {"num_warps": 8}, multiples={"width"}).asm["ptx"]
         check_streams(code)
         assert "e4m3x2" in code
 

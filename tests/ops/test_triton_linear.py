@@ -9,7 +9,7 @@ from hasten.ops import triton_support
 from hasten.ops.linear import BFLOAT16, KERNELS, LinearRequest, int4_format
 from hasten.ops.picker import explain
 from linear_cases import make_weight
-from triton_cases import check_linear, needs_gpu, run_interpreted
+from triton_cases import FUSED_CASES, check_fused, check_linear, needs_gpu, run_interpreted
 
 
 @pytest.mark.slow
@@ -76,3 +76,40 @@ def test_on_a_gpu(rows, format):
         weight = make_weight(*size, format=format[0], group_size=format[1], symmetric=format[2])
         for dtype in (torch.bfloat16, torch.float16):
             check_linear(weight, rows=rows, dtype=dtype, with_bias=True, device="cuda")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 70, 300])
+@pytest.mark.parametrize(
+    "format", [("int8", 0, True), ("int8", 32, False), ("int4", 32, True), ("int4", 128, False), ("bfloat16", 0, True)]
+)
+def test_norm_activation_and_residual_on_a_gpu(rows, format):
+    for size in ((128, 328), (4096, 4096), (1408, 5632)):
+        for case in FUSED_CASES:
+            check_fused(format, n=size[0], k=size[1], rows=rows, device="cuda", **case)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_products_in_a_graph_give_the_same_bits():
+    from hasten.ops.linear import NormArguments, PackedLinear, fused_linear
+
+    weight = make_weight(4096, 4096, group_size=32).map(lambda tensor: tensor.cuda())
+    operands = PackedLinear.from_weight(weight, kernel="triton").operands
+    norm = NormArguments(torch.rand(4096, device="cuda").bfloat16(), None, 1e-5)
+    for rows in (1, 16, 64):
+        x = torch.randn(rows, 4096, device="cuda")
+
+        def step(x=x):
+            y = fused_linear(x, operands, norm=norm, residual=x, out_dtype=torch.bfloat16)
+            return fused_linear(y, operands, norm=norm, activation="silu", gated=True, out_dtype=torch.bfloat16)
+
+        first = step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = step()
+        for _ in range(5):  # whichever program of a tile comes last, the parts are added in the same order
+            graph.replay()
+            assert torch.equal(again, first)

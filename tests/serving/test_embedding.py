@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import hasten
+from hasten.engine.runner import ModelRunner
 from hasten.model.context import training_context
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.native import library
-from hasten.serving.model_runner import ModelRunner, embed
+from hasten.serving.model_runner import embed
 from references import tiny_llama
 
 TOKENS = torch.randint(3, 250, (1, 48), generator=torch.Generator().manual_seed(0))

@@ -289,7 +289,7 @@ def _inference(subject: Subject) -> InferenceUse:
         batch_size=batch,
         length=options.length,
         new_tokens=options.new_tokens,
-        step=min(settings.token_budget if served else LARGEST_PREFILL, prompts),
+        step=min(settings.budget if served else LARGEST_PREFILL, prompts),
         weights=weight_bytes(config, options.weights) if stored is None else stored.stored_bytes(),
         dtype=dtype,
         integers=_integers(options, subject.weights, subject.device.kind, dtype),

@@ -130,7 +130,7 @@ class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
             target = EngineTarget(self.start_engine(model, model.tokenizer))
             facts = {"in_process": True, "dtype": self.dtype, "quantize": self.quantize}
             facts["model"] = self.shape or str(self.model).rstrip("/").rsplit("/", 1)[-1]
-            facts |= {"max_sequences": self.engine.max_sequences, "token_budget": self.engine.token_budget}
+            facts |= {"max_sequences": self.engine.max_sequences, "token_budget": self.engine.budget}
             facts["draft"] = self.draft.rstrip("/").rsplit("/", 1)[-1]
         summaries, requests = [], []
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hasten.cli.explain_attention import ExplainAttention
 from hasten.cli.options import JsonOption, ModelOptions, parse
@@ -29,20 +29,25 @@ class ExplainModel(JsonOption, ModelOptions):
 
     json: str | None = None
     """Write {"precision": {dtype, reason}, "operators": [{layer, operator, kernel, others: [{kernel, reason}]}],
-    "measured": {comparison: {name: seconds}}} to this file; "-": to stdout."""
+    "uncaptured": why decode steps are no CUDA graphs in serving, or null, "measured": {comparison: {name: seconds}}} to
+    this file; "-": to stdout."""
 
     def run(self) -> None:
+        from hasten.engine.runner import capture_refusal
         from hasten.model.binding import explain
         from hasten.model.wide import precision_of
 
         model = self.load()
-        bindings, precision = explain(model), precision_of(model)
+        bindings, precision, uncaptured = explain(model), precision_of(model), capture_refusal(model)
         operators = [asdict(binding) for binding in bindings]
-        found = {"precision": precision.to_json(), "operators": operators, "measured": known()}
+        found: dict[str, Any] = {"precision": precision.to_json(), "operators": operators}
+        found |= {"uncaptured": uncaptured, "measured": known()}
         if not self.write(found):
             return
         print(f"precision: {precision}")
         print_kernels(bindings)
+        how = "captured as CUDA graphs" if uncaptured is None else f"not captured: {uncaptured}"
+        print(f"decode steps in serving: {how}")
 
 
 def print_kernels(bindings: Iterable[Binding]) -> None:

@@ -22,15 +22,18 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOp
     prompt_ids: tuple[int, ...] = ()
     """A prompt as token ids instead, for a folder without a tokenizer."""
     compile: bool = False
-    """Compile the model's blocks first (some seconds), for long answers."""
+    """Compile the model's blocks first (some seconds), for long answers; blocks fused for a GPU need no compiling."""
 
     def run(self) -> None:
         if bool(self.prompt) == bool(self.prompt_ids):
             raise ConfigError("give one of --prompt TEXT and --prompt-ids ID …, and not both")
         texts = [sys.stdin.read() if text == "-" else text for text in self.prompt]
         prompts: list[Any] = [list(self.prompt_ids)] if self.prompt_ids else texts
-        # Compiled blocks are PyTorch's path; the fused ones are the other.
-        model = (replace(self, fuse=False) if self.compile else self).load()
+        from hasten.machine import resolve_device
+
+        # Compiled blocks are PyTorch's path; the fused ones are the other. On a GPU those come first.
+        on_cpu = resolve_device(self.device).type == "cpu"
+        model = (replace(self, fuse=False) if self.compile and on_cpu else self).load()
         from hasten.generation.generate import Generation, Timing
         from hasten.generation.speculation import make_speculator
 

@@ -160,7 +160,7 @@ class LoadOptions:
     quantize: Literal["none", "int8", "int4"] = "none"
     """Round the weights after loading; `hasten quantize` does it once, has more settings and keeps the result."""
     fuse: bool = True
-    """Run the native fused kernels where they fit (bfloat16 or quantized, on a CPU)."""
+    """Run the fused kernels where they fit: on a CPU in bfloat16 or quantized, on a GPU in 16 bits or quantized."""
 
     def load(self) -> Transformer:
         """Load the model onto the device, with the threads and the seed set, quantized and fused as asked."""
@@ -249,12 +249,15 @@ class EngineOptions:
         """The engine of a loaded model, with its cache and its thread. adapters: folders by their names. secret: of
         the keys of its blocks.
         """
+        from hasten.engine.batch import SIZES
         from hasten.serving.async_engine import AsyncEngine
         from hasten.serving.llm import make_engine
 
         settings = self.engine
         if self.cache_gib is not None:
             settings = replace(settings, cache_bytes=int(self.cache_gib * 2**30))
+        if settings.capture_sizes is None:
+            settings = replace(settings, capture_sizes=SIZES)
         drafting = self.drafting(model) if isinstance(self, DraftOptions) else {}
         return AsyncEngine(make_engine(model, tokenizer, settings, adapters=adapters, secret=secret, **drafting))
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hasten.generation.layout import to_device
 from hasten.generation.params import SamplingParams
 from hasten.generation.sampling import History, RowParams, banned_ends, next_tokens, process
 from hasten.generation.stopping import stop_ids
@@ -64,6 +65,15 @@ class BatchSampler:
         if self._history is not None:
             self._history.observe(tokens, rows=rows)
         return tokens
+
+    @property
+    def capturable(self) -> bool:
+        """Whether `next_tokens_at` serves: no row has a penalty or a least length."""
+        return self._history is None and not any(row.min_new_tokens for row in self._params)
+
+    def next_tokens_at(self, logits: Tensor, steps: Tensor) -> Tensor:
+        """As `next_tokens` of all rows, with steps (B,) int64 on the device: for captured steps."""
+        return next_tokens(logits, self._rows, steps=steps)
 
     def take(
         self,
@@ -160,7 +170,7 @@ class BatchSampler:
         if min(steps) == max(steps):  # as in `generate`: no copy to a GPU, which would wait there for the logits
             at = torch.full((len(steps),), steps[0], device=self._device)
         else:
-            at = torch.tensor(steps, device=self._device)
+            at = to_device(list(steps), self._device)
         return next_tokens(logits, settings, steps=at, history=history, banned=banned)
 
     def _settings(self, rows: Sequence[int] | None, steps: Sequence[int]) -> tuple[RowParams, Tensor | None]:

@@ -56,11 +56,13 @@ def prefix_keys(tokens: Sequence[int], *, block_size: int, secret: bytes, salt: 
         yield key
 
 
-@dataclass(slots=True)
-class _SequenceBlocks:
-    """Positions below `held` have (or get in this step) their keys; those up to `room` may be written.
+@dataclass(slots=True, eq=False)
+class SequenceBlocks:
+    """A sequence's blocks, read as its block table: blocks that left the attention window point to the first one kept.
 
-    The first `left` entries of block_table are of blocks that no query looks back to any more: others may have them.
+    Positions below `held` have (or get in this step) their keys; those up to `room` may be written. The first `left`
+    entries of block_table are of blocks that no query looks back to any more: others may have them. edits: how often
+    entries were replaced or removed, so that a copy of the table can be kept and extended.
     """
 
     block_table: list[int]
@@ -69,6 +71,18 @@ class _SequenceBlocks:
     room: int
     asked: int  # tokens of the prompt, until they are counted
     left: int = 0
+    edits: int = 0
+
+    def __len__(self) -> int:
+        return len(self.block_table)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
+
+    def __getitem__(self, part: slice) -> list[int]:
+        if not self.left:
+            return self.block_table[part]
+        return (self.own[:1] * self.left + self.own)[part]
 
     @property
     def own(self) -> list[int]:
@@ -108,7 +122,7 @@ class BlockManager:
         if blocks < 1 or block_size < 1:
             raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
         self.blocks, self.block_size, self.prefix_cache, self.reach = blocks, block_size, prefix_cache, reach
-        self._sequences: dict[int, _SequenceBlocks] = {}
+        self._sequences: dict[int, SequenceBlocks] = {}
         self._step: set[int] = set()  # sequences that were told as written and are not computed yet
         self._references = [0] * blocks
         self._keys: list[bytes | None] = [None] * blocks
@@ -152,7 +166,7 @@ class BlockManager:
             chain.append(key)
             table.append(block)
         held = len(table) * self.block_size
-        own = self._sequences[sequence] = _SequenceBlocks(table, chain, held, held, len(tokens), self._passed(held))
+        own = self._sequences[sequence] = SequenceBlocks(table, chain, held, held, len(tokens), self._passed(held))
         for block in own.own:
             self._refer(block)
         return held
@@ -182,6 +196,7 @@ class BlockManager:
             source, target = own.block_table[index], self._take()
             self._leave(source)
             own.block_table[index] = target
+            own.edits += 1
             copies.append((source, target))
         self._stats.copied_blocks += len(copies)
         for block in self._tail(own, length):
@@ -235,7 +250,7 @@ class BlockManager:
         for block in own.own:
             self._refer(block)
         tables = own.block_table.copy(), own.chain.copy()
-        self._sequences[child] = _SequenceBlocks(*tables, own.held, own.held, 0, own.left)
+        self._sequences[child] = SequenceBlocks(*tables, own.held, own.held, 0, own.left)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the positions from `length` on (rejected guesses) and give back the blocks behind them.
@@ -260,6 +275,10 @@ class BlockManager:
         """The sequence's blocks in order (a copy), the first that it still has in the place of those that it left."""
         left, own = self._sequences[sequence].left, self._sequences[sequence].own
         return own[:1] * left + own
+
+    def table(self, sequence: int) -> SequenceBlocks:
+        """The same as it is now and will be, not to be changed."""
+        return self._sequences[sequence]
 
     def count(self, sequence: int) -> int:
         """How many blocks it has."""
@@ -299,23 +318,25 @@ class BlockManager:
         """The first so many blocks are those to which no query from position `held` on looks back."""
         return 0 if self.reach is None else max(0, held - self.reach + 1) // self.block_size
 
-    def _missing(self, own: _SequenceBlocks, length: int) -> int:
+    def _missing(self, own: SequenceBlocks, length: int) -> int:
         return max(0, -(-length // self.block_size) - len(own.block_table))
 
-    def _tail(self, own: _SequenceBlocks, length: int) -> list[int]:
+    def _tail(self, own: SequenceBlocks, length: int) -> list[int]:
         """The blocks it has in which positions held … length - 1 lie."""
         return own.block_table[own.held // self.block_size : -(-length // self.block_size)] if own.held < length else []
 
-    def _shared_tail(self, own: _SequenceBlocks, length: int) -> list[int]:
+    def _shared_tail(self, own: SequenceBlocks, length: int) -> list[int]:
         """Of these, the indices in its table of those that others refer to too."""
         first = own.held // self.block_size
         return [first + i for i, block in enumerate(self._tail(own, length)) if self._references[block] > 1]
 
-    def _shorten(self, own: _SequenceBlocks, length: int) -> None:
+    def _shorten(self, own: SequenceBlocks, length: int) -> None:
         keep = -(-length // self.block_size)
-        for block in reversed(own.block_table[keep:]):
-            self._leave(block)
-        del own.block_table[keep:]
+        if keep < len(own.block_table):
+            for block in reversed(own.block_table[keep:]):
+                self._leave(block)
+            del own.block_table[keep:]
+            own.edits += 1
         own.held, own.room = min(own.held, length), length
         del own.chain[1 + own.held // self.block_size :]
 

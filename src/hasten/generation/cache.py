@@ -188,7 +188,7 @@ class StaticCache:
         read = self.rows if read is None else min(read, self.rows)
         made = self._masks(positions, read, fresh) if masks else [None] * len(self.windows)
         where = (slots.flatten(), self._query_start_loc[tokens], seq_lens, self.first_slots)
-        metadata = AttentionMetadata(*where, rows=self.row_format)
+        metadata = AttentionMetadata(*where, rows=self.row_format, max_query=tokens, longest=self.rows)
         if around:
             table = self.first_slots[:, None] // self.rows
             metadata = metadata._replace(first_slots=None, block_table=table, block_size=self.rows)

@@ -19,22 +19,37 @@ _STATIC_STEP = 128
 _PREFILL_TOKENS = 4096
 
 
+def static_capacity(model: Transformer, capacity: int) -> int:
+    """The capacity of a static decoder for so many tokens: one of few sizes, because each is compiled for."""
+    rounded = -(-capacity // _STATIC_STEP) * _STATIC_STEP
+    return max(capacity, min(rounded, model.config.max_positions))
+
+
 class Decoder:
     """B sequences that grow together; row b has `lengths[b]` tokens in the cache."""
 
     def __init__(
-        self, model: Transformer, *, batch: int, capacity: int, static: bool = False, kv_cache_dtype: str = "auto"
+        self,
+        model: Transformer,
+        *,
+        batch: int,
+        capacity: int,
+        static: bool = False,
+        kv_cache_dtype: str = "auto",
+        cache: StaticCache | None = None,
     ) -> None:
-        """capacity: tokens a sequence can hold. static: every decode step has the same shapes (for compiled blocks)."""
+        """capacity: tokens a sequence can hold. static: every decode step has the same shapes (for compiled blocks).
+
+        cache: of another decoder of the model that is no longer used, with the same rows and room enough.
+        """
         self.model = model
-        self.static = static
-        if static:  # few different sizes, because each is compiled for
-            rounded = -(-capacity // _STATIC_STEP) * _STATIC_STEP
-            capacity = max(capacity, min(rounded, model.config.max_positions))
+        self.static, self.kv_cache_dtype = static, kv_cache_dtype
+        if static:
+            capacity = static_capacity(model, capacity)
         # longrope has one set of frequencies for sequences within the pretraining context and one for longer ones: a
         # sequence that grows past it is computed anew, for which its tokens must be known; in one step.
         self._rescale_at = next((r.original_positions for r in model.config.ropes if r.scaling == "longrope"), None)
-        self.cache = StaticCache(
+        self.cache = cache or StaticCache(
             model.config,
             batch=batch,
             capacity=capacity,
@@ -133,6 +148,15 @@ class Decoder:
         if self._rescale_at is not None:
             self._history = [[*h[:n], *t] for h, n, t in zip(self._history, self.lengths, tokens, strict=True)]
         return self._append([list(row) for row in tokens], every=True)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the host has to know the tokens of a step before the next one."""
+        return self._rescale_at is not None
+
+    def undo(self, rows: Sequence[bool]) -> None:
+        """Take back the latest token of some of the rows, which `decode` appended."""
+        self.truncate([length - on for length, on in zip(self.lengths, rows, strict=True)])
 
     def room(self, row: int) -> int:
         """How many tokens a draft of a row may have that `verify` takes beside its next token."""

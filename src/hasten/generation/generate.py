@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.generation.ahead import Draws, Reading, draws_of, runs_ahead
 from hasten.generation.batch_sampler import BatchSampler
 from hasten.generation.decoder import Decoder
-from hasten.generation.graphs import fastest_decoder
+from hasten.generation.graphs import fastest_decoder, keep
 from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import Prompt, encode_prompts, end_ids, fit, params_of
 from hasten.generation.speculation import Accept, Speculator, Text, make_speculator
@@ -149,6 +151,7 @@ class Generation:
         self.timing = timing if timing is not None else Timing()
         capacity = max(len(p) + row.max_new_tokens for p, row in zip(self.prompts, self.params, strict=True))
         self.reused = reused
+        self._own_decoder = decoder is None
         self.decoder = decoder or fastest_decoder(
             model, batch=len(self.prompts), capacity=capacity, compiled=compiled, kv_cache_dtype=kv_cache_dtype
         )
@@ -174,18 +177,70 @@ class Generation:
             yield from (text for _, _, text in step if text)
 
     def __iter__(self) -> Iterator[list[tuple[int, int, str]]]:
+        ahead = self.speculator is None and runs_ahead(self.decoder)
         try:
-            yield from self._steps()
+            yield from self._steps_ahead() if ahead else self._steps()
         finally:  # closed early, too
+            if self._own_decoder:
+                keep(self.decoder)
             for row, output in enumerate(self.outputs):
                 if self.speculator is not None and output.finish_reason is None:
                     self.speculator.end(row, self._tokens[row][len(self.prompts[row]) :])
 
+    def _sampler(self) -> BatchSampler:
+        vocabulary, device = self.model.config.vocab_size, self.model.device
+        return BatchSampler(self.params, self.prompts, eos_ids=self.eos_ids, vocab_size=vocabulary, device=device)
+
+    def _steps_ahead(self) -> Iterator[list[tuple[int, int, str]]]:
+        """`_steps` without drafts, each queued before the tokens of the one before it are read."""
+        timing, most = self.timing, [row.max_new_tokens for row in self.params]
+        draw = draws_of(self._sampler(), self.decoder)
+        start = time.perf_counter()
+        logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
+        tokens = draw(logits, [0] * len(most))
+        reading: Reading | None = Reading(tokens)
+        active, count = [True] * len(most), 0  # rows that have not ended, tokens that each of them got
+        queued: list[bool] = []  # rows of a step whose tokens nobody has read
+        try:
+            while reading is not None:
+                behind = None
+                going = [on and length > count + 1 for on, length in zip(active, most, strict=True)]
+                if count and any(going):  # the first token is not kept waiting for the capture of a step
+                    behind, tokens = self._queue(draw, tokens, going, count + 1)
+                    queued = going
+                taken = reading.wait()
+                now = time.perf_counter()
+                count += 1
+                pushed = [one for row, on in enumerate(active) if on for one in self._push(row, [taken[row]])]
+                active = [output.finish_reason is None for output in self.outputs]
+                if timing.first_token == 0.0:
+                    timing.prefill_tokens += sum(len(p) - self.reused for p in self.prompts)
+                    timing.prefill_seconds += now - start
+                    timing.first_token = now - timing.started
+                else:
+                    timing.decode_seconds += time.perf_counter() - start
+                    timing.decode_tokens += len(pushed)
+                if any(over := [ran and not on for ran, on in zip(queued, active, strict=False)]):
+                    self.decoder.undo(over)
+                    queued = [ran and on for ran, on in zip(queued, active, strict=True)]
+                yield pushed
+                start = time.perf_counter()
+                if behind is None and any(active):
+                    behind, tokens = self._queue(draw, tokens, active, count)
+                    queued = active
+                reading = behind if any(active) else None
+                queued = [] if reading is behind else queued
+        finally:  # closed early, with a step on its way
+            if any(queued):
+                self.decoder.undo(queued)
+
+    def _queue(self, draw: Draws, tokens: Tensor, going: list[bool], count: int) -> tuple[Reading, Tensor]:
+        """Queue the step after these tokens and the draw from its logits, when each row has got `count` tokens."""
+        tokens = draw(self.decoder.decode(tokens, active=going), [count] * len(going))
+        return Reading(tokens), tokens
+
     def _steps(self) -> Iterator[list[tuple[int, int, str]]]:
-        timing, vocabulary = self.timing, self.model.config.vocab_size
-        sampler = BatchSampler(
-            self.params, self.prompts, eos_ids=self.eos_ids, vocab_size=vocabulary, device=self.model.device
-        )
+        timing, sampler = self.timing, self._sampler()
         start = drafted = time.perf_counter()
         logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
         drafts: list[list[int]] = []

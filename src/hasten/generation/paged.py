@@ -8,28 +8,20 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.generation.cache import key_value_memory
+from hasten.generation.layout import RaggedLayout
+from hasten.generation.layout import Rows as Rows
 from hasten.generation.sparse import SparseMasks
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat
-from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup, groups_of
+from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup
 from hasten.ops.attention.view import AttentionMetadata, KVView, StackView
 from hasten.ops.picker import pick
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """`count` tokens of one sequence, at positions start … start + count - 1; block_table: its blocks in order."""
-
-    block_table: Sequence[int]
-    start: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +95,7 @@ class PagedCache:
         self.row_format = row_format
         request = AttentionRequest(spec=spec, device=self.device, dtype=dtype, cache_bits=row_format.bits)
         self.kernel = pick(PAGED_KERNELS, replace(request, block_mask=config.attention_pattern is not None))
+        self._last: tuple[RaggedLayout | None, PagedStep | None] = (None, None)
 
     @staticmethod
     def bytes_per_block(
@@ -129,46 +122,39 @@ class PagedCache:
     def step(self, rows: Sequence[Rows]) -> PagedStep:
         """The context of a call model(tokens (1, N), step.positions, step): the rows' tokens end to end.
 
-        The tables must have room for their tokens; nobody else may be reading the blocks that are written.
+        The tables must have room for their tokens; nobody else may be reading the blocks that are written. Where the
+        rows are those of the last step with one token more each, and their tables are `SequenceBlocks`, the last step
+        is moved on: it is not to be used afterwards.
         """
-        size = self.block_size
-        context_lens = np.array([row.start for row in rows], dtype=np.int64)
-        query_lens = np.array([row.count for row in rows], dtype=np.int64)
-        seq_lens = context_lens + query_lens
-        needed = -(-seq_lens // size)
-        block_table = np.zeros((len(rows), needed.max()), dtype=np.int64)
-        for row, own, blocks in zip(block_table, rows, needed, strict=True):
-            held = own.block_table
-            assert own.count > 0, "a sequence without tokens has no part in a step"
-            assert len(held) >= blocks, f"{own.start + own.count} tokens in {len(held)} blocks of {size}"
-            row[:blocks] = held[:blocks]
-        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(query_lens, out=query_start_loc[1:])
-        of = np.repeat(np.arange(len(rows)), query_lens)  # (N,) sequences
-        positions = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1] - context_lens, query_lens)
-        slot_mapping = block_table[of, positions // size] * size + positions % size
+        layout, last = self._last
+        if layout is None or not layout.advance(rows):
+            layout, last = RaggedLayout(rows, self.block_size), None
+        if last is None or self.device.type != "cpu":
+            last = self._laid_out(layout)
+        self._last = layout, None if self.config.attention_pattern is not None else last
+        return last
 
-        def there(numbers: np.ndarray) -> Tensor:
-            return torch.from_numpy(numbers).to(self.device)
+    def _laid_out(self, layout: RaggedLayout) -> PagedStep:
+        positions, slots, query_start_loc, seq_lens, table = layout.on(self.device)
 
-        @functools.cache  # for all layers, and only where a kernel asks for it
-        def groups() -> list[PagedGroup]:
-            found = groups_of(query_start_loc, seq_lens, block_table, size)
-            return [PagedGroup(*(t.to(self.device) for t in group[:3])) for group in found]
+        def groups() -> list[PagedGroup]:  # for all layers, and only where a kernel asks for it
+            return layout.groups(lambda t: t.to(self.device))
 
         metadata = AttentionMetadata(
-            there(slot_mapping),
-            there(query_start_loc),
-            there(seq_lens),
+            slots,
+            query_start_loc,
+            seq_lens,
             first_slots=None,
-            block_table=there(block_table),
-            block_size=size,
+            block_table=table,
+            block_size=self.block_size,
             rows=self.row_format,
+            max_query=layout.most,
+            longest=table.shape[1] * self.block_size,
         )
-        sparse = self._sparse(int(seq_lens.max()))
+        sparse = self._sparse(layout.longest)
         seen = sparse.native if sparse is not None and self.kernel.name == "native" else []
         shown = [groups] * len(self.k) if sparse is None or seen else self._masked(groups(), sparse)
-        return PagedStep(StackView(self.k, self.v, metadata, seen), there(positions[None]), self.kernel.run, shown)
+        return PagedStep(StackView(self.k, self.v, metadata, seen), positions[None], self.kernel.run, shown)
 
     def _sparse(self, longest: int) -> SparseMasks | None:
         """What the model's pattern, if it has one, shows of texts of so many tokens."""

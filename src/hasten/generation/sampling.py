@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
-from hasten.ops.draw import draw, largest
+from hasten.ops.draw import draw, largest, least_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +217,8 @@ def keep_most_likely(x: Tensor, rows: RowParams) -> Tensor:
     Both keep every token that is at least as likely as the last one kept, so equal logits share one fate. (Hugging Face
     does so for top-k; its top-p takes equal ones in the order its sort leaves them.) x: (B, V) float32.
     """
+    if (least := least_kept(x, rows.top_k, rows.top_p)) is not None:
+        return x.masked_fill(x < least, -math.inf)
     few = rows.top_p is None or rows.every_row_top_k
     ordered = largest(x, rows.max_top_k) if few else _most_likely(x, rows)  # (B, K or V), descending
     if rows.top_k is not None:

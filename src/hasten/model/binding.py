@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.model.fused import FusedBlock, fuse, refusal, unfuse, waits
+from hasten.model.fused import FusedSteps, fuse, refusal, unfuse, waits
 from hasten.model.transformer import Attention, Transformer, require_model
 from hasten.ops import attention as attention_operator
 from hasten.ops import picker
@@ -62,7 +62,7 @@ def explain(model: Transformer) -> list[Binding]:
     against_fused = refusal(model)
     bindings = []
     for layer, block in enumerate(model.blocks):
-        if isinstance(block, FusedBlock):
+        if isinstance(block, FusedSteps):
             readable = Refusal("readable", "the fused steps come first")
             bindings.append(Binding(layer, "block", "fused", [readable]))
             others = [Refusal(k.name, "the fused steps bring their own attention") for k in attention_operator.KERNELS]

@@ -25,15 +25,20 @@ class PlainLayer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
         return attention(q, k, v, mask=self.mask, intervals=self.intervals, dropout=dropout)
 
-    def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
-        """A cache for just this call, for a kernel that writes and reads one itself (on the CPU, in bfloat16)."""
+    def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int, like: Tensor | None = None) -> KVView:
+        """A cache for just this call, for a kernel that writes and reads one itself.
+
+        like: a tensor of its device and dtype; by default it is on the CPU, in bfloat16.
+        """
         if isinstance(self.mask, Tensor) or self.intervals is not None:
             raise ConfigError("the fused kernels know no packed documents; give each its own row, or load unfused")
         rows = batch * tokens
-        k = torch.zeros(rows + 1, kv_heads, head_dim, dtype=torch.bfloat16)
-        first_rows = torch.arange(batch + 1) * tokens
-        seq_lens = torch.full((batch,), tokens)
-        metadata = AttentionMetadata(torch.arange(rows), first_rows, seq_lens, first_rows[:-1])
+        like = torch.empty(0, dtype=torch.bfloat16) if like is None else like
+        k = like.new_zeros(rows + 1, kv_heads, head_dim)
+        first_rows = torch.arange(batch + 1, device=like.device) * tokens
+        seq_lens = torch.full((batch,), tokens, device=like.device)
+        slots = torch.arange(rows, device=like.device)
+        metadata = AttentionMetadata(slots, first_rows, seq_lens, first_rows[:-1], max_query=tokens, longest=tokens)
         return KVView(k, torch.zeros_like(k), metadata, None if self.mask is None else self.mask.native())
 
 

@@ -1,63 +1,40 @@
-"""Fusing: the readable block swapped for one of the same interface that calls the native fused steps.
+"""Fusing: the readable block swapped for one of the same interface that calls fused steps.
 
-The readable `Block` stays its reference. The steps: norm + q, k, v + rotary turn + cache write; attention; output +
-residual; norm + gate, up + activation; down + residual. All layers are one call where they are dense and their caches
-have the same slots, else each is one (with experts three, and the readable experts). The residual stream is float32
-between them.
+The readable `Block` stays the reference of both kinds: native code on a CPU (fused_native.py), Triton on a GPU
+(fused_cuda.py).
 """
 
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
-from typing import Any, Self
+from collections.abc import Callable, Iterable
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hasten.errors import ConfigError, HastenWarning
-from hasten.model.config import LayerConfig, ModelConfig
-from hasten.model.experts import Experts
-from hasten.model.fused_linear import (
-    fuse_qkv,
-    fusion_conflict,
-    gate_up_rows,
-    interleave_gate_up,
-    norm_arguments,
-    packed,
-    part_of,
-    plain,
-    replace_linears,
-    weight_arguments,
-)
-from hasten.model.initialize import unfilled
-from hasten.model.interfaces import Context, LayerContext
-from hasten.model.lora import AdapterChoice
-from hasten.model.sharded import ShardedTransformer, SumOfRanks
-from hasten.model.transformer import MLP, Block, Transformer, require_model
+from hasten.model.fused_block import FusedSteps
+from hasten.model.fused_cuda import CudaBlock, CudaStack, cuda_conflict, cuda_refusal, runs_triton
+from hasten.model.fused_linear import fusion_conflict, packed, plain
+from hasten.model.fused_native import FusedBlock, FusedStack, native_refusal, native_waits, settled
+from hasten.model.transformer import Block, Transformer, require_model
 from hasten.model.wide import narrow
-from hasten.ops.attention.spec import LARGEST_HEAD
-from hasten.ops.linear import BFLOAT16, PackedLinear
-from hasten.ops.linear.operator import LinearRequest, native_opt_in
-from hasten.ops.native import library, native_ops
-from hasten.ops.pages import in_large_pages, return_freed_memory
+from hasten.ops.linear import PackedLinear
+from hasten.ops.pages import return_freed_memory
 
-ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the enum in ops/block/phases.h
+__all__ = [
+    "CudaBlock",
+    "CudaStack",
+    "FusedBlock",
+    "FusedStack",
+    "FusedSteps",
+    "fuse",
+    "fuse_where_it_fits",
+    "is_fused",
+    "refusal",
+]
 
 
 def refusal(model: Transformer) -> str | None:
     """Why this model cannot be fused here, or None if it can."""
-    if model.device.type != "cpu":
-        return f"the fused steps are native CPU code; the model is on {model.device}"
-    if model.dtype != torch.bfloat16:
-        return f"the fused steps compute in bfloat16; the model is {str(model.dtype).removeprefix('torch.')}"
-    if model.config.head_dim > LARGEST_HEAD:
-        return f"the head size is {model.config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
-    if isinstance(model, ShardedTransformer) and model.group.segment is None:
-        return "the fused steps need ranks that share memory: native kernels, on one machine with Linux"
-    if library() is None:
-        return "the native kernels could not be built here (see the warning, and `hasten doctor`)"
-    return fusion_conflict(model)
+    return cuda_refusal(model) if runs_triton(model) else native_refusal(model)
 
 
 def fuse(model: Transformer) -> Transformer:
@@ -69,6 +46,8 @@ def fuse(model: Transformer) -> Transformer:
     reason = refusal(model)
     if reason is not None:
         raise ConfigError(f"this model cannot be fused: {reason}")
+    if runs_triton(model):
+        return _fuse_for_cuda(model)
     narrow(model)
     for i, block in enumerate(model.blocks):
         if isinstance(block, Block):
@@ -76,7 +55,7 @@ def fuse(model: Transformer) -> Transformer:
     del block  # else the last one would stay
     tied = isinstance(model.embedding, nn.Embedding) and model.tied
     model.head = packed(model.head)
-    _settled(model.head)  # now that the original is let go
+    settled(model.head)  # now that the original is let go
     if tied:
         model.tie()
     return_freed_memory()
@@ -85,11 +64,17 @@ def fuse(model: Transformer) -> Transformer:
     return model
 
 
+def _fuse_for_cuda(model: Transformer) -> Transformer:
+    for i, block in enumerate(model.blocks):
+        if isinstance(block, Block):
+            model.blocks[i] = CudaBlock(block)
+    model.stack = CudaStack(model)
+    return model
+
+
 def waits(model: Transformer) -> str | None:
     """Why a model that could be fused is better left as it is on this processor, or None."""
-    if model.quantization is not None:
-        return None
-    return native_opt_in(LinearRequest(device=model.device, dtype=model.dtype, format=BFLOAT16, in_features=1))
+    return None if runs_triton(model) else native_waits(model)
 
 
 def fuse_where_it_fits(model: Transformer) -> Transformer:
@@ -100,14 +85,14 @@ def fuse_where_it_fits(model: Transformer) -> Transformer:
     reason = refusal(model)
     if reason is None:
         return fuse(model) if waits(model) is None else model
-    if reason == fusion_conflict(model):
+    if reason == (cuda_conflict(model) if runs_triton(model) else fusion_conflict(model)):
         warnings.warn(f"the model runs without the fused steps, slower: {reason}", HastenWarning, stacklevel=2)
     return model
 
 
 def is_fused(model: Transformer, which: Callable[[Iterable[bool]], bool] = all) -> bool:
     """Whether all blocks, or any, are fused ones."""
-    return which(isinstance(block, FusedBlock) for block in model.blocks)
+    return which(isinstance(block, FusedSteps) for block in model.blocks)
 
 
 def unfuse(model: Transformer) -> Transformer:
@@ -117,7 +102,7 @@ def unfuse(model: Transformer) -> Transformer:
         raise ConfigError("this model has adapters, which its fused steps hold; load it anew to take it apart")
     model.stack = None
     for i, block in enumerate(model.blocks):
-        if isinstance(block, FusedBlock):
+        if isinstance(block, FusedSteps):
             model.blocks[i] = block.readable(model.config, model.config.layers[i])
     if isinstance(model.head, PackedLinear):
         tied, model.head = model.tied, plain(model.head)
@@ -126,207 +111,3 @@ def unfuse(model: Transformer) -> Transformer:
             model.tie()
     model.bind()
     return model
-
-
-class FusedBlock(nn.Module):
-    """One decoder layer in native steps (see the module's text)."""
-
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        attention = block.attention
-        self.spec = attention.spec
-        self.qkv = _settled(fuse_qkv(attention.q, attention.k, attention.v))
-        self.output = _settled(packed(attention.output))
-        self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
-        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
-        self.mlp_norm, self.mlp_post_norm = block.mlp_norm, block.mlp_post_norm
-        self.experts: nn.Module | None = None
-        self.choice: AdapterChoice | None = None  # of adapters, whose factors `factors` holds by the name of our layer
-        self.factors: dict[str, tuple[Tensor, Tensor]] = {}
-        if isinstance(block.mlp, Experts):
-            self.experts = block.mlp
-            replace_linears(self.experts, packed)
-        elif isinstance(block.mlp, MLP):
-            self.inner_size = block.mlp.up.out_features
-            self.activation = ACTIVATION_ORDER.index(block.mlp.activation_name)
-            gate = block.mlp.gate
-            self.gated = gate is not None
-            self.inner = _settled(packed(block.mlp.up) if gate is None else interleave_gate_up(gate, block.mlp.up))
-            self.down = _settled(packed(block.mlp.down))
-        self.bind()
-        self.register_load_state_dict_post_hook(_bind_again)
-
-    def bind(self) -> None:
-        """Lay out the arguments of the calls once: looking them up in modules costs more than the calls."""
-        spec, ops = self.spec, native_ops()
-        norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
-        sizes = (spec.heads, spec.head_dim, *norms)
-        scores = (spec.scale, spec.window or 0, spec.softcap or 0.0)
-
-        def weight(name: str) -> Tensor:
-            linear, factors = getattr(self, name), self.factors.get(name, (None, None))
-            return ops.plan_weight.default(linear.out_features, linear.in_features, *weight_arguments(linear), *factors)
-
-        if self.experts is None:
-            # eps, offset and centred are those of the first norm: all of a model are of one kind.
-            first = norm_arguments(self.attention_norm)
-            sums = self.attention_post_norm
-            post, mlp, mlp_post = (norm_arguments(norm)[:2] for norm in (sums, self.mlp_norm, self.mlp_post_norm))
-            ranks = sums.group.plan if isinstance(sums, SumOfRanks) else None
-            plan = ops.plan_block.default(
-                *(spec.kv_heads, *first, weight("qkv"), *sizes, *scores),
-                *(weight("output"), *post, *mlp),
-                *(weight("inner"), self.inner_size, self.gated, self.activation, weight("down"), *mlp_post),
-                ranks,
-            )
-            self._bound = SimpleNamespace(blocks=ops.blocks.default, norm_linear=ops.norm_linear.default, plan=plan)
-        else:
-            self._bound = SimpleNamespace(
-                attention_input=ops.attention_input.default,
-                input_arguments=(*norm_arguments(self.attention_norm), *weight_arguments(self.qkv), *sizes),
-                attention=ops.attention.default,
-                scores=scores,
-                linear_add=ops.linear_add.default,
-                output=weight_arguments(self.output),
-                output_norm=norm_arguments(self.attention_post_norm),
-                summed=isinstance(self.attention_post_norm, SumOfRanks),
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what holds addresses: a copy lays them out for its own tensors."""
-        return {k: v for k, v in self.__dict__.items() if k != "_bound"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.bind()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        place = fn(torch.empty(0, dtype=torch.bfloat16))
-        if place.device.type != "cpu" or place.dtype != torch.bfloat16:
-            dtype = str(place.dtype).removeprefix("torch.")
-            raise ConfigError(
-                "a fused model runs on the CPU in bfloat16 only; call hasten.unfuse(model) first, then make it "
-                f"{dtype} on {place.device}"
-            )
-        super()._apply(fn, recurse)
-        self.bind()  # `fn` may have given the tensors other memory
-        return self
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
-        """x (B, T, C) -> (B, T, C) in float32."""
-        spec, bound, x = self.spec, self._bound, x.float()
-        batch, tokens, _ = x.shape
-        view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
-        k, v, metadata, seen = view
-        if self.experts is None:
-            tables = ([], [], [-1]) if rope is None else ([rope[0]], [rope[1]], [0])
-            chosen = None if self.choice is None else self.choice.of(batch * tokens)
-            step = (metadata.slot_mapping, *metadata.to_read)
-            return bound.blocks(x, *tables, [k], [v], *step, [bound.plan], chosen, None, [] if seen is None else [seen])
-        cos, sin = rope or (None, None)  # (B, T, dim/2)
-        slots, rotated = metadata.slot_mapping, metadata.rows.rotated
-        q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, slots, rotated)  # (B·T, H, D)
-        attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores, seen)  # (B·T, H, D)
-        if bound.summed:  # by the ranks, before the norm
-            part = bound.linear_add(attended, *bound.output, torch.zeros_like(x), *norm_arguments(nn.Identity()))
-            x = x + self.attention_post_norm(part)
-        else:
-            x = bound.linear_add(attended, *bound.output, x, *bound.output_norm)
-        return x + self.mlp_post_norm(self.experts(self.mlp_norm(x)))
-
-    def readable(self, config: ModelConfig, layer: LayerConfig) -> Block:
-        """The block that this one was made of."""
-        with unfilled():
-            block = Block(config, layer)
-        block.eval()
-        for fused, parts in self.rows().items():
-            linear = getattr(self, fused)
-            for name, rows in parts.items():
-                block.set_submodule(name, plain(linear) if len(parts) == 1 else part_of(linear, rows))
-        block.attention.q_norm, block.attention.k_norm = self.q_norm, self.k_norm
-        block.attention_norm, block.attention_post_norm = self.attention_norm, self.attention_post_norm
-        block.mlp_norm, block.mlp_post_norm = self.mlp_norm, self.mlp_post_norm
-        if self.experts is not None:
-            replace_linears(self.experts, plain)
-            block.mlp = self.experts
-        block.attention.bind()  # again, now that the weights are no longer on the meta device
-        return block
-
-    def rows(self) -> dict[str, dict[str, Tensor]]:
-        """Of each fused layer the output rows that are a readable layer's, by the names of both."""
-        spec, hidden = self.spec, torch.arange(self.output.out_features)
-        heads = spec.heads, spec.kv_heads, spec.kv_heads
-        q, k, v = torch.arange(self.qkv.out_features).split([n * spec.head_dim for n in heads])
-        found = {"qkv": {"attention.q": q, "attention.k": k, "attention.v": v}, "output": {"attention.output": hidden}}
-        if self.experts is None:
-            gate, up = gate_up_rows(self.inner_size)
-            inner = {"mlp.gate": gate, "mlp.up": up} if self.gated else {"mlp.up": torch.arange(self.inner_size)}
-            found |= {"inner": inner, "down": {"mlp.down": hidden}}
-        return found
-
-
-class FusedStack:
-    """All blocks of a fused model in one native call, and its last norm and head in another.
-
-    Called in turn, each costs little; but between them the weights have swept the caches, Python's too.
-
-    times: None, or int64 (1 + 5·blocks): each call writes when the blocks began and when each of a block's PARTS
-    ended, in nanoseconds of the steady clock.
-    """
-
-    PARTS = ("qkv", "attention", "output", "inner", "down")
-
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
-        self.times: Tensor | None = None
-        self.rope_index = [layer.rope if model.config.ropes else -1 for layer in model.config.layers]
-
-    def run(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
-        """x (B, T, C) -> (B, T, C) in float32. Blocks that were hooked, swapped or patched are called one by one."""
-        blocks: list[FusedBlock] = list(self.model.blocks)  # type: ignore[arg-type]
-        cache = context.all_layers
-        if cache is None or self.opened():
-            return self.model.each_block(x, ropes, context.layers)
-        cos, sin = [table[0] for table in ropes], [table[1] for table in ropes]
-        plans = self.plans()
-        step = (cache.metadata.slot_mapping, *cache.metadata.to_read)
-        choice = blocks[0].choice
-        chosen = None if choice is None else choice.of(x.shape[0] * x.shape[1])
-        tables = (cos, sin, self.rope_index)
-        how = (plans, chosen, self.times, cache.seen)
-        return blocks[0]._bound.blocks(x.float(), *tables, cache.k, cache.v, *step, *how)
-
-    def opened(self) -> bool:
-        """Whether somebody hooked, swapped or patched a block, and so wants it to be called."""
-        return any(
-            type(block) is not FusedBlock
-            or "forward" in block.__dict__
-            or block._forward_hooks
-            or block._forward_pre_hooks
-            for block in self.model.blocks
-        )
-
-    def plans(self) -> list[Tensor]:
-        """What a native call of all blocks needs of each."""
-        return [block._bound.plan for block in self.model.blocks]  # type: ignore[union-attr, misc]
-
-    def scores(self, x: Tensor) -> Tensor:
-        """x (…, C) before the last norm -> logits (…, out features of the head) in float32."""
-        model = self.model
-        norm, head = norm_arguments(model.norm), weight_arguments(model.head)
-        first: FusedBlock = model.blocks[0]  # type: ignore[assignment]
-        return first._bound.norm_linear(x, *norm, *head, model.head.out_features)
-
-
-def _settled(linear: PackedLinear) -> PackedLinear:
-    """The layer with its weight where a decode step streams it fastest."""
-    # Ours alone: the tensor is known to the layer and to the call that counts, its memory to the tensor and this name.
-    storage = linear.data.untyped_storage()
-    own = sys.getrefcount(linear.data) == 2 and torch._C._storage_Use_Count(storage._cdata) == 2
-    linear.data = in_large_pages(linear.data, taken=own)
-    return_freed_memory()
-    return linear
-
-
-def _bind_again(block: FusedBlock, _: object) -> None:
-    block.bind()

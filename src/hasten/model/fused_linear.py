@@ -14,7 +14,7 @@ from hasten.model.sharded import SumOfRanks
 from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
 from hasten.ops.linear import BFLOAT16, PackedLinear, QuantizedWeight, request_of
 from hasten.ops.linear.layouts import PANEL, Packed
-from hasten.ops.linear.operator import native_unsupported
+from hasten.ops.linear.operator import LinearRequest, native_unsupported
 
 HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/phases.h)
 
@@ -28,8 +28,13 @@ def packed(linear: Linear) -> PackedLinear:
     return linear
 
 
-def fusion_conflict(model: Transformer) -> str | None:
-    """Which layers of a checkpoint of several formats the fused steps cannot compute, or None."""
+def fusion_conflict(
+    model: Transformer, unsupported: Callable[[LinearRequest], str | None] = native_unsupported
+) -> str | None:
+    """Which layers of a checkpoint of several formats the fused steps cannot compute, or None.
+
+    unsupported: why their products cannot serve a packed layer.
+    """
     for number, block in enumerate(model.blocks):
         if not isinstance(block, Block):
             continue
@@ -47,7 +52,7 @@ def fusion_conflict(model: Transformer) -> str | None:
             return f"they were given no adapter when they were made, and {name} has one"
         if isinstance(module, PackedLinear) and module.order is not None:
             return f"they take activations as they come, and {name} wants them in the order of its columns (desc_act)"
-        if isinstance(module, PackedLinear) and (reason := native_unsupported(module.request)) is not None:
+        if isinstance(module, PackedLinear) and (reason := unsupported(module.request)) is not None:
             return f"{name}: {reason}"
     return None
 
@@ -102,6 +107,24 @@ def interleave_gate_up(gate: Linear, up: Linear) -> PackedLinear:
     return _combined(parts, halves * PANEL, interleave)
 
 
+def joined(linears: list[Linear], order: Tensor | None = None) -> Linear:
+    """One layer of the rows of several, that do not differ (`difference`), in another order where one is given."""
+    if len(linears) == 1 and order is None:
+        return linears[0]
+    first = linears[0]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    weight = QuantizedWeight.joined([_numbers(linear) for linear in linears])
+    bias = torch.cat(biases) if biases else None
+    if order is not None:
+        order = order.to(weight.values.device)
+        weight, bias = weight.map(lambda own: own[order]), None if bias is None else bias[order]
+    return _linear(weight, bias, like=first)
+
+
+def _numbers(linear: Linear) -> QuantizedWeight:
+    return linear.numbers() if isinstance(linear, PackedLinear) else QuantizedWeight.plain(linear.weight.detach())
+
+
 def _combined(parts: list[PackedLinear], out_features: int, combine: Callable[[list[Tensor]], Tensor]) -> PackedLinear:
     """A layer of the combined buffers of several."""
     first = parts[0]
@@ -137,15 +160,21 @@ def replace_linears(module: nn.Module, new: Callable[..., Linear]) -> None:
             module.set_submodule(name, new(child))
 
 
-def part_of(linear: PackedLinear, rows: Tensor) -> Linear:
+def part_of(linear: Linear, rows: Tensor) -> Linear:
     """A layer of its own of some of the output rows."""
-    return _linear(linear.numbers(rows), None if linear.bias is None else linear.bias[rows], like=linear)
+    bias = None if linear.bias is None else linear.bias.detach()
+    if isinstance(linear, PackedLinear):
+        return _linear(linear.numbers(rows), None if bias is None else bias[rows], like=linear)
+    rows = rows.to(linear.weight.device)
+    weight = QuantizedWeight.plain(linear.weight.detach()[rows])
+    return _linear(weight, None if bias is None else bias[rows], like=linear)
 
 
-def _linear(weight: QuantizedWeight, bias: Tensor | None, *, like: PackedLinear) -> Linear:
+def _linear(weight: QuantizedWeight, bias: Tensor | None, *, like: Linear) -> Linear:
     """A layer of these numbers that treats its activations as another one does; an nn.Linear of plain ones."""
-    if weight.format != BFLOAT16:
-        return PackedLinear.from_weight(weight, bias, activations=like.activations)
+    if weight.format.scales:
+        assert isinstance(like, PackedLinear)
+        return PackedLinear.from_weight(weight, bias, activations=like.activations, dtype=like.request.dtype)
     with unfilled():
         new = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     new.weight = nn.Parameter(weight.values)

@@ -36,6 +36,19 @@ def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | No
     return None
 
 
+def launches_early() -> bool:
+    """Whether the kernels of a fused block are launched while the one before them ends (programmatic dependent launch).
+
+    Each then waits before it reads what the other wrote. HASTEN_EARLY_LAUNCH=1 switches it on, on Hopper GPUs.
+    """
+    return os.environ.get("HASTEN_EARLY_LAUNCH") == "1" and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def early_launch() -> dict[str, bool]:
+    """The same as options of a launch, whose kernel has a constant PDL."""
+    return {"PDL": True, "launch_pdl": True} if launches_early() else {"PDL": False}
+
+
 def readable(x: Tensor) -> Tensor:
     """x, in float32 where Triton's interpreter would take bfloat16's bits for integers."""
     return x.float() if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x

@@ -15,7 +15,7 @@ from hasten.generation.compiled import CompiledForOneToken
 from hasten.generation.generate import Generation
 from hasten.generation.params import SamplingParams
 from hasten.model.config import ModelConfig
-from hasten.model.fused import FusedBlock
+from hasten.model.fused import FusedSteps
 from hasten.model.transformer import Attention, Linear, Transformer
 from hasten.planning.cost import attended_by_pattern
 from hasten.profiling.walk import parts_of
@@ -115,7 +115,8 @@ class ServedAnswers(Answers):
     def __init__(self, model: Transformer, *, batch: int, prompt_tokens: int) -> None:
         super().__init__(model, batch=batch, prompt_tokens=prompt_tokens)
         # Without a prefix cache, so that every prompt is read.
-        limits = {"max_sequences": batch, "token_budget": max(512, batch), "prefix_cache": False}
+        # Nothing is captured: a graph's replay shows none of the model's parts.
+        limits = {"max_sequences": batch, "token_budget": max(512, batch), "prefix_cache": False, "capture": False}
         steps = -(-batch * len(self.prompts[0]) // limits["token_budget"])
         if steps + 2 > self.new:  # the first answer would end before the last one begins
             raise ConfigError(
@@ -171,7 +172,7 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
                 made = 0 if work.trains and head else module.out_features
                 flops += (passes - frozen) * 2 * rows * module.in_features * module.out_features
                 moved += (passes - frozen) * (held + item * rows * (module.in_features + made))
-            elif isinstance(module, Attention | FusedBlock):
+            elif isinstance(module, Attention | FusedSteps):
                 spec = module.spec
                 seen, read = keys_of(work.spans, spec.window)
                 if config.attention_pattern is not None:

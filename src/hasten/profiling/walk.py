@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from hasten.generation.compiled import CompiledForOneToken
-from hasten.model.fused import FusedBlock, FusedStack
+from hasten.model.fused import FusedBlock, FusedStack, FusedSteps
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.training.swapped import FusedMLP, JoinedAttention
@@ -65,6 +65,6 @@ def _hidden(module: nn.Module) -> tuple[tuple[str, ...], str | None]:
         return ("q", "k", "v"), "q, k and v are one product"
     if isinstance(module, FusedMLP) and module.gate is None and type(module.up) is nn.Linear:
         return ("up",), "the product of up is the module's own"
-    if isinstance(module, FusedBlock):
+    if isinstance(module, FusedSteps):
         return tuple(name for name, _ in module.named_children() if name != "experts"), NATIVE
     return (), None

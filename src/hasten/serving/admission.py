@@ -20,6 +20,8 @@ from hasten.planning.memory import InferenceUse, inference_memory
 from hasten.serving.request import Request, RequestRefused
 from hasten.serving.settings import EngineSettings
 
+_CAPTURED = 1 << 30  # bytes that stay free for captured steps on a GPU
+
 
 class AdapterNumbers:
     """The numbers of a model's adapters by their names."""
@@ -117,9 +119,10 @@ def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: in
         free = available_memory(model.device) // (model.group.size if isinstance(model, ShardedTransformer) else 1)
         allowed, whence = int(free * settings.cache_share), f"{settings.cache_share:.0%} of the free memory"
         if settings.fit:
-            step = settings.token_budget
+            step = settings.budget
             use = InferenceUse(batch_size=settings.max_sequences, length=step, step=step, weights=0, row_bytes=0)
-            allowed, whence = free - inference_memory(model.config, use).peak, "what is free beside a step"
+            captured = _CAPTURED if settings.capture and model.device.type == "cuda" else 0
+            allowed, whence = free - inference_memory(model.config, use).peak - captured, "what is free beside a step"
     if allowed < size:
         raise ResourceError(f"{whence} is {allowed:,} bytes; one block of {settings.block_size} tokens takes {size:,}")
     return min(most, allowed // size)
@@ -141,7 +144,7 @@ def room(model: Transformer, settings: EngineSettings, *, blocks: int, max_lengt
 
 def most_blocks(model: Transformer, settings: EngineSettings, tokens: int) -> int:
     """How many blocks a sequence of so many tokens has at once."""
-    return blocks_of(tokens, settings.block_size, reach=model.config.reach, step=settings.token_budget)
+    return blocks_of(tokens, settings.block_size, reach=model.config.reach, step=settings.budget)
 
 
 def bytes_per_block(model: Transformer, settings: EngineSettings) -> int:

@@ -8,7 +8,6 @@ compute their prompt once and fork; a beam is a fork.
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
@@ -18,19 +17,21 @@ from torch import Tensor
 
 from hasten.generation.blocks import BlockManager
 from hasten.generation.prompts import end_ids
-from hasten.generation.speculation import SpeculationStats, Speculator, Text
+from hasten.generation.speculation import Speculator, Text
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 from hasten.serving import beams
 from hasten.serving.admission import AdapterNumbers, admitted, cache_blocks, longest, most_blocks
+from hasten.serving.ahead import Ahead, Flight
 from hasten.serving.beams import BeamSearch
 from hasten.serving.following import runner_of
 from hasten.serving.logprobs import TokenTexts
-from hasten.serving.model_runner import Sampler, embed, step_logits
+from hasten.serving.model_runner import SampledTokens, Sampler, embed, step_logits
 from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Request, RequestOutput, RequestRefused
 from hasten.serving.request_state import OutputSequence, RequestState, RequestTable
 from hasten.serving.scheduler import ScheduledSequence, Scheduler
 from hasten.serving.settings import EngineSettings, ModelFacts, Stats
+from hasten.serving.statistics import stats_of
 
 
 class Engine:
@@ -51,12 +52,14 @@ class Engine:
         adapters: Sequence[str] = (),
         secret: bytes | None = None,
     ) -> None:
+        settings = settings.on(model.device.type)
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.adapters = AdapterNumbers(adapters)
         self.max_length = longest(model, settings)
-        self.runner = runner_of(model, settings, blocks=cache_blocks(model, settings, max_length=self.max_length))
+        blocks = cache_blocks(model, settings, max_length=self.max_length)
+        self.runner = runner_of(model, settings, blocks=blocks, max_length=self.max_length)
         self.cache_bytes = self.runner.cache.bytes
-        blocks, size = self.runner.cache.blocks, settings.block_size
+        size = settings.block_size
         if settings.fit and most_blocks(model, settings, self.max_length) > blocks:
             self.max_length = min(self.max_length, blocks * size)
         self.blocks = BlockManager(
@@ -66,15 +69,14 @@ class Engine:
             reach=model.config.reach,
             secret=secret,
         )
-        self.scheduler = Scheduler(
-            self.blocks, max_sequences=settings.max_sequences, token_budget=settings.token_budget
-        )
+        self.scheduler = Scheduler(self.blocks, max_sequences=settings.max_sequences, token_budget=settings.budget)
         self.eos_ids = end_ids(model)
         self.texts = TokenTexts(tokenizer)
         self.sampler = Sampler(
             vocab_size=model.config.vocab_size, eos_ids=self.eos_ids, texts=self.texts, device=model.device
         )
         self.speculator = speculator
+        self.ahead: Ahead | None = Ahead(self.runner, self.scheduler, eos_ids=self.eos_ids)
         self.error: str | None = None  # why the engine stopped for good
         self._table = RequestTable()
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
@@ -158,13 +160,18 @@ class Engine:
         """Whether a step would do nothing."""
         return not self._table.states and not self._pending
 
+    def warm_up(self) -> bool:
+        """Capture one of the sizes in `capture_sizes`, while there is nothing else to do; False: none is left."""
+        decoder = self.runner.decoder
+        return decoder is not None and decoder.warm_up()
+
     def close(self) -> None:
         """Give up everything and let the cache go. May be called again."""
         for request_id in list(self._table.states):
             self.abort(request_id)
         self._pending.clear()
         self.error = self.error or "the engine was closed"
-        self.speculator = None
+        self.speculator = self.ahead = None
         if hasattr(self, "runner"):
             self.runner.close()
             del self.runner
@@ -178,21 +185,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """What was counted, and the engine at this moment."""
-        told = SpeculationStats() if self.speculator is None else self.speculator.stats
-        names = ("drafts", "draft_tokens", "accepted_tokens", "tokens_per_step", "speedup", "active")
-        return dataclasses.replace(
-            self._counts,
-            **dataclasses.asdict(self.blocks.stats),
-            **{name: getattr(told, name) for name in names},
-            accepted_by_position=tuple(told.accepted_by_position),
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            blocks=self.blocks.blocks,
-            free_blocks=self.blocks.free,
-            cache_usage=1 - self.blocks.free / self.blocks.blocks,
-            cache_bytes=self.cache_bytes,
-            preemptions=self.scheduler.preemptions,
-        )
+        return stats_of(self, self._counts)
 
     def embed(self, prompt: Sequence[int], *, pooling: str = "mean", adapter: str = "") -> Tensor:
         """The model's last normalised states (C,) float32 of a prompt: their mean, or the last token's.
@@ -222,8 +215,15 @@ class Engine:
         return outputs
 
     def _step(self) -> list[RequestOutput]:
-        """Plan, copy, compute, sample, emit."""
-        table = self._table
+        """Plan, copy, compute, sample, emit; or take the tokens of a step in flight, when the next is launched."""
+        ahead, table = self.ahead, self._table
+        if ahead is not None and ahead.flight is not None:
+            return self._land(ahead, ahead.flight)
+        late = None if ahead is None else ahead.late
+        if ahead is not None and late is not None:
+            ahead.late = None
+            if not self.scheduler.more:
+                return self._arrived(late)
         speculator, resting = self.speculator, False
         if speculator is not None and not (resting := bool(table.outputs) and speculator.rests()):
             self._propose(speculator)
@@ -233,10 +233,16 @@ class Engine:
         if copies := [pair for entry in plan for pair in entry.copies]:
             self.runner.copy(copies)
         started = time.perf_counter()
-        logits, first = step_logits(self.runner, plan, self.blocks)
-        self._counts.model_seconds += time.perf_counter() - started
-        self._counts.steps += 1
-        self._counts.computed_tokens += sum(entry.count for entry in plan)
+        if speculator is not None:
+            ahead = None  # drafts are made of the tokens
+        launched = ahead.begin(plan, table.outputs) if ahead is not None and late is None else None
+        if launched:
+            self.sampler.forget()
+            self._computed(sum(entry.count for entry in plan), time.perf_counter() - started)
+            self.scheduler.advance(plan)
+            return []
+        logits, first = step_logits(self.runner, plan, self.blocks, captured=launched is None)
+        self._computed(sum(entry.count for entry in plan), time.perf_counter() - started)
         self.scheduler.advance(plan)
         growing: dict[OutputSequence, int] = {}  # those that take tokens now, and the first row of each
         scored: dict[tuple[BeamSearch, ScheduledSequence], int] = {}
@@ -255,7 +261,12 @@ class Engine:
                 growing[table.outputs[sequence]] = row
             if state.search is not None:
                 scored[state.search, sequence] = row
-        found = self._grow(logits, growing, learning=not resting) + self._search(logits, scored)
+        deferred = ahead is not None and not scored and ahead.defer(logits, growing, self.sampler)
+        found = [] if late is None else self._arrived(late)
+        if not deferred:
+            found += self._grow(logits, growing, learning=not resting) + self._search(logits, scored)
+        if ahead is not None:
+            ahead.took(plan, time.perf_counter() - started)
         if speculator is not None and resting:
             speculator.rested(len(growing))
         elif speculator is not None:  # drawing is a part of what rows cost
@@ -290,20 +301,51 @@ class Engine:
         first = list(growing.values())
         drawn = self.sampler.sample(logits, owners, first, speculator=self.speculator)
         for output, sampled in zip(owners, drawn, strict=True):
-            text, count = output.append(sampled.tokens, failure=sampled.failure)
-            self._counts.generated_tokens += count
-            if self.speculator is not None and learning:
-                self.speculator.observe(output.sequence.number, count, checked=len(output.sequence.drafts))
-            self.scheduler.accept(output.sequence, sampled.tokens[:count])
-            if output.finish_reason is not None:
-                self.scheduler.finish(output.sequence)
-                del self._table.outputs[output.sequence]
-                self._forget(output)
-            found += output.state.emit(
-                output, text=text, tokens=sampled.tokens[:count], logprobs=sampled.logprobs[:count]
-            )
-            if not output.state.unfinished:
-                self._complete(output.state, failed=output.finish_reason == "error")
+            found += self._take(output, sampled, learning=learning)
+        return found
+
+    def _land(self, ahead: Ahead, flight: Flight) -> list[RequestOutput]:
+        """Launch the next step if the host need not plan it, then take the tokens of the one in flight."""
+        started = time.perf_counter()
+        following = ahead.go_on(self._table.outputs)
+        if following is not None:
+            self._computed(len(following.outputs), time.perf_counter() - started)
+        found = self._arrived(flight)
+        ahead.landed(following, self._table.outputs)
+        return found
+
+    def _arrived(self, flight: Flight) -> list[RequestOutput]:
+        """Wait for the tokens of a step that was launched, and take them."""
+        started = time.perf_counter()
+        tokens = flight.drawn.wait()
+        self._counts.model_seconds += time.perf_counter() - started
+        found: list[RequestOutput] = []
+        for output, token in zip(flight.outputs, tokens, strict=True):
+            if self._table.outputs.get(output.sequence) is output:  # else it has ended: one token too many
+                found += self._take(output, SampledTokens([token], (), None), learning=False)
+        return found
+
+    def _computed(self, tokens: int, seconds: float) -> None:
+        """A step of the model was run, or launched."""
+        self._counts.model_seconds += seconds
+        self._counts.steps += 1
+        self._counts.computed_tokens += tokens
+
+    def _take(self, output: OutputSequence, sampled: SampledTokens, *, learning: bool) -> list[RequestOutput]:
+        """An output sequence takes what was sampled for it."""
+        text, count = output.append(sampled.tokens, failure=sampled.failure)
+        self._counts.generated_tokens += count
+        if self.speculator is not None and learning:
+            self.speculator.observe(output.sequence.number, count, checked=len(output.sequence.drafts))
+        tokens = sampled.tokens[:count]
+        self.scheduler.accept(output.sequence, tokens)
+        if output.finish_reason is not None:
+            self.scheduler.finish(output.sequence)
+            del self._table.outputs[output.sequence]
+            self._forget(output)
+        found = output.state.emit(output, text=text, tokens=tokens, logprobs=sampled.logprobs[:count])
+        if not output.state.unfinished:
+            self._complete(output.state, failed=output.finish_reason == "error")
         return found
 
     def _search(self, logits: Tensor, scored: dict[tuple[BeamSearch, ScheduledSequence], int]) -> list[RequestOutput]:
@@ -331,6 +373,8 @@ class Engine:
         for state in list(self._table.states.values()):
             self._counts.failed += 1
             outputs += self._end(state, "error", self.error)
+        if self.ahead is not None:
+            self.ahead.flight = self.ahead.late = None
         self.blocks.forget()  # what was promised to be written in this step may not have been
         return outputs
 

@@ -144,6 +144,8 @@ class EngineThread:
     def _serve(self) -> None:
         engine = self.engine
         while True:
+            while engine.idle and not self._inbox and not self._closing and engine.warm_up():
+                pass
             with self._wake:
                 while engine.idle and not self._inbox and not self._closing:
                     self._wake.wait()

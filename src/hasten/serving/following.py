@@ -4,6 +4,7 @@ Everything that only one must decide (which requests, whose turn, which token) i
 tells the others the tokens, and where their keys are kept.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -13,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten.engine.runner import BatchRunner, ModelRunner, capture_refusal
 from hasten.errors import ConfigError
 from hasten.generation.cache import row_format
-from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.layout import Rows
+from hasten.generation.paged import PagedCache
 from hasten.generation.speculation import make_speculator
 from hasten.model.adapters import load_adapters
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
-from hasten.serving.model_runner import ModelRunner
 from hasten.serving.settings import EngineSettings
 
 END, COPY, STEP, STATES = range(4)  # what a message is
@@ -63,10 +65,17 @@ class LeadingRunner(ModelRunner):
             self.group.of_first([END])
 
 
-def runner_of(model: Transformer, settings: EngineSettings, *, blocks: int) -> ModelRunner:
+def runner_of(model: Transformer, settings: EngineSettings, *, blocks: int, max_length: int) -> ModelRunner:
     """What computes an engine's steps, with a cache of so many blocks."""
     kind = LeadingRunner if isinstance(model, ShardedTransformer) else ModelRunner
-    return kind(model, _cache(model, settings, blocks))
+    runner = kind(model, _cache(model, settings, blocks))
+    runner.uncaptured = "--no-capture" if not settings.capture else capture_refusal(model)
+    if runner.uncaptured is None:
+        sizes, most = settings.capture_sizes or (), settings.max_sequences
+        runner.decoder = BatchRunner(model, runner.cache, sequences=most, longest=max_length, sizes=sizes)
+    elif model.device.type == "cuda":
+        logging.getLogger("hasten.engine").warning("decode steps are not captured: %s", runner.uncaptured)
+    return runner
 
 
 def _cache(model: Transformer, settings: EngineSettings, blocks: int) -> PagedCache:

@@ -15,57 +15,38 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hasten.engine.batch import StepPart
+from hasten.engine.runner import BatchRunner, ModelRunner
 from hasten.errors import ConfigError
 from hasten.generation.batch_sampler import BatchSampler, agreed
 from hasten.generation.blocks import BlockManager
-from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.layout import Rows, to_device
 from hasten.generation.prompts import check_ids
 from hasten.generation.speculation import Speculator
-from hasten.model.context import training_context
-from hasten.model.transformer import Transformer
 from hasten.serving.logprobs import TokenTexts, token_logprobs
 from hasten.serving.request import RequestRefused, TokenLogprob
 from hasten.serving.request_state import OutputSequence
 from hasten.serving.scheduler import ScheduledTokens
 
 
-class ModelRunner:
-    """A model over its cache: what a step, or a text to embed, has it compute. (`serving/following.py` has another.)"""
-
-    def __init__(self, model: Transformer, cache: PagedCache) -> None:
-        self.model, self.cache = model, cache
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks of the cache (source, target), as if one after the other."""
-        self.cache.copy(pairs)
-
-    def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
-        """Logits (R, V) float32 of the wanted ones among the rows' tokens, which stand end to end."""
-        step, device = self.cache.step(rows), self.model.device
-        return self.model(
-            torch.tensor([tokens], device=device), step.positions, step, rows=torch.tensor(wanted, device=device)
-        )
-
-    def states(self, tokens: Sequence[int]) -> Tensor:
-        """The last states (T, C) float32 of a text, normalised."""
-        ids = torch.tensor([list(tokens)], device=self.model.device)  # (1, T)
-        positions = torch.arange(len(tokens), device=ids.device)[None]
-        context = training_context(self.model, len(tokens))
-        return self.model.norm(self.model.states(ids, positions, context)).float()[0]
-
-    def close(self) -> None:
-        """There will be no more steps."""
-
-
 def step_logits(
     runner: ModelRunner,
     plan: Sequence[ScheduledTokens],
     blocks: BlockManager,
+    *,
+    captured: bool = True,
 ) -> tuple[Tensor, list[int]]:
     """Logits (R, V) float32 of the rows that are wanted, and the first of each of the plan's entries.
 
     An entry's scored rows come before those of its last token. Where none is wanted, the step only reads, and R is 1.
+    captured: whether a captured step may be looked for.
     """
+    if (
+        captured
+        and runner.decoder is not None
+        and (found := _captured_logits(runner.decoder, plan, blocks)) is not None
+    ):
+        return found
     tokens: list[int] = []
     wanted: list[int] = []
     first: list[int] = []
@@ -73,21 +54,51 @@ def step_logits(
     for entry in plan:
         sequence, start, count = entry.sequence, entry.start, entry.count
         drafts, at = sequence.drafts, len(tokens)
-        if count == 1 and not drafts:
-            tokens.append(sequence.tokens[start])
-        else:
-            tokens += (sequence.tokens + drafts if drafts else sequence.tokens)[start : start + count]
+        tokens += tokens_of(entry)
         first.append(len(wanted))
         if sequence.scored:
             wanted += range(at, at + entry.scored)
         if entry.complete:
             wanted += range(len(tokens) - 1 - len(drafts), len(tokens))
-        rows.append(Rows(blocks.block_table(sequence.number), start, count))
+        rows.append(Rows(blocks.table(sequence.number), start, count))
     model = runner.model
     if model.adapters is not None:
         chosen = [entry.sequence.adapter for entry in plan for _ in range(entry.count)]
         model.adapters.choose(chosen, model.device)
     return runner.logits(tokens, rows, wanted or [len(tokens) - 1]), first
+
+
+def tokens_of(entry: ScheduledTokens) -> list[int]:
+    """The tokens that an entry of a plan computes."""
+    sequence, start, count = entry.sequence, entry.start, entry.count
+    if count == 1 and not sequence.drafts:
+        return [sequence.tokens[start]]
+    return (sequence.tokens + sequence.drafts if sequence.drafts else sequence.tokens)[start : start + count]
+
+
+def part_of(entry: ScheduledTokens, blocks: BlockManager) -> StepPart:
+    """An entry of a plan as a part of a captured step."""
+    number = entry.sequence.number
+    return StepPart(number, blocks.table(number), entry.start, tokens_of(entry))
+
+
+def common_adapter(plan: Sequence[ScheduledTokens]) -> int | None:
+    """The adapter that all of a plan's sequences take (-1: none does); None where they differ."""
+    found = {entry.sequence.adapter for entry in plan}
+    return found.pop() if len(found) == 1 else None
+
+
+def _captured_logits(
+    decoder: BatchRunner, plan: Sequence[ScheduledTokens], blocks: BlockManager
+) -> tuple[Tensor, list[int]] | None:
+    """The same of a step of decodes and their drafts, where it is captured."""
+    for entry in plan:
+        if not entry.complete or entry.count != 1 + len(entry.sequence.drafts):
+            return None
+    adapter = common_adapter(plan)
+    if adapter is None:
+        return None
+    return decoder.logits([part_of(entry, blocks) for entry in plan], adapter=adapter)
 
 
 @torch.no_grad()
@@ -163,6 +174,10 @@ class Sampler:
         self._drawn: list[int] = []  # indices of the outputs whose tokens are more than an argmax
         self._batch: BatchSampler | None = None  # of those
 
+    def forget(self) -> None:
+        """Lay everything out again at the next draw: tokens were drawn elsewhere meanwhile."""
+        self._key, self._drawn, self._batch = (), [], None
+
     def sample(
         self,
         logits: Tensor,
@@ -176,10 +191,7 @@ class Sampler:
         logits (R, V) float32; of each output the row `first`, and one more for each token of its draft behind it.
         speculator: knows what the drafts were drawn from.
         """
-        key = tuple(output.sequence.number for output in outputs)
-        if key != self._key:
-            self._arrange(outputs)
-            self._key = key
+        self._arrange(outputs)
         scored = {
             i: logits[first[i] : first[i] + 1 + len(output.sequence.drafts)]
             for i, output in enumerate(outputs)
@@ -245,7 +257,28 @@ class Sampler:
         found = iter(token_logprobs(rows, tokens, tops=tops, texts=self.texts))
         return {i: [next(found) for _ in taken[i]] for i in scored}
 
+    def sample_later(self, logits: Tensor, outputs: Sequence[OutputSequence], first: Sequence[int]) -> Tensor:
+        """The next token of each output sequence, int64 on the device; the host does not wait for it.
+
+        logits (R, V) and `first` as in `sample`; of outputs without drafts, constraints and log-probabilities.
+        """
+        self._arrange(outputs)
+        if self._batch is not None:
+            rows = to_device([first[i] for i in self._drawn], logits.device)
+            drawn = self._batch.next_tokens(logits[rows], steps=[outputs[i].count for i in self._drawn])
+            if len(self._drawn) == len(outputs):
+                return drawn
+        best = logits.argmax(dim=-1)[to_device(list(first), logits.device)]
+        if self._batch is not None:
+            best.index_copy_(0, to_device(self._drawn, logits.device), drawn)
+        return best
+
     def _arrange(self, outputs: Sequence[OutputSequence]) -> None:
+        """Lay out how these are drawn for, unless it was done for the same ones."""
+        key = tuple(output.sequence.number for output in outputs)
+        if key == self._key:
+            return
+        self._key = key
         self._drawn = [i for i, one in enumerate(outputs) if not one.plain or one.count < one.params.min_new_tokens]
         own = [outputs[i] for i in self._drawn]
         self._batch = None

@@ -163,6 +163,32 @@ class Scheduler:
         return min(begun + sum(len(one.tokens) for one in self.waiting[:1]), self.token_budget)
 
     @property
+    def settled(self) -> bool:
+        """Whether the next plan gives the running sequences their next tokens, and begins no other."""
+        if not self.waiting or not self.running:
+            return not self.waiting
+        first = self.waiting[0]
+        if first.order[0] < self.running[-1].order[0]:
+            return False  # the last one makes way for it
+        if self._slots + first.slots > self.max_sequences:
+            return True
+        return self._no_room is not None and self._no_room[0] is first and self.blocks.free <= self._no_room[1]
+
+    @property
+    def more(self) -> bool:
+        """Whether a plan has prompts to read while next tokens are awaited, and takes nobody's blocks away."""
+        free, first = self.blocks.free, self.waiting[0] if self.waiting else None
+        if free < self.token_budget // self.blocks.block_size + 2 * len(self.running) + 2:
+            return False
+        if first is not None and self.running and first.order[0] < self.running[-1].order[0]:
+            return False
+        if any(sequence.computed < len(sequence.tokens) - 1 for sequence in self.running):
+            return True
+        if first is None or first.begun or self._slots + first.slots > self.max_sequences:
+            return False
+        return free > self._blocks_of(first.target) + len(self.running)
+
+    @property
     def _slots(self) -> int:
         """Of the running."""
         return sum(sequence.slots for sequence in self.running)

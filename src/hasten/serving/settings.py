@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Suppress
@@ -15,6 +15,9 @@ from hasten.generation.params import KVCacheDtype
 if TYPE_CHECKING:
     from hasten.model.tokenizer import Tokenizer
 
+_CPU_BUDGET = 512
+_GPU_BUDGET = 2048
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
@@ -23,7 +26,7 @@ class EngineSettings:
     Args:
         max_sequences: Samples and beams that run at the same time.
         token_budget: Tokens computed in one step, prompts and answers together (at least max_sequences): the larger,
-            the sooner prompts are read, the longer the others wait meanwhile.
+            the sooner prompts are read, the longer the others wait meanwhile. 512 by default, on a GPU 2,048.
         max_length: Tokens of prompt and answer together; the model's positions by default.
         block_size: Tokens in a block of the cache.
         cache_bytes: Memory of the cache; None takes `cache_share`, never more than max_sequences of max_length need.
@@ -32,12 +35,16 @@ class EngineSettings:
         kv_cache_dtype: Keys and values in the model's own dtype, or in about half (int8) or less than a third (int4) of
             bfloat16's bytes, rotated before they are rounded; -plain: not rotated.
         prefix_cache: Share the blocks of prompts that begin alike.
+        capture: On a GPU, capture decode steps as CUDA graphs when they have come twice; --no-capture launches each
+            operation from Python, far slower, for finding errors.
+        capture_sizes: Numbers of sequences whose decode steps are captured before they come, while the engine is idle;
+            `hasten serve` takes all up to max_sequences by default.
         queue_limit: Requests that may wait; further ones are told when to come again.
         reader_limit: Outputs that may lie unread, for each prompt that is read together; with more all are given up.
     """
 
     max_sequences: Annotated[int, ABOVE_0] = 256
-    token_budget: Annotated[int, ABOVE_0] = 512
+    token_budget: Annotated[int | None, ABOVE_0] = None
     max_length: Annotated[int | None, ABOVE_0] = None
     block_size: Annotated[int, ABOVE_0] = 16
     cache_bytes: Annotated[Suppress[int | None], ABOVE_0] = None  # --cache-gib on the command line
@@ -45,16 +52,29 @@ class EngineSettings:
     fit: bool = False
     kv_cache_dtype: KVCacheDtype = "auto"
     prefix_cache: bool = True
+    capture: bool = True
+    capture_sizes: tuple[Annotated[int, ABOVE_0], ...] | None = None
     queue_limit: Annotated[int, ABOVE_0] = 1024
     reader_limit: Annotated[int, ABOVE_0] = 1024
 
     def __post_init__(self) -> None:
         require(self)
-        if self.token_budget < self.max_sequences:
+        if self.token_budget is not None and self.token_budget < self.max_sequences:
             raise ConfigError(
                 f"token_budget is {self.token_budget}, below max_sequences, which is {self.max_sequences}: a step must "
                 "have room for one token of every sequence"
             )
+
+    @property
+    def budget(self) -> int:
+        """The tokens of a step: `token_budget`, or its default on a CPU."""
+        return max(_CPU_BUDGET, self.max_sequences) if self.token_budget is None else self.token_budget
+
+    def on(self, device: str) -> EngineSettings:
+        """The same with the defaults of a type of device."""
+        if self.token_budget is not None or device == "cpu":
+            return self
+        return replace(self, token_budget=max(_GPU_BUDGET, self.max_sequences))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +95,8 @@ class Stats(BlockStats):
     Counted since it was made: steps, tokens, preemptions, copied_blocks; requests, and of them finished, aborted and
     failed by how they ended; prefix_queries, prefix_hits: prompt tokens looked up and found; busy_seconds: time in
     steps, and model_seconds of it in the model. Just now: running, waiting: sequences (samples, beams) and requests;
-    cache_usage: share of blocks in use, 0 to 1; blocks_saved: blocks that sharing saves.
+    cache_usage: share of blocks in use, 0 to 1; blocks_saved: blocks that sharing saves; captured_steps: CUDA graphs of
+    pieces of decode steps, which took capture_seconds.
     drafts, draft_tokens, accepted_tokens: of speculation, the accepted ones also by their place in the draft;
     tokens_per_step (of the model), speedup and active as in `SpeculationStats`.
     """
@@ -96,6 +117,8 @@ class Stats(BlockStats):
     free_blocks: int = 0
     cache_usage: float = 0.0
     cache_bytes: int = 0
+    captured_steps: int = 0
+    capture_seconds: float = 0.0
     preemptions: int = 0
     drafts: int = 0
     draft_tokens: int = 0
@@ -115,6 +138,8 @@ GAUGES = {
     "kv_cache_bytes": ("cache_bytes", "Bytes of the cache, of all its blocks."),
     "kv_cache_blocks_saved": ("blocks_saved", "Blocks that sharing saves at this moment."),
     "kv_cache_blocks_shared": ("shared_blocks", "Blocks that more than one sequence refers to."),
+    "captured_steps": ("captured_steps", "CUDA graphs of pieces of decode steps."),
+    "capture_seconds": ("capture_seconds", "Seconds that capturing decode steps took."),
     "spec_decode_active": ("active", "Share of the latest steps that had drafts; near 0 where drafts do not pay."),
     "spec_decode_tokens_per_step": ("tokens_per_step", "Tokens of a pass of the model, all sequences together."),
     "spec_decode_speedup": ("speedup", "Speed over that without drafts, by what steps cost here."),

@@ -22,7 +22,7 @@ from hasten.generation.speculation.suffix import SuffixProposer
 from hasten.machine.caches import cache_folder
 from hasten.machine.files import write_atomically
 from hasten.machine.processor import processor_name
-from hasten.model.fused import FusedStack, fuse_where_it_fits, refusal
+from hasten.model.fused import fuse_where_it_fits, refusal
 from hasten.model.load import load
 from hasten.model.sharded import ShardedTransformer, told_by_first
 from hasten.model.transformer import Transformer
@@ -140,7 +140,7 @@ def first_layers(model: Transformer, count: int) -> Transformer:
     short.blocks = nn.ModuleList(model.blocks[:count])
     short.tokenizer, short.generation, short.quantization = model.tokenizer, model.generation, model.quantization
     if model.stack is not None:
-        short.stack = FusedStack(short)
+        short.stack = type(model.stack)(short)  # type: ignore[call-arg]
     return short
 
 

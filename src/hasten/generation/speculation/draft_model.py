@@ -14,7 +14,8 @@ import torch
 
 from hasten.generation.batch_sampler import BatchSampler, other_seed
 from hasten.generation.blocks import BlockManager, OutOfBlocks
-from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.layout import Rows
+from hasten.generation.paged import PagedCache
 from hasten.generation.params import SamplingParams
 from hasten.generation.speculation.proposer import LIMIT, Accept, Chance, Draft, Text
 from hasten.model.grow import Blocks, Draws, Ending, can_grow, grow

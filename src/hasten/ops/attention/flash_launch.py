@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from hasten.ops.attention import flash_triton_backward, flash_triton_kernels
+from hasten.ops.attention import flash_hopper, flash_triton_backward, flash_triton_kernels
 from hasten.ops.attention.flash_tiles import Tiles, backward_tiles, forward_tiles, side
 from hasten.ops.triton_support import readable
 
@@ -36,7 +36,14 @@ class Problem:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, problem: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
-    """The result (B, T, H, D) and the log-sum-exp (B, H, T), in one launch; `tiles` other than the table's."""
+    """The result (B, T, H, D) and the log-sum-exp (B, H, T), in one launch; `tiles` other than the table's.
+
+    On a Hopper GPU whole tiles without a window or the like take the kernel of flash_hopper.py.
+    """
+    if tiles is None and flash_hopper.serves(q, k, v, problem):
+        found = flash_hopper.forward(q, k, v, problem)
+        if found is not None:
+            return found
     tiles, dtype = tiles or forward_tiles(q), q.dtype
     q, k, v = (_rows(x) for x in (q, k, v))
     batch, queries, heads, _ = q.shape
@@ -70,7 +77,14 @@ def backward(
     problem: Problem,
     tiles: tuple[Tiles, Tiles] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v in two launches: the queries' leaves the row terms behind that the keys' needs."""
+    """The gradients of q, k, v in two launches: the queries' leaves the row terms behind that the keys' needs.
+
+    Where `forward` takes the kernels of flash_hopper.py, so does this.
+    """
+    if tiles is None and flash_hopper.serves(q, k, v, problem):
+        found = flash_hopper.backward(d_out, d_lse, q, k, v, out, lse, problem)
+        if found is not None:
+            return found
     dtype = q.dtype
     for_queries, for_keys = tiles or backward_tiles(q, capped=problem.softcap > 0)
     q, k, v, out, d_out = (_rows(x) for x in (q, k, v, out, d_out))

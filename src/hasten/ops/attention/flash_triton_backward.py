@@ -188,3 +188,33 @@ def backward_keys(
     place_v = head_base(dv, dk_strides, b, key_row, kv_head)
     store_tile(place_k, first, own, dk_strides[1], dk_tile * C.scale, C.block_k, C)
     store_tile(place_v, first, own, dk_strides[1], dv_tile, C.block_k, C)
+
+
+@triton.jit(do_not_specialize=["queries"])
+def row_terms(
+    out,  # (B, T, H, D)
+    d_out,
+    d_lse,  # (B, H, T), as the three below
+    lse,
+    log2_lse,  # written: the log-sum-exp in powers of two
+    delta,  # written: the sum of d_out · out, less d_lse
+    out_strides,
+    d_out_strides,
+    queries,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What the backward pass needs of each row, for kernels that do not compute it beside their own work."""
+    head, b = tl.program_id(1), tl.program_id(2)
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = (r < queries)[:, None]
+    d = tl.arange(0, D)[None, :]
+    own = head_base(out, out_strides, b, 0, head) + tl.cast(r, tl.int64)[:, None] * out_strides[1] + d
+    grad = head_base(d_out, d_out_strides, b, 0, head) + tl.cast(r, tl.int64)[:, None] * d_out_strides[1] + d
+    products = tl.load(own, mask=there, other=0.0).to(tl.float32) * tl.load(grad, mask=there, other=0.0).to(tl.float32)
+    at = (tl.cast(b, tl.int64) * tl.num_programs(1) + head) * queries + r
+    term = tl.sum(products, axis=1)
+    if d_lse is not None:
+        term -= tl.load(d_lse + at, mask=r < queries, other=0.0)
+    tl.store(delta + at, term, mask=r < queries)
+    tl.store(log2_lse + at, tl.load(lse + at, mask=r < queries, other=0.0) * 1.4426950408889634, mask=r < queries)

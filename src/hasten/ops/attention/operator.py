@@ -55,14 +55,18 @@ def _flash_triton_unsupported(request: AttentionRequest) -> str | None:
     return triton_support.refusal(request.device, request.compute_capability)
 
 
-HOPPER = (9, 0)
-LONG = 2048  # queries
+LONG, SHORT = 2048, 128  # queries
 
 
 def _flash_triton_opt_in(request: AttentionRequest) -> str | None:
-    """Why it waits to be asked for, from what was measured on an H100 (benchmarks/results/gpu-flash.json)."""
-    if request.device.type == "cpu" or request.compute_capability() != HOPPER:
-        return "it was measured on Hopper GPUs only: elsewhere by name"
+    """Why it waits to be asked for, from what was measured on an H100 (docs/attention.md)."""
+    if (reason := sdpa_rules.not_measured(request)) is not None:
+        return reason
+    few = request.queries is not None and request.queries < SHORT
+    if request.softcap:  # PyTorch's have none
+        return f"on fewer than {SHORT} queries its launch costs the host more than explicit scores" if few else None
+    if request.layer and request.windowed:  # PyTorch's would read a mask of queries x keys
+        return None
     if request.queries is None or request.queries < LONG:
         return f"from {LONG:,} queries on it is faster than PyTorch's; on few its launch costs the host more"
     if request.spec.head_dim > 128 and request.gradient is not False:
@@ -95,10 +99,10 @@ KERNELS: tuple[Kernel[AttentionRequest], ...] = (
     Kernel("native", native_kernels.native, native_kernels.native_unsupported, native_kernels.native_opt_in),
     Kernel("native-sparse", native_kernels.native, native_kernels.native_sparse_unsupported),
     Kernel("flex", native_kernels.flex, native_kernels.flex_unsupported, native_kernels.flex_opt_in),
+    Kernel("cudnn", only(SDPBackend.CUDNN_ATTENTION), sdpa_rules.cudnn, sdpa_rules.cudnn_opt_in),
     Kernel("flash-triton", _flash_triton, _flash_triton_unsupported, _flash_triton_opt_in),
     Kernel("flash", only(SDPBackend.FLASH_ATTENTION), sdpa_rules.flash, sdpa_rules.flash_opt_in),
     Kernel("memory-efficient", memory_efficient, sdpa_rules.memory_efficient, sdpa_rules.one_by_one),
-    Kernel("cudnn", only(SDPBackend.CUDNN_ATTENTION), sdpa_rules.cudnn, sdpa_rules.one_by_one),
     Kernel("sdpa", sdpa, sdpa_rules.any_backend, sdpa_rules.named_instead),
     Kernel("chunked", chunked, _chunked_unsupported, _chunked_opt_in),
     Kernel("math", only(SDPBackend.MATH), sdpa_rules.any_backend, sdpa_rules.never_first),

@@ -81,20 +81,13 @@ def native(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) ->
 
 
 def triton(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) -> Tensor:
-    """CUDA's decode kernel, for which every token of a chunk is a sequence of its own."""
+    """CUDA's kernel: prompts, their pieces and decodes in one launch."""
     # Imported here, because it imports Triton: only where the kernel is taken.
-    from hasten.ops.attention.triton_decode import over_view
+    from hasten.ops.attention.ragged import over_view
 
-    step = view.metadata
-    assert step.block_table is not None
-    rows = torch.arange(len(q), device=q.device)
-    of = torch.searchsorted(step.query_start_loc[1:], rows, right=True)  # (N,) sequences
-    seq_lens = step.seq_lens[of] - (step.query_start_loc[of + 1] - 1 - rows)
-    each = view._replace(metadata=step._replace(seq_lens=seq_lens, block_table=step.block_table[of]))
-    longest = step.block_table.shape[1] * step.block_size
-    if not step.rows.rotated:
-        return over_view(q, each, spec=spec, longest=longest)
-    return turn(over_view(turn(q.float()).to(q.dtype), each, spec=spec, longest=longest).float()).to(q.dtype)
+    if not view.metadata.rows.rotated:
+        return over_view(q, view, spec=spec)
+    return turn(over_view(turn(q.float()).to(q.dtype), view, spec=spec).float()).to(q.dtype)
 
 
 def _native_unsupported(request: AttentionRequest) -> str | None:

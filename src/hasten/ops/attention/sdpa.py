@@ -6,7 +6,9 @@ in "Accelerated Generative Diffusion and nanoGPT with PyTorch 2" (PyTorch blog, 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +18,31 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hasten.ops.attention.inputs import PLAIN, AttentionInputs, alibi_bias, per_document, positions, visibility
 from hasten.ops.attention.spec import AttentionSpec
 
+# cuDNN, PyTorch's first choice on Hopper GPUs, plans anew for each length: 74 ms of the host on an H200.
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
-    """Same contract as `reference`, without soft-capping."""
+    """Same contract as `reference`, without soft-capping. Lengths are taken to vary where no gradient is wanted."""
+    return _sdpa(q, k, v, spec, inputs, varies=not torch.is_grad_enabled())
+
+
+def _backends(q: Tensor, varies: bool) -> AbstractContextManager:
+    """Those that PyTorch chooses from: without cuDNN on a GPU where lengths vary."""
+    return sdpa_kernel(WITHOUT_PLANS) if varies and q.device.type == "cuda" else nullcontext()
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN, *, varies: bool = False
+) -> Tensor:
     queries, keys = q.shape[1], k.shape[1]
     if inputs.documents is not None and q.device.type == "cpu":
         # Document by document, the work is the sum of the squares; a mask would make it the square of the sum.
-        return per_document(sdpa, q, k, v, spec, inputs)
+        return per_document(partial(_sdpa, varies=varies), q, k, v, spec, inputs)
     mask, windowed = inputs.mask, spec.window is not None and spec.window < keys
     simple = inputs.only_a_mask
     if queries == 1 and simple and (mask is not None or not windowed):
-        return _one_query(q, k, v, spec, inputs)
+        return _one_query(q, k, v, spec, inputs, varies=varies)
     # PyTorch aligns `is_causal` to the top left, so it is our causal attention only when the lengths are equal.
     # Its CPU kernel hides the later keys before it scales the scores: with a scale of zero or less that gives NaN.
     square = simple and mask is None and spec.causal and queries == keys and not windowed and spec.scale > 0
@@ -37,16 +53,17 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attention
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     # The fused kernels want the head's values next to each other.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),  # (B, H, T, D)
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=attn_mask,
-        dropout_p=inputs.dropout,
-        is_causal=square,
-        scale=spec.scale,
-        enable_gqa=spec.heads != spec.kv_heads,
-    )
+    with _backends(q, varies and attn_mask is None):  # with a mask and grouped heads only cuDNN is fused
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),  # (B, H, T, D)
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=attn_mask,
+            dropout_p=inputs.dropout,
+            is_causal=square,
+            scale=spec.scale,
+            enable_gqa=spec.heads != spec.kv_heads,
+        )
     return out.transpose(1, 2)
 
 
@@ -61,7 +78,9 @@ def _added(seen: Tensor | None, q: Tensor, keys: int, inputs: AttentionInputs) -
     return added if seen is None else added.masked_fill(~seen, float("-inf"))
 
 
-def _one_query(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+def _one_query(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs, *, varies: bool
+) -> Tensor:
     """A decode step: query heads that share a key head see the same keys, so they become the rows of one small matrix.
 
     PyTorch's grouped-query path walks through the keys once for every query head instead.
@@ -73,14 +92,15 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Att
     if groups == 1 and q.device.type == "cpu" and q.dtype != torch.float32:
         # One row of half precision takes the kernel's slow path; two equal ones do not.
         rows = rows.expand(-1, -1, 2, -1)
-    out = F.scaled_dot_product_attention(
-        rows,
-        k.transpose(1, 2),  # (B, Hkv, S, D)
-        v.transpose(1, 2),
-        attn_mask=mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask,  # (B, 1, 1, S)
-        dropout_p=inputs.dropout,
-        scale=spec.scale,
-    )
+    with _backends(q, varies):
+        out = F.scaled_dot_product_attention(
+            rows,
+            k.transpose(1, 2),  # (B, Hkv, S, D)
+            v.transpose(1, 2),
+            attn_mask=mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask,  # (B, 1, 1, S)
+            dropout_p=inputs.dropout,
+            scale=spec.scale,
+        )
     return out[:, :, :groups].flatten(1, 2).unsqueeze(1)  # (B, 1, H, D)
 
 
@@ -89,7 +109,7 @@ def only(backend: SDPBackend) -> Callable[..., Tensor]:
 
     def run(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
         with sdpa_kernel(backend):
-            return sdpa(q, k, v, spec, inputs)
+            return _sdpa(q, k, v, spec, inputs)
 
     return run
 

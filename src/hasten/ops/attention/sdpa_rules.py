@@ -16,6 +16,9 @@ TOP_LEFT = (
 NOTHING_ELSE = "and it takes no mask instead"
 MASKS = ("mask", "key_padding", "key_lengths", "intervals", "bias", "alibi", "documents", "block_mask")
 BY_A_MASK = "and needs a mask of queries x keys instead"
+HOPPER = (9, 0)
+LEAST_QUERIES = 512
+WIDE_HEADS = 91_000  # the cuDNN that takes heads above 128 on Hopper
 
 
 def any_backend(request: AttentionRequest) -> str | None:
@@ -83,12 +86,18 @@ def cudnn(request: AttentionRequest) -> str | None:
     reason = any_backend(request) or _on_cuda(request) or request.outside(*HALVES) or _too_old(request)
     if reason is not None:
         return reason
-    if request.spec.head_dim > 128 or request.spec.head_dim % 8:
-        return f"the head size must be a multiple of 8 up to 128; it is {request.spec.head_dim}"
-    if request.keys == 1:
-        return "it does not take a single key"
+    wide = request.compute_capability() == HOPPER and (torch.backends.cudnn.version() or WIDE_HEADS) >= WIDE_HEADS
+    largest = 256 if wide else 128
+    if request.spec.head_dim > largest or request.spec.head_dim % 8:
+        return f"the head size must be a multiple of 8 up to {largest}; it is {request.spec.head_dim}"
+    if request.keys == 1 or 0 in (request.queries, request.keys):
+        return "it does not take a single key, nor none"
+    if request.queries == 1 and request.dropout:
+        return "it has no dropout for a single query"
     if request.bias_gradient:
         return "it gives a bias no gradient"
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        return "torch.use_deterministic_algorithms is on, and PyTorch does not count on the same bits from it"
     return None
 
 
@@ -98,6 +107,26 @@ def one_by_one(request: AttentionRequest) -> str | None:
         return "a layer's calls differ; sdpa lets PyTorch choose at each"
     if unequal(request):
         return f"{TOP_LEFT.format(queries=request.queries, keys=request.keys)}, {BY_A_MASK}"
+    return None
+
+
+def not_measured(request: AttentionRequest) -> str | None:
+    """Why a kernel that was compared with the others on an H100 waits to be asked for on this device."""
+    if request.device.type == "cuda" and request.compute_capability() == HOPPER:
+        return None
+    return "it was measured on Hopper GPUs only: elsewhere by name"
+
+
+def cudnn_opt_in(request: AttentionRequest) -> str | None:
+    """Why cuDNN waits to be asked for; where it needs no mask it is the fastest on a Hopper GPU (docs/attention.md)."""
+    if (reason := one_by_one(request) or not_measured(request)) is not None:
+        return reason
+    if (name := masked(request)) is not None:
+        return f"it reads an explicit mask of queries x keys for this; found: {name}"
+    if request.queries is None or request.queries < LEAST_QUERIES:
+        return f"on fewer than {LEAST_QUERIES:,} queries it saves less than planning for each length costs the host"
+    if request.gradient is False:
+        return "it plans anew for each length: 74 ms of the host, more than hundreds of forward passes save"
     return None
 
 

@@ -1,8 +1,8 @@
 """Decode attention on CUDA: one query a sequence, split over the keys (flash-decoding), in Triton.
 
-Every program takes `SPLIT` keys of one key/value head, for all the query heads that share it, so that keys and values
-are read once; a second kernel adds the parts up in a fixed order. The size of the parts is fixed: a sequence's result
-does not depend on what else is in the batch.
+Of plain tensors with a mask; ragged.py is for caches. A program takes `SPLIT` keys of one key/value head, for all the
+query heads that share it, so that keys and values are read once; a second kernel adds the parts up in a fixed order.
+The size of the parts is fixed: a sequence's result does not depend on what else is in the batch.
 
 Import this file only where the kernel is taken; it imports Triton and registers the operator.
 """
@@ -13,11 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from hasten.errors import ConfigError
 from hasten.ops.attention.flash_tiles import side
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.attention.triton_kernels import attend, combine
-from hasten.ops.attention.view import KVView
 from hasten.ops.triton_support import readable
 
 SPLIT = 128
@@ -29,33 +27,23 @@ def operator(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    first: Tensor | None,
-    lengths: Tensor | None,
-    table: Tensor | None,
-    block_size: int,
-    keys: int,
     scale: float,
     window: int,
     softcap: float,
 ) -> Tensor:
-    """q (B, H, D) -> (B, H, D). k, v (B, S, Hkv, D), or with `lengths` (slots, Hkv, D); window, softcap 0: none.
-
-    k, v int8: rows of D + 4 bytes, D a multiple of 4 (cache_rows.py).
-    """
+    """q (B, H, D) -> (B, H, D). k, v (B, S, Hkv, D), mask (B, S); window, softcap 0: none."""
     batch, heads, size = q.shape
-    dtype, int8, kv_heads = q.dtype, k.dtype == torch.int8, k.shape[-2]
+    dtype, keys, kv_heads = q.dtype, k.shape[1], k.shape[2]
     q, k, v = readable(q), readable(k), readable(v)
     splits = max(1, triton.cdiv(keys, SPLIT))
     parts = q.new_empty((batch, heads, splits, size), dtype=torch.float32)
     peaks, sums = parts.new_empty(2, batch, heads, splits).unbind()
     out = q.new_empty(q.shape)
-    scales = (k.view(torch.float32), v.view(torch.float32)) if int8 else (None, None)
-    blocks = 0 if table is None else table.shape[1]
-    strides = (k.stride(0) if lengths is None else 0, k.stride(-3), k.stride(-2), 0 if mask is None else mask.stride(0))
+    strides = (*k.stride()[:3], 0 if mask is None else mask.stride(0))
     with torch.cuda.device_of(q):
         attend[(splits, kv_heads, batch)](
-            *(q.contiguous(), k, v, *scales, mask, first, lengths, table, parts, peaks, sums),
-            *(keys, splits, blocks, max(block_size, 1), *strides, scale),
+            *(q.contiguous(), k, v, mask, parts, peaks, sums),
+            *(keys, splits, *strides, scale),
             SOFTCAP=softcap,
             WINDOW=window,
             GROUP=heads // kv_heads,
@@ -87,21 +75,4 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, mask: Ten
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
     window = spec.window or 0 if mask is None else 0  # a mask has it inside
-    scores = (spec.scale, window, spec.softcap or 0.0)
-    return operator(q[:, 0], k, v, rows, None, None, None, 0, k.shape[1], *scores).unsqueeze(1)
-
-
-def over_view(q: Tensor, view: KVView, *, spec: AttentionSpec, longest: int) -> Tensor:
-    """Attention of q (B, H, D), the last token of each sequence, over a cache; none has more than `longest` tokens.
-
-    Raises ConfigError where keys and values lie differently, or the step has not one token a sequence.
-    """
-    step = view.metadata
-    if view.k.stride() != view.v.stride() or view.k.stride(-1) != 1 or q.shape[0] != step.seq_lens.shape[0]:
-        raise ConfigError(
-            f"decode attention wants one query a sequence and k, v that lie alike; found q {tuple(q.shape)}, "
-            f"{step.seq_lens.shape[0]} sequences, strides {view.k.stride()} and {view.v.stride()}"
-        )
-    places = (step.first_slots, step.seq_lens, step.block_table, step.block_size)
-    scores = (spec.scale, spec.window or 0, spec.softcap or 0.0)
-    return operator(q, view.k, view.v, None, *places, longest, *scores)
+    return operator(q[:, 0], k, v, rows, spec.scale, window, spec.softcap or 0.0).unsqueeze(1)

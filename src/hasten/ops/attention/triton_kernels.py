@@ -12,19 +12,12 @@ def attend(
     q,  # (B, H, D)
     k,  # rows of head_dim values, at strides below
     v,
-    k_scales,  # of int8 rows (cache_rows.py): the same memory as float32
-    v_scales,
     mask,  # (B, S) bool
-    first,  # (B,)
-    lengths,  # (B,)
-    table,  # (B, blocks)
     parts,  # (B, H, splits, D) float32
     peaks,  # (B, H, splits) float32: largest score
     sums,  # (B, H, splits) float32: of exp(score - peak)
     keys,
     splits,
-    blocks,
-    block_size,
     sequence_stride,  # of k and v alike
     row_stride,
     head_stride,
@@ -45,21 +38,15 @@ def attend(
     heads = head * GROUP + g  # of the queries
     row = b * (tl.num_programs(1) * GROUP) + heads
     query = tl.load(q + row[:, None] * D + d[None, :], mask=(g < GROUP)[:, None] & (d < D)[None, :], other=0.0)
-    length = tl.load(lengths + b).to(tl.int32) if lengths is not None else keys
     low = split * KEYS
-    high = tl.minimum(low + KEYS, length)
+    high = tl.minimum(low + KEYS, keys)
     if WINDOW > 0:
-        low = tl.maximum(low, length - WINDOW)
+        low = tl.maximum(low, keys - WINDOW)
     if mask is not None:  # a part that nobody sees is not read: of a long cache only what is filled
         span = split * KEYS + tl.arange(0, KEYS)
         some = tl.load(mask + b.to(tl.int64) * mask_stride + span, mask=span < keys, other=0).to(tl.int32)
         high = tl.where(tl.max(some, axis=0) > 0, high, low)
-    if table is not None:
-        base = (head * head_stride).to(tl.int64)
-    elif first is not None:
-        base = tl.load(first + b).to(tl.int64) * row_stride + head * head_stride
-    else:
-        base = b.to(tl.int64) * sequence_stride + head * head_stride
+    base = b.to(tl.int64) * sequence_stride + head.to(tl.int64) * head_stride
     peak = tl.full((GROUP_SIDE,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((GROUP_SIDE,), dtype=tl.float32)
     acc = tl.zeros((GROUP_SIDE, D_SIDE), dtype=tl.float32)
@@ -68,19 +55,10 @@ def attend(
         seen = (s >= low) & (s < high)
         if mask is not None:
             seen = seen & (tl.load(mask + b.to(tl.int64) * mask_stride + s, mask=seen, other=0) != 0)
-        if table is not None:
-            block = tl.load(table + b * blocks + s // block_size, mask=seen, other=0).to(tl.int64)
-            rows = (block * block_size + s % block_size) * row_stride
-        else:
-            rows = s.to(tl.int64) * row_stride
-        places = base + rows
+        places = base + s.to(tl.int64) * row_stride
         inside = seen[:, None] & (d < D)[None, :]
         key = tl.load(k + places[:, None] + d[None, :], mask=inside, other=0.0)  # (BLOCK, D)
-        if k_scales is not None:
-            key = key.to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale  # (GROUP, BLOCK)
-        if k_scales is not None:
-            scores = scores * tl.load(k_scales + (places + D) // 4, mask=seen, other=0.0)[None, :]
         if SOFTCAP > 0:
             scores = SOFTCAP * (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1)  # c·tanh(s / c)
         scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -90,9 +68,6 @@ def attend(
         p = tl.exp(scores - finite[:, None])
         total = total * shrink + tl.sum(p, axis=1)
         value = tl.load(v + places[:, None] + d[None, :], mask=inside, other=0.0)
-        if v_scales is not None:
-            value = value.to(query.dtype)
-            p = p * tl.load(v_scales + (places + D) // 4, mask=seen, other=0.0)[None, :]
         acc = acc * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
         peak = new_peak
     place = row.to(tl.int64) * splits + split

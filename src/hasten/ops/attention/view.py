@@ -15,7 +15,11 @@ class AttentionMetadata(NamedTuple):
     slot_mapping int64 (R,): the cache's row for each of the step's R tokens, -1 for padding. Tokens
     query_start_loc[b] … query_start_loc[b+1] - 1 belong to sequence b and are the last of its seq_lens[b] positions;
     int64 (B + 1,) and (B,). Contiguous: first_slots int64 (B,), the row of each sequence's position 0. Paged:
-    block_table int64 (B, blocks). rows: how the cache keeps keys and values.
+    block_table int64 (B, blocks); of one block, positions past its end begin again. rows: how the cache keeps keys and
+    values.
+
+    What a launch on a GPU is sized by, known on the host (None: unknown): max_query, the most new tokens of a sequence;
+    longest, the most tokens a sequence can have. Neither changes a result.
     """
 
     slot_mapping: Tensor
@@ -25,11 +29,13 @@ class AttentionMetadata(NamedTuple):
     block_table: Tensor | None = None
     block_size: int = 0
     rows: RowFormat = PLAIN
+    max_query: int | None = None
+    longest: int | None = None
 
     @property
     def to_read(self) -> tuple[Tensor | int | None, ...]:
         """What is needed to read the cache: everything but slot_mapping, in the native operators' order."""
-        return *self[1:-1], self.rows.rotated
+        return *self[1:6], self.rows.rotated
 
 
 class KVView(NamedTuple):

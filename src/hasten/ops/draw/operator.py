@@ -9,7 +9,8 @@ copy to the device). So the noise is a pure function of (seed, step, token id): 
 counter-based generator, in int64 tensor arithmetic, on whatever device the scores are.
 
 The native kernel (draw.cpp) takes the logarithms of those tokens only that can win. It rounds otherwise than the
-reference does, so where two tokens are too near to tell, the reference decides.
+reference does, so where two tokens are too near to tell, the reference decides. On CUDA Triton's kernel makes the noise
+in registers.
 """
 
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten.ops import triton_support
+from hasten.ops.draw.splitmix import FIRST, GOLDEN, SECOND
 from hasten.ops.native import library
 
 
@@ -27,6 +30,10 @@ def draw(scores: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
     """
     ops = _native(scores)
     if ops is None:
+        if _on_triton(scores):
+            from hasten.ops.draw import triton_draw
+
+            return triton_draw.draw(scores, seeds, steps)
         return reference_draw(scores, seeds, steps)
     tokens: Tensor = ops.draw.default(scores, seeds, steps)
     near = (tokens < 0).nonzero()[:, 0]
@@ -44,6 +51,22 @@ def largest(scores: Tensor, count: int) -> Tensor:
     return scores.topk(count, dim=-1).values if ops is None else ops.largest.default(scores, count)
 
 
+def least_kept(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor | None:
+    """The smallest score of each row that top-k and then top-p keep, (B, 1); None where no kernel finds it here.
+
+    scores (B, V) float32; top_k (B, 1) int64, V: off; top_p (B, 1) float32, 1: off.
+    """
+    if not _on_triton(scores):
+        return None
+    from hasten.ops.draw import triton_draw
+
+    return triton_draw.least_kept(scores, top_k, top_p)
+
+
+def _on_triton(scores: Tensor) -> bool:
+    return scores.is_cuda and triton_support.refusal(scores.device) is None
+
+
 def _native(scores: Tensor) -> Any:
     """The native operators, where they serve."""
     if scores.device.type != "cpu" or torch.compiler.is_compiling():
@@ -57,9 +80,9 @@ def exponential_noise(seeds: Tensor, steps: Tensor, *, vocab_size: int) -> Tenso
 
     Values are within [2**-54, 16.7]: never 0 or inf, and with full relative precision near 0, where races are won.
     """
-    ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=seeds.device) * _GOLDEN  # (V,)
+    ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=seeds.device) * GOLDEN  # (V,)
     key, spare = seeds.clone(), torch.empty_like(seeds)
-    _mix(_mix(key, spare).add_(steps * _GOLDEN), spare)
+    _mix(_mix(key, spare).add_(steps * GOLDEN), spare)
     # On a CPU a few rows at a time: what is written is still in a core's own cache when the next operation reads it.
     # (32 rows of 32,000 tokens at once took ten times as long.)
     in_cache = seeds.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -76,22 +99,12 @@ def exponential_noise(seeds: Tensor, steps: Tensor, *, vocab_size: int) -> Tenso
     return noise
 
 
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
-# SplitMix64's constants; int64 products wrap around as the unsigned ones it is defined with.
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_FIRST = _signed(0xBF58476D1CE4E5B9)
-_SECOND = _signed(0x94D049BB133111EB)
-
-
 _ROWS_ELEMENTS = 1 << 15  # elements that are worked on at a time on a CPU: PyTorch starts no threads for fewer
 
 
 def _mix(z: Tensor, spare: Tensor) -> Tensor:
     """SplitMix64's finalizer, in place: every bit of the result depends on every bit of z."""
-    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+    for shift, factor in ((30, FIRST), (27, SECOND), (31, None)):
         # int64 shifts copy the sign: mask it off.
         torch.bitwise_right_shift(z, shift, out=spare).bitwise_and_((1 << (64 - shift)) - 1)
         z.bitwise_xor_(spare)

@@ -1,6 +1,7 @@
 """Linear layers of bf16, int8 and int4 weights: the operator's kernels, the packed layouts, the modules."""
 
 from hasten.ops.linear.embedding import PackedEmbedding
+from hasten.ops.linear.fused import NormArguments, fused_linear
 from hasten.ops.linear.layouts import empty_weight
 from hasten.ops.linear.modules import PackedLinear, request_of
 from hasten.ops.linear.operator import KERNELS, LinearRequest
@@ -11,12 +12,14 @@ __all__ = [
     "INT8",
     "KERNELS",
     "LinearRequest",
+    "NormArguments",
     "PackedEmbedding",
     "PackedLinear",
     "QuantizedWeight",
     "Scales",
     "WeightFormat",
     "empty_weight",
+    "fused_linear",
     "int4_format",
     "request_of",
 ]

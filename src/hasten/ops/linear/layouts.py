@@ -1,4 +1,4 @@
-"""How a layer keeps its weight in memory: panels for the native kernels, plain rows for PyTorch's, pieces for Triton's.
+"""How a layer keeps its weight in memory: panels for the native kernels, plain rows for PyTorch's, chunks for Triton's.
 
 Both directions are exact: unpack(pack(weight)) is the weight, bit for bit. `Packed` tensors by format (W is N×K, G the
 number of groups in K, P = ceil(N / 64) panels; K' is K padded to 32, or to the group size):
@@ -13,9 +13,11 @@ number of groups in K, P = ceil(N / 64) panels; K' is K padded to 32, or to the 
   Q4_K       data as int4, scales int32 (P, 3K/256, 64),             data as int4, scales, zeros uint8 (N, G),
              outer f16 (P, 2K/256, 64)                               outer f16 (N, K/256, 2)
 
-Pieces (for GPUs): 16 bytes of every row, then the next 16 bytes of every row, so that neighbouring threads read
-neighbouring bytes, 16 each, whatever part of K they stand in. int8 data (ceil(K'/16), N, 16); int4 data uint8
-(K'/32, N, 16), where byte j of a piece holds the values j and 16 + j of 32; scales, zeros (G, N).
+Chunks (for GPUs): 4 rows next to each other, and of each of them a 32-bit word of 8 or 4 values, so that a thread reads
+16 bytes of the same features of 4 rows, and its neighbour the next 16 bytes. Chunks of 128 (int4) or 64 (int8) features
+have 16 words: word w has the features 2w and 2w + 1 of each 32 of them, the second 16 bits above the first, so that
+both halves of a register are what a tensor core wants side by side. int8 is stored with 128 added. data int32
+(N'/4, K'/8 or K'/4, 4), scales and zeros (N'/4, G, 4), N' and K' padded to whole blocks of rows, chunks and groups.
 """
 
 from collections.abc import Callable
@@ -31,7 +33,7 @@ from hasten.ops.native import native_ops
 
 PANEL = 64  # output rows that stand interleaved
 PADDING = 32
-PIECE = 16  # bytes: the widest access of a GPU's thread
+CHUNK_ROWS = 4  # output rows of which a GPU's thread reads 16 bytes at once
 
 
 class Packed(NamedTuple):
@@ -219,35 +221,50 @@ def _row_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids: 
 ROWS = Layout(_pack_rows, _row_rows)
 
 
-# Pieces
+# Chunks
 
 
-def _pack_pieces(weight: QuantizedWeight) -> Packed:
-    assert weight.format.scales, "the pieces are bytes; bfloat16 weights stay in rows"
+def _pack_chunks(weight: QuantizedWeight) -> Packed:
+    assert weight.format.scales, "chunks are integers; bfloat16 weights stay in rows"
     n, k = weight.shape
-    multiple = weight.format.group_size or PIECE
-    values = pad(weight.values, (0, -k % multiple))
-    if weight.format.element == "int4":
-        halves = values.view(n, -1, 2, PIECE)  # (N, pieces, 2, 16)
-        values = halves[:, :, 0] | halves[:, :, 1] << 4
-    data = values.view(n, -1, PIECE).transpose(0, 1).contiguous()
-    zeros = None if weight.zeros is None else weight.zeros.T.contiguous()
-    return Packed(data, row_scales(weight).T.contiguous(), zeros)
+    int4 = weight.format.element == "int4"
+    chunk = 128 if int4 else 64
+    multiple = max(chunk, weight.format.group_size)
+    values = pad(weight.values, (0, -k % multiple, 0, -n % CHUNK_ROWS)).view(torch.uint8)
+    split = values.view(-1, CHUNK_ROWS, values.shape[1] // chunk, chunk // 32, 16, 2)  # (N/4, 4, C, quarters, words, 2)
+    split = split[:, :, :, ::2] | split[:, :, :, 1::2] << 4 if int4 else split ^ 128
+    # (N/4, chunks, words, 4, bytes): the first bytes hold the first of every two features.
+    data = split.permute(0, 2, 4, 1, 5, 3).flatten(4).view(torch.int32)
+    groups = values.shape[1] // (weight.format.group_size or values.shape[1])
+    zeros = None if weight.zeros is None else _chunk_scales(weight.zeros, groups)
+    return Packed(data.view(len(split), -1, CHUNK_ROWS), _chunk_scales(row_scales(weight), groups), zeros)
 
 
-def _piece_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids: Tensor | None) -> QuantizedWeight:
-    if ids is not None:
-        packed = Packed(*(None if tensor is None else tensor[:, ids] for tensor in packed))  # type: ignore[arg-type]
+def _chunk_scales(scales: Tensor, groups: int) -> Tensor:
+    """Scales or zeros (N, G) -> (N'/4, G', 4), filled up with zeros."""
+    filled = pad(scales, (0, groups - scales.shape[1], 0, -len(scales) % CHUNK_ROWS))
+    return filled.view(-1, CHUNK_ROWS, groups).transpose(1, 2).contiguous()
+
+
+def _chunk_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids: Tensor | None) -> QuantizedWeight:
+    if ids is None:
+        ids = torch.arange(size[0], device=packed.data.device)
+    blocks, rows = ids // CHUNK_ROWS, ids % CHUNK_ROWS
+    int4 = format.element == "int4"
+    split = packed.data[blocks, :, rows].view(torch.uint8).view(len(ids), -1, 16, 2, 2)  # (R, chunks, words, 2, bytes)
+    split = split.permute(0, 1, 4, 2, 3)  # (R, chunks, bytes of a half, words, 2)
+    values = torch.stack((split & 15, split >> 4), dim=3).flatten(2, 3) if int4 else split ^ 0x80
     assert packed.scales is not None
-    values = packed.data.transpose(0, 1)  # (R, pieces, 16)
-    if format.element == "int4":
-        values = torch.stack((values & 15, values >> 4), dim=2)  # (R, pieces, 2, 16)
+
+    def take(scales: Tensor) -> Tensor:
+        return scales[blocks, :, rows][:, : format.groups(size[1])].contiguous()
+
     return QuantizedWeight(
         format=format,
-        values=values.flatten(1)[:, : size[1]].contiguous(),
-        scales=packed.scales.T.contiguous(),
-        zeros=None if packed.zeros is None else packed.zeros.T.contiguous(),
+        values=values.flatten(1)[:, : size[1]].contiguous().view(VALUE_DTYPES[format.element]),
+        scales=take(packed.scales),
+        zeros=None if packed.zeros is None else take(packed.zeros),
     )
 
 
-PIECES = Layout(_pack_pieces, _piece_rows)
+CHUNKS = Layout(_pack_chunks, _chunk_rows)

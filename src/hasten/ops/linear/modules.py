@@ -160,7 +160,7 @@ class PackedLinear(nn.Module):
         return self._multiply(x)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        return self._product(x, Operands(*self.packed, self.bias, self.out_features, self.format, self.planes))
+        return self._product(x, self.operands)
 
     def _some_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Rows of the weight as it lies here, columns in its own order; `start` is the first of a panel."""
@@ -233,6 +233,11 @@ class PackedLinear(nn.Module):
     def packed(self) -> Packed:
         """The weight in the kernel's layout."""
         return Packed(self.data, self.scales, self.zeros, self.outer)
+
+    @property
+    def operands(self) -> Operands:
+        """What a product takes beside x."""
+        return Operands(*self.packed, self.bias, self.out_features, self.format, self.planes)
 
     def _pack_empty(self, layout: Layout) -> Packed:
         return layout.pack(empty_weight((self.out_features, self.in_features), self.format, self.request.device))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hasten.machine import emulated
 from hasten.ops import triton_support
-from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands, Packed
+from hasten.ops.linear.layouts import CHUNKS, PADDING, PANELS, ROWS, Layout, Operands, Packed
 from hasten.ops.linear.weights import BFLOAT16, INT8, Q6_K, QuantizedWeight, WeightFormat
 from hasten.ops.linear.wide import wide_linear
 from hasten.ops.native import library, missing_library, native_ops, slower_than_pytorch
@@ -178,4 +178,4 @@ def slow_for_its_format(request: LinearRequest) -> str | None:
 
 def layout_of(kernel: str) -> Layout:
     """The layout of the weights that a kernel reads."""
-    return {"native": PANELS, "triton": PIECES}.get(kernel, ROWS)
+    return {"native": PANELS, "triton": CHUNKS}.get(kernel, ROWS)

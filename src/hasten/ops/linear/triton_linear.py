@@ -1,9 +1,9 @@
-"""The linear product on CUDA: Triton for up to 16 rows, PyTorch's product of the dequantized weight for more.
+"""Launches the Triton products: one row, several rows, and what is beside PyTorch's product of 16-bit weights.
 
-Import this file only where the kernel is taken; it imports Triton and registers the operator.
+Import this file only where a kernel is taken; it imports Triton and registers the operators.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,54 +11,37 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from hasten.ops.linear import triton_kernels as kernels
-from hasten.ops.linear.layouts import PIECE, Operands
-from hasten.ops.linear.weights import WeightFormat, group_format
+from hasten.ops.linear import triton_rows
+from hasten.ops.linear.fused import NormArguments
+from hasten.ops.linear.layouts import Operands
+from hasten.ops.linear.triton_choice import OneRow, SeveralRows, choose_one_row, choose_several_rows
+from hasten.ops.linear.triton_gemm import several_rows
+from hasten.ops.linear.triton_gemv import one_row_packed, one_row_plain
+from hasten.ops.linear.weights import BFLOAT16, group_format
+from hasten.ops.triton_support import readable
 
-MOST_ROWS = 16  # the smallest side of a tensor core's tile: as many rows cost what one does
-SUM_BLOCK = 1024
+ONE = 0x3F800000  # the bits of 1.0
+ELEMENTS = 1024  # of a program of an elementwise kernel
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    """How one product is cut: `block_n` outputs a program, `block_j` bytes of each a step, K into `splits` parts."""
+class Beside:
+    """What is computed beside a product: the norm of x before it, then an activation by number, gating, a residual."""
 
-    block_n: int
-    block_j: int
-    splits: int
-    warps: int = 4
-    stages: int = 3
+    dtype: torch.dtype  # of 16 bits
+    norm: NormArguments | None = None
+    activation: int = 0
+    gated: bool = False
+    residual: Tensor | None = None
 
+    def outputs(self, weight: Operands) -> int:
+        """How many each row of x has."""
+        return weight.out_features // 2 if self.gated else weight.out_features
 
-# Programs that a product is cut into, at least: enough bytes under way for the memory's latency on the 132
-# multiprocessors of a Hopper GPU. A constant, so that results do not depend on the device.
-PROGRAMS_ONE_ROW = 1000
-PROGRAMS_FEW_ROWS = 528
-MOST_SPLITS = {True: 8, False: 16}  # for one row, for several
-
-
-def choose(rows: int, out_features: int, group_bytes: int, bits: int = 8) -> Config:
-    """The configuration for a product of so many rows and outputs; group_bytes: of a group of weights, 0: of a row.
-
-    For one row the fastest of `gpu_session.py kernels --tune` on an H100, over two sizes: 1,024 bytes a step, by few
-    threads where each byte has two weights to be spread.
-    """
-    one = rows == 1
-    block_j = group_bytes or (64 if one else 128)  # a step is a group
-    # Several rows: 16 bytes a step for each thread of 4 warps; the tensor cores' tile has 64 rows of weights.
-    block_n = 1024 // block_j if one else max(64, 2048 // block_j)
-    tiles = triton.cdiv(out_features, block_n)
-    wanted = PROGRAMS_ONE_ROW if one else PROGRAMS_FEW_ROWS
-    splits = 1
-    while splits < MOST_SPLITS[one] and tiles * splits < wanted:
-        splits *= 2
-    return Config(
-        block_n=block_n,
-        block_j=block_j,
-        splits=splits,
-        warps=1 if one and bits == 4 else 4,
-        stages=4 if one else 3,
-    )
+    @property
+    def result(self) -> torch.dtype:
+        """Of what comes out."""
+        return self.dtype if self.residual is None else torch.float32
 
 
 def linear(x: Tensor, weight: Operands) -> Tensor:
@@ -78,16 +61,12 @@ def linear_operator(
     bits: int,
     group_size: int,
 ) -> Tensor:
-    """x (…, K), data (pieces, N, 16), scales (G, N), zeros (G, N), bias (N,) -> (…, N).
+    """x (…, K) and a weight in the "chunks" layout (layouts.py) -> (…, N).
 
     torch.library wants every tensor named: only here the fields of `Operands` stand one by one.
     """
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if rows.shape[0] == 0:
-        return x.new_empty((*x.shape[:-1], out_features))
-    run = few_rows if rows.shape[0] <= MOST_ROWS else many_rows
-    format = group_format(f"int{bits}", group_size)  # zeros and scales speak for themselves
-    y = run(rows, Operands(data, scales, zeros, None, bias, out_features, format))
+    weight = _operands(data, scales, zeros, bias, out_features, bits, group_size)
+    y = product(x.reshape(-1, x.shape[-1]), weight, Beside(x.dtype))
     return y.view(*x.shape[:-1], out_features)
 
 
@@ -96,67 +75,220 @@ def _fake(x: Tensor, data: Any, scales: Any, zeros: Any, bias: Any, out_features
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-def few_rows(x: Tensor, weight: Operands, *, config: Config | None = None) -> Tensor:
-    """x (R, K), R from 1 to 16 -> (R, N). `config` is for tuning; that of `choose` by default."""
-    rows, k = x.shape
-    n = weight.out_features
-    format = weight.format
-    config = config or choose(rows, n, _group_bytes(format), format.bits)
-    pieces = weight.data.shape[0]
-    steps = triton.cdiv(pieces, config.block_j // PIECE)
-    steps_per_split = triton.cdiv(steps, min(config.splits, steps))
-    splits = triton.cdiv(steps, steps_per_split)
-    y = _result(x, rows, n)
-    parts = y if splits == 1 else x.new_empty((splits, rows, n), dtype=torch.float32)
+@torch.library.custom_op("hasten_triton::fused_linear", mutates_args=())
+def fused_operator(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor | None,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    bits: int,
+    group_size: int,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    offset: float,
+    centred: bool,
+    activation: int,
+    gated: bool,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`fused_linear` (fused.py), its arguments one by one. A plain weight has 16 bits."""
+    norm = None if norm_weight is None else NormArguments(norm_weight, norm_bias, eps, offset, centred)
+    weight = _operands(data, scales, zeros, bias, out_features, bits, group_size)
+    return product(x, weight, Beside(dtype, norm, activation, gated, residual))
+
+
+@fused_operator.register_fake
+def _fake_fused(x: Tensor, data: Any, scales: Any, zeros: Any, bias: Any, out_features: int, *rest: Any) -> Tensor:
+    gated, residual, dtype = rest[-3:]
+    outputs = out_features // 2 if gated else out_features
+    return x.new_empty((x.shape[0], outputs), dtype=dtype if residual is None else torch.float32)
+
+
+def _operands(data: Tensor, scales: Any, zeros: Any, bias: Any, n: int, bits: int, group_size: int) -> Operands:
+    format = BFLOAT16 if bits == 16 else group_format(f"int{bits}", group_size)  # zeros and scales speak for themselves
+    return Operands(data, scales, zeros, None, bias, n, format)
+
+
+def product(x: Tensor, weight: Operands, beside: Beside) -> Tensor:
+    """x (R, K) -> (R, outputs): launches as few kernels as there are for this many rows."""
+    rows = x.shape[0]
+    if rows == 0:
+        return x.new_empty((0, beside.outputs(weight)), dtype=beside.result)
+    x, norm = x.contiguous(), beside.norm
+    if norm is not None and norm.weight.dtype not in (torch.float32, beside.dtype):
+        beside = replace(beside, norm=norm._replace(weight=norm.weight.float(), bias=_floats(norm.bias)))
     with torch.cuda.device_of(x):
-        kernels.product[(triton.cdiv(n, config.block_n), splits)](
-            *(x, weight.data, weight.scales, weight.zeros, weight.bias if splits == 1 else None, parts),
-            *(rows, n, k, pieces, steps_per_split),
-            BITS=format.bits,
-            GROUPED=format.group_size > 0,
-            ONE_ROW=rows == 1,
-            M=1 if rows == 1 else MOST_ROWS,
-            BLOCK_N=config.block_n,
-            BLOCK_J=config.block_j,
-            STAGES=config.stages,
-            WIDE=x.device.type == "cpu",
-            num_warps=config.warps,
+        if rows == 1 and reads_in_pairs(x, weight, beside):
+            return multiply_row(x, weight, beside)
+        if beside.norm is not None:
+            x = normed_rows(x, beside.norm, beside.dtype)
+        x = x.to(beside.dtype)
+        if weight.format.bits == 16:
+            return multiply_plain(x, weight, beside)
+        return multiply_rows(x, weight, beside)
+
+
+def reads_in_pairs(x: Tensor, weight: Operands, beside: Beside) -> bool:
+    """Whether `multiply_row` can multiply: K is even, of plain weights a multiple of 8, and no 16-bit dtypes differ."""
+    plain = weight.format.bits == 16
+    own = [x.dtype, weight.data.dtype] if plain else [x.dtype]
+    return x.shape[1] % (8 if plain else 2) == 0 and all(one in (torch.float32, beside.dtype) for one in own)
+
+
+def multiply_row(x: Tensor, weight: Operands, beside: Beside, *, config: OneRow | None = None) -> Tensor:
+    """x (1, K) -> (1, outputs) in one launch. `config` is for tuning; that of `choose_one_row` by default."""
+    bits, group_size = weight.format.bits, weight.format.group_size
+    n, k = weight.out_features, x.shape[1]
+    config = config or choose_one_row(bits, group_size, n, k)
+    norm, outputs = beside.norm, beside.outputs(weight)
+    out = _result(x, beside, 1, outputs)
+    side = 1 if bits == 16 else 4
+    grid = (triton.cdiv(n, config.block * side),)
+    norm_weight = None if norm is None else norm.weight
+    kind = 0 if norm is None else 2 if norm.centred else 1
+    row = [_pairs(x), _pairs(weight.data) if bits == 16 else weight.data]
+    beside_it = [None if own is None else _pairs(own) for own in (norm_weight, None if norm is None else norm.bias)]
+    eps, offset = (0.0, 0.0) if norm is None else (norm.eps, norm.offset)
+    bias = None if weight.bias is None else readable(weight.bias)
+    options: dict[str, Any] = {
+        "XBITS": 8 * x.itemsize,
+        "GBITS": 16 if norm is None else 8 * norm.weight.itemsize,
+        "HALF": beside.dtype == torch.float16,
+        "NORM": kind,
+        "ACTIVATION": beside.activation,
+        "GATED": beside.gated,
+        "BLOCK": config.block,
+        "T": config.threads,
+        "STAGES": config.stages,
+        "PDL": config.pdl,
+        "num_warps": config.threads // 32,
+        "num_stages": config.stages,
+    } | ({"launch_pdl": True} if config.pdl else {})
+    if bits == 16:
+        one_row_plain[grid](
+            *(*row, bias, *beside_it, beside.residual, out, outputs, n, k, k // 2, eps, offset), **options
         )
-        if splits > 1:
-            grid = (triton.cdiv(y.numel(), SUM_BLOCK),)
-            kernels.add_splits[grid](parts, weight.bias, y, y.numel(), n, SPLITS=splits, BLOCK=SUM_BLOCK)
-    return y.to(x.dtype)
+    else:
+        packed = (weight.scales, weight.zeros, bias)
+        assert weight.scales is not None
+        sizes = (outputs, n, k, weight.data.shape[1], weight.scales.shape[1])
+        one_row_packed[grid](
+            *(*row, *packed, *beside_it, beside.residual, out, *sizes, eps, offset, ONE),
+            BITS=bits,
+            GROUP=group_size,
+            **options,
+        )
+    return out.to(beside.result)
 
 
-def many_rows(x: Tensor, weight: Operands) -> Tensor:
-    """x (R, K) -> (R, N): the weight becomes 16-bit for the time of the product, which then is PyTorch's own.
+def multiply_rows(x: Tensor, weight: Operands, beside: Beside, *, config: SeveralRows | None = None) -> Tensor:
+    """x (R, K) in 16 bits, R from 1 on -> (R, outputs), through tensor cores; the norm of `beside` has been applied.
 
-    torch._int_mm would be twice as fast, but needs x rounded to int8; this kernel promises not to round it.
+    Where K is split, the program that comes last to a tile adds the parts, in their order.
     """
-    n, k, format = weight.out_features, x.shape[1], weight.format
-    plain = _result(x, n, k)
-    block_j = _group_bytes(format) or 64
-    grid = (triton.cdiv(n, 32), triton.cdiv(weight.data.shape[0], block_j // PIECE))
-    with torch.cuda.device_of(x):
-        kernels.dequantize[grid](
-            *(weight.data, weight.scales, weight.zeros, plain, n, k),
-            BITS=format.bits,
-            GROUPED=format.group_size > 0,
-            BLOCK_N=32,
-            BLOCK_J=block_j,
-        )
-    plain = plain.to(x.dtype)
-    if format.group_size:
-        return F.linear(x, plain, None if weight.bias is None else weight.bias.to(x.dtype))
+    rows, k = x.shape
+    bits, group_size = weight.format.bits, weight.format.group_size
+    n, outputs = weight.out_features, beside.outputs(weight)
+    config = config or choose_several_rows(bits, group_size, rows, n, k)
     assert weight.scales is not None
-    y = F.linear(x, plain) * weight.scales.flatten()
-    return (y if weight.bias is None else y + weight.bias).to(x.dtype)
+    run = (128 if bits == 4 else 64) * config.chunks  # features of a step
+    words = weight.data.shape[1]
+    steps = triton.cdiv(words, 16 * config.chunks)
+    tiles = triton.cdiv(n, config.n), triton.cdiv(rows, config.m)
+    counters = None if config.splits == 1 else _counters(x.device, tiles[0] * tiles[1])
+    steps_per_split = triton.cdiv(steps, 1 if counters is None else config.splits)
+    splits = triton.cdiv(steps, steps_per_split)
+    parts = (
+        x.new_empty((tiles[0] * tiles[1] * splits * config.n * config.m,), dtype=torch.float32) if splits > 1 else None
+    )
+    out = _result(x, beside, rows, outputs)
+    several_rows[(*tiles, splits)](
+        *(readable(x), weight.data, weight.scales, weight.zeros),
+        *(None if weight.bias is None else readable(weight.bias), beside.residual, out, parts),
+        *(None if splits == 1 else counters, rows, outputs, n, k, words, weight.scales.shape[1], steps_per_split),
+        BITS=bits,
+        GROUP=group_size,
+        HALF=x.dtype == torch.float16,
+        ACTIVATION=beside.activation,
+        GATED=beside.gated,
+        N=config.n,
+        M=config.m,
+        CHUNKS=config.chunks,
+        SPLIT=splits > 1,
+        STAGES=config.stages,
+        SCALED=config.scaled,
+        WHOLE=k % run == 0,
+        WIDE=x.device.type == "cpu",
+        PDL=config.pdl,
+        num_warps=config.threads // 32,
+        **({"launch_pdl": True} if config.pdl else {}),
+    )
+    return out.to(beside.result)
 
 
-def _group_bytes(format: WeightFormat) -> int:
-    return format.group_size * format.bits // 8
+def multiply_plain(x: Tensor, weight: Operands, beside: Beside) -> Tensor:
+    """x (R, K) in 16 bits and a weight in as many: PyTorch's product, then one elementwise kernel at most."""
+    y = F.linear(x, weight.data.to(x.dtype), None if weight.bias is None else weight.bias.to(x.dtype))
+    if beside.gated or beside.activation:
+        out = _result(x, beside, x.shape[0], beside.outputs(weight))
+        triton_rows.activate_rows[(triton.cdiv(out.numel(), ELEMENTS),)](
+            *(readable(y), out, out.numel(), out.shape[1], y.shape[1]),
+            ACTIVATION=beside.activation,
+            GATED=beside.gated,
+            BLOCK=ELEMENTS,
+        )
+        y = out.to(x.dtype)
+    return y if beside.residual is None else beside.residual + y
 
 
-def _result(x: Tensor, *size: int) -> Tensor:
+def normed_rows(x: Tensor, norm: NormArguments, dtype: torch.dtype) -> Tensor:
+    """The norm of x (R, K), in 16 bits."""
+    rows, k = x.shape
+    out = x.new_empty((rows, k), dtype=torch.float32 if x.device.type == "cpu" else dtype)
+    triton_rows.norm_row[(rows,)](
+        *(readable(x), readable(norm.weight), None if norm.bias is None else readable(norm.bias), out),
+        *(k, norm.eps, norm.offset),
+        CENTRED=norm.centred,
+        BLOCK=triton.next_power_of_2(k),
+        num_warps=8 if k > 1024 else 4,
+    )
+    return out.to(dtype)
+
+
+def _pairs(tensor: Tensor) -> Tensor:
+    """Its numbers as integers of two each."""
+    return tensor.contiguous().view(torch.int64 if tensor.itemsize == 4 else torch.int32)
+
+
+def _floats(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()
+
+
+def _result(x: Tensor, beside: Beside, *size: int) -> Tensor:
     """What a kernel writes to. Triton's interpreter cuts bfloat16 off where a GPU rounds: there it writes float32."""
-    return x.new_empty(size, dtype=torch.float32 if x.device.type == "cpu" else x.dtype)
+    return x.new_empty(size, dtype=torch.float32 if x.device.type == "cpu" else beside.result)
+
+
+# Counters of the tiles whose K is split. Each launch takes the next ones of a ring, so that a captured product keeps
+# its own and products of several streams do not share any; a launch leaves its counters at 0.
+RING = 1 << 20
+_rings: dict[torch.device, tuple[Tensor, list[int]]] = {}
+
+
+def _counters(device: torch.device, count: int) -> Tensor | None:
+    """As many zeros, or None where the ring would have to be made while a graph is captured (it would not be zeros)."""
+    if device not in _rings:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        _rings[device] = torch.zeros(RING, dtype=torch.int32, device=device), [0]
+    ring, next_one = _rings[device]
+    if count > RING:
+        return None
+    if next_one[0] + count > RING:
+        next_one[0] = 0
+    next_one[0] += count
+    return ring[next_one[0] - count : next_one[0]]

@@ -1,0 +1,91 @@
+"""Pieces of a step as CUDA graphs: captured when they are wanted, in one pool of memory, as long as there is room."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hasten.generation.graphs import cuda_graph
+
+_log = logging.getLogger("hasten.engine")
+_FREE = 1 << 29  # bytes of the device that a capture leaves free
+_MOST = 96  # pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A captured piece: `run` repeats it, `result` is what it computed, overwritten by the next run."""
+
+    run: Callable[[], None]
+    result: Any
+
+
+class Captures:
+    """The captured pieces by their keys, and why others cannot be."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pieces: dict[Hashable, Piece] = {}
+        self.refused: dict[Hashable, str] = {}
+        self.wanted: Counter[Hashable] = Counter()
+        self.seconds = 0.0
+        # Of the memory that all pieces share: one runs at a time, and what it computed is read before the next.
+        self._pool: Any = None
+        self.full: str | None = None  # why nothing more is captured
+
+    def due(self, key: Hashable, *, after: int = 2) -> bool:
+        """Count that a piece is wanted which is not there; whether it has been so often that it is to be captured."""
+        if key in self.pieces or key in self.refused:
+            return False
+        self.wanted[key] += 1
+        return self.wanted[key] >= after and self._room()
+
+    def _room(self) -> bool:
+        if self.full is None and len(self.pieces) >= _MOST:
+            self._stop(f"there are {_MOST} captured pieces")
+        if self.full is None and self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            if free + cached < _FREE:
+                self._stop(f"{(free + cached) >> 20} MiB of the device's memory are free")
+        return self.full is None
+
+    def _stop(self, why: str) -> None:
+        self.full = why
+        _log.warning("no further steps are captured: %s", why)
+
+    def capture(
+        self, key: Hashable, compute: Callable[[], Any], *, reset: Callable[[], None] = lambda: None
+    ) -> Piece | None:
+        """Capture what `compute` does. None, and logged, where that fails: it is not tried again.
+
+        reset: called before each of the runs that warm up.
+        """
+        results: list[Any] = []
+
+        def step() -> None:
+            results[:] = [compute()]
+
+        started = time.perf_counter()
+        try:
+            if self._pool is None and self.device.type == "cuda":
+                self._pool = torch.cuda.graph_pool_handle()
+            run = cuda_graph(step, reset, pool=self._pool)
+            piece = Piece(run, results[0])
+        except Exception as error:
+            lines = traceback.format_exc().splitlines()[-12:]
+            self.refused[key] = f"{type(error).__name__}: {error}"
+            _log.warning("%s runs uncaptured:\n%s", key, "\n".join(lines))
+            return None
+        took = time.perf_counter() - started
+        self.seconds += took
+        self.pieces[key] = piece
+        _log.info("captured %s in %.2f s", key, took)
+        return piece

@@ -1,0 +1,307 @@
+"""Runs steps of a model over its paged cache: plainly, or as captured CUDA graphs of a few padded sizes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hasten.engine.batch import DecodeBatch, StepPart, StepShape
+from hasten.engine.captures import Captures
+from hasten.engine.forward import forward
+from hasten.engine.sampler import DeviceSampler, DrawKind, DrawnRow
+from hasten.generation import graphs
+from hasten.generation.blocks import SequenceBlocks
+from hasten.generation.layout import Rows, to_device
+from hasten.generation.paged import PagedCache
+from hasten.model.context import training_context
+from hasten.model.sharded import ShardedTransformer
+from hasten.model.transformer import Transformer
+
+_SEEN = 2  # steps of a shape, after which it is captured
+_SERVED = 32  # the same where a larger captured one serves meanwhile
+_LOGITS = 1 << 28  # bytes of a captured step's logits, at most
+_GATHERED = 1 << 28  # bytes of the keys that a captured step of a kernel which brings them together may copy
+
+
+class ModelRunner:
+    """A model over its cache: what a step, or a text to embed, has it compute. (`serving/following.py` has another.)
+
+    decoder: what runs decode steps as captured ones; None where nothing is captured, and `uncaptured` says why.
+    """
+
+    decoder: BatchRunner | None = None
+    uncaptured: str | None = None
+
+    def __init__(self, model: Transformer, cache: PagedCache) -> None:
+        self.model, self.cache = model, cache
+        self._wanted: tuple[list[int], Tensor] | None = None
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks of the cache (source, target), as if one after the other."""
+        self.cache.copy(pairs)
+
+    def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
+        """Logits (R, V) float32 of the wanted ones among the rows' tokens, which stand end to end."""
+        step, device = self.cache.step(rows), self.model.device
+        if self._wanted is None or self._wanted[0] != wanted:
+            self._wanted = list(wanted), to_device(list(wanted), device)
+        return self.model(to_device([list(tokens)], device), step.positions, step, rows=self._wanted[1])
+
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        """The last states (T, C) float32 of a text, normalised."""
+        ids = torch.tensor([list(tokens)], device=self.model.device)  # (1, T)
+        positions = torch.arange(len(tokens), device=ids.device)[None]
+        context = training_context(self.model, len(tokens))
+        return self.model.norm(self.model.states(ids, positions, context)).float()[0]
+
+    def close(self) -> None:
+        """There will be no more steps."""
+
+
+def capture_refusal(model: Transformer) -> str | None:
+    """Why decode steps of this model are not captured, or None."""
+    if isinstance(model, ShardedTransformer):
+        return "several ranks hold the model, and the first one tells the others each step"
+    if model.config.attention_pattern is not None:
+        return "the masks of its sparse pattern are laid out on the host"
+    return graphs.refusal(model)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens on their way to the host."""
+
+    rows: list[int]  # of the sequences that were asked for
+    tokens: Tensor  # (S,) on the host, there when `ready` is
+    ready: Any  # torch.cuda.Event, or None
+
+    def wait(self) -> list[int]:
+        """A token of each."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        found = self.tokens.tolist()
+        return [found[row] for row in self.rows]
+
+
+def read_later(tokens: Tensor, rows: list[int]) -> Drawn:
+    """Start the copy of tokens to the host. rows: of them, those that `Drawn.wait` gives."""
+    if tokens.device.type != "cuda":
+        return Drawn(rows, tokens.clone(), None)
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return Drawn(rows, host, ready)
+
+
+class ForwardKey(NamedTuple):
+    """Which forward pass was captured: of which shape, and with which adapter for all rows (-1: none)."""
+
+    shape: StepShape
+    adapter: int
+
+
+class DrawKey(NamedTuple):
+    """Which draw was captured: behind that forward pass, by these rules."""
+
+    shape: StepShape
+    adapter: int
+    kind: DrawKind
+
+
+class BatchRunner:
+    """Runs a `DecodeBatch` as captured pieces: a forward pass for each shape, a draw for each shape and kind.
+
+    A shape is captured when it has come twice; until then a larger captured one serves, or none does, and the caller
+    runs the step plainly. `explain` says what is captured.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        *,
+        sequences: int,
+        longest: int,
+        sizes: Sequence[int] = (),
+    ) -> None:
+        """sequences, longest: the most at once, and tokens of one. sizes: of decode steps, captured by `warm_up`."""
+        self.model, self.cache = model, cache
+        self.batch = DecodeBatch(cache, sequences=sequences, longest=longest)
+        self.sampler = DeviceSampler(self.batch, vocab_size=model.config.vocab_size)
+        self.captures = Captures(model.device)
+        most = self.batch.sequences
+        self._waiting = deque(sorted({min(size, most) for size in sizes}, reverse=True))  # the largest needs the most
+        self._shape: StepShape | None = None  # of the step that `begin` or `go_on` has run
+        self._asked = StepShape(1, 1, 1)  # what it was padded from
+        self._adapter = -1
+        self._kind: DrawKind | None = None
+
+    # -- steps whose tokens the host draws ----------------------------------------------------------------------------
+
+    def logits(self, parts: Sequence[StepPart], *, adapter: int = -1) -> tuple[Tensor, list[int]] | None:
+        """Logits (R, V) after each token of the parts, and the row of each part's first; None: run it plainly.
+
+        Valid until the next step.
+        """
+        width = max(len(part.tokens) for part in parts)
+        longest = max(part.start + len(part.tokens) for part in parts)
+        found = self._forward(len(parts), width, longest, adapter, lambda shape: self.batch.fill(shape, parts))
+        if found is None:
+            return None
+        logits, shape, rows = found
+        return logits.flatten(0, 1), [row * shape.width for row in rows]
+
+    # -- steps whose tokens stay on the device ------------------------------------------------------------------------
+
+    def begin(
+        self, parts: Sequence[StepPart], rows: Sequence[DrawnRow], texts: Sequence[Sequence[int]], *, adapter: int = -1
+    ) -> Drawn | None:
+        """Compute and draw one token of each sequence; None: run it plainly."""
+        numbers, longest = [part.number for part in parts], max(part.start + 1 for part in parts)
+        values = self.sampler.values(rows, texts)
+        found = self._forward(len(parts), 1, longest, adapter, lambda shape: self.batch.fill(shape, parts, values))
+        if found is None:
+            return None
+        logits, self._shape, _ = found
+        self._adapter = adapter
+        self._kind = self.sampler.prepare(numbers, rows, texts)
+        return self._draw(numbers, logits)
+
+    def go_on(self, numbers: Sequence[int], tables: Sequence[SequenceBlocks], *, longest: int) -> Drawn | None:
+        """The next step of these sequences of the last one, after the tokens that it draws; the others leave.
+
+        longest: tokens of the longest one after it. None: not in the same shape; `begin` it when the tokens are known.
+        """
+        shape = self._shape
+        assert shape is not None
+        wanted = self.batch.shape(sequences=len(numbers), width=1, longest=longest)
+        if wanted is None or not shape.covers(wanted) or wanted.sequences < self._asked.sequences:
+            return None
+        if self._asked != shape and self.captures.due(ForwardKey(self._asked, self._adapter), after=_SERVED - 1):
+            return None  # `begin` captures it
+        staying = set(numbers)
+        self.batch.leave(shape, [number for number in self.batch.rows if number not in staying])
+        self.batch.copy_tables(tables, [self.batch.rows[number] for number in numbers])
+        piece = self.captures.pieces[ForwardKey(shape, self._adapter)]
+        piece.run()
+        return self._draw(numbers, piece.result)
+
+    def _draw(self, numbers: Sequence[int], logits: Tensor) -> Drawn:
+        shape, kind, batch = self._shape, self._kind, self.batch
+        assert shape is not None
+        assert kind is not None
+        lengths = batch.views(shape).lengths
+        kept: list[Tensor] = []
+
+        def compute() -> None:
+            self.sampler.step(shape, kind, logits)
+
+        def still() -> None:  # so that warming up draws for nobody
+            if not kept:
+                kept.append(lengths.clone())
+            lengths.zero_()
+
+        key = DrawKey(shape, self._adapter, kind)
+        piece = self.captures.pieces.get(key)
+        if piece is None and self.captures.due(key):
+            piece = self.captures.capture(key, compute, reset=still)
+            if kept:
+                lengths.copy_(kept[0])
+        (compute if piece is None else piece.run)()
+        if kind.penalized:
+            self.sampler.took(numbers)
+        return self._read(numbers, shape)
+
+    def _read(self, numbers: Sequence[int], shape: StepShape) -> Drawn:
+        """Start the copy of the drawn tokens to the host."""
+        rows = [self.batch.rows[number] for number in numbers]
+        return read_later(self.batch.views(shape).tokens[:, 0], rows)
+
+    # -- captured forward passes --------------------------------------------------------------------------------------
+
+    def _forward(
+        self, sequences: int, width: int, longest: int, adapter: int, fill: Callable[[StepShape], list[int]]
+    ) -> tuple[Tensor, StepShape, list[int]] | None:
+        """Logits (S, W, V) of a step, its padded shape, and the rows of its sequences."""
+        wanted = self.batch.shape(sequences=sequences, width=width, longest=longest)
+        if wanted is None or self._too_large(wanted) is not None:
+            return None
+        key, shape = ForwardKey(wanted, adapter), wanted
+        if key not in self.captures.pieces:
+            larger = min(self._captured(adapter, wanted), key=_size, default=None)
+            if self.captures.due(key, after=_SEEN if larger is None else _SERVED):
+                fill(wanted)  # warming up writes what the step writes
+                self._capture(wanted, adapter)
+            if key not in self.captures.pieces:
+                if larger is None:
+                    return None
+                shape = larger
+        rows = fill(shape)
+        piece = self.captures.pieces[ForwardKey(shape, adapter)]
+        piece.run()
+        self._asked = wanted
+        return piece.result, shape, rows
+
+    def _captured(self, adapter: int, wanted: StepShape) -> list[StepShape]:
+        """The captured shapes to which a step of this one can be padded."""
+        return [key.shape for key in self.forwards() if key.adapter == adapter and key.shape.covers(wanted)]
+
+    def forwards(self) -> list[ForwardKey]:
+        """The captured forward passes."""
+        return [key for key in self.captures.pieces if isinstance(key, ForwardKey)]
+
+    def _capture(self, shape: StepShape, adapter: int) -> None:
+        choice = self.model.adapters
+
+        def compute() -> Tensor:
+            if choice is not None:  # one for all rows, or none: the same for each step of this key
+                choice.every, choice.rows, choice.groups = adapter, None, []
+            return forward(self.model, self.batch, shape)
+
+        self.captures.capture(ForwardKey(shape, adapter), compute)
+
+    def _too_large(self, shape: StepShape) -> str | None:
+        """Why steps of this shape are not captured."""
+        rows = shape.sequences * shape.width
+        if rows * self.model.config.vocab_size * 4 > _LOGITS:
+            return f"the logits of {rows} rows are too large"
+        row = self.cache.k[0][0].nbytes
+        if self.cache.kernel.name == "gathered" and shape.sequences * shape.longest * row > _GATHERED:
+            return "its attention kernel copies all keys"
+        return None
+
+    # -- what is known ahead ------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def warm_up(self) -> bool:
+        """Capture one of the sizes that were asked for; False: there is none left. Between steps only."""
+        if not self._waiting:
+            return False
+        size = self._waiting.popleft()
+        shape = self.batch.shape(sequences=size, width=1, longest=self.batch.longest)
+        if shape is not None and self._too_large(shape) is None:
+            self.batch.views(shape).lengths.zero_()
+            self._capture(shape, -1)
+        return True
+
+    def explain(self) -> str:
+        """A line on what is captured."""
+        shapes = [key.shape for key in self.forwards()]
+        sizes = sorted({f"{shape.sequences}" + f"x{shape.width}" * (shape.width > 1) for shape in shapes}, key=_natural)
+        refused = next(iter(self.captures.refused.values()), self.captures.full)
+        more = "" if refused is None else f"; not captured: {refused}"
+        return f"decode steps of {', '.join(sizes) or 'no'} sequences are captured, {self.captures.seconds:.1f} s{more}"
+
+
+def _size(shape: StepShape) -> tuple[int, int]:
+    return shape.sequences * shape.width, shape.longest
+
+
+def _natural(text: str) -> list[int]:
+    return [int(part) for part in text.split("x")]

@@ -1,0 +1,107 @@
+"""What the fused blocks of CPUs and GPUs share: the parts of a readable block, and the way back to it."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import ConfigError
+from hasten.model.config import LayerConfig, ModelConfig
+from hasten.model.experts import Experts
+from hasten.model.fused_linear import gate_up_rows, part_of, plain, replace_linears
+from hasten.model.initialize import unfilled
+from hasten.model.transformer import MLP, Block, Linear
+
+
+class FusedSteps(nn.Module):
+    """One decoder layer in fused steps, made of a readable `Block`; a subclass joins the products and runs them.
+
+    Products: qkv, output, and in a dense layer inner (gate and up interleaved) and down.
+    """
+
+    qkv: Linear
+    output: Linear
+    inner: Linear
+    down: Linear
+    place = "the CPU in bfloat16"  # where it runs, in words
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        attention = block.attention
+        self.spec = attention.spec
+        self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
+        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self.mlp_norm, self.mlp_post_norm = block.mlp_norm, block.mlp_post_norm
+        self.experts: nn.Module | None = block.mlp if isinstance(block.mlp, Experts) else None
+        if isinstance(block.mlp, MLP):
+            self.inner_size, self.gated = block.mlp.up.out_features, block.mlp.gate is not None
+            self.activation_name = block.mlp.activation_name
+        self.register_load_state_dict_post_hook(_bind_again)
+
+    def bind(self) -> None:
+        """Lay out the arguments of the calls once: looking them up in modules costs more than the calls."""
+        raise NotImplementedError
+
+    def runs_on(self, place: Tensor) -> bool:
+        """Whether the steps run where a tensor is, in its dtype."""
+        raise NotImplementedError
+
+    @property
+    def _like(self) -> Tensor:
+        """A tensor of the block's device and dtype."""
+        return next(self.attention_norm.parameters())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what holds addresses: a copy lays them out for its own tensors."""
+        return {k: v for k, v in self.__dict__.items() if k != "_bound"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.bind()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        place = fn(torch.empty(0, dtype=self._like.dtype, device=self._like.device))
+        if not self.runs_on(place):
+            dtype = str(place.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"a model fused like this one runs on {self.place} only; call hasten.unfuse(model) first, then make it "
+                f"{dtype} on {place.device}"
+            )
+        super()._apply(fn, recurse)
+        self.bind()  # `fn` may have given the tensors other memory
+        return self
+
+    def readable(self, config: ModelConfig, layer: LayerConfig) -> Block:
+        """The block that this one was made of."""
+        with unfilled():
+            block = Block(config, layer)
+        block.eval()
+        for fused, parts in self.rows().items():
+            linear = getattr(self, fused)
+            for name, rows in parts.items():
+                block.set_submodule(name, plain(linear) if len(parts) == 1 else part_of(linear, rows))
+        block.attention.q_norm, block.attention.k_norm = self.q_norm, self.k_norm
+        block.attention_norm, block.attention_post_norm = self.attention_norm, self.attention_post_norm
+        block.mlp_norm, block.mlp_post_norm = self.mlp_norm, self.mlp_post_norm
+        if self.experts is not None:
+            replace_linears(self.experts, plain)
+            block.mlp = self.experts
+        block.attention.bind()  # again, now that the weights are no longer on the meta device
+        return block
+
+    def rows(self) -> dict[str, dict[str, Tensor]]:
+        """Of each fused layer the output rows that are a readable layer's, by the names of both."""
+        spec, hidden = self.spec, torch.arange(self.output.out_features)
+        heads = spec.heads, spec.kv_heads, spec.kv_heads
+        q, k, v = torch.arange(self.qkv.out_features).split([n * spec.head_dim for n in heads])
+        found = {"qkv": {"attention.q": q, "attention.k": k, "attention.v": v}, "output": {"attention.output": hidden}}
+        if self.experts is None:
+            gate, up = gate_up_rows(self.inner_size)
+            inner = {"mlp.gate": gate, "mlp.up": up} if self.gated else {"mlp.up": torch.arange(self.inner_size)}
+            found |= {"inner": inner, "down": {"mlp.down": hidden}}
+        return found
+
+
+def _bind_again(block: FusedSteps, _: object) -> None:
+    block.bind()

@@ -1,0 +1,212 @@
+"""The fused steps of a GPU, a `CudaBlock` for each readable block (fused.py puts them in its place).
+
+The steps: norm + q, k, v; norms of q and k + rotary turn + cache write; attention; output + residual; norm + gate, up +
+activation; down + residual. Each is one launch for a few rows. Keys and values are reached through `layer.view()`
+alone, so the same block serves a static cache and a paged one, captured or not. The residual stream is float32.
+"""
+
+import os
+import warnings
+from collections.abc import Sequence
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import HastenWarning
+from hasten.model.context import PlainLayer
+from hasten.model.fused_block import FusedSteps
+from hasten.model.fused_linear import fusion_conflict, gate_up_rows, joined, norm_arguments
+from hasten.model.interfaces import Context, LayerContext
+from hasten.model.sharded import ShardedTransformer
+from hasten.model.transformer import MLP, Block, Linear, Transformer
+from hasten.ops import triton_support
+from hasten.ops.attention.cache_rows import PLAIN, RowFormat, turn
+from hasten.ops.attention.spec import HALVES, LARGEST_HEAD
+from hasten.ops.attention.view import KVView
+from hasten.ops.linear import PackedLinear
+from hasten.ops.linear.operator import KERNELS, LinearRequest
+
+GATE_ROWS = 32  # rows of gate, then of up, as `gate_up_rows` puts them
+
+
+def runs_triton(model: Transformer) -> bool:
+    """Whether the steps of this model would be those of a GPU: on one, or where Triton is interpreted."""
+    if model.device.type == "cpu":
+        return os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("HASTEN_ISA") == "none"
+    return model.device.type == "cuda"
+
+
+def cuda_refusal(model: Transformer) -> str | None:
+    """Why a GPU's fused steps cannot run this model here, or None if they can."""
+    config, dtype = model.config, str(model.dtype).removeprefix("torch.")
+    if model.dtype not in HALVES:
+        return f"the fused steps compute in bfloat16 or float16; the model is {dtype}"
+    if (reason := triton_support.refusal(model.device)) is not None:
+        return reason
+    if config.head_dim > LARGEST_HEAD:
+        return f"the head size is {config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
+    if isinstance(model, ShardedTransformer):
+        return "the fused steps of a GPU know no ranks"
+    if any(layer.experts for layer in config.layers):
+        return "the fused steps of a GPU know no experts"
+    if config.attention_pattern is not None:
+        return "the fused steps of a GPU know no sparse pattern"
+    if config.qk_norm and config.norm != "rmsnorm":
+        return "the fused steps of a GPU know no layer norm of queries and keys"
+    if config.gated and config.intermediate_size % GATE_ROWS:
+        return f"{config.intermediate_size} gated features are no multiple of {GATE_ROWS}"
+    return cuda_conflict(model)
+
+
+def cuda_conflict(model: Transformer) -> str | None:
+    """Which layers of a checkpoint of several formats the fused steps cannot compute, or None."""
+    return fusion_conflict(model, _unsupported)
+
+
+def _unsupported(request: LinearRequest) -> str | None:
+    return next(kernel for kernel in KERNELS if kernel.name == "triton").unsupported_reason(request)
+
+
+class CudaBlock(FusedSteps):
+    """The steps as Triton kernels (see the module's text)."""
+
+    place = "a GPU in bfloat16 or float16"
+
+    def __init__(self, block: Block) -> None:
+        super().__init__(block)
+        attention, mlp = block.attention, block.mlp
+        assert isinstance(mlp, MLP)
+        self.qkv = joined([attention.q, attention.k, attention.v])
+        self.output, self.down = attention.output, mlp.down
+        self.inner = mlp.up
+        if mlp.gate is not None:
+            gate, up = gate_up_rows(self.inner_size)
+            order = torch.empty(2 * self.inner_size, dtype=torch.int64)
+            order[gate], order[up] = torch.arange(self.inner_size), self.inner_size + torch.arange(self.inner_size)
+            self.inner = joined([mlp.gate, mlp.up], order)
+        self.bind()
+
+    def bind(self) -> None:
+        # Imported here, because they import Triton: only where a model is fused.
+        from hasten.ops.attention import ragged
+        from hasten.ops.block import triton_steps
+        from hasten.ops.linear.fused import NormArguments, fused_linear
+
+        norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
+        sizes = (0.0, 0.0) if self.q_norm is None else (self.q_norm.eps, self.q_norm.offset)
+        self._bound = SimpleNamespace(
+            product=fused_linear,
+            weights={name: product_weight(getattr(self, name)) for name in ("qkv", "output", "inner", "down")},
+            input_norm=NormArguments(*norm_arguments(self.attention_norm)),  # type: ignore[arg-type]
+            inner_norm=NormArguments(*norm_arguments(self.mlp_norm)),  # type: ignore[arg-type]
+            post_norms=[self._post(norm) for norm in (self.attention_post_norm, self.mlp_post_norm)],
+            add_normed=triton_steps.add_normed,
+            place_heads=triton_steps.place_heads,
+            qk_norms=(*norms, *sizes),
+            attend=ragged.over_view,
+            dtype=self._like.dtype,
+            counters=ragged.counters_on(self._like.device),
+        )
+
+    @staticmethod
+    def _post(norm: nn.Module) -> tuple[Any, ...] | None:
+        return None if isinstance(norm, nn.Identity) else norm_arguments(norm)
+
+    def runs_on(self, place: Tensor) -> bool:
+        return place.device.type == self._like.device.type and place.dtype in HALVES
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
+        """x (B, T, C) -> (B, T, C) in float32."""
+        bound, spec = self._bound, self.spec
+        batch, tokens, _ = x.shape
+        given: dict[str, Any] = {"like": x.new_empty(0, dtype=bound.dtype)} if isinstance(layer, PlainLayer) else {}
+        view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim, **given)
+        rows = x.float().flatten(0, 1)  # (R, C)
+        tables = (None, None) if rope is None else (rope[0].flatten(0, -2), rope[1].flatten(0, -2))
+        rows = self.attention(rows, tables, view)
+        inner = bound.product(
+            rows,
+            **bound.weights["inner"],
+            norm=bound.inner_norm,
+            activation=self.activation_name,
+            gated=self.gated,
+            out_dtype=bound.dtype,
+        )
+        return self._added(rows, inner, "down", bound.post_norms[1]).view(x.shape)
+
+    def attention(self, x: Tensor, tables: tuple[Tensor | None, Tensor | None], view: KVView) -> Tensor:
+        """x (R, C) with what attention adds. tables: cos and sin (R, dim/2)."""
+        bound, spec, step = self._bound, self.spec, view.metadata
+        qkv = bound.product(x, **bound.weights["qkv"], norm=bound.input_norm, out_dtype=bound.dtype)
+        (q_weight, k_weight, eps, offset), slots = bound.qk_norms, step.slot_mapping
+        if step.rows == PLAIN:
+            k, v = view.k, view.v
+        else:  # rounded rows are written below
+            k, v = qkv.new_empty(2, len(x), spec.kv_heads, spec.head_dim).unbind()
+            slots = torch.arange(len(x), device=x.device)
+        q = bound.place_heads(qkv, *tables, q_weight, k_weight, slots, k, v, spec.heads, eps, offset)
+        if step.rows == PLAIN:
+            attended = bound.attend(q, view, spec=spec, counters=bound.counters)
+        else:
+            view.k[step.slot_mapping], view.v[step.slot_mapping] = step.rows.write(k), step.rows.write(v)
+            attended = self._over_rounded(q, view, step.rows)
+        return self._added(x, attended.flatten(1), "output", bound.post_norms[0])
+
+    def _over_rounded(self, q: Tensor, view: KVView, rows: RowFormat) -> Tensor:
+        """Attention of q (R, H, D) over a cache in int8, or over what one in int4 holds, unpacked."""
+        bound, spec = self._bound, self.spec
+        if rows.bits == 4:
+            warnings.warn(INT4_CACHE, HastenWarning, stacklevel=2)
+            k, v = (rows.read(t, spec.head_dim, q.dtype) for t in (view.k, view.v))
+            return bound.attend(q, view._replace(k=k, v=v, metadata=view.metadata._replace(rows=PLAIN)), spec=spec)
+        if not rows.rotated:
+            return bound.attend(q, view, spec=spec, counters=bound.counters)
+        attended = bound.attend(turn(q.float()).to(q.dtype), view, spec=spec, counters=bound.counters)
+        return turn(attended.float()).to(q.dtype)
+
+    def _added(self, x: Tensor, y: Tensor, name: str, post_norm: tuple[Any, ...] | None) -> Tensor:
+        """x + norm(product of y), float32."""
+        bound = self._bound
+        if post_norm is None:
+            return bound.product(y, **bound.weights[name], residual=x)
+        return bound.add_normed(x, bound.product(y, **bound.weights[name]), *post_norm)
+
+
+INT4_CACHE = "a GPU has no kernel for int4 caches: each layer's cache is unpacked in every step; int8 has one"
+
+
+def product_weight(linear: Linear) -> dict[str, Any]:
+    """A layer's weight as `fused_linear` takes it."""
+    if isinstance(linear, PackedLinear):
+        return {"weight": linear.operands}
+    return {"weight": linear.weight.detach(), "bias": None if linear.bias is None else linear.bias.detach()}
+
+
+class CudaStack:
+    """All blocks of a fused model, and its last norm and head in one step."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of all that a step reads of the model: where they are the same, a captured step can be run again."""
+        counters: Any = [block._bound.counters for block in self.model.blocks]  # type: ignore[union-attr]
+        held = chain(self.model.parameters(), self.model.buffers(), counters)
+        return tuple(tensor.data_ptr() for tensor in held)
+
+    def run(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
+        """x (B, T, C) -> (B, T, C) in float32."""
+        return self.model.each_block(x.float(), ropes, context.layers)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """x (…, C) before the last norm -> logits (…, out features of the head)."""
+        from hasten.ops.linear.fused import NormArguments, fused_linear
+
+        model = self.model
+        norm = NormArguments(*norm_arguments(model.norm))  # type: ignore[arg-type]
+        rows = x.float().flatten(0, -2)
+        found = fused_linear(rows, **product_weight(model.head), norm=norm, out_dtype=model.dtype)
+        return found.view(*x.shape[:-1], -1)

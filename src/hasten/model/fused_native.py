@@ -1,0 +1,205 @@
+"""The native fused steps of a CPU, a `FusedBlock` for each readable block (fused.py puts them in its place).
+
+The steps: norm + q, k, v + rotary turn + cache write; attention; output + residual; norm + gate, up + activation; down
++ residual. All layers are one call where they are dense and their caches have the same slots, else each is one (with
+experts three, and the readable experts). The residual stream is float32 between them.
+"""
+
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from hasten.model.fused_block import FusedSteps
+from hasten.model.fused_linear import (
+    fuse_qkv,
+    fusion_conflict,
+    interleave_gate_up,
+    norm_arguments,
+    packed,
+    replace_linears,
+    weight_arguments,
+)
+from hasten.model.interfaces import Context, LayerContext
+from hasten.model.lora import AdapterChoice
+from hasten.model.sharded import ShardedTransformer, SumOfRanks
+from hasten.model.transformer import MLP, Block, Transformer
+from hasten.ops.attention.spec import LARGEST_HEAD
+from hasten.ops.linear import BFLOAT16, PackedLinear
+from hasten.ops.linear.operator import LinearRequest, native_opt_in, native_unsupported
+from hasten.ops.native import library, native_ops
+from hasten.ops.pages import in_large_pages, return_freed_memory
+
+ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the enum in ops/block/phases.h
+
+
+def native_refusal(model: Transformer) -> str | None:
+    """Why the native steps cannot run this model here, or None if they can."""
+    if model.device.type != "cpu":
+        return f"these fused steps are native CPU code; the model is on {model.device}"
+    if model.dtype != torch.bfloat16:
+        return f"the fused steps compute in bfloat16; the model is {str(model.dtype).removeprefix('torch.')}"
+    if model.config.head_dim > LARGEST_HEAD:
+        return f"the head size is {model.config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
+    if isinstance(model, ShardedTransformer) and model.group.segment is None:
+        return "the fused steps need ranks that share memory: native kernels, on one machine with Linux"
+    if library() is None:
+        return "the native kernels could not be built here (see the warning, and `hasten doctor`)"
+    return fusion_conflict(model, native_unsupported)
+
+
+def native_waits(model: Transformer) -> str | None:
+    """Why a model that could be fused is better left as it is on this processor, or None."""
+    if model.quantization is not None:
+        return None
+    return native_opt_in(LinearRequest(device=model.device, dtype=model.dtype, format=BFLOAT16, in_features=1))
+
+
+class FusedBlock(FusedSteps):
+    """The steps as native calls on a CPU (see the module's text)."""
+
+    qkv: PackedLinear
+    output: PackedLinear
+    inner: PackedLinear
+    down: PackedLinear
+
+    def __init__(self, block: Block) -> None:
+        super().__init__(block)
+        attention = block.attention
+        self.qkv = settled(fuse_qkv(attention.q, attention.k, attention.v))
+        self.output = settled(packed(attention.output))
+        self.choice: AdapterChoice | None = None  # of adapters, whose factors `factors` holds by the name of our layer
+        self.factors: dict[str, tuple[Tensor, Tensor]] = {}
+        if self.experts is not None:
+            replace_linears(self.experts, packed)
+        elif isinstance(block.mlp, MLP):
+            self.activation = ACTIVATION_ORDER.index(self.activation_name)
+            gate = block.mlp.gate
+            self.inner = settled(packed(block.mlp.up) if gate is None else interleave_gate_up(gate, block.mlp.up))
+            self.down = settled(packed(block.mlp.down))
+        self.bind()
+
+    def runs_on(self, place: Tensor) -> bool:
+        return place.device.type == "cpu" and place.dtype == torch.bfloat16
+
+    def bind(self) -> None:
+        spec, ops = self.spec, native_ops()
+        norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
+        sizes = (spec.heads, spec.head_dim, *norms)
+        scores = (spec.scale, spec.window or 0, spec.softcap or 0.0)
+
+        def weight(name: str) -> Tensor:
+            linear, factors = getattr(self, name), self.factors.get(name, (None, None))
+            return ops.plan_weight.default(linear.out_features, linear.in_features, *weight_arguments(linear), *factors)
+
+        if self.experts is None:
+            # eps, offset and centred are those of the first norm: all of a model are of one kind.
+            first = norm_arguments(self.attention_norm)
+            sums = self.attention_post_norm
+            post, mlp, mlp_post = (norm_arguments(norm)[:2] for norm in (sums, self.mlp_norm, self.mlp_post_norm))
+            ranks = sums.group.plan if isinstance(sums, SumOfRanks) else None
+            plan = ops.plan_block.default(
+                *(spec.kv_heads, *first, weight("qkv"), *sizes, *scores),
+                *(weight("output"), *post, *mlp),
+                *(weight("inner"), self.inner_size, self.gated, self.activation, weight("down"), *mlp_post),
+                ranks,
+            )
+            self._bound = SimpleNamespace(blocks=ops.blocks.default, norm_linear=ops.norm_linear.default, plan=plan)
+        else:
+            self._bound = SimpleNamespace(
+                attention_input=ops.attention_input.default,
+                input_arguments=(*norm_arguments(self.attention_norm), *weight_arguments(self.qkv), *sizes),
+                attention=ops.attention.default,
+                scores=scores,
+                linear_add=ops.linear_add.default,
+                output=weight_arguments(self.output),
+                output_norm=norm_arguments(self.attention_post_norm),
+                summed=isinstance(self.attention_post_norm, SumOfRanks),
+            )
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
+        """x (B, T, C) -> (B, T, C) in float32."""
+        spec, bound, x = self.spec, self._bound, x.float()
+        batch, tokens, _ = x.shape
+        view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
+        k, v, metadata, seen = view
+        if self.experts is None:
+            tables = ([], [], [-1]) if rope is None else ([rope[0]], [rope[1]], [0])
+            chosen = None if self.choice is None else self.choice.of(batch * tokens)
+            step = (metadata.slot_mapping, *metadata.to_read)
+            return bound.blocks(x, *tables, [k], [v], *step, [bound.plan], chosen, None, [] if seen is None else [seen])
+        cos, sin = rope or (None, None)  # (B, T, dim/2)
+        slots, rotated = metadata.slot_mapping, metadata.rows.rotated
+        q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, slots, rotated)  # (B·T, H, D)
+        attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores, seen)  # (B·T, H, D)
+        if bound.summed:  # by the ranks, before the norm
+            part = bound.linear_add(attended, *bound.output, torch.zeros_like(x), *norm_arguments(nn.Identity()))
+            x = x + self.attention_post_norm(part)
+        else:
+            x = bound.linear_add(attended, *bound.output, x, *bound.output_norm)
+        return x + self.mlp_post_norm(self.experts(self.mlp_norm(x)))
+
+
+class FusedStack:
+    """All blocks of a fused model in one native call, and its last norm and head in another.
+
+    Called in turn, each costs little; but between them the weights have swept the caches, Python's too.
+
+    times: None, or int64 (1 + 5·blocks): each call writes when the blocks began and when each of a block's PARTS
+    ended, in nanoseconds of the steady clock.
+    """
+
+    PARTS = ("qkv", "attention", "output", "inner", "down")
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+        self.times: Tensor | None = None
+        self.rope_index = [layer.rope if model.config.ropes else -1 for layer in model.config.layers]
+
+    def run(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
+        """x (B, T, C) -> (B, T, C) in float32. Blocks that were hooked, swapped or patched are called one by one."""
+        blocks: list[FusedBlock] = list(self.model.blocks)  # type: ignore[arg-type]
+        cache = context.all_layers
+        if cache is None or self.opened():
+            return self.model.each_block(x, ropes, context.layers)
+        cos, sin = [table[0] for table in ropes], [table[1] for table in ropes]
+        plans = self.plans()
+        step = (cache.metadata.slot_mapping, *cache.metadata.to_read)
+        choice = blocks[0].choice
+        chosen = None if choice is None else choice.of(x.shape[0] * x.shape[1])
+        tables = (cos, sin, self.rope_index)
+        how = (plans, chosen, self.times, cache.seen)
+        return blocks[0]._bound.blocks(x.float(), *tables, cache.k, cache.v, *step, *how)
+
+    def opened(self) -> bool:
+        """Whether somebody hooked, swapped or patched a block, and so wants it to be called."""
+        return any(
+            type(block) is not FusedBlock
+            or "forward" in block.__dict__
+            or block._forward_hooks
+            or block._forward_pre_hooks
+            for block in self.model.blocks
+        )
+
+    def plans(self) -> list[Tensor]:
+        """What a native call of all blocks needs of each."""
+        return [block._bound.plan for block in self.model.blocks]  # type: ignore[union-attr, misc]
+
+    def scores(self, x: Tensor) -> Tensor:
+        """x (…, C) before the last norm -> logits (…, out features of the head) in float32."""
+        model = self.model
+        norm, head = norm_arguments(model.norm), weight_arguments(model.head)
+        first: FusedBlock = model.blocks[0]  # type: ignore[assignment]
+        return first._bound.norm_linear(x, *norm, *head, model.head.out_features)
+
+
+def settled(linear: PackedLinear) -> PackedLinear:
+    """The layer with its weight where a decode step streams it fastest."""
+    # Ours alone: the tensor is known to the layer and to the call that counts, its memory to the tensor and this name.
+    storage = linear.data.untyped_storage()
+    own = sys.getrefcount(linear.data) == 2 and torch._C._storage_Use_Count(storage._cdata) == 2
+    linear.data = in_large_pages(linear.data, taken=own)
+    return_freed_memory()
+    return linear

@@ -1,0 +1,176 @@
+"""A GPU's fused block with Triton interpreted on a CPU; run by test_fused_cuda.py in a process of its own."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+
+import hasten
+from captured_steps import Capturer
+from fused_cases import FAMILIES, decoded, errors, paged_logits, whole
+from hasten.errors import ConfigError, HastenWarning
+from hasten.generation import graphs
+from hasten.generation.decoder import Decoder
+from hasten.generation.graphs import GraphDecoder
+from hasten.model.binding import explain, kernels
+from hasten.model.fused import CudaBlock, fuse, is_fused, refusal, unfuse
+from references import make_reference
+from tiny_model import tiny_llama
+
+
+@pytest.fixture(autouse=True)
+def multiplies_bfloat16(processor):
+    """As the GPUs do, for which the interpreter stands: elsewhere a readable model computes in float32."""
+    processor("avx2", "avx512f", "avx512_bf16")
+
+
+def small(scheme=None, **changes):
+    model = tiny_llama(**changes).to(torch.bfloat16)
+    model.bind()
+    return model if scheme is None else hasten.quantize(model, scheme)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_errs_at_most_twice_what_the_readable_block_errs(family):
+    for name, (fused, plain) in errors(family, device="cpu").items():
+        assert fused <= 2 * plain, name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama-biases", "gemma3_text", "phi3"])
+def test_unfused_is_what_it_was(family):
+    model = hasten.load(make_reference(family), dtype="bfloat16")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert is_fused(fuse(model))
+    assert all(isinstance(block, CudaBlock) for block in model.blocks)
+    assert unfuse(model) is model
+    assert model.readable
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+FLOAT = {"activations": "float"}
+SCHEMES = [
+    hasten.Int8(**FLOAT),
+    hasten.Int4(group_size=32, **FLOAT),
+    hasten.Int4(group_size=32, symmetric=False, **FLOAT),
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized_models(scheme):
+    model = small(scheme)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain = decoded(model)
+    with kernels(model, linear="reference", attention="reference"):
+        exact = decoded(model)
+    found = decoded(fuse(model))
+    assert (found - exact).square().mean() <= 4 * (plain - exact).square().mean()
+    after = unfuse(model).state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_float16():
+    model = tiny_llama()
+    exact = whole(model)
+    half = fuse(copy.deepcopy(model).to(torch.float16))
+    assert (whole(half) - exact).abs().max() < 0.02 * exact.abs().max()
+
+
+def test_steps_over_blocks_are_those_over_rows():
+    model = fuse(small())
+    prompts = [[5, 9, 40, 3, 77, 8, 21], [8, 90], [3] * 20]
+    static = Decoder(model, batch=3, capacity=64).prefill(prompts)
+    paged = paged_logits(model, prompts)
+    assert (paged - static).abs().max() < 0.05 * static.abs().max()
+
+
+def test_a_captured_step_is_the_plain_one(monkeypatch):
+    monkeypatch.setattr(graphs, "refusal", lambda model: None)
+    model = fuse(small())
+    captured = GraphDecoder(model, batch=2, capacity=64)
+    captured.capture = capturer = Capturer()
+    plain = Decoder(model, batch=2, capacity=64, static=True)
+    for decoder in (plain, captured):
+        decoder.prefill([[5, 9, 40], [8]])
+    for i in range(3):
+        tokens = torch.tensor([i, i + 9])
+        assert torch.equal(plain.decode(tokens), captured.decode(tokens))
+    found = [decoder.verify([[4, 5, 6], [7]]) for decoder in (plain, captured)]
+    assert (found[0] - found[1]).abs().max() < 0.05 * found[0].abs().max()
+    assert len(capturer.recordings) == 2
+
+
+def test_the_next_text_has_the_captured_steps_of_the_last(monkeypatch):
+    monkeypatch.setattr(graphs, "refusal", lambda model: None)
+    monkeypatch.setattr(graphs, "cuda_graph", capturer := Capturer())
+    model = fuse(small())
+    settings = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    first = hasten.generate(model, [5, 9, 40], **settings)
+    assert len(capturer.recordings) == 1
+    assert hasten.generate(model, [5, 9, 40], **settings) == first
+    assert len(capturer.recordings) == 1
+    hasten.generate(model, [[5, 9, 40], [7]], **settings)  # another number of rows
+    assert len(capturer.recordings) == 2
+    hasten.generate(model, [5, 9, 40], **settings)
+    unfuse(model)
+    hasten.generate(model, [5, 9, 40], **settings)
+    fuse(model)
+    assert hasten.generate(model, [5, 9, 40], **settings) == first
+    assert len(capturer.recordings) == 5
+
+
+@pytest.mark.parametrize("cache", ["int8", "int8-plain", "int4"])
+def test_rounded_caches(cache):
+    model = small(head_dim=32)
+    exact = decoded(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HastenWarning)  # of int4, said below
+        plain = decoded(model, kv_cache_dtype=cache) - exact
+        found = decoded(fuse(model), kv_cache_dtype=cache) - exact
+    assert found.square().mean() <= 4 * plain.square().mean()
+    if cache == "int4":
+        with pytest.warns(HastenWarning, match="no kernel for int4 caches"):
+            decoded(model, kv_cache_dtype=cache)
+
+
+def test_what_cannot_be_fused_says_why(tmp_path):
+    assert "bfloat16 or float16; the model is float32" in refusal(tiny_llama())
+    experts = hasten.load(make_reference("mixtral"), dtype="bfloat16")
+    assert "no experts" in refusal(experts)
+    with pytest.raises(ConfigError, match="no experts"):
+        fuse(experts)
+    reasons = {other.reason for row in explain(experts) if row.operator == "block" for other in row.others}
+    assert reasons == {"the fused steps of a GPU know no experts"}
+    odd = small(intermediate_size=100)
+    assert "no multiple of 32" in refusal(odd)
+
+
+def test_explain_and_kernels():
+    model = fuse(small())
+    assert {row.kernel for row in explain(model) if row.operator == "block"} == {"fused"}
+    before = whole(model)
+    with kernels(model, block="readable"):
+        assert model.readable
+        assert model.stack is None
+    assert torch.equal(whole(model), before)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_weights_of_its_own(again):
+    model = fuse(small())
+    expected = whole(model)
+    other = again(model)
+    assert torch.equal(whole(other), expected)
+    other.blocks[0].output.weight.data.zero_()
+    assert not torch.equal(whole(other), expected)
+    assert torch.equal(whole(model), expected)
+
+
+def test_what_a_fused_block_cannot_become_is_refused():
+    model = fuse(small())
+    for move in (lambda m: m.float(), lambda m: m.to("meta")):
+        with pytest.raises(ConfigError, match="unfuse"):
+            move(model.blocks)
