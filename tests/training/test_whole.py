@@ -1,14 +1,19 @@
 """A model trained as one function, its captured steps, and losses that are read one step late."""
 
+import os
+import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import hasten
 from hasten.errors import ConfigError
 from hasten.ops.fp8 import fp8_linear, fp8_mlp, rounded
 from hasten.training import build, train
+from hasten.training.capture import CapturedStep
 from hasten.training.journal import read
 from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
@@ -164,9 +169,6 @@ def test_late_reading_changes_no_line(tiny_recipe, late, monkeypatch):
 
 
 def test_a_run_read_late_stops_and_goes_on_exactly(tiny_recipe, late):
-    import os
-    import signal
-
     whole, _ = lines_of(replace(tiny_recipe, name="whole"))
 
     def stop(line):
@@ -179,6 +181,26 @@ def test_a_run_read_late_stops_and_goes_on_exactly(tiny_recipe, late):
     assert result.steps < 10
     lines, _ = lines_of(own)
     assert lines == whole
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_run_at_fixed_addresses_stops_and_goes_on_exactly(tiny_recipe, monkeypatch, accumulation):
+    """A whole model's own step in the loop: update, copies, checkpoints and validation, uncaptured on a CPU."""
+    monkeypatch.setattr(build, "why_block_by_block", lambda *given: None)
+    monkeypatch.setattr(build, "CapturedStep", partial(CapturedStep, captures=False))
+    techniques = replace(tiny_recipe.techniques, precision="bfloat16")
+    made = replace(tiny_recipe, techniques=techniques, data=replace(tiny_recipe.data, accumulation=accumulation))
+    whole, _ = lines_of(replace(made, name="whole"))
+
+    def stop(line):
+        if line["step"] == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    own = replace(made, name="stopped")
+    assert train(own, progress=False, on_step=stop).steps < 10
+    lines, result = lines_of(own)
+    assert lines == whole
+    assert hasten.load(result.model_folder).dtype == torch.float32
 
 
 def test_a_loss_that_is_no_number_is_named_by_its_own_step(tiny_recipe, late, monkeypatch):

@@ -75,7 +75,9 @@ class CapturedStep(TrainStep):
         """Copies, optimizer state, tables and sums, for the weights as they are now."""
         assert self.whole is not None
         assert isinstance(self.optimizer, torch.optim.AdamW)
-        self.whole.copies = WeightCopies(self.model, self.whole.dtype) if self.copies else None
+        self.whole.copies = None
+        if self.copies:
+            self.whole.copies = WeightCopies(self.model, self.whole.dtype, head=self.whole.by_hand)
         kept = self.whole.copies
         self.leaves = list(self.parameters) if kept is None else kept.leaves(self.parameters)
         self.updater = Update(self.optimizer, self.parameters, clip=self.clip, copies=kept, kernel=self.kernel)
@@ -177,7 +179,7 @@ class CapturedStep(TrainStep):
         share = 1.0 / self.count.clamp(min=1).float()
         with self.precision.autocast():
             inputs, targets = buffers.tokens[0], buffers.tokens[1]
-            loss = self.where.module(inputs, buffers.positions, buffers.context, targets=targets) * share
+            loss = self.where.module(inputs, buffers.positions, buffers.context, targets=targets, share=share)
         found = list(torch.autograd.grad(loss, self.leaves))
         with torch.no_grad():
             self.total.copy_(loss.detach()) if first else self.total.add_(loss.detach())
