@@ -234,7 +234,9 @@ class Generation:
             if any(queued):
                 self.decoder.undo(queued)
 
-    def _queue(self, sampler: BatchSampler, tokens: Tensor, going: list[bool], count: int) -> tuple[TokensOnTheWay, Tensor]:
+    def _queue(
+        self, sampler: BatchSampler, tokens: Tensor, going: list[bool], count: int
+    ) -> tuple[TokensOnTheWay, Tensor]:
         """Queue the step after these tokens and the draw from its logits, when each row has got `count` tokens."""
         tokens = sampler.next_tokens(self.decoder.decode(tokens, active=going), steps=[count] * len(going))
         return TokensOnTheWay(tokens), tokens
