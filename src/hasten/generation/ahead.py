@@ -17,7 +17,7 @@ def runs_ahead(decoder: Decoder) -> bool:
     return decoder.model.device.type == "cuda" and not sharded and not decoder.needs_tokens
 
 
-class Reading:
+class TokensOnTheWay:
     """Tokens on their way to the host."""
 
     def __init__(self, tokens: Tensor) -> None:

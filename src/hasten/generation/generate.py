@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.ahead import Reading, runs_ahead
+from hasten.generation.ahead import TokensOnTheWay, runs_ahead
 from hasten.generation.batch_sampler import BatchSampler
 from hasten.generation.decoder import Decoder
 from hasten.generation.graphs import fastest_decoder, keep
@@ -198,7 +198,7 @@ class Generation:
         start = time.perf_counter()
         logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
         tokens = sampler.next_tokens(logits, steps=[0] * len(most))
-        reading: Reading | None = Reading(tokens)
+        reading: TokensOnTheWay | None = TokensOnTheWay(tokens)
         active, count = [True] * len(most), 0  # rows that have not ended, tokens that each of them got
         queued: list[bool] = []  # rows of a step whose tokens nobody has read
         try:
@@ -234,10 +234,12 @@ class Generation:
             if any(queued):
                 self.decoder.undo(queued)
 
-    def _queue(self, sampler: BatchSampler, tokens: Tensor, going: list[bool], count: int) -> tuple[Reading, Tensor]:
+    def _queue(
+        self, sampler: BatchSampler, tokens: Tensor, going: list[bool], count: int
+    ) -> tuple[TokensOnTheWay, Tensor]:
         """Queue the step after these tokens and the draw from its logits, when each row has got `count` tokens."""
         tokens = sampler.next_tokens(self.decoder.decode(tokens, active=going), steps=[count] * len(going))
-        return Reading(tokens), tokens
+        return TokensOnTheWay(tokens), tokens
 
     def _steps(self) -> Iterator[list[tuple[int, int, str]]]:
         timing, sampler = self.timing, self._sampler()

@@ -28,7 +28,7 @@ MOST_PART_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepCut:
     """How a step is cut. queries: of a tile, which has `rows` rows; keys: of a tile; splits: programs for its keys."""
 
     queries: int
@@ -46,7 +46,7 @@ class Plan:
 
 def plan_for(
     *, tokens: int, sequences: int, kv_heads: int, group: int, head_dim: int, max_query: int, longest: int
-) -> Plan:
+) -> StepCut:
     """The plan of a step of `tokens` rows, at most `max_query` of a sequence, over at most `longest` keys of each."""
     wide = side(head_dim)
     most = 128 if wide <= 128 else 64  # rows of a tile: their results stay in registers
@@ -59,7 +59,7 @@ def plan_for(
         splits -= 1
     # Measured on an H200: for one query 2 warps with 5 tiles under way read at 81% of its bandwidth, 4 warps at 70%.
     one = rows == LEAST_SIDE and wide <= 128
-    return Plan(
+    return StepCut(
         queries, rows, keys, max(1, splits), warps=8 if rows >= 128 else 2 if one else 4, stages=4 if one else 3
     )
 
@@ -118,7 +118,7 @@ def launch(
     scale: float,
     window: int,
     softcap: float,
-    plan: Plan,
+    plan: StepCut,
 ) -> Tensor:
     """`operator` by a plan."""
     (tokens, heads, size), kv_heads, sequences = q.shape, k.shape[1], seq_lens.shape[0]
