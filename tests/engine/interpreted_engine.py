@@ -6,6 +6,8 @@ import torch
 from captured_steps import Capturer
 from drafting import proposing
 from hasten.engine import captures
+from hasten.engine import prompts as prompt_steps
+from hasten.engine.prompts import PromptShape
 from hasten.model.fused import fuse_where_it_fits
 from hasten.serving import following
 from serving_cases import make_engine, request, run, tokens_of
@@ -19,6 +21,10 @@ def captured_and_multiplying_bfloat16(processor, monkeypatch):
     processor("avx2", "avx512f", "avx512_bf16")
     monkeypatch.setattr(following, "capture_refusal", lambda model: None)
     monkeypatch.setattr(captures, "cuda_graph", Capturer())
+    monkeypatch.setattr(prompt_steps, "_SEEN", 1)
+    monkeypatch.setattr(prompt_steps, "TOKENS", (8,))
+    monkeypatch.setattr(prompt_steps, "_ROUNDED", 16)
+    monkeypatch.setattr(prompt_steps, "SEQUENCES", (4,))
 
 
 def texts(engine, **settings):
@@ -41,5 +47,9 @@ def test_texts_are_the_plain_ones(fused):
     assert texts(drafted) == plain
     shapes = [key.shape for one in (engine, drafted) for key in one.runner.decoder.forwards()]
     assert {shape.width for shape in shapes} >= {1, 4}
+    shapes = [
+        key for one in (engine, drafted) for key in one.runner.decoder.captures.pieces if isinstance(key, PromptShape)
+    ]
+    assert shapes
     assert not engine.runner.decoder.captures.refused
     assert not drafted.runner.decoder.captures.refused

@@ -13,6 +13,7 @@ from torch import Tensor
 from hasten.engine.batch import DecodeBatch, StepPart, StepShape
 from hasten.engine.captures import Captures
 from hasten.engine.forward import forward
+from hasten.engine.prompts import PromptSteps
 from hasten.engine.sampler import DeviceSampler, DrawKind, DrawnRow
 from hasten.generation import graphs
 from hasten.generation.blocks import SequenceBlocks
@@ -47,6 +48,8 @@ class ModelRunner:
 
     def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
         """Logits (R, V) float32 of the wanted ones among the rows' tokens, which stand end to end."""
+        if self.decoder is not None and (found := self.decoder.prompts.logits(tokens, rows, wanted)) is not None:
+            return found
         step, device = self.cache.step(rows), self.model.device
         if self._wanted is None or self._wanted[0] != wanted:
             self._wanted = list(wanted), to_device(list(wanted), device)
@@ -128,15 +131,21 @@ class BatchRunner:
         *,
         sequences: int,
         longest: int,
+        tokens: int,
         sizes: Sequence[int] = (),
     ) -> None:
-        """sequences, longest: the most at once, and tokens of one. sizes: of decode steps, captured by `warm_up`."""
+        """sequences, longest: the most at once, and tokens of one. tokens: the most of a step with prompts.
+
+        sizes: of decode steps, captured by `warm_up`.
+        """
         self.model, self.cache = model, cache
         self.batch = DecodeBatch(cache, sequences=sequences, longest=longest)
         self.sampler = DeviceSampler(self.batch, vocab_size=model.config.vocab_size)
         self.captures = Captures(model.device)
-        most = self.batch.sequences
-        self._waiting = deque(sorted({min(size, most) for size in sizes}, reverse=True))  # the largest needs the most
+        most = {"sequences": sequences, "longest": longest, "tokens": tokens}
+        self.prompts = PromptSteps(model, cache, self.captures, **most)
+        # The largest first, which needs the most memory.
+        self._waiting = deque(sorted({min(size, self.batch.sequences) for size in sizes}, reverse=True))
         self._shape: StepShape | None = None  # of the step that `begin` or `go_on` has run
         self._asked = StepShape(1, 1, 1)  # what it was padded from
         self._adapter = -1

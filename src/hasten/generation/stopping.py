@@ -160,6 +160,11 @@ class OutputText:
             text += self.finish("length")
         return text
 
+    def may_end(self, token_id: int) -> bool:
+        """Whether the next id could be the output's last."""
+        stops = token_id in self._stop_ids or bool(self._params.stop)
+        return stops or self.count + 1 >= self._params.max_new_tokens
+
     def finish(self, reason: FinishReason) -> str:
         """End the output from outside (a constraint is fulfilled); give the text that was still held back."""
         text, stopped = self._strings.push("" if self._stream is None else self._stream.flush())

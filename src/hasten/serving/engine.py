@@ -59,12 +59,11 @@ class Engine:
         blocks = cache_blocks(model, settings, max_length=self.max_length)
         self.runner = runner_of(model, settings, blocks=blocks, max_length=self.max_length)
         self.cache_bytes = self.runner.cache.bytes
-        size = settings.block_size
         if settings.fit and most_blocks(model, settings, self.max_length) > blocks:
-            self.max_length = min(self.max_length, blocks * size)
+            self.max_length = min(self.max_length, blocks * settings.block_size)
         self.blocks = BlockManager(
             blocks=blocks,
-            block_size=size,
+            block_size=settings.block_size,
             prefix_cache=settings.prefix_cache,
             reach=model.config.reach,
             secret=secret,
@@ -229,7 +228,7 @@ class Engine:
             self._propose(speculator)
         plan = self.scheduler.plan()
         if not plan:
-            return []
+            return [] if late is None else self._arrived(late)
         if copies := [pair for entry in plan for pair in entry.copies]:
             self.runner.copy(copies)
         started = time.perf_counter()
@@ -238,12 +237,12 @@ class Engine:
         launched = ahead.begin(plan, table.outputs) if ahead is not None and late is None else None
         if launched:
             self.sampler.forget()
-            self._computed(sum(entry.count for entry in plan), time.perf_counter() - started)
-            self.scheduler.advance(plan)
-            return []
-        logits, first = step_logits(self.runner, plan, self.blocks, captured=launched is None)
+        else:
+            logits, first = step_logits(self.runner, plan, self.blocks, captured=launched is None)
         self._computed(sum(entry.count for entry in plan), time.perf_counter() - started)
         self.scheduler.advance(plan)
+        if launched:
+            return []
         growing: dict[OutputSequence, int] = {}  # those that take tokens now, and the first row of each
         scored: dict[tuple[BeamSearch, ScheduledSequence], int] = {}
         for entry, row in zip(plan, first, strict=True):
@@ -316,17 +315,20 @@ class Engine:
 
     def _arrived(self, flight: Flight) -> list[RequestOutput]:
         """Wait for the tokens of a step that was launched, and take them."""
-        started = time.perf_counter()
-        tokens = flight.drawn.wait()
-        self._counts.model_seconds += time.perf_counter() - started
         found: list[RequestOutput] = []
+        started, tokens = time.perf_counter(), flight.drawn.wait()
+        self._counts.model_seconds += time.perf_counter() - started
         for output, token in zip(flight.outputs, tokens, strict=True):
-            if self._table.outputs.get(output.sequence) is output:  # else it has ended: one token too many
+            if self._table.outputs.get(output.sequence) is not output:
+                continue  # it has ended: one token too many
+            if (piece := output.go_on(token)) is not None:
+                self._counts.generated_tokens += 1
+                found.append(piece)
+            else:
                 found += self._take(output, SampledTokens([token], (), None), learning=False)
         return found
 
     def _computed(self, tokens: int, seconds: float) -> None:
-        """A step of the model was run, or launched."""
         self._counts.model_seconds += seconds
         self._counts.steps += 1
         self._counts.computed_tokens += tokens

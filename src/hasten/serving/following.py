@@ -71,8 +71,8 @@ def runner_of(model: Transformer, settings: EngineSettings, *, blocks: int, max_
     runner = kind(model, _cache(model, settings, blocks))
     runner.uncaptured = "--no-capture" if not settings.capture else capture_refusal(model)
     if runner.uncaptured is None:
-        sizes, most = settings.capture_sizes or (), settings.max_sequences
-        runner.decoder = BatchRunner(model, runner.cache, sequences=most, longest=max_length, sizes=sizes)
+        most = {"sequences": settings.max_sequences, "longest": max_length, "tokens": settings.budget}
+        runner.decoder = BatchRunner(model, runner.cache, **most, sizes=settings.capture_sizes or ())
     elif model.device.type == "cuda":
         logging.getLogger("hasten.engine").warning("decode steps are not captured: %s", runner.uncaptured)
     return runner

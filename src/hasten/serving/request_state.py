@@ -78,6 +78,15 @@ class OutputSequence:
             self.finish_reason, self.stop_reason = "error", str(error)
         return text, count
 
+    def go_on(self, token: int) -> RequestOutput | None:
+        """Take a token in the midst of a text that is given out as it comes; None: it is to be appended instead."""
+        state, output = self.state, self._output
+        if not state.streams or self.constraint is not None or output.may_end(token):
+            return None
+        text = output.push(token)
+        self.sequence.tokens.append(token)
+        return state.emit_next(self.index, text, token)
+
     def _append(self, token: int) -> str:
         output = self._output
         text = output.push(token)
@@ -177,6 +186,22 @@ class RequestState:
             self._emit(i, one.finish_reason, one.stop_reason, "".join(one.text), one.generated, one.logprobs)
             for i, one in enumerate(best)
         ]
+
+    @property
+    def streams(self) -> bool:
+        """Whether a token more is given out at once, with nothing beside it."""
+        return self._emitted and not self.ranked and not self.wants_logprobs
+
+    def emit_next(self, index: int, text: str, token: int) -> RequestOutput:
+        """A token more of a text that goes on, where the request `streams`."""
+        return RequestOutput(
+            request_id=self.request.id,
+            index=index,
+            text=text,
+            tokens=(token,),
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self._cached_tokens,
+        )
 
     def emit_beams(self) -> list[RequestOutput]:
         """The `n` best texts of a search that is done, whole; an error for each that it did not find."""
