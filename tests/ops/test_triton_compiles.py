@@ -221,7 +221,7 @@ def test_loss(compiled, bias, need):
     from hasten.ops.loss.triton_loss import BLOCK, kernel
 
     types = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32", "vocabulary": "i32", "row_stride": "i32"}
-    types |= {"bias": "*fp32"} if bias else {}
+    types |= {"bias": "*fp32"} if bias else {"scale": "*fp32"}
     code = compiled(kernel, types, {"IGNORED": -100, "NEED": need, "BLOCK": BLOCK}).asm["ptx"]
     assert "ld.global.v4" in code, "16 bytes a thread, wherever the vocabulary ends"
     assert ("st.global.v4" in code) == need
@@ -244,6 +244,42 @@ def test_add_norm(compiled):
     wide = dict.fromkeys(("d_total", "total", "means", "scales", "weight", "d_stream", "parts"), "*fp32")
     types = wide | {"d_normed": "*bf16", "d_branch": "*bf16", "rows": "i32", "width": "i32", "offset": "fp32"}
     check_streams(compiled(backward_kernel, types, {"CENTRED": True, "BLOCK": 1024}, multiples={"width"}).asm["ptx"])
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_embedding(compiled, learned):
+    from hasten.ops.residual.triton_embed import embed_kernel, scatter_kernel
+
+    wide = dict.fromkeys(("table", "weight", "bias", "total", "means", "scales"), "*fp32")
+    types = wide | {"tokens": "*i64", "normed": "*bf16", "entries": "i32", "width": "i32"}
+    types |= {"positions": "*i64", "position_table": "*fp32", "period": "i32"} if learned else {}
+    types |= {"eps": "fp32", "offset": "fp32"}
+    constants = {"CENTRED": True, "BLOCK": 1024} | ({} if learned else {"period": 1})
+    check_streams(compiled(embed_kernel, types, constants, multiples={"width"}).asm["ptx"])
+    types = {"tokens": "*i64", "d_stream": "*fp32", "gradient": "*fp32", "entries": "i32", "width": "i32"}
+    code = compiled(scatter_kernel, types, {"BLOCK": 1024}, multiples={"width"}).asm["ptx"]
+    assert "ld.global.v4" in code
+    assert re.search(r"(red|atom)\S*\.relaxed\S*\.add\S*\.f32", code), "float32 sums in the L2 cache"
+
+
+def test_joined_gradients(compiled):
+    from hasten.ops.residual.triton_join import COLUMNS, ROWS, WARPS, join_kernel
+
+    types = dict.fromkeys("abc", "*bf16") | {"out": "*bf16", "parts": "*fp32", "rows": "i32"}
+    types |= dict.fromkeys(("a_width", "b_width", "width"), "i32")
+    tile = {"ROWS": ROWS, "COLUMNS": COLUMNS}
+    sizes = {"a_width", "b_width", "width"}
+    check_streams(compiled(join_kernel, types, tile, {"num_warps": WARPS}, multiples=sizes).asm["ptx"])
+
+
+@pytest.mark.parametrize("out", ["fp32", "bf16"])
+def test_sums_of_rows(compiled, out):
+    from hasten.ops.columns import COLUMNS, ROWS, add_rows
+
+    types = {"parts": "*fp32", "out": f"*{out}", "rows": "i32", "width": "i32"}
+    code = compiled(add_rows, types, {"COLUMNS": COLUMNS, "ROWS": ROWS}, {"num_warps": 8}, multiples={"width"})
+    assert "ld.global.v4" in code.asm["ptx"]
+    assert not re.search(r"(ld|st)\.local", code.asm["ptx"])
 
 
 def test_bias_gelu(compiled):

@@ -117,7 +117,8 @@ class _EmbedNorm(torch.autograd.Function):
         tokens, positions, table, position_table, weight, bias, stream, means, scales = ctx.saved_tensors
         if d_normed is None:
             d_normed = torch.zeros_like(stream)
-        d_stream, sums = gradients(d_total, d_normed, stream, means, scales, weight, *ctx.options, None)
+        offset, centred = ctx.options
+        d_stream, sums = gradients(d_total, d_normed, stream, means, scales, weight, offset, centred, None)
         gradient = ctx.tied.taken(table)
         scatter(gradient, tokens, d_stream)
         of_positions = _of_positions(positions, position_table, d_stream)
@@ -149,7 +150,8 @@ class _Projection(torch.autograd.Function):
         elif triton_support.refusal(x.device) is None:
             from hasten.ops.residual.triton_join import join
 
-            dy, d_bias = join(*outputs, ctx.bias_dtype)
+            dq, dk, dv = outputs
+            dy, d_bias = join(dq, dk, dv, ctx.bias_dtype)
         else:
             dy = torch.cat(outputs, dim=-1)
             d_bias = dy.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -160,7 +162,7 @@ class _Projection(torch.autograd.Function):
 def loss(
     x: Tensor, weight: Tensor, targets: Tensor, head: Head, kernel: str, scale: Tensor, tied: Tied | None
 ) -> Tensor:
-    """scale · the sum of the token losses of x (N, C), to be differentiated by as it is: its own gradient is taken to be 1.
+    """scale · the sum of the token losses of x (N, C), to be differentiated as it is: its gradient is taken to be 1.
 
     weight: the parameter, float32; head.weight: as it is multiplied with. kernel: "chunked" or "chunked-triton".
     tied: takes the weight's gradient, of an embedding whose own is found later.

@@ -50,7 +50,7 @@ class _Buffers:
 
 @dataclass(eq=False)
 class CapturedStep(TrainStep):
-    """A step whose shapes are fixed. whole: the model, maybe compiled, as `where.module`. copies: keep 16-bit weights.
+    """A step whose shapes are fixed. whole: the model as one function, as `where.module`. copies: keep 16-bit weights.
 
     kernel: which update is taken ("triton", "torch"; None: the first that serves). captures: on the device; otherwise
     the same functions run uncaptured.
@@ -77,7 +77,7 @@ class CapturedStep(TrainStep):
         assert isinstance(self.optimizer, torch.optim.AdamW)
         self.whole.copies = None
         if self.copies:
-            self.whole.copies = WeightCopies(self.model, self.whole.dtype, head=self.whole.by_hand)
+            self.whole.copies = WeightCopies(self.model, self.whole.dtype, head=self.whole.writes_gradients)
         kept = self.whole.copies
         self.leaves = list(self.parameters) if kept is None else kept.leaves(self.parameters)
         self.updater = Update(self.optimizer, self.parameters, clip=self.clip, copies=kept, kernel=self.kernel)
@@ -216,7 +216,9 @@ class CapturedStep(TrainStep):
 
     def _send_counts(self, batches: Sequence[Batch]) -> None:
         """How many targets the step has."""
-        counted = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()
+        counted = (batches[0].targets != IGNORED).sum()
+        for batch in batches[1:]:
+            counted = counted + (batch.targets != IGNORED).sum()
         self.count.copy_(self._pinned(counted), non_blocking=True)
 
     def _send_scalars(self) -> None:

@@ -113,13 +113,14 @@ class WholeModel(nn.Module):
         """
         assert block_scales is None
         learns = self.model.training and torch.is_grad_enabled()
-        call = self._compiled if learns and self._compiled is not None else self.run
-        if share is None or call is self.run and self.by_hand:
-            return call(tokens, positions, context, targets, share)
-        return call(tokens, positions, context, targets) * share
+        given = tokens, positions, context, targets
+        if share is not None and self.writes_gradients:
+            return self.run(*given, share)
+        loss = self._compiled(*given) if learns and self._compiled is not None else self.run(*given)
+        return loss if share is None else loss * share
 
     @property
-    def by_hand(self) -> bool:
+    def writes_gradients(self) -> bool:
         """Whether a loss with a share has gradients that are written by hand (`by_hand.py`)."""
         return self._compiled is None and self._loss.name.startswith("chunked")
 

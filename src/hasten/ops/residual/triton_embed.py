@@ -63,7 +63,12 @@ def scatter_kernel(tokens, d_stream, gradient, entries, width, BLOCK: tl.constex
 
 
 def embed_norm(
-    tokens: Tensor, table: Tensor, positions: Tensor | None, position_table: Tensor | None, norm: Norm, dtype: torch.dtype
+    tokens: Tensor,
+    table: Tensor,
+    positions: Tensor | None,
+    position_table: Tensor | None,
+    norm: Norm,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The stream (…, C) of tokens, its norm, and the mean and 1/std (or 1/rms) of each row; not differentiable."""
     width = table.shape[1]
