@@ -37,7 +37,19 @@ class GpuTests(Background):
     def __init__(self, run: Run, workers: int, timeout: int = 400) -> None:
         super().__init__(lambda: [self.process])
         self.run, self.log, self.begin = run, run.logs / "pytest.log", time.time()
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", str(workers), "--dist", "worksteal", "-vv"]
+        command = [
+            "nice",
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "gpu",
+            "-n",
+            str(workers),
+            "--dist",
+            "worksteal",
+            "-vv",
+        ]
         command += ["--tb=short", f"--timeout={timeout}", *files()]
         with open(self.log, "w") as file:
             self.process = subprocess.Popen(

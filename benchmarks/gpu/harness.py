@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,12 @@ class Job:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    def signal(self, number: int) -> None:
+        """SIGSTOP and SIGCONT: one that still prepares stands still while others are measured."""
+        if self.state == "preparing":
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
     def end(self) -> None:
         """Let it quit, so that its memory is free when this returns."""
         if self.state == "ready":
@@ -184,12 +190,15 @@ def brief(found: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in list(shown.items())[:8])
 
 
-def prepare(run: Run, jobs: Sequence[Job], *, until: float, limit_gb: float, most: int) -> None:
-    """Start the jobs in their order as memory allows; wait until each is ready or has failed. The late ones end.
+def prepare(
+    run: Run, jobs: Sequence[Job], *, needed: Collection[str], until: float, limit_gb: float, most: int
+) -> None:
+    """Start the jobs in their order as memory allows; wait until each that is needed is ready or has failed.
 
-    until: seconds since the run began. most: jobs that prepare at a time.
+    Needed ones that are late end; others may go on. until: seconds since the run began. most: jobs preparing at a time.
     """
-    waiting, started = list(jobs), []
+    waiting = [job for job in jobs if job.state == "new"]
+    started = [job for job in jobs if job.state == "preparing"]
     while run.now() < until:
         preparing = [job for job in started if job.state == "preparing"]
         held = sum(job.spec.idle_gb for job in run.jobs if job.state in ("ready", "preparing"))
@@ -203,17 +212,18 @@ def prepare(run: Run, jobs: Sequence[Job], *, until: float, limit_gb: float, mos
                 started.append(job)
                 preparing.append(job)
                 held, top = held + job.spec.idle_gb, more
-        if not preparing:
-            break  # what still waits does not fit
+        if not any(job.name in needed for job in (*preparing, *(waiting if preparing else ()))):
+            break  # all is there, or what still waits does not fit
         time.sleep(0.1)
     for job in jobs:
-        if job.state in ("new", "preparing"):
+        if job.name in needed and job.state in ("new", "preparing"):
             run.fail(job.name, f"not ready at {until:.0f} s ({job.state})", job.tail())
             job.kill()
+            job.state = "ended"
     took = " ".join(f"{j.name}({run.results[j.name]['prepared']['seconds']:.0f})" for j in jobs if j.state == "ready")
     run.say(f"ready: {took or '-'}")
     for job in jobs:
-        if job.state != "ready":
+        if job.name in needed and job.state != "ready":
             run.say(f"  {job.name}: {str(run.results.get(job.name, {}).get('failed', {}).get('error'))[:300]}")
     run.save()
 

@@ -11,6 +11,7 @@ machine's packages. Scratch files go to $TMPDIR. `--device cpu --tiny` tries eve
 import argparse
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="jobs whose names contain one of these, by commas")
     parser.add_argument("--memory", type=float, help="GB of the GPU to plan with (its own, if not given)")
     parser.add_argument("--jobs", type=int, default=max(2, (os.cpu_count() or 2)), help="jobs preparing at a time")
-    parser.add_argument("--test-workers", type=int, default=5)
+    parser.add_argument("--test-workers", type=int, default=4)
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--no-commands", action="store_true")
     return parser.parse_args()
@@ -101,22 +102,27 @@ def work(run: Run, options: argparse.Namespace, memory: float) -> None:
         held = 1.2 * options.test_workers
     jobs: dict[str, Job] = {}
     for number, phase in enumerate(PHASES):
-        new = {name: Job(run, name, JOBS[name]) for name in wanted(phase, options) if name not in jobs}
-        jobs |= new
+        names = wanted(phase, options)
+        jobs |= {name: Job(run, name, JOBS[name]) for name in names if name not in jobs}
+        needed = {name for group in phase.groups for name in group.names} & set(names)
         if number == len(PHASES) - 1 and not options.no_commands:
             commands = Commands(run, options.device)
             beside.append(commands)
         for one in beside:
             one.resume()
         until = phase.prepare * run.budget
-        if new:
-            prepare(run, list(new.values()), until=until, limit_gb=memory - held, most=options.jobs)
+        for job in jobs.values():
+            job.signal(signal.SIGCONT)
+        here = [jobs[name] for name in names]
+        prepare(run, here, needed=needed, until=until, limit_gb=memory - held, most=options.jobs)
         if number == len(PHASES) - 1:
             for one in (tests, commands):
                 if one is not None:
                     one.finish(until - run.now())
         for one in beside:
             one.pause()
+        for job in jobs.values():
+            job.signal(signal.SIGSTOP)
         measure(run, phase.groups, jobs, until=min(phase.measure * run.budget, run.budget - MARGIN))
 
 

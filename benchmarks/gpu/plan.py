@@ -9,18 +9,19 @@ from gpu.harness import Group, JobSpec
 class Phase:
     """Prepare the jobs of all groups until `prepare` (a share of the budget), measure them until `measure`.
 
-    first: the jobs that start first, since they compile longest or need much memory for a moment; some of them belong
-    to a later phase's groups, and wait for it.
+    first: the jobs that start first, since they compile longest or need much memory for a moment. early: those of later
+    phases that start behind this one's and may go on compiling, standing still while others are measured.
     """
 
     prepare: float
     measure: float
     groups: tuple[Group, ...]
     first: tuple[str, ...] = ()
+    early: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
         every = [name for group in self.groups for name in group.names]
-        return list(dict.fromkeys([*self.first, *every]))
+        return list(dict.fromkeys([*self.first, *every, *self.early]))
 
 
 def _decode(shape: str, format: str, group: int, idle: float, peak: float) -> tuple[JobSpec, JobSpec]:
@@ -58,6 +59,7 @@ JOBS |= {
     "hasten-32": _training("hasten", 32, 26.0),
     "hasten-32-fp8": _training("hasten", 32, 26.0, **FP8),
     "nanogpt-wide": _training("nanogpt", 8, 24.0, **WIDE),
+    "hasten-wide": _training("hasten", 8, 20.0, **WIDE),
     "hasten-wide-fp8": _training("hasten", 8, 20.0, **WIDE, **FP8),
     "nanogpt-b3c17c6-12": _training("nanogpt", 12, 20.0, checkout="nanogpt-b3c17c6"),
     "nanogpt-77e7e04-12": _training("nanogpt", 12, 20.0, checkout="nanogpt-77e7e04"),
@@ -80,10 +82,8 @@ PHASES: tuple[Phase, ...] = (
             Group(("hasten-7b-int8", "gptfast-7b-int8"), 2, SEVEN),
             Group(("hasten-12", "nanogpt-12"), 2, (("losses", ""), ("profile", ""))),
         ),
-        (
-            *("gptfast-7b-int8", "gptfast-7b-bf16", "gptfast-7b-int4", "nanogpt-12", "hasten-12"),
-            *("gptfast-1b-bf16", "gptfast-1b-int4"),
-        ),
+        ("gptfast-7b-int8", "gptfast-7b-bf16", "gptfast-7b-int4", "nanogpt-12", "hasten-12"),
+        ("gptfast-1b-bf16", "gptfast-1b-int4", "nanogpt-32", "nanogpt-wide"),
     ),
     Phase(
         0.64,
@@ -97,10 +97,10 @@ PHASES: tuple[Phase, ...] = (
             Group(("engine-int8", "static-int8"), 0, ENGINE),
             Group(("engine-int4", "static-int4"), 0, ENGINE),
             Group(("products",)),
-            Group(("hasten-wide-fp8", "nanogpt-wide"), 2, (("losses", ""),)),
+            Group(("hasten-wide", "hasten-wide-fp8", "nanogpt-wide"), 2, (("losses", ""),)),
             Group(("hasten-1b-int8",), 1),
         ),
-        ("nanogpt-32", "nanogpt-wide", "hasten-32", "hasten-32-fp8", "hasten-wide-fp8", "engine-bf16"),
+        ("nanogpt-32", "nanogpt-wide", "engine-bf16", "hasten-32", "hasten-32-fp8"),
     ),
     Phase(
         0.95,

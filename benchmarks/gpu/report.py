@@ -15,7 +15,16 @@ MODELS = {
     "7b-bf16": "7B bf16", "7b-int8": "7B int8", "7b-int4": "7B int4, groups of 32",
     "1b-bf16": "1.1B bf16", "1b-int8": "1.1B int8", "1b-int4": "1.1B int4, groups of 32",
 }  # fmt: skip
-TRAINERS = ("nanogpt-12", "hasten-12", "nanogpt-32", "hasten-32", "hasten-32-fp8", "nanogpt-wide", "hasten-wide-fp8")
+TRAINERS = (
+    "nanogpt-12",
+    "hasten-12",
+    "nanogpt-32",
+    "hasten-32",
+    "hasten-32-fp8",
+    "nanogpt-wide",
+    "hasten-wide",
+    "hasten-wide-fp8",
+)
 CONTESTANTS = {"hasten": "hasten", "flash-triton": "our Triton", "fa2": "FlashAttention-2", "cudnn": "cuDNN"}
 
 

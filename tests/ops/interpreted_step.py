@@ -1,4 +1,4 @@
-"""A decode step's attention in one launch, in Triton's interpreter; run by test_triton_ragged.py in a process of its own."""
+"""A decode step's attention in one launch, interpreted; run by test_triton_ragged.py in a process of its own."""
 
 import pytest
 import torch

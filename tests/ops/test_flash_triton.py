@@ -132,9 +132,27 @@ def test_on_a_gpu(heads, head_dim, dtype):
     from flash_cases import check_flash, tensors
 
     sizes = {"heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "dtype": dtype, "device": "cuda"}
-    for queries, keys in ((1, 1), (130, 130), (77, 1000), (1000, 700), (1024, 1024)):
+    for queries, keys in ((1, 1), (130, 130), (77, 1000), (1000, 700), (1000, 1000)):
         for options in ({}, {"causal": False}, {"window": 100}, {"softcap": 30.0}):
             check_flash(*tensors(queries=queries, keys=keys, **sizes), **options)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_whole_tiles_on_a_gpu(head_dim, dtype):
+    """On a Hopper GPU by kernels of its own, which must have been taken there."""
+    from flash_cases import check_flash, tensors
+    from hasten.ops.attention import flash_hopper
+    from hasten.ops.attention.flash_launch import Problem
+
+    sizes = {"heads": 8, "kv_heads": 2, "head_dim": head_dim, "dtype": dtype, "device": "cuda"}
+    for queries, keys, options in ((512, 512, {}), (256, 640, {}), (384, 256, {"causal": False})):
+        inputs = tensors(queries=queries, keys=keys, **sizes)
+        check_flash(*inputs, **options)
+        if torch.cuda.get_device_capability() == (9, 0):
+            assert flash_hopper.serves(*inputs[:3], Problem(None, None, None, 0.1, **options))
 
 
 @pytest.mark.gpu
@@ -153,11 +171,12 @@ def test_packed_documents_on_a_gpu():
 
 @pytest.mark.gpu
 @needs_gpu
-def test_the_same_bits_every_time_on_a_gpu():
+@pytest.mark.parametrize("count", [2000, 2048])
+def test_the_same_bits_every_time_on_a_gpu(count):
     from flash_cases import all_of, tensors
     from hasten.ops.attention.flash_triton import flash_attention
 
-    sizes = {"queries": 2000, "keys": 2000, "heads": 8, "kv_heads": 2, "head_dim": 128}
+    sizes = {"queries": count, "keys": count, "heads": 8, "kv_heads": 2, "head_dim": 128}
     inputs = tensors(**sizes, dtype=torch.bfloat16, device="cuda")
     first = all_of(flash_attention, *inputs)
     for _ in range(3):

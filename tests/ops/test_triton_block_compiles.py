@@ -18,7 +18,7 @@ LARGEST_SHARED = 227 << 10  # bytes that a program of a Hopper GPU can have
 
 def attention(tmp_path, *, tokens, sequences, max_query, group, head_dim, source="table", dtype="bf16", **changes):
     from hasten.ops.attention.flash_tiles import side
-    from hasten.ops.attention.ragged import plan_for
+    from hasten.ops.attention.ragged import at_once, plan_for
     from hasten.ops.attention.ragged_kernels import attend
 
     plan = plan_for(
@@ -51,6 +51,7 @@ def attention(tmp_path, *, tokens, sequences, max_query, group, head_dim, source
         "PAGE": 16,
         "PDL": changes.pop("early", False),
         "SPLIT": plan.splits > 1,
+        "CHUNK": at_once(plan.rows, side(head_dim)),
     }
     known = {"rows", "sequences", "blocks", "block_size", "slots"}  # else an argument of 1 would be a constant
     assert known <= set(attend.do_not_specialize)
@@ -99,7 +100,7 @@ def test_prompts(tmp_path, source, window, softcap, group, head_dim):
 )
 def test_a_decode_step(tmp_path, source, group, head_dim, half):
     from hasten.ops.attention.flash_tiles import side
-    from hasten.ops.attention.ragged import plan_for
+    from hasten.ops.attention.ragged import at_once, plan_for
     from hasten.ops.attention.step_kernels import attend_new
 
     sizes = {"kv_heads": 8, "group": group, "head_dim": head_dim, "max_query": 1, "longest": 2048}
@@ -122,6 +123,8 @@ def test_a_decode_step(tmp_path, source, group, head_dim, half):
         "BLOCK": plan.keys,
         "PAGE": 16,
         "SPLIT": True,
+        "ROWS": (rows := 1 << (group - 1).bit_length()),
+        "CHUNK": at_once(rows, side(head_dim)),
         "PDL": group == 1,
     }
     options = {"num_warps": plan.warps, "num_stages": plan.stages_of(paged=source == "table")}

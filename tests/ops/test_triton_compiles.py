@@ -24,7 +24,7 @@ def compiled(monkeypatch, tmp_path):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
-    def build(kernel, types, constants, options=None):
+    def build(kernel, types, constants, options=None, *, multiples=()):
         names = kernel.arg_names
         signature = {name: types.get(name, "constexpr") for name in names}
         values = {(i,): constants.get(name) for i, name in enumerate(names) if name not in types}
@@ -33,7 +33,7 @@ def compiled(monkeypatch, tmp_path):
         divisible = {
             (i,): aligned
             for i, name in enumerate(names)
-            if signature[name][0] == "*" or name.endswith(("_size", "_stride"))
+            if signature[name][0] == "*" or name.endswith(("_size", "_stride")) or name in multiples
         }
         source = ASTSource(kernel, signature, values, divisible)
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | (options or {}))
@@ -221,8 +221,110 @@ def test_loss(compiled, bias, need):
     from hasten.ops.loss.triton_loss import BLOCK, kernel
 
     types = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32", "vocabulary": "i32", "row_stride": "i32"}
-    types |= {"bias": "*fp32"} if bias else {}
+    types |= {"bias": "*fp32"} if bias else {"scale": "*fp32"}
     code = compiled(kernel, types, {"IGNORED": -100, "NEED": need, "BLOCK": BLOCK}).asm["ptx"]
     assert "ld.global.v4" in code, "16 bytes a thread, wherever the vocabulary ends"
     assert ("st.global.v4" in code) == need
     assert not re.search(r"(ld|st)\.local", code)
+
+
+def check_streams(code):
+    """16 bytes a thread in and out, and nothing in local memory."""
+    assert "ld.global.v4" in code
+    assert "st.global.v" in code
+    assert not re.search(r"(ld|st)\.local", code)
+
+
+def test_add_norm(compiled):
+    from hasten.ops.residual.triton_add_norm import backward_kernel, forward_kernel
+
+    wide = dict.fromkeys(("stream", "branch_bias", "weight", "bias", "total", "means", "scales"), "*fp32")
+    types = wide | {"branch": "*bf16", "normed": "*bf16", "width": "i32", "eps": "fp32", "offset": "fp32"}
+    check_streams(compiled(forward_kernel, types, {"CENTRED": True, "BLOCK": 1024}, multiples={"width"}).asm["ptx"])
+    wide = dict.fromkeys(("d_total", "total", "means", "scales", "weight", "d_stream", "parts"), "*fp32")
+    types = wide | {"d_normed": "*bf16", "d_branch": "*bf16", "rows": "i32", "width": "i32", "offset": "fp32"}
+    check_streams(compiled(backward_kernel, types, {"CENTRED": True, "BLOCK": 1024}, multiples={"width"}).asm["ptx"])
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_embedding(compiled, learned):
+    from hasten.ops.residual.triton_embed import embed_kernel, scatter_kernel
+
+    wide = dict.fromkeys(("table", "weight", "bias", "total", "means", "scales"), "*fp32")
+    types = wide | {"tokens": "*i64", "normed": "*bf16", "entries": "i32", "width": "i32"}
+    types |= {"positions": "*i64", "position_table": "*fp32", "period": "i32"} if learned else {}
+    types |= {"eps": "fp32", "offset": "fp32"}
+    constants = {"CENTRED": True, "BLOCK": 1024} | ({} if learned else {"period": 1})
+    check_streams(compiled(embed_kernel, types, constants, multiples={"width"}).asm["ptx"])
+    types = {"tokens": "*i64", "d_stream": "*fp32", "gradient": "*fp32", "entries": "i32", "width": "i32"}
+    code = compiled(scatter_kernel, types, {"BLOCK": 1024}, multiples={"width"}).asm["ptx"]
+    assert "ld.global.v4" in code
+    assert re.search(r"(red|atom)\S*\.relaxed\S*\.add\S*\.f32", code), "float32 sums in the L2 cache"
+
+
+def test_joined_gradients(compiled):
+    from hasten.ops.residual.triton_join import COLUMNS, ROWS, WARPS, join_kernel
+
+    types = dict.fromkeys("abc", "*bf16") | {"out": "*bf16", "parts": "*fp32", "rows": "i32"}
+    types |= dict.fromkeys(("a_width", "b_width", "width"), "i32")
+    tile = {"ROWS": ROWS, "COLUMNS": COLUMNS}
+    sizes = {"a_width", "b_width", "width"}
+    check_streams(compiled(join_kernel, types, tile, {"num_warps": WARPS}, multiples=sizes).asm["ptx"])
+
+
+@pytest.mark.parametrize("out", ["fp32", "bf16"])
+def test_sums_of_rows(compiled, out):
+    from hasten.ops.columns import COLUMNS, ROWS, add_rows
+
+    types = {"parts": "*fp32", "out": f"*{out}", "rows": "i32", "width": "i32"}
+    code = compiled(add_rows, types, {"COLUMNS": COLUMNS, "ROWS": ROWS}, {"num_warps": 8}, multiples={"width"})
+    assert "ld.global.v4" in code.asm["ptx"]
+    assert not re.search(r"(ld|st)\.local", code.asm["ptx"])
+
+
+def test_bias_gelu(compiled):
+    from hasten.ops.activation.triton_gelu import backward_kernel, forward_kernel
+
+    tile = {"ROWS": 4, "COLUMNS": 512}
+    types = {"z": "*bf16", "bias": "*fp32", "out": "*bf16", "rows": "i32", "width": "i32"}
+    check_streams(compiled(forward_kernel, types, tile, multiples={"width"}).asm["ptx"])
+    types = {
+        "d_out": "*bf16",
+        "z": "*bf16",
+        "bias": "*fp32",
+        "dz": "*bf16",
+        "parts": "*fp32",
+        "rows": "i32",
+        "width": "i32",
+    }
+    check_streams(compiled(backward_kernel, types, tile, multiples={"width"}).asm["ptx"])
+
+
+def test_rows_to_fp8(compiled):
+    from hasten.ops.fp8.triton_rows import gelu_backward_kernel, gelu_kernel, rows_kernel
+
+    narrow, sizes = {"narrow": "*fp8e4nv", "scales": "*fp32", "width": "i32"}, {"LARGEST": 448.0, "BLOCK": 4096}
+    for kernel, types in (
+        (rows_kernel, {"x": "*bf16"}),
+        (gelu_kernel, {"z": "*bf16", "bias": "*fp32", "out": "*bf16"}),
+        (
+            gelu_backward_kernel,
+            {"d_out": "*bf16", "z": "*bf16", "bias": "*fp32", "dz": "*bf16", "parts": "*fp32", "rows": "i32"},
+        ),
+    ):
+        code = compiled(kernel, types | narrow, sizes, {"num_warps": 8}, multiples={"width"}).asm["ptx"]
+        check_streams(code)
+        assert "e4m3x2" in code
+
+
+def test_adamw(compiled):
+    import triton.language as tl
+
+    from hasten.training.triton_adamw import BLOCK, FIELDS, adamw_kernel, squares_kernel
+
+    constants = {"DTYPE": tl.bfloat16, "FIELDS": FIELDS, "BLOCK": BLOCK}
+    tables = {"table": "*i64", "blocks": "*i64"}
+    numbers = dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps", "clip"), "fp32") | {"groups": "i32"}
+    types = tables | numbers | dict.fromkeys(("scalars", "decays", "norm"), "*fp32")
+    check_streams(compiled(adamw_kernel, types, constants).asm["ptx"])
+    assert "ld.global.v4" in compiled(squares_kernel, tables | {"parts": "*fp32"}, constants).asm["ptx"]

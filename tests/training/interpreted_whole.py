@@ -148,3 +148,75 @@ def test_rows_rounded_to_fp8(rows, width):
         torch.testing.assert_close(scales, true.abs().amax(1, keepdim=True) / 448, rtol=1e-5, atol=0)
         near = (narrow.float() * scales - true).abs() <= 2**-3 * true.abs() + scales * 2**-9
         assert near.float().mean() > 0.9
+
+
+@pytest.mark.parametrize("widths", [(48, 48), (64, 16), (600, 200)])
+@pytest.mark.parametrize("rows", [1, 13])
+def test_joined_gradients(widths, rows):
+    from hasten.ops.residual.triton_join import join
+
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(rows, width, generator=generator).half() for width in (widths[0], widths[1], widths[1])]
+    out, sums = join(*parts, torch.float16)
+    assert torch.equal(out, torch.cat(parts, dim=-1))
+    torch.testing.assert_close(sums, torch.cat(parts, dim=-1).float().sum(0).half())
+    assert sums.dtype == torch.float16
+
+
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_embedding_and_first_norm(learned, centred, before):
+    """before: the head's gradient is there already."""
+    from hasten.ops.residual import normalized
+    from hasten.training.by_hand import Tied, embed
+
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    tokens, positions = torch.tensor([[3, 1, 3, 0], [6, 3, 1, 1]]), torch.tensor([[0, 1, 2, 3]])
+    leaves = [draw(7, 48), draw(48), *([draw(5, 48)] if learned else []), *([draw(48)] if centred else [])]
+    head, d_stream, d_normed = draw(7, 48), draw(2, 4, 48), draw(2, 4, 48)
+    found = []
+    for by_hand in (False, True):
+        own = [one.clone().requires_grad_() for one in leaves]
+        table, weight = own[:2]
+        position_table = own[2] if learned else None
+        norm = Norm(weight, own[-1] if centred else None, 1e-5, 0.0 if centred else 1.0, centred)
+        tied = Tied()
+        tied.gradient = head.clone() if before else None
+        if by_hand:
+            outs = embed(tokens, positions, table, position_table, norm, torch.float32, tied)
+        else:
+            stream = table[tokens] + (position_table[positions] if learned else 0)
+            outs = stream, normalized(stream, norm)
+        gradients = list(torch.autograd.grad(outs, own, (d_stream, d_normed)))
+        if before and not by_hand:
+            gradients[0] += head
+        found.append([*outs, *gradients])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "chunked-triton"])
+def test_a_loss_with_its_factor(kernel):
+    from hasten.ops.loss import linear_cross_entropy
+    from hasten.ops.loss.kernels import Head
+    from hasten.training.by_hand import Tied, loss
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(70, 32, generator=generator), torch.randn(64, 32, generator=generator)
+    targets = torch.randint(60, (70,), generator=generator)
+    targets[::7] = -100
+    share = torch.tensor(0.125)
+    own = [one.clone().requires_grad_() for one in (x, weight)]
+    exact = linear_cross_entropy(own[0], own[1], targets, vocab_size=60, kernel="reference") * share
+    expected = torch.autograd.grad(exact, own)
+    for tied in (None, Tied()):
+        own = [one.clone().requires_grad_() for one in (x, weight)]
+        found = loss(*own, targets, Head(own[1].detach(), 60), kernel, share, tied)
+        by_x, by_weight = torch.autograd.grad(found, own, allow_unused=True)
+        assert (by_weight is None) == (tied is not None)
+        by_weight = by_weight if tied is None else tied.gradient
+        torch.testing.assert_close([found, by_x, by_weight], [exact, *expected], rtol=1e-5, atol=1e-6)

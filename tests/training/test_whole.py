@@ -1,14 +1,20 @@
 """A model trained as one function, its captured steps, and losses that are read one step late."""
 
+import os
+import signal
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import hasten
 from hasten.errors import ConfigError
 from hasten.ops.fp8 import fp8_linear, fp8_mlp, rounded
 from hasten.training import build, train
+from hasten.training.capture import CapturedStep
 from hasten.training.journal import read
 from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
@@ -62,6 +68,28 @@ def test_copies_of_weights_change_no_number():
         assert torch.equal(parameter.to(torch.bfloat16), copy)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_by_hand_are_those_of_autograd(family, tied, dropout):
+    step = make("uncaptured", family=family, dropout=dropout)
+    model, whole, share = step.model, step.whole, torch.tensor(0.25)
+    if not tied:
+        model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone().mul(1.5))
+    model.train()
+    batch = next(batches(1))[0]
+    given = batch.inputs, torch.arange(batch.inputs.shape[1])[None], step.contexts.of(batch.inputs.shape[1])
+    found, leaves = [], list(model.parameters())
+    for by_hand in (False, True):
+        torch.manual_seed(3)
+        loss = whole(*given, targets=batch.targets, share=share if by_hand else None)
+        assert ("_Loss" in type(loss.grad_fn).__name__) == by_hand
+        loss = loss if by_hand else loss * share
+        found.append([loss, *torch.autograd.grad(loss, leaves)])
+    assert whole.writes_gradients
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
+
+
 def test_other_rows_run_uncaptured():
     plain, captured = make("uncaptured"), make("captured")
     for rows in (2, 3, 2):
@@ -69,8 +97,9 @@ def test_other_rows_run_uncaptured():
     assert len(captured.recordings) == 1
 
 
-def test_its_update_is_adamws():
-    """PyTorch's optimizer after PyTorch's clipping, with its state in its format."""
+def test_its_update_is_adamws(monkeypatch):
+    """PyTorch's optimizer after PyTorch's clipping, with its state in its format, for the same gradients."""
+    monkeypatch.setattr(WholeModel, "writes_gradients", False)
     ours, theirs = make("uncaptured", copies=False), make("whole")
     torch.testing.assert_close(steps_of(ours), steps_of(theirs), rtol=1e-6, atol=1e-7)
     for mine, other in zip(ours.parameters, theirs.parameters, strict=True):
@@ -115,6 +144,23 @@ def test_why_a_model_is_compiled_block_by_block(tiny_recipe):
     assert "CPU" in build.why_block_by_block(model, tiny_recipe)
     model.blocks[0].mlp.up = torch.nn.Sequential()
     assert "plain products" in why_not_whole(model)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_whole_model_is_compiled_where_asked(tiny_recipe, monkeypatch, asked):
+    """Where Triton's kernels run; elsewhere the compiler makes them."""
+    refusals = {"refusal": lambda device: None}
+    monkeypatch.setattr(build, "why_block_by_block", lambda *given: None)
+    monkeypatch.setattr(build, "triton_support", SimpleNamespace(**refusals))
+    model = make("plain").model
+    recipe = replace(tiny_recipe, techniques=replace(tiny_recipe.techniques, compile=True, compile_whole=asked))
+    step = build.training_step(model, recipe)
+    assert (step.whole._compiled is not None) == asked
+    assert ("compiled as one graph" in step.how) == asked
+    assert ("kernels of our own" in step.how) != asked
+    refusals["refusal"] = lambda device: "none"
+    monkeypatch.setattr(build, "triton_support", SimpleNamespace(**refusals))
+    assert "compiled as one graph" in build.training_step(make("plain").model, recipe).how
 
 
 def test_why_steps_are_not_captured(tiny_recipe):
@@ -164,9 +210,6 @@ def test_late_reading_changes_no_line(tiny_recipe, late, monkeypatch):
 
 
 def test_a_run_read_late_stops_and_goes_on_exactly(tiny_recipe, late):
-    import os
-    import signal
-
     whole, _ = lines_of(replace(tiny_recipe, name="whole"))
 
     def stop(line):
@@ -179,6 +222,26 @@ def test_a_run_read_late_stops_and_goes_on_exactly(tiny_recipe, late):
     assert result.steps < 10
     lines, _ = lines_of(own)
     assert lines == whole
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_run_at_fixed_addresses_stops_and_goes_on_exactly(tiny_recipe, monkeypatch, accumulation):
+    """A whole model's own step in the loop: update, copies, checkpoints and validation, uncaptured on a CPU."""
+    monkeypatch.setattr(build, "why_block_by_block", lambda *given: None)
+    monkeypatch.setattr(build, "CapturedStep", partial(CapturedStep, captures=False))
+    techniques = replace(tiny_recipe.techniques, precision="bfloat16")
+    made = replace(tiny_recipe, techniques=techniques, data=replace(tiny_recipe.data, accumulation=accumulation))
+    whole, _ = lines_of(replace(made, name="whole"))
+
+    def stop(line):
+        if line["step"] == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    own = replace(made, name="stopped")
+    assert train(own, progress=False, on_step=stop).steps < 10
+    lines, result = lines_of(own)
+    assert lines == whole
+    assert hasten.load(result.model_folder).dtype == torch.float32
 
 
 def test_a_loss_that_is_no_number_is_named_by_its_own_step(tiny_recipe, late, monkeypatch):

@@ -60,7 +60,7 @@ RUNGS: Rungs = {
     "padded-vocabulary": ("padded vocabulary", {"pad_vocabulary_to": PADDING}),
     "fused-optimizer-and-loss": ("fused optimizer, chunked loss", {"fused_optimizer": True, "loss": None}),
     "fastest-attention": ("the fastest attention", {"attention": None}),
-    "whole-model": ("the model as one graph, fused norms", {"whole_model": True}),
+    "whole-model": ("the model as one function, fused norms", {"whole_model": True}),
     "captured": ("steps as CUDA graphs", {"capture": True}),
     "fp8": ("MLPs in FP8", {"fp8": True}),
     "keep-memory": ("freed memory kept, in large pages", {"keep_memory": True}),

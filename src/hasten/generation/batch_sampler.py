@@ -66,15 +66,6 @@ class BatchSampler:
             self._history.observe(tokens, rows=rows)
         return tokens
 
-    @property
-    def capturable(self) -> bool:
-        """Whether `next_tokens_at` serves: no row has a penalty or a least length."""
-        return self._history is None and not any(row.min_new_tokens for row in self._params)
-
-    def next_tokens_at(self, logits: Tensor, steps: Tensor) -> Tensor:
-        """As `next_tokens` of all rows, with steps (B,) int64 on the device: for captured steps."""
-        return next_tokens(logits, self._rows, steps=steps)
-
     def take(
         self,
         logits: Tensor,

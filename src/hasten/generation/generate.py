@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.ahead import Draws, Reading, draws_of, runs_ahead
+from hasten.generation.ahead import TokensOnTheWay, runs_ahead
 from hasten.generation.batch_sampler import BatchSampler
 from hasten.generation.decoder import Decoder
 from hasten.generation.graphs import fastest_decoder, keep
@@ -194,11 +194,11 @@ class Generation:
     def _steps_ahead(self) -> Iterator[list[tuple[int, int, str]]]:
         """`_steps` without drafts, each queued before the tokens of the one before it are read."""
         timing, most = self.timing, [row.max_new_tokens for row in self.params]
-        draw = draws_of(self._sampler(), self.decoder)
+        sampler = self._sampler()
         start = time.perf_counter()
         logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
-        tokens = draw(logits, [0] * len(most))
-        reading: Reading | None = Reading(tokens)
+        tokens = sampler.next_tokens(logits, steps=[0] * len(most))
+        reading: TokensOnTheWay | None = TokensOnTheWay(tokens)
         active, count = [True] * len(most), 0  # rows that have not ended, tokens that each of them got
         queued: list[bool] = []  # rows of a step whose tokens nobody has read
         try:
@@ -206,7 +206,7 @@ class Generation:
                 behind = None
                 going = [on and length > count + 1 for on, length in zip(active, most, strict=True)]
                 if count and any(going):  # the first token is not kept waiting for the capture of a step
-                    behind, tokens = self._queue(draw, tokens, going, count + 1)
+                    behind, tokens = self._queue(sampler, tokens, going, count + 1)
                     queued = going
                 taken = reading.wait()
                 now = time.perf_counter()
@@ -226,7 +226,7 @@ class Generation:
                 yield pushed
                 start = time.perf_counter()
                 if behind is None and any(active):
-                    behind, tokens = self._queue(draw, tokens, active, count)
+                    behind, tokens = self._queue(sampler, tokens, active, count)
                     queued = active
                 reading = behind if any(active) else None
                 queued = [] if reading is behind else queued
@@ -234,10 +234,12 @@ class Generation:
             if any(queued):
                 self.decoder.undo(queued)
 
-    def _queue(self, draw: Draws, tokens: Tensor, going: list[bool], count: int) -> tuple[Reading, Tensor]:
+    def _queue(
+        self, sampler: BatchSampler, tokens: Tensor, going: list[bool], count: int
+    ) -> tuple[TokensOnTheWay, Tensor]:
         """Queue the step after these tokens and the draw from its logits, when each row has got `count` tokens."""
-        tokens = draw(self.decoder.decode(tokens, active=going), [count] * len(going))
-        return Reading(tokens), tokens
+        tokens = sampler.next_tokens(self.decoder.decode(tokens, active=going), steps=[count] * len(going))
+        return TokensOnTheWay(tokens), tokens
 
     def _steps(self) -> Iterator[list[tuple[int, int, str]]]:
         timing, sampler = self.timing, self._sampler()

@@ -116,14 +116,12 @@ class Attention(nn.Module):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
         """What the heads put out, side by side (B, T, H·D), from projected queries, keys and values (B, T, …)."""
         q = q.unflatten(-1, (self.spec.heads, self.spec.head_dim))  # (B, T, H, D)
-        k = k.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))  # (B, T, Hkv, D)
-        v = v.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))
+        k, v = (x.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim)) for x in (k, v))  # (B, T, Hkv, D)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        dropout = self.dropout if self.training else 0.0
-        return layer.attend(q, k, v, attention=self.kernels, dropout=dropout).flatten(-2)
+        return layer.attend(q, k, v, attention=self.kernels, dropout=self.dropout if self.training else 0.0).flatten(-2)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x (B, T, C), the heads still side by side."""

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS, ROWS = 32, 32
+COLUMNS, ROWS = 32, 128
 
 
 @triton.jit
 def add_rows(parts, out, rows, width, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """out[j, column] = sum over rows of parts[j, row, column]; all float32."""
+    """out[j, column] = sum over rows of parts[j, row, column], float32; out in any dtype."""
     j = tl.program_id(1)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
@@ -22,14 +22,14 @@ def add_rows(parts, out, rows, width, COLUMNS: tl.constexpr, ROWS: tl.constexpr)
         row = first + tl.arange(0, ROWS)
         places = (j * rows + row)[:, None] * width + columns[None, :]
         total += tl.load(parts + places, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
-    tl.store(out + j * width + columns, tl.sum(total, axis=0), mask=inside)
+    tl.store(out + j * width + columns, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=inside)
 
 
-def sum_rows(parts: Tensor) -> Tensor:
-    """(J, P, C) float32 -> (J, C)."""
+def sum_rows(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(J, P, C) float32 -> (J, C), rounded once."""
     j, rows, width = parts.shape
-    out = torch.empty((j, width), dtype=torch.float32, device=parts.device)
-    add_rows[(triton.cdiv(width, COLUMNS), j)](parts, out, rows, width, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=4)
+    out = torch.empty((j, width), dtype=dtype, device=parts.device)
+    add_rows[(triton.cdiv(width, COLUMNS), j)](parts, out, rows, width, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=8)
     return out
 
 

@@ -20,7 +20,7 @@ from hasten.model.swap import replace_modules, swap_kinds
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.model.vocabulary import pad_vocabulary
-from hasten.ops import fp8
+from hasten.ops import fp8, triton_support
 from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.linear.gradient import outside_graphs
@@ -215,19 +215,22 @@ def whole_step(
     precision: Precision,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> TrainStep:
-    """Technique: the whole model as one function, compiled as one graph, its steps captured where that can be."""
+    """Technique: the whole model as one function, its steps captured where that can be, compiled where asked for."""
     techniques = recipe.techniques
-    if techniques.compile:
+    compiles = techniques.compile and (techniques.compile_whole or triton_support.refusal(model.device) is not None)
+    if compiles:
         outside_graphs()
-    whole = WholeModel(model, dtype=precision.dtype, compiles=techniques.compile, fp8=techniques.fp8)
+    whole = WholeModel(model, dtype=precision.dtype, compiles=compiles, fp8=techniques.fp8)
     placement.module = whole
     reason = why_not_captured(recipe, optimizer, precision)
-    made = "the model is one compiled graph" if techniques.compile else "the model is one function, not compiled"
+    made = "the model is one function"
+    ours = "compiled as one graph" if compiles else "not compiled: kernels of our own"
     given: dict[str, Any] = {"clip": recipe.optimizer.clip, "should_stop": should_stop, "placement": placement}
     if reason is not None:
-        return TrainStep(model, optimizer, precision, **given, how=f"{made}; steps are not captured: {reason}")
+        return TrainStep(model, optimizer, precision, **given, how=f"{made}, {ours}; steps are not captured: {reason}")
     given["copies"] = precision.dtype != torch.float32
-    return CapturedStep(model, optimizer, precision, **given, whole=whole, how=f"{made}, its steps are CUDA graphs")
+    how = f"{made}, its steps are CUDA graphs; {ours}"
+    return CapturedStep(model, optimizer, precision, **given, whole=whole, how=how)
 
 
 def why_not_captured(recipe: Recipe, optimizer: torch.optim.Optimizer, precision: Precision) -> str | None:

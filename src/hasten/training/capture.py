@@ -50,7 +50,7 @@ class _Buffers:
 
 @dataclass(eq=False)
 class CapturedStep(TrainStep):
-    """A step whose shapes are fixed. whole: the model, maybe compiled, as `where.module`. copies: keep 16-bit weights.
+    """A step whose shapes are fixed. whole: the model as one function, as `where.module`. copies: keep 16-bit weights.
 
     kernel: which update is taken ("triton", "torch"; None: the first that serves). captures: on the device; otherwise
     the same functions run uncaptured.
@@ -75,7 +75,9 @@ class CapturedStep(TrainStep):
         """Copies, optimizer state, tables and sums, for the weights as they are now."""
         assert self.whole is not None
         assert isinstance(self.optimizer, torch.optim.AdamW)
-        self.whole.copies = WeightCopies(self.model, self.whole.dtype) if self.copies else None
+        self.whole.copies = None
+        if self.copies:
+            self.whole.copies = WeightCopies(self.model, self.whole.dtype, head=self.whole.writes_gradients)
         kept = self.whole.copies
         self.leaves = list(self.parameters) if kept is None else kept.leaves(self.parameters)
         self.updater = Update(self.optimizer, self.parameters, clip=self.clip, copies=kept, kernel=self.kernel)
@@ -177,7 +179,7 @@ class CapturedStep(TrainStep):
         share = 1.0 / self.count.clamp(min=1).float()
         with self.precision.autocast():
             inputs, targets = buffers.tokens[0], buffers.tokens[1]
-            loss = self.where.module(inputs, buffers.positions, buffers.context, targets=targets) * share
+            loss = self.where.module(inputs, buffers.positions, buffers.context, targets=targets, share=share)
         found = list(torch.autograd.grad(loss, self.leaves))
         with torch.no_grad():
             self.total.copy_(loss.detach()) if first else self.total.add_(loss.detach())
@@ -214,7 +216,9 @@ class CapturedStep(TrainStep):
 
     def _send_counts(self, batches: Sequence[Batch]) -> None:
         """How many targets the step has."""
-        counted = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()
+        counted = (batches[0].targets != IGNORED).sum()
+        for batch in batches[1:]:
+            counted = counted + (batch.targets != IGNORED).sum()
         self.count.copy_(self._pinned(counted), non_blocking=True)
 
     def _send_scalars(self) -> None:

@@ -78,16 +78,19 @@ def _joined(members: list[Tensor], dtype: torch.dtype) -> Tensor | None:
 class WeightCopies(nn.Module):
     """16-bit copies of the blocks' matrices, leaves of the graph in the parameters' place.
 
+    head: one of the head's matrix too, which is multiplied with; its gradient is the parameter's own, in float32.
     `leaves` gives, for every parameter of the model, what the graph reads of it: rows of a copy, or the parameter.
     """
 
     layers: list[LayerWeights]
 
-    def __init__(self, model: Transformer, dtype: torch.dtype) -> None:
+    def __init__(self, model: Transformer, dtype: torch.dtype, *, head: bool = False) -> None:
         super().__init__()
         self.layers, self.dtype = [], dtype
         self.rows: dict[Tensor, tuple[nn.Parameter, int, int]] = {}  # by parameter: its copy's rows
         self._copies = nn.ParameterList()
+        weight = model.head.weight
+        self._head = (weight, weight.detach().to(dtype)) if head and weight.dtype != dtype else None
         for block in model.blocks:
             made: dict[str, Tensor | None] = {}
             for name, members in _parts(block).items():
@@ -113,6 +116,8 @@ class WeightCopies(nn.Module):
 
     def of(self, parameter: Tensor) -> Tensor | None:
         """The rows of a copy that belong to a parameter."""
+        if self._head is not None and parameter is self._head[0]:
+            return self._head[1]
         if parameter not in self.rows:
             return None
         copy, first, last = self.rows[parameter]
@@ -139,3 +144,5 @@ class WeightCopies(nn.Module):
         """Each parameter that has a copy, and the rows."""
         for parameter, (copy, first, last) in self.rows.items():
             yield parameter, copy.detach()[first:last]
+        if self._head is not None:
+            yield self._head

@@ -153,9 +153,11 @@ class Techniques:
     """Activations computed again in the backward pass: what costs little time (selective), all of a block (full), or
     all, with the blocks' inputs on the host (offload)."""
     compile: bool = True
-    """torch.compile: on CUDA the whole model as one graph, where it cannot be, and on a CPU, block by block."""
+    """torch.compile, block by block; on CUDA only where the model cannot be one function."""
     whole_model: bool = True
-    """On CUDA, forward pass and loss as one function: fused norms and activations, joined projections, one graph."""
+    """On CUDA, forward pass and loss as one function: fused norms and activations, joined projections."""
+    compile_whole: bool = False
+    """Compile that function as one graph too: about as fast, and minutes of compiling before the first step."""
     capture: bool = True
     """On CUDA, the whole step as CUDA graphs where its shapes are fixed; nothing in it waits for the host."""
     fp8: bool = False

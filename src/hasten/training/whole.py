@@ -1,4 +1,4 @@
-"""The training step's forward pass as one function of plain operators, for a GPU: compiled as one graph, or captured.
+"""The training step's forward pass as one function of plain operators, for a GPU: captured, or compiled as one graph.
 
     stream, x = add_norm(stream, branch, bias, norm)    what a block adds and the next norm, one kernel
     q, k, v   = x · joined weight                       one product
@@ -28,6 +28,7 @@ from hasten.ops.loss import LossRequest
 from hasten.ops.loss.kernels import Head
 from hasten.ops.picker import pick
 from hasten.ops.residual import AddNormRequest, Norm, normalized
+from hasten.training import by_hand
 from hasten.training.copies import LayerWeights, WeightCopies
 
 
@@ -104,31 +105,74 @@ class WholeModel(nn.Module):
         *,
         targets: Tensor,
         block_scales: Sequence[float] | None = None,
+        share: Tensor | None = None,
     ) -> Tensor:
-        """The loss, as `Transformer.forward` returns it for targets. block_scales must be None."""
+        """The loss, as `Transformer.forward` returns it for targets. block_scales must be None.
+
+        share: a factor of the loss (0-dim), which is then differentiated as it is: its own gradient must be 1.
+        """
         assert block_scales is None
         learns = self.model.training and torch.is_grad_enabled()
-        call = self._compiled if learns and self._compiled is not None else self.run
-        return call(tokens, positions, context, targets)
+        given = tokens, positions, context, targets
+        if share is not None and self.writes_gradients:
+            return self.run(*given, share)
+        loss = self._compiled(*given) if learns and self._compiled is not None else self.run(*given)
+        return loss if share is None else loss * share
 
-    def run(self, tokens: Tensor, positions: Tensor, context: Any, targets: Tensor) -> Tensor:
-        """The pass itself."""
+    @property
+    def writes_gradients(self) -> bool:
+        """Whether a loss with a share has gradients that are written by hand (`by_hand.py`)."""
+        return self._compiled is None and self._loss.name.startswith("chunked")
+
+    def run(
+        self, tokens: Tensor, positions: Tensor, context: Any, targets: Tensor, share: Tensor | None = None
+    ) -> Tensor:
+        """The pass itself; share: by hand."""
         model = self.model
-        stream = model.embed(tokens, positions)
         ropes = [table(positions) for table in model.ropes]
         blocks = _blocks(model)
         own = zip(blocks, model.config.layers, context.layers, strict=True)
-        x = normalized(stream, _norm(blocks[0].attention_norm)).to(self.dtype)
+        tied = by_hand.Tied() if share is not None and self._embeds_by_hand() else None
+        stream, x = self.begin(tokens, positions, _norm(blocks[0].attention_norm), tied)
         for index, (block, layer, view) in enumerate(own):
             weights = self.weights(index)
             rope = ropes[layer.rope] if ropes else None
-            q, k, v = F.linear(x, weights.qkv, weights.qkv_bias).split(weights.splits, dim=-1)
+            given = x, weights.qkv, weights.qkv_bias
+            if share is None:
+                q, k, v = F.linear(*given).split(weights.splits, dim=-1)
+            else:
+                q, k, v = by_hand.projection(*given, weights.splits)
             mixed = block.attention.mix(q, k, v, rope, view)
             stream, x = self.add(stream, F.linear(mixed, weights.output), weights.output_bias, block.mlp_norm)
             branch = self.mlp(block.mlp, x, weights)
             norm = model.norm if index + 1 == len(blocks) else blocks[index + 1].attention_norm
             stream, x = self.add(stream, branch, weights.down_bias, norm)
-        return self.loss(x, targets)
+        return self.loss(x, targets) if share is None else self.shared_loss(x, targets, share, tied)
+
+    def _embeds_by_hand(self) -> bool:
+        model = self.model
+        dropped = model.dropout.p and model.dropout.training
+        return not dropped and model.config.embedding_scale == 1.0 and model.embedding.weight.dtype == torch.float32
+
+    def begin(self, tokens: Tensor, positions: Tensor, norm: Norm, tied: by_hand.Tied | None) -> tuple[Tensor, Tensor]:
+        """The stream that the first block is given, and its norm; tied: by hand."""
+        model = self.model
+        if tied is None:
+            stream = model.embed(tokens, positions)
+            return stream, normalized(stream, norm).to(self.dtype)
+        learned = None if model.positions is None else model.positions.weight
+        return by_hand.embed(tokens, positions, model.embedding.weight, learned, norm, self.dtype, tied)
+
+    def shared_loss(self, x: Tensor, targets: Tensor, share: Tensor, tied: by_hand.Tied | None) -> Tensor:
+        """share · the loss, with gradients by hand."""
+        head, config = self.model.head, self.model.config
+        copy = None if self.copies is None else self.copies.of(head.weight)
+        narrow = head.weight.detach().to(self.dtype) if copy is None else copy
+        made = Head(narrow, config.vocab_size, head.bias, config.logit_softcap, fp8=self.fp8)
+        tied = tied if head.weight is self.model.embedding.weight else None
+        flat = x.flatten(0, -2), head.weight, targets.flatten()
+        with torch.autocast(x.device.type, enabled=False):
+            return by_hand.loss(*flat, made, self._loss.name, share, tied)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The sum of the token losses of normalised states."""

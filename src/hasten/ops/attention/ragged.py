@@ -28,7 +28,7 @@ MOST_PART_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepCut:
     """How a step is cut. queries: of a tile, which has `rows` rows; keys: of a tile; splits: programs for its keys."""
 
     queries: int
@@ -46,7 +46,7 @@ class Plan:
 
 def plan_for(
     *, tokens: int, sequences: int, kv_heads: int, group: int, head_dim: int, max_query: int, longest: int
-) -> Plan:
+) -> StepCut:
     """The plan of a step of `tokens` rows, at most `max_query` of a sequence, over at most `longest` keys of each."""
     wide = side(head_dim)
     most = 128 if wide <= 128 else 64  # rows of a tile: their results stay in registers
@@ -59,7 +59,7 @@ def plan_for(
         splits -= 1
     # Measured on an H200: for one query 2 warps with 5 tiles under way read at 81% of its bandwidth, 4 warps at 70%.
     one = rows == LEAST_SIDE and wide <= 128
-    return Plan(
+    return StepCut(
         queries, rows, keys, max(1, splits), warps=8 if rows >= 128 else 2 if one else 4, stages=4 if one else 3
     )
 
@@ -118,7 +118,7 @@ def launch(
     scale: float,
     window: int,
     softcap: float,
-    plan: Plan,
+    plan: StepCut,
 ) -> Tensor:
     """`operator` by a plan."""
     (tokens, heads, size), kv_heads, sequences = q.shape, k.shape[1], seq_lens.shape[0]
@@ -158,15 +158,26 @@ def launch(
             BLOCK=plan.keys,
             PAGE=page,
             SPLIT=plan.splits > 1,
+            CHUNK=at_once(plan.rows, side(size)),
             num_warps=plan.warps,
             num_stages=plan.stages_of(paged=block_table is not None),
             **early_launch(),
         )
-        if plan.splits > 1 and counters is None:
-            every = tokens * heads
-            sides = {"M": 4, "D": size, "D_SIDE": side(size)}
-            combine[(triton.cdiv(every, 4),)](out, parts, peaks, sums, every, plan.splits, **sides, num_warps=4)
+        if parts is not None and counters is None:
+            add_up(out, parts, peaks, sums)
     return out.to(dtype)
+
+
+def at_once(rows: int, wide: int) -> int:
+    """How many parts of so many rows are added up at once: as many as registers hold."""
+    return max(1, min(16, 4096 // (rows * wide)))
+
+
+def add_up(out: Tensor, parts: Tensor, peaks: Tensor | None, sums: Tensor | None) -> None:
+    """Add up the parts (splits, N, H, D) of all rows, in a launch of its own."""
+    splits, every, size = parts.shape[0], out.shape[0] * out.shape[1], out.shape[2]
+    sides = {"ROWS": 4, "CHUNK": at_once(4, side(size)), "D": size, "D_SIDE": side(size)}
+    combine[(triton.cdiv(every, 4),)](out, parts, peaks, sums, every, splits, **sides, num_warps=4)
 
 
 def over_view(q: Tensor, view: KVView, *, spec: AttentionSpec, counters: Tensor | None = None) -> Tensor:

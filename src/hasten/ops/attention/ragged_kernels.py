@@ -142,6 +142,7 @@ def attend(
     BLOCK: tl.constexpr,  # keys at a time
     PAGE: tl.constexpr,  # block_size of a table that nobody goes through twice; 0: of another one
     SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr,  # parts that are added up at once
     PDL: tl.constexpr,  # launched while the kernel before this one ends
 ):
     if PDL:
@@ -178,6 +179,8 @@ def attend(
     high = furthest + 1
     if table is not None:
         own_table = table + b.to(tl.int64) * blocks
+        if PAGE > 0:
+            high = tl.minimum(high, blocks * PAGE)  # a length beyond the table is an error that must not spread
     else:
         own_table = None
         own_first = tl.load(first + b).to(tl.int64)
@@ -220,36 +223,52 @@ def attend(
         place = split * every + number
         tl.store(peaks + place, peak, mask=real)
         tl.store(sums + place, total, mask=real)
-        tl.store(parts + place[:, None] * D + d[None, :], acc, mask=inside & (low < stop))
+        tl.store(parts + place[:, None] * D + d[None, :], acc, mask=inside)
         if counters is not None:
             tl.debug_barrier()
             counter = counters + program * tl.num_programs(1) + kv_head
             done = tl.atomic_add(counter, 1, sem="acq_rel")
             if done == tl.num_programs(2) - 1:
                 tl.store(counter, 0)
-                add_parts(out, parts, peaks, sums, number, every, real, tl.num_programs(2), M, D, D_SIDE)
+                add_parts(out, parts, peaks, sums, number, every, real, tl.num_programs(2), M, CHUNK, D, D_SIDE)
 
 
 @triton.jit
 def add_parts(
-    out, parts, peaks, sums, number, every, real, splits, M: tl.constexpr, D: tl.constexpr, D_SIDE: tl.constexpr
+    out,
+    parts,
+    peaks,
+    sums,
+    number,  # (ROWS,) of out's rows
+    every,
+    real,
+    splits,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,  # parts that are read at once: one after the other, each would wait for memory
+    D: tl.constexpr,
+    D_SIDE: tl.constexpr,
 ):
-    """Rows `number` (M,) of out (N·H, D): the parts, weighted by what their scores were shifted by."""
+    """Rows `number` of out (N·H, D): the parts, weighted by what their scores were shifted by."""
     d = tl.arange(0, D_SIDE)
-    peak = tl.full((M,), float("-inf"), dtype=tl.float32)
-    total = tl.full((M,), 0.0, dtype=tl.float32)
-    acc = tl.full((M, D_SIDE), 0.0, dtype=tl.float32)
-    for split in range(splits):
-        place = split * every + number
+    c = tl.arange(0, CHUNK)
+    peak = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.full((ROWS,), 0.0, dtype=tl.float32)
+    acc = tl.full((ROWS, D_SIDE), 0.0, dtype=tl.float32)
+    for start in range(0, splits, CHUNK):
+        place = (start + c)[None, :] * every + number[:, None]  # (ROWS, CHUNK)
+        there = real[:, None] & (start + c < splits)[None, :]
         # Other programs wrote these: read past this multiprocessor's own cache.
-        own = tl.load(peaks + place, mask=real, other=float("-inf"), cache_modifier=".cg")
-        new_peak = tl.maximum(peak, own)
+        own = tl.load(peaks + place, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part_sums = tl.load(sums + place, mask=there, other=0.0, cache_modifier=".cg")
+        inside = there[:, :, None] & (d < D)[None, None, :]
+        at = parts + place[:, :, None] * D + d[None, None, :]
+        part = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")  # (ROWS, CHUNK, D_SIDE)
+        new_peak = tl.maximum(peak, tl.max(own, axis=1))
         finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        shrink, weight = tl.exp2(peak - finite), tl.exp2(own - finite)
-        total = total * shrink + weight * tl.load(sums + place, mask=real, other=0.0, cache_modifier=".cg")
-        written = (own > float("-inf"))[:, None] & (d < D)[None, :]
-        part = tl.load(parts + place[:, None] * D + d[None, :], mask=written, other=0.0, cache_modifier=".cg")
-        acc = acc * shrink[:, None] + weight[:, None] * part
+        shrink = tl.exp2(peak - finite)
+        weight = tl.exp2(own - finite[:, None])
+        total = total * shrink + tl.sum(weight * part_sums, axis=1)
+        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * part, axis=1)
         peak = new_peak
     total = tl.where(total == 0.0, 1.0, total)
     result = (acc / total[:, None]).to(out.dtype.element_ty)
@@ -257,7 +276,18 @@ def add_parts(
 
 
 @triton.jit(do_not_specialize=["every", "splits"])
-def combine(out, parts, peaks, sums, every, splits, M: tl.constexpr, D: tl.constexpr, D_SIDE: tl.constexpr):
+def combine(
+    out,
+    parts,
+    peaks,
+    sums,
+    every,
+    splits,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    D: tl.constexpr,
+    D_SIDE: tl.constexpr,
+):
     """What the last program of each tile does otherwise, in a launch of its own."""
-    number = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    add_parts(out, parts, peaks, sums, number, every, number < every, splits, M, D, D_SIDE)
+    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    add_parts(out, parts, peaks, sums, number, every, number < every, splits, ROWS, CHUNK, D, D_SIDE)

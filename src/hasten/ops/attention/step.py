@@ -10,8 +10,7 @@ import triton
 from torch import Tensor
 
 from hasten.ops.attention.flash_tiles import side
-from hasten.ops.attention.ragged import LOG2_E, plan_for
-from hasten.ops.attention.ragged_kernels import combine
+from hasten.ops.attention.ragged import LOG2_E, add_up, at_once, plan_for
 from hasten.ops.attention.step_kernels import attend_new
 from hasten.ops.triton_support import early_launch, readable
 
@@ -61,6 +60,7 @@ def decode_step(
         peaks, sums = parts.new_empty(2, plan.splits, batch, heads).unbind()
         if counters is not None and counters.numel() < batch * kv_heads:
             counters = None
+    group_rows = triton.next_power_of_2(heads // kv_heads)
     wraps = block_table is None or block_table.shape[1] == 1 or block_size & block_size - 1
     with torch.cuda.device_of(qkv):
         attend_new[(batch, kv_heads, plan.splits)](
@@ -79,14 +79,14 @@ def decode_step(
             BLOCK=plan.keys,
             PAGE=0 if wraps else block_size,
             SPLIT=plan.splits > 1,
+            ROWS=group_rows,
+            CHUNK=at_once(group_rows, side(size)),
             num_warps=plan.warps,
             num_stages=plan.stages_of(paged=block_table is not None),
             **early_launch(),
         )
-        if plan.splits > 1 and counters is None:
-            every = batch * heads
-            sides = {"M": 4, "D": size, "D_SIDE": side(size)}
-            combine[(triton.cdiv(every, 4),)](out, parts, peaks, sums, every, plan.splits, **sides, num_warps=4)
+        if parts is not None and counters is None:
+            add_up(out, parts, peaks, sums)
     for given, own in written:
         if own is not given:  # in the interpreter
             given.copy_(own)

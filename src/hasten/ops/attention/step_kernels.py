@@ -1,7 +1,7 @@
-"""The Triton kernel of a decode step's attention (step.py launches it): one query a sequence, straight from the product.
+"""The Triton kernel of a decode step's attention (step.py): one query a sequence, straight from the product.
 
-It does what place_heads (ops/block/triton_kernels.py) and attend (ragged_kernels.py) do one after the other. The first of
-the programs that share a sequence's keys begins with the new key, which it also writes; the cache has all others.
+It does what place_heads (ops/block/triton_kernels.py) and attend (ragged_kernels.py) do one after the other. The first
+of the programs that share a sequence's keys begins with the new key, which it also writes; the cache has all others.
 Importing this file imports Triton.
 """
 
@@ -72,6 +72,8 @@ def attend_new(
     BLOCK: tl.constexpr,  # keys at a time
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,  # GROUP, or the next power of two
+    CHUNK: tl.constexpr,  # parts that are added up at once
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -111,6 +113,8 @@ def attend_new(
     high = length - 1
     if table is not None:
         own_table = table + b.to(tl.int64) * blocks
+        if PAGE > 0:
+            high = tl.minimum(high, blocks * PAGE)  # a length beyond the table is an error that must not spread
     else:
         own_table = None
         own_first = tl.load(first + b).to(tl.int64)
@@ -150,11 +154,14 @@ def attend_new(
         place = split * every + number
         tl.store(peaks + place, peak, mask=real)
         tl.store(sums + place, total, mask=real)
-        tl.store(parts + place[:, None] * D + d[None, :], acc, mask=inside & (peak > float("-inf"))[:, None])
+        tl.store(parts + place[:, None] * D + d[None, :], acc, mask=inside)
         if counters is not None:
             tl.debug_barrier()
             counter = counters + b * kv_heads + kv_head
             done = tl.atomic_add(counter, 1, sem="acq_rel")
             if done == tl.num_programs(2) - 1:
                 tl.store(counter, 0)
-                add_parts(out, parts, peaks, sums, number, every, real, tl.num_programs(2), M, D, D_SIDE)
+                g = tl.arange(0, ROWS)
+                own_rows = b.to(tl.int64) * heads + kv_head * GROUP + g
+                splits = tl.num_programs(2)
+                add_parts(out, parts, peaks, sums, own_rows, every, g < GROUP, splits, ROWS, CHUNK, D, D_SIDE)

@@ -32,9 +32,17 @@ def chunked_triton(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | 
     """As `chunked`, with one Triton kernel for what stands between a chunk's products; imported only where taken."""
     if torch.compiler.is_compiling() and head.meet is alone:
         return compiled_loss(x, targets, head, chunk_rows=chunk_rows)
+    make, rows_of = kernel_of("chunked-triton")
+    return _chunks(x, targets, head, chunk_rows or rows_of(x.shape[0], head.weight.shape[0]), make)
+
+
+def kernel_of(name: str) -> tuple[Callable[..., Tensor | None], Callable[[int, int], int]]:
+    """What "chunked" or "chunked-triton" makes of a chunk, and the rows of a chunk by those of x and the weight."""
+    if name == "chunked":
+        return loss_and_gradient, lambda rows, width: rows_of_a_chunk(width)
     from hasten.ops.loss.triton_loss import loss_and_gradient as make
 
-    return _chunks(x, targets, head, chunk_rows or triton_rows(x.shape[0], head.weight.shape[0]), make)
+    return make, triton_rows
 
 
 def _chunks(x: Tensor, targets: Tensor, head: Head, rows: int, make: Callable[..., Tensor | None]) -> Tensor:

@@ -20,6 +20,7 @@ class Head(NamedTuple):
     padding; a bias (rows,); soft-capping. Or a process's part of such: its rows begin with the whole's row `first`, and
     `meet` gives the "sum" or the "max" of what all processes hand in, numbers of one shape. fp8: the chunked kernels
     make their logits in FP8 (inside them: the weight's rows in FP8); gradients are products of `weight` as it is.
+    scale (float32, 0-dim): what the gradients, not the loss, are multiplied with (None: nothing).
     """
 
     weight: Tensor
@@ -29,6 +30,7 @@ class Head(NamedTuple):
     first: int = 0
     meet: Callable[[Tensor, str], Tensor] = alone
     fp8: bool | tuple[Tensor, Tensor] = False
+    scale: Tensor | None = None
 
 
 def reference(x: Tensor, targets: Tensor, head: Head) -> Tensor:

@@ -15,7 +15,7 @@ from hasten.ops.loss.kernels import IGNORED, Head
 
 # Logits in memory at once: 64 MiB in float32. More rows a chunk read the weight less often, which no longer shows here.
 CHUNK_ELEMENTS = 1 << 24
-TRITON_CHUNK_ELEMENTS = 1 << 28  # 512 MiB in 16 bits: a GPU wants large products, and one kernel works on them
+TRITON_CHUNK_ELEMENTS = 5 << 26  # 640 MiB in 16 bits: a GPU wants large products, and one kernel works on them
 ROW_MULTIPLE = 64
 
 
@@ -43,7 +43,7 @@ def loss_and_gradients(
         head = head._replace(fp8=fp8.rounded(head.weight))
     loss = torch.zeros((), dtype=wide, device=x.device)
     grad_x = torch.empty_like(x) if by_x else None
-    grad_weight = torch.zeros(shape, dtype=wide, device=x.device) if by_weight else None
+    grad_weight = torch.zeros(shape, dtype=wide, device=x.device) if by_weight and not len(x) else None
     grad_bias = torch.zeros(shape[0], dtype=wide, device=x.device) if by_bias else None
     for start in range(0, x.shape[0], rows):
         part, wanted = x[start : start + rows], targets[start : start + rows]
@@ -55,9 +55,9 @@ def loss_and_gradients(
         narrow = gradient.to(x.dtype)  # (n, rows of the weight)
         if grad_x is not None:
             torch.mm(narrow, head.weight, out=grad_x[start : start + rows])
-        if grad_weight is not None:
+        if by_weight:
             # Chunks are added up in float32 whatever the products are in.
-            add_product(grad_weight, narrow.t(), part)
+            grad_weight = add_product(grad_weight, narrow.t(), part, wide)
         del gradient, narrow  # before the next chunk's logits are made
     return loss, grad_x, grad_weight, grad_bias
 
@@ -69,14 +69,18 @@ def logits_of(part: Tensor, head: Head) -> Tensor:
     return part @ head.weight.t()
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a·b, with the sum in total's dtype."""
-    if a.dtype == total.dtype:
+def add_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """total += a·b, or a·b where there is no total yet, with the sum in `wide`."""
+    in_one = a.is_cuda and a.dtype != wide and _adds_wide(a.dtype, a.device)
+    if total is None:
+        return torch.mm(a, b, out_dtype=wide) if in_one else (a @ b).to(wide)
+    if a.dtype == wide:
         total.addmm_(a, b)
-    elif a.is_cuda and _adds_wide(a.dtype, a.device):
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif in_one:
+        torch.addmm(total, a, b, out_dtype=wide, out=total)
     else:
         total += a @ b
+    return total
 
 
 @cache
@@ -86,6 +90,7 @@ def _adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
     total = torch.ones(16, 16, dtype=torch.float32, device=device)
     try:
         torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+        torch.mm(a, a, out_dtype=torch.float32)
     except (RuntimeError, TypeError):
         return False
     return bool(total.sum().item() == 16 * 16 + 16)
@@ -116,5 +121,7 @@ def loss_and_gradient(part: Tensor, wanted: Tensor, head: Head, loss: Tensor, *,
         return None
     # softmax - one-hot, and nothing for a row that predicts nothing
     share = counted.to(logits.dtype)
+    if head.scale is not None:
+        share = share * head.scale
     logits.mul_(share / total).scatter_add_(1, index, -share * here)
     return logits if slope is None else logits.mul_(slope)

@@ -38,6 +38,7 @@ def kernel(
     bias,  # (row_stride,), or None
     targets,  # (rows,)
     losses,  # (rows,)
+    scale,  # (1,) float32, what the gradient is multiplied with, or None
     vocabulary,
     row_stride,
     IGNORED: tl.constexpr,
@@ -66,6 +67,8 @@ def kernel(
     tl.store(losses + row, tl.where(counts, tl.log(total) + top - own, 0.0))
     if NEED:
         share = tl.where(counts, 1.0, 0.0)
+        if scale is not None:
+            share *= tl.load(scale)
         for start in range(0, row_stride, BLOCK):
             here = start + places
             x = load(logits, bias, here, here < row_stride, here < vocabulary)
@@ -82,7 +85,7 @@ def loss_and_gradient(part: Tensor, wanted: Tensor, head: Head, loss: Tensor, *,
     bias = None if head.bias is None else head.bias.contiguous()
     with torch.cuda.device_of(logits):
         kernel[(len(logits),)](
-            *(logits, bias, wanted.contiguous(), losses, head.vocab_size, logits.shape[1]),
+            *(logits, bias, wanted.contiguous(), losses, head.scale, head.vocab_size, logits.shape[1]),
             IGNORED=IGNORED,
             NEED=need,
             BLOCK=BLOCK,

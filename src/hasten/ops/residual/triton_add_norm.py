@@ -27,6 +27,20 @@ def warps_of(block: int) -> int:
 
 
 @triton.jit
+def normalize(x, weight, bias, columns, inside, width, eps, offset, CENTRED: tl.constexpr):
+    """The norm of a row in float32, its mean (0 where it is not centred) and 1/std or 1/rms."""
+    mean = 0.0
+    if CENTRED:
+        mean = tl.sum(x, axis=0) / width
+        x = tl.where(inside, x - mean, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
+    y = x * scale * (tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset)
+    if bias is not None:
+        y += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    return y, mean, scale
+
+
+@triton.jit
 def forward_kernel(
     stream,  # (rows, width) float32
     branch,  # (rows, width)
@@ -54,14 +68,7 @@ def forward_kernel(
         added += tl.load(branch_bias + columns, mask=inside, other=0.0).to(tl.float32)
     x += added
     tl.store(total + places, x, mask=inside)
-    mean = 0.0
-    if CENTRED:
-        mean = tl.sum(x, axis=0) / width
-        x = tl.where(inside, x - mean, 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
-    y = x * scale * (tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset)
-    if bias is not None:
-        y += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    y, mean, scale = normalize(x, weight, bias, columns, inside, width, eps, offset, CENTRED)
     tl.store(normed + places, y.to(normed.dtype.element_ty), mask=inside)
     tl.store(means + row, mean)
     tl.store(scales + row, scale)
@@ -76,7 +83,7 @@ def backward_kernel(
     scales,  # (rows,)
     weight,  # (width,)
     d_stream,  # (rows, width) float32
-    d_branch,  # (rows, width)
+    d_branch,  # (rows, width), or None
     parts,  # (3, programs, width) float32
     rows,
     width,
@@ -111,7 +118,8 @@ def backward_kernel(
         if d_total is not None:
             dx += tl.load(d_total + places, mask=inside, other=0.0)
         tl.store(d_stream + places, dx, mask=inside)
-        tl.store(d_branch + places, dx.to(d_branch.dtype.element_ty), mask=inside)
+        if d_branch is not None:
+            tl.store(d_branch + places, dx.to(d_branch.dtype.element_ty), mask=inside)
         by_branch += dx
     place = program.to(tl.int64) * width + columns
     step = count.to(tl.int64) * width
@@ -173,10 +181,27 @@ def backward_operator(
     branch_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the stream and the branch, and the three sums over rows (3, width)."""
+    d_branch = torch.empty_like(total, dtype=branch_dtype)
+    d_stream, sums = gradients(d_total, d_normed, total, means, scales, weight, offset, centred, d_branch)
+    return d_stream, d_branch, sums
+
+
+def gradients(
+    d_total: Tensor | None,
+    d_normed: Tensor,
+    total: Tensor,
+    means: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    offset: float,
+    centred: bool,
+    d_branch: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the stream, also written to d_branch, and the sums."""
     width = total.shape[-1]
     rows = total.numel() // width
     d_total = None if d_total is None else d_total.contiguous()
-    d_stream, d_branch = torch.empty_like(total), torch.empty_like(total, dtype=branch_dtype)
+    d_stream = torch.empty_like(total)
     count = min(rows, programs(total.device, each=EACH))
     parts = torch.empty((SUMS, count, width), dtype=torch.float32, device=total.device)
     block = triton.next_power_of_2(width)
@@ -189,7 +214,7 @@ def backward_operator(
             num_warps=warps_of(block),
         )
         sums = sum_rows(parts)
-    return d_stream, d_branch, sums
+    return d_stream, sums
 
 
 @operator.register_fake
