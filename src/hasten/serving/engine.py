@@ -314,8 +314,7 @@ class Engine:
 
     def _arrived(self, flight: Flight) -> list[RequestOutput]:
         """Wait for the tokens of a step that was launched, and take them."""
-        found: list[RequestOutput] = []
-        started, tokens = time.perf_counter(), flight.drawn.wait()
+        started, tokens, found = time.perf_counter(), flight.drawn.wait(), list[RequestOutput]()
         self._counts.model_seconds += time.perf_counter() - started
         for output, token in zip(flight.outputs, tokens, strict=True):
             if self._table.outputs.get(output.sequence) is not output:
