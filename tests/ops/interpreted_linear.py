@@ -7,8 +7,21 @@ from hypothesis import strategies as st
 
 from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, int4_format
 from hasten.ops.linear.layouts import CHUNKS, Operands
-from hasten.ops.linear.triton_choice import OneRow, SeveralRows, choose_one_row, choose_several_rows
-from hasten.ops.linear.triton_linear import Beside, fused_operator, linear_operator, multiply_row, multiply_rows
+from hasten.ops.linear.triton_choice import (
+    MOST_UNPACKED_ROWS,
+    OneRow,
+    SeveralRows,
+    choose_one_row,
+    choose_several_rows,
+)
+from hasten.ops.linear.triton_linear import (
+    Beside,
+    dequantized,
+    fused_operator,
+    linear_operator,
+    multiply_row,
+    multiply_rows,
+)
 from linear_cases import make_weight, rms
 from triton_cases import FUSED_CASES, check_fused, check_linear
 
@@ -94,6 +107,21 @@ def test_one_row_cut_in_other_ways(format, block, threads, stages):
 def test_norm_activation_and_residual_in_the_product(format, rows):
     for case in FUSED_CASES:
         check_fused(format, rows=rows, device="cpu", **case)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("size", [(40, 600), (9, 71), (1, 1)])
+def test_a_weight_becomes_a_16_bit_matrix(format, size):
+    weight = make_weight(*size, format=format[0], group_size=format[1], symmetric=format[2])
+    packed = Operands(*CHUNKS.pack(weight), None, size[0], weight.format)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(dequantized(packed, size[1], dtype).data, weight.dequantize().to(dtype))
+
+
+@pytest.mark.parametrize("format", [("int4", 32, False), ("int8", 0, True)])
+def test_many_rows_in_the_product(format):
+    for case in FUSED_CASES[::4]:
+        check_fused(format, rows=MOST_UNPACKED_ROWS + 1, device="cpu", **case)
 
 
 def test_odd_sizes_go_other_ways():

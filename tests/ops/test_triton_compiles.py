@@ -182,6 +182,19 @@ def test_beside_products_of_many_rows(compiled, kernel):
         assert compiled(activate_rows, types, {"ACTIVATION": 1, "GATED": True, "BLOCK": 1024}).asm["cubin"]
 
 
+@pytest.mark.parametrize(("bits", "group_size", "zeros"), FORMATS[:-1])
+def test_weights_as_a_16_bit_matrix(compiled, bits, group_size, zeros):
+    from hasten.ops.linear.triton_rows import dequantize_chunks
+
+    types = operand_types(bits, group_size, zeros, "bf16")
+    types = {name: types[name] for name in ("data", "scales", "zeros") if name in types}
+    types |= {"out": "*bf16"} | dict.fromkeys(("n_size", "k_size", "words", "groups"), "i32")
+    constants = {"BITS": bits, "GROUP": group_size, "BLOCKS": 4, "CHUNKS": 4}
+    result = compiled(dequantize_chunks, types, constants)
+    assert re.search(r"ld\.global\S*\.v4\.b32", result.asm["ptx"])
+    assert stack_bytes(result) == 0
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("source", ["mask", "all keys"])
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (8, 64), (8, 256)])

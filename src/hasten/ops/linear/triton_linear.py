@@ -14,7 +14,13 @@ from torch import Tensor
 from hasten.ops.linear import triton_rows
 from hasten.ops.linear.beside import NormArguments
 from hasten.ops.linear.layouts import Operands
-from hasten.ops.linear.triton_choice import OneRow, SeveralRows, choose_one_row, choose_several_rows
+from hasten.ops.linear.triton_choice import (
+    MOST_UNPACKED_ROWS,
+    OneRow,
+    SeveralRows,
+    choose_one_row,
+    choose_several_rows,
+)
 from hasten.ops.linear.triton_gemm import several_rows
 from hasten.ops.linear.triton_gemv import one_row_packed, one_row_plain
 from hasten.ops.linear.weights import BFLOAT16, group_format
@@ -127,9 +133,11 @@ def product(x: Tensor, weight: Operands, beside: Beside) -> Tensor:
         if beside.norm is not None:
             x = normed_rows(x, beside.norm, beside.dtype)
         x = x.to(beside.dtype)
-        if weight.format.bits == 16:
-            return multiply_plain(x, weight, beside)
-        return multiply_rows(x, weight, beside)
+        if weight.format.bits != 16 and rows <= MOST_UNPACKED_ROWS:
+            return multiply_rows(x, weight, beside)
+        if weight.format.bits != 16:
+            weight = dequantized(weight, x.shape[1], beside.dtype)
+        return multiply_plain(x, weight, beside)
 
 
 def reads_in_pairs(x: Tensor, weight: Operands, beside: Beside) -> bool:
@@ -228,6 +236,22 @@ def multiply_rows(x: Tensor, weight: Operands, beside: Beside, *, config: Severa
         **({"launch_pdl": True} if config.pdl else {}),
     )
     return out.to(beside.result)
+
+
+def dequantized(weight: Operands, k: int, dtype: torch.dtype) -> Operands:
+    """A packed weight as (N, K) 16-bit numbers, for the time of one product."""
+    n, words, format = weight.out_features, weight.data.shape[1], weight.format
+    assert weight.scales is not None
+    out = _result(weight.data, Beside(dtype), n, k)
+    blocks, chunks = 4, 4
+    triton_rows.dequantize_chunks[(triton.cdiv(n, 4 * blocks), triton.cdiv(words, 16 * chunks))](
+        *(weight.data, readable(weight.scales), weight.zeros, out, n, k, words, weight.scales.shape[1]),
+        BITS=format.bits,
+        GROUP=format.group_size,
+        BLOCKS=blocks,
+        CHUNKS=chunks,
+    )
+    return Operands(out.to(dtype), None, None, None, weight.bias, n, BFLOAT16)
 
 
 def multiply_plain(x: Tensor, weight: Operands, beside: Beside) -> Tensor:

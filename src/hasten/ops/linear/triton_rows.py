@@ -1,9 +1,9 @@
-"""Triton kernels beside a product of many rows that PyTorch computes: the norm before it, what follows it."""
+"""Triton kernels beside a product of many rows that PyTorch computes: weights, the norm before it, what follows it."""
 
 import triton
 import triton.language as tl
 
-from hasten.ops.linear.triton_parts import GATE_ROWS, activate, finish, row_of_output
+from hasten.ops.linear.triton_parts import GATE_ROWS, ROWS, activate, finish, row_of_output
 
 
 @triton.jit
@@ -54,3 +54,48 @@ def activate_rows(
         finish(activate(first, ACTIVATION) * up, None, out, place, inside, 0)
     else:
         finish(first, None, out, place, inside, ACTIVATION)
+
+
+@triton.jit
+def dequantize_chunks(
+    data,  # (N/4, words, 4) int32
+    scales,  # (N/4, G, 4), or float32 (N,)
+    zeros,  # as scales, or None: all are the middle
+    out,  # (N, K)
+    n_size,
+    k_size,
+    words,  # of a row
+    groups,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,  # input features that share a scale; 0: a row
+    BLOCKS: tl.constexpr,  # blocks of 4 rows
+    CHUNKS: tl.constexpr,  # of 16 words of each row
+):
+    """A weight in the "chunks" layout (layouts.py) as 16-bit floats, rounded to them with their scales."""
+    QUARTERS: tl.constexpr = 4 if BITS == 4 else 2  # of 32 features, in a chunk
+    MIDDLE: tl.constexpr = 8 if BITS == 4 else 128
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)[:, None, None]
+    word = tl.program_id(1) * CHUNKS * 16 + tl.arange(0, CHUNKS * 16)[None, :, None]
+    row = tl.arange(0, ROWS)[None, None, :]
+    n = block * ROWS + row
+    there = (n < n_size) & (word < words)
+    q = tl.load(data + (block.to(tl.int64) * words + word) * ROWS + row, mask=there, other=0)  # (BLOCKS, words, 4)
+    first = word // 16 * (32 * QUARTERS) + word % 16 * 2  # of a word's features
+    for quarter in tl.static_range(QUARTERS):
+        k = first + 32 * quarter
+        if GROUP == 0:  # noqa: SIM108 - the compiler must not see the other one
+            place = n.to(tl.int64)
+        else:
+            place = (block.to(tl.int64) * groups + k // GROUP) * ROWS + row
+        scale = tl.load(scales + place, mask=there, other=0.0).to(tl.float32)
+        if zeros is None:
+            zero = tl.full(scale.shape, MIDDLE, dtype=tl.float32)
+        else:
+            zero = tl.load(zeros + place, mask=there, other=0).to(tl.float32) + (MIDDLE if BITS == 8 else 0)
+        low = ((q >> (BITS * quarter)) & ((1 << BITS) - 1)).to(tl.float32)
+        high = ((q >> (16 + BITS * quarter)) & ((1 << BITS) - 1)).to(tl.float32)
+        values = tl.join((low - zero) * scale, (high - zero) * scale)  # (BLOCKS, words, 4, 2): neighbours
+        pair = tl.arange(0, 2)[None, None, None, :]
+        at = (n.to(tl.int64) * k_size + k)[:, :, :, None] + pair
+        inside = there[:, :, :, None] & ((k[:, :, :, None] + pair) < k_size)
+        tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
