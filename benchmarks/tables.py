@@ -29,6 +29,7 @@ import slow_link
 import tensor_parallel
 import zero_profile
 from drafting_tables import TABLES as DRAFTING
+from gpu.aims import aims as gpu_aims
 from gpu.report import TABLES as GPU
 from gpu.status import status as gpu_status
 from lora_tables import lora, lora_cost
@@ -57,6 +58,7 @@ for name, table in {
     TABLES[name] = lambda report, table=table: markdown(*table(report))
 for name, table in GPU.items():
     TABLES[f"gpu {name}"] = lambda report, table=table: markdown(*table(report["results"]))
+TABLES["gpu aims"] = lambda report: markdown(*gpu_aims(report["results"]))
 TABLES["gpu-status"] = lambda by_hand: markdown(*gpu_status(committed("gpu"), by_hand), left=5)
 TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
 

@@ -49,6 +49,8 @@ class GpuTests(Background):
             "--dist",
             "worksteal",
             "-vv",
+            "-p",
+            "gpu.failures",
         ]
         command += ["--tb=short", f"--timeout={timeout}", *files()]
         with open(self.log, "w") as file:
