@@ -81,7 +81,7 @@ def test_what_cannot_be_served_is_one_line(tiny_folder, tmp_path, capsys, monkey
             (["--drain-timeout", "inf"], "--drain-timeout is inf"),
             (["--request-timeout", "nan"], "--request-timeout is nan"),
             (["--token-budget", "1"], "error: --token-budget is 1, below max_sequences"),
-            (["--max-sequences", "1024"], "error: token_budget is 512, below max_sequences"),  # not what was given
+            (["--max-sequences", "1024", "--token-budget", "512"], "error: --token-budget is 512, below max_sequences"),
             (["--block-size=0"], "error: --block-size is 0; it must be"),
             (["--max-samples", "0"], "error: --max-samples is 0"),
             (["--draft", "self:9-layers"], "error: self:9-layers: this model has"),

@@ -84,8 +84,8 @@ def test_linear_add(isa, seed, rows, n, k, bias, kind):
     st.sampled_from(["silu", "gelu", "gelu_tanh", "relu"]),
 )
 def test_mlp_input(isa, seed, rows, inner, k, gated, bias, activation):
-    from hasten.model.fused import ACTIVATION_ORDER
     from hasten.model.fused_linear import interleave_gate_up, packed
+    from hasten.model.fused_native import ACTIVATION_ORDER
     from hasten.model.transformer import ACTIVATIONS
 
     g = torch.Generator().manual_seed(seed)
