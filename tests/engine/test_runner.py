@@ -239,6 +239,41 @@ def test_captured_while_idle(capturing):
     assert texts(engine, requests_of()) == expected
 
 
+def test_only_what_is_missing_and_has_room_is_captured_while_idle(capturing, monkeypatch):
+    engine = make_engine(tiny_llama(), capture_sizes=(1, 4))
+    decoder = engine.runner.decoder
+    assert decoder.warm_up()
+    assert len(capturing.recordings) == 1
+    decoder._waiting.append(4)  # captured by a request meanwhile
+    while decoder.warm_up():
+        pass
+    assert len(capturing.recordings) == 2
+    monkeypatch.setattr(decoder.captures, "full", "9 MiB of the device's memory are free")
+    decoder._waiting.append(2)
+    while decoder.warm_up():
+        pass
+    assert len(capturing.recordings) == 2
+
+
+def test_many_kinds_of_draws_keep_no_forward_pass_out(capturing, monkeypatch, caplog):
+    monkeypatch.setattr(captures, "_MOST", 2)
+    model = tiny_llama()
+    engine = make_engine(model, capture_sizes=(4,))
+    while engine.warm_up():
+        pass
+    for number, settings in enumerate([{}, DRAWN, {"logit_bias": {7: 5.0}}, {**DRAWN, "top_k": 9}]):
+        asked = [request(f"{number}-{i}", PROMPTS[i], max_new_tokens=6, **settings) for i in range(3)]
+        expected = texts(make_engine(model, capture=False), asked)
+        assert texts(engine, asked) == expected
+    kinds = [type(key).__name__ for key in engine.runner.decoder.captures.pieces]
+    assert kinds.count("DrawKey") == 2
+    assert texts(engine, [request("long", PROMPTS[0], max_new_tokens=60)])
+    assert [key.shape.sequences for key in engine.runner.decoder.forwards()] == [4, 1]
+    assert [record.message for record in caplog.records if "DrawKey" in record.message] == [
+        "2 pieces are captured by a DrawKey; further ones are not"
+    ]
+
+
 def test_a_larger_captured_size_serves_until_the_own_one_is_there(capturing):
     model = tiny_llama()
     expected = texts(make_engine(model, capture=False), requests_of())

@@ -16,7 +16,7 @@ from hasten.generation.graphs import cuda_graph
 
 _log = logging.getLogger("hasten.engine")
 _FREE = 1 << 29  # bytes of the device that a capture leaves free
-_MOST = 96  # pieces
+_MOST = 96  # pieces of a kind: draws, of which there are many, must not keep a forward pass out
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,21 @@ class Captures:
         # Of the memory that all pieces share: one runs at a time, and what it computed is read before the next.
         self._pool: Any = None
         self.full: str | None = None  # why nothing more is captured
+        self._crowded: set[type] = set()  # kinds of keys of which there are enough
 
     def due(self, key: Hashable, *, after: int = 2) -> bool:
         """Count that a piece is wanted which is not there; whether it has been so often that it is to be captured."""
         if key in self.pieces or key in self.refused:
             return False
         self.wanted[key] += 1
-        return self.wanted[key] >= after and self._room()
+        return self.wanted[key] >= after and self._room(type(key))
 
-    def _room(self) -> bool:
-        if self.full is None and len(self.pieces) >= _MOST:
-            self._stop(f"there are {_MOST} captured pieces")
+    def _room(self, kind: type) -> bool:
+        if sum(type(one) is kind for one in self.pieces) >= _MOST:
+            if kind not in self._crowded:
+                self._crowded.add(kind)
+                _log.warning("%d pieces are captured by a %s; further ones are not", _MOST, kind.__name__)
+            return False
         if self.full is None and self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
             cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)

@@ -298,7 +298,9 @@ class BatchRunner:
             return False
         size = self._waiting.popleft()
         shape = self.batch.shape(sequences=size, width=1, longest=self.batch.longest)
-        if shape is not None and self._too_large(shape) is None:
+        if shape is None or self._too_large(shape) is not None:
+            return True
+        if self.captures.due(ForwardKey(shape, -1), after=1):
             self.batch.buffer.zero_()  # padding only: shapes share it, and what another one left is no token
             self._capture(shape, -1)
         return True
