@@ -102,6 +102,11 @@ def keep(decoder: Decoder) -> None:
         _KEPT[model] = Kept(*state, model.stack.addresses())
 
 
+def release(model: Transformer) -> None:
+    """Free what `keep` holds of this model, before others plan with the device's memory."""
+    _KEPT.pop(model, None)
+
+
 class FixedStep:
     """One step of B sequences by up to W tokens each over tensors that stay where they are.
 

@@ -10,6 +10,7 @@ from hasten.checks import require
 from hasten.errors import ConfigError, HastenWarning, ResourceError
 from hasten.generation.blocks import blocks_of
 from hasten.generation.cache import row_format
+from hasten.generation.graphs import release
 from hasten.generation.paged import PagedCache
 from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import check_ids, fit
@@ -116,6 +117,7 @@ def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: in
     if settings.cache_bytes is not None:
         allowed, whence = settings.cache_bytes, "cache_bytes"
     else:
+        release(model)
         free = available_memory(model.device) // (model.group.size if isinstance(model, ShardedTransformer) else 1)
         allowed, whence = int(free * settings.cache_share), f"{settings.cache_share:.0%} of the free memory"
         if settings.fit:
