@@ -94,8 +94,17 @@ def unmet(value: Any, hint: Any) -> str | None:
         several = list(value) if isinstance(value, list | tuple) else [None]
         kinds = inner[:1] * len(several) if origin is list or Ellipsis in inner else inner
         fits = len(kinds) == len(several) and not any(map(unmet, several, kinds))
-        return None if fits else f"a list of {' and '.join(WORDS[kind] for kind in inner if kind in WORDS)}"
+        return None if fits else f"a list of {' and '.join(_words(kind) for kind in inner if kind is not Ellipsis)}"
     return None
+
+
+def _words(hint: Any) -> str:
+    """What an annotation allows, in words."""
+    if get_origin(hint) is Annotated:
+        kind, *rules = get_args(hint)
+        bounds = ", ".join(rule.be for rule in rules if isinstance(rule, Must))
+        return f"{_words(kind)} ({bounds})" if bounds else _words(kind)
+    return WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 def real(name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, finite: bool = True) -> float:

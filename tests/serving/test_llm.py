@@ -91,6 +91,10 @@ def test_wrong_settings_are_named(model, llm):
         hasten.LLM(model, max_sequence=3)
     with pytest.raises(ConfigError, match="token_budget is 2"):
         hasten.LLM(model, max_sequences=4, token_budget=2)
+    with pytest.raises(
+        ConfigError, match=r"capture_sizes is \(0,\); it must be a list of a whole number \(more than 0\)"
+    ):
+        hasten.LLM(model, capture_sizes=(0,))
     with pytest.raises(ConfigError, match="dtype"):
         hasten.LLM(model, dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp8'; it must be one of auto"):
