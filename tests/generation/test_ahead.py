@@ -9,6 +9,7 @@ from hasten.generation import ahead, generate, graphs
 from hasten.generation.decoder import Decoder
 from hasten.generation.generate import Generation
 from hasten.generation.params import SamplingParams
+from hasten.machine.host_copy import HostCopy
 from references import tiny_llama
 
 MODEL = tiny_llama()
@@ -97,4 +98,4 @@ def test_when_it_runs_ahead(tmp_path):
     assert not ahead.runs_ahead(Decoder(MODEL, batch=1, capacity=8)), "a CPU has nothing to wait for"
     make_reference("phi3-longrope").save_pretrained(tmp_path)
     assert Decoder(hasten.load(tmp_path), batch=1, capacity=8).needs_tokens
-    assert torch.equal(torch.tensor(ahead.TokensOnTheWay(torch.tensor([3, 4])).wait()), torch.tensor([3, 4]))
+    assert torch.equal(HostCopy(torch.tensor([3, 4])).tensor(), torch.tensor([3, 4]))

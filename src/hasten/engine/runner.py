@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from hasten.generation import graphs
 from hasten.generation.blocks import SequenceBlocks
 from hasten.generation.layout import Rows, to_device
 from hasten.generation.paged import PagedCache
+from hasten.machine.host_copy import HostCopy
 from hasten.model.context import training_context
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
@@ -80,26 +81,12 @@ class Drawn:
     """Tokens on their way to the host."""
 
     rows: list[int]  # of the sequences that were asked for
-    tokens: Tensor  # (S,) on the host, there when `ready` is
-    ready: Any  # torch.cuda.Event, or None
+    tokens: HostCopy  # (S,)
 
     def wait(self) -> list[int]:
         """A token of each."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        found = self.tokens.tolist()
+        found = self.tokens.tensor().tolist()
         return [found[row] for row in self.rows]
-
-
-def read_later(tokens: Tensor, rows: list[int]) -> Drawn:
-    """Start the copy of tokens to the host. rows: of them, those that `Drawn.wait` gives."""
-    if tokens.device.type != "cuda":
-        return Drawn(rows, tokens.clone(), None)
-    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    host.copy_(tokens, non_blocking=True)
-    ready = torch.cuda.Event()
-    ready.record()
-    return Drawn(rows, host, ready)
 
 
 class ForwardKey(NamedTuple):
@@ -234,7 +221,7 @@ class BatchRunner:
     def _read(self, numbers: Sequence[int], shape: StepShape) -> Drawn:
         """Start the copy of the drawn tokens to the host."""
         rows = [self.batch.rows[number] for number in numbers]
-        return read_later(self.batch.views(shape).tokens[:, 0], rows)
+        return Drawn(rows, HostCopy(self.batch.views(shape).tokens[:, 0]))
 
     # -- captured forward passes --------------------------------------------------------------------------------------
 

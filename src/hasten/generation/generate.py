@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.ahead import TokensOnTheWay, runs_ahead
+from hasten.generation.ahead import runs_ahead
 from hasten.generation.batch_sampler import BatchSampler
 from hasten.generation.decoder import Decoder
 from hasten.generation.graphs import fastest_decoder, keep
@@ -19,6 +19,7 @@ from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import Prompt, encode_prompts, end_ids, fit, params_of
 from hasten.generation.speculation import Accept, Speculator, Text, make_speculator
 from hasten.generation.stopping import FinishReason, OutputText
+from hasten.machine.host_copy import HostCopy
 from hasten.model.sharded import ShardedTransformer, told_by_first
 from hasten.model.transformer import Transformer
 
@@ -198,7 +199,7 @@ class Generation:
         start = time.perf_counter()
         logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
         tokens = sampler.next_tokens(logits, steps=[0] * len(most))
-        reading: TokensOnTheWay | None = TokensOnTheWay(tokens)
+        reading: HostCopy | None = HostCopy(tokens)
         active, count = [True] * len(most), 0  # rows that have not ended, tokens that each of them got
         queued: list[bool] = []  # rows of a step whose tokens nobody has read
         try:
@@ -208,7 +209,7 @@ class Generation:
                 if count and any(going):  # the first token is not kept waiting for the capture of a step
                     behind, tokens = self._queue(sampler, tokens, going, count + 1)
                     queued = going
-                taken = reading.wait()
+                taken = reading.tensor().tolist()
                 now = time.perf_counter()
                 count += 1
                 pushed = [one for row, on in enumerate(active) if on for one in self._push(row, [taken[row]])]
@@ -234,12 +235,10 @@ class Generation:
             if any(queued):
                 self.decoder.undo(queued)
 
-    def _queue(
-        self, sampler: BatchSampler, tokens: Tensor, going: list[bool], count: int
-    ) -> tuple[TokensOnTheWay, Tensor]:
+    def _queue(self, sampler: BatchSampler, tokens: Tensor, going: list[bool], count: int) -> tuple[HostCopy, Tensor]:
         """Queue the step after these tokens and the draw from its logits, when each row has got `count` tokens."""
         tokens = sampler.next_tokens(self.decoder.decode(tokens, active=going), steps=[count] * len(going))
-        return TokensOnTheWay(tokens), tokens
+        return HostCopy(tokens), tokens
 
     def _steps(self) -> Iterator[list[tuple[int, int, str]]]:
         timing, sampler = self.timing, self._sampler()

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hasten.engine.runner import Drawn, ModelRunner, read_later
+from hasten.engine.runner import Drawn, ModelRunner
 from hasten.engine.sampler import DrawnRow
 from hasten.generation.blocks import OutOfBlocks
 from hasten.generation.stopping import stop_ids
+from hasten.machine.host_copy import HostCopy
 from hasten.serving.model_runner import Sampler, common_adapter, part_of
 from hasten.serving.request_state import OutputSequence
 from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler
@@ -77,7 +78,7 @@ class Ahead:
         if self.runner.decoder is None or not self._short or not growing or any(map(_needs_host, growing)):
             return False
         tokens = sampler.sample_later(logits, list(growing), list(growing.values()))
-        self.late = Flight(list(growing), read_later(tokens, list(range(len(growing)))))
+        self.late = Flight(list(growing), Drawn(list(range(len(growing))), HostCopy(tokens)))
         return True
 
     def took(self, plan: Sequence[ScheduledTokens], seconds: float) -> None:
