@@ -134,12 +134,6 @@ class WeightCopies(nn.Module):
                 gradients.append(found[parameter])
         return gradients
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Take over the parameters, which were loaded or updated."""
-        for parameter, copy in self.pairs():
-            copy.copy_(parameter)
-
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter that has a copy, and the rows."""
         for parameter, (copy, first, last) in self.rows.items():
