@@ -42,7 +42,7 @@ class Captures:
         self._crowded: set[type] = set()  # kinds of keys of which there are enough
 
     def due(self, key: Hashable, *, after: int = 2) -> bool:
-        """Count that a piece is wanted which is not there; whether it has been so often that it is to be captured."""
+        """Count a miss; True when the piece should be captured now."""
         if key in self.pieces or key in self.refused:
             return False
         self.wanted[key] += 1

@@ -25,7 +25,7 @@ from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 
 _SEEN = 2  # steps of a shape, after which it is captured
-_SERVED = 32  # the same where a larger captured one serves meanwhile
+_SERVED = 32  # misses before a capture while a larger captured size serves
 _LOGITS = 1 << 28  # bytes of a captured step's logits, at most
 _GATHERED = 1 << 28  # bytes of the keys that a captured step of a kernel which brings them together may copy
 

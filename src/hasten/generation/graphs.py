@@ -58,7 +58,7 @@ def fastest_decoder(
 ) -> Decoder:
     """A `GraphDecoder` where the model's step can be captured, else a `Decoder`, static for compiled blocks.
 
-    It may have the cache and the captured steps of one that was given to `keep`.
+    It reuses the cache and the captured steps of a finished decoder that was given to `keep`.
     """
     if refusal(model) is not None:
         return Decoder(model, batch=batch, capacity=capacity, static=compiled, kv_cache_dtype=kv_cache_dtype)

@@ -6,7 +6,7 @@ others at once. Only for steps in which nothing is decided on the host: one toke
 log-probabilities, no drafts, no beams.
 
 While prompts are read, a step's tokens are read behind the launch of the next one, which goes on with other prompts.
-Those who wait for their tokens miss that step, so this is done for short steps only.
+Sequences that wait for their token skip that step, so this is done for short steps only.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class Ahead:
                 try:  # all of a block at once: it is nobody else's
                     copies += blocks.reserve(number, -(-length // size) * size)
                 except OutOfBlocks:
+                    self.runner.copy(copies)
                     return None
                 grown.append((number, table))
         self.runner.copy(copies)

@@ -220,7 +220,7 @@ class Engine:
         late = None if ahead is None else ahead.late
         if ahead is not None and late is not None:
             ahead.late = None
-            if not self.scheduler.more:
+            if not self.scheduler.can_read_prompts:
                 return self._arrived(late)
         speculator, resting = self.speculator, False
         if speculator is not None and not (resting := bool(table.outputs) and speculator.rests()):

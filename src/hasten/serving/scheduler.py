@@ -175,8 +175,8 @@ class Scheduler:
         return self._no_room is not None and self._no_room[0] is first and self.blocks.free <= self._no_room[1]
 
     @property
-    def more(self) -> bool:
-        """Whether a plan has prompts to read while next tokens are awaited, and takes nobody's blocks away."""
+    def can_read_prompts(self) -> bool:
+        """True if prompts can be read now, while next tokens are awaited, without preempting anyone."""
         free, first = self.blocks.free, self.waiting[0] if self.waiting else None
         if free < self.token_budget // self.blocks.block_size + 2 * len(self.running) + 2:
             return False

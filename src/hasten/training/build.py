@@ -201,8 +201,11 @@ def check_fp8(model: Transformer, recipe: Recipe, apart: str | None) -> None:
     if reason is None and apart is not None:
         reason = f"they are part of a model trained as one function, and this one is not: {apart}"
     tokens = recipe.data.batch_size * recipe.data.context
-    if reason is None and (tokens % fp8.MULTIPLE or model.config.hidden_size % fp8.MULTIPLE):
+    widths = model.config.hidden_size, model.config.intermediate_size
+    if reason is None and any(size % fp8.MULTIPLE for size in (tokens, *widths)):
         reason = f"rows and columns must be multiples of {fp8.MULTIPLE}"
+    if reason is None and max(widths) > fp8.WIDEST:
+        reason = f"a row of {max(widths)} numbers does not fit a program; {fp8.WIDEST} do"
     if reason is not None:
         raise ConfigError(f"techniques.fp8 cannot be used here: {reason}")
 

@@ -21,6 +21,7 @@ from hasten.ops.loss.chunked import kernel_of
 from hasten.ops.loss.kernels import Head
 from hasten.ops.loss.pieces import loss_and_gradients
 from hasten.ops.residual import Norm, normalized
+from hasten.ops.residual.operator import WIDEST
 
 
 class Tied:
@@ -45,7 +46,7 @@ def embed(
     tied: Tied,
 ) -> tuple[Tensor, Tensor]:
     """The stream (B, T, C) of tokens and positions, and its norm; table and position_table in float32."""
-    if triton_support.refusal(table.device) is None:
+    if triton_support.refusal(table.device) is None and table.shape[1] <= WIDEST:
         stream, x, _, _ = _EmbedNorm.apply(
             tokens, positions, table, position_table, norm.weight, norm.bias, norm, dtype, tied
         )

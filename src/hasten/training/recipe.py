@@ -157,11 +157,11 @@ class Techniques:
     whole_model: bool = True
     """On CUDA, forward pass and loss as one function: fused norms and activations, joined projections."""
     compile_whole: bool = False
-    """Compile that function as one graph too: about as fast, and minutes of compiling before the first step."""
+    """Compile that function as one graph too: minutes of compiling before the first step, for no gain seen so far."""
     capture: bool = True
     """On CUDA, the whole step as CUDA graphs where its shapes are fixed; nothing in it waits for the host."""
     fp8: bool = False
-    """On CUDA, products of head and MLP in FP8, scaled by each tensor's largest value (Hopper and later)."""
+    """On CUDA, products of head and MLP in FP8, scaled by each row's largest value (Ada, Hopper and later)."""
     fused_optimizer: bool = True
     """Update many tensors with one kernel."""
     keep_memory: bool = True

@@ -109,7 +109,7 @@ class WholeModel(nn.Module):
     ) -> Tensor:
         """The loss, as `Transformer.forward` returns it for targets. block_scales must be None.
 
-        share: a factor of the loss (0-dim), which is then differentiated as it is: its own gradient must be 1.
+        share: a scale of the loss (0-dim); call backward with gradient 1.
         """
         assert block_scales is None
         learns = self.model.training and torch.is_grad_enabled()

@@ -20,8 +20,9 @@ from hasten.ops.attention.view import KVView
 from hasten.ops.triton_support import early_launch, readable
 
 LOG2_E = math.log2(math.e)
-PROGRAMS = 264  # that keys are split for: two on each multiprocessor of an H100. A constant, so that results do not
-# depend on the device
+# The number of programs aimed at when keys are split: two on each multiprocessor of an H100. It is a constant, so that
+# results do not depend on the device.
+PROGRAMS = 264
 LEAST_KEYS = 64  # of a split: fewer are not worth adding up
 MOST_SPLITS = 64
 MOST_PART_BYTES = 1 << 26

@@ -3,6 +3,7 @@
 Import this file only where a kernel is taken; it imports Triton and registers the operators.
 """
 
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -297,22 +298,28 @@ def _result(x: Tensor, beside: Beside, *size: int) -> Tensor:
     return x.new_empty(size, dtype=torch.float32 if x.device.type == "cpu" else beside.result)
 
 
-# Counters of the tiles whose K is split. Each launch takes the next ones of a ring, so that a captured product keeps
-# its own and products of several streams do not share any; a launch leaves its counters at 0.
-RING = 1 << 20
-_rings: dict[torch.device, tuple[Tensor, list[int]]] = {}
+# Counters of the tiles whose K is split; a launch leaves them at 0. Launches of one stream come one after the other and
+# share theirs, a captured launch keeps its own: its graph may run beside other streams.
+COUNTERS = {"stream": 1 << 12, "captured": 1 << 20}
+_counters_of: dict[tuple[torch.device, int | None], Tensor] = {}  # by the stream, None: of captured launches
+_taken: dict[torch.device, int] = {}  # of those for captured launches
+_lock = threading.Lock()
 
 
 def _counters(device: torch.device, count: int) -> Tensor | None:
-    """As many zeros, or None where the ring would have to be made while a graph is captured (it would not be zeros)."""
-    if device not in _rings:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    """Return `count` zeros (int32), or None where there are none left: then K is not split."""
+    on_gpu = device.type == "cuda"
+    with _lock:
+        if not on_gpu or not torch.cuda.is_current_stream_capturing():
+            stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+            # Those for captures are made here too: what is made during a capture is not zero.
+            for key, kind in (((device, stream), "stream"), ((device, None), "captured")):
+                if key not in _counters_of:
+                    _counters_of[key] = torch.zeros(COUNTERS[kind], dtype=torch.int32, device=device)
+            own = _counters_of[device, stream]
+            return own[:count] if count <= len(own) else None
+        if (device, None) not in _counters_of:
             return None
-        _rings[device] = torch.zeros(RING, dtype=torch.int32, device=device), [0]
-    ring, next_one = _rings[device]
-    if count > RING:
-        return None
-    if next_one[0] + count > RING:
-        next_one[0] = 0
-    next_one[0] += count
-    return ring[next_one[0] - count : next_one[0]]
+        start = _taken.get(device, 0)
+        _taken[device] = start + count
+        return _counters_of[device, None][start : start + count] if start + count <= COUNTERS["captured"] else None
