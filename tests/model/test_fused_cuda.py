@@ -16,6 +16,7 @@ DEVICE = "cuda"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # whole models of many families, every kernel of them interpreted
 def test_in_the_interpreter():
     run_interpreted("model/interpreted_fused_cuda.py")
 
