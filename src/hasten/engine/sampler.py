@@ -238,7 +238,7 @@ class DeviceSampler:
 
 
 def kind_of(params: Sequence[SamplingParams], steps: Sequence[int], vocab_size: int) -> DrawKind:
-    """What a batch of these rows needs, after so many tokens of each."""
+    """What a batch of these rows needs, given the tokens each has so far."""
     ks = [p.top_k for p in params if 0 < p.top_k < vocab_size]
     return DrawKind(
         greedy=any(p.greedy for p in params),

@@ -20,7 +20,7 @@ _PREFILL_TOKENS = 4096
 
 
 def static_capacity(model: Transformer, capacity: int) -> int:
-    """The capacity of a static decoder for so many tokens: one of few sizes, because each is compiled for."""
+    """The capacity of a static decoder for this number of tokens: one of few sizes, because each is compiled for."""
     rounded = -(-capacity // _STATIC_STEP) * _STATIC_STEP
     return max(capacity, min(rounded, model.config.max_positions))
 

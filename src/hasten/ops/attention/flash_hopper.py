@@ -133,7 +133,7 @@ def _compiled(run: Callable[[], None], q: Tensor) -> bool:
 
 
 def _descriptor(x: Tensor, rows: int) -> object:
-    """x (B, T, H, D) for the copy engine, in blocks of so many rows of one head."""
+    """x (B, T, H, D) for the copy engine, in blocks of rows of one head."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

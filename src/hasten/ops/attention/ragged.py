@@ -170,7 +170,7 @@ def launch(
 
 
 def at_once(rows: int, wide: int) -> int:
-    """How many parts of so many rows are added up at once: as many as registers hold."""
+    """The number of parts added up at once: as many as registers hold."""
     return max(1, min(16, 4096 // (rows * wide)))
 
 
