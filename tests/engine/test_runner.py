@@ -10,6 +10,7 @@ from captured_steps import Capturer
 from drafting import proposing
 from hasten.engine import captures
 from hasten.model.lora import attach, new_adapter
+from hasten.ops.native import library
 from hasten.serving import ahead, following
 from references import make_reference, tiny_llama
 from serving_cases import Counting, make_engine, request, run, tokens_of
@@ -301,6 +302,7 @@ def test_a_capture_that_fails_is_logged_once_and_the_step_runs_plainly(capturing
     assert "not captured" in engine.runner.decoder.explain()
 
 
+@pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
 def test_a_fused_model(capturing):
     model = hasten.fuse(tiny_llama().to(torch.bfloat16))
     both(model, requests_of)
