@@ -59,7 +59,7 @@ def test_on_a_cpu_two_backends_do_not_exist_and_flash_takes_masks(capsys):
         (["--shape", "1,8,2,264"], "cudnn", "up to 256"),
         (["--shape", "1,8,2,160", "--capability", "8.0"], "cudnn", "up to 128"),
         (["--window", "8"], "cudnn", "explicit mask"),
-        (["--no-gradient"], "cudnn", "plans anew for each length"),
+        (["--no-gradient"], "cudnn", "makes a plan for each length"),
         (["--softcap", "30"], "flash", "soft-capping"),
         (["--alibi"], "memory-efficient", "rounds"),
     ],

@@ -187,7 +187,7 @@ def why_block_by_block(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE)
     if techniques.layer_drop is not None:
         return "layer dropping leaves out other blocks in every step"
     if recipe.data.separate_documents:
-        return "packed documents are masked anew in every batch"
+        return "packed documents need another mask in every batch"
     if recipe.teacher is not None:
         return "it learns from a teacher"
     if recipe.lora.rank is not None or recipe.qat.bits is not None:

@@ -211,7 +211,7 @@ class WholeModel(nn.Module):
         return up if weights.up_bias is None else up + weights.up_bias
 
     def weights(self, index: int) -> LayerWeights:
-        """Of a block, joined: the copies, or made of the parameters here, for autograd to take apart."""
+        """The joined weights of a block: its copies, or made from the parameters here, differentiably."""
         if self.copies is not None:
             return self.copies.layers[index]
         return LayerWeights.of(self.model.blocks[index], self.dtype)

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hasten.ops.attention.inputs import PLAIN, AttentionInputs, alibi_bias, per_document, positions, visibility
 from hasten.ops.attention.spec import AttentionSpec
 
-# cuDNN, PyTorch's first choice on Hopper GPUs, plans anew for each length: 74 ms of the host on an H200.
+# cuDNN, PyTorch's first choice on Hopper GPUs, makes a plan for each length: 74 ms of the host on an H200.
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

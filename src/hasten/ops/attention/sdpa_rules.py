@@ -126,7 +126,7 @@ def cudnn_opt_in(request: AttentionRequest) -> str | None:
     if request.queries is None or request.queries < LEAST_QUERIES:
         return f"on fewer than {LEAST_QUERIES:,} queries it saves less than planning for each length costs the host"
     if request.gradient is False:
-        return "it plans anew for each length: 74 ms of the host, more than hundreds of forward passes save"
+        return "it makes a plan for each length: 74 ms of the host, more than hundreds of forward passes save"
     return None
 
 
