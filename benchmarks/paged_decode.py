@@ -79,7 +79,8 @@ class PagedDecode:
 
         from hasten.generation.cache import row_format
         from hasten.generation.decoder import Decoder
-        from hasten.generation.paged import PagedCache, Rows
+        from hasten.generation.layout import Rows
+        from hasten.generation.paged import PagedCache
         from hasten.ops.native import library
 
         native = library()

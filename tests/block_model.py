@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from hasten.generation.blocks import BlockManager, OutOfBlocks
-from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.layout import Rows
+from hasten.generation.paged import PagedCache
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.ops.attention import AttentionSpec
 from hasten.ops.attention.cache_rows import PLAIN

@@ -4,7 +4,8 @@ import torch
 
 import hasten
 from hasten.generation.decoder import Decoder
-from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.layout import Rows
+from hasten.generation.paged import PagedCache
 from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse
 from references import make_reference

@@ -9,7 +9,8 @@ from hasten.errors import ConfigError
 from hasten.generation.cache import ROW_FORMATS, StaticCache, row_format
 from hasten.generation.decoder import Decoder
 from hasten.generation.divergence import divergence
-from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.layout import Rows
+from hasten.generation.paged import PagedCache
 from hasten.generation.params import KVCacheDtype, SamplingParams
 from hasten.ops.native import library
 from references import make_reference, tiny_llama

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import hasten
 from hasten.errors import ConfigError
 from hasten.generation.decoder import Decoder
-from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.layout import Rows
+from hasten.generation.paged import PagedCache
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.native import library
 from references import make_reference

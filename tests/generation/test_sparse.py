@@ -12,7 +12,8 @@ from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.generation.cache import StaticCache
 from hasten.generation.decoder import Decoder
 from hasten.generation.generate import Generation
-from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.layout import Rows
+from hasten.generation.paged import PagedCache
 from hasten.generation.params import SamplingParams
 from hasten.generation.perplexity import perplexity
 from hasten.model.context import training_context

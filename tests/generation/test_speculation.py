@@ -14,7 +14,8 @@ from hasten.errors import ConfigError
 from hasten.generation.cache import row_format
 from hasten.generation.decoder import Decoder
 from hasten.generation.generate import Generation
-from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.layout import Rows
+from hasten.generation.paged import PagedCache
 from hasten.generation.params import SamplingParams
 from hasten.generation.speculation import (
     Draft,

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.generation.cache import key_value_memory
-from hasten.generation.layout import RaggedLayout
-from hasten.generation.layout import Rows as Rows
+from hasten.generation.layout import RaggedLayout, Rows
 from hasten.generation.sparse import SparseMasks
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
