@@ -93,6 +93,7 @@ FUSED_CASES = (
     {"residual": True, "dtype": torch.bfloat16, "with_bias": True},
     {"activation": "gelu", "gated": True, "dtype": torch.bfloat16, "with_bias": True},
     {"activation": "relu", "residual": True, "dtype": torch.float16},
+    {"residual": True, "in_place": True, "dtype": torch.bfloat16},
 )
 
 
@@ -110,6 +111,7 @@ def check_fused(
     residual=False,
     with_bias=False,
     norm_dtype=None,
+    in_place=False,
 ):
     """`fused_linear` errs at most twice what PyTorch's operations in 16 bits err, against float64."""
     generator = torch.Generator().manual_seed(n + k + rows)
@@ -160,8 +162,9 @@ def check_fused(
         norm=None if arguments is None else there(arguments),
         activation=activation,
         gated=gated,
-        residual=None if added is None else added.to(device),
+        residual=None if added is None else added.to(device, copy=True),
         out_dtype=dtype,
+        in_place=in_place,
     )
     assert y.dtype == (torch.float32 if residual else dtype)
     assert tuple(y.shape) == (rows, outputs)

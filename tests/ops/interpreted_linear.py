@@ -1,16 +1,23 @@
 """Triton's int8 and int4 products in its interpreter; run by test_triton_linear.py in a process of its own."""
 
+import re
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, int4_format
+from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, int4_format, triton_few
 from hasten.ops.linear.layouts import CHUNKS, Operands
 from hasten.ops.linear.triton_choice import (
+    MOST_FEW_ROWS,
     MOST_UNPACKED_ROWS,
+    FewRows,
     OneRow,
     SeveralRows,
+    choose_few_rows,
     choose_one_row,
     choose_several_rows,
 )
@@ -19,6 +26,7 @@ from hasten.ops.linear.triton_linear import (
     dequantized,
     fused_operator,
     linear_operator,
+    multiply_few,
     multiply_row,
     multiply_rows,
 )
@@ -62,6 +70,64 @@ def test_every_format_with_k_in_several_parts(format, rows):
 @pytest.mark.parametrize("rows", range(2, 17))
 def test_every_number_of_rows(rows):
     check_linear(make_weight(9, 70, group_size=32), rows=rows, dtype=torch.float16, with_bias=False, device="cpu")
+
+
+@pytest.mark.parametrize(("warps", "ahead", "side"), [(2, 1, 1), (4, 3, 1), (2, 2, 2), (16, 1, 4)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_few_rows_cut_in_other_ways(format, warps, ahead, side):
+    for dtype, (rows, n, k) in (
+        (torch.bfloat16, (3, 70, 600)),
+        (torch.float16, (16, 130, 1024)),
+        (torch.float16, (9, 3, 71)),
+    ):
+        weight = make_weight(n, k, format=format[0], group_size=format[1], symmetric=format[2])
+        x = torch.randn(rows, k).to(dtype)
+        packed = Operands(*CHUNKS.pack(weight), None, n, weight.format)
+        y = multiply_few(x, packed, Beside(dtype), config=FewRows(warps, ahead, side=side))
+        exact = x.double() @ weight.dequantize().double().T
+        assert rms(y - exact) <= 2 * rms(x @ weight.dequantize(dtype).T - exact)
+
+
+def test_tensor_core_registers_are_the_matrices_that_they_stand_for():
+    """The assembly, each instruction as PTX lays its matrices out in registers, computes what the interpreter does."""
+    code = triton_few.PRODUCTS.splitlines()[1:-1]
+    generator = torch.Generator().manual_seed(0)
+    registers = torch.randint(-8, 8, (28, 32, 2), generator=generator).float()  # of 32 lanes, two numbers of 16 bits
+    sums = torch.randint(-8, 8, (8, 32), generator=generator).float()
+    values: dict[int, torch.Tensor] = {8 + i: own for i, own in enumerate([*registers[:20], *sums])}
+    lanes = torch.arange(32)
+    g, t = lanes // 4, lanes % 4
+    for line in code:
+        assert "mma.sync.aligned.m16n8k16.row.col.f32" in line
+        out, a, b, c = ([int(name[1:]) for name in part.split(",")] for part in re.findall(r"{([^}]*)}", line))
+        left, right, y = torch.zeros(16, 16), torch.zeros(16, 8), torch.zeros(16, 8)
+        for i, name in enumerate(a):
+            for half in range(2):
+                left[g + 8 * (i % 2), 2 * t + half + 8 * (i // 2)] = values[name][:, half]
+        for i, name in enumerate(b):
+            for half in range(2):
+                right[2 * t + half + 8 * i, g] = values[name][:, half]
+        for i, name in enumerate(c):
+            y[g + 8 * (i // 2), 2 * t + i % 2] = values[name]
+        y += left @ right
+        values |= {name: y[g + 8 * (i // 2), 2 * t + i % 2] for i, name in enumerate(out)}
+    words = [own.half().contiguous().view(torch.int32).squeeze(-1) for own in registers[:20]]  # (32,) each
+    operands = [torch.stack(words[4 * i : 4 * i + 4], dim=1) for i in range(5)]
+    even, odd = sums[:4].T.contiguous(), sums[4:].T.contiguous()
+
+    @triton.jit
+    def products(first, second, third, fourth, x, even, odd, HALF: tl.constexpr):
+        place = tl.arange(0, 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        own_even, own_odd = triton_few.products_of_matrices(
+            tl.load(first + place), tl.load(second + place), tl.load(third + place), tl.load(fourth + place),
+            tl.load(x + place), tl.load(even + place), tl.load(odd + place), HALF,
+        )  # fmt: skip
+        tl.store(even + place, own_even)
+        tl.store(odd + place, own_odd)
+
+    products[(1,)](*operands, even, odd, HALF=True)
+    assert torch.equal(even, torch.stack([values[i] for i in range(4)], dim=1))
+    assert torch.equal(odd, torch.stack([values[i] for i in range(4, 8)], dim=1))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 16])
@@ -186,7 +252,11 @@ def test_choices_fit_the_kernels():
         for n, k in ((1, 1), (4096, 4096), (12_288, 4096), (4096, 11_008), (128_256, 2048)):
             one = choose_one_row(bits, group_size, n, k)
             assert one.block % 2 == 0, "gate and up are in one program"
-            for rows in (2, 16, 17, 64, 65, 1000):
+            for rows in range(1, MOST_FEW_ROWS + 1):
+                few = choose_few_rows(bits, group_size, rows, n, k, gated=rows % 2 == 0)
+                assert few.warps in (2, 4, 8, 16)
+                assert few.warps * few.side * few.registers * 32 <= 1 << 16, "registers"
+            for rows in (17, 64, 65, 1000):
                 several = choose_several_rows(bits, group_size, rows, n, k)
                 assert several.n % 64 == 0
                 assert several.chunks == 1 or not group_size

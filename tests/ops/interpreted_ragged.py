@@ -115,4 +115,4 @@ def test_the_operator_is_registered_as_pytorch_wants_it():
     q, k = torch.randn(2, 4, 16).half(), torch.randn(31, 2, 16).half()
     ends = torch.tensor([0, 1, 2]), torch.tensor([5, 15]), torch.tensor([0, 15])
     counters = torch.zeros(64, dtype=torch.int32)
-    torch.library.opcheck(ragged.operator, (q, k, k.clone(), *ends, None, 0, counters, 1, 15, 0.25, 0, 0.0))
+    torch.library.opcheck(ragged.operator.dispatched, (q, k, k.clone(), *ends, None, 0, counters, 1, 15, 0.25, 0, 0.0))

@@ -35,5 +35,5 @@ def test_the_operator_is_registered_as_pytorch_wants_it():
     counters = torch.zeros(64, dtype=torch.int32)
     with pytest.MonkeyPatch.context():
         torch.library.opcheck(
-            decode_step, (qkv, None, None, None, None, *where, counters, 15, 4, 0.0, 0.0, 0.25, 0, 0.0)
+            decode_step.dispatched, (qkv, None, None, None, None, *where, counters, 15, 4, 0.0, 0.0, 0.25, 0, 0.0)
         )

@@ -49,7 +49,6 @@ def attention(tmp_path, *, tokens, sequences, max_query, group, head_dim, source
         "D_SIDE": side(head_dim),
         "BLOCK": plan.keys,
         "PAGE": 16,
-        "PDL": changes.pop("early", False),
         "SPLIT": plan.splits > 1,
         "CHUNK": at_once(plan.rows, side(head_dim)),
     }
@@ -125,7 +124,6 @@ def test_a_decode_step(tmp_path, source, group, head_dim, half):
         "SPLIT": True,
         "ROWS": (rows := 1 << (group - 1).bit_length()),
         "CHUNK": at_once(rows, side(head_dim)),
-        "PDL": group == 1,
     }
     options = {"num_warps": plan.warps, "num_stages": plan.stages_of(paged=source == "table")}
     result = compile_for_hopper(attend_new, types, constants, tmp_path, **options)
@@ -152,7 +150,6 @@ def test_placing_heads(tmp_path, normed, half, head_dim):
         "D_SIDE": side(head_dim),
         "HALF": half,
         "BLOCK": 2,
-        "PDL": True,
     }
     code = compile_for_hopper(place_heads, types, constants, tmp_path, num_warps=1).asm["ptx"]
     assert not re.search(r"(ld|st)\.local", code)
@@ -164,7 +161,5 @@ def test_adding_what_is_normed(tmp_path, centred):
 
     types = {"x": "*fp32", "y": "*bf16", "weight": "*bf16", "out": "*fp32", "size": "i32"}
     types |= {"eps": "fp32", "offset": "fp32"} | ({"bias": "*bf16"} if centred else {})
-    code = compile_for_hopper(
-        add_normed, types, {"CENTRED": centred, "BLOCK": 4096, "PDL": True}, tmp_path, num_warps=8
-    ).asm["ptx"]
+    code = compile_for_hopper(add_normed, types, {"CENTRED": centred, "BLOCK": 4096}, tmp_path, num_warps=8).asm["ptx"]
     assert not re.search(r"(ld|st)\.local", code)

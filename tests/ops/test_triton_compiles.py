@@ -101,12 +101,12 @@ def test_product_of_one_row(compiled, dtype, stages, beside, bits, group_size, z
         "GATED": beside == "norm and gate",
         "BLOCK": config.block,
         "T": config.threads,
-        "STAGES": stages,
-        "PDL": False,
     }
     if bits < 16:
         types["magic"] = "i32"
-        constants |= {"BITS": bits, "GROUP": group_size}
+        constants |= {"BITS": bits, "GROUP": group_size, "STAGES": stages}
+    else:
+        constants["EARLY"], stages = stages == 1, 1
     options = {"num_warps": config.threads // 32, "num_stages": stages}
     result = compiled(one_row_plain if bits == 16 else one_row_packed, types, constants, options)
     code = result.asm["ptx"]
@@ -120,18 +120,61 @@ def test_product_of_one_row(compiled, dtype, stages, beside, bits, group_size, z
     assert stack_bytes(result) == 0
 
 
-def test_programmatic_launch_fetches_weights_before_it_waits(compiled):
+def test_a_product_that_starts_early_loads_weights_before_it_waits(compiled):
     from hasten.ops.linear.triton_gemv import one_row_plain
 
     types = operand_types(16, 0, False, "bf16") | {"x": "*i32", "eps": "fp32", "offset": "fp32"}
     constants = {"XBITS": 16, "GBITS": 16, "HALF": False, "NORM": 0, "ACTIVATION": 0, "GATED": False}
-    constants |= {"BLOCK": 4, "T": 128, "STAGES": 3, "PDL": True}
+    constants |= {"BLOCK": 4, "T": 128, "EARLY": True}
     code = compiled(one_row_plain, types, constants).asm["ptx"]
-    assert code.index("prefetch.global.L2") < code.index("griddepcontrol.wait") < code.index("cp.async")
+    assert code.index("ld.global") < code.index("griddepcontrol.wait")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("rows", [16, 64, 256])
+@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("bits", "group_size", "zeros"), FORMATS[:-1])
+def test_product_of_few_rows(compiled, dtype, rows, gated, bits, group_size, zeros):
+    from hasten.ops.linear.triton_choice import choose_few_rows
+    from hasten.ops.linear.triton_few import few_rows
+
+    config = choose_few_rows(bits, group_size, rows, 4096, 4096, gated=gated)
+    types = operand_types(bits, group_size, zeros, dtype)
+    types["k_pairs"] = types.pop("k_size")
+    types |= {"x": "*i32", "rows": "i32", "chunks": "i32", "bias": "*fp32"}
+    constants = {
+        "BITS": bits,
+        "GROUP": group_size,
+        "HALF": dtype == "fp16",
+        "ACTIVATION": int(gated),
+        "GATED": gated,
+        "TILES": rows // 8 or 1,
+        "AHEAD": config.ahead,
+        "WARPS": config.warps,
+        "SIDE": config.side,
+        "WIDE": False,
+    }
+    options = {"num_warps": config.warps * config.side, "num_stages": 1, "maxnreg": config.registers}
+    result = compiled(few_rows, types, constants, options, multiples={"k_pairs"})
+    loop = longest_loop(result.asm["ptx"])
+    pairs = 4 if bits == 4 else 2
+    quarters = pairs * config.ahead * constants["TILES"]
+    assert loop.count("mma.sync.aligned.m16n8k16") == 4 * quarters
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", loop)) == 4 * config.ahead + quarters
+    assert "bar.sync" not in loop
+    assert "shared" not in loop
+    assert stack_bytes(result) <= 64
+    # The assembly takes four registers of each thread, and a warp's threads in their order.
+    layouts = dict(re.findall(r"(#\w+) = #ttg\.blocked<{(.*?)}>", result.asm["ttgir"]))
+    used = re.findall(r"mma\.sync.*?-> tensor<\d+x4xf32, (#\w+)>", result.asm["ttgir"])
+    assert used
+    for name in used:
+        assert "sizePerThread = [1, 4], threadsPerWarp = [32, 1]" in layouts[name]
+        assert f"warpsPerCTA = [{config.warps * config.side}, 1], order = [1, 0]" in layouts[name]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("rows", [64, 256])
 @pytest.mark.parametrize(("bits", "group_size", "zeros"), FORMATS[:-1])
 def test_product_of_several_rows(compiled, dtype, rows, bits, group_size, zeros):
     from hasten.ops.linear.triton_choice import choose_several_rows
@@ -155,7 +198,6 @@ def test_product_of_several_rows(compiled, dtype, rows, bits, group_size, zeros)
         "SCALED": config.scaled,
         "WHOLE": True,
         "WIDE": False,
-        "PDL": False,
     }
     options = {"num_warps": config.threads // 32, "num_stages": config.stages}
     result = compiled(several_rows, types, constants, options)
@@ -178,8 +220,11 @@ def test_beside_products_of_many_rows(compiled, kernel):
         code = compiled(norm_row, types, {"CENTRED": False, "BLOCK": 4096}).asm["ptx"]
         assert "ld.global.v4" in code
     else:
-        types = {"y": "*bf16", "out": "*bf16", "size": "i32", "outputs": "i32", "n_size": "i32"}
-        assert compiled(activate_rows, types, {"ACTIVATION": 1, "GATED": True, "BLOCK": 1024}).asm["cubin"]
+        types = {"y": "*bf16", "out": "*bf16", "outputs": "i32", "n_size": "i32"}
+        constants = {"ACTIVATION": 1, "GATED": True, "BLOCK": 512}
+        code = compiled(activate_rows, types, constants, {"num_warps": 2}, multiples=("outputs",)).asm["ptx"]
+        assert len(re.findall(r"ld\.global\.v4", code)) == 2, "gate and up come 16 bytes a thread"
+        assert "st.global.v4" in code
 
 
 @pytest.mark.parametrize(("bits", "group_size", "zeros"), FORMATS[:-1])
@@ -239,6 +284,17 @@ def test_loss(compiled, bias, need):
     assert "ld.global.v4" in code, "16 bytes a thread, wherever the vocabulary ends"
     assert ("st.global.v4" in code) == need
     assert not re.search(r"(ld|st)\.local", code)
+
+
+def test_loss_in_fp8(compiled):
+    from hasten.ops.loss.triton_loss import BLOCK, WARPS, kernel
+
+    types = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32", "vocabulary": "i32", "row_stride": "i32"}
+    types |= {"scale": "*fp32", "narrow": "*fp8e4nv", "narrow_scale": "*fp32"}
+    constants = {"IGNORED": -100, "NEED": True, "BLOCK": BLOCK}
+    code = compiled(kernel, types, constants, {"num_warps": WARPS}).asm["ptx"]
+    check_streams(code)
+    assert "e4m3x2" in code
 
 
 def check_streams(code):
@@ -313,21 +369,78 @@ def test_bias_gelu(compiled):
     check_streams(compiled(backward_kernel, types, tile, multiples={"width"}).asm["ptx"])
 
 
-def test_rows_to_fp8(compiled):
-    from hasten.ops.fp8.triton_rows import gelu_backward_kernel, gelu_kernel, rows_kernel
+def check_pairs(code):
+    """Nothing takes a rounded pair apart that is stored whole, too: ptxas reads the second byte before it is there."""
+    pairs = re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+(%rs\d+)", code)
+    apart = {found for found in pairs if re.search(rf"shr\.u16\s+%rs\d+, {found}, 8", code)}
+    whole = {found for found in pairs if re.search(rf"mov\.b32\s+%r\d+, {{[^}}]*{found}\b", code)}
+    assert not apart & whole
 
-    narrow, sizes = {"narrow": "*fp8e4nv", "scales": "*fp32", "width": "i32"}, {"LARGEST": 448.0, "BLOCK": 4096}
+
+def test_rows_to_fp8(compiled):
+    from hasten.ops.fp8.triton_rows import gelu_backward_kernel, gelu_kernel, join_kernel, rows_kernel
+
+    narrow = {"narrow": "*fp8e4nv", "scales": "*fp32", "width": "i32"}
+    sums = {"parts": "*fp32", "rows": "i32"}
+    joined = dict.fromkeys("abc", "*bf16") | dict.fromkeys(("a_width", "b_width"), "i32")
     for kernel, types in (
         (rows_kernel, {"x": "*bf16"}),
-        (gelu_kernel, {"z": "*bf16", "bias": "*fp32", "out": "*bf16"}),
-        (
-            gelu_backward_kernel,
-            {"d_out": "*bf16", "z": "*bf16", "bias": "*fp32", "dz": "*bf16", "parts": "*fp32", "rows": "i32"},
-        ),
+        (gelu_kernel, {"z": "*bf16", "bias": "*fp32"}),
+        (gelu_backward_kernel, {"d_out": "*bf16", "z": "*bf16", "bias": "*fp32"} | sums),
+        (join_kernel, joined | sums),
     ):
-        code = compiled(kernel, types | narrow, sizes, {"num_warps": 8}, multiples={"width"}).asm["ptx"]
+        multiples = {"width", "a_width", "b_width"}
+        code = compiled(kernel, types | narrow, {"BLOCK": 4096}, {"num_warps": 8}, multiples=multiples).asm["ptx"]
         check_streams(code)
+        check_pairs(code)
         assert "e4m3x2" in code
+
+
+def test_add_norm_in_fp8(compiled):
+    from hasten.ops.residual.triton_add_norm import backward_kernel, forward_kernel
+
+    narrow = {"narrow": "*fp8e4nv", "narrow_scales": "*fp32", "width": "i32", "offset": "fp32"}
+    wide = dict.fromkeys(("stream", "branch_bias", "weight", "bias", "total", "means", "scales"), "*fp32")
+    sizes = {"CENTRED": True, "BLOCK": 1024}
+    code = compiled(forward_kernel, wide | narrow | {"branch": "*bf16", "eps": "fp32"}, sizes, multiples={"width"}).asm[
+        "ptx"
+    ]
+    check_streams(code)
+    assert "e4m3x2" in code
+    wide = dict.fromkeys(("d_total", "total", "means", "scales", "weight", "d_stream", "parts"), "*fp32")
+    types = wide | narrow | {"d_normed": "*bf16", "rows": "i32"}
+    code = compiled(backward_kernel, types, sizes, multiples={"width"}).asm["ptx"]
+    check_streams(code)
+    assert "e4m3x2" in code
+
+
+def test_columns_of_fp8(compiled):
+    """Rows are read, and columns written, 16 bytes a thread."""
+    import triton.language as tl
+
+    from hasten.ops.fp8 import triton_columns, triton_weights
+
+    scales = dict.fromkeys(("scales", "other_scales", "parts"), "*fp32") | {"rows": "i32", "width": "i32"}
+    tile = {"ROWS": triton_columns.ROWS, "COLUMNS": triton_columns.COLUMNS}
+    options, multiples = {"num_warps": triton_columns.WARPS}, {"rows", "width"}
+    types = scales | {"x": "*u8", "out": "*u8"}
+    check_streams(compiled(triton_columns.bytes_kernel, types, tile, options, multiples=multiples).asm["ptx"])
+    types = scales | {"x": "*fp8e4nv", "out": "*fp8e4nv", "found": "*fp32", "count": "i32"}
+    constants = tile | {"PARTS": 256}
+    code = compiled(triton_columns.moved_kernel, types, constants, options, multiples=multiples).asm["ptx"]
+    check_streams(code)
+    check_pairs(code)
+    types = {"table": "*i64", "blocks": "*i64"}
+    constants = {"DTYPE": tl.float32, "NARROW": tl.float8e4nv, "FIELDS": triton_weights.FIELDS}
+    constants |= {"ROWS": triton_weights.ROWS, "COLUMNS": triton_weights.COLUMNS}
+    options = {"num_warps": triton_weights.WARPS}
+    codes = [compiled(triton_weights.rows_kernel, types, constants, options).asm["ptx"]]
+    del constants["DTYPE"], constants["NARROW"]
+    codes.append(compiled(triton_weights.columns_kernel, types, constants, options).asm["ptx"])
+    for code in codes:
+        check_streams(code)
+        check_pairs(code)
+        assert "st.global.b8" not in code
 
 
 def test_adamw(compiled):

@@ -63,7 +63,7 @@ def test_nothing_of_triton_is_imported_before_it_is_asked_for():
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("rows", [1, 2, 7, 16, 17, 100])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 100])
 @pytest.mark.parametrize(
     "format",
     [
@@ -72,7 +72,7 @@ def test_nothing_of_triton_is_imported_before_it_is_asked_for():
     ],
 )
 def test_on_a_gpu(rows, format):
-    for size in ((70, 200), (4096, 4096), (11_008, 1000)):
+    for size in ((70, 201), (4096, 4096), (11_008, 1000)):
         weight = make_weight(*size, format=format[0], group_size=format[1], symmetric=format[2])
         for dtype in (torch.bfloat16, torch.float16):
             check_linear(weight, rows=rows, dtype=dtype, with_bias=True, device="cuda")

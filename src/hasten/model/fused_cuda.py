@@ -95,22 +95,30 @@ class CudaBlock(FusedSteps):
         from hasten.ops.attention import ragged
         from hasten.ops.attention.step import decode_step
         from hasten.ops.block import triton_steps
-        from hasten.ops.linear.fused import NormArguments, fused_linear
+        from hasten.ops.linear.fused import FusedLinear, NormArguments
 
         norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
+        input_norm, inner_norm = (NormArguments(*norm_arguments(one)) for one in (self.attention_norm, self.mlp_norm))  # type: ignore[arg-type]
+        dtype = self._like.dtype
         sizes = (0.0, 0.0) if self.q_norm is None else (self.q_norm.eps, self.q_norm.offset)
         self._bound = SimpleNamespace(
-            product=fused_linear,
-            weights={name: product_weight(getattr(self, name)) for name in ("qkv", "output", "inner", "down")},
-            input_norm=NormArguments(*norm_arguments(self.attention_norm)),  # type: ignore[arg-type]
-            inner_norm=NormArguments(*norm_arguments(self.mlp_norm)),  # type: ignore[arg-type]
+            qkv=FusedLinear(**product_weight(self.qkv), norm=input_norm, out_dtype=dtype),
+            output=FusedLinear(**product_weight(self.output), out_dtype=dtype, in_place=True),
+            inner=FusedLinear(
+                **product_weight(self.inner),
+                norm=inner_norm,
+                activation=self.activation_name,
+                gated=self.gated,
+                out_dtype=dtype,
+            ),
+            down=FusedLinear(**product_weight(self.down), out_dtype=dtype, in_place=True),
             post_norms=[self._post(norm) for norm in (self.attention_post_norm, self.mlp_post_norm)],
             add_normed=triton_steps.add_normed,
             place_heads=triton_steps.place_heads,
             qk_norms=(*norms, *sizes),
             attend=ragged.over_view,
             decode_step=decode_step,
-            dtype=self._like.dtype,
+            dtype=dtype,
             counters=ragged.counters_on(self._like.device),
         )
 
@@ -122,7 +130,7 @@ class CudaBlock(FusedSteps):
         return place.device.type == self._like.device.type and place.dtype in HALVES
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
-        """x (B, T, C) -> (B, T, C) in float32."""
+        """x (B, T, C) -> (B, T, C) in float32; an x in float32 may be overwritten."""
         bound, spec = self._bound, self.spec
         batch, tokens, _ = x.shape
         given: dict[str, Any] = {"like": x.new_empty(0, dtype=bound.dtype)} if isinstance(layer, PlainLayer) else {}
@@ -130,24 +138,16 @@ class CudaBlock(FusedSteps):
         rows = x.float().flatten(0, 1)  # (R, C)
         tables = (None, None) if rope is None else (rope[0].flatten(0, -2), rope[1].flatten(0, -2))
         rows = self.attention(rows, tables, view)
-        inner = bound.product(
-            rows,
-            **bound.weights["inner"],
-            norm=bound.inner_norm,
-            activation=self.activation_name,
-            gated=self.gated,
-            out_dtype=bound.dtype,
-        )
-        return self._added(rows, inner, "down", bound.post_norms[1]).view(x.shape)
+        return self._added(rows, bound.inner(rows), bound.down, bound.post_norms[1]).view(x.shape)
 
     def attention(self, x: Tensor, tables: tuple[Tensor | None, Tensor | None], view: KVView) -> Tensor:
         """x (R, C) with what attention adds. tables: cos and sin (R, dim/2)."""
         bound, spec, step = self._bound, self.spec, view.metadata
-        qkv = bound.product(x, **bound.weights["qkv"], norm=bound.input_norm, out_dtype=bound.dtype)
+        qkv = bound.qkv(x)
         if self.one_launch and step.max_query == 1 and step.rows == PLAIN and len(x) == len(step.seq_lens):
             attended = self._decoded(qkv, tables, view)
             if attended is not None:
-                return self._added(x, attended.flatten(1), "output", bound.post_norms[0])
+                return self._added(x, attended.flatten(1), bound.output, bound.post_norms[0])
         (q_weight, k_weight, eps, offset), slots = bound.qk_norms, step.slot_mapping
         if step.rows == PLAIN:
             k, v = view.k, view.v
@@ -160,7 +160,7 @@ class CudaBlock(FusedSteps):
         else:
             view.k[step.slot_mapping], view.v[step.slot_mapping] = step.rows.write(k), step.rows.write(v)
             attended = self._over_rounded(q, view, step.rows)
-        return self._added(x, attended.flatten(1), "output", bound.post_norms[0])
+        return self._added(x, attended.flatten(1), bound.output, bound.post_norms[0])
 
     def _decoded(self, qkv: Tensor, tables: tuple[Tensor | None, Tensor | None], view: KVView) -> Tensor | None:
         """Attention of one query a sequence in one launch, or None where its kernel cannot be built here."""
@@ -192,12 +192,11 @@ class CudaBlock(FusedSteps):
         attended = bound.attend(turn(q.float()).to(q.dtype), view, spec=spec, counters=bound.counters)
         return turn(attended.float()).to(q.dtype)
 
-    def _added(self, x: Tensor, y: Tensor, name: str, post_norm: tuple[Any, ...] | None) -> Tensor:
-        """x + norm(product of y), float32."""
-        bound = self._bound
+    def _added(self, x: Tensor, y: Tensor, product: Any, post_norm: tuple[Any, ...] | None) -> Tensor:
+        """x + norm(product of y), float32; x may be overwritten."""
         if post_norm is None:
-            return bound.product(y, **bound.weights[name], residual=x)
-        return bound.add_normed(x, bound.product(y, **bound.weights[name]), *post_norm)
+            return product(y, x)
+        return self._bound.add_normed(x, product(y), *post_norm)
 
 
 INT4_CACHE = "a GPU has no kernel for int4 caches: each layer's cache is unpacked in every step; int8 has one"

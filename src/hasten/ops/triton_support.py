@@ -2,18 +2,30 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 ASSUMED_CAPABILITY = (9, 0)  # Hopper, where a GPU is asked about that is not here
 LEAST_CAPABILITY = (8, 0)  # Ampere: the first whose tensor cores take bfloat16
 
 
+_CAPABILITIES: dict[Any, tuple[int, int]] = {}  # by who was asked, and the device
+
+
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """Of a CUDA device, or Hopper's where there is no device to ask."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else ASSUMED_CAPABILITY
+    key = torch.cuda.is_available, torch.cuda.get_device_capability, device.index
+    kept = device.index is not None and not torch.compiler.is_compiling()
+    if kept and key in _CAPABILITIES:
+        return _CAPABILITIES[key]
+    found = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else ASSUMED_CAPABILITY
+    if kept:
+        _CAPABILITIES[key] = found
+    return found
 
 
 def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | None = None) -> str | None:
@@ -36,17 +48,34 @@ def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | No
     return None
 
 
-def launches_early() -> bool:
-    """Whether the kernels of a fused block are launched while the one before them ends (programmatic dependent launch).
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel can start there while the one before it ends (programmatic dependent launch: Hopper)."""
+    return device.type == "cuda" and compute_capability(device) >= (9, 0)
 
-    Each then waits before it reads what the other wrote. HASTEN_EARLY_LAUNCH=1 switches it on, on Hopper GPUs.
+
+def recorded() -> bool:
+    """Whether calls are compiled or seen by a dispatch mode, which want operators of PyTorch's."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+
+
+class Operator:
+    """A function that is called as an operator of PyTorch's where calls are recorded, and directly everywhere else.
+
+    A call through PyTorch's dispatcher takes the host longer than the launch of a kernel. There are no gradients.
     """
-    return os.environ.get("HASTEN_EARLY_LAUNCH") == "1" and os.environ.get("TRITON_INTERPRET") != "1"
+
+    def __init__(self, name: str, function: Callable[..., Any], mutates_args: Iterable[str]) -> None:
+        self.function = function
+        self.dispatched = torch.library.custom_op(name, function, mutates_args=mutates_args)
+        self.register_fake = self.dispatched.register_fake
+
+    def __call__(self, *args: Any) -> Any:
+        return (self.dispatched if recorded() else self.function)(*args)
 
 
-def early_launch() -> dict[str, bool]:
-    """The same as options of a launch, whose kernel has a constant PDL."""
-    return {"PDL": True, "launch_pdl": True} if launches_early() else {"PDL": False}
+def registered(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Operator]:
+    """Make an `Operator` of a function."""
+    return lambda function: Operator(name, function, mutates_args)
 
 
 def readable(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 from torch import Tensor
-from triton.compiler.errors import CompilationError
+from triton.errors import TritonError
 
 from hasten.errors import HastenWarning
 from hasten.ops.attention import flash_triton_backward
@@ -124,7 +124,7 @@ def _compiled(run: Callable[[], None], q: Tensor) -> bool:
     try:
         with torch.cuda.device_of(q):
             run()
-    except (ImportError, AttributeError, CompilationError) as error:
+    except (ImportError, AttributeError, TritonError) as error:
         _failed.append(" ".join(str(error).split())[-200:])
         message = "flash attention runs without its kernels for Hopper GPUs, slower; Triton cannot compile them: "
         warnings.warn(message + _failed[0], HastenWarning, stacklevel=3)

@@ -17,7 +17,7 @@ from hasten.ops.attention.flash_tiles import LEAST_SIDE, side
 from hasten.ops.attention.ragged_kernels import attend, combine
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.attention.view import KVView
-from hasten.ops.triton_support import early_launch, readable
+from hasten.ops.triton_support import readable, registered
 
 LOG2_E = math.log2(math.e)
 # The number of programs aimed at when keys are split: two on each multiprocessor of an H100. It is a constant, so that
@@ -65,7 +65,7 @@ def plan_for(
     )
 
 
-@torch.library.custom_op("hasten_triton::ragged_attention", mutates_args=("counters",))
+@registered("hasten_triton::ragged_attention", mutates_args=("counters",))
 def operator(
     q: Tensor,
     k: Tensor,
@@ -162,7 +162,6 @@ def launch(
             CHUNK=at_once(plan.rows, side(size)),
             num_warps=plan.warps,
             num_stages=plan.stages_of(paged=block_table is not None),
-            **early_launch(),
         )
         if parts is not None and counters is None:
             add_up(out, parts, peaks, sums)

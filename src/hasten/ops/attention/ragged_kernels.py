@@ -143,11 +143,7 @@ def attend(
     PAGE: tl.constexpr,  # block_size of a table that nobody goes through twice; 0: of another one
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr,  # parts that are added up at once
-    PDL: tl.constexpr,  # launched while the kernel before this one ends
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     kv_head, split = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1) * GROUP
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # causal rows get longer, and the longest go first

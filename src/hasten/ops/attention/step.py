@@ -12,10 +12,10 @@ from torch import Tensor
 from hasten.ops.attention.flash_tiles import side
 from hasten.ops.attention.ragged import LOG2_E, add_up, at_once, plan_for
 from hasten.ops.attention.step_kernels import attend_new
-from hasten.ops.triton_support import early_launch, readable
+from hasten.ops.triton_support import readable, registered
 
 
-@torch.library.custom_op("hasten_triton::decode_step", mutates_args=("k", "v", "counters"))
+@registered("hasten_triton::decode_step", mutates_args=("k", "v", "counters"))
 def decode_step(
     qkv: Tensor,
     cos: Tensor | None,
@@ -83,7 +83,6 @@ def decode_step(
             CHUNK=at_once(group_rows, side(size)),
             num_warps=plan.warps,
             num_stages=plan.stages_of(paged=block_table is not None),
-            **early_launch(),
         )
         if parts is not None and counters is None:
             add_up(out, parts, peaks, sums)

@@ -74,11 +74,7 @@ def attend_new(
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,  # GROUP, or the next power of two
     CHUNK: tl.constexpr,  # parts that are added up at once
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     b, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     heads = kv_heads * GROUP
@@ -87,29 +83,8 @@ def attend_new(
     real = m < GROUP
     inside = real[:, None] & (d < D)[None, :]
     length = tl.load(lengths + b).to(tl.int32)
-    if cos is not None:
-        cos += b * HALF
-        sin += b * HALF
-    base = qkv + b.to(tl.int64) * qkv_stride
-    at = base + (kv_head * GROUP + m)[:, None] * D
-    query = turned(at, inside, q_weight, cos, sin, eps, offset, D, D_SIDE, HALF).to(qkv.dtype.element_ty)
-    one = (tl.arange(0, 1) + heads + kv_head)[:, None] * D  # of the new key
-    there = (d < D)[None, :]
-    new_key = turned(base + one, there, k_weight, cos, sin, eps, offset, D, D_SIDE, HALF).to(k.dtype.element_ty)
-    new_value = tl.load(base + one + kv_heads * D + d[None, :], mask=there, other=0.0).to(v.dtype.element_ty)
-    slot = tl.load(slot_mapping + b).to(tl.int64)
     cache_base = kv_head.to(tl.int64) * head_stride
-    own = cache_base + slot * row_stride + d[None, :]
-    writes = there & (split == 0) & (slot >= 0)
-    tl.store(k + own, new_key, mask=writes)
-    tl.store(v + own, new_value, mask=writes)
-    score = tl.sum(query.to(tl.float32) * new_key.to(query.dtype).to(tl.float32), axis=1)  # (M,)
-    if inner is not None:
-        score = 1 - 2 / (1 + tl.exp2(score * inner))  # tanh
-    begins = real & (split == 0) & (length > 0)
-    peak = tl.where(begins, score * factor, float("-inf"))
-    total = tl.where(begins, 1.0, 0.0)
-    acc = tl.where(begins[:, None], new_value.to(tl.float32), 0.0)
+    own = cache_base  # where the new key goes
     high = length - 1
     if table is not None:
         own_table = table + b.to(tl.int64) * blocks
@@ -130,10 +105,32 @@ def attend_new(
     whole = low
     if WINDOW == 0:
         whole = tl.maximum(stop // BLOCK * BLOCK, low)
-    position = tl.where(real, length - 1, -1)
     held = low * 0
     if table is not None:
         held = blocks_of(own_table, low + tl.arange(0, BLOCK), stop, blocks, block_size, PAGE)
+    if cos is not None:
+        cos += b * HALF
+        sin += b * HALF
+    base = qkv + b.to(tl.int64) * qkv_stride
+    at = base + (kv_head * GROUP + m)[:, None] * D
+    query = turned(at, inside, q_weight, cos, sin, eps, offset, D, D_SIDE, HALF).to(qkv.dtype.element_ty)
+    one = (tl.arange(0, 1) + heads + kv_head)[:, None] * D  # of the new key
+    there = (d < D)[None, :]
+    new_key = turned(base + one, there, k_weight, cos, sin, eps, offset, D, D_SIDE, HALF).to(k.dtype.element_ty)
+    new_value = tl.load(base + one + kv_heads * D + d[None, :], mask=there, other=0.0).to(v.dtype.element_ty)
+    slot = tl.load(slot_mapping + b).to(tl.int64)
+    own = own + slot * row_stride + d[None, :]
+    writes = there & (split == 0) & (slot >= 0)
+    tl.store(k + own, new_key, mask=writes)
+    tl.store(v + own, new_value, mask=writes)
+    score = tl.sum(query.to(tl.float32) * new_key.to(query.dtype).to(tl.float32), axis=1)  # (M,)
+    if inner is not None:
+        score = 1 - 2 / (1 + tl.exp2(score * inner))  # tanh
+    begins = real & (split == 0) & (length > 0)
+    peak = tl.where(begins, score * factor, float("-inf"))
+    total = tl.where(begins, 1.0, 0.0)
+    acc = tl.where(begins[:, None], new_value.to(tl.float32), 0.0)
+    position = tl.where(real, length - 1, -1)
     for start in range(low, whole, BLOCK):
         peak, total, acc, held = take_keys(
             peak, total, acc, held, query, position, k, v, None, None, cache_base, own_table, start, stop,

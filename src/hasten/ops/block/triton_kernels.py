@@ -26,12 +26,8 @@ def place_heads(
     D_SIDE: tl.constexpr,
     HALF: tl.constexpr,  # half of the elements that are turned
     BLOCK: tl.constexpr,  # heads of a program
-    PDL: tl.constexpr,  # launched while the kernel before this one ends
 ):
     """The norms of q and k, the rotary turn, and the cache's new rows."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, D_SIDE)
@@ -70,13 +66,8 @@ def place_heads(
 
 
 @triton.jit
-def add_normed(
-    x, y, weight, bias, out, size, eps, offset, CENTRED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def add_normed(x, y, weight, bias, out, size, eps, offset, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
     """out = x + norm(y), rows of `size`."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * size
     i = tl.arange(0, BLOCK)
     there = i < size

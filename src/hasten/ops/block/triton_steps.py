@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hasten.ops.attention.flash_tiles import side
 from hasten.ops.block import triton_kernels as kernels
-from hasten.ops.triton_support import early_launch, readable
+from hasten.ops.triton_support import readable, registered
 
 
-@torch.library.custom_op("hasten_triton::place_heads", mutates_args=("k", "v"))
+@registered("hasten_triton::place_heads", mutates_args=("k", "v"))
 def place_heads(
     qkv: Tensor,
     cos: Tensor | None,
@@ -54,7 +54,6 @@ def place_heads(
             HALF=0 if cos is None else cos.shape[-1],
             BLOCK=block,
             num_warps=1 if rows <= 64 else 4,
-            **early_launch(),
         )
     for given, own in written:
         if own is not given:  # in the interpreter
@@ -69,7 +68,7 @@ def _place_heads(
     return qkv.new_empty(qkv.shape[0], heads, k.shape[2])
 
 
-@torch.library.custom_op("hasten_triton::add_normed", mutates_args=())
+@registered("hasten_triton::add_normed")
 def add_normed(
     x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, centred: bool
 ) -> Tensor:
@@ -85,7 +84,6 @@ def add_normed(
                 CENTRED=centred,
                 BLOCK=block,
                 num_warps=warps,
-                **early_launch(),
             )
     return out
 

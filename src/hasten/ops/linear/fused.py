@@ -13,7 +13,61 @@ from hasten.ops.linear.beside import ACTIVATIONS, GATE_ROWS, NormArguments
 from hasten.ops.linear.layouts import CHUNKS, Operands, Packed
 from hasten.ops.linear.weights import BFLOAT16
 
-__all__ = ["NormArguments", "fused_linear"]
+__all__ = ["FusedLinear", "NormArguments", "fused_linear"]
+
+
+class FusedLinear:
+    """`fused_linear` of one weight with all but the rows fixed and checked: a call launches, and little else."""
+
+    __slots__ = ("_on_triton", "activation", "dtype", "gated", "in_place", "norm", "outputs", "weight")
+
+    def __init__(
+        self,
+        weight: Operands | Tensor,
+        *,
+        norm: NormArguments | None = None,
+        activation: str | None = None,
+        gated: bool = False,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype,
+        in_place: bool = False,
+    ) -> None:
+        if isinstance(weight, Tensor):
+            weight = Operands(weight, None, None, None, bias, weight.shape[0], BFLOAT16)
+        if out_dtype not in (torch.bfloat16, torch.float16):
+            raise ConfigError(f"fused_linear computes in bfloat16 or float16; out_dtype is {out_dtype}")
+        if activation is not None and activation not in ACTIVATIONS:
+            raise ConfigError(f"activation is {activation!r}; use {', '.join(ACTIVATIONS)} or None")
+        if gated and weight.out_features % (2 * GATE_ROWS):
+            raise ConfigError(f"a gated weight has a multiple of {2 * GATE_ROWS} rows; found {weight.out_features}")
+        self.weight, self.activation, self.gated, self.dtype = weight, activation, gated, out_dtype
+        self.norm = None if norm is None or norm.weight is None else norm
+        self.in_place = in_place and self.norm is None and activation is None and not gated
+        self.outputs = weight.out_features // 2 if gated else weight.out_features
+        self._on_triton = triton_support.refusal(weight.data.device) is None
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x (R, K) and a residual as in `fused_linear`."""
+        if residual is not None and residual.shape != (x.shape[0], self.outputs):
+            raise ConfigError(
+                f"the residual of this product is {(x.shape[0], self.outputs)}; found {tuple(residual.shape)}"
+            )
+        weight, norm = self.weight, self.norm
+        if not self._on_triton:
+            return reference(x, weight, norm, self.activation, self.gated, residual, self.dtype)
+        from hasten.ops.linear.triton_linear import Beside, add_to_residual, fused_operator, product  # imports Triton
+
+        if self.in_place and residual is not None:
+            added = add_to_residual(residual, x, weight, self.dtype)
+            if added is not None:
+                return added
+        kind = 0 if self.activation is None else ACTIVATIONS.index(self.activation) + 1
+        if not triton_support.recorded():  # an operator's call takes the host longer than a launch
+            return product(x, weight, Beside(self.dtype, norm, kind, self.gated, residual))
+        bits, group_size = weight.format.bits, weight.format.group_size
+        parts = weight.data, weight.scales, weight.zeros, weight.bias, weight.out_features, bits, group_size
+        norm = norm or NormArguments(None, None, 0.0)  # type: ignore[arg-type]
+        return fused_operator(x, *parts, *norm, kind, self.gated, residual, self.dtype)
 
 
 def fused_linear(
@@ -26,39 +80,28 @@ def fused_linear(
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    in_place: bool = False,
 ) -> Tensor:
     """residual + act(norm(x)·Wᵀ + b) for x (R, K): float32 (R, N) with a residual, else in 16 bits.
 
     x: float32, bfloat16 or float16. weight: int8 or int4 as `PackedLinear.operands` of the kernel "triton" has it, or
     plain (N, K) in 16 bits with `bias` (N,). gated: 32 rows of a gate and 32 of an up take turns in the weight, and
     the outputs (R, N / 2) are act(gate) · up. residual: float32 (R, N). out_dtype: bfloat16 or float16, in which
-    products of several rows take x, and of the result without a residual; x's own where that has 16 bits.
+    products of several rows take x, and of the result without a residual; x's own where that has 16 bits. in_place:
+    the residual may be overwritten with the result and returned.
 
     The same bits for the same sizes; a row may get others in another number of rows.
     """
-    if isinstance(weight, Tensor):
-        weight = Operands(weight, None, None, None, bias, weight.shape[0], BFLOAT16)
-    if norm is not None and norm.weight is None:
-        norm = None
-    dtype = out_dtype or x.dtype
-    outputs = weight.out_features // 2 if gated else weight.out_features
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ConfigError(f"fused_linear computes in bfloat16 or float16; out_dtype is {dtype}")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ConfigError(f"activation is {activation!r}; use {', '.join(ACTIVATIONS)} or None")
-    if gated and weight.out_features % (2 * GATE_ROWS):
-        raise ConfigError(f"a gated weight has a multiple of {2 * GATE_ROWS} rows; found {weight.out_features}")
-    if residual is not None and tuple(residual.shape) != (x.shape[0], outputs):
-        raise ConfigError(f"the residual of this product is {(x.shape[0], outputs)}; found {tuple(residual.shape)}")
-    if triton_support.refusal(x.device) is not None:
-        return reference(x, weight, norm, activation, gated, residual, dtype)
-    from hasten.ops.linear.triton_linear import fused_operator  # imports Triton
-
-    kind = 0 if activation is None else ACTIVATIONS.index(activation) + 1
-    bits, group_size = weight.format.bits, weight.format.group_size
-    norm = norm or NormArguments(None, None, 0.0)  # type: ignore[arg-type]
-    parts = weight.data, weight.scales, weight.zeros, weight.bias, weight.out_features, bits, group_size
-    return fused_operator(x, *parts, *norm, kind, gated, residual, dtype)
+    made = FusedLinear(
+        weight,
+        norm=norm,
+        activation=activation,
+        gated=gated,
+        bias=bias,
+        out_dtype=out_dtype or x.dtype,
+        in_place=in_place,
+    )
+    return made(x, residual)
 
 
 def reference(

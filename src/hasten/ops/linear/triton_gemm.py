@@ -175,16 +175,12 @@ def several_rows(
     SCALED: tl.constexpr,  # weights are multiplied by the scale of their group, and rounded; else their products are
     WHOLE: tl.constexpr,  # K needs no mask
     WIDE: tl.constexpr,  # in the interpreter
-    PDL: tl.constexpr,
 ):
     """One tile of outputs over one part of K, in float32."""
     PAIRS: tl.constexpr = 4 if BITS == 4 else 2
     RUN: tl.constexpr = 32 * PAIRS  # features of a chunk
     WORDS: tl.constexpr = 16 * CHUNKS
     K: tl.constexpr = 32 * CHUNKS  # features that one product takes
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
     n = tile * N + tl.arange(0, N)
     m = tl.program_id(1) * M + tl.arange(0, M)

@@ -80,16 +80,6 @@ def halves(word, HALF: tl.constexpr):
 
 
 @triton.jit
-def fetch_to_cache(rows, bytes_of_row):
-    """Ask for the first 16 KB of each row (of bytes; a pointer for each) in the L2 cache: before x is known."""
-    lines = tl.minimum(tl.arange(0, 128)[None, :], (bytes_of_row - 1) // 128)
-    places = rows.to(tl.pointer_type(tl.uint8))[:, None] + lines * 128
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def zeros_of(BLOCK: tl.constexpr, T: tl.constexpr):
     """BLOCK tensors (T, 4)."""
     sums = ()
@@ -103,6 +93,19 @@ def block_of(program, i, n_size, GATED: tl.constexpr, BLOCK: tl.constexpr):
     """The i-th block of 4 weight rows of a program."""
     output = program * (BLOCK // 2) + i // 2 if GATED else program * BLOCK + i
     return tl.minimum(row_of_output(output, i % 2, GATED, GATE_ROWS // ROWS), (n_size - 1) // ROWS)
+
+
+@triton.jit
+def words_of(data, at, last, row_stride, n_size, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """The words `at` (T, 1) of each of a program's blocks: BLOCK tensors (T, 4)."""
+    row = tl.arange(0, ROWS)[None, :]
+    inside = tl.minimum(at, last)
+    q = ()
+    for b in tl.static_range(BLOCK):
+        own_block = block_of(tl.program_id(0), b, n_size, GATED, BLOCK)
+        words = data + own_block.to(tl.int64) * (row_stride * ROWS) + row
+        q = q + (tl.load(words + inside * ROWS, eviction_policy="evict_first"),)  # noqa: RUF005
+    return q
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -135,24 +138,18 @@ def one_row_packed(
     BLOCK: tl.constexpr,  # blocks of 4 rows
     T: tl.constexpr,  # words of a row in a step: one for each thread
     STAGES: tl.constexpr,  # steps whose loads are under way
-    PDL: tl.constexpr,
 ):
     """int8 and int4. Σ (q - z)·x = Σ (1 + q·u)·(x/u) - Σ x/u - z·Σ x, u a power of two: nothing is converted."""
     PAIRS: tl.constexpr = 4 if BITS == 4 else 2  # of a word
     RUN: tl.constexpr = 32 * PAIRS  # features of a chunk
     MIDDLE: tl.constexpr = 8.0 if BITS == 4 else 128.0  # what stands for 0: int8 is stored with 128 added
     ZERO: tl.constexpr = 0.0 if BITS == 4 else 128.0
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     i = tl.arange(0, BLOCK)
     row = tl.arange(0, ROWS)[None, :]
     t = tl.arange(0, T)[:, None]
     output = tl.program_id(0) * (BLOCK // 2) + i // 2 if GATED else tl.program_id(0) * BLOCK + i
     block = tl.minimum(row_of_output(output, i % 2, GATED, GATE_ROWS // ROWS), (n_size - 1) // ROWS)
     last = row_stride - 1  # what is read beyond it is that word again, times zeros
-    if PDL:
-        fetch_to_cache(data + block.to(tl.int64) * (row_stride * ROWS), row_stride * 16)
-        tl.extra.cuda.gdc_wait()
     mean, deviation = 0.0, 1.0
     if NORM == 2:
         mean, deviation = moments(x, k_size, eps, XBITS, HALF, 1024)
@@ -164,11 +161,7 @@ def one_row_packed(
     for start in tl.range(0, row_stride, T, num_stages=STAGES):
         at = start + t
         inside = tl.minimum(at, last)
-        q = ()
-        for b in tl.static_range(BLOCK):
-            own_block = block_of(tl.program_id(0), b, n_size, GATED, BLOCK)
-            words = data + own_block.to(tl.int64) * (row_stride * ROWS) + row
-            q = q + (tl.load(words + inside * ROWS, eviction_policy="evict_first"),)  # noqa: RUF005
+        q = words_of(data, at, last, row_stride, n_size, GATED, BLOCK)
         place = at // 16 * (RUN // 2) + at % 16  # of the first pair in x
         left = k_size - 2 * place
         parts = sums if GROUP == 0 else zeros_of(BLOCK, T)
@@ -233,6 +226,19 @@ def one_row_packed(
 
 
 @triton.jit
+def plain_words_of(data, at, last, row_stride, n_size, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """16 bytes `at` (T,) of each of a program's rows: BLOCK tensors (T, 4)."""
+    word = tl.arange(0, 4)[None, :]
+    q = ()
+    for b in tl.static_range(BLOCK):
+        output = tl.program_id(0) * (BLOCK // 2) + b // 2 if GATED else tl.program_id(0) * BLOCK + b
+        row = tl.minimum(row_of_output(output, b % 2, GATED, GATE_ROWS), n_size - 1)
+        words = data + row.to(tl.int64) * row_stride + word
+        q = q + (tl.load(words + tl.minimum(at, last)[:, None] * 4, eviction_policy="evict_first"),)  # noqa: RUF005
+    return q
+
+
+@triton.jit
 def one_row_plain(
     x,  # (K,), as integers of two numbers
     data,  # (N, K), as integers of two numbers of 16 bits
@@ -255,21 +261,17 @@ def one_row_plain(
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,  # rows
     T: tl.constexpr,  # times 4 words of a row in a step: 4 for each thread
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr,  # started while the kernel before it ends
 ):
-    """Weights of 16 bits, row by row as PyTorch keeps them."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    """Weights of 16 bits, row by row as PyTorch keeps them; a step's are loaded while those before are multiplied."""
     i = tl.arange(0, BLOCK)
     t = tl.arange(0, T)
-    word = tl.arange(0, 4)[None, :]
     n = row_of_output(
         tl.program_id(0) * (BLOCK // 2) + i // 2 if GATED else tl.program_id(0) * BLOCK + i, i % 2, GATED, GATE_ROWS
     )
     last = row_stride // 4 - 1  # what is read beyond it is that again, times zeros
-    if PDL:
-        fetch_to_cache(data + tl.minimum(n, n_size - 1).to(tl.int64) * row_stride, row_stride * 4)
+    following = plain_words_of(data, t, last, row_stride, n_size, GATED, BLOCK)
+    if EARLY:
         tl.extra.cuda.gdc_wait()
     mean, deviation = 0.0, 1.0
     if NORM == 2:
@@ -278,15 +280,13 @@ def one_row_plain(
     for _ in tl.static_range(BLOCK):
         sums = sums + (tl.zeros((T,), dtype=tl.float32),)  # noqa: RUF005
     squares = tl.zeros((T,), dtype=tl.float32)
-    for start in tl.range(0, last + 1, T, num_stages=STAGES):
+    for start in tl.range(0, last + 1, T, num_stages=1):
         at = start + t
+        q = following
+        following = plain_words_of(data, at + T, last, row_stride, n_size, GATED, BLOCK)
         own = ()
         for b in tl.static_range(BLOCK):
-            output = tl.program_id(0) * (BLOCK // 2) + b // 2 if GATED else tl.program_id(0) * BLOCK + b
-            row = tl.minimum(row_of_output(output, b % 2, GATED, GATE_ROWS), n_size - 1)
-            words = data + row.to(tl.int64) * row_stride + word
-            q = tl.load(words + tl.minimum(at, last)[:, None] * 4, eviction_policy="evict_first")
-            even, odd = tl.split(tl.reshape(q, (T, 2, 2)))
+            even, odd = tl.split(tl.reshape(q[b], (T, 2, 2)))
             first, third = tl.split(even)
             second, fourth = tl.split(odd)
             own = own + (first, second, third, fourth)  # noqa: RUF005
@@ -302,6 +302,8 @@ def one_row_plain(
                 low, high = halves(own[4 * b + pair], HALF)
                 added = added + (sums[b] + low * low_x + high * high_x,)  # noqa: RUF005
             sums = added
+    if EARLY:  # what comes behind may take the room of the programs that end
+        tl.extra.cuda.gdc_launch_dependents()
     y = sums_of_all(sums, BLOCK, 1)
     if NORM == 1:
         y *= root_mean_square(tl.sum(squares), k_size, eps)

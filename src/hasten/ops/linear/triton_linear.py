@@ -12,23 +12,29 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from hasten.ops.linear import triton_rows
+from hasten.ops.linear import gemm_hopper, triton_rows
 from hasten.ops.linear.beside import NormArguments
 from hasten.ops.linear.layouts import Operands
 from hasten.ops.linear.triton_choice import (
+    MOST_FEW_ROWS,
     MOST_UNPACKED_ROWS,
+    FewRows,
     OneRow,
     SeveralRows,
+    choose_few_rows,
     choose_one_row,
     choose_several_rows,
 )
+from hasten.ops.linear.triton_few import few_rows
 from hasten.ops.linear.triton_gemm import several_rows
 from hasten.ops.linear.triton_gemv import one_row_packed, one_row_plain
 from hasten.ops.linear.weights import BFLOAT16, group_format
-from hasten.ops.triton_support import readable
+from hasten.ops.triton_support import readable, starts_early
+from hasten.ops.wide_sums import add_product
 
 ONE = 0x3F800000  # the bits of 1.0
-ELEMENTS = 1024  # of a program of an elementwise kernel
+ELEMENTS = 512  # of a program of an elementwise kernel, 8 of a thread
+MOST_ROWS_TO_ADD = 16  # up to here a launch of its own for the sum costs little
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +132,28 @@ def product(x: Tensor, weight: Operands, beside: Beside) -> Tensor:
     if rows == 0:
         return x.new_empty((0, beside.outputs(weight)), dtype=beside.result)
     x, norm = x.contiguous(), beside.norm
-    if norm is not None and norm.weight.dtype not in (torch.float32, beside.dtype):
+    if beside.residual is not None and not beside.residual.is_contiguous():
+        beside = replace(beside, residual=beside.residual.contiguous())
+    if norm is not None and not _one_dtype(norm, beside.dtype):
         beside = replace(beside, norm=norm._replace(weight=norm.weight.float(), bias=_floats(norm.bias)))
     with torch.cuda.device_of(x):
-        if rows == 1 and reads_in_pairs(x, weight, beside):
+        packed = weight.format.bits != 16
+        # Tensor cores are faster for a row, too, where they get it as it is.
+        alone = packed and beside.norm is None and x.dtype == beside.dtype
+        if rows == 1 and not alone and reads_in_pairs(x, weight, beside):
             return multiply_row(x, weight, beside)
         if beside.norm is not None:
             x = normed_rows(x, beside.norm, beside.dtype)
         x = x.to(beside.dtype)
-        if weight.format.bits != 16 and rows <= MOST_UNPACKED_ROWS:
+        if packed and rows <= MOST_FEW_ROWS:
+            return multiply_few(x, weight, beside)
+        if packed and gemm_hopper.serves(x, weight):
+            y = gemm_hopper.multiply(x, weight, beside, _counters)
+            if y is not None:
+                return y
+        if packed and rows <= MOST_UNPACKED_ROWS:
             return multiply_rows(x, weight, beside)
-        if weight.format.bits != 16:
+        if packed:
             weight = dequantized(weight, x.shape[1], beside.dtype)
         return multiply_plain(x, weight, beside)
 
@@ -172,14 +189,17 @@ def multiply_row(x: Tensor, weight: Operands, beside: Beside, *, config: OneRow 
         "GATED": beside.gated,
         "BLOCK": config.block,
         "T": config.threads,
-        "STAGES": config.stages,
-        "PDL": config.pdl,
         "num_warps": config.threads // 32,
-        "num_stages": config.stages,
-    } | ({"launch_pdl": True} if config.pdl else {})
+    }
     if bits == 16:
+        # Its weight must be there before the kernel before it ends: a copy made here would not be.
+        early = config.early and weight.data.is_contiguous() and starts_early(x.device)
         one_row_plain[grid](
-            *(*row, bias, *beside_it, beside.residual, out, outputs, n, k, k // 2, eps, offset), **options
+            *(*row, bias, *beside_it, beside.residual, out, outputs, n, k, k // 2, eps, offset),
+            EARLY=early,
+            num_stages=1,
+            **options,
+            **({"launch_pdl": True} if early else {}),
         )
     else:
         packed = (weight.scales, weight.zeros, bias)
@@ -189,6 +209,8 @@ def multiply_row(x: Tensor, weight: Operands, beside: Beside, *, config: OneRow 
             *(*row, *packed, *beside_it, beside.residual, out, *sizes, eps, offset, ONE),
             BITS=bits,
             GROUP=group_size,
+            STAGES=config.stages,
+            num_stages=config.stages,
             **options,
         )
     return out.to(beside.result)
@@ -232,9 +254,37 @@ def multiply_rows(x: Tensor, weight: Operands, beside: Beside, *, config: Severa
         SCALED=config.scaled,
         WHOLE=k % run == 0,
         WIDE=x.device.type == "cpu",
-        PDL=config.pdl,
         num_warps=config.threads // 32,
-        **({"launch_pdl": True} if config.pdl else {}),
+    )
+    return out.to(beside.result)
+
+
+def multiply_few(x: Tensor, weight: Operands, beside: Beside, *, config: FewRows | None = None) -> Tensor:
+    """x (R, K) in 16 bits, R up to 16 -> (R, outputs) in one launch; the norm of `beside` has been applied."""
+    rows, k = x.shape
+    bits, group_size = weight.format.bits, weight.format.group_size
+    n, outputs, words = weight.out_features, beside.outputs(weight), weight.data.shape[1]
+    config = config or choose_few_rows(bits, group_size, rows, n, k, gated=beside.gated)
+    assert weight.scales is not None
+    if k % 2:
+        x = F.pad(x, (0, 1))
+    out = _result(x, beside, rows, outputs)
+    bias = None if weight.bias is None else readable(weight.bias)
+    few_rows[(triton.cdiv(n, 32 * config.side),)](
+        *(_pairs(x), weight.data, readable(weight.scales), weight.zeros, bias, beside.residual, out),
+        *(rows, outputs, n, x.shape[1] // 2, words, weight.scales.shape[1], words // 16),
+        BITS=bits,
+        GROUP=group_size,
+        HALF=x.dtype == torch.float16,
+        ACTIVATION=beside.activation,
+        GATED=beside.gated,
+        TILES=triton.cdiv(rows, 8),
+        AHEAD=config.ahead,
+        WARPS=config.warps,
+        SIDE=config.side,
+        WIDE=x.device.type == "cpu",
+        num_warps=config.warps * config.side,
+        maxnreg=config.registers,
     )
     return out.to(beside.result)
 
@@ -260,14 +310,24 @@ def multiply_plain(x: Tensor, weight: Operands, beside: Beside) -> Tensor:
     y = F.linear(x, weight.data.to(x.dtype), None if weight.bias is None else weight.bias.to(x.dtype))
     if beside.gated or beside.activation:
         out = _result(x, beside, x.shape[0], beside.outputs(weight))
-        triton_rows.activate_rows[(triton.cdiv(out.numel(), ELEMENTS),)](
-            *(readable(y), out, out.numel(), out.shape[1], y.shape[1]),
+        triton_rows.activate_rows[(len(y), triton.cdiv(out.shape[1], ELEMENTS))](
+            *(readable(y), out, out.shape[1], y.shape[1]),
             ACTIVATION=beside.activation,
             GATED=beside.gated,
             BLOCK=ELEMENTS,
+            num_warps=2,
         )
         y = out.to(x.dtype)
     return y if beside.residual is None else beside.residual + y
+
+
+def add_to_residual(residual: Tensor, x: Tensor, weight: Operands, dtype: torch.dtype) -> Tensor | None:
+    """residual (R, N) float32 += x·Wᵀ within PyTorch's product of 16-bit weights; None: it is to be added otherwise."""
+    if x.shape[0] <= MOST_ROWS_TO_ADD or weight.format.bits != 16 or weight.bias is not None:
+        return None
+    if residual.dtype != torch.float32 or not residual.is_contiguous():
+        return None
+    return add_product(residual.detach(), x.to(dtype), weight.data.to(dtype).t(), torch.float32)
 
 
 def normed_rows(x: Tensor, norm: NormArguments, dtype: torch.dtype) -> Tensor:
@@ -287,6 +347,12 @@ def normed_rows(x: Tensor, norm: NormArguments, dtype: torch.dtype) -> Tensor:
 def _pairs(tensor: Tensor) -> Tensor:
     """Its numbers as integers of two each."""
     return tensor.contiguous().view(torch.int64 if tensor.itemsize == 4 else torch.int32)
+
+
+def _one_dtype(norm: NormArguments, dtype: torch.dtype) -> bool:
+    """Whether kernels can read the norm's weight and bias as they are: alike, in float32 or the product's dtype."""
+    own = norm.weight.dtype
+    return own in (torch.float32, dtype) and (norm.bias is None or norm.bias.dtype == own)
 
 
 def _floats(tensor: Tensor | None) -> Tensor | None:
@@ -321,5 +387,7 @@ def _counters(device: torch.device, count: int) -> Tensor | None:
         if (device, None) not in _counters_of:
             return None
         start = _taken.get(device, 0)
+        if start + count > COUNTERS["captured"]:
+            return None
         _taken[device] = start + count
-        return _counters_of[device, None][start : start + count] if start + count <= COUNTERS["captured"] else None
+        return _counters_of[device, None][start : start + count]

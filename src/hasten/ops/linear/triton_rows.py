@@ -36,18 +36,17 @@ def norm_row(
 def activate_rows(
     y,  # (rows, N)
     out,  # (rows, outputs)
-    size,  # rows · outputs
     outputs,
     n_size,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The activation of a product, or of its gate times its up."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    output = place % outputs
-    row = y + place // outputs * n_size
+    """The activation of a product, or of its gate times its up, in a part of a row: its loads are of 16 bytes."""
+    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = output < outputs
+    row = y + tl.program_id(0).to(tl.int64) * n_size
+    place = tl.program_id(0).to(tl.int64) * outputs + output
     first = tl.load(row + row_of_output(output, 0, GATED, GATE_ROWS), mask=inside, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(row + row_of_output(output, 1, GATED, GATE_ROWS), mask=inside, other=0.0).to(tl.float32)

@@ -13,6 +13,7 @@ from hasten.errors import ConfigError
 Zero = Literal["middle", "point", "minimum"]
 VALUE_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 VALUE_DTYPES |= dict.fromkeys(("int6", "int4", "int3", "int2"), torch.uint8)
+_BITS = {element: int(re.findall(r"\d+", element)[0]) for element in VALUE_DTYPES}  # products ask for them each time
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the formats that layers hold
 
 
@@ -47,7 +48,7 @@ class WeightFormat:
     @property
     def bits(self) -> int:
         """Of a value."""
-        return int(re.findall(r"\d+", self.element)[0])
+        return _BITS.get(self.element) or int(re.findall(r"\d+", self.element)[0])
 
     @property
     def group_size(self) -> int:

@@ -5,13 +5,13 @@ one kernel.
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from hasten.ops import fp8
 from hasten.ops.loss.kernels import IGNORED, Head
+from hasten.ops.wide_sums import add_product
 
 # Logits in memory at once: 64 MiB in float32. More rows a chunk read the weight less often, which no longer shows here.
 CHUNK_ELEMENTS = 1 << 24
@@ -28,7 +28,7 @@ def triton_rows(rows: int, width: int) -> int:
     """Rows of a chunk on a GPU: as few chunks as fit TRITON_CHUNK_ELEMENTS, all of about one size."""
     most = rows_of_a_chunk(width, elements=TRITON_CHUNK_ELEMENTS)
     chunks = max(1, -(-rows // most))
-    return min(most, -(-rows // chunks // ROW_MULTIPLE) * ROW_MULTIPLE)
+    return min(most, max(1, -(-rows // chunks // ROW_MULTIPLE)) * ROW_MULTIPLE)
 
 
 def loss_and_gradients(
@@ -38,66 +38,55 @@ def loss_and_gradients(
     wide = torch.promote_types(x.dtype, torch.float32)
     by_x, by_weight, by_bias = needed
     shape = head.weight.shape
-    head = head._replace(weight=head.weight.to(x.dtype))
-    if head.fp8:
-        head = head._replace(fp8=fp8.rounded(head.weight))
+    if head.fp8 is None:
+        head = head._replace(weight=head.weight.to(x.dtype))
     loss = torch.zeros((), dtype=wide, device=x.device)
     grad_x = torch.empty_like(x) if by_x else None
     grad_weight = torch.zeros(shape, dtype=wide, device=x.device) if by_weight and not len(x) else None
     grad_bias = torch.zeros(shape[0], dtype=wide, device=x.device) if by_bias else None
     for start in range(0, x.shape[0], rows):
         part, wanted = x[start : start + rows], targets[start : start + rows]
-        gradient = make(part, wanted, head, loss, need=any(needed))
+        narrow = None
+        if head.fp8 is not None and by_x:
+            narrow = fp8.Fp8(x.new_empty((len(part), shape[0]), dtype=fp8.E4M3), loss.new_empty((1, 1)))
+        gradient = make(part, wanted, head, loss, narrow, need=any(needed))
         if gradient is None:
             continue
         if grad_bias is not None:
             grad_bias += gradient.sum(0, dtype=wide)
-        narrow = gradient.to(x.dtype)  # (n, rows of the weight)
+        gradient = gradient.to(x.dtype)  # (n, rows of the weight)
         if grad_x is not None:
-            torch.mm(narrow, head.weight, out=grad_x[start : start + rows])
+            _gradient_of_x(gradient, narrow, head, out=grad_x[start : start + rows])
         if by_weight:
             # Chunks are added up in float32 whatever the products are in.
-            grad_weight = add_product(grad_weight, narrow.t(), part, wide)
+            grad_weight = add_product(grad_weight, gradient.t(), part, wide)
         del gradient, narrow  # before the next chunk's logits are made
     return loss, grad_x, grad_weight, grad_bias
 
 
 def logits_of(part: Tensor, head: Head) -> Tensor:
     """(n, rows of the weight), without bias, in part's dtype."""
-    if isinstance(head.fp8, tuple):
-        return fp8.product(fp8.rounded(part), head.fp8, part.dtype, fast=True)
+    if head.fp8 is not None:
+        return fp8.product(fp8.rounded(part), head.fp8.rows, part.dtype, fast=True)
     return part @ head.weight.t()
 
 
-def add_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """total += a·b, or a·b where there is no total yet, with the sum in `wide`."""
-    in_one = a.is_cuda and a.dtype != wide and _adds_wide(a.dtype, a.device)
-    if total is None:
-        return torch.mm(a, b, out_dtype=wide) if in_one else (a @ b).to(wide)
-    if a.dtype == wide:
-        total.addmm_(a, b)
-    elif in_one:
-        torch.addmm(total, a, b, out_dtype=wide, out=total)
-    else:
-        total += a @ b
-    return total
+def _gradient_of_x(gradient: Tensor, narrow: fp8.Fp8 | None, head: Head, *, out: Tensor) -> None:
+    """gradient · weight; narrow: the gradient in FP8 under one scale."""
+    if narrow is None or head.fp8 is None:
+        torch.mm(gradient, head.weight, out=out)
+        return
+    values, scales = head.fp8.columns
+    fp8.product(narrow, fp8.Fp8(values, scales[:1]), out.dtype, fast=False, out=out)
 
 
-@cache
-def _adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
-    """cuBLAS multiplies 16-bit matrices onto a float32 one; this torch passes that on."""
-    a = torch.eye(16, dtype=dtype, device=device)
-    total = torch.ones(16, 16, dtype=torch.float32, device=device)
-    try:
-        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-        torch.mm(a, a, out_dtype=torch.float32)
-    except (RuntimeError, TypeError):
-        return False
-    return bool(total.sum().item() == 16 * 16 + 16)
+def loss_and_gradient(
+    part: Tensor, wanted: Tensor, head: Head, loss: Tensor, narrow: fp8.Fp8 | None = None, *, need: bool
+) -> Tensor | None:
+    """Add a chunk's losses to `loss`; the gradient by its logits (n, rows of the weight) if needed, in FP8 in `narrow`.
 
-
-def loss_and_gradient(part: Tensor, wanted: Tensor, head: Head, loss: Tensor, *, need: bool) -> Tensor | None:
-    """Add a chunk's losses to `loss`; the gradient by its logits (n, rows of the weight) if needed."""
+    In FP8 it has one scale: no magnitude is above that of a token's share of the loss.
+    """
     logits = logits_of(part, head).to(loss.dtype)  # (n, rows of the weight)
     if head.bias is not None:
         logits += head.bias.to(loss.dtype)
@@ -124,4 +113,9 @@ def loss_and_gradient(part: Tensor, wanted: Tensor, head: Head, loss: Tensor, *,
     if head.scale is not None:
         share = share * head.scale
     logits.mul_(share / total).scatter_add_(1, index, -share * here)
-    return logits if slope is None else logits.mul_(slope)
+    if slope is not None:
+        logits.mul_(slope)
+    if narrow is not None:
+        narrow.scales.copy_(fp8.scale_of(logits.new_ones(()) if head.scale is None else head.scale.float()))
+        narrow.values.copy_((logits / narrow.scales).to(fp8.E4M3))
+    return logits
