@@ -48,7 +48,7 @@ def _detached(value):
 
 
 def recorded(step):
-    """Stands in for `cuda_graph`: a capture runs nothing, so what it changed is put back."""
+    """Stands in for `capture_graph`: a capture runs nothing, so what it changed is put back."""
 
     def capture(run, pool):
         kept = [(tensor, tensor.clone()) for tensor in _tensors(step)]
@@ -69,6 +69,7 @@ def _tensors(step):
         found += step.optimizer.state[parameter].values()
     if step.whole.copies is not None:
         found += [copy for _, copy in step.whole.copies.pairs()]
+        found += [] if step.whole.copies.fp8 is None else [step.whole.copies.fp8.largest]
     found += [step.total, step.norm, *(step.sums or [])]
     return list({id(one): one for one in found}.values())
 

@@ -16,7 +16,7 @@
 - fastest-attention: on CUDA the kernel that hasten takes by itself, maybe cuDNN's.
 - whole-model: on CUDA forward pass and loss as one compiled graph: fused norms and activations, joined projections.
 - captured: on CUDA the whole step as CUDA graphs, with 16-bit copies of the weights and one kernel for AdamW.
-- fp8: on CUDA the products of the MLPs in FP8; off again in the rungs that follow.
+- fp8: on CUDA the products of blocks and head in FP8; off again in the rungs that follow.
 - native-kernels: attention, activations and joined projections of ours; on CUDA FlashAttention in Triton.
 - checkpoint-selective, checkpoint-full: activations computed again. They save memory, not time.
 - checkpoint-offload: as checkpoint-full, with the inputs of blocks on the host (not on a CPU).
@@ -62,7 +62,7 @@ RUNGS: Rungs = {
     "fastest-attention": ("the fastest attention", {"attention": None}),
     "whole-model": ("the model as one function, fused norms", {"whole_model": True}),
     "captured": ("steps as CUDA graphs", {"capture": True}),
-    "fp8": ("MLPs in FP8", {"fp8": True}),
+    "fp8": ("products in FP8", {"fp8": True}),
     "keep-memory": ("freed memory kept, in large pages", {"keep_memory": True}),
     "native-kernels": (
         "native attention and activations, joined projections",

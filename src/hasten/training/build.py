@@ -30,6 +30,7 @@ from hasten.planning.shapes import gpt2, llama
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
 from hasten.training.capture import CapturedStep
+from hasten.training.fp8_model import Fp8Model
 from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
 from hasten.training.qat import round_while_training
@@ -146,7 +147,7 @@ def training_step(
     checkpoint_activations(model, techniques.checkpointing)
     apart = why_block_by_block(model, recipe, ranks)
     if techniques.fp8:
-        check_fp8(model, recipe, apart)
+        check_fp8(model, recipe, precision, apart)
     if techniques.compile and apart is not None:
         compile_blocks(model)
     placement = place(model, recipe, ranks)
@@ -195,15 +196,29 @@ def why_block_by_block(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE)
     return why_not_whole(model)
 
 
-def check_fp8(model: Transformer, recipe: Recipe, apart: str | None) -> None:
+def check_fp8(model: Transformer, recipe: Recipe, precision: Precision, apart: str | None) -> None:
     """Raise ConfigError where the products of a recipe cannot be in FP8."""
     reason = fp8.why_not(model.device)
     if reason is None and apart is not None:
         reason = f"they are part of a model trained as one function, and this one is not: {apart}"
-    tokens = recipe.data.batch_size * recipe.data.context
-    widths = model.config.hidden_size, model.config.intermediate_size
-    if reason is None and any(size % fp8.MULTIPLE for size in (tokens, *widths)):
-        reason = f"rows and columns must be multiples of {fp8.MULTIPLE}"
+    if reason is None and recipe.techniques.compile and recipe.techniques.compile_whole:
+        reason = "its gradients are written by hand, and techniques.compile_whole compiles them; switch that off"
+    if reason is None and precision.dtype != torch.bfloat16:
+        reason = f"it needs techniques.precision bfloat16; it is {recipe.techniques.precision}"
+    config = model.config
+    sizes = {
+        "tokens of a batch": recipe.data.batch_size * recipe.data.context,
+        "rows of the padded vocabulary": config.padded_vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "features of all query heads": config.head_dim * config.heads,
+        "features of all key heads": config.head_dim * config.kv_heads,
+    }
+    odd = next((f"{name}: {size}" for name, size in sizes.items() if size % fp8.MULTIPLE), None)
+    if reason is None and odd is not None:
+        reason = f"rows and columns must be multiples of {fp8.MULTIPLE}; {odd}"
+    heads = config.head_dim * (config.heads + 2 * config.kv_heads)
+    widths = config.hidden_size, config.intermediate_size * (2 if config.gated else 1), heads
     if reason is None and max(widths) > fp8.WIDEST:
         reason = f"a row of {max(widths)} numbers does not fit a program; {fp8.WIDEST} do"
     if reason is not None:
@@ -223,7 +238,8 @@ def whole_step(
     compiles = techniques.compile and (techniques.compile_whole or triton_support.refusal(model.device) is not None)
     if compiles:
         outside_graphs()
-    whole = WholeModel(model, dtype=precision.dtype, compiles=compiles, fp8=techniques.fp8)
+    made_of = Fp8Model if techniques.fp8 else WholeModel
+    whole = made_of(model, dtype=precision.dtype, compiles=compiles)
     placement.module = whole
     reason = why_not_captured(recipe, optimizer, precision)
     made = "the model is one function"

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from hasten.data import Batch
+from hasten.machine.cuda_graphs import capture_graph
 from hasten.ops.loss import IGNORED
-from hasten.training.copies import WeightCopies
 from hasten.training.optimizers import set_learning_rate
 from hasten.training.random_state import RandomState
 from hasten.training.step import StepResult, TrainStep
@@ -27,16 +27,6 @@ from hasten.training.update import Update
 from hasten.training.whole import WholeModel
 
 Replay = Callable[[], None]
-
-
-def cuda_graph(run: Callable[[], Any], pool: Any) -> tuple[Replay, Any]:
-    """Capture `run`, which has run before; returns what replays it, and its memory pool."""
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        run()
-    return graph.replay, graph.pool()
 
 
 @dataclass
@@ -63,7 +53,7 @@ class CapturedStep(TrainStep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.capture: Callable[[Callable[[], Any], Any], tuple[Replay, Any]] = cuda_graph
+        self.capture: Callable[[Callable[[], Any], Any], tuple[Replay, Any]] = capture_graph
         self.updater: Update | None = None
         self.steps_run = 0
 
@@ -77,7 +67,7 @@ class CapturedStep(TrainStep):
         assert isinstance(self.optimizer, torch.optim.AdamW)
         self.whole.copies = None
         if self.copies:
-            self.whole.copies = WeightCopies(self.model, self.whole.dtype, head=self.whole.writes_gradients)
+            self.whole.copies = self.whole.make_copies()
         kept = self.whole.copies
         self.leaves = list(self.parameters) if kept is None else kept.leaves(self.parameters)
         self.updater = Update(self.optimizer, self.parameters, clip=self.clip, copies=kept, kernel=self.kernel)

@@ -2,26 +2,29 @@
 
 Autocast casts every matrix in every step. Here they can be kept: `WeightCopies` holds the matrices of all blocks in 16
 bits, the optimizer writes them after its update, and their gradients come in 16 bits, as the products leave them. The
-numbers are those of autocast: the same rounding of the same weights.
+numbers are those of autocast: the same rounding of the same weights. In FP8 products read other forms of the matrices
+(hasten.ops.fp8), and only biases are copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from hasten.model.transformer import MLP, Block, Transformer
+from hasten.ops.fp8 import Fp8Weight, Fp8Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """qkv (H + 2·Hkv)·D rows; up: those of the gate before those of up. splits: rows of q, k, v.
 
-    The biases of output, up (of an ungated MLP) and down are not in the products: they stay the parameters.
+    The biases of output, up (of an ungated MLP) and down are not in the products: they stay the parameters. narrow: the
+    matrices in FP8, where products read those.
     """
 
     qkv: Tensor
@@ -33,16 +36,17 @@ class LayerWeights:
     down: Tensor
     down_bias: Tensor | None
     splits: Sequence[int]
+    narrow: Mapping[str, Fp8Weight] = field(default_factory=dict)
 
     @classmethod
     def of(cls, block: nn.Module, dtype: torch.dtype) -> LayerWeights:
         """Made of a block's parameters, differentiably."""
-        parts = _parts(block)
+        parts = parts_of(block)
         made = {name: _joined(members, dtype) for name, members in parts.items()}
         return cls(**made, **_rest(block))  # type: ignore[arg-type]
 
 
-def _parts(block: nn.Module) -> dict[str, list[Tensor]]:
+def parts_of(block: nn.Module) -> dict[str, list[Tensor]]:
     """The parameters of each joined matrix, and of the bias that its product adds."""
     assert isinstance(block, Block)
     attention, mlp = block.attention, cast(MLP, block.mlp)
@@ -79,29 +83,28 @@ class WeightCopies(nn.Module):
     """16-bit copies of the blocks' matrices, leaves of the graph in the parameters' place.
 
     head: one of the head's matrix too, which is multiplied with; its gradient is the parameter's own, in float32.
+    fp8: products read these in the place of matrices, which then have no copies: their leaves only take gradients.
     `leaves` gives, for every parameter of the model, what the graph reads of it: rows of a copy, or the parameter.
     """
 
     layers: list[LayerWeights]
 
-    def __init__(self, model: Transformer, dtype: torch.dtype, *, head: bool = False) -> None:
+    def __init__(
+        self, model: Transformer, dtype: torch.dtype, *, head: bool = False, fp8: Fp8Weights | None = None
+    ) -> None:
         super().__init__()
-        self.layers, self.dtype = [], dtype
+        self.layers, self.dtype, self.fp8 = [], dtype, fp8
         self.rows: dict[Tensor, tuple[nn.Parameter, int, int]] = {}  # by parameter: its copy's rows
         self._copies = nn.ParameterList()
         weight = model.head.weight
         self._head = (weight, weight.detach().to(dtype)) if head and weight.dtype != dtype else None
         for block in model.blocks:
             made: dict[str, Tensor | None] = {}
-            for name, members in _parts(block).items():
-                with torch.no_grad():
-                    joined = _joined(members, dtype)
+            for name, members in parts_of(block).items():
                 made[name] = None
-                if joined is None:
+                if not members:
                     continue
-                if joined is members[0]:
-                    joined = joined.clone()
-                copy = nn.Parameter(joined.detach())
+                copy = nn.Parameter(self._leaf(members))
                 self._copies.append(copy)
                 made[name] = copy
                 first = 0
@@ -109,6 +112,19 @@ class WeightCopies(nn.Module):
                     self.rows[member] = (copy, first, first + member.shape[0])
                     first += member.shape[0]
             self.layers.append(LayerWeights(**made, **_rest(block)))  # type: ignore[arg-type]
+
+    def _leaf(self, members: list[Tensor]) -> Tensor:
+        """A copy, or a tensor of its shape in one number of memory."""
+        if self._in_fp8(members[0]):
+            rows = sum(len(member) for member in members)
+            return members[0].new_empty_strided((rows, members[0].shape[1]), (0, 0), dtype=self.dtype)
+        with torch.no_grad():
+            joined = _joined(members, self.dtype)
+        assert joined is not None
+        return (joined.clone() if joined is members[0] else joined).detach()
+
+    def _in_fp8(self, parameter: Tensor) -> bool:
+        return self.fp8 is not None and parameter in self.fp8.slots
 
     def leaves(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What to differentiate by: each copy once, and the parameters that have none."""
@@ -118,7 +134,7 @@ class WeightCopies(nn.Module):
         """The rows of a copy that belong to a parameter."""
         if self._head is not None and parameter is self._head[0]:
             return self._head[1]
-        if parameter not in self.rows:
+        if parameter not in self.rows or self._in_fp8(parameter):
             return None
         copy, first, last = self.rows[parameter]
         return copy.detach()[first:last]
@@ -136,7 +152,8 @@ class WeightCopies(nn.Module):
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter that has a copy, and the rows."""
-        for parameter, (copy, first, last) in self.rows.items():
-            yield parameter, copy.detach()[first:last]
+        for parameter in self.rows:
+            if (copy := self.of(parameter)) is not None:
+                yield parameter, copy
         if self._head is not None:
             yield self._head

@@ -161,7 +161,7 @@ class Techniques:
     capture: bool = True
     """On CUDA, the whole step as CUDA graphs where its shapes are fixed; nothing in it waits for the host."""
     fp8: bool = False
-    """On CUDA, products of head and MLP in FP8, scaled by each row's largest value (Ada, Hopper and later)."""
+    """On CUDA, products of blocks and head in FP8, but for the gradient of the head's weight (Ada and later)."""
     fused_optimizer: bool = True
     """Update many tensors with one kernel."""
     keep_memory: bool = True

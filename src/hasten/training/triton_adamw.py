@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BLOCK = 2048  # numbers that a program updates
 WARPS = 4
 ALIGNED = 16  # bytes that begin every tensor, and numbers that its size is a multiple of
-FIELDS = 8  # of a parameter's row in the table: below
+FIELDS = 9  # of a parameter's row in the table: below
 NORM_BLOCK = 4096
 
 
@@ -74,7 +74,7 @@ def norm_kernel(parts, norm, count, BLOCK: tl.constexpr):
 @triton.jit
 def adamw_kernel(
     table,  # (parameters, FIELDS) int64: addresses of parameter, means, squares, copy (0: none), gradient; the size;
-    # 1 for a gradient in DTYPE; the group
+    # 1 for a gradient in DTYPE; the group; the address of its matrix's largest magnitude (0: none)
     blocks,  # (programs, 2) int64: whose numbers, and the first
     scalars,  # learning rates of the groups, then the two bias corrections
     decays,  # (groups,) float32
@@ -116,6 +116,9 @@ def adamw_kernel(
     copy = tl.load(row + 3)
     if copy != 0:
         tl.store(tl.multiple_of(copy.to(tl.pointer_type(DTYPE)), 16) + places, p.to(DTYPE), mask=inside)
+    largest = tl.load(row + 8)
+    if largest != 0:
+        tl.atomic_max(largest.to(tl.pointer_type(tl.float32)), tl.max(tl.abs(p), axis=0), sem="relaxed")
 
 
 def why_not(update: Update) -> str | None:
@@ -159,13 +162,16 @@ class FusedUpdate:
     def rows(self, gradients: Sequence[Tensor]) -> Tensor:
         """The table, on the host."""
         update, rows = self.update, []
+        fp8 = None if update.copies is None else update.copies.fp8
         for parameter, gradient, group in zip(update.parameters, gradients, self._groups, strict=True):
             state = update.optimizer.state[parameter]
             copy = None if update.copies is None else update.copies.of(parameter)
             tensors = (parameter, state["exp_avg"], state["exp_avg_sq"], copy, gradient)
             addresses = [0 if one is None else one.data_ptr() for one in tensors]
             assert not any(address % ALIGNED for address in addresses)
-            rows.append([*addresses, parameter.numel(), int(gradient.dtype != torch.float32), group])
+            largest = None if fp8 is None else fp8.largest_of(parameter)
+            numbers = [parameter.numel(), int(gradient.dtype != torch.float32), group]
+            rows.append([*addresses, *numbers, 0 if largest is None else largest.data_ptr()])
         return torch.tensor(rows, dtype=torch.int64)
 
     def flush(self) -> None:
@@ -193,6 +199,8 @@ class FusedUpdate:
         norm = torch.empty(1, dtype=torch.float32, device=self.device)
         shared = {"DTYPE": dtype, "FIELDS": FIELDS, "BLOCK": BLOCK, "num_warps": WARPS}
         grid = (len(self.blocks),)
+        if copies is not None and copies.fp8 is not None:
+            copies.fp8.largest.zero_()
         squares_kernel[grid](table, self.blocks, self.parts, **shared)
         norm_kernel[(1,)](self.parts, norm, len(self.parts), BLOCK=NORM_BLOCK, num_warps=8)
         adamw_kernel[grid](

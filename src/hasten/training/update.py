@@ -127,6 +127,8 @@ class Update:
                 found_inf=None,
             )
         if self.copies is not None:
-            pairs = list(self.copies.pairs())
-            torch._foreach_copy_([copy for _, copy in pairs], [parameter for parameter, _ in pairs])
+            if pairs := list(self.copies.pairs()):
+                torch._foreach_copy_([copy for _, copy in pairs], [parameter for parameter, _ in pairs])
+            if self.copies.fp8 is not None:
+                self.copies.fp8.measure()
         return norm

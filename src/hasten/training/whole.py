@@ -7,7 +7,7 @@
 
 It reads the parameters of the model that it is made of, or 16-bit copies of the matrices (`copies.py`), which the
 optimizer writes: then a step casts no weight, and the gradients of matrices are in 16 bits as the products leave them.
-The model itself stays as it is: validation, checkpoints and export know nothing of this.
+The model itself stays as it is, for checkpoints and export; validation runs through this, on the same copies.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.transformer import MLP, Attention, Block, Transformer
 from hasten.ops import residual
-from hasten.ops.fp8 import fp8_linear, fp8_mlp
+from hasten.ops.fp8 import Fp8Weight
 from hasten.ops.loss import KERNELS as LOSS_KERNELS
 from hasten.ops.loss import LossRequest
 from hasten.ops.loss.kernels import Head
 from hasten.ops.picker import pick
 from hasten.ops.residual import AddNormRequest, Norm, normalized
-from hasten.training import by_hand
+from hasten.training import by_hand as hand
 from hasten.training.copies import LayerWeights, WeightCopies
 
 
@@ -70,6 +70,7 @@ class WholeModel(nn.Module):
     """Called as the model is, in its place, while it trains."""
 
     copies: WeightCopies | None
+    fp8_head: Fp8Weight | None = None
 
     def __init__(
         self,
@@ -77,19 +78,16 @@ class WholeModel(nn.Module):
         *,
         dtype: torch.dtype,
         compiles: bool = False,
-        fp8: bool = False,
         norm: str | None = None,
         gelu: str | None = None,
     ) -> None:
         """dtype: of the products. norm, gelu: kernels by name ("triton", "reference"); None: the first that serves.
 
-        fp8: products of the MLPs, and the logits, in FP8. compiles: training steps run as one compiled graph;
-        evaluation, which would be another one, runs as it is.
+        compiles: training steps run as one compiled graph; evaluation, which would be another one, runs as it is.
         """
         super().__init__()
         self.model, self.dtype, self.copies = model, dtype, None
         self._compiled: Callable[..., Tensor] | None = torch.compile(self.run, fullgraph=True) if compiles else None
-        self.fp8, self._product = fp8, fp8_linear if fp8 else F.linear
         width = model.config.hidden_size
         self._add_norm = residual.bind(AddNormRequest(device=model.device, width=width), kernel=norm)
         self._bias_gelu = _gelu(model, gelu)
@@ -132,20 +130,16 @@ class WholeModel(nn.Module):
         ropes = [table(positions) for table in model.ropes]
         blocks = _blocks(model)
         own = zip(blocks, model.config.layers, context.layers, strict=True)
-        tied = by_hand.Tied() if share is not None and self._embeds_by_hand() else None
-        stream, x = self.begin(tokens, positions, _norm(blocks[0].attention_norm), tied)
-        for index, (block, layer, view) in enumerate(own):
-            weights = self.weights(index)
+        tied = hand.Tied() if share is not None and self._embeds_by_hand() else None
+        stream, x = self.begin(tokens, positions, norm_of(blocks[0].attention_norm), tied)
+        norms = [*(block.attention_norm for block in blocks[1:]), model.norm]
+        for (block, layer, view), weights, norm in zip(own, self.layers(), norms, strict=True):
             rope = ropes[layer.rope] if ropes else None
-            given = x, weights.qkv, weights.qkv_bias
-            if share is None:
-                q, k, v = F.linear(*given).split(weights.splits, dim=-1)
-            else:
-                q, k, v = by_hand.projection(*given, weights.splits)
+            q, k, v = self.project(x, weights, by_hand=share is not None)
             mixed = block.attention.mix(q, k, v, rope, view)
-            stream, x = self.add(stream, F.linear(mixed, weights.output), weights.output_bias, block.mlp_norm)
-            branch = self.mlp(block.mlp, x, weights)
-            norm = model.norm if index + 1 == len(blocks) else blocks[index + 1].attention_norm
+            branch = self.attention_output(mixed, weights)
+            stream, x = self.add(stream, branch, weights.output_bias, block.mlp_norm)
+            branch = self.mlp(cast(MLP, block.mlp), x, weights)
             stream, x = self.add(stream, branch, weights.down_bias, norm)
         return self.loss(x, targets) if share is None else self.shared_loss(x, targets, share, tied)
 
@@ -154,61 +148,81 @@ class WholeModel(nn.Module):
         dropped = model.dropout.p and model.dropout.training
         return not dropped and model.config.embedding_scale == 1.0 and model.embedding.weight.dtype == torch.float32
 
-    def begin(self, tokens: Tensor, positions: Tensor, norm: Norm, tied: by_hand.Tied | None) -> tuple[Tensor, Tensor]:
+    def begin(self, tokens: Tensor, positions: Tensor, norm: Norm, tied: hand.Tied | None) -> tuple[Tensor, Any]:
         """The stream that the first block is given, and its norm; tied: by hand."""
         model = self.model
         if tied is None:
             stream = model.embed(tokens, positions)
             return stream, normalized(stream, norm).to(self.dtype)
         learned = None if model.positions is None else model.positions.weight
-        return by_hand.embed(tokens, positions, model.embedding.weight, learned, norm, self.dtype, tied)
+        return hand.embed(tokens, positions, model.embedding.weight, learned, norm, self.dtype, tied)
 
-    def shared_loss(self, x: Tensor, targets: Tensor, share: Tensor, tied: by_hand.Tied | None) -> Tensor:
+    def shared_loss(self, x: Tensor, targets: Tensor, share: Tensor, tied: hand.Tied | None) -> Tensor:
         """share · the loss, with gradients by hand."""
         head, config = self.model.head, self.model.config
-        copy = None if self.copies is None else self.copies.of(head.weight)
-        narrow = head.weight.detach().to(self.dtype) if copy is None else copy
-        made = Head(narrow, config.vocab_size, head.bias, config.logit_softcap, fp8=self.fp8)
+        made = Head(self.narrow_head(), config.vocab_size, head.bias, config.logit_softcap, fp8=self.fp8_head)
         tied = tied if head.weight is self.model.embedding.weight else None
         flat = x.flatten(0, -2), head.weight, targets.flatten()
         with torch.autocast(x.device.type, enabled=False):
-            return by_hand.loss(*flat, made, self._loss.name, share, tied)
+            return hand.loss(*flat, made, self._loss.name, share, tied)
+
+    def make_copies(self) -> WeightCopies:
+        """For a step that multiplies with them."""
+        return WeightCopies(self.model, self.dtype, head=self.writes_gradients)
+
+    def narrow_head(self) -> Tensor:
+        """The head's matrix in the dtype of the products."""
+        weight = self.model.head.weight
+        copy = None if self.copies is None else self.copies.of(weight)
+        return weight.detach().to(self.dtype) if copy is None else copy
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The sum of the token losses of normalised states."""
         head, config = self.model.head, self.model.config
         weight = head.weight if self._loss.name.startswith("chunked") else head.weight.to(self.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            made = Head(weight, config.vocab_size, head.bias, config.logit_softcap, fp8=self.fp8)
+            made = Head(weight, config.vocab_size, head.bias, config.logit_softcap, fp8=self.fp8_head)
             loss: Tensor = self._loss.run(x.flatten(0, -2), targets.flatten(), made)
         return loss
 
-    def add(self, stream: Tensor, branch: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    # What blocks consist of. `fp8_model.py` has them in FP8, where x and a branch are not plain tensors.
+
+    def project(self, x: Any, weights: LayerWeights, *, by_hand: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v (B, T, …) of normalised states; by_hand: with a gradient of our own."""
+        given = x, weights.qkv, weights.qkv_bias
+        if by_hand:
+            return hand.projection(*given, weights.splits)
+        q, k, v = F.linear(*given).split(weights.splits, dim=-1)
+        return q, k, v
+
+    def attention_output(self, mixed: Tensor, weights: LayerWeights) -> Any:
+        """What attention adds to the stream, without its bias."""
+        return F.linear(mixed, weights.output)
+
+    def add(self, stream: Tensor, branch: Any, bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Any]:
         """The stream with a branch added, and its norm in the dtype of the products."""
         dropout = self.model.dropout
         if dropout.p and dropout.training:
             branch, bias = dropout(branch if bias is None else branch + bias), None
-        return self._add_norm(stream, branch, bias, _norm(norm), self.dtype)
+        return self._add_norm(stream, branch, bias, norm_of(norm), self.dtype)
 
-    def mlp(self, mlp: nn.Module, x: Tensor, weights: LayerWeights) -> Tensor:
+    def mlp(self, mlp: MLP, x: Any, weights: LayerWeights) -> Any:
         """What an MLP adds to the stream, without its last bias."""
-        assert isinstance(mlp, MLP)
-        if self.fp8 and mlp.gate is None and mlp.activation_name == "gelu_tanh" and weights.up_bias is not None:
-            return fp8_mlp(x, weights.up, weights.up_bias, weights.down)
-        return self._product(self.activated(mlp, x, weights), weights.down)
+        return F.linear(self.activated(mlp, F.linear(x, weights.up), weights), weights.down)
 
-    def activated(self, mlp: MLP, x: Tensor, weights: LayerWeights) -> Tensor:
-        """What the last product of an MLP reads."""
+    def activated(self, mlp: MLP, up: Tensor, weights: LayerWeights) -> Tensor:
+        """What the last product of an MLP reads, of its first one without bias."""
+        if mlp.gate is None and mlp.activation_name == "gelu_tanh":
+            return self._bias_gelu(up, weights.up_bias)
+        biased = up if weights.up_bias is None else up + weights.up_bias
         if mlp.gate is None:
-            if mlp.activation_name == "gelu_tanh":
-                return self._bias_gelu(self._product(x, weights.up), weights.up_bias)
-            return mlp.activation(self._biased(x, weights))
-        gate, up = self._biased(x, weights).chunk(2, dim=-1)
-        return mlp.activation(gate) * up
+            return mlp.activation(biased)
+        gate, own = biased.chunk(2, dim=-1)
+        return mlp.activation(gate) * own
 
-    def _biased(self, x: Tensor, weights: LayerWeights) -> Tensor:
-        up = self._product(x, weights.up)
-        return up if weights.up_bias is None else up + weights.up_bias
+    def layers(self) -> list[LayerWeights]:
+        """The joined weights of all blocks."""
+        return [self.weights(index) for index in range(len(self.model.blocks))]
 
     def weights(self, index: int) -> LayerWeights:
         """The joined weights of a block: its copies, or made from the parameters here, differentiably."""
@@ -217,7 +231,7 @@ class WholeModel(nn.Module):
         return LayerWeights.of(self.model.blocks[index], self.dtype)
 
 
-def _norm(norm: nn.Module) -> Norm:
+def norm_of(norm: nn.Module) -> Norm:
     if isinstance(norm, RMSNorm):
         return Norm(norm.weight, None, norm.eps, norm.offset, centred=False)
     assert isinstance(norm, LayerNorm)

@@ -1,28 +1,37 @@
 """Products in FP8 (e4m3, arXiv 2209.05433) with a scale for each row, found in the row itself ("dynamic", no history).
 
-    y  = x·Wᵀ     FP8: rows of x, rows of W
-    dx = dy·W     FP8: rows of dy, columns of W
-    dW = dyᵀ·x    16 bits: its sum runs over rows, each of which has another scale
+    y  = x·Wᵀ       rows of x, rows of W
+    dx = dy·W       rows of dy, columns of W
+    dW = (dy·s)ᵀ·x  columns of dy and x; s moves the scales of x's rows, which the sum runs over, to dy
 
-A row is divided by its largest magnitude over 448 and rounded to three bits of mantissa; the product is summed in
-float32 and takes both scales back. Rows are rounded by the kernel that makes them where it is ours: GELU and its
-gradient write both precisions at once, so a scale costs no pass over memory.
+Every matrix is rounded once: a row is divided by a power of two and rounded to three bits of mantissa. A weight has one
+scale, so its columns are the same bytes transposed. Those of x are too, and those of dy move their exponents. Sums are
+in float32 and take the scales back.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hasten.ops.activation.operator import reference_bias_gelu
+from hasten.ops import triton_support
 from hasten.ops.triton_support import compute_capability
 
 LEAST_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 E4M3 = torch.float8_e4m3fn
+LARGEST, LEAST = 448.0, 1e-15  # as in triton_fp8.py
 MULTIPLE = 16  # of both sizes of every matrix
 WIDEST = 16_384  # numbers of a row that a program of the kernels holds
+
+
+class Fp8(NamedTuple):
+    """values (M, K) in e4m3; row i is multiplied by scales[i], float32 (M, 1) or (1, 1), a power of two."""
+
+    values: Tensor
+    scales: Tensor
 
 
 def why_not(device: torch.device) -> str | None:
@@ -32,93 +41,59 @@ def why_not(device: torch.device) -> str | None:
     found = compute_capability(device)
     if found < LEAST_CAPABILITY:
         return f"FP8 products need compute capability 8.9 or later, {device} has {'.'.join(map(str, found))}"
-    return None
+    reason = triton_support.refusal(device)
+    return None if reason is None else f"Triton's kernels round to FP8: {reason}"
 
 
-def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (M, K) in e4m3, and the scale of each row, float32 (M, 1)."""
-    if x.is_cuda:
+def on_triton(x: Tensor) -> bool:
+    """Whether Triton's kernels round x."""
+    return triton_support.refusal(x.device) is None
+
+
+def scale_of(largest: Tensor) -> Tensor:
+    """The smallest powers of two that bring numbers of these magnitudes (float32) into e4m3's range."""
+    bits = (largest.clamp(min=LEAST) / LARGEST).view(torch.int32)
+    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def rounded(x: Tensor) -> Fp8:
+    """x (…, K) as rows (M, K) in FP8."""
+    x = x.detach().flatten(0, -2)
+    if on_triton(x):
         from hasten.ops.fp8.triton_rows import rows_to_fp8
 
-        narrow, scales = rows_to_fp8(x)
-        return narrow, scales
+        return Fp8(*rows_to_fp8(x))
     wide = x.float()
-    scales = wide.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / torch.finfo(E4M3).max
-    return (wide / scales).to(E4M3), scales
+    scales = scale_of(wide.abs().amax(dim=1, keepdim=True))
+    return Fp8((wide / scales).to(E4M3), scales)
 
 
-def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """a (M, K) · bᵀ for b (N, K), both rounded, with the scales of their rows: (M, N) in `dtype`.
+def product(
+    a: Fp8, b: Fp8, dtype: torch.dtype, *, fast: bool, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """a (M, K) · bᵀ + bias for b (N, K): (M, N) in `dtype`, written to `out` if given. Both have one scale, or neither.
 
     fast: sums in the matrix units' own precision, a little less than float32's; else they are moved to float32 often.
     """
-    (x, x_scales), (y, y_scales) = a, b
-    if x.is_cuda:
-        return torch._scaled_mm(x, y.t(), x_scales, y_scales.t(), out_dtype=dtype, use_fast_accum=fast)
-    return ((x.float() @ y.float().t()) * x_scales * y_scales.t()).to(dtype)
+    if a.values.is_cuda:
+        multiply = partial(torch._scaled_mm, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+        given = a.values, b.values.t(), a.scales, b.scales.t()
+        return multiply(*given) if out is None else multiply(*given, out=out)
+    found = (a.values.float() @ b.values.float().t()) * a.scales * b.scales.t()
+    found = (found if bias is None else found + bias).to(dtype)
+    return found if out is None else out.copy_(found)
 
 
-class _Fp8Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return product(rounded(x), rounded(weight), x.dtype, fast=True)
+def weight_gradient(dy: Fp8, x: Fp8, dtype: torch.dtype) -> Tensor:
+    """dyᵀ·x of dy (M, N) and x (M, K): (N, K) in `dtype`."""
+    if on_triton(x.values):
+        from hasten.ops.fp8.triton_columns import columns
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        dy = gradients[0]
-        return product(rounded(dy), _columns(weight), x.dtype, fast=False), dy.t() @ x
-
-
-class _Fp8Mlp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
-        z = product(rounded(x), rounded(up), x.dtype, fast=True)
-        if x.is_cuda:
-            from hasten.ops.fp8.triton_rows import bias_gelu_fp8
-
-            h, narrow, scales = bias_gelu_fp8(z, bias)
-        else:
-            h = reference_bias_gelu(z, bias)
-            narrow, scales = rounded(h)
-        ctx.save_for_backward(x, up, bias, down, z, h)
-        return product((narrow, scales), rounded(down), x.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        x, up, bias, down, z, h = ctx.saved_tensors
-        dy = gradients[0].contiguous()
-        dh = product(rounded(dy), _columns(down), x.dtype, fast=False)
-        if x.is_cuda:
-            from hasten.ops.fp8.triton_rows import bias_gelu_fp8_backward
-
-            dz, narrow, scales, by_bias = bias_gelu_fp8_backward(dh, z, bias)
-        else:
-            dz, by_bias = _gelu_gradient(dh, z, bias)
-            narrow, scales = rounded(dz)
-        dx = product((narrow, scales), _columns(up), x.dtype, fast=False)
-        return dx, dz.t() @ x, by_bias.to(bias.dtype), dy.t() @ h
-
-
-def _columns(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns of a weight as rows, rounded."""
-    return rounded(weight.t().contiguous())
-
-
-def _gelu_gradient(dh: Tensor, z: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Of z in its dtype, and of the bias, for gelu(z + bias), the tanh form."""
-    wide = torch.ops.aten.gelu_backward(dh.float(), z.float() + bias, approximate="tanh")
-    return wide.to(z.dtype), wide.sum(0)
-
-
-def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x (…, K) · weightᵀ for weight (N, K), in FP8; differentiable."""
-    out: Tensor = _Fp8Linear.apply(x.flatten(0, -2), weight)
-    return out.unflatten(0, x.shape[:-1])
-
-
-def fp8_mlp(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
-    """gelu(x·upᵀ + bias)·downᵀ of x (…, K), tanh form, with its four forward and input-gradient products in FP8."""
-    out: Tensor = _Fp8Mlp.apply(x.flatten(0, -2), up, bias, down)
-    return out.unflatten(0, x.shape[:-1])
+        by_dy, by_x, scales = columns(*dy, *x)
+        if x.values.is_cuda:
+            return torch._scaled_mm(by_dy, by_x.t(), scales[:1], scales[4:5], out_dtype=dtype, use_fast_accum=False)
+        return (by_dy.float() @ by_x.float().t() * scales[0]).to(dtype)
+    both = dy.scales * x.scales
+    top = both.max()
+    moved = (dy.values.float() * (both / top)).to(E4M3)
+    return (moved.float().t() @ x.values.float() * top).to(dtype)

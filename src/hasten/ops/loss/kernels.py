@@ -1,11 +1,16 @@
 """The loss as it is defined, and PyTorch's own; ours, in chunks, is in chunked.py."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hasten.ops.fp8 import Fp8Weight
 
 IGNORED = -100
 
@@ -18,8 +23,8 @@ def alone(numbers: Tensor, operation: str) -> Tensor:
 class Head(NamedTuple):
     """What makes logits of x (N, C): weight (rows, C), of whose rows the first `vocab_size` are tokens and the others
     padding; a bias (rows,); soft-capping. Or a process's part of such: its rows begin with the whole's row `first`, and
-    `meet` gives the "sum" or the "max" of what all processes hand in, numbers of one shape. fp8: the chunked kernels
-    make their logits in FP8 (inside them: the weight's rows in FP8); gradients are products of `weight` as it is.
+    `meet` gives the "sum" or the "max" of what all processes hand in, numbers of one shape. fp8: the weight in FP8, of
+    which the chunked kernels make their logits and the gradient of x; that of the weight is a product in x's dtype.
     scale (float32, 0-dim): what the gradients, not the loss, are multiplied with (None: nothing).
     """
 
@@ -29,7 +34,7 @@ class Head(NamedTuple):
     softcap: float | None = None
     first: int = 0
     meet: Callable[[Tensor, str], Tensor] = alone
-    fp8: bool | tuple[Tensor, Tensor] = False
+    fp8: Fp8Weight | None = None
     scale: Tensor | None = None
 
 

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hasten.ops.fp8 import Fp8
 from hasten.ops.loss.kernels import IGNORED, Head
 from hasten.ops.loss.pieces import logits_of
+from hasten.ops.triton_fp8 import scale_of
 from hasten.ops.triton_support import readable
 
 BLOCK = 4096  # logits of a step
@@ -39,6 +41,8 @@ def kernel(
     targets,  # (rows,)
     losses,  # (rows,)
     scale,  # (1,) float32, what the gradient is multiplied with, or None
+    narrow,  # (rows, row_stride) in FP8: the gradient again, or None
+    narrow_scale,  # (1,) float32
     vocabulary,
     row_stride,
     IGNORED: tl.constexpr,
@@ -46,7 +50,8 @@ def kernel(
     BLOCK: tl.constexpr,
 ):
     """One row of logits, of which the first `vocabulary` are tokens: its loss, infinite for a target that is none, and
-    softmax - one-hot; zeros for a row that predicts nothing, and for the padding.
+    softmax - one-hot; zeros for a row that predicts nothing, and for the padding. In FP8 all rows have one scale: no
+    magnitude is above `scale`.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
@@ -66,26 +71,35 @@ def kernel(
     counts = target != IGNORED
     tl.store(losses + row, tl.where(counts, tl.log(total) + top - own, 0.0))
     if NEED:
-        share = tl.where(counts, 1.0, 0.0)
+        largest = 1.0
         if scale is not None:
-            share *= tl.load(scale)
+            largest = tl.load(scale)
+        share = tl.where(counts, largest, 0.0)
+        if narrow is not None:
+            one = scale_of(largest)
+            if row == 0:
+                tl.store(narrow_scale, one)
         for start in range(0, row_stride, BLOCK):
             here = start + places
             x = load(logits, bias, here, here < row_stride, here < vocabulary)
             gradient = share * (tl.exp(x - top) / total - tl.where(here == target, 1.0, 0.0))
             tl.store(logits + here, gradient.to(logits.dtype.element_ty), mask=here < row_stride)
+            if narrow is not None:
+                low = (gradient * (1.0 / one)).to(narrow.dtype.element_ty)
+                tl.store(narrow + row * row_stride + here, low, mask=here < row_stride)
 
 
-def loss_and_gradient(part: Tensor, wanted: Tensor, head: Head, loss: Tensor, *, need: bool) -> Tensor | None:
-    """As chunked.py's, in the dtype of the products: adds a chunk's losses to `loss`, returns the gradient by its
-    logits (n, rows of the weight) if needed.
-    """
+def loss_and_gradient(
+    part: Tensor, wanted: Tensor, head: Head, loss: Tensor, narrow: Fp8 | None = None, *, need: bool
+) -> Tensor | None:
+    """As that of pieces.py, in the dtype of the products."""
     logits = readable(logits_of(part, head))
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     bias = None if head.bias is None else head.bias.contiguous()
     with torch.cuda.device_of(logits):
         kernel[(len(logits),)](
-            *(logits, bias, wanted.contiguous(), losses, head.scale, head.vocab_size, logits.shape[1]),
+            *(logits, bias, wanted.contiguous(), losses, head.scale, *(narrow or (None, None))),
+            *(head.vocab_size, logits.shape[1]),
             IGNORED=IGNORED,
             NEED=need,
             BLOCK=BLOCK,

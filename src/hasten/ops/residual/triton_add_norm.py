@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hasten.ops.columns import programs, sum_rows
 from hasten.ops.residual.norm import Norm
+from hasten.ops.triton_fp8 import store_rounded
 
 EACH = 6  # programs of the backward pass on a multiprocessor
 SUMS = 3  # kept by each: weight, bias, the branch's bias
@@ -48,7 +49,9 @@ def forward_kernel(
     weight,  # (width,)
     bias,  # (width,) or None
     total,  # (rows, width) float32
-    normed,  # (rows, width)
+    normed,  # (rows, width), or None
+    narrow,  # the same in FP8, or None
+    narrow_scales,  # (rows,) float32
     means,  # (rows,) float32
     scales,  # (rows,) float32: 1/std, or 1/rms
     width,
@@ -69,7 +72,10 @@ def forward_kernel(
     x += added
     tl.store(total + places, x, mask=inside)
     y, mean, scale = normalize(x, weight, bias, columns, inside, width, eps, offset, CENTRED)
-    tl.store(normed + places, y.to(normed.dtype.element_ty), mask=inside)
+    if normed is not None:
+        tl.store(normed + places, y.to(normed.dtype.element_ty), mask=inside)
+    if narrow is not None:
+        store_rounded(y, narrow, narrow_scales, row, places, inside)
     tl.store(means + row, mean)
     tl.store(scales + row, scale)
 
@@ -84,6 +90,8 @@ def backward_kernel(
     weight,  # (width,)
     d_stream,  # (rows, width) float32
     d_branch,  # (rows, width), or None
+    narrow,  # the same in FP8, or None
+    narrow_scales,  # (rows,) float32
     parts,  # (3, programs, width) float32
     rows,
     width,
@@ -120,6 +128,8 @@ def backward_kernel(
         tl.store(d_stream + places, dx, mask=inside)
         if d_branch is not None:
             tl.store(d_branch + places, dx.to(d_branch.dtype.element_ty), mask=inside)
+        if narrow is not None:
+            store_rounded(tl.where(inside, dx, 0.0), narrow, narrow_scales, row, places, inside)
         by_branch += dx
     place = program.to(tl.int64) * width + columns
     step = count.to(tl.int64) * width
@@ -151,21 +161,49 @@ def operator(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The new stream, its norm, and the mean and 1/std (or 1/rms) of each row."""
+    norm, normed = Norm(weight, bias, eps, offset, centred), torch.empty_like(stream, dtype=dtype)
+    total, means, scales = added(stream, branch, branch_bias, norm, normed)
+    return total, normed, means, scales
+
+
+def added(
+    stream: Tensor,
+    branch: Tensor,
+    branch_bias: Tensor | None,
+    norm: Norm,
+    normed: Tensor | None,
+    narrow: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The new stream, and the mean and 1/std (or 1/rms) of each row; its norm is written to normed and, in FP8 with
+    the scales of rows, to narrow.
+    """
     stream, branch = stream.contiguous(), branch.contiguous()
     width = stream.shape[-1]
     rows = stream.numel() // width
-    total, normed = torch.empty_like(stream), torch.empty_like(stream, dtype=dtype)
+    total = torch.empty_like(stream)
     means = torch.empty(rows, dtype=torch.float32, device=stream.device)
     scales = torch.empty_like(means)
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(stream):
         forward_kernel[(rows,)](
-            *(stream, branch, branch_bias, weight, bias, total, normed, means, scales, width, eps, offset),
-            CENTRED=centred,
+            *(
+                stream,
+                branch,
+                branch_bias,
+                norm.weight,
+                norm.bias,
+                total,
+                normed,
+                *(narrow or (None, None)),
+                means,
+                scales,
+            ),
+            *(width, norm.eps, norm.offset),
+            CENTRED=norm.centred,
             BLOCK=block,
             num_warps=warps_of(block),
         )
-    return total, normed, means, scales
+    return total, means, scales
 
 
 @torch.library.custom_op("hasten_triton::add_norm_backward", mutates_args=())
@@ -196,8 +234,9 @@ def gradients(
     offset: float,
     centred: bool,
     d_branch: Tensor | None,
+    narrow: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the stream, also written to d_branch, and the sums."""
+    """The gradient of the stream, also written to d_branch and, in FP8 with the scales of rows, to narrow; the sums."""
     width = total.shape[-1]
     rows = total.numel() // width
     d_total = None if d_total is None else d_total.contiguous()
@@ -207,7 +246,18 @@ def gradients(
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(total):
         backward_kernel[(count,)](
-            *(d_total, d_normed.contiguous(), total, means, scales, weight, d_stream, d_branch, parts),
+            *(
+                d_total,
+                d_normed.contiguous(),
+                total,
+                means,
+                scales,
+                weight,
+                d_stream,
+                d_branch,
+                *(narrow or (None, None)),
+                parts,
+            ),
             *(rows, width, offset),
             CENTRED=centred,
             BLOCK=block,
