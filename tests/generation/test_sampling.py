@@ -140,6 +140,12 @@ def test_a_row_without_any_token_left_gives_token_0_and_no_nan(params: SamplingP
     assert 0 <= tokens[1] < 9
 
 
+def test_a_temperature_that_float32_does_not_hold_is_greedy() -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    rows = RowParams.stack([SamplingParams(temperature=1e-50, seed=1)], vocab_size=50)
+    assert next_tokens(logits, rows, steps=torch.tensor([0])).tolist() == logits.argmax(-1).tolist()
+
+
 def test_greedy_takes_the_lowest_of_equals_beside_rows_that_draw() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]]).repeat(2, 1)
     alone = RowParams.stack([SamplingParams(temperature=0, top_k=2)], vocab_size=4)
@@ -337,3 +343,12 @@ def test_rows_of_drafts_are_drawn_with_their_own_settings(bias):
             )
         ]
         assert taken == [tokens for (tokens,) in alone]
+
+
+def test_rows_at_the_same_step_draw_with_its_noise_however_far_they_are():
+    params = [SamplingParams(seed=seed, temperature=0.9) for seed in (3, 4)]
+    rows, logits = RowParams.stack(params, vocab_size=50), random_logits(1, rows=2)
+    sampler = BatchSampler(params, [(), ()], eos_ids=(0,), vocab_size=50, device=torch.device("cpu"))
+    for step in (0, 255, 256, 1000, 3):
+        expected = next_tokens(logits, rows, steps=torch.full((2,), step))
+        assert torch.equal(sampler.next_tokens(logits, steps=[step, step]), expected)

@@ -19,6 +19,7 @@ from hasten.generation.stopping import stop_ids
 from hasten.ops.draw import exponential_noise
 
 _KEPT = 64  # selections of rows
+_STEPS = 256  # of which the numbers are on the device at a time
 _STREAM = 0x5851F42D4C957F2D  # between the seeds of streams of noise that have nothing to do with each other
 
 
@@ -51,7 +52,9 @@ class BatchSampler:
         self._params, self._device = params, device
         self._rows = RowParams.stack(params, vocab_size=vocab_size, device=device)
         self.end_ids = [stop_ids(row, eos_ids=eos_ids) for row in params]  # of each row, what ends its text
+        self._least = max((row.min_new_tokens for row in params), default=0)
         self._selected: dict[tuple[int, ...], RowParams] = {}
+        self._steps: tuple[int, Tensor] | None = None  # the first of them, and (_STEPS, B)
         self._history = None
         if self._rows.needs_history:
             self._history = History.of_prompts(prompts, outputs=outputs, vocab_size=vocab_size, device=device)
@@ -158,11 +161,17 @@ class BatchSampler:
         """A token (R,) for each of the logits (R, V), which belong to these rows (None: to all, in order)."""
         settings, banned = self._settings(rows, steps)
         history = self._history if rows is None or self._history is None else self._history.select(rows)
-        if min(steps) == max(steps):  # as in `generate`: no copy to a GPU, which would wait there for the logits
-            at = torch.full((len(steps),), steps[0], device=self._device)
-        else:
-            at = to_device(list(steps), self._device)
+        same = rows is None and min(steps) == max(steps)  # as in `generate`
+        at = self._numbers_of(steps[0]) if same else to_device(list(steps), self._device)
         return next_tokens(logits, settings, steps=at, history=history, banned=banned)
+
+    def _numbers_of(self, step: int) -> Tensor:
+        """The same step (B,) for all rows, without a launch or a copy for each."""
+        first = step - step % _STEPS
+        if self._steps is None or self._steps[0] != first:
+            numbers = torch.arange(first, first + _STEPS, device=self._device)
+            self._steps = first, numbers[:, None].repeat(1, len(self._params))
+        return self._steps[1][step - first]
 
     def _settings(self, rows: Sequence[int] | None, steps: Sequence[int]) -> tuple[RowParams, Tensor | None]:
         """The settings of these rows (None: of all), and the tokens that must not come after so many."""
@@ -173,6 +182,8 @@ class BatchSampler:
                 [ends[row] for row in rows],
                 self._select(tuple(rows)),
             )
+        if min(steps) >= self._least:
+            return settings, None
         banned = banned_ends(params, steps=steps, end_ids=ends, vocab_size=settings.vocab_size, device=self._device)
         return settings, banned
 

@@ -16,6 +16,7 @@ _RANGES: dict[tuple[str, str], tuple[float, float]] = {
     ("top_p", "min_p"): (0, 1),
     ("presence_penalty", "frequency_penalty"): (-2, 2),
 }
+LEAST_TEMPERATURE = 1e-30  # below, the most likely token wins whatever the noise; and float32 ends soon
 LARGEST_BIAS = 1e30  # far above any logit, and within float32
 
 
@@ -58,7 +59,7 @@ class LogitBias(Mapping[int, float]):
 class SamplingParams:
     """How one text is generated. Every field is checked; a bad value raises ConfigError naming it.
 
-    temperature: divides the logits; 0 takes the most likely token (greedy) and needs no seed.
+    temperature: divides the logits; 0 (or less than 1e-30) takes the most likely token (greedy) and needs no seed.
     top_k: keep the k most likely tokens; 0 keeps all.
     top_p: keep the most likely tokens that together have this probability (nucleus); 1 keeps all.
     min_p: keep tokens with at least this fraction of the most likely token's probability; 0 keeps all.
@@ -116,9 +117,17 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos must be true or false, found {self.ignore_eos!r}")
 
+    def with_seed(self, seed: int) -> "SamplingParams":
+        """The same with another seed, which is not checked."""
+        copy = object.__new__(SamplingParams)
+        for name in self.__slots__:
+            object.__setattr__(copy, name, getattr(self, name))
+        object.__setattr__(copy, "seed", seed)
+        return copy
+
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def needs_history(self) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
-from hasten.ops.draw import draw, largest, least_kept
+from hasten.ops.draw import draw, draw_at_once, largest, least_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class RowParams:
             seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
             all_greedy=all(greedy),
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-            temperature=column([p.temperature or 1.0 for p in params], 1.0),
+            temperature=column([1.0 if p.greedy else p.temperature for p in params], 1.0),
             top_k=torch.tensor(ks, device=device).unsqueeze(1) if limited else None,
             max_top_k=max(limited, default=vocab_size),
             every_row_top_k=0 < len(limited) == len(ks),
@@ -176,25 +176,20 @@ def process(logits: Tensor, rows: RowParams, *, history: History | None = None, 
     ids before `min_new_tokens`, for example). A row of which everything is removed stays a row of -inf: there is no
     NaN, and `sample` gives its token 0. Greedy rows are penalized, never truncated in effect (their best token stays).
     """
-    x = logits[:, : rows.vocab_size].float()  # (B, V)
+    return _truncated(adjust(logits, rows, history=history, banned=banned), rows)
+
+
+def adjust(logits: Tensor, rows: RowParams, *, history: History | None = None, banned: Tensor | None = None) -> Tensor:
+    """Logits (B, V or more) -> (B, V) after bias, banned tokens and penalties; without any, a view in their dtype."""
+    x = logits[:, : rows.vocab_size]
     if rows.bias is not None:
-        x = x + rows.bias
+        x = x.float() + rows.bias
     if banned is not None:
         x = x.masked_fill(banned, -math.inf)
     if rows.needs_history:
         if history is None:
             raise ConfigError("a repetition, presence or frequency penalty needs the history of the rows")
-        x = penalize(x, rows, history)
-    if rows.temperature is not None:
-        # The row's maximum is taken out first: logits over a tiny temperature would overflow to inf, and inf - inf is
-        # NaN. The distribution does not change.
-        top = x.amax(dim=-1, keepdim=True)  # (B, 1)
-        x = (x - torch.where(top.isfinite(), top, 0.0)) / rows.temperature
-    if rows.top_k is not None or rows.top_p is not None:
-        x = keep_most_likely(x, rows)
-    if rows.log_min_p is not None:
-        # Min-p (Nguyen et al. 2024, arXiv 2407.01082): p_i >= min_p * max p, in logarithms.
-        x = x.masked_fill(x < x.amax(dim=-1, keepdim=True) + rows.log_min_p, -math.inf)
+        x = penalize(x.float(), rows, history)
     return x
 
 
@@ -208,6 +203,22 @@ def penalize(x: Tensor, rows: RowParams, history: History) -> Tensor:
         x = x - rows.presence * (history.counts > 0)
     if rows.frequency is not None:
         x = x - rows.frequency * history.counts
+    return x
+
+
+def _truncated(x: Tensor, rows: RowParams) -> Tensor:
+    """Adjusted logits -> scores float32: temperature, then top-k, top-p and min-p, which remove tokens."""
+    x = x.float()
+    if rows.temperature is not None:
+        # The row's maximum is taken out first: logits over a tiny temperature would overflow to inf, and inf - inf is
+        # NaN. The distribution does not change.
+        top = x.amax(dim=-1, keepdim=True)  # (B, 1)
+        x = (x - torch.where(top.isfinite(), top, 0.0)) / rows.temperature
+    if rows.top_k is not None or rows.top_p is not None:
+        x = keep_most_likely(x, rows)
+    if rows.log_min_p is not None:
+        # Min-p (Nguyen et al. 2024, arXiv 2407.01082): p_i >= min_p * max p, in logarithms.
+        x = x.masked_fill(x < x.amax(dim=-1, keepdim=True) + rows.log_min_p, -math.inf)
     return x
 
 
@@ -269,7 +280,19 @@ def next_tokens(
     logits: Tensor, rows: RowParams, *, steps: Tensor, history: History | None = None, banned: Tensor | None = None
 ) -> Tensor:
     """Logits of the last position (B, V or more) -> tokens (B,) int64. steps: (B,) int64, tokens generated so far."""
-    return sample(process(logits, rows, history=history, banned=banned), rows, steps=steps)
+    x = adjust(logits, rows, history=history, banned=banned)
+    tokens = draw_at_once(
+        x,
+        rows.seeds,
+        steps,
+        temperature=rows.temperature,
+        top_k=rows.top_k,
+        top_p=rows.top_p,
+        log_min_p=rows.log_min_p,
+        greedy=rows.greedy,
+        drawn=not rows.all_greedy,
+    )
+    return sample(_truncated(x, rows), rows, steps=steps) if tokens is None else tokens
 
 
 _FEW = 512  # tokens that top-p is looked for in before all are sorted

@@ -9,8 +9,8 @@ copy to the device). So the noise is a pure function of (seed, step, token id): 
 counter-based generator, in int64 tensor arithmetic, on whatever device the scores are.
 
 The native kernel (draw.cpp) takes the logarithms of those tokens only that can win. It rounds otherwise than the
-reference does, so where two tokens are too near to tell, the reference decides. On CUDA Triton's kernel makes the noise
-in registers.
+reference does, so where two tokens are too near to tell, the reference decides. On CUDA Triton's kernels go from the
+logits to the token (`draw_at_once`): no row of scores or noise is ever written.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def draw(scores: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
         if _on_triton(scores):
             from hasten.ops.draw import triton_draw
 
-            return triton_draw.draw(scores, seeds, steps)
+            return triton_draw.draw(scores, seeds, steps, None, None, None, None, None, True)
         return reference_draw(scores, seeds, steps)
     tokens: Tensor = ops.draw.default(scores, seeds, steps)
     near = (tokens < 0).nonzero()[:, 0]
@@ -49,6 +49,29 @@ def largest(scores: Tensor, count: int) -> Tensor:
     """The largest scores of each row (B, V) float32 -> (B, count), descending."""
     ops = _native(scores)
     return scores.topk(count, dim=-1).values if ops is None else ops.largest.default(scores, count)
+
+
+def draw_at_once(
+    logits: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    *,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    log_min_p: Tensor | None,
+    greedy: Tensor | None,
+    drawn: bool,
+) -> Tensor | None:
+    """The tokens (B,) of logits (B, V) after temperature, top-k, top-p and min-p; None where no kernel does it at once.
+
+    The settings are `hasten.generation.sampling.RowParams`' own. drawn: False where all rows are greedy.
+    """
+    if not _on_triton(logits):
+        return None
+    from hasten.ops.draw import triton_draw
+
+    return triton_draw.draw(logits, seeds, steps, temperature, top_k, top_p, log_min_p, greedy, drawn)
 
 
 def least_kept(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor | None:
