@@ -9,7 +9,7 @@ number. All name what is wrong.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import lru_cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -51,8 +51,10 @@ def require(settings: Any) -> None:
 def mistakes(settings: Any, prefix: str = "") -> Iterator[str]:
     """A sentence for each field of a dataclass, or of one inside it, whose value its annotation does not allow."""
     kind: Any = type(settings)
-    for name, hint in hints_of(kind).items():
+    for name, hint, default in _checked(kind):
         value = getattr(settings, name)
+        if value is default:
+            continue
         if is_dataclass(value) and type(value) is hint:
             yield from mistakes(value, f"{prefix}{name}.")
         elif wanted := unmet(value, hint):
@@ -65,6 +67,13 @@ def mistakes(settings: Any, prefix: str = "") -> Iterator[str]:
 def hints_of(kind: Any) -> dict[str, Any]:
     """The annotations of a dataclass's fields, evaluated."""
     return get_type_hints(kind, include_extras=True)
+
+
+@lru_cache
+def _checked(kind: Any) -> list[tuple[str, Any, Any]]:
+    """Name, annotation and default of a dataclass's fields; a default needs no check."""
+    defaults = {field.name: field.default for field in fields(kind)}
+    return [(name, hint, defaults.get(name, MISSING)) for name, hint in hints_of(kind).items()]
 
 
 def unmet(value: Any, hint: Any) -> str | None:

@@ -1,6 +1,7 @@
 """Captured steps of the engine, replayed operation by operation on a CPU: the texts of the plain ones."""
 
 import random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from drafting import proposing
 from hasten.engine import captures
 from hasten.model.lora import attach, new_adapter
 from hasten.ops.native import library
-from hasten.serving import ahead, following
+from hasten.serving import ahead, following, scheduler
 from references import make_reference, tiny_llama
-from serving_cases import Counting, make_engine, request, run, tokens_of
+from serving_cases import Counting, make_engine, reason_of, request, run, text_of, tokens_of
 from triton_cases import run_interpreted
 
 PROMPTS = [[7, 3, 90, 41, 12], [18, 99, 3], [64, 29, 77, 50, 51, 64, 29, 77, 2], [5], [8, 8, 23, 60, 71, 5, 33]]
@@ -31,6 +32,7 @@ def capturing(monkeypatch):
 
 def texts(engine, requests):
     found = run(engine, requests)
+    assert engine.error is None  # or texts are shorter
     return {name: [tokens_of(pieces, i) for i in {piece.index for piece in pieces}] for name, pieces in found.items()}
 
 
@@ -140,8 +142,10 @@ def test_prompts_are_read_while_tokens_are_awaited(capturing):
     expected = texts(make_engine(model, capture=False), requests())
     for limit, some in ((1e9, True), (0.0, False)):
         engine, late = make_engine(model), 0
+        arrived = Mock(wraps=engine.ahead.arrived)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ahead, "_SHORT", limit)
+            patch.setattr(engine.ahead, "arrived", arrived)
             engine.ahead._short = limit > 0
             for one in requests():
                 engine.add(one)
@@ -154,6 +158,32 @@ def test_prompts_are_read_while_tokens_are_awaited(capturing):
                     found.setdefault(piece.request_id, []).append(piece)
         assert {name: [tokens_of(pieces)] for name, pieces in found.items()} == expected
         assert bool(late) == some
+        assert arrived.called == some, "a run is begun behind tokens on their way"
+
+
+def test_requests_that_wait_begin_some_at_a_time(capturing, monkeypatch):
+    """So that steps launched ahead come between; nobody waits longer where the slots were not all taken."""
+    model = tiny_llama()
+
+    def requests():
+        return [request(str(i), [i + 1] * (5 + i % 7), max_new_tokens=6 + 5 * i % 23) for i in range(50)]
+
+    expected, steps = texts(make_engine(model, capture=False, max_sequences=16, token_budget=64), requests()), []
+    for patience in (0, 8):
+        monkeypatch.setattr(scheduler, "_PATIENCE", patience)
+        engine = make_engine(model, max_sequences=16, token_budget=64)
+        for one in requests():
+            engine.add(one)
+        ahead, found = 0, {}
+        while not engine.idle:
+            for piece in engine.step():
+                found.setdefault(piece.request_id, []).append(piece)
+            ahead += engine.ahead.flight is not None
+            engine.check()
+        assert {name: [tokens_of(pieces)] for name, pieces in found.items()} == expected
+        steps.append((ahead, engine.stats().steps))
+    assert steps[1][0] > 1.2 * steps[0][0]
+    assert steps[1][1] < 1.3 * steps[0][1]
 
 
 def test_what_the_host_decides(capturing):
@@ -227,6 +257,43 @@ def test_a_run_of_steps_needs_nothing_of_the_host(capturing):
         for _ in range(10):
             engine.step()
         assert engine.ahead.flight is not None
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_texts_of_requests_that_are_read_and_of_others(capturing, gathered):
+    """Texts that end at every step, some with stop strings; read as they come, gathered, or both in one step."""
+    model = tiny_llama()
+
+    def requests(both):
+        how = [{}, {"stop": ["e", "an"]}, {"ignore_eos": False}, {**DRAWN, "n": 2}, {"stop_token_ids": (7, 90, 120)}]
+        rows = [{"max_new_tokens": 9 + 11 * i, **kind} for i, kind in enumerate(how)]
+        return [
+            request(str(i), PROMPTS[i], gathered=both and i % 2 == 0, **({"ignore_eos": True} | row))
+            for i, row in enumerate(rows)
+        ]
+
+    def said(engine, requests):
+        found = run(engine, requests)
+        return {
+            (name, i): ([tokens_of(pieces, i), text_of(pieces, i), reason_of(pieces, i)])
+            for name, pieces in found.items()
+            for i in {piece.index for piece in pieces}
+        }
+
+    expected = said(make_engine(model, capture=False), requests(False))
+    engine = make_engine(model)
+    assert said(engine, requests(gathered)) == expected
+    assert engine.runner.decoder.captures.pieces
+
+
+def test_sizes_share_the_memory_of_their_logits(capturing):
+    engine = make_engine(tiny_llama(), capture_sizes=(8, 4, 1))
+    while engine.warm_up():
+        pass
+    decoder = engine.runner.decoder
+    found = [decoder.captures.pieces[key].result for key in decoder.forwards()]
+    assert len(found) == 3
+    assert len({logits.untyped_storage().data_ptr() for logits in found}) == 1
 
 
 def test_captured_while_idle(capturing):

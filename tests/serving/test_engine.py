@@ -9,6 +9,7 @@ import hasten
 from hasten.generation.params import SamplingParams
 from hasten.model.context import TrainingContext
 from hasten.serving.request import EngineFailed, QueueFull, RequestRefused
+from hasten.serving.settings import EngineSettings
 from references import tiny_llama
 from serving_cases import make_engine, reason_of, request, run, text_of, tokens_of
 
@@ -101,6 +102,49 @@ def test_an_abort_frees_at_once(model):
     assert [piece.finish_reason for piece in engine.step()] == ["abort", "abort"]
     assert engine.idle
     engine.abort("a")  # again: nobody
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"n": 3, "temperature": 1.0, "seed": 4}, {"logprobs": 1}, {"stop": ["e", "in"]}, {"ignore_eos": False}],
+    ids=str,
+)
+def test_a_gathered_text_is_one_output_at_its_end(model, settings):
+    how = {"max_new_tokens": 40, **settings}
+    pieces = run(make_engine(model), [request("a", PROMPTS[1], **how)])["a"]
+    whole = run(make_engine(model), [request("a", PROMPTS[1], gathered=True, **how)])["a"]
+    assert sorted(piece.index for piece in whole) == list(range(settings.get("n", 1)))
+    for one in whole:
+        own = [piece for piece in pieces if piece.index == one.index]
+        assert one.text == "".join(piece.text for piece in own)
+        assert list(one.tokens) == tokens_of(own, one.index)
+        assert (one.finish_reason, one.stop_reason) == (own[-1].finish_reason, own[-1].stop_reason)
+        logprobs = [token for piece in own for token in piece.logprobs or ()]
+        assert one.logprobs == (tuple(logprobs) if "logprobs" in settings else None)
+    assert [piece.finished for piece in whole] == [False] * (len(whole) - 1) + [True]
+
+
+def test_the_budget_follows_the_device_and_the_models_size():
+    settings = EngineSettings(max_sequences=16)
+    assert settings.on("cpu", weights=10**9).budget == 512
+    budgets = [settings.on("cuda", weights=weights).budget for weights in (10**8, 1_034_000_000, 6_600_000_000)]
+    assert budgets == [8192, 4096, 2048]
+    assert EngineSettings(token_budget=300).on("cuda", weights=10**9).budget == 300
+    assert EngineSettings(max_sequences=3000).on("cuda", weights=10**10).budget == 3000
+
+
+def test_what_was_gathered_is_given_out_when_a_request_is_aborted(model):
+    engine = make_engine(model)
+    engine.add(request("a", PROMPTS[1], max_new_tokens=50, n=2, gathered=True))
+    assert not any(engine.step() for _ in range(9))
+    taken = [len(one.generated) for one in engine._table.states["a"].outputs]
+    engine.abort("a")
+    pieces = engine.step()
+    assert [(piece.finish_reason, len(piece.tokens)) for piece in pieces] == [("abort", taken[0]), ("abort", taken[1])]
+    alone = run(make_engine(model), [request("a", PROMPTS[1], max_new_tokens=taken[0])])["a"]
+    assert list(pieces[0].tokens) == tokens_of(alone)
+    assert pieces[0].text
+    assert text_of(alone).startswith(pieces[0].text)  # an unfinished character is not shown
 
 
 def test_a_deadline_ends_a_request(model):

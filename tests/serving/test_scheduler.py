@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from hasten.errors import ConfigError
 from hasten.generation.blocks import BlockManager
+from hasten.serving import scheduler
 from hasten.serving.scheduler import Scheduler
 
 
@@ -210,3 +211,32 @@ def test_everybody_ends_whatever_comes(arrivals, blocks, budget, prefix_cache):
     machine.run()
     done = [sequence for sequence, end in machine.ends.items() if len(sequence.tokens) == end]
     assert len(done) >= len(arrivals) - sum(abort for *_, abort in arrivals)
+
+
+def test_scored_prompts_share_the_memory_of_a_steps_logits(monkeypatch):
+    monkeypatch.setattr(scheduler, "_MOST_SCORED", 20)
+    machine = Machine(budget=64, blocks=200)
+    scored = [machine.add(50, 2, seed=1000 * i) for i in (1, 2)]
+    for sequence in scored:
+        sequence.scored = 49
+    plain = machine.add(30, 2, seed=5000)
+    while any(one.computed < 49 for one in scored):
+        plan = machine.step()
+        assert sum(entry.scored for entry in plan) <= 20
+    machine.run()
+    assert len(plain.tokens) == 32
+
+
+def test_who_comes_when_nobody_waits_gets_a_free_slot_at_once():
+    machine = Machine(sequences=8, budget=64)
+    running = [machine.add(4, 60, seed=100 * i) for i in range(1, 9)]
+    machine.step()
+    waiting = machine.add(4, 5, seed=2000)
+    machine.step()
+    assert not waiting.running
+    machine.scheduler.finish(waiting)
+    machine.scheduler.finish(running[0])
+    late = machine.add(4, 5, seed=3000)
+    assert not machine.scheduler.settled
+    machine.step()
+    assert late.running

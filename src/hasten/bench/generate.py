@@ -39,7 +39,7 @@ from hasten.generation.params import KVCacheDtype
 from hasten.machine import emulated, resolve_device, resolve_dtype
 from hasten.model.config import ModelConfig
 from hasten.planning.cost import parameters
-from hasten.planning.memory import InferenceUse, Memory, cache_bytes, inference_memory
+from hasten.planning.memory import LARGEST_PREFILL, InferenceUse, Memory, cache_bytes, inference_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +302,7 @@ def _memory(
     from hasten.generation.cache import row_format
 
     dtype = resolve_dtype("float32" if wide else ladder.dtype)
-    longest = max(row["batch"] * row["prompt_tokens"] for row in rows)
+    longest = min(max(row["batch"] * row["prompt_tokens"] for row in rows), LARGEST_PREFILL)
     row_bytes = row_format(ladder.kv_cache_dtype).bytes(config.head_dim, dtype)
     use = InferenceUse(length=0, step=longest, weights=weights, row_bytes=row_bytes)
     lengths = [row["prompt_tokens"] + ladder.new_tokens for row in rows]

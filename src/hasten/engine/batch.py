@@ -148,9 +148,17 @@ class DecodeBatch:
         self.copy_tables([part.block_table for part in parts], rows)
         return rows
 
+    def take_tokens(self, shape: StepShape, numbers: Sequence[int], places: Sequence[int], tokens: Tensor) -> None:
+        """Take the tokens of these sequences from places of a tensor on the device, in a step of one token each."""
+        both = np.array([[self.rows[number] for number in numbers], places], dtype=np.int64)
+        rows, at = self._pinned(both).to(self.device, non_blocking=True)
+        self.views(shape).tokens[:, 0].index_copy_(0, rows, tokens[at])
+
     def copy_tables(self, tables: Sequence[SequenceBlocks], rows: Sequence[int]) -> None:
         """Bring the device's block tables of these rows up to date: what was added, or all of what was edited."""
-        columns, places, values = self.block_table.shape[1], [], []
+        columns = self.block_table.shape[1]
+        places: list[int] = []
+        values: list[int] = []
         for row, table in zip(rows, tables, strict=True):
             blocks, known = table.block_table, self._copied[row]
             now = len(blocks)
@@ -161,10 +169,10 @@ class DecodeBatch:
             else:
                 first = 0
             self._copied[row] = (table, now, table.edits)
-            places.append(np.arange(row * columns + first, row * columns + now))
-            values.append(np.array(blocks[first:], dtype=np.int64))
+            places += range(row * columns + first, row * columns + now)
+            values += blocks[first:]
         if places:
-            staged = self._pinned(np.concatenate([*places, *values])).to(self.device, non_blocking=True)
+            staged = self._pinned(np.array(places + values, dtype=np.int64)).to(self.device, non_blocking=True)
             at, value = staged.chunk(2)
             self.block_table.view(-1).scatter_(0, at, value)
 

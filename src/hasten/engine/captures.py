@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import traceback
 from collections import Counter
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hasten.generation.graphs import cuda_graph
 
@@ -25,6 +27,20 @@ class Piece:
 
     run: Callable[[], None]
     result: Any
+
+
+class LogitsBuffer:
+    """The logits of captured steps of every size. One step runs at a time: all write to the memory of the largest."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._held = torch.empty(0, vocab_size, device=device)
+
+    def rows(self, *shape: int) -> Tensor:
+        """Logits (*shape, V) float32."""
+        count = math.prod(shape)
+        if len(self._held) < count:  # pieces that write to the smaller one keep it
+            self._held = self._held.new_empty(count, self._held.shape[1])
+        return self._held[:count].view(*shape, -1)
 
 
 class Captures:

@@ -122,7 +122,7 @@ def places_of(
     return positions, slots, torch.where(lengths > 0, (start[:, 0] + width).clamp(max=room), 0)
 
 
-def forward(model: Transformer, batch: DecodeBatch, shape: StepShape) -> Tensor:
-    """Logits (S, W, V) float32 after each token of a filled batch."""
+def forward(model: Transformer, batch: DecodeBatch, shape: StepShape, *, out: Tensor) -> Tensor:
+    """Logits (S, W, V) float32 after each token of a filled batch, written to `out`."""
     step = batch_step(batch, shape)
-    return model(batch.views(shape).tokens, step.positions, step)
+    return model.scores(model.states(batch.views(shape).tokens, step.positions, step), out=out)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.engine.captures import Captures
+from hasten.engine.captures import Captures, LogitsBuffer
 from hasten.generation.layout import RaggedLayout, Rows
 from hasten.generation.paged import PagedCache, PagedStep
 from hasten.model.transformer import Transformer
@@ -38,10 +38,19 @@ class PromptSteps:
     """The captured steps, and the tensors that they read."""
 
     def __init__(
-        self, model: Transformer, cache: PagedCache, captures: Captures, *, sequences: int, longest: int, tokens: int
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        captures: Captures,
+        logits: LogitsBuffer,
+        *,
+        sequences: int,
+        longest: int,
+        tokens: int,
     ) -> None:
         """sequences, tokens: the most of a step. longest: the most tokens of one sequence."""
         self.model, self.cache, self.captures, self.longest = model, cache, captures, longest
+        self.logits_buffer = logits
         device = cache.device
         self.tokens = [size for size in TOKENS if size < tokens] + [-(-tokens // _ROUNDED) * _ROUNDED]
         self.sequences = [size for size in SEQUENCES if size < sequences] + [sequences]
@@ -59,7 +68,10 @@ class PromptSteps:
         if shape is None or (shape not in self.captures.pieces and not self.captures.due(shape, after=_SEEN)):
             return None
         self._fill(shape, tokens, rows, wanted)
-        piece = self.captures.pieces.get(shape) or self.captures.capture(shape, lambda: self._compute(shape))
+        piece = self.captures.pieces.get(shape)
+        if piece is None:
+            out = self.logits_buffer.rows(shape.sequences)
+            piece = self.captures.capture(shape, lambda: self._compute(shape, out))
         if piece is None:
             return None
         piece.run()
@@ -92,7 +104,7 @@ class PromptSteps:
         self.buffer[: len(staged)].copy_(whole, non_blocking=True)
         self.block_table[: len(rows), :columns] = table
 
-    def _compute(self, shape: PromptShape) -> Tensor:
+    def _compute(self, shape: PromptShape, out: Tensor) -> Tensor:
         cache = self.cache
         ids, positions, slots, query_start_loc, seq_lens, scored = _parts(self.buffer, shape)
         metadata = AttentionMetadata(
@@ -110,7 +122,7 @@ class PromptSteps:
             self.model.adapters.every, self.model.adapters.rows, self.model.adapters.groups = -1, None, []
         view = StackView(cache.k, cache.v, metadata)
         step = PagedStep(view, positions[None], cache.kernel.run, [list] * len(cache.k))
-        return self.model(ids[None], step.positions, step, rows=scored)
+        return self.model.scores(self.model.states(ids[None], step.positions, step)[0, scored], out=out)
 
 
 def _places(tokens: int, sequences: int) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hasten.engine.batch import DecodeBatch, StepPart, StepShape
-from hasten.engine.captures import Captures
+from hasten.engine.captures import Captures, LogitsBuffer
 from hasten.engine.forward import forward
 from hasten.engine.prompts import PromptSteps
 from hasten.engine.sampler import DeviceSampler, DrawKind, DrawnRow
@@ -130,7 +130,8 @@ class BatchRunner:
         self.sampler = DeviceSampler(self.batch, vocab_size=model.config.vocab_size)
         self.captures = Captures(model.device)
         most = {"sequences": sequences, "longest": longest, "tokens": tokens}
-        self.prompts = PromptSteps(model, cache, self.captures, **most)
+        self.logits_buffer = LogitsBuffer(model.config.vocab_size, model.device)
+        self.prompts = PromptSteps(model, cache, self.captures, self.logits_buffer, **most)
         # The largest first, which needs the most memory.
         self._waiting = deque(sorted({min(size, self.batch.sequences) for size in sizes}, reverse=True))
         self._shape: StepShape | None = None  # of the step that `begin` or `go_on` has run
@@ -156,12 +157,28 @@ class BatchRunner:
     # -- steps whose tokens stay on the device ------------------------------------------------------------------------
 
     def begin(
-        self, parts: Sequence[StepPart], rows: Sequence[DrawnRow], texts: Sequence[Sequence[int]], *, adapter: int = -1
+        self,
+        parts: Sequence[StepPart],
+        rows: Sequence[DrawnRow],
+        texts: Sequence[Sequence[int]],
+        *,
+        adapter: int = -1,
+        behind: tuple[list[int], list[int], Tensor] | None = None,
     ) -> Drawn | None:
-        """Compute and draw one token of each sequence; None: run it plainly."""
+        """Compute and draw one token of each sequence; None: run it plainly.
+
+        behind: sequences whose tokens the host does not know yet, and the places of these in a tensor on the device.
+        """
         numbers, longest = [part.number for part in parts], max(part.start + 1 for part in parts)
         values = self.sampler.values(rows, texts)
-        found = self._forward(len(parts), 1, longest, adapter, lambda shape: self.batch.fill(shape, parts, values))
+
+        def fill(shape: StepShape) -> list[int]:
+            found = self.batch.fill(shape, parts, values)
+            if behind is not None:
+                self.batch.take_tokens(shape, *behind)
+            return found
+
+        found = self._forward(len(parts), 1, longest, adapter, fill)
         if found is None:
             return None
         logits, self._shape, _ = found
@@ -257,12 +274,12 @@ class BatchRunner:
         return [key for key in self.captures.pieces if isinstance(key, ForwardKey)]
 
     def _capture(self, shape: StepShape, adapter: int) -> None:
-        choice = self.model.adapters
+        choice, out = self.model.adapters, self.logits_buffer.rows(shape.sequences, shape.width)
 
         def compute() -> Tensor:
             if choice is not None:  # one for all rows, or none: the same for each step of this key
                 choice.every, choice.rows, choice.groups = adapter, None, []
-            return forward(self.model, self.batch, shape)
+            return forward(self.model, self.batch, shape, out=out)
 
         self.captures.capture(ForwardKey(shape, adapter), compute)
 

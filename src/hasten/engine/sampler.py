@@ -8,6 +8,7 @@ drawn for by the host.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ class DrawKind(NamedTuple):
 class DrawnRow:
     """How a sequence's tokens are drawn."""
 
-    __slots__ = ("end_ids", "floats", "numbers", "params", "prompt")
+    __slots__ = ("end_ids", "params", "prompt", "values")
 
     def __init__(
         self, params: SamplingParams, *, prompt: Sequence[int], end_ids: Collection[int], vocab_size: int
@@ -55,15 +56,16 @@ class DrawnRow:
         """params: with a seed. end_ids: what must not come before min_new_tokens."""
         assert params.seed is not None, "a row of a batch has a seed"
         self.params, self.prompt, self.end_ids = params, prompt, end_ids
-        # As in `StepTensors`: seeds, least, top_k (the vocabulary: off), and the floats.
-        self.numbers = (params.seed, params.min_new_tokens, min(params.top_k or vocab_size, vocab_size))
-        self.floats = (
-            params.temperature,
-            params.top_p,
-            math.log(params.min_p) if params.min_p else -math.inf,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
+        # As in `StepTensors`, 8 bytes each: seeds, least, top_k (the vocabulary: off), and the floats.
+        self.values = struct.pack(
+            "=3q6d",
+            *(params.seed, params.min_new_tokens, min(params.top_k or vocab_size, vocab_size)),
+            *(
+                0.0 if params.greedy else params.temperature,
+                params.top_p,
+                math.log(params.min_p) if params.min_p else -math.inf,
+            ),
+            *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
         )
 
 
@@ -101,8 +103,7 @@ class DeviceSampler:
         """The values of `DecodeBatch.fill` for these rows, int64 (10, P)."""
         found = np.empty((10, len(rows)), dtype=np.int64)
         found[0] = [len(text) - len(row.prompt) for row, text in zip(rows, texts, strict=True)]
-        found[1:4] = np.array([row.numbers for row in rows], dtype=np.int64).T
-        found[4:] = np.array([row.floats for row in rows], dtype=np.float64).T.copy().view(np.int64)
+        found[1:] = np.frombuffer(b"".join([row.values for row in rows]), dtype=np.int64).reshape(len(rows), 9).T
         return found
 
     def took(self, numbers: Sequence[int]) -> None:
@@ -243,7 +244,7 @@ def kind_of(params: Sequence[SamplingParams], steps: Sequence[int], vocab_size: 
     return DrawKind(
         greedy=any(p.greedy for p in params),
         drawn=not all(p.greedy for p in params),
-        temperature=any((p.temperature or 1.0) != 1.0 for p in params),
+        temperature=any(not p.greedy and p.temperature != 1.0 for p in params),
         top_p=any(p.top_p != 1.0 for p in params),
         min_p=any(p.min_p for p in params),
         repetition=any(p.repetition_penalty != 1.0 for p in params),

@@ -18,6 +18,7 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.generation.cache import StaticCache
 from hasten.generation.decoder import Decoder, static_capacity
+from hasten.machine.cuda_graphs import capture_graph
 from hasten.model.fused import CudaStack, is_fused
 from hasten.model.transformer import Transformer
 
@@ -46,11 +47,8 @@ def cuda_graph(step: Callable[[], None], reset: Callable[[], None], *, pool: Any
             reset()
             step()
     torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may use the device meanwhile.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        step()
-    return graph.replay
+    replay, _ = capture_graph(step, pool)
+    return replay
 
 
 def fastest_decoder(

@@ -15,6 +15,8 @@ def check_ids(model: Transformer, ids: object) -> None:
     """Raise ConfigError unless ids are integers inside the model's vocabulary."""
     if not isinstance(ids, Sequence):
         raise ConfigError(f"token ids must be a list of integers; found {ids!r:.40}")
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < model.config.vocab_size:
+        return
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
             raise ConfigError(f"token ids must be integers; found {token!r:.40}")
@@ -52,6 +54,8 @@ def _plain(value: Any) -> Any:
     """Tensors, arrays and tuples as lists, also inside a list."""
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, list | tuple) and set(map(type, value)) == {int}:
+        return list(value)
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 

@@ -6,8 +6,9 @@ Pure Python, one token at a time, at a cost per token that does not grow with th
 import codecs
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from hasten.generation.params import SamplingParams
 from hasten.model.tokenizer import Tokenizer
@@ -36,25 +37,30 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        added = tokenizer.backend.get_added_tokens_decoder()
-        self._skipped = {i for i, token in added.items() if token.special} if skip_special_tokens else set()
-        steps = decoder_steps(tokenizer)
-        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if is_byte_level(steps) else None
-        self._byte_of = byte_level_alphabet() if self._bytes is not None else {}
-        self._has_fallback = any(step.get("type") == "ByteFallback" for step in steps)
+        own = _facts_of(tokenizer)
+        self._tokenizer, self._facts = tokenizer, own
+        self._skipped = own.special if skip_special_tokens else frozenset[int]()
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if own.byte_level else None
         self._context = [i for i in context[-8 * _CONTEXT_TOKENS :] if self._token(i) is not None][-_CONTEXT_TOKENS:]
         self._held: list[int] = []  # a run of byte tokens that has not ended
 
     def push(self, token_id: int) -> str:
         """Take the next id; give the text that is now final (often empty)."""
-        token = self._token(token_id)
+        if token_id in self._skipped:
+            return ""
+        text = self._facts.texts[token_id]
+        if self._bytes is not None:
+            if text is None or self._bytes.getstate()[0]:
+                return self._bytes.decode(self._facts.bytes[token_id])
+            return text
+        token = self._facts.tokens[token_id]
         if token is None:
             return ""
-        if self._bytes is not None:
-            return self._bytes.decode(token_bytes(token, self._byte_of))
+        if text is not None and not self._held and self._context and self._facts.tokens[self._context[-1]]:
+            self._context = [*self._context[1 - _CONTEXT_TOKENS :], token_id]
+            return text
         self._held.append(token_id)
-        if self._has_fallback and is_byte_token(token):
+        if self._facts.has_fallback and is_byte_token(token):
             return ""
         return self._release()
 
@@ -66,7 +72,7 @@ class TextStream:
 
     def _token(self, token_id: int) -> str | None:
         """The token's own string; None for what decoding leaves out: skipped and unknown ids."""
-        return None if token_id in self._skipped else self._tokenizer.backend.id_to_token(token_id)
+        return None if token_id in self._skipped else self._facts.tokens[token_id]
 
     def _release(self) -> str:
         before = self._decode(self._context)
@@ -77,6 +83,74 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""  # skipped ids are out already
+
+
+class _Facts:
+    """What the tokens of a tokenizer are by themselves, found out once for all its streams.
+
+    tokens: their strings; None for an unknown id. bytes: of a byte-level tokenizer. texts: in the middle of a text
+    where no character is incomplete; None where that depends on others.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = tokenizer.backend.get_added_tokens_decoder()
+        steps = decoder_steps(tokenizer)
+        self.special = frozenset(i for i, token in added.items() if token.special)
+        self.byte_level = is_byte_level(steps)
+        self.has_fallback = any(step.get("type") == "ByteFallback" for step in steps)
+        self._replaced = _replaced(steps)
+        self._byte_of = byte_level_alphabet() if self.byte_level else {}
+        self.tokens: _Table[str | None] = _Table(tokenizer.backend.id_to_token)
+        self.bytes: _Table[bytes] = _Table(lambda token_id: token_bytes(self.tokens[token_id] or "", self._byte_of))
+        self.texts: _Table[str | None] = _Table(self._text_of)
+
+    def _text_of(self, token_id: int) -> str | None:
+        if self.byte_level:
+            try:
+                return self.bytes[token_id].decode()
+            except UnicodeDecodeError:
+                return None
+        token = self.tokens[token_id]
+        return token.replace(*self._replaced) if token and self._replaced and not is_byte_token(token) else None
+
+
+Value = TypeVar("Value")
+
+
+class _Table(dict[int, Value]):
+    """Values by token id, each computed when it is first looked up."""
+
+    def __init__(self, find: Callable[[int], Value]) -> None:
+        self._find = find
+
+    def __missing__(self, token_id: int) -> Value:
+        found = self[token_id] = self._find(token_id)
+        return found
+
+
+_facts: weakref.WeakKeyDictionary[Tokenizer, _Facts] = weakref.WeakKeyDictionary()
+
+
+def _facts_of(tokenizer: Tokenizer) -> _Facts:
+    found = _facts.get(tokenizer)
+    if found is None:
+        found = _facts[tokenizer] = _Facts(tokenizer)
+    return found
+
+
+def _replaced(steps: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
+    """What such a decoder replaces in each token, by what, where that is all that it does in the middle of a text.
+
+    The decoder of Llama 2, Mistral and Gemma: Replace, ByteFallback, Fuse and perhaps a Strip at the beginning.
+    """
+    replace, *others = steps or [{}]
+    kinds = [step.get("type") for step in others]
+    if replace.get("type") != "Replace" or kinds[:2] != ["ByteFallback", "Fuse"] or kinds[2:] not in ([], ["Strip"]):
+        return None
+    if others[2:] and others[2].get("stop"):
+        return None
+    pattern, content = replace.get("pattern", {}).get("String"), replace.get("content")
+    return (pattern, content) if pattern and content else None
 
 
 class StopStrings:
@@ -132,7 +206,7 @@ class OutputText:
         skip_special_tokens: bool = True,
     ) -> None:
         self._params = params
-        self._stop_ids = stop_ids(params, eos_ids=eos_ids)
+        self.stop_ids = stop_ids(params, eos_ids=eos_ids)
         self._stream = None
         if tokenizer is not None:
             self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens, context=context)
@@ -150,7 +224,7 @@ class OutputText:
         """Take the next id; give the text that may be shown now (often empty). Not after a finish reason was given."""
         assert self.finish_reason is None, "the output has ended"
         self.count += 1
-        if token_id in self._stop_ids and self.count > self._params.min_new_tokens:
+        if token_id in self.stop_ids and self.count > self._params.min_new_tokens:
             self._ended_by = token_id if token_id in self._params.stop_token_ids else None
             return self.finish("stop")
         text, stopped = self._strings.push("" if self._stream is None else self._stream.push(token_id))
@@ -160,10 +234,10 @@ class OutputText:
             text += self.finish("length")
         return text
 
-    def may_end(self, token_id: int) -> bool:
-        """Whether the next id could be the output's last."""
-        stops = token_id in self._stop_ids or bool(self._params.stop)
-        return stops or self.count + 1 >= self._params.max_new_tokens
+    def go_on(self, token_id: int) -> str:
+        """`push` of an id that cannot end the output: not the last, not in `stop_ids`, and without stop strings."""
+        self.count += 1
+        return "" if self._stream is None else self._stream.push(token_id)
 
     def finish(self, reason: FinishReason) -> str:
         """End the output from outside (a constraint is fulfilled); give the text that was still held back."""

@@ -43,8 +43,8 @@ class ShardedTransformer(Transformer):
         x = super().embed((tokens - words.start).clamp(0, len(words) - 1), positions)
         return self.group.sum(x.masked_fill(~own[..., None], 0.0))  # all but one of the ranks add zeros
 
-    def finished(self, scores: Tensor) -> Tensor:
-        return super().finished(self.group.gather(scores.float(), [len(words) for words in self.words]))
+    def finished(self, scores: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return super().finished(self.group.gather(scores.float(), [len(words) for words in self.words]), out=out)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         return self.loss_by_logits(x, targets)

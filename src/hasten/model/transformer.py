@@ -322,20 +322,19 @@ class Transformer(nn.Module):
             losses = [checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         return torch.stack(losses).sum()
 
-    def scores(self, x: Tensor) -> Tensor:
-        """Logits (..., V) of states (..., C) as they come out of the last block."""
-        return self.logits(self.norm(x)) if self.stack is None else self.finished(self.stack.scores(x))
+    def scores(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Logits (..., V) of states (..., C) as they come out of the last block. out: where they are written."""
+        return self.finished(self.head(self.norm(x)) if self.stack is None else self.stack.scores(x), out=out)
 
     def logits(self, x: Tensor) -> Tensor:
         """Scores (..., V) in float32 of normalised states x (..., C); the padded rows of the vocabulary are cut off."""
         return self.finished(self.head(x))
 
-    def finished(self, scores: Tensor) -> Tensor:
+    def finished(self, scores: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Logits of what the head puts out."""
-        logits = scores[..., : self.config.vocab_size].float()
-        if self.config.logit_softcap is not None:
-            logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
-        return logits
+        cap, logits = self.config.logit_softcap, scores[..., : self.config.vocab_size]
+        logits = logits.float() if out is None else out.copy_(logits)
+        return logits if cap is None else torch.mul(torch.tanh(logits / cap), cap, out=out)
 
     @property
     def device(self) -> torch.device:

@@ -236,7 +236,7 @@ def inference_memory(config: ModelConfig, use: InferenceUse) -> Memory:
     parts = {
         "weights": use.weights // use.degree,
         "cache": use.batch_size * cache_bytes(config, use),
-        "activations": min(use.step, LARGEST_PREFILL) * (6 * hidden + 3 * inner + 4 * q) * 4,
+        "activations": use.step * (6 * hidden + 3 * inner + 4 * q) * 4,
         "logits": 2 * use.batch_size * config.padded_vocab_size * 4,
         "kernels' scratch": SCRATCH,
     }

@@ -8,6 +8,7 @@ compute their prompt once and fork; a beam is a fork.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from hasten.generation.blocks import BlockManager
 from hasten.generation.prompts import end_ids
-from hasten.generation.speculation import Speculator, Text
+from hasten.generation.speculation import Speculator
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
+from hasten.planning.cost import parameters
 from hasten.serving import beams
 from hasten.serving.admission import AdapterNumbers, admitted, cache_blocks, longest, most_blocks
 from hasten.serving.ahead import Ahead, Flight
@@ -52,7 +54,7 @@ class Engine:
         adapters: Sequence[str] = (),
         secret: bytes | None = None,
     ) -> None:
-        settings = settings.on(model.device.type)
+        settings = settings.on(model.device.type, weights=parameters(model.config).active)
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.adapters = AdapterNumbers(adapters)
         self.max_length = longest(model, settings)
@@ -75,9 +77,9 @@ class Engine:
             vocab_size=model.config.vocab_size, eos_ids=self.eos_ids, texts=self.texts, device=model.device
         )
         self.speculator = speculator
-        self.ahead: Ahead | None = Ahead(self.runner, self.scheduler, eos_ids=self.eos_ids)
-        self.error: str | None = None  # why the engine stopped for good
         self._table = RequestTable()
+        self.ahead: Ahead | None = Ahead(self.runner, self.scheduler, self._table, eos_ids=self.eos_ids)
+        self.error: str | None = None  # why the engine stopped for good
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
         self._counts = Stats()
 
@@ -193,8 +195,6 @@ class Engine:
         self.check_open()
         return embed(self.runner, prompt, self.adapters.number(adapter), pooling=pooling, max_length=self.max_length)
 
-    # -- a step -------------------------------------------------------------------------------------------------------
-
     def step(self) -> list[RequestOutput]:
         """One step for everybody; what it added. A step that fails ends all requests with reason "error"."""
         started = time.perf_counter()
@@ -221,11 +221,11 @@ class Engine:
         if ahead is not None and late is not None:
             ahead.late = None
             if not self.scheduler.can_read_prompts:
-                return self._arrived(late)
+                return self._arrive(ahead, late)
         speculator, resting = self.speculator, False
         if speculator is not None and not (resting := bool(table.outputs) and speculator.rests()):
             self._propose(speculator)
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(begin=ahead is None or not ahead.patient)
         if not plan:
             return [] if late is None else self._arrived(late)
         if copies := [pair for entry in plan for pair in entry.copies]:
@@ -233,7 +233,7 @@ class Engine:
         started = time.perf_counter()
         if speculator is not None:
             ahead = None  # drafts are made of the tokens
-        launched = ahead.begin(plan, table.outputs) if ahead is not None and late is None else None
+        launched = ahead.begin(plan) if ahead is not None and late is None else None
         if launched:
             self.sampler.forget()
         else:
@@ -276,17 +276,7 @@ class Engine:
         """Have drafts made for the output sequences that are one token behind."""
         outputs = self._table.outputs
         level = [outputs[s] for s in self.scheduler.running if s in outputs and len(s.tokens) - s.computed == 1]
-        texts = [
-            Text(
-                number=one.sequence.number,
-                tokens=one.sequence.tokens,
-                step=one.count,
-                params=one.params,
-                room=one.params.max_new_tokens - one.count - 1,
-                salt=one.state.request.salt,
-            )
-            for one in level
-        ]
+        texts = [one.draft_text for one in level]
         for one, draft in zip(level, speculator.propose(texts, other_rows=self.scheduler.behind), strict=True):
             one.sequence.drafts = draft
 
@@ -295,8 +285,7 @@ class Engine:
         if not growing:
             return []
         found: list[RequestOutput] = []
-        owners = list(growing)
-        first = list(growing.values())
+        owners, first = list(growing), list(growing.values())
         drawn = self.sampler.sample(logits, owners, first, speculator=self.speculator)
         for output, sampled in zip(owners, drawn, strict=True):
             found += self._take(output, sampled, learning=learning)
@@ -305,26 +294,41 @@ class Engine:
     def _land(self, ahead: Ahead, flight: Flight) -> list[RequestOutput]:
         """Launch the next step if the host need not plan it, then take the tokens of the one in flight."""
         started = time.perf_counter()
-        following = ahead.go_on(self._table.outputs)
+        following = ahead.go_on()
         if following is not None:
             self._computed(len(following.outputs), time.perf_counter() - started)
         found = self._arrived(flight)
-        ahead.landed(following, self._table.outputs)
+        ahead.landed(following)
+        return found
+
+    def _arrive(self, ahead: Ahead, late: Flight) -> list[RequestOutput]:
+        """Begin a run of steps behind the tokens on their way, if the host need not plan it, and take these."""
+        started = time.perf_counter()
+        run = ahead.begin_behind(late)
+        if run is not None:
+            self.sampler.forget()
+            self._computed(len(run.outputs), time.perf_counter() - started)
+        found = self._arrived(late)
+        if run is not None:
+            ahead.arrived(run)
         return found
 
     def _arrived(self, flight: Flight) -> list[RequestOutput]:
         """Wait for the tokens of a step that was launched, and take them."""
-        started, tokens, found = time.perf_counter(), flight.drawn.wait(), list[RequestOutput]()
+        started, tokens = time.perf_counter(), flight.drawn.wait()
         self._counts.model_seconds += time.perf_counter() - started
+        if flight.nobody_ends(tokens, self._table):
+            self._counts.generated_tokens += len(tokens)
+            return flight.take(tokens)
+        found: list[RequestOutput] = []
         for output, token in zip(flight.outputs, tokens, strict=True):
-            if self._table.outputs.get(output.sequence) is not output:
+            if not self._table.has(output):
                 continue  # it has ended: one token too many
-            piece = output.go_on(token)
-            if piece is None:
+            if not output.goes_on(token):
                 found += self._take(output, SampledTokens([token], (), None), learning=False)
                 continue
             self._counts.generated_tokens += 1
-            found.append(piece)
+            found += output.take(token)
         return found
 
     def _computed(self, tokens: int, seconds: float) -> None:
@@ -342,7 +346,7 @@ class Engine:
         self.scheduler.accept(output.sequence, tokens)
         if output.finish_reason is not None:
             self.scheduler.finish(output.sequence)
-            del self._table.outputs[output.sequence]
+            self._table.end(output.sequence)
             self._forget(output)
         found = output.state.emit(output, text=text, tokens=tokens, logprobs=sampled.logprobs[:count])
         if not output.state.unfinished:
@@ -353,23 +357,21 @@ class Engine:
         """The beams of the next step; the best texts of searches that are done."""
         if not scored:
             return []
-        rows = list(scored.values())
-        generated, done = beams.advance(logits, list(scored), rows, texts=self.texts, scheduler=self.scheduler)
+        own, rows = list(scored), list(scored.values())
+        generated, done = beams.advance(logits, own, rows, texts=self.texts, scheduler=self.scheduler)
         self._counts.generated_tokens += generated
         found: list[RequestOutput] = []
-        for search in done:
-            state = self._table.state_of(search.beams[0].sequence)
+        for state in (self._table.state_of(search.beams[0].sequence) for search in done):
             found += state.emit_beams()
             for sequence in state.sequences:
                 self.scheduler.finish(sequence)
             self._complete(state, failed=found[-1].finish_reason == "error")
         return found
 
-    # -- ends ---------------------------------------------------------------------------------------------------------
-
     def fail(self, error: BaseException) -> list[RequestOutput]:
         """The engine stops for good; the last words of all requests."""
         self.error = self.error or f"{type(error).__name__}: {error}"  # what comes of the first says less
+        logging.getLogger("hasten.engine").error("the engine stops", exc_info=error)
         outputs: list[RequestOutput] = []
         for state in list(self._table.states.values()):
             self._counts.failed += 1
@@ -392,8 +394,7 @@ class Engine:
         """Stop a request from outside: its blocks back, and a last word for each of its unfinished texts."""
         for sequence in state.sequences:
             self.scheduler.finish(sequence)
-            output = self._table.outputs.pop(sequence, None)
-            if output is not None:
+            if (output := self._table.end(sequence)) is not None:
                 self._forget(output)
         self._table.remove(state)
         return state.emit_end(reason, why)

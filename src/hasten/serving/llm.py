@@ -137,7 +137,7 @@ class LLM:
         params: for all, or one for each prompt. request: fields of `Request` for all of them (n, best_of, beam_width,
         logprobs, …). Raises RequestRefused before anything is computed, EngineFailed when a step failed.
         """
-        requests = self._requests(prompts, params, request)
+        requests = self._requests(prompts, params, {"gathered": True} | request)
         outputs: dict[str, list[RequestOutput]] = {one.id: [] for one in requests}
         for output in self._run(requests):
             outputs[output.request_id].append(output)
@@ -149,7 +149,7 @@ class LLM:
 
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Answer:
         """`generate` of one prompt; many at once by asyncio.gather."""
-        one = self._request(prompt, params, request)
+        one = self._request(prompt, params, {"gathered": True} | request)
         return _answer(one, [output async for output in self._started().generate(one)])
 
     async def astream(
@@ -205,9 +205,10 @@ class LLM:
         try:
             while unfinished:
                 with suppress(QueueFull):
-                    while waiting:
-                        thread.submit(waiting[-1:], sink)
-                        waiting.pop()
+                    while waiting:  # as many at once as there is room for, so that they share steps from the first on
+                        free = max(1, self.engine.settings.queue_limit - thread.waiting)
+                        thread.submit(waiting[: -free - 1 : -1], sink)
+                        del waiting[-free:]
                 try:  # where others fill the queue, nothing of ours may come before there is room
                     outputs = arrived.get(timeout=0.01 if waiting else None)
                 except queue.Empty:

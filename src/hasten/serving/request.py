@@ -89,6 +89,7 @@ class Request:
     one of the engine's, which also shares no blocks with others; "" is the model itself.
     timeout: seconds from arrival after which the request is given up.
     whole: nobody sees an output before all are there, so another replica may answer in the place of one that died.
+    gathered: each text is given out as one output, at its end.
     """
 
     id: str
@@ -108,6 +109,7 @@ class Request:
     constraint: Constraint | None = None
     skip_special_tokens: bool = True
     whole: bool = False
+    gathered: bool = False
 
     @property
     def sharing(self) -> str | None:
@@ -139,7 +141,7 @@ class RequestOutput:
     """What one step added to one of the samples of a request.
 
     index: which sample, below `n`. text: often empty (a character, or a stop string, is not complete yet). tokens:
-    usually one; several where a sample is given at its end. stop_reason: the stop string or the id of
+    usually one; several where a text is given at its end. stop_reason: the stop string or the id of
     `stop_token_ids` that ended it, "timeout" after a deadline, or the error's text. finished: whether it is the
     request's last. cached_tokens: of the prompt, found in the prefix cache. prompt_logprobs: with the request's first
     output; None at the first position, which nothing predicts.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import secrets
 import time
@@ -11,8 +10,10 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
+from hasten.engine.sampler import DrawnRow
 from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
+from hasten.generation.speculation import Text
 from hasten.generation.stopping import OutputText, stop_ids
 from hasten.model.tokenizer import Tokenizer
 from hasten.serving.beams import BeamSearch
@@ -29,7 +30,7 @@ class OutputSequence:
     def __init__(self, state: RequestState, *, index: int, sequence: ScheduledSequence) -> None:
         request = state.request
         self.state, self.index, self.sequence = state, index, sequence
-        self.params: SamplingParams = dataclasses.replace(request.params, seed=(state.seed + index) % _SEEDS)
+        self.params: SamplingParams = request.params.with_seed((state.seed + index) % _SEEDS)
         self.constraint: Constraint | None = request.constraint
         if request.constraint is not None and request.samples > 1:
             self.constraint = request.constraint.fork()
@@ -38,23 +39,44 @@ class OutputSequence:
         self.plain = params.greedy and not params.logit_bias and not params.needs_history and self.constraint is None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
-        self.text: list[str] = []  # of all steps, where the texts are ranked at the end
+        self.text: list[str] = []  # of all steps, where it is given out at the end
         self.logprobs: list[TokenLogprob] = []
+        self.row: DrawnRow | None = None  # how its tokens are drawn on the device
         self._output = state.output_text()
+        self._begin = len(request.prompt)
+        self.gathers = request.gathered  # given out at its end
+        # What `goes_on` looks at: the ids that end it, and how many tokens sequence and answer may have.
+        self.end_ids = self._output.stop_ids
+        self.full = self._begin + params.max_new_tokens
 
     @property
     def count(self) -> int:
         """Tokens generated so far."""
-        return self._output.count
+        return len(self.sequence.tokens) - self._begin
 
     @property
-    def awaits_more(self) -> bool:
-        """Whether it goes on after the next token, as far as its length says."""
-        return self._output.count + 1 < self.params.max_new_tokens
+    def only_ids_end_it(self) -> bool:
+        """Whether nothing but `end_ids` and its length ends it, and it gives out nothing but tokens and text."""
+        state = self.state
+        if state.ranked or state.wants_logprobs or self.constraint is not None or self.params.stop:
+            return False
+        return self.gathers or state.has_begun
 
     @property
     def generated(self) -> list[int]:
         return self.sequence.tokens[len(self.state.request.prompt) :]
+
+    @property
+    def draft_text(self) -> Text:
+        """What a speculator continues."""
+        return Text(
+            number=self.sequence.number,
+            tokens=self.sequence.tokens,
+            step=self.count,
+            params=self.params,
+            room=self.params.max_new_tokens - self.count - 1,
+            salt=self.state.request.salt,
+        )
 
     @property
     def mean_logprob(self) -> float:
@@ -65,6 +87,7 @@ class OutputSequence:
 
         failure: why the constraint allows nothing, if so. A constraint that fails or raises ends this text alone.
         """
+        self.catch_up()
         text, count = "", 0
         try:
             if failure is not None:
@@ -78,14 +101,32 @@ class OutputSequence:
             self.finish_reason, self.stop_reason = "error", str(error)
         return text, count
 
-    def go_on(self, token: int) -> RequestOutput | None:
-        """Take a token in the midst of a text that is given out as it comes; None: it is to be appended instead."""
-        state, output = self.state, self._output
-        if not state.streams or self.constraint is not None or output.may_end(token):
-            return None
-        text = output.push(token)
+    def goes_on(self, token: int) -> bool:
+        """Whether this token does not end it, and nothing but text comes of it."""
+        return self.only_ids_end_it and token not in self.end_ids and len(self.sequence.tokens) + 1 < self.full
+
+    def take(self, token: int) -> list[RequestOutput]:
+        """Take a token with which it `goes_on`; what is given out."""
         self.sequence.tokens.append(token)
-        return state.emit_next(self.index, text, token)
+        return [] if self.gathers else [self.show(token)]
+
+    def show(self, token: int) -> RequestOutput:
+        """A token in the middle of a text that is given out as it comes."""
+        state = self.state
+        return RequestOutput(
+            request_id=state.request.id,
+            index=self.index,
+            text=self._output.go_on(token),
+            tokens=(token,),
+            prompt_tokens=self._begin,
+            cached_tokens=state.cached_tokens,
+        )
+
+    def catch_up(self) -> None:
+        """Decode the tokens that were taken and not given out."""
+        known = self._begin + self._output.count
+        if known < len(self.sequence.tokens):
+            self.text += [self._output.go_on(token) for token in self.sequence.tokens[known:]]
 
     def _append(self, token: int) -> str:
         output = self._output
@@ -128,8 +169,8 @@ class RequestState:
             self.prompt_logprobs = [None] * len(request.prompt)
             prompt.scored = len(request.prompt) - 1  # the last one predicts the answer
         self._tokenizer, self._eos_ids = tokenizer, eos_ids
-        self._cached_tokens = 0
-        self._emitted = False
+        self.cached_tokens = 0
+        self.has_begun = False  # something was given out
 
     def output_text(self) -> OutputText:
         """What turns the tokens of one answer into text."""
@@ -153,7 +194,7 @@ class RequestState:
         """The prompt is computed: its sequence becomes the first beam, or the output sequences by forks of it."""
         prompt, request = self.prompt, self.request
         assert prompt is not None
-        self.prompt, self._cached_tokens, prompt.scored = None, prompt.cached, 0
+        self.prompt, self.cached_tokens, prompt.scored = None, prompt.cached, 0
         if request.beam_width:
             self.search = BeamSearch(request, prompt, end_ids=stop_ids(request.params, eos_ids=self._eos_ids))
             return
@@ -175,33 +216,16 @@ class RequestState:
         self, output: OutputSequence, *, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> list[RequestOutput]:
         """What an output sequence took in a step; where texts are ranked, the best ones when all are complete."""
-        if not self.ranked:
+        if not self.ranked and not self.request.gathered:
             return [self._emit(output.index, output.finish_reason, output.stop_reason, text, tokens, logprobs)]
         output.text.append(text)
         output.logprobs += logprobs
+        if not self.ranked:
+            return [] if output.finish_reason is None else [self._emit_whole(output.index, output)]
         if any(one.finish_reason is None for one in self.outputs):
             return []
         best = sorted(self.outputs, key=lambda one: -one.mean_logprob)[: self.request.n]
-        return [
-            self._emit(i, one.finish_reason, one.stop_reason, "".join(one.text), one.generated, one.logprobs)
-            for i, one in enumerate(best)
-        ]
-
-    @property
-    def streams(self) -> bool:
-        """Whether a token more is given out at once, with nothing beside it."""
-        return self._emitted and not self.ranked and not self.wants_logprobs
-
-    def emit_next(self, index: int, text: str, token: int) -> RequestOutput:
-        """A token more of a text that goes on, where the request `streams`."""
-        return RequestOutput(
-            request_id=self.request.id,
-            index=index,
-            text=text,
-            tokens=(token,),
-            prompt_tokens=len(self.request.prompt),
-            cached_tokens=self._cached_tokens,
-        )
+        return [self._emit_whole(i, one) for i, one in enumerate(best)]
 
     def emit_beams(self) -> list[RequestOutput]:
         """The `n` best texts of a search that is done, whole; an error for each that it did not find."""
@@ -217,7 +241,17 @@ class RequestState:
 
     def emit_end(self, reason: FinishReason, why: str | None) -> list[RequestOutput]:
         """A last word for each unfinished text of a request that is stopped from outside."""
-        return [self._emit(index, reason, why) for index in sorted(self.unfinished)]
+        if not self.request.gathered or self.ranked or not self.outputs:
+            return [self._emit(index, reason, why) for index in sorted(self.unfinished)]
+        own = [self.outputs[index] for index in sorted(self.unfinished)]
+        for output in own:
+            output.catch_up()
+            output.finish_reason, output.stop_reason = reason, why
+        return [self._emit_whole(output.index, output) for output in own]
+
+    def _emit_whole(self, index: int, own: OutputSequence) -> RequestOutput:
+        """All of a text that was given out in no part."""
+        return self._emit(index, own.finish_reason, own.stop_reason, "".join(own.text), own.generated, own.logprobs)
 
     def _emit(
         self,
@@ -230,7 +264,7 @@ class RequestState:
     ) -> RequestOutput:
         if finish_reason is not None:
             self.unfinished.discard(index)
-        first, self._emitted = not self._emitted, True
+        first, self.has_begun = not self.has_begun, True
         return RequestOutput(
             request_id=self.request.id,
             index=index,
@@ -241,7 +275,7 @@ class RequestState:
             stop_reason=stop_reason,
             finished=not self.unfinished,
             prompt_tokens=len(self.request.prompt),
-            cached_tokens=self._cached_tokens,
+            cached_tokens=self.cached_tokens,
             prompt_logprobs=tuple(self.prompt_logprobs) if first and self.prompt_logprobs is not None else None,
         )
 
@@ -252,6 +286,7 @@ class RequestTable:
     def __init__(self) -> None:
         self.states: dict[str, RequestState] = {}
         self.outputs: dict[ScheduledSequence, OutputSequence] = {}  # that grow; prompts and beams have none
+        self.ended = 0  # how many of them have ended
         self._by_number: dict[int, RequestState] = {}
         self._earliest_deadline = math.inf  # of those that are here, or were
         self._ends: deque[float] = deque(maxlen=32)
@@ -262,6 +297,15 @@ class RequestTable:
 
     def state_of(self, sequence: ScheduledSequence) -> RequestState:
         return self._by_number[sequence.request]
+
+    def has(self, output: OutputSequence) -> bool:
+        """Whether it grows still."""
+        return self.outputs.get(output.sequence) is output
+
+    def end(self, sequence: ScheduledSequence) -> OutputSequence | None:
+        """Take out the output sequence that a sequence is, if it is one."""
+        self.ended += 1
+        return self.outputs.pop(sequence, None)
 
     def remove(self, state: RequestState) -> None:
         """The request is complete, or given up."""

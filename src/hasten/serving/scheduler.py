@@ -25,6 +25,8 @@ from hasten.errors import ConfigError
 from hasten.generation.blocks import BlockManager, OutOfBlocks, blocks_of
 
 _order = attrgetter("order")
+_MOST_SCORED = 2048  # tokens of a step whose logits are wanted in float32: 1.2 GB of a vocabulary of 152k
+_FEW, _PATIENCE = 8, 8  # while others wait, up to an eighth of the slots may stay free for 8 steps
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -99,6 +101,8 @@ class Scheduler:
         self.running: list[ScheduledSequence] = []  # by order
         self.waiting: list[ScheduledSequence] = []  # by order
         self.preemptions = 0
+        self.steps = 0  # planned or launched since a waiting sequence last began
+        self._full = False  # the last admission ended because the slots were all taken
         self._numbers = 0
         self._requests = 0
         # The first that waits, and the free blocks it did not fit in.
@@ -120,6 +124,8 @@ class Scheduler:
             adapter=adapter,
             slots=slots,
         )
+        if not self.waiting:
+            self._full = False  # whoever had no slot then has it, or has gone
         insort(self.waiting, new, key=_order)
         return new
 
@@ -164,13 +170,17 @@ class Scheduler:
 
     @property
     def settled(self) -> bool:
-        """Whether the next plan gives the running sequences their next tokens, and begins no other."""
+        """Whether the next step may give the running sequences their next tokens, and begin no other.
+
+        Where slots were all taken, those that wait begin some at a time, a few steps late.
+        """
         if not self.waiting or not self.running:
             return not self.waiting
         first = self.waiting[0]
         if first.order[0] < self.running[-1].order[0]:
             return False  # the last one makes way for it
-        if self._slots + first.slots > self.max_sequences:
+        free = self.max_sequences - self._slots
+        if first.slots > free or (self._full and free * _FEW <= self.max_sequences and self.steps < _PATIENCE):
             return True
         return self._no_room is not None and self._no_room[0] is first and self.blocks.free <= self._no_room[1]
 
@@ -184,7 +194,7 @@ class Scheduler:
             return False
         if any(sequence.computed < len(sequence.tokens) - 1 for sequence in self.running):
             return True
-        if first is None or first.begun or self._slots + first.slots > self.max_sequences:
+        if first is None or first.begun or self.settled:
             return False
         return free > self._blocks_of(first.target) + len(self.running)
 
@@ -195,12 +205,18 @@ class Scheduler:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> list[ScheduledTokens]:
-        """What the next step computes; empty if there is nothing to do. Its blocks are reserved."""
-        self._make_way()
+    def plan(self, *, begin: bool = True) -> list[ScheduledTokens]:
+        """What the next step computes; empty if there is nothing to do. Its blocks are reserved.
+
+        begin: whether sequences that wait may begin; not to be forbidden unless `settled`.
+        """
         entries: Entries = {}
+        self.steps += 1
+        if begin:
+            self._make_way()
         left = self._plan_running(entries)
-        left = self._admit(entries, left)
+        if begin:
+            left = self._admit(entries, left)
         if not entries and self.waiting and self.running:
             # Beams wait for a sibling that does not fit beside them and others: from the beginning, the oldest first.
             for sequence in reversed(self.running.copy()):
@@ -227,9 +243,12 @@ class Scheduler:
 
     def _plan_running(self, entries: Entries) -> int:
         left = self.token_budget
-        todo = [sequence for sequence in self.running if sequence.computed < sequence.target]
-        level = [sequence for sequence in todo if sequence.computed == len(sequence.tokens) - 1]
-        behind = [sequence for sequence in todo if sequence.computed < len(sequence.tokens) - 1]
+        level: list[ScheduledSequence] = []
+        behind: list[ScheduledSequence] = []
+        for sequence in self.running:  # one that awaits its token has nothing to compute
+            missing = len(sequence.tokens) - 1 - sequence.computed
+            if missing >= 0:
+                (behind if missing else level).append(sequence)
         for index, sequence in enumerate(level):
             if sequence.running:
                 # Guesses take what is left when everybody else has a token.
@@ -240,7 +259,9 @@ class Scheduler:
             if left and sequence.running:
                 others = index + 1 < len(behind) or bool(self.waiting)
                 count = self._chunk(sequence.target - sequence.computed, left, others=others)
-                left -= self._schedule(sequence, count, entries)
+                count = self._scorable(sequence, count, entries)
+                if count:
+                    left -= self._schedule(sequence, count, entries)
         # Only now: nobody in the plan can be preempted any more, so what is offered to others will be computed.
         for entry in entries.values():
             self._offer(entry)
@@ -248,18 +269,23 @@ class Scheduler:
 
     def _admit(self, entries: Entries, left: int) -> int:
         slots = self._slots if self.waiting else 0
+        self._full = False
         while left and self.waiting:
             first = self.waiting[0]
             if slots + first.slots > self.max_sequences:
+                self._full = True
                 break
             if first.begun and self._sibling_reads(first, entries):
                 break  # it finds the blocks it had in common with it once they are there
+            if not self._scorable(first, 1, entries):
+                break
             if not self._begin(first):
                 break
             self.waiting.pop(0)
+            self.steps = 0
             slots += first.slots
             todo = first.target - first.computed
-            count = self._chunk(todo, left, others=bool(self.waiting))
+            count = self._scorable(first, self._chunk(todo, left, others=bool(self.waiting)), entries)
             copies = self.blocks.reserve(first.number, first.computed + count)
             first.running = first.begun = True
             insort(self.running, first, key=_order)
@@ -296,7 +322,7 @@ class Scheduler:
             if not left:
                 return
             sequence = entry.sequence
-            more = min(left, sequence.target - entry.end)
+            more = min(left, sequence.target - entry.end) if sequence.scored <= entry.end else 0
             if more:
                 try:
                     entry.copies += self.blocks.reserve(sequence.number, entry.end + more)
@@ -308,6 +334,12 @@ class Scheduler:
 
     def _chunk(self, todo: int, left: int, *, others: bool) -> int:
         return min(todo, max(-(-left // 2), min(left, self.blocks.block_size)) if others else left)
+
+    def _scorable(self, sequence: ScheduledSequence, count: int, entries: Entries) -> int:
+        """count, or fewer tokens of a prompt that is scored: the step's logits must not take too much memory."""
+        if sequence.scored <= sequence.computed:
+            return count
+        return max(0, min(count, _MOST_SCORED - sum(entry.scored for entry in entries.values())))
 
     def _schedule(self, sequence: ScheduledSequence, count: int, entries: Entries) -> int:
         """Plan its next `count` tokens, with blocks of the last in order if need be; 0 if that is itself."""

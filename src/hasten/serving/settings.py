@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from hasten.model.tokenizer import Tokenizer
 
 _CPU_BUDGET = 512
-_GPU_BUDGET = 2048
+_GPU_BUDGETS = (8192, 4096, 2048)
+# Of a step on a GPU: weights times tokens. Two operations each, at about 400 TFLOP/s: 25 ms, up to which a step is
+# launched behind another one (`hasten.serving.ahead`).
+_GPU_STEP = 5e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,8 @@ class EngineSettings:
     Args:
         max_sequences: Samples and beams that run at the same time.
         token_budget: Tokens computed in one step, prompts and answers together (at least max_sequences): the larger,
-            the sooner prompts are read, the longer the others wait meanwhile. 512 by default, on a GPU 2,048.
+            the sooner prompts are read, the longer the others wait meanwhile. 512 by default; on a GPU 8,192 (0.5 B),
+            4,096 (1.1 B) or 2,048 (7 B), by the model's size.
         max_length: Tokens of prompt and answer together; the model's positions by default.
         block_size: Tokens in a block of the cache.
         cache_bytes: Memory of the cache; None takes `cache_share`, never more than max_sequences of max_length need.
@@ -70,11 +74,12 @@ class EngineSettings:
         """The tokens of a step: `token_budget`, or its default on a CPU."""
         return max(_CPU_BUDGET, self.max_sequences) if self.token_budget is None else self.token_budget
 
-    def on(self, device: str) -> EngineSettings:
-        """The same with the defaults of a type of device."""
+    def on(self, device: str, *, weights: int) -> EngineSettings:
+        """The same with the defaults of a type of device. weights: those that a token is multiplied by."""
         if self.token_budget is not None or device == "cpu":
             return self
-        return replace(self, token_budget=max(_GPU_BUDGET, self.max_sequences))
+        budget = next((tokens for tokens in _GPU_BUDGETS if tokens * weights <= _GPU_STEP), _GPU_BUDGETS[-1])
+        return replace(self, token_budget=max(budget, self.max_sequences))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
