@@ -131,7 +131,7 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     parts[f"weights in {use.dtype}"] = narrow * copied if trained or use.base >= 4 * count.total else 0
     # A weight over its scale, as an integer, both in float32; and what is multiplied with.
     parts["weights while rounded"] = (8 + size) * use.rounded // (1 if use.recompute == "none" else len(config.layers))
-    parts["logits and loss"] = _logits(config, use, size) + trained * count.embedding * (4 + narrow) // use.tensor
+    parts["logits and loss"] = _loss(config, use, size, head=trained * count.embedding // use.tensor, narrow=narrow)
     held = ("weights", "masters", "optimizer", "gathered")
     kept = tuple(name for name in parts if name.startswith(("activations", "weights in", "weights while", "logits")))
     early = ("gradients",) if use.accumulation > 1 else ()
@@ -216,6 +216,21 @@ def _widths(config: ModelConfig) -> tuple[int, int, int, int]:
     return config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim, inner
 
 
+def _loss(config: ModelConfig, use: TrainingUse, size: int, *, head: int, narrow: int) -> int:
+    """Logits, their gradient, and that of the `head` weights, in float32 and as its product leaves it."""
+    logits, gradient = _logits(config, use, size), head * (4 + narrow)
+    if use.loss != "chunked":
+        return logits + gradient
+    from hasten.ops.loss import rows_of_a_chunk
+
+    tokens, most = use.batch_size * use.length, rows_of_a_chunk(config.padded_vocab_size)
+    if use.keeps_freed:  # nothing larger finds a place where the logits in float32 were
+        return logits + min(tokens, most) * config.padded_vocab_size * (size if size < 4 else 0) + gradient
+    earlier = 4 * head if tokens > most else 0  # of the chunks before
+    read = min(tokens, most) * config.padded_vocab_size * size  # what is left of the logits when the product begins
+    return max(logits + earlier, read + gradient)
+
+
 def _logits(config: ModelConfig, use: TrainingUse, size: int) -> int:
     vocab, tokens = config.padded_vocab_size, use.batch_size * use.length
     if use.loss == "torch":  # as many logits at a time as the input has elements
@@ -226,8 +241,8 @@ def _logits(config: ModelConfig, use: TrainingUse, size: int) -> int:
 
     if use.loss == "chunked-triton":  # the gradient in the place of the logits
         return min(tokens, rows_of_a_chunk(vocab, elements=TRITON_CHUNK_ELEMENTS)) * vocab * size
-    # The gradient in float32, in the dtype of the products, and as the product reads it.
-    return min(tokens, rows_of_a_chunk(vocab)) * vocab * (4 + (2 * size if size < 4 else 0))
+    # The gradient in float32, and in the dtype of the products: the former is gone when a product reads the latter.
+    return min(tokens, rows_of_a_chunk(vocab)) * vocab * (4 + (size if size < 4 else 0))
 
 
 def inference_memory(config: ModelConfig, use: InferenceUse) -> Memory:
