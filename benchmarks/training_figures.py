@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,13 +30,14 @@ from hasten.bench.draw import draw_curves
 from hasten.bench.largest_batch import STEPS, LargestBatch
 from hasten.bench.measure import Ladder, say
 from hasten.bench.models import check_fits
-from hasten.bench.process import Rung
+from hasten.bench.process import Rung, run_interleaved
 from hasten.bench.race import Race
 from hasten.bench.table import machine_line
 from hasten.bench.train import TrainLadder
 from hasten.bench.train_rungs import FIRST, LAYER_DROP, PADDING, Rungs, cumulative, possible
 from hasten.cli.bench import run as measure_and_write
-from hasten.machine import resolve_device, resolve_dtype, training_precision
+from hasten.errors import ResourceError
+from hasten.machine import available_memory, resolve_device, resolve_dtype, training_precision
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
 from hasten.training.recipe import Recipe, Schedule, Techniques
 from hasten.training.recipes import RECIPES
@@ -45,6 +46,8 @@ from hasten.training.recipes import RECIPES
 # second rung.
 PUBLISHED = {"compile": 143, "math": 134, "memory-efficient": 119, "flash": 113, "padded-vocabulary": 87}
 COLUMNS = (50_257, 50_304)
+ARTICLE_ROWS = 12
+PROBED = (2, 6)  # rows at which a GPU's memory is measured
 
 
 def article_rungs(device: str) -> Rungs:
@@ -74,17 +77,21 @@ class ArticleRungs(TrainLadder):
     """Figure 2 of the article."""
 
     shape: str | None = "gpt2-124m"
-    batch_size: int | None = 1
+    batch_size: int | None = None
+    """Rows in a batch (B): the article's 12, on a CPU 1."""
     sequence_length: int | None = 1024
     rounds: int = 4
     head_rows: int = 1024
     """Rows that the head is multiplied with alone."""
+    alone: bool = True
+    """Measure a layer's attention and the head alone, too."""
 
     def run(self) -> dict[str, Any]:
         from hasten.training.memory import step_memory
 
         device = str(resolve_device(self.device))
-        recipe, config = self.recipe_and_config(self.batch_size)
+        rows = self.batch_size or (1 if device == "cpu" else ARTICLE_ROWS)
+        recipe, config = self.recipe_and_config(rows)
         rungs = []
         for name, (techniques, words) in cumulative(article_rungs(device)).items():
             own = replace(recipe, techniques=techniques)
@@ -94,10 +101,11 @@ class ArticleRungs(TrainLadder):
         data = recipe.data
         settings = {"batch_size": data.batch_size, "sequence_length": data.context, "steps": self.steps}
         settings["model"] = f"{recipe.name} (random weights), batches of {data.batch_size} × {data.context} tokens"
-        alone = {"attention": layer_attention(device, 1, self.sequence_length or 1024), "head": self.head(device)}
-        report = self.measure(
-            [one for one in rungs if one.name in (self.rungs or one.name)], kind="train", settings=settings
-        )
+        alone: dict[str, Any] = {}
+        if self.alone:
+            alone = {"attention": layer_attention(device, rows, recipe.data.context), "head": self.head(device)}
+        chosen = [one for one in rungs if one.name in (self.rungs or one.name)]
+        report = self.measure(chosen, kind="train", settings=settings, shared_cache=True)
         for row in report["rows"]:
             row["published_milliseconds"] = PUBLISHED.get(row["name"])
         return report | alone
@@ -171,6 +179,14 @@ class Contest(Race):
 
     repetitions: int = 3
     """With seeds 0, 1, …; all of them take turns."""
+    tokenizer_kind: Literal["bpe", "character"] | None = None
+    """Of the text's tokens; the recipe's own by default."""
+    limit_bytes: int | None = None
+    """Take only so many bytes of the text."""
+
+    def held_bytes(self) -> int:
+        """What a contestant keeps while it waits."""
+        return 0
 
     def contestants(self, recipe: Recipe, device: str) -> Iterator[tuple[str, Recipe, dict[str, Any]]]:
         """Name, recipe, and what the report says of it."""
@@ -182,6 +198,7 @@ class Contest(Race):
 
         device, recipe = str(resolve_device(self.device)), RECIPES[self.recipe]
         data = replace(recipe.data, source=self.source or recipe.data.source, accumulation=1)
+        data = replace(data, tokenizer_kind=self.tokenizer_kind or data.tokenizer_kind, limit_bytes=self.limit_bytes)
         recipe = replace(recipe, data=data, dropout=0.0, run=replace(recipe.run, steps=self.steps, device=device))
         prepare_data(recipe, init=None, progress=True)
         return recipe, device
@@ -194,7 +211,8 @@ class Contest(Race):
                 seeded = replace(own, run=replace(own.run, seed=seed))
                 said[f"{name}, {seed}"] = {"contestant": name, "seed": seed} | facts
                 arguments = {"recipe": seeded, "seconds": self.seconds}
-                rungs.append(Rung(f"{name}, {seed}", (), "hasten.bench.race:RaceRung", arguments))
+                setup = "hasten.bench.race:RaceRung"
+                rungs.append(Rung(f"{name}, {seed}", (), setup, arguments, self.held_bytes()))
         settings = {"model": f"{recipe.name} on {recipe.data.source}", "seconds": self.seconds, "steps": self.steps}
         report = self.measure(rungs, kind="train", settings=settings | self.settings(recipe))
         for row in report["rows"]:
@@ -238,10 +256,15 @@ class ArticleBatches(Contest):
     """What was searched: written where it is not there, else read (memory does not depend on what else runs)."""
     update_rows: int = 32
     """Rows of an update, the same for all: a contestant takes them in as few equal micro-batches as fit."""
+    extrapolate: bool = False
+    """Find the largest batches by the peaks of two sizes, as on a GPU, where memory grows evenly with the rows."""
     rounds: int = 12
     seconds: float = 10.0
     steps: int = 120
     """Of the schedule, about what the time is long enough for; a tenth of them warms up."""
+
+    def held_bytes(self) -> int:
+        return int(self.memory * (1 << 30))
 
     def contestants(self, recipe: Recipe, device: str) -> Iterator[tuple[str, Recipe, dict[str, Any]]]:
         from hasten.training import build
@@ -250,17 +273,22 @@ class ArticleBatches(Contest):
         rungs, largest = cumulative(article_rungs(device)), {}
         if self.found is not None and self.found.exists():
             largest = json.loads(self.found.read_text())
-        vocab = prepare_data(recipe, init=None, progress=False).tokenizer.vocab_size
-        config = build.shape_config(recipe.model, vocab_size=vocab, positions=recipe.data.context)
-        for name in () if largest else ("compile", "flash"):
-            own = replace(recipe, techniques=rungs[name][0])
+        else:
+            vocab = prepare_data(recipe, init=None, progress=False).tokenizer.vocab_size
+            config = build.shape_config(recipe.model, vocab_size=vocab, positions=recipe.data.context)
             with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
-                arguments = {"recipe": own, "config": config, "steps": STEPS, "device": device}
-                process: dict[str, Any] = {"device": device, "threads": self.threads, "seed": 0, "compile_cache": cache}
-                rung = Rung(name, (), "hasten.bench.largest_batch:LimitedRung", arguments, **process)
-                tries = LargestBatch(memory=self.memory, most=self.update_rows).search(rung)
-            largest[name] = max((size for size, fits in tries.items() if fits), default=0)
-            say(f"{name}: {largest[name]} rows in {self.memory:g} GiB")
+                process: dict[str, Any] = {"device": device, "threads": self.threads, "seed": 0}
+                tried = {}
+                for name in ("compile", "flash"):
+                    own = replace(recipe, techniques=rungs[name][0])
+                    arguments = {"recipe": own, "config": config, "steps": STEPS, "device": device, "memory": None}
+                    setup = "hasten.bench.largest_batch:LimitedRung"
+                    tried[name] = Rung(name, (), setup, arguments, compile_cache=f"{cache}/{name}", **process)
+                largest = (
+                    self.extrapolated(tried, device) if self.extrapolate or device != "cpu" else self.searched(tried)
+                )
+        for name, rows in largest.items():
+            say(f"{name}: {rows} rows in {self.memory:g} GiB")
         if self.found is not None:
             self.found.write_text(json.dumps(largest))
         for called, name, limit in (
@@ -274,6 +302,31 @@ class ArticleBatches(Contest):
             facts = {"largest_batch": limit, "batch_size": rows, "accumulation": self.update_rows // rows}
             schedule = replace(recipe.schedule, warmup_steps=self.steps // 10)
             yield called, replace(recipe, techniques=rungs[name][0], data=data, run=checked, schedule=schedule), facts
+
+    def searched(self, tried: Mapping[str, Rung]) -> dict[str, int]:
+        """The largest batches by trying: each in a process that may take no more."""
+        search = LargestBatch(memory=self.memory, most=self.update_rows).search
+        tries = {name: search(rung) for name, rung in tried.items()}
+        return {name: max((size for size, fits in own.items() if fits), default=0) for name, own in tries.items()}
+
+    def extrapolated(self, tried: Mapping[str, Rung], device: str) -> dict[str, int]:
+        """The largest batches by the peaks of two sizes, measured side by side."""
+        probes = []
+        for rung, rows in itertools.product(tried.values(), PROBED):
+            recipe = rung.arguments["recipe"]
+            sized = replace(recipe, data=replace(recipe.data, batch_size=rows))
+            cache = f"{rung.compile_cache}-{rows}"
+            probes.append(replace(rung, arguments=rung.arguments | {"recipe": sized}, compile_cache=cache))
+        runs = run_interleaved(probes, rounds=1, room=available_memory(device))
+        largest = {}
+        for name, (few, many) in zip(tried, zip(runs[::2], runs[1::2], strict=True), strict=True):
+            for run in (few, many):
+                if run.error is not None:
+                    raise ResourceError(f"{name}: {run.error}")
+            each = max(1.0, (many.peak_memory_bytes - few.peak_memory_bytes) / (PROBED[1] - PROBED[0]))
+            left = self.held_bytes() - few.peak_memory_bytes
+            largest[name] = max(1, min(self.update_rows, PROBED[0] + int(left / each)))
+        return largest
 
     def settings(self, recipe: Recipe) -> dict[str, Any]:
         return super().settings(recipe) | {"batch_size": self.update_rows, "memory_gib": self.memory}

@@ -18,10 +18,12 @@ def seen_by(q, k, *, causal=None, window=None, mask=None, key_padding_mask=None,
     seen = torch.zeros(batch, queries, keys, dtype=torch.bool)
     distance = torch.zeros(queries, keys, dtype=torch.float64)
     for first, end, first_key, end_key in zip(starts, starts[1:], key_starts, key_starts[1:], strict=False):
-        for t in range(first, end):
-            for s in range(first_key, end_key):
-                distance[t, s] = behind = (t - end) - (s - end_key)  # both counted from the end of the document
-                seen[:, t, s] = not causal or (behind >= 0 and (window is None or behind < window))
+        own = slice(first, end), slice(first_key, end_key)
+        # Both counted from the end of the document.
+        behind = torch.arange(first - end, 0)[:, None] - torch.arange(first_key - end_key, 0)
+        distance[own] = behind.double()
+        near = behind < window if window is not None else torch.ones_like(behind, dtype=torch.bool)
+        seen[:, own[0], own[1]] = (behind >= 0) & near if causal else torch.ones_like(near)
     if mask is not None:
         seen &= mask
     if key_padding_mask is not None:

@@ -57,6 +57,15 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def float32_precision():
+    """No test leaves TF32 on for those after it: the bounds of float32 assume products in float32."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    if torch.get_float32_matmul_precision() != before:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture
 def processor(monkeypatch):
     """A function that makes this processor one with the given flags, as far as fast dtypes are concerned."""

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator
 
-from gpu.report import MODELS, Results, Table, copy_rate, every, median
+from gpu.report import MODELS, Results, Table, copy_rate, every, median, where
 
 FORMATS = ("bf16", "int8", "int4")
 Aim = tuple[str, float | None, float, str]  # what, the figure, its aim, and "≥" or "≤"
@@ -16,9 +16,11 @@ def _over(a: float | None, b: float | None) -> float | None:
 def _decode(results: Results) -> Iterator[Aim]:
     queued = {key: median(results, f"hasten-{key}", "measure", "queued") for key in MODELS}
     for format, rate, of_peer in (("bf16", 200, 1.19), ("int8", 300, 1.2), ("int4", 420, 1.38)):
-        name, peer = MODELS[f"7b-{format}"], median(results, f"gptfast-7b-{format}", "measure", "queued")
+        name, job = MODELS[f"7b-{format}"], f"gptfast-7b-{format}"
+        source, mark = where(results, job)
+        peer = median(source, job, "measure", "queued")
         yield f"{name}, one stream, tokens/s", queued[f"7b-{format}"], rate, "≥"
-        yield f"{name}, beside gpt-fast", _over(queued[f"7b-{format}"], peer), of_peer, "≥"
+        yield f"{name}, beside gpt-fast{mark}", _over(queued[f"7b-{format}"], peer), of_peer, "≥"
     read = median(results, "hasten-7b-bf16", "measure", "bytes_per_token") or float("nan")
     yield "7B bf16, of the limit", _over(queued["7b-bf16"], copy_rate(results) / read), 0.94, "≥"
     yield "1.1B bf16, tokens/s", queued["1b-bf16"], 800, "≥"

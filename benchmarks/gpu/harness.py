@@ -35,11 +35,15 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Jobs measured in turns, `rounds` times, then ended. extras: (command, name prefix it is for) once each after."""
+    """Jobs measured in turns, `rounds` times, then ended. extras: (command, name prefix it is for) once each after.
+
+    limit: seconds that a measurement may take.
+    """
 
     names: tuple[str, ...]
     rounds: int = 1
     extras: tuple[tuple[str, str], ...] = ()
+    limit: float = 60
 
 
 class Run:
@@ -238,7 +242,7 @@ def measure(run: Run, groups: Iterable[Group], jobs: dict[str, Job], *, until: f
             for _ in range(group.rounds):
                 for job in here:
                     if run.left() > 6:
-                        job.ask("measure", min(60.0, run.left() - 4))
+                        job.ask("measure", min(group.limit, run.left() - 4))
             for command, prefix in group.extras:
                 for job in here:
                     if job.name.startswith(prefix) and run.left() > 8:

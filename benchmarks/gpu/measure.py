@@ -1,9 +1,11 @@
 """Measures hasten on one GPU beside its peers, within a budget of seconds, and runs the tests that need a GPU.
 
     python benchmarks/gpu/measure.py --out OUT --budget 480 --peers PEERS --wheels WHEELS
+    python benchmarks/gpu/measure.py --out OUT --budget 150 --tests-only [--resume EARLIER/tests.jsonl]
 
-OUT gets results.json (written after every number), tables.txt, pytest.txt and the ends of all logs. PEERS, if given,
-has the model files of gpt-fast (`gptfast-sdpa`: generate.py, model.py, quantize.py of commit 32971d3) and nanoGPT
+The tests run beside the preparing of jobs, and alone when all is measured. OUT gets results.json
+(written after every number), tests.jsonl, tables.txt, pytest.txt and the ends of all logs. PEERS, if given, has the
+model files of gpt-fast (`gptfast-sdpa`: generate.py, model.py, quantize.py of commit 32971d3) and nanoGPT
 (`nanogpt`: model.py of the head; `nanogpt-b3c17c6`, `nanogpt-77e7e04`). WHEELS, if given, are installed beside the
 machine's packages. Scratch files go to $TMPDIR. `--device cpu --tiny` tries every job on a CPU.
 """
@@ -11,6 +13,7 @@ machine's packages. Scratch files go to $TMPDIR. `--device cpu --tiny` tries eve
 import argparse
 import atexit
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +23,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from gpu.commands import Commands
-from gpu.gpu_tests import ROOT, GpuTests
+from gpu.gpu_tests import LOG, ROOT, GpuTests
 from gpu.harness import Background, Job, Run, measure, prepare
 from gpu.plan import JOBS, PHASES, Phase
 from gpu.report import tables
 
 MARGIN = 6.0  # seconds at the end, for the tables
+FOR_TESTS = 45.0  # and before them for the tests, which then have the whole machine
 
 
 def arguments() -> argparse.Namespace:
@@ -39,13 +43,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="jobs whose names contain one of these, by commas")
     parser.add_argument("--memory", type=float, help="GB of the GPU to plan with (its own, if not given)")
     parser.add_argument("--jobs", type=int, default=max(2, (os.cpu_count() or 2)), help="jobs preparing at a time")
-    parser.add_argument("--test-workers", type=int, default=4)
+    parser.add_argument("--test-workers", type=int, default=max(1, (os.cpu_count() or 2) * 3 // 4))
     parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--tests-only", action="store_true", help="the tests with the whole machine, and no job")
+    parser.add_argument(
+        "--resume", type=Path, help="tests.jsonl of an earlier run: what passed there does not run again"
+    )
     parser.add_argument("--no-commands", action="store_true")
     return parser.parse_args()
 
 
-def environment(options: argparse.Namespace, scratch: Path) -> dict[str, str]:
+def environment(options: argparse.Namespace, scratch: Path, until: float) -> dict[str, str]:
     """What every process gets: the code's path, caches of compiled kernels that all share, and the jobs' settings."""
     site = scratch / "site"
     (site / "hasten-0.dist-info").mkdir(parents=True, exist_ok=True)
@@ -66,6 +74,7 @@ def environment(options: argparse.Namespace, scratch: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "2",
         "TEARDOWN_CUPTI": "0",  # profiling a process that has captured graphs
         "DISABLE_CUPTI_LAZY_REINIT": "1",
+        "GPU_UNTIL": str(until),
         "GPU_DEVICE": options.device,
         "GPU_TINY": "1" if options.tiny else "",
         "GPU_PEERS": str(options.peers.resolve()) if options.peers else "",
@@ -97,15 +106,16 @@ def work(run: Run, options: argparse.Namespace, memory: float) -> None:
     tests = commands = None
     held = 0.0  # GB of what runs beside
     if not options.no_tests and options.device != "cpu":
-        tests = GpuTests(run, options.test_workers)
+        workers = max(1, options.test_workers // 3)  # with all, gpt-fast's models were not compiled in time
+        tests = GpuTests(run, workers, beside=True)
         beside.append(tests)
-        held = 1.2 * options.test_workers
+        held = 1.2 * workers
     jobs: dict[str, Job] = {}
     for number, phase in enumerate(PHASES):
         names = wanted(phase, options)
         jobs |= {name: Job(run, name, JOBS[name]) for name in names if name not in jobs}
         needed = {name for group in phase.groups for name in group.names} & set(names)
-        if number == len(PHASES) - 1 and not options.no_commands:
+        if number == 1 and not options.no_commands:
             commands = Commands(run, options.device)
             beside.append(commands)
         for one in beside:
@@ -115,15 +125,15 @@ def work(run: Run, options: argparse.Namespace, memory: float) -> None:
             job.signal(signal.SIGCONT)
         here = [jobs[name] for name in names]
         prepare(run, here, needed=needed, until=until, limit_gb=memory - held, most=options.jobs)
-        if number == len(PHASES) - 1:
-            for one in (tests, commands):
-                if one is not None:
-                    one.finish(until - run.now())
+        if number == len(PHASES) - 1 and commands is not None:
+            commands.finish(max(10.0, until - run.now()))
         for one in beside:
             one.pause()
         for job in jobs.values():
             job.signal(signal.SIGSTOP)
         measure(run, phase.groups, jobs, until=min(phase.measure * run.budget, run.budget - MARGIN))
+    if tests is not None:  # now with the whole machine
+        tests.finish(run.left())
 
 
 def main() -> None:
@@ -131,9 +141,14 @@ def main() -> None:
     started = time.time()
     options.out.mkdir(parents=True, exist_ok=True)
     options.out = options.out.resolve()
+    (options.out / LOG).unlink(missing_ok=True)
+    if options.resume:
+        shutil.copyfile(options.resume, options.out / LOG)
     scratch = Path(tempfile.mkdtemp(prefix="hasten-gpu-"))
     line, memory = ("cpu", 80.0) if options.device == "cpu" else card()
-    run = Run(options.out, scratch, options.budget - MARGIN, environment(options, scratch), started)
+    seconds = options.budget - MARGIN
+    until = started + seconds - (0 if options.no_tests else FOR_TESTS)
+    run = Run(options.out, scratch, seconds, environment(options, scratch, until), started)
     run.results["run"] = {"card": line, "date": time.strftime("%Y-%m-%d"), "budget": options.budget}
     run.say(line)
     atexit.register(run.end)
@@ -142,7 +157,10 @@ def main() -> None:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     native = subprocess.Popen([sys.executable, "-c", code], env=run.environment, **quiet)
     try:
-        work(run, options, options.memory or 0.96 * memory)
+        if options.tests_only:
+            GpuTests(run, options.test_workers, beside=False).finish(run.left())
+        else:
+            work(run, options, options.memory or 0.96 * memory)
     except BaseException as error:
         run.say(f"the run ended: {type(error).__name__}: {error}")
     finally:

@@ -61,13 +61,16 @@ JOBS |= {
     "nanogpt-wide": _training("nanogpt", 8, 24.0, **WIDE),
     "hasten-wide": _training("hasten", 8, 20.0, **WIDE),
     "hasten-wide-fp8": _training("hasten", 8, 20.0, **WIDE, **FP8),
+    "losses-bf16": _training("text_losses", 12, 14.0),
+    "losses-fp8": _training("text_losses", 12, 14.0, **FP8),
     "nanogpt-b3c17c6-12": _training("nanogpt", 12, 20.0, checkout="nanogpt-b3c17c6"),
     "nanogpt-77e7e04-12": _training("nanogpt", 12, 20.0, checkout="nanogpt-77e7e04"),
+    "drafts": JobSpec("drafts:compare", {"shape": "llama-1.1b"}, 5.0, 7.0),
+    "start": JobSpec("start:server", {"shape": "llama-1.1b"}, 1.0, 8.0),
     "attention": JobSpec("attention:compare", {"budget": 20}, 1.0, 6.0),
     "products": JobSpec("products:table", {"budget": 22}, 1.5, 3.0),
 }
-RUNGS = ("explicit", "compile", "math", "memory-efficient", "flash", "padded-vocabulary")
-JOBS |= {f"rung-{name}": JobSpec("training:rung", {"name": name, "batch": 12}, 3.0, 36.0) for name in RUNGS}
+JOBS["ladder"] = JobSpec("article:ladder", {"limit": 100}, 1.0, 1.0)
 
 SEVEN = (("prefill", ""), ("user", "hasten"), ("profile", ""))
 ENGINE = (("measure 256", ""), ("measure 64", ""), ("measure 1", ""))
@@ -83,11 +86,11 @@ PHASES: tuple[Phase, ...] = (
             Group(("hasten-12", "nanogpt-12"), 2, (("losses", ""), ("profile", ""))),
         ),
         ("gptfast-7b-int8", "gptfast-7b-bf16", "gptfast-7b-int4", "nanogpt-12", "hasten-12"),
-        ("gptfast-1b-bf16", "gptfast-1b-int4", "nanogpt-32", "nanogpt-wide"),
+        ("gptfast-1b-bf16", "gptfast-1b-int4", "nanogpt-32", "nanogpt-wide", "drafts"),
     ),
     Phase(
-        0.64,
-        0.90,
+        0.60,
+        0.85,
         (
             Group(("engine-bf16", "static-bf16"), 0, (*ENGINE, ("profile 64", "engine"))),
             Group(("hasten-1b-bf16", "gptfast-1b-bf16"), 2, (("prefill", ""), ("profile", "hasten"))),
@@ -98,13 +101,13 @@ PHASES: tuple[Phase, ...] = (
             Group(("engine-int4", "static-int4"), 0, ENGINE),
             Group(("products",)),
             Group(("hasten-wide", "hasten-wide-fp8", "nanogpt-wide"), 2, (("losses", ""),)),
+            Group(("losses-bf16", "losses-fp8"), 0, (("losses500", ""),)),
             Group(("hasten-1b-int8",), 1),
+            Group(("drafts",), 1),
+            Group(("start",), 0, (("measure cold", ""), ("measure warm", ""))),
         ),
         ("nanogpt-32", "nanogpt-wide", "engine-bf16", "hasten-32", "hasten-32-fp8"),
+        ("ladder",),
     ),
-    Phase(
-        0.95,
-        0.99,
-        (Group(tuple(f"rung-{name}" for name in RUNGS), 1),),
-    ),
+    Phase(0.86, 0.99, (Group(("ladder",), limit=110),)),
 )

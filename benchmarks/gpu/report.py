@@ -1,12 +1,15 @@
 """The tables of a measurement: printed at the end of a run, and written into the pages by benchmarks/tables.py.
 
-python benchmarks/gpu/report.py OUT/results.json > benchmarks/results/gpu.json      # what is committed of a run
+python benchmarks/gpu/report.py OUT/results.json [EARLIER.json] > benchmarks/results/gpu.json  # what is committed
+
+EARLIER.json: what was committed of an earlier run on the same kind of card, for peers that were not ready in this one.
 """
 
 import json
 import statistics
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 Results = dict[str, Any]
@@ -25,6 +28,7 @@ TRAINERS = (
     "hasten-wide",
     "hasten-wide-fp8",
 )
+RUNG = (("tokens_per_s", ",.0f"), ("ms", ".1f"), ("mfu", ".1%"), ("peak_gb", ".1f"))
 CONTESTANTS = {"hasten": "hasten", "flash-triton": "our Triton", "fa2": "FlashAttention-2", "cudnn": "cuDNN"}
 
 
@@ -47,6 +51,12 @@ def ratio(a: float | None, b: float | None, style: str = ".2f") -> str:
     return f"{a / b:{style}}" if a and b else ""
 
 
+def where(results: Results, job: str) -> tuple[Results, str]:
+    """Where a job's figures are: in this run or, if it was not ready then, in the earlier one, which a † says."""
+    earlier = results.get("earlier", {})
+    return (results, "") if results.get(job, {}).get("measure") or job not in earlier else (earlier, " †")
+
+
 def copy_rate(results: Results) -> float:
     return median(results, "baseline", "measure", "copy_bytes_per_s") or float("nan")
 
@@ -61,11 +71,12 @@ def decode(results: Results) -> Table:
         queued, read = (median(results, ours, "measure", what) for what in ("queued", "bytes_per_token"))
         if queued is None or read is None:
             continue
-        limit, peer = copy_rate(results) / read, median(results, theirs, "measure", "queued")
+        limit, (source, mark) = copy_rate(results) / read, where(results, theirs)
+        peer, its_user = (median(source, theirs, "measure", what) for what in ("queued", "user"))
         user = [one["decode"] for one in every(results, ours, "user", "second")]
-        cells = [median(results, ours, "measure", "waited"), queued, user[0] if user else None, peer]
-        cells += [median(results, theirs, "measure", "user"), limit]
-        row = [name, *map(shown, cells), ratio(queued, peer), ratio(queued, limit, ".0%")]
+        cells = [median(results, ours, "measure", "waited"), queued, user[0] if user else None]
+        row = [name, *map(shown, cells), *(shown(one) + mark if one else "" for one in (peer, its_user)), shown(limit)]
+        row += [ratio(queued, peer) + (mark if peer else ""), ratio(queued, limit, ".0%")]
         rows.append([*row, shown(median(results, ours, "profile", "launches"))])
     return head, rows
 
@@ -74,11 +85,14 @@ def prefill(results: Results) -> Table:
     """Prompts of 512 and 2,048 tokens, tokens/s."""
     rows = []
     for key, name in MODELS.items():
-        cells = [
-            median(results, f"{who}-{key}", "prefill", n) for n in ("512", "2048") for who in ("hasten", "gptfast")
-        ]
+        cells = []
+        for length in ("512", "2048"):
+            for job in (f"hasten-{key}", f"gptfast-{key}"):
+                source, mark = where(results, job)
+                rate = median(source, job, "prefill", length)
+                cells.append(shown(rate) + (mark if rate else ""))
         if any(cells):
-            rows.append([name, *map(shown, cells)])
+            rows.append([name, *cells])
     return ["prompts, tokens/s", "512: hasten", "gpt-fast", "2,048: hasten", "gpt-fast"], rows
 
 
@@ -132,15 +146,28 @@ def losses(results: Results) -> Table:
     return ["loss at step", "1", "10", "20", "40", "60"], rows
 
 
+def losses500(results: Results) -> Table:
+    """The losses of GPT-2 124M over 500 steps of 12 × 1,024 tokens of real text, and the mean of the last 20."""
+    rows, places = [], (1, 10, 50, 100, 200, 300, 400, 500)
+    for name in ("losses-bf16", "losses-fp8"):
+        for found in every(results, name, "losses500", "losses")[-1:]:
+            cells = [f"{found[step - 1]:.3f}" if len(found) >= step else "" for step in places]
+            rows.append([name.removeprefix("losses-"), *cells, f"{statistics.mean(found[-20:]):.3f}"])
+    return ["loss at step", *map(str, places), "mean of the last 20"], rows
+
+
 def ladder(results: Results) -> Table:
     """The rungs of the article's figure 2."""
     rows = []
-    for name in [job for job in results if job.startswith("rung-")]:
-        speed = median(results, name, "measure", "tokens_per_s")
-        if speed is not None:
-            cells = [shown(speed), shown(median(results, name, "measure", "ms"), ".1f")]
-            cells += [shown(median(results, name, "measure", "mfu"), ".1%")]
-            rows.append([name.removeprefix("rung-"), *cells, shown(median(results, name, "measure", "peak_gb"), ".1f")])
+    for row in next(iter(every(results, "ladder", "measure", "rows")), ()):
+        if "error" not in row:
+            cells = [shown(row["tokens_per_second"]), shown(row["milliseconds_per_batch"], ".1f")]
+            cells += [shown(row.get("mfu"), ".1%"), shown(row["peak_memory_bytes"] / 1e9, ".1f")]
+            rows.append([row["name"], *cells])
+    earlier = results.get("earlier", {})
+    for name in [job for job in earlier if job.startswith("rung-")]:  # of a run before the command measured them
+        cells = [shown(median(earlier, name, "measure", key), style) for key, style in RUNG]
+        rows.append([name.removeprefix("rung-") + " †", *cells])
     return ["12 × 1,024", "tokens/s", "ms", "MFU", "peak, GB"], rows
 
 
@@ -172,20 +199,50 @@ def products(results: Results) -> Table:
     return ["matrix, µs", "rows", *formats], rows
 
 
+def drafts(results: Results) -> Table:
+    """One stream with drafts, medians of tokens/s."""
+    rows = []
+    for kind, found in next(iter(every(results, "drafts", "measure", "kinds")), {}).items():
+        cells = [
+            statistics.median(one[key] for one in found) for key in ("generate_tokens_per_s", "whole_tokens_per_s")
+        ]
+        per = [statistics.median(one[key] for one in found) for key in ("tokens_a_step", "accepted")]
+        rows.append([kind, *map(shown, cells), shown(per[0], ".1f"), shown(per[1], ".0%")])
+    return ["1.1B bf16, drafts", "`hasten.generate`", "the engine", "tokens a step there", "accepted"], rows
+
+
+def start(results: Results) -> Table:
+    """Seconds from the command `hasten serve` to each mark."""
+    marks = ("models_s", "first_token_s", "captured_s", "captured_steps")
+    rows = []
+    for name in ("cold", "warm"):
+        cells = [median(results, "start", f"measure {name}", mark) for mark in marks]
+        if cells[0] is not None:
+            rows.append([name, *(shown(one, ".1f") for one in cells[:3]), shown(cells[3])])
+    return ["compiled kernels", "answers, s", "first token", "last captured step", "captured steps"], rows
+
+
 TABLES = {
     "decode": decode,
     "prefill": prefill,
     "serving": serving,
     "training": training,
     "losses": losses,
+    "losses500": losses500,
     "ladder": ladder,
     "attention": attention,
     "products": products,
+    "drafts": drafts,
+    "start": start,
 }
 
 
-def compact(report: dict[str, Any]) -> dict[str, Any]:
-    """What is committed: without logs and traces, and of a profile the six longest kernels."""
+def compact(report: dict[str, Any], earlier: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What is committed: without logs and traces, and of a profile the six longest kernels.
+
+    earlier: what was committed of an earlier run on the same kind of card: it gives the peers and rungs that this one
+    has not, under "earlier".
+    """
 
     def short(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
@@ -194,7 +251,15 @@ def compact(report: dict[str, Any]) -> dict[str, Any]:
             return [short(one) for one in (value[:6] if key == "kernels" else value)]
         return round(value, 4) if isinstance(value, float) and abs(value) < 1e6 else value
 
-    return {"results": short(report["results"])}
+    results = short(report["results"])
+    if earlier is not None:
+        jobs = {
+            name: job
+            for name, job in earlier["results"].items()
+            if name.startswith(("gptfast-", "nanogpt-", "rung-")) and not results.get(name, {}).get("measure")
+        }
+        results["earlier"] = {"run": earlier["results"]["run"], "baseline": earlier["results"]["baseline"], **jobs}
+    return {"results": results}
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -218,9 +283,10 @@ def tables(results: Results) -> str:
         if rows:
             parts.append(aligned(head, rows))
     if tests := results.get("tests"):
-        counts = " ".join(f"{key} {tests[key]}" for key in ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL"))
-        parts.append(f"tests: {counts} in {tests['seconds']} s {' '.join(tests['failed'])[:900]}")
-        parts += tests["reasons"][: len(tests["failed"])]
+        counts = " ".join(f"{key} {tests[key]}" for key in ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "left"))
+        parts.append(f"tests: {counts} in {tests['seconds']} s")
+        parts += tests["reasons"][:20]
+        parts.append("\n".join(f"{seconds:6.1f} s  {name}" for seconds, name in tests["slowest"]))
     for name, one in results.get("commands", {}).items():
         if one["status"] != 0:
             parts.append(f"command {name}: status {one['status']}: {one['output'][-250:]!r}")
@@ -232,5 +298,5 @@ def tables(results: Results) -> str:
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1]) as file:
-        print(json.dumps(compact(json.load(file)), indent=None, separators=(",", ":")))
+    reports = [json.loads(Path(name).read_text()) for name in sys.argv[1:3]]
+    print(json.dumps(compact(*reports), indent=None, separators=(",", ":")))

@@ -7,7 +7,7 @@ hand in benchmarks/results/gpu-status.json.
 from collections.abc import Sequence
 from typing import Any
 
-from gpu.report import MODELS, Results, copy_rate, every, median, shown
+from gpu.report import MODELS, Results, copy_rate, every, median, shown, where
 
 MEASURE = "`benchmarks/gpu/measure.py`"
 HEAD = ["what", "figure", "date", "card", "command"]
@@ -25,8 +25,9 @@ def _limits(results: Results, jobs: Sequence[str]) -> str:
 
 def _decode(results: Results, size: str, formats: Sequence[str]) -> tuple[str, str]:
     ours, theirs = ([f"{who}-{size}-{format}" for format in formats] for who in ("hasten", "gptfast"))
+    source, mark = where(results, theirs[0])
     figure = f"**{_each(results, ours, 'measure', 'queued')}** tokens/s; gpt-fast "
-    figure += f"{_each(results, theirs, 'measure', 'queued')}; limit {_limits(results, ours)}"
+    figure += f"{_each(source, theirs, 'measure', 'queued')}{mark}; limit {_limits(results, ours)}"
     names = " / ".join(MODELS[f"{size}-{format}"].partition(" ")[2] for format in formats)
     return f"one stream, {MODELS[f'{size}-{formats[0]}'].partition(' ')[0]} {names}", figure
 
@@ -36,8 +37,9 @@ def _user(results: Results) -> tuple[str, str]:
     for format in ("bf16", "int8", "int4"):
         seconds = every(results, f"hasten-7b-{format}", "user", "second")
         found.append(shown(seconds[-1]["decode"]) if seconds else "-")
-    theirs = _each(results, [f"gptfast-7b-{format}" for format in ("bf16", "int8", "int4")], "measure", "user")
-    return "`hasten.generate`, 7B bf16 / int8 / int4", f"**{' / '.join(found)}** tokens/s; gpt-fast's {theirs}"
+    source, mark = where(results, "gptfast-7b-bf16")
+    theirs = _each(source, [f"gptfast-7b-{format}" for format in ("bf16", "int8", "int4")], "measure", "user")
+    return "`hasten.generate`, 7B bf16 / int8 / int4", f"**{' / '.join(found)}** tokens/s; gpt-fast's {theirs}{mark}"
 
 
 def _serving(results: Results, format: str) -> tuple[str, str]:
@@ -85,8 +87,14 @@ def _products(results: Results) -> tuple[str, str]:
 def _tests(results: Results) -> tuple[str, str]:
     tests = results.get("tests", {})
     bad = tests.get("FAILED", 0) + tests.get("ERROR", 0)
-    end = "" if tests.get("status") in (0, 1) else " when the time was over"
-    return "tests that need a GPU", f"{tests['PASSED']} passed, {bad} failed{end}" if tests else "-"
+    end = f", {tests['left']} not run" if tests.get("left") else ""
+    if "left" not in tests and tests.get("status") not in (0, 1):
+        end = " when the time was over"
+    if not tests:
+        return "tests that need a GPU", "-"
+    earlier = tests.get("resumed", 0)
+    more = f" (and {earlier} in an earlier run)" if earlier else ""
+    return "tests that need a GPU", f"{tests['PASSED'] - earlier} passed{more}, {bad} failed{end}"
 
 
 def status(report: dict[str, Any], by_hand: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -125,8 +125,8 @@ def nanogpt(batch: int, shape: str = "gpt2-124m", checkout: str = "nanogpt", ste
     run_trainer(take, shape, batch, steps, lambda: optimizer.zero_grad(set_to_none=True))
 
 
-def hasten(batch: int, shape: str = "gpt2-124m", steps: int = 20, techniques: dict[str, Any] | None = None) -> None:
-    """The default recipe from nanoGPT's weights, where it is there; `techniques` changes some of it."""
+def our_trainer(shape: str, batch: int, techniques: dict[str, Any] | None) -> tuple[Any, Take]:
+    """The step of the default recipe from nanoGPT's weights, where it is there; `techniques` changes some of it."""
     from training_sides import take_over
 
     from hasten.data import Batch
@@ -148,31 +148,28 @@ def hasten(batch: int, shape: str = "gpt2-124m", steps: int = 20, techniques: di
         loss = step.run([Batch(inputs=inputs, targets=targets, documents=None)], learning_rate=rate).loss
         return loss.clone() if isinstance(loss, torch.Tensor) else loss  # a captured step writes the next one there
 
+    return step, take
+
+
+def hasten(batch: int, shape: str = "gpt2-124m", steps: int = 20, techniques: dict[str, Any] | None = None) -> None:
+    """The default recipe."""
+    step, take = our_trainer(shape, batch, techniques)
     run_trainer(take, shape, batch, steps, step.where.forget)
 
 
-def rung(name: str, batch: int, steps: int = 10) -> None:
-    """One rung of the article's figure 2 (benchmarks/training_figures.py)."""
-    from training_figures import article_rungs
+def text_losses(batch: int, steps: int = 500, techniques: dict[str, Any] | None = None) -> None:
+    """The loss over steps on real text."""
+    from gpu import text
 
-    from hasten.bench.train import TrainRung
-    from hasten.bench.train_rungs import cumulative
+    steps = steps if not TINY else 4
+    rows = text.batches(text.tokens(VOCAB, 40_000_000 if not TINY else 100_000), steps, batch, BLOCK + 1)
+    take = our_trainer("gpt2-124m", batch, techniques)[1]
 
-    techniques = cumulative(article_rungs(DEVICE))[name][0]
-    recipe = recipe_of("gpt2-124m", batch)
-    recipe = replace(recipe, techniques=replace(techniques, compile=techniques.compile and DEVICE != "cpu"))
-    own = TrainRung(recipe=recipe, config=config_of(recipe), steps=1, device=DEVICE)
-    for _ in range(3):
-        patient(own.measure, own.step.where.forget)
-    flops = flops_per_token("gpt2-124m")
+    def losses() -> dict[str, Any]:
+        found, begin = [], time.perf_counter()
+        for index, row in enumerate(rows.to(DEVICE)):
+            found.append(take(row[:, :-1].contiguous(), row[:, 1:].contiguous(), RATE * min(1.0, (index + 1) / 101)))
+        values = [round(float(one), 4) for one in found]
+        return {"losses": values, "seconds": round(time.perf_counter() - begin, 1), **memory()}
 
-    def measure() -> dict[str, Any]:
-        own.steps = 2
-        own.measure()
-        own.steps = steps
-        found = own.measure()
-        speed = found["tokens_per_second"]
-        shown = {"tokens_per_s": speed, "ms": found["milliseconds_per_batch"], "mfu": flops * speed / PEAK}
-        return shown | {"loss": found["loss"], **memory()}
-
-    serve({"measure": measure})
+    serve({"losses500": losses})

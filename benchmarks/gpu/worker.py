@@ -2,7 +2,8 @@
 
 The function prepares (imports, weights, compiling) and then calls `serve`, which says that it is ready and runs the
 commands that come line by line. Lines for the parent begin with @@. Settings come from the environment: GPU_DEVICE,
-GPU_TINY (everything small, to try a job on a CPU) and GPU_PEERS (the folder of the peers' model files).
+GPU_TINY (everything small, to try a job on a CPU), GPU_PEERS (the folder of the peers' model files) and GPU_UNTIL (when
+measuring ends, in seconds of the clock).
 """
 
 import gc

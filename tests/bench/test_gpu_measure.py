@@ -44,12 +44,29 @@ def test_tables_of_what_was_measured():
     json.dumps(report.compact({"results": results}))
 
 
-def test_what_pytest_logged_is_counted():
-    log = "[gw0] [ 1%] PASSED tests/a.py::one \n[gw1] [ 2%] FAILED tests/a.py::two[x] \nE   assert 1 == 2\n"
-    found = gpu_tests.counted(log)
-    assert (found["PASSED"], found["FAILED"], found["failed"]) == (1, 1, ["tests/a.py::two[x]"])
+def test_tests_are_logged_at_once_and_resumed(tmp_path):
+    """A second run leaves out what passed, and what a kill cut short costs one line only."""
+    (tmp_path / "test_three.py").write_text(
+        "import pytest\ndef test_good(): pass\ndef test_bad(): assert 1 == 2\n"
+        "@pytest.mark.xfail\ndef test_known(): assert False\n"
+    )
+    log = tmp_path / gpu_tests.LOG
+    log.write_text('{"id": "test_three.py::test_cut')
+    paths = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"GPU_TESTS_LOG": str(log), "PYTHONPATH": paths}
+    environment.pop("PYTEST_XDIST_WORKER", None)  # this test may run in one, that one does not
+    command = [sys.executable, "-m", "pytest", "-p", "gpu.log_tests", "-p", "no:xdist", "test_three.py"]
+
+    def once():
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
+
+    once()
+    found = gpu_tests.summary(log, collected=4)
+    assert (found["PASSED"], found["FAILED"], found["XFAIL"], found["left"]) == (1, 1, 1, 1)
+    assert found["reasons"] == ["test_three.py::test_bad: assert 1 == 2"]
+    assert gpu_tests.passed(log) == {"test_three.py::test_good", "test_three.py::test_known"}
+    assert "1 failed, 2 deselected" in once()
     assert "tests/ops/test_flash_triton.py" in gpu_tests.files()
-    assert found["reasons"] == ["E   assert 1 == 2"]
 
 
 @pytest.mark.slow

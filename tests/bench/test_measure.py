@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hasten.bench.measure import Ladder
-from hasten.bench.process import Rung, RungRun
+from hasten.bench.process import Rung, RungRun, run_interleaved
 from hasten.errors import ConfigError
 
 RUNGS = '''
@@ -46,6 +46,9 @@ class Rung:
                 os._exit(3)
             if self.fail == "kill":
                 os.kill(os.getpid(), 9)
+            if self.fail == "memory" and not (tried := self.log.with_name("tried")).exists():
+                tried.touch()
+                raise RuntimeError("CUDA out of memory. Tried to allocate")
             if self.fail == "hang":
                 time.sleep(100)
         return {"decode_tokens_per_second": self.speed * self.calls}
@@ -135,6 +138,20 @@ def test_rungs_that_do_not_fit_together_are_restarted(log: Path, monkeypatch: py
     assert events(log) == ["a set-up", "a measure", "a measure", "b set-up", "b measure", "b measure"]
     assert report["settings"]["interleaving"] == "processes restarted"
     assert [row["decode_tokens_per_second"] for row in report["rows"]] == [2, 4]
+
+
+def test_rungs_of_a_gpu_are_prepared_together_as_its_memory_allows(log: Path) -> None:
+    """One that ran out of memory beside others is measured again alone."""
+    gib = 1 << 30
+    rungs = [rung(log, "a", memory_bytes=gib), rung(log, "b", memory_bytes=gib, fail="memory", at=2), rung(log, "c")]
+    runs = run_interleaved(rungs, rounds=2, warmup=1, room=5 * gib)
+    assert [len(run.rounds) for run in runs] == [2, 2, 2]
+    assert [run.error for run in runs] == [None] * 3
+    found = events(log)
+    assert sorted(found[:4]) == ["a measure", "a set-up", "b measure", "b set-up"], "warmed up at once"
+    assert found[4:] == ["a measure", "b measure", "a measure"] + [
+        f"{name} {what}" for name in "bc" for what in ("set-up", "measure", "measure", "measure")
+    ]
 
 
 def test_a_child_that_hangs_is_given_up(log: Path) -> None:

@@ -92,14 +92,15 @@ class Ladder(BenchmarkOptions):
         kind: str,
         settings: Mapping[str, Any] | None = None,
         dtypes: Sequence[str] = ("float32", "bfloat16"),
+        shared_cache: bool = False,
     ) -> dict[str, Any]:
         """Runs the rungs and returns the report (see hasten.bench.report) as plain JSON values.
 
         `kind` is "generate" or "train" and decides which metric is the speed. `dtypes` are those whose matrix rate is
-        measured in every round. A rung that fails or does not answer within an hour becomes a row with
-        "error"; the others go on. Where all rungs together need more memory than is free, each is started again for
-        each round. On a GPU each is measured in all rounds and ends before the next one starts: what a process's
-        allocator keeps there, and its compiled graphs, no other one can have.
+        measured in every round. shared_cache: let rungs find what others have compiled. A rung that fails or does not
+        answer within an hour becomes a row with "error"; the others go on. Where all rungs together need more memory
+        than is free, each is started again for each round. On a GPU as many as fit its memory are set up and warmed up
+        side by side, measured in turns, and end before the next ones start.
 
         Raises ConfigError for no rungs, and ResourceError for a device that is not there.
         """
@@ -112,23 +113,27 @@ class Ladder(BenchmarkOptions):
         # Settled here, so that the report says it and every child has the same.
         threads = thread_count(self.threads) or min(torch.get_num_threads(), available_cores().physical)
         process: dict[str, Any] = {"device": device, "threads": threads, "seed": self.seed}
-        alone = device != "cpu"
-        keep = alone or sum(rung.memory_bytes for rung in rungs) + LIMITS_MEMORY <= available_memory(device)
+        free = available_memory(device)
+        room = None if device == "cpu" else free
+        keep = room is not None or sum(rung.memory_bytes for rung in rungs) + LIMITS_MEMORY <= free
         limits = {"device": device, "dtypes": tuple(dtypes), "seconds": self.limit_seconds}
-        probe = Rung("limits", (), LIMITS_SETUP, limits)
+        probe = Rung("limits", (), LIMITS_SETUP, limits, LIMITS_MEMORY)
         machine = describe().to_json()
         with tempfile.TemporaryDirectory(prefix="hasten-compile-") as place, bars("count", "elapsed") as progress:
             # Folders of their own: compiled for the first time, as on a machine that has never run them.
             # By number: a compiler does not take every character of a name.
             each = enumerate((probe, *rungs))
-            ready = [replace(rung, **process, compile_cache=f"{place}/{number}") for number, rung in each]
+            ready = [
+                replace(rung, **process, compile_cache=place if shared_cache else f"{place}/{number}")
+                for number, rung in each
+            ]
             bar = progress.add_task("", total=len(ready) * (self.rounds + (1 + self.warmup) * keep))
             measured_limits, *runs = run_interleaved(
                 ready,
                 rounds=self.rounds,
                 warmup=self.warmup,
                 keep=keep,
-                alone=alone,
+                room=room,
                 tell=lambda text: progress.update(bar, description=text, advance=1),
             )
         return build_report(
@@ -139,7 +144,7 @@ class Ladder(BenchmarkOptions):
                 **process,
                 "rounds": self.rounds,
                 "warmup": self.warmup,
-                "interleaving": "one by one" if alone else "processes kept" if keep else "processes restarted",
+                "interleaving": "processes kept" if keep else "processes restarted",
             },
             runs=runs,
             limits=measured_limits,

@@ -12,6 +12,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -182,17 +183,18 @@ def run_interleaved(
     timeout: float = 3600.0,
     warmup: int = 0,
     keep: bool = True,
-    alone: bool = False,
+    room: int | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[RungRun]:
     """What came of each rung. The warm-up's rounds are not counted; one that fails is left out from there on.
 
-    keep: all processes stay alive until the end; else each is started again for each round. alone: each process is
-    measured in all rounds and ends before the next one starts. tell: called with a line about each step.
+    keep: all processes stay alive until the end; else each is started again for each round. room: bytes of a GPU;
+    rungs that fit there together are prepared side by side, measured in turns, and end before the next ones start.
+    tell: called with a line about each step.
     """
     runs = [RungRun(rung, timeout) for rung in rungs]
-    if alone:
-        return _one_by_one(runs, rounds=rounds, warmup=warmup, tell=tell)
+    if room is not None:
+        return _in_groups(runs, room, rounds=rounds, warmup=warmup, tell=tell)
     try:
         for run in runs if keep else ():
             tell(f"setting up: {run.rung.name}")
@@ -216,20 +218,56 @@ def run_interleaved(
     return runs
 
 
-def _one_by_one(runs: list[RungRun], *, rounds: int, warmup: int, tell: Callable[[str], None]) -> list[RungRun]:
-    """As `run_interleaved`, each in all its rounds: a GPU's memory is then one process's."""
-    for run in runs:
-        try:
-            tell(f"setting up: {run.rung.name}")
-            run.start()
-            for number in range(1 - warmup, rounds + 1):
-                tell(f"{f'round {number} of {rounds}' if number > 0 else 'warm-up'}: {run.rung.name}")
-                run.measure(counts=number > 0)
-        except BaseException:
-            run.end(at_once=True)
-            raise
-        run.end()
+def _in_groups(
+    runs: list[RungRun], room: int, *, rounds: int, warmup: int, tell: Callable[[str], None]
+) -> list[RungRun]:
+    """As `run_interleaved` on a GPU. A rung that failed beside others is measured again alone."""
+    how: dict[str, Any] = {"rounds": rounds, "warmup": warmup, "tell": tell}
+    begin = 0
+    while begin < len(runs):
+        end, held = begin + 1, _held(runs[begin])
+        while end < len(runs) and held + _held(runs[end]) <= room:
+            held += _held(runs[end])
+            end += 1
+        _side_by_side(runs[begin:end], **how)
+        for index in range(begin, end) if end - begin > 1 else ():
+            if runs[index].error is not None:
+                runs[index] = RungRun(runs[index].rung, runs[index].timeout)
+                _side_by_side(runs[index : index + 1], **how)
+        begin = end
     return runs
+
+
+def _held(run: RungRun) -> float:
+    """Bytes of a GPU while a rung waits for its turn: what its allocator keeps, and its context and graphs."""
+    return 1.2 * run.rung.memory_bytes + (1 << 30)
+
+
+def _side_by_side(runs: list[RungRun], *, rounds: int, warmup: int, tell: Callable[[str], None]) -> None:
+    """Set up and warm up all at once, since compiling takes the host's cores; then measure one at a time."""
+
+    def prepare(run: RungRun) -> None:
+        tell(f"setting up: {run.rung.name}")
+        run.start()
+        for _ in range(warmup):
+            tell(f"warm-up: {run.rung.name}")
+            run.measure(counts=False)
+
+    pool = ThreadPoolExecutor(len(runs))
+    try:
+        list(pool.map(prepare, runs))
+        for number in range(1, rounds + 1):
+            for run in runs:
+                tell(f"round {number} of {rounds}: {run.rung.name}")
+                run.measure(counts=True)
+    except BaseException:
+        for run in runs:
+            run.end(at_once=True)
+        raise
+    finally:
+        pool.shutdown()
+        for run in runs:  # also one that was still starting when another one failed
+            run.end()
 
 
 def serve(connection: Connection, rung: Rung, environment: dict[str, str]) -> None:
