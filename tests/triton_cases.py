@@ -70,6 +70,7 @@ def check_linear(weight, *, rows, dtype, with_bias, device):
         weight.map(lambda tensor: tensor.to(device)),
         None if bias is None else bias.to(device),
         dtype=dtype,
+        activations="float",
         kernel="triton",
     )
     kept = layer.to_weight().map(lambda tensor: tensor.cpu())
@@ -121,7 +122,7 @@ def check_fused(
         weight = weight.to(dtype)
         operands = Operands(weight, None, None, None, None, n, BFLOAT16)
     else:
-        operands = Operands(*CHUNKS.pack(weight), None, n, weight.format)
+        operands = Operands(*CHUNKS.pack(weight), None, n, weight.format, planes=2)
     full = weight.float() if plain else weight.dequantize()
     size = (full.square().mean() * k).sqrt().item()  # of an output: float16 has to hold it
     bias = torch.randn(n, generator=generator) if with_bias else None

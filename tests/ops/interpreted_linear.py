@@ -9,7 +9,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, int4_format, triton_few
+from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, int4_format, triton_few, triton_linear
 from hasten.ops.linear.layouts import CHUNKS, Operands
 from hasten.ops.linear.triton_choice import (
     MOST_FEW_ROWS,
@@ -173,6 +173,31 @@ def test_one_row_cut_in_other_ways(format, block, threads, stages):
 def test_norm_activation_and_residual_in_the_product(format, rows):
     for case in FUSED_CASES:
         check_fused(format, rows=rows, device="cpu", **case)
+
+
+@pytest.mark.parametrize("k", [64, 71, 328])
+def test_rows_are_rounded_in_the_order_of_the_bytes_of_chunks(k):
+    """So that products of bytes in their places are products of the same features."""
+    from hasten.ops.linear.triton_norm import rounded_rows
+
+    weight = make_weight(8, k, format="int8")
+    stored = CHUNKS.pack(weight).data.transpose(1, 2).contiguous().view(torch.uint8).flatten(1)  # (2, 4 K') bytes
+    x = torch.randn(4, k).half()
+    x[1], x[2, 3], x[3, 5] = 0, float("nan"), float("inf")
+    integers, scales = rounded_rows(x, None, stored.shape[1] // 4)
+    own = x[:2].float()
+    wanted = (own * (127 / own.abs().amax(1, keepdim=True).clamp(min=1e-30))).round()
+    bytes_of_rows = stored.view(8, -1).int() - 128
+    assert torch.equal(integers[:2].int() @ bytes_of_rows.T, wanted.int() @ weight.values.int().T)
+    assert torch.allclose(scales[:2], own.abs().amax(1) / 127)
+    assert scales[2:].isnan().all()
+
+
+@pytest.mark.parametrize("format", [("int4", 32, False), ("int4", 128, True)])
+def test_a_norm_in_a_launch_of_its_own(format, monkeypatch):
+    monkeypatch.setattr(triton_linear, "norm_apart", lambda bits, n, k: True)
+    for case in FUSED_CASES[:3]:
+        check_fused(format, rows=1, device="cpu", **case)
 
 
 @pytest.mark.parametrize("format", FORMATS)

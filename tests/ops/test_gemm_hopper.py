@@ -85,7 +85,7 @@ def overwritten(assembly):
         if not match:
             continue
         name, arguments = match.groups()
-        if name.startswith("HGMMA"):
+        if name.startswith(("HGMMA", "IGMMA")):
             products += 1
             left = int(re.findall(r"\bR(\d+)\b", arguments)[1])
             running |= set(range(left, left + 4))
@@ -117,6 +117,13 @@ CASES = [
     (4, 32, 128, 128, 1, {"zeros": True, "gated": True, "dtype": "fp16"}),
     (4, 128, 128, 64, 2, {"bias": True}),
     (4, 256, 256, 32, 1, {"residual": True}),
+    (8, 0, 192, 128, 3, {"bias": True}),
+    (4, 32, 192, 128, 1, {"gated": True, "zeros": True}),
+    (4, 32, 192, 64, 3, {"gated": True, "zeros": True, "dtype": "fp16"}),
+    (8, 32, 192, 64, 1, {"zeros": True, "residual": True}),
+    (4, 128, 192, 64, 2, {}),
+    (8, 0, 256, 128, 1, {"rounded": True, "gated": True}),
+    (8, 0, 192, 128, 3, {"rounded": True, "bias": True, "residual": True}),
 ]
 
 
@@ -132,17 +139,21 @@ def test_machine_code(kernels, monkeypatch, tmp_path, bits, group, n, m, splits,
     from hasten.ops.linear import gemm_hopper
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    config = many_rows(bits, group, n, m, splits)
+    rounded = more.get("rounded", False)
+    config = many_rows(bits, group, n, m, splits, rounded=rounded)
     dtype, wanted = more.get("dtype", "bf16"), {name for name, yes in more.items() if yes is True}
     kinds = dict.fromkeys(("rows", "outputs", "n_size", "groups", "steps", "splits"), "i32")
     kinds |= {"scales": "*fp16" if group else "*fp32", "out": "*fp32" if "residual" in wanted else f"*{dtype}"}
     kinds |= {"zeros": "*u8" if bits == 4 else "*i8"} if "zeros" in wanted else {}
     kinds |= {name: "*fp32" for name in ("bias", "residual") if name in wanted}
     kinds |= {"parts": "*fp32", "counters": "*i32"} if splits > 1 else {}
-    layouts = [NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=width, rank=2) for width in (16, 32)]
-    kinds["x_rows"] = f"tensordesc<{dtype}[{m}, 64],{layouts[0]!r}>"
-    kinds["word_rows"] = f"tensordesc<i32[{n // 8}, 64],{layouts[1]!r}>"
-    known = {"BITS": bits, "GROUP": group, "ACTIVATION": 1, "GATED": "gated" in wanted, "R": n // 128, "M": m}
+    widths = (8 if rounded else 16, 32)
+    layouts = [NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=width, rank=2) for width in widths]
+    kinds["x_rows"] = f"tensordesc<{'i8' if rounded else dtype}[{m}, {1024 // widths[0]}],{layouts[0]!r}>"
+    kinds["word_rows"] = f"tensordesc<i32[{n // (4 * config.groups)}, 64],{layouts[1]!r}>"
+    kinds |= {"x_scales": "*fp32"} if rounded else {}
+    known = {"BITS": bits, "GROUP": group, "ACTIVATION": 1, "GATED": "gated" in wanted, "M": m}
+    known |= {"GROUPS": config.groups, "R": n // (64 * config.groups)}
     known |= {"CHUNKS": config.chunks, "SPLIT": splits > 1, "STAGES": config.stages}
     kernel = kernels.many_rows
     signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
@@ -153,7 +164,7 @@ def test_machine_code(kernels, monkeypatch, tmp_path, bits, group, n, m, splits,
         if signature[name][0] == "*" or name == "outputs"
     }
     source = GluonASTSource(kernel, signature, values, aligned)
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=gemm_hopper.LAUNCH)
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=gemm_hopper.launch_options(config.groups))
     assert result.metadata.shared <= SHARED
     ptx, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
     ptx.write_text(result.asm["ptx"])
@@ -162,12 +173,26 @@ def test_machine_code(kernels, monkeypatch, tmp_path, bits, group, n, m, splits,
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "Performance" not in said  # such as products that wait for each other
     assembly = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
-    # Each step of both groups: a product a 16 features and 64 rows.
+    # Each step of all groups: a product a 16 features and 64 rows, of int8 a 32.
     parts = (2 if bits == 4 else 1) * config.chunks
+    products = parts * 4 * n // 64 // (2 if rounded else 1)
     assert not any(re.search(r"\b(LDL|STL)\b", line) for step in steps(assembly) for line in step), "nothing is spilled"
-    assert overwritten(assembly) == ([], 2 * parts * 4 * n // 128)
-    assert not re.search(r"HGMMA\S* R\d+, gdesc", assembly), "the left factor comes from registers"
+    assert overwritten(assembly) == ([], products)
+    assert not re.search(r"GMMA\S* R\d+, gdesc", assembly), "the left factor comes from registers"
     assert re.search(r"st\.global\S*\.v4", result.asm["ptx"])
+
+
+def test_work_items_cover_the_product(kernels):
+    """Each tile's parts of K follow each other; the tiles of x for one tile of the weight are neighbours."""
+    rows, m, tiles, steps, splits = 300, 128, 5, 22, 3
+    items = [kernels.place_of.fn(number, rows, steps, splits, m) for number in range(3 * tiles * splits)]
+    assert [one[:2] for one in items[:: 3 * splits]] == [(0, tile) for tile in range(tiles)]
+    covered = {}
+    for across, tile, split, first, own in items:
+        assert covered.setdefault((across, tile), 0) == first, split
+        covered[across, tile] += own
+    assert set(covered) == {(across, tile) for across in range(3) for tile in range(tiles)}
+    assert set(covered.values()) == {steps}
 
 
 def test_choices_fit_the_kernel():
@@ -175,8 +200,9 @@ def test_choices_fit_the_kernel():
         for n, k in ((1, 1), (4096, 4096), (12_288, 4096), (4096, 11_008), (128_256, 2048)):
             for rows in (17, 33, 64, 65, 256, 1000):
                 config = choose_many_rows(bits, group, rows, n, k)
-                assert config.n in (128, 256)
-                assert choose_many_rows(bits, group, rows, n, k, with_zeros=True).n == 128
+                assert config.n in (128, 192, 256)
+                with_zeros = choose_many_rows(bits, group, rows, n, k, with_zeros=True)
+                assert with_zeros.n < 256  # 64 weight rows of a group: zeros need registers
                 assert config.m in (32, 64, 128)
                 assert config.chunks == 1 or (bits == 8 and not group)
                 assert config.splits == 1 or config.splits * 512 <= k
@@ -190,6 +216,12 @@ FORMATS = [
         for group in (32, 64, 128, 256)
         for symmetric in (True, False)
     ),
+]
+
+
+TILES = [  # rows of x, weight rows and rows of x of a tile, parts of K
+    *((17, 128, 32, 1), (30, 256, 32, 2), (40, 192, 64, 2), (64, 256, 64, 3), (100, 128, 128, 8)),
+    *((300, 192, 128, 1), (200, 192, 128, 3), (300, 256, 128, 2)),
 ]
 
 
@@ -207,7 +239,7 @@ def test_products_on_a_gpu(format):
         weight = make_weight(*size, format=format[0], group_size=format[1], symmetric=format[2])
         bias = torch.randn(size[0])
         packed = Operands(*CHUNKS.pack(weight.map(lambda tensor: tensor.cuda())), bias.cuda(), size[0], weight.format)
-        for rows, n, m, splits in ((17, 128, 32, 1), (64, 256, 64, 3), (100, 128, 128, 8), (300, 256, 128, 2)):
+        for rows, n, m, splits in TILES:
             for dtype in (torch.bfloat16, torch.float16):
                 x = torch.randn(rows, size[1]).to(dtype)
                 config = many_rows(bits, format[1], n, m, splits)
@@ -219,6 +251,52 @@ def test_products_on_a_gpu(format):
                     exact = x.double() @ weight.dequantize().double().T + bias.double()
                     plain = torch.nn.functional.linear(x, weight.dequantize(dtype), bias.to(dtype))
                     assert rms(y.cpu() - exact) <= 2 * rms(plain - exact)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(70, 200), (1000, 2048), (4096, 1096), (512, 136)])
+def test_products_of_integers_on_a_gpu(size, dtype):
+    """x is rounded to int8 as on a CPU, and the sums of integers are exact."""
+    from hasten.ops.linear import gemm_hopper, triton_linear
+
+    weight = make_weight(*size, format="int8")
+    bias = torch.randn(size[0])
+    packed = Operands(*CHUNKS.pack(weight.map(lambda tensor: tensor.cuda())), bias.cuda(), size[0], weight.format)
+    for rows, n, splits in ((100, 128, 2), (300, 192, 1), (200, 192, 2), (65, 256, 1), (300, 256, 2)):
+        x = torch.randn(rows, size[1]).to(dtype)
+        x[3] = 0
+        config = many_rows(8, 0, n, 128, splits, rounded=True)
+        top = x.float().abs().amax(1, keepdim=True)
+        integers = (x.float() * (127 / top.clamp(min=1e-30))).round().double()  # in float32, as a CPU does
+        scale = top.double() / 127
+        exact = scale * (integers @ weight.values.double().T) * weight.scales.double().T + bias.double()
+        for _ in range(2):
+            y = gemm_hopper.multiply(x.cuda(), packed, triton_linear.Beside(dtype), triton_linear._counters, config)
+            worst = (y.cpu().double() - exact).abs().max()
+            assert worst <= 1.1 * torch.finfo(dtype).eps / 2 * exact.abs().max()
+        x[2, 5], x[1, 7] = float("nan"), float("inf")
+        y = gemm_hopper.multiply(x.cuda(), packed, triton_linear.Beside(dtype), triton_linear._counters, config).cpu()
+        assert y[1:3].isnan().all()
+        assert y.isnan().any(1).sum() == 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_activations_are_rounded_where_the_layer_says_so_on_a_gpu():
+    from hasten.ops.linear import PackedLinear, gemm_hopper
+
+    if torch.cuda.get_device_capability() != gemm_hopper.HOPPER:
+        pytest.skip("the kernel is for Hopper GPUs")
+    weight = make_weight(11008, 4096, format="int8").map(lambda tensor: tensor.cuda())
+    x = torch.randn(256, 4096, device="cuda").bfloat16()
+    exact = x.float() @ weight.dequantize().T
+    errors = {}
+    for activations in ("int8", "float"):
+        y = PackedLinear.from_weight(weight, activations=activations, kernel="triton", dtype=torch.bfloat16)(x)
+        errors[activations] = rms(y - exact) / rms(exact)
+    assert errors["float"] < 0.003 < errors["int8"] < 0.02
 
 
 @pytest.mark.gpu

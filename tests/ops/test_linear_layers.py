@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import HastenWarning
-from hasten.ops.linear import BFLOAT16, INT8, KERNELS, LinearRequest, PackedLinear, int4_format
+from hasten.ops.linear import INT8, KERNELS, LinearRequest, PackedLinear, int4_format
 from hasten.ops.picker import explain, pick
 from instruction_sets import ISAS, NATIVE, needs_native
 from linear_cases import CASES, LAYERS, SIZES, TORCHS, layer_of, make_weight
@@ -29,8 +29,8 @@ def test_unpacking_is_the_inverse_of_packing(kernel, case, n, k, scale_dtype):
     ids = torch.tensor([[0, n - 1], [n // 2, 0]])
     assert torch.equal(layer.rows(ids), layer.dequantize()[ids])
     assert torch.equal(layer.rows(torch.arange(n)), layer.dequantize())  # more than one thread takes at a time
-    if format == "bfloat16":
-        assert torch.equal(layer.dequantize(torch.bfloat16), weight)
+    if not layer.format.scales:
+        assert torch.equal(layer.dequantize(weight.dtype), weight)
         return
     back = layer.to_weight()
     assert back.format == weight.format
@@ -104,7 +104,7 @@ def test_binding_again_moves_the_weight_to_the_other_layout_and_back(format, gro
 
 def numbers(layer):
     """A layer's weight, wherever it is, as tensors to compare."""
-    weight = layer.dequantize() if layer.format == BFLOAT16 else layer.to_weight()
+    weight = layer.to_weight() if layer.format.scales else layer.dequantize()
     found = (weight,) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales, weight.zeros)
     return [None if part is None else part.cpu() for part in found]
 

@@ -101,12 +101,13 @@ def test_product_of_one_row(compiled, dtype, stages, beside, bits, group_size, z
         "GATED": beside == "norm and gate",
         "BLOCK": config.block,
         "T": config.threads,
+        "EARLY": stages == 1,
     }
     if bits < 16:
         types["magic"] = "i32"
         constants |= {"BITS": bits, "GROUP": group_size, "STAGES": stages}
     else:
-        constants["EARLY"], stages = stages == 1, 1
+        stages = 1
     options = {"num_warps": config.threads // 32, "num_stages": stages}
     result = compiled(one_row_plain if bits == 16 else one_row_packed, types, constants, options)
     code = result.asm["ptx"]
@@ -117,17 +118,18 @@ def test_product_of_one_row(compiled, dtype, stages, beside, bits, group_size, z
         assert "shared" not in loop
     else:
         assert len(re.findall(r"cp\.async\.cg\S* .*0x10", loop)) >= config.block
+    check_start(code, constants["EARLY"], config.block)
     assert stack_bytes(result) == 0
 
 
-def test_a_product_that_starts_early_loads_weights_before_it_waits(compiled):
-    from hasten.ops.linear.triton_gemv import one_row_plain
-
-    types = operand_types(16, 0, False, "bf16") | {"x": "*i32", "eps": "fp32", "offset": "fp32"}
-    constants = {"XBITS": 16, "GBITS": 16, "HALF": False, "NORM": 0, "ACTIVATION": 0, "GATED": False}
-    constants |= {"BLOCK": 4, "T": 128, "EARLY": True}
-    code = compiled(one_row_plain, types, constants).asm["ptx"]
-    assert code.index("ld.global") < code.index("griddepcontrol.wait")
+def check_start(code, early, loads):
+    """What may start early loads weights, 16 bytes a thread, then waits once, before all that reads or writes more."""
+    assert code.count("griddepcontrol.wait") == code.count("griddepcontrol.launch_dependents") == int(early)
+    if early:
+        before, after = code.split("griddepcontrol.wait")
+        assert len(re.findall(r"ld\.global\S*\.v4\.b32", before)) == loads
+        assert "st.global" not in before
+        assert after.index("griddepcontrol.launch_dependents") < after.index("st.global")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -153,6 +155,7 @@ def test_product_of_few_rows(compiled, dtype, rows, gated, bits, group_size, zer
         "WARPS": config.warps,
         "SIDE": config.side,
         "WIDE": False,
+        "EARLY": True,
     }
     options = {"num_warps": config.warps * config.side, "num_stages": 1, "maxnreg": config.registers}
     result = compiled(few_rows, types, constants, options, multiples={"k_pairs"})
@@ -163,6 +166,7 @@ def test_product_of_few_rows(compiled, dtype, rows, gated, bits, group_size, zer
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", loop)) == 4 * config.ahead + quarters
     assert "bar.sync" not in loop
     assert "shared" not in loop
+    check_start(result.asm["ptx"], True, 4 * config.ahead)
     assert stack_bytes(result) <= 64
     # The assembly takes four registers of each thread, and a warp's threads in their order.
     layouts = dict(re.findall(r"(#\w+) = #ttg\.blocked<{(.*?)}>", result.asm["ttgir"]))
@@ -211,14 +215,19 @@ def test_product_of_several_rows(compiled, dtype, rows, bits, group_size, zeros)
     assert not re.search(r"st\.shared\S*", code[code.index("wgmma") : code.rindex("wgmma.mma_async")])
 
 
-@pytest.mark.parametrize("kernel", ["norm", "activation"])
+@pytest.mark.parametrize("kernel", ["norm", "rounding", "activation"])
 def test_beside_products_of_many_rows(compiled, kernel):
     from hasten.ops.linear.triton_rows import activate_rows, norm_row
 
     if kernel == "norm":
         types = {"x": "*fp32", "weight": "*bf16", "out": "*bf16", "k_size": "i32", "eps": "fp32", "offset": "fp32"}
-        code = compiled(norm_row, types, {"CENTRED": False, "BLOCK": 4096}).asm["ptx"]
+        code = compiled(norm_row, types, {"CENTRED": False, "BLOCK": 4096, "EARLY": True}).asm["ptx"]
+        assert code.index("griddepcontrol.wait") < code.index("ld.global")
         assert "ld.global.v4" in code
+    elif kernel == "rounding":
+        types = {"x": "*bf16", "out": "*i8", "k_size": "i32", "scales": "*fp32", "out_size": "i32"}
+        code = compiled(norm_row, types, {"CENTRED": False, "BLOCK": 4096}, {"num_warps": 8}).asm["ptx"]
+        assert re.search(r"st\.global\.(v\d\.)?b32", code), "integers are stored 4 bytes at a time"
     else:
         types = {"y": "*bf16", "out": "*bf16", "outputs": "i32", "n_size": "i32"}
         constants = {"ACTIVATION": 1, "GATED": True, "BLOCK": 512}

@@ -113,3 +113,55 @@ def test_products_in_a_graph_give_the_same_bits():
         for _ in range(5):  # whichever program of a tile comes last, the parts are added in the same order
             graph.replay()
             assert torch.equal(again, first)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("rows", "format", "inner"),
+    [
+        (1, ("bfloat16", 0, True), 5632),
+        (1, ("int4", 32, True), 8448),
+        *(
+            (rows, own, 5632)
+            for rows in (1, 4)
+            for own in (("int8", 0, True), ("int4", 32, False), ("int4", 128, True))
+        ),
+    ],
+)
+def test_products_that_start_early_wait_for_what_they_read(rows, format, inner, monkeypatch):
+    """Each product of a captured chain reads what the one before it wrote."""
+    from hasten.ops.linear import NormArguments, PackedLinear, fused_linear
+
+    k = 2048
+
+    def made(n, k):
+        weight = make_weight(n, k, format=format[0], group_size=format[1], symmetric=format[2])
+        if format[0] == "bfloat16":
+            return weight.cuda()
+        return PackedLinear.from_weight(weight.map(lambda tensor: tensor.cuda()), kernel="triton").operands
+
+    first, second = made(2 * inner, k), made(k, inner)
+    norm = NormArguments(torch.rand(k, device="cuda").div(k).bfloat16(), None, 1e-5)
+    x = torch.randn(rows, k, device="cuda")
+
+    def chain():
+        y, how = x, {"out_dtype": torch.bfloat16}
+        for _ in range(16):
+            inside = fused_linear(y, first, norm=norm, activation="silu", gated=True, **how)
+            y = fused_linear(inside, second, residual=y, **how)
+        return y
+
+    early = chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    monkeypatch.setattr(triton_support, "starts_early", lambda device: False)
+    late = chain()
+    assert late.isfinite().all()
+    assert torch.equal(early, late)
+    for _ in range(20):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, late)

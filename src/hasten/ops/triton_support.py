@@ -53,6 +53,12 @@ def starts_early(device: torch.device) -> bool:
     return device.type == "cuda" and compute_capability(device) >= (9, 0)
 
 
+def early_start(device: torch.device, wanted: bool = True) -> dict[str, Any]:
+    """Options of a launch that may start while the kernel before it ends."""
+    early = wanted and starts_early(device)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
 def recorded() -> bool:
     """Whether calls are compiled or seen by a dispatch mode, which want operators of PyTorch's."""
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()

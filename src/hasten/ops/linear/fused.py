@@ -64,8 +64,8 @@ class FusedLinear:
         kind = 0 if self.activation is None else ACTIVATIONS.index(self.activation) + 1
         if not triton_support.recorded():  # an operator's call takes the host longer than a launch
             return product(x, weight, Beside(self.dtype, norm, kind, self.gated, residual))
-        bits, group_size = weight.format.bits, weight.format.group_size
-        parts = weight.data, weight.scales, weight.zeros, weight.bias, weight.out_features, bits, group_size
+        form = weight.format.bits, weight.format.group_size, weight.planes
+        parts = weight.data, weight.scales, weight.zeros, weight.bias, weight.out_features, *form
         norm = norm or NormArguments(None, None, 0.0)  # type: ignore[arg-type]
         return fused_operator(x, *parts, *norm, kind, self.gated, residual, self.dtype)
 

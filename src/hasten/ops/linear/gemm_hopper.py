@@ -14,14 +14,20 @@ from triton.errors import TritonError
 from hasten.errors import HastenWarning
 from hasten.ops.linear.layouts import CHUNK_ROWS, Operands
 from hasten.ops.linear.triton_choice import ManyRows, choose_many_rows
+from hasten.ops.linear.triton_norm import rounded_rows
 from hasten.ops.triton_support import compute_capability
 
 if TYPE_CHECKING:
     from hasten.ops.linear.triton_linear import Beside
 
 HOPPER = (9, 0)
-LAUNCH = {"num_warps": 4, "maxnreg": 168}  # of the first warp group; registers of a thread before they are shared out
+REGISTERS = {2: 168, 3: 128}  # of a thread by how many groups multiply, before they are shared out
 _failed: list[str] = []  # why Triton cannot compile it
+
+
+def launch_options(groups: int) -> dict[str, int]:
+    """Triton's own: of the first warp group."""
+    return {"num_warps": 4, "maxnreg": REGISTERS[groups]}
 
 
 def serves(x: Tensor, weight: Operands) -> bool:
@@ -30,6 +36,20 @@ def serves(x: Tensor, weight: Operands) -> bool:
         return False
     rows_are_aligned = x.shape[1] * x.itemsize % 16 == 0  # for the copy engine
     return rows_are_aligned and x.data_ptr() % 16 == 0 and weight.data.data_ptr() % 16 == 0
+
+
+def rounds(x: Tensor, weight: Operands) -> bool:
+    """Whether `multiply` takes x (R, K), contiguous, before its norm, and rounds it to int8."""
+    if _failed or x.device.type != "cuda" or compute_capability(x.device) != HOPPER:
+        return False
+    return weight.data.data_ptr() % 16 == 0 and _choice(x, weight).rounded
+
+
+def _choice(x: Tensor, weight: Operands) -> ManyRows:
+    """How a product is cut."""
+    bits, group_size, zeros = weight.format.bits, weight.format.group_size, weight.zeros is not None
+    sizes = x.shape[0], weight.out_features, x.shape[1]
+    return choose_many_rows(bits, group_size, *sizes, with_zeros=zeros, rounds=weight.planes == 1)
 
 
 def multiply(
@@ -41,12 +61,13 @@ def multiply(
 ) -> Tensor | None:
     """x (R, K) -> (R, outputs), as `multiply_rows`; None, with a warning, where the kernel cannot be compiled.
 
-    counters: give zeros for the tiles whose K is split. `config` is for tuning.
+    Where x is rounded, the norm of `beside` comes before that; else it has been applied. counters: give zeros for the
+    tiles whose K is split. `config` is for tuning.
     """
-    rows, k = x.shape
+    rows = x.shape[0]
     bits, group_size = weight.format.bits, weight.format.group_size
     n, outputs = weight.out_features, beside.outputs(weight)
-    config = config or choose_many_rows(bits, group_size, rows, n, k, weight.zeros is not None)
+    config = config or _choice(x, weight)
     assert weight.scales is not None
     steps = triton.cdiv(weight.data.shape[1], 16 * config.chunks)
     across = triton.cdiv(rows, config.m)
@@ -54,28 +75,32 @@ def multiply(
     splits = min(config.splits, steps)
     programs = min(tiles * splits, _multiprocessors(x.device))
     splits = splits if splits * across <= programs else 1  # those of a tile wait for each other
-    counted = counters(x.device, tiles * 2) if splits > 1 else None
+    counted = counters(x.device, tiles * config.groups) if splits > 1 else None
     splits = 1 if counted is None else splits
     parts = x.new_empty((tiles * splits * config.n * config.m,), dtype=torch.float32) if splits > 1 else None
     out = x.new_empty((rows, outputs), dtype=beside.result)
     bias, residual, packed = weight.bias, beside.residual, weight.data.flatten(1)
+    x_scales = None
+    if config.rounded:
+        x, x_scales = rounded_rows(x, beside.norm, 4 * weight.data.shape[1])
     try:
         kernels = importlib.import_module("hasten.ops.linear.gemm_hopper_kernels")
         kernels.many_rows[(min(tiles * splits, programs),)](
-            *(_descriptor(x, config.m), _descriptor(packed, config.n // (2 * CHUNK_ROWS))),
+            *(_descriptor(x, config.m), _descriptor(packed, config.n // (config.groups * CHUNK_ROWS)), x_scales),
             *(weight.scales, weight.zeros, bias, residual, out, parts, counted),
             *(rows, outputs, n, weight.scales.shape[1], steps, splits),
             BITS=bits,
             GROUP=group_size,
             ACTIVATION=beside.activation,
             GATED=beside.gated,
-            R=config.n // 128,
+            GROUPS=config.groups,
+            R=config.n // (64 * config.groups),
             M=config.m,
             CHUNKS=config.chunks,
             SPLIT=splits > 1,
             STAGES=config.stages,
             launch_cooperative_grid=splits > 1,
-            **LAUNCH,
+            **launch_options(config.groups),
         )
     except (ImportError, AttributeError, TritonError) as error:
         _failed.append(" ".join(str(error).split())[-200:])
@@ -86,10 +111,11 @@ def multiply(
 
 
 def _descriptor(matrix: Tensor, rows: int) -> object:
-    """A matrix for the copy engine, in blocks of `rows` rows by 64 columns."""
+    """A matrix for the copy engine, in blocks of `rows` rows by 64 columns, of int8 by 128."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, 64], _layout(matrix.itemsize))
+    block = [rows, 128 if matrix.itemsize == 1 else 64]
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block, _layout(matrix.itemsize))
 
 
 @functools.cache

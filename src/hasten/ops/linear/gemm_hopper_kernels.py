@@ -2,10 +2,10 @@
 
 Weights are the left factor of `wgmma`, out of registers, and x is the right one, out of shared memory: Y^T = W X^T. One
 warp fetches: the copy engine (TMA) brings tiles of x and the packed words of the weights into a ring in shared memory,
-whose barriers say which are full and which empty. Two warp groups each read words of their own weight rows where the
-tensor core wants them, unpack them and multiply. They take turns: one unpacks while the other one's products run. A
-product's registers are not written before it is done (ptxas is trusted with that only within a step, and tests look at
-the machine code). Importing this file imports Triton.
+whose barriers say which are full and which empty. Two or three warp groups each read words of their own weight rows
+where the tensor core wants them, unpack them and multiply. They take turns: the others unpack while one's products run.
+A product's registers are not written before it is done (ptxas is trusted with that only within a step, and tests look
+at the machine code). Importing this file imports Triton.
 
 In the "chunks" layout (layouts.py) a thread finds what `wgmma` wants of it in whole words: of a chunk, words t, t + 4,
 t + 8 and t + 12 of its rows (t: its place in four), with features 2t, 2t + 1, 2t + 8, 2t + 9 … of each 32. Rows of a
@@ -95,24 +95,26 @@ def place_of(number, rows, steps, splits, M: gl.constexpr):
 @gluon.jit
 def fetch(
     x_rows, word_rows, x_ring, word_ring, full, empty, rows, steps, splits, items,
-    PARTS: gl.constexpr, R: gl.constexpr, M: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, GROUPS: gl.constexpr, R: gl.constexpr, M: gl.constexpr, CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of each step: features of x, words of both groups' weight rows."""
+    """The tiles of each step: features of x, words of every group's weight rows."""
     i = 0
     for number in range(gl.program_id(0), items, gl.num_programs(0)):
         across, tile, _, first, own = place_of(number, rows, steps, splits, M)
         for step in range(first, first + own):
             s = i % STAGES
             mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(s), PARTS * x_rows.block_type.nbytes + 2 * CHUNKS * word_rows.block_type.nbytes)
+            words: gl.constexpr = GROUPS * CHUNKS * word_rows.block_type.nbytes
+            mbarrier.expect(full.index(s), PARTS * x_rows.block_type.nbytes + words)
             for chunk in gl.static_range(CHUNKS):
                 column = (step * CHUNKS + chunk) * 64
-                for group in gl.static_range(2):
-                    block = (tile * 2 + group) * (16 * R)
-                    place = word_ring.index((s * CHUNKS + chunk) * 2 + group)
+                for group in gl.static_range(GROUPS):
+                    block = (tile * GROUPS + group) * (16 * R)
+                    place = word_ring.index((s * CHUNKS + chunk) * GROUPS + group)
                     tma.async_copy_global_to_shared(word_rows, [block, column], full.index(s), place)
             for part in gl.static_range(PARTS):
-                column = (step * PARTS + part) * 64
+                column = (step * PARTS + part) * x_rows.block_type.shape[1]
                 place = x_ring.index(s * PARTS + part)
                 tma.async_copy_global_to_shared(x_rows, [across * M, column], full.index(s), place)
             i += 1
@@ -169,23 +171,39 @@ def weights_of(
 
 
 @gluon.jit
+def bytes_of(words, left: gl.constexpr, N: gl.constexpr):
+    """Words (N, 16) of stored bytes -> 64 integers of N rows, in the words' order, as `norm_row` has x."""
+    twice = gl.join(words, words)
+    four = gl.join(twice, twice)  # of each four equal ones the assembly reads the first and fills all bytes
+    own = gl.inline_asm_elementwise(
+        "xor.b32 $0, $1, 0x80808080;", "=r,r,r,r,r", [four], dtype=gl.int8, is_pure=True, pack=4
+    )
+    return gl.convert_layout(own.reshape([N, 64]), left, assert_trivial=True)
+
+
+@gluon.jit
 def multiply(
-    scales, zeros, bias, residual, out, parts, counters, x_ring, word_ring, full, empty, turns,
+    x_scales, scales, zeros, bias, residual, out, parts, counters, x_ring, word_ring, full, empty, turns,
     rows, outputs, n_size, groups, steps, splits, items,
-    BITS: gl.constexpr, GROUP: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, R: gl.constexpr,
-    M: gl.constexpr, CHUNKS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    WHICH: gl.constexpr,
+    BITS: gl.constexpr, GROUP: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, GROUPS: gl.constexpr,
+    WHICH: gl.constexpr, R: gl.constexpr, M: gl.constexpr, CHUNKS: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp group: 64 R weight rows by M rows of x of each work item."""
-    PARTS: gl.constexpr = 2 if BITS == 4 or CHUNKS == 2 else 1  # of 64 features, in a step
+    WHOLE: gl.constexpr = x_ring.dtype == gl.int8  # x is integers, 128 features of a step together
+    PARTS: gl.constexpr = 2 if not WHOLE and (BITS == 4 or CHUNKS == 2) else 1  # of a step's x, else of 64 features
     N: gl.constexpr = 64 * R
-    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    FIRST: gl.constexpr = 1 if WHICH == 0 else 0  # it need not wait for its first turn
+    NEXT: gl.constexpr = (WHICH + 1) % GROUPS
+    sums: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 32 if WHOLE else 16]
+    )
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 4 if WHOLE else 2)
     dtype: gl.constexpr = gl.float16 if x_ring.dtype == gl.float16 else gl.bfloat16
     i = 0  # steps of all items
     for number in range(gl.program_id(0), items, gl.num_programs(0)):
         across, tile, split, first, own = place_of(number, rows, steps, splits, M)
-        start = (tile * 2 + WHICH) * N
+        start = (tile * GROUPS + WHICH) * N
         part = first * PARTS
         last = part + (own - 1) * PARTS
         scale, zero, scale2, zero2 = None, None, None, None
@@ -203,17 +221,24 @@ def multiply(
         else:
             rows_here = gl.minimum(start + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), n_size - 1)
             ask_for(scales + rows_here)
-        acc = gl.zeros([N, M], gl.float32, sums)
+        acc = gl.zeros([N, M], gl.int32 if WHOLE else gl.float32, sums)
         for step in range(first, first + own):
             s = i % STAGES
             mbarrier.wait(full.index(s), (i // STAGES) & 1)
-            q = in_product_order(word_ring.index(s * CHUNKS * 2 + WHICH).load(word_layout(R)), R)
-            pairs = unpack(q, BITS, dtype)
-            weight = weights_of(pairs[0], pairs[1], scale, zero, dtype, left, BITS, GROUP, N)
-            if CHUNKS == 2:
-                q = in_product_order(word_ring.index(s * 4 + 2 + WHICH).load(word_layout(R)), R)
+            q = in_product_order(word_ring.index(s * CHUNKS * GROUPS + WHICH).load(word_layout(R)), R)
+            if WHOLE:
+                weight = bytes_of(q, left, N)
+            else:
                 pairs = unpack(q, BITS, dtype)
-                second = weights_of(pairs[0], pairs[1], scale2, zero2, dtype, left, BITS, GROUP, N)
+                weight = weights_of(pairs[0], pairs[1], scale, zero, dtype, left, BITS, GROUP, N)
+            if CHUNKS == 2:
+                q = in_product_order(word_ring.index((s * 2 + 1) * GROUPS + WHICH).load(word_layout(R)), R)
+                if WHOLE:
+                    both = gl.join(weight, bytes_of(q, left, N)).permute([0, 2, 1]).reshape([N, 128])
+                    weight = gl.convert_layout(both, left, assert_trivial=True)
+                else:
+                    pairs = unpack(q, BITS, dtype)
+                    second = weights_of(pairs[0], pairs[1], scale2, zero2, dtype, left, BITS, GROUP, N)
             elif PARTS == 2:
                 second = weights_of(pairs[2], pairs[3], scale2, zero2, dtype, left, BITS, GROUP, N)
             if GROUP > 0:  # of the next step
@@ -225,16 +250,19 @@ def multiply(
                     zero = group_values(zeros, scale_rows, part, GROUP)
                     if PARTS == 2:
                         zero2 = group_values(zeros, scale_rows, part + 1, GROUP)
-            mbarrier.wait(turns.index(WHICH), (i + 1 + WHICH) & 1)
+            mbarrier.wait(turns.index(WHICH), (i + FIRST) & 1)
             acc = warpgroup_mma(weight, x_ring.index(s * PARTS).permute([1, 0]), acc, is_async=True)
             if PARTS == 2:
                 acc = warpgroup_mma(second, x_ring.index(s * PARTS + 1).permute([1, 0]), acc, is_async=True)
-            acc = warpgroup_mma_wait(PARTS - 1, deps=[acc])
-            mbarrier.arrive(turns.index(1 - WHICH), count=1)  # its products follow before this one's last is over
+            if GROUPS == 2 and not WHOLE:  # as measured; else the next group's products fill gaps between this one's
+                acc = warpgroup_mma_wait(PARTS - 1, deps=[acc])
+            mbarrier.arrive(turns.index(NEXT), count=1)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(s), count=1)
             i += 1
-        item = (tile * ((rows + M - 1) // M) + across) * 2 + WHICH
+        item = (tile * ((rows + M - 1) // M) + across) * GROUPS + WHICH
+        if WHOLE:
+            acc = acc.to(gl.float32)
         # In four pieces of M / 4 rows of x: four sums of a thread next to each other, then the next thread's.
         bits = acc.reshape([R, 4, 2, 8, 4, M // 32, 4, 2]).permute([4, 0, 5, 1, 3, 6, 2, 7])
         layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
@@ -254,17 +282,40 @@ def multiply(
             flat_piece = sum_of_piece(mine, here, piece, split, splits, N * M // 4, SPLIT)
             bits_piece = flat_piece.reshape([R, M // 32, 4, 8, 4, 2, 2]).permute([0, 2, 5, 3, 1, 4, 6])
             finish(
-                in_weight_order(bits_piece.reshape([N, M // 4]), R, M // 4), scales, bias, residual, out,
+                in_weight_order(bits_piece.reshape([N, M // 4]), R, M // 4), x_scales, scales, bias, residual, out,
                 rows, outputs, n_size, across * M + piece * (M // 4), start, GROUP, ACTIVATION, GATED, N, M // 4,
             )  # fmt: skip
         if SPLIT:
             leave(counters + item, splits)
 
 
+@gluon.jit
+def take_part(
+    WHICH: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
+    GROUPS: gl.constexpr, R: gl.constexpr, M: gl.constexpr, CHUNKS: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr, x_scales, zeros, bias, residual, parts, counters, x_rows, word_rows,
+    scales, out, x_ring, word_ring, full, empty, turns, rows, outputs, n_size, groups, steps, splits, items,
+):  # fmt: skip
+    """Multiply as one of the groups; the last part is to fetch."""
+    PARTS: gl.constexpr = x_ring.shape[0] // STAGES
+    if WHICH == GROUPS:
+        fetch(
+            x_rows, word_rows, x_ring, word_ring, full, empty, rows, steps, splits, items,
+            PARTS, GROUPS, R, M, CHUNKS, STAGES,
+        )  # fmt: skip
+    else:
+        multiply(
+            x_scales, scales, zeros, bias, residual, out, parts, counters, x_ring, word_ring, full, empty, turns,
+            rows, outputs, n_size, groups, steps, splits, items,
+            BITS, GROUP, ACTIVATION, GATED, GROUPS, WHICH, R, M, CHUNKS, SPLIT, STAGES,
+        )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["rows", "n_size", "groups", "steps", "splits"])
 def many_rows(
-    x_rows,  # descriptors: (rows, K) in blocks of M rows by 64 features
+    x_rows,  # descriptors: (rows, K) in blocks of M rows by 64 features; as int8 by 128, in the words' order
     word_rows,  # (N/4, words · 4) int32, in blocks of 16 R by 64
+    x_scales,  # (rows,) where x is int8
     scales,  # (N/4, G, 4), or float32 (N,)
     zeros,  # as scales, or None: all are the middle
     bias,  # (N,)
@@ -282,42 +333,38 @@ def many_rows(
     GROUP: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GATED: gl.constexpr,
+    GROUPS: gl.constexpr,
     R: gl.constexpr,
     M: gl.constexpr,
     CHUNKS: gl.constexpr,
     SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Work items, of 128 R weight rows by M rows of x over one part of K, one after the other."""
-    PARTS: gl.constexpr = 2 if BITS == 4 or CHUNKS == 2 else 1  # of 64 features, in a step
-    items = (rows + M - 1) // M * ((n_size + 128 * R - 1) // (128 * R)) * splits
-    x_ring = gl.allocate_shared_memory(x_rows.dtype, [STAGES * PARTS, M, 64], x_rows.layout)
-    word_ring = gl.allocate_shared_memory(word_rows.dtype, [STAGES * CHUNKS * 2, 16 * R, 64], word_rows.layout)
+    """Work items, of 64 R weight rows for each group by M rows of x over one part of K, one after the other."""
+    WIDTH: gl.constexpr = x_rows.block_type.shape[1]
+    PARTS: gl.constexpr = (128 if BITS == 4 or CHUNKS == 2 else 64) // WIDTH  # of x, in a step
+    N: gl.constexpr = 64 * R * GROUPS
+    items = (rows + M - 1) // M * ((n_size + N - 1) // N) * splits
+    x_ring = gl.allocate_shared_memory(x_rows.dtype, [STAGES * PARTS, M, WIDTH], x_rows.layout)
+    word_ring = gl.allocate_shared_memory(word_rows.dtype, [STAGES * CHUNKS * GROUPS, 16 * R, 64], word_rows.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(turns.index(group), count=1)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)  # both groups have read it
-    gl.warp_specialize(
-        [
-            (multiply, (
-                scales, zeros, bias, residual, out, parts, counters, x_ring, word_ring, full, empty, turns,
-                rows, outputs, n_size, groups, steps, splits, items,
-                BITS, GROUP, ACTIVATION, GATED, R, M, CHUNKS, SPLIT, STAGES, 0,
-            )),
-            (multiply, (
-                scales, zeros, bias, residual, out, parts, counters, x_ring, word_ring, full, empty, turns,
-                rows, outputs, n_size, groups, steps, splits, items,
-                BITS, GROUP, ACTIVATION, GATED, R, M, CHUNKS, SPLIT, STAGES, 1,
-            )),
-            (fetch, (
-                x_rows, word_rows, x_ring, word_ring, full, empty, rows, steps, splits, items,
-                PARTS, R, M, CHUNKS, STAGES,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+        mbarrier.init(empty.index(s), count=GROUPS)  # all groups have read it
+    # Registers of a thread in each group and for fetching: in all those that the launch asks for (gemm_hopper.py).
+    if GROUPS == 2:
+        gl.warp_specialize([(take_part, (
+            which, BITS, GROUP, ACTIVATION, GATED, GROUPS, R, M, CHUNKS, SPLIT, STAGES, x_scales, zeros, bias,
+            residual, parts, counters, x_rows, word_rows, scales, out, x_ring, word_ring, full, empty, turns, rows,
+            outputs, n_size, groups, steps, splits, items,
+        )) for which in (0, 1, 2)], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([(take_part, (
+            which, BITS, GROUP, ACTIVATION, GATED, GROUPS, R, M, CHUNKS, SPLIT, STAGES, x_scales, zeros, bias,
+            residual, parts, counters, x_rows, word_rows, scales, out, x_ring, word_ring, full, empty, turns, rows,
+            outputs, n_size, groups, steps, splits, items,
+        )) for which in (0, 1, 2, 3)], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -73,7 +73,7 @@ def sum_of_piece(mine, parts, piece, split, splits, SIZE: gl.constexpr, SPLIT: g
 
 @gluon.jit
 def finish(
-    y, scales, bias, residual, out, rows, outputs, n_size, row, start,
+    y, x_scales, scales, bias, residual, out, rows, outputs, n_size, row, start,
     GROUP: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, N: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
     """Scales of rows, bias, activation or gate, residual, store; the rows of y (N, M) are in the weight's order."""
@@ -82,6 +82,9 @@ def finish(
     last = gl.minimum(n, n_size - 1)
     if GROUP == 0:
         y *= gl.load(scales + last)[:, None]
+    if x_scales is not None:
+        m = gl.minimum(row + gl.arange(0, M, gl.SliceLayout(0, layout)), rows - 1)
+        y *= gl.load(x_scales + m)[None, :]
     if bias is not None:
         y += gl.load(bias + last).to(gl.float32)[:, None]
     if GATED:

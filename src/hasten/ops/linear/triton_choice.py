@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 # On other GPUs than Hopper, up to here weights are unpacked in front of the tensor cores; with more rows, first into a
 # 16-bit matrix for PyTorch's product. On an H200 the former took 1.9 to 3.7 times a bfloat16 product's time at 256 and
@@ -15,8 +16,8 @@ class OneRow:
     """A product of one row. A program has `block` (1, 2, 4 or 8) blocks of 4 weight rows, of 16-bit weights rows.
 
     threads: of a program, all along K; in a step each has 16 bytes of every block. stages: of packed weights, steps
-    whose bytes are under way to shared memory; 1: only this one's, to registers. early: of 16-bit weights, it may start
-    while the kernel before it ends, and loads its first step's bytes then (Hopper GPUs).
+    whose bytes are under way to shared memory; 1: only this one's, to registers. early: it may start while the kernel
+    before it ends, and loads its first step's bytes then (Hopper GPUs); stages is 1.
     """
 
     block: int
@@ -57,9 +58,10 @@ class SeveralRows:
 
 @dataclass(frozen=True, slots=True)
 class ManyRows:
-    """A product by the kernel for Hopper GPUs, in tiles of n (128 or 256) weight rows by m rows of x.
+    """A product by the kernel for Hopper GPUs, in tiles of n (128, 192 or 256) weight rows by m rows of x.
 
     splits: parts of K. chunks: of 16 words of each weight row, in a step. stages: steps whose tiles are under way.
+    rounded: x becomes int8, and products of int8 are summed as integers.
     """
 
     n: int
@@ -67,6 +69,12 @@ class ManyRows:
     splits: int = 1
     chunks: int = 1
     stages: int = 4
+    rounded: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Of warps, which share the tile's weight rows."""
+        return 3 if self.n == 192 else 2
 
 
 def choose_one_row(bits: int, group_size: int, n: int, k: int) -> OneRow:
@@ -76,13 +84,21 @@ def choose_one_row(bits: int, group_size: int, n: int, k: int) -> OneRow:
     shared memory it took three to eight times as long.
     """
     if bits == 16:
-        return OneRow(block=4, early=True)
+        return OneRow(block=4, stages=1, early=True)
     if bits == 4:
-        few = n < 8192
-        return OneRow(block=2 if few else 4, threads=128 if few or n * k > 1 << 26 else 64, stages=1)
+        return OneRow(2 if n < 8192 else 4, threads=128 if n < 8192 else 64, stages=1, early=True)
     if n < 8192:
         return OneRow(block=2)
     return OneRow(block=4, threads=64) if n < 16384 else OneRow(block=4, threads=32, stages=4)
+
+
+def norm_apart(bits: int, n: int, k: int) -> bool:
+    """Whether one row has its norm in a launch of its own, for the kernel of few rows: where that took less time.
+
+    Measured on an H200 with groups of 32: 21.8 µs instead of 23.8 for 22,016 x 4,096, 28 instead of 32 for 32,000 x
+    4,096; 9.7 instead of 8.1 for 11,264 x 2,048. int8 takes 28 instead of 26 for 22,016 x 4,096.
+    """
+    return bits == 4 and n * k >= 1 << 25
 
 
 def choose_few_rows(bits: int, group_size: int, rows: int, n: int, k: int, *, gated: bool = False) -> FewRows:
@@ -92,6 +108,8 @@ def choose_few_rows(bits: int, group_size: int, rows: int, n: int, k: int, *, ga
     """
     side = 2 if gated else 1
     programs = -(-n // (32 * side))
+    if rows == 1 and bits == 8 and not group_size and 264 < programs < 528:
+        return FewRows(16 // side, registers=64, side=side)
     many_registers = rows > 8 and bits == 4 and group_size < 128
     if programs <= 132 and many_registers:
         return FewRows(8 // side, ahead=2, registers=255, side=side)
@@ -119,32 +137,39 @@ PROCESSORS = 132  # multiprocessors of a Hopper GPU
 RING = 192 << 10  # bytes of shared memory for tiles under way
 
 
-def many_rows(bits: int, group_size: int, n: int, m: int, splits: int = 1) -> ManyRows:
+def many_rows(bits: int, group_size: int, n: int, m: int, splits: int = 1, *, rounded: bool = False) -> ManyRows:
     """Tiles of n by m with as many stages as shared memory holds."""
     chunks = 1 if bits == 4 or group_size else 2
-    stage = 128 * m * chunks * (2 if bits == 4 else 1) + n * 64 * chunks
-    return ManyRows(n, m, splits, chunks, max(2, min(8, RING // stage)))
+    stage = 128 * m * (1 if rounded else chunks * (2 if bits == 4 else 1)) + n * 64 * chunks
+    return ManyRows(n, m, splits, chunks, max(2, min(8, RING // stage)), rounded)
 
 
 @lru_cache(maxsize=4096)
-def choose_many_rows(bits: int, group_size: int, rows: int, n: int, k: int, with_zeros: bool = False) -> ManyRows:
+def choose_many_rows(
+    bits: int, group_size: int, rows: int, n: int, k: int, *, with_zeros: bool = False, rounds: bool = False
+) -> ManyRows:
     """For rows of x from 17 on: the least time by what limits a multiprocessor, in cycles.
 
-    with_zeros: the weight has zeros, whose registers leave room for the smaller tile only.
+    with_zeros: the weight has zeros, for whose registers there is no room in the largest tile. rounds: x may be rounded
+    to int8, which takes a launch and halves its bytes and the tensor cores' time; only with one scale a row.
     """
     found = []
     m = 32 if rows <= 32 else 64 if rows <= 64 else 128
     across = -(-rows // m)
-    for tile in (128,) if with_zeros else (128, 256):
-        words = 8 * bits * tile  # bytes of 64 features, as of x
-        # Tensor cores; tiles out of the L2 cache; weights out of memory; instructions that unpack.
-        cycles = max(tile * m / 32, (words + 128 * m) / 30, words / across / 16, tile * 2.9)
-        cycles *= 1.2 if tile == 256 else 1.0  # as measured on an H200, like what else is added below
+    integers = (False, True) if rounds and m == 128 and bits == 8 and not group_size else (False,)
+    for tile, rounded in product((128, 192) if with_zeros else (128, 192, 256), integers):
+        words, side = 8 * bits * tile, (64 if rounded else 128) * m  # bytes of 64 features
+        # A tensor core's product of 64 weight rows and 16 features (of int8 32), tiles out of the L2 cache, weights out
+        # of memory. With weights out of registers products come no faster than one in 67 cycles on an H200.
+        cycles = max(tile / (32 if rounded else 16) * max(67, m / 2 + 25), (words + side) / 40, words / across / 16)
         for splits in (1, 2, 3, 4, 6, 8, 12, 16):
             if splits > 1 and k < 512 * splits:
                 continue
             waves = -(-(-(-n // tile) * across * splits) // PROCESSORS)
             joining = 0 if splits == 1 else 2000 + 600 * splits + tile * m * 8 * (splits - 1) / splits / 50
-            found.append((waves * (k / 64 / splits * cycles + 5000 + joining), splits, -tile))
-    _, splits, tile = min(found)
-    return many_rows(bits, group_size, -tile, m, splits)
+            if splits > 1 and tile > 128:
+                joining += 4000
+            time = waves * (k / 64 / splits * cycles + 7000 + joining) + (6000 if rounded else 0)
+            found.append((time, splits, -tile, rounded))
+    _, splits, tile, rounded = min(found)
+    return many_rows(bits, group_size, -tile, m, splits, rounded=rounded)

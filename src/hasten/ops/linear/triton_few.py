@@ -253,6 +253,7 @@ def few_rows(
     WARPS: tl.constexpr,  # of a program along K
     SIDE: tl.constexpr,  # as many again with the next 32 weight rows, which find x in the L1 cache; 2 where gated
     WIDE: tl.constexpr,  # in the interpreter
+    EARLY: tl.constexpr,  # started while the kernel before it ends
 ):
     """32 · SIDE rows of the weight over all of K."""
     RUN: tl.constexpr = 128 if BITS == 4 else 64  # features of a chunk
@@ -271,12 +272,17 @@ def few_rows(
     q = ()
     for i in tl.static_range(AHEAD):
         q = q + (fetch(words, scales, zeros, group_row, i * WARPS + warp, chunks, turn, PARTS, SHARED),)  # noqa: RUF005
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     x_rows = ()
     for tile in tl.static_range(TILES):
         x_rows = x_rows + (x + tl.minimum(8 * tile + g, rows - 1) * k_pairs,)  # noqa: RUF005
     pair = word + tl.arange(0, ROWS)[None, :]
     sums = nothing(2 * TILES, T)
     for first in tl.range(0, chunks, AHEAD * WARPS, num_stages=1):
+        if EARLY:  # noqa: SIM102 - known to the compiler
+            if first + AHEAD * WARPS >= chunks:  # all is under way: what comes behind may take the room of what ends
+                tl.extra.cuda.gdc_launch_dependents()
         coming = ()
         for i in tl.static_range(AHEAD):
             own = q[i]

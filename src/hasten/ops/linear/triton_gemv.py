@@ -6,7 +6,7 @@ pair, and what all pairs share is applied to the sums. Importing this file impor
 """
 
 # Tuples of tensors grow in Triton's unrolled loops.
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, var-annotated"
 
 import triton
 import triton.language as tl
@@ -96,16 +96,39 @@ def block_of(program, i, n_size, GATED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def words_of(data, at, last, row_stride, n_size, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def words_of(data, at, mask, row_stride, n_size, GATED: tl.constexpr, BLOCK: tl.constexpr):
     """The words `at` (T, 1) of each of a program's blocks: BLOCK tensors (T, 4)."""
     row = tl.arange(0, ROWS)[None, :]
-    inside = tl.minimum(at, last)
     q = ()
     for b in tl.static_range(BLOCK):
         own_block = block_of(tl.program_id(0), b, n_size, GATED, BLOCK)
         words = data + own_block.to(tl.int64) * (row_stride * ROWS) + row
-        q = q + (tl.load(words + inside * ROWS, eviction_policy="evict_first"),)  # noqa: RUF005
+        q = q + (tl.load(words + at * ROWS, mask=mask, eviction_policy="evict_first"),)  # noqa: RUF005
     return q
+
+
+@triton.jit
+def of_groups(
+    values,  # scales or zeros: (N/4, G, 4)
+    at,
+    row_stride,
+    groups,
+    n_size,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,  # groups of a chunk
+    SHARED: tl.constexpr,  # chunks of a group
+):
+    """Those of the groups of the words `at` (T, 1): PARTS tensors (T, 4) for each of a program's blocks."""
+    row = tl.arange(0, ROWS)[None, :]
+    found = ()
+    for b in tl.static_range(BLOCK):
+        own_block = block_of(tl.program_id(0), b, n_size, GATED, BLOCK)
+        # In two steps: the compiler makes the second a constant of the load.
+        group = own_block.to(tl.int64) * (groups * ROWS) + row + at // (16 * SHARED) * (PARTS * ROWS)
+        for part in tl.static_range(PARTS):
+            found = found + (tl.load(values + group + part * ROWS, mask=at < row_stride, other=0),)  # noqa: RUF005
+    return found
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -138,18 +161,25 @@ def one_row_packed(
     BLOCK: tl.constexpr,  # blocks of 4 rows
     T: tl.constexpr,  # words of a row in a step: one for each thread
     STAGES: tl.constexpr,  # steps whose loads are under way
+    EARLY: tl.constexpr,  # started while the kernel before it ends; words are loaded a step ahead
 ):
     """int8 and int4. Σ (q - z)·x = Σ (1 + q·u)·(x/u) - Σ x/u - z·Σ x, u a power of two: nothing is converted."""
     PAIRS: tl.constexpr = 4 if BITS == 4 else 2  # of a word
     RUN: tl.constexpr = 32 * PAIRS  # features of a chunk
     MIDDLE: tl.constexpr = 8.0 if BITS == 4 else 128.0  # what stands for 0: int8 is stored with 128 added
     ZERO: tl.constexpr = 0.0 if BITS == 4 else 128.0
+    PARTS: tl.constexpr = 0 if GROUP == 0 else RUN // GROUP if GROUP < RUN else 1
+    SHARED: tl.constexpr = GROUP // RUN if GROUP > RUN else 1
     i = tl.arange(0, BLOCK)
     row = tl.arange(0, ROWS)[None, :]
     t = tl.arange(0, T)[:, None]
     output = tl.program_id(0) * (BLOCK // 2) + i // 2 if GATED else tl.program_id(0) * BLOCK + i
     block = tl.minimum(row_of_output(output, i % 2, GATED, GATE_ROWS // ROWS), (n_size - 1) // ROWS)
     last = row_stride - 1  # what is read beyond it is that word again, times zeros
+    following = ()
+    if EARLY:
+        following = words_of(data, t, t <= last, row_stride, n_size, GATED, BLOCK)
+        tl.extra.cuda.gdc_wait()
     mean, deviation = 0.0, 1.0
     if NORM == 2:
         mean, deviation = moments(x, k_size, eps, XBITS, HALF, 1024)
@@ -161,7 +191,17 @@ def one_row_packed(
     for start in tl.range(0, row_stride, T, num_stages=STAGES):
         at = start + t
         inside = tl.minimum(at, last)
-        q = words_of(data, at, last, row_stride, n_size, GATED, BLOCK)
+        if EARLY:
+            if start + T > last:  # all is under way: what comes behind may take the room of the programs that end
+                tl.extra.cuda.gdc_launch_dependents()
+            q = following
+            following = words_of(data, at + T, at + T <= last, row_stride, n_size, GATED, BLOCK)
+            if GROUP > 0:  # all at once: one by one, where each is used, they make every step wait
+                group_scales = of_groups(scales, at, row_stride, groups, n_size, GATED, BLOCK, PARTS, SHARED)
+                if zeros is not None:
+                    group_zeros = of_groups(zeros, at, row_stride, groups, n_size, GATED, BLOCK, PARTS, SHARED)
+        else:
+            q = words_of(data, inside, None, row_stride, n_size, GATED, BLOCK)
         place = at // 16 * (RUN // 2) + at % 16  # of the first pair in x
         left = k_size - 2 * place
         parts = sums if GROUP == 0 else zeros_of(BLOCK, T)
@@ -188,16 +228,21 @@ def one_row_packed(
             if GROUP > 0 and (32 * pair + 32) % (GROUP if GROUP < RUN else RUN) == 0:  # the last pair of a group
                 added = ()
                 for b in tl.static_range(BLOCK):
-                    group = block_of(tl.program_id(0), b, n_size, GATED, BLOCK).to(tl.int64) * (groups * ROWS) + row
-                    # In two steps: the compiler makes the second a constant of the load.
-                    if GROUP < RUN:
-                        group = group + inside // 16 * (RUN // GROUP * ROWS)
-                    else:
-                        group = group + inside // (16 * GROUP // RUN) * ROWS
-                    scale = tl.load(scales + group + 32 * pair // GROUP * ROWS).to(tl.float32)
                     part = parts[b] if GROUP == 32 else parts[b] - excess
-                    if zeros is not None:
-                        part -= tl.load(zeros + group + 32 * pair // GROUP * ROWS).to(tl.float32) * features
+                    if EARLY:
+                        scale = group_scales[b * PARTS + 32 * pair // GROUP].to(tl.float32)
+                        if zeros is not None:
+                            part -= group_zeros[b * PARTS + 32 * pair // GROUP].to(tl.float32) * features
+                    else:
+                        group = block_of(tl.program_id(0), b, n_size, GATED, BLOCK).to(tl.int64) * (groups * ROWS) + row
+                        # In two steps: the compiler makes the second a constant of the load.
+                        if GROUP < RUN:
+                            group = group + inside // 16 * (RUN // GROUP * ROWS)
+                        else:
+                            group = group + inside // (16 * GROUP // RUN) * ROWS
+                        scale = tl.load(scales + group + 32 * pair // GROUP * ROWS).to(tl.float32)
+                        if zeros is not None:
+                            part -= tl.load(zeros + group + 32 * pair // GROUP * ROWS).to(tl.float32) * features
                     added = added + (sums[b] + scale * part,)  # noqa: RUF005
                 sums = added
                 parts = zeros_of(BLOCK, T)

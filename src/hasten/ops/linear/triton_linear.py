@@ -24,12 +24,14 @@ from hasten.ops.linear.triton_choice import (
     choose_few_rows,
     choose_one_row,
     choose_several_rows,
+    norm_apart,
 )
 from hasten.ops.linear.triton_few import few_rows
 from hasten.ops.linear.triton_gemm import several_rows
 from hasten.ops.linear.triton_gemv import one_row_packed, one_row_plain
+from hasten.ops.linear.triton_norm import normed_rows
 from hasten.ops.linear.weights import BFLOAT16, group_format
-from hasten.ops.triton_support import readable, starts_early
+from hasten.ops.triton_support import early_start, readable
 from hasten.ops.wide_sums import add_product
 
 ONE = 0x3F800000  # the bits of 1.0
@@ -58,9 +60,12 @@ class Beside:
 
 
 def linear(x: Tensor, weight: Operands) -> Tensor:
-    """A `Product` (operator.py) of x (…, K) bfloat16 or float16. Activations are never rounded, whatever `planes`."""
+    """A `Product` (operator.py) of x (…, K) bfloat16 or float16.
+
+    Where `planes` allows it, many rows are rounded to int8 for a weight of int8 with one scale a row (gemm_hopper.py).
+    """
     parts = weight.data, weight.scales, weight.zeros, weight.bias, weight.out_features
-    return linear_operator(x, *parts, weight.format.bits, weight.format.group_size)
+    return linear_operator(x, *parts, weight.format.bits, weight.format.group_size, weight.planes)
 
 
 @torch.library.custom_op("hasten_triton::linear", mutates_args=())
@@ -73,12 +78,13 @@ def linear_operator(
     out_features: int,
     bits: int,
     group_size: int,
+    planes: int,
 ) -> Tensor:
     """x (…, K) and a weight in the "chunks" layout (layouts.py) -> (…, N).
 
     torch.library wants every tensor named: only here the fields of `Operands` stand one by one.
     """
-    weight = _operands(data, scales, zeros, bias, out_features, bits, group_size)
+    weight = _operands(data, scales, zeros, bias, out_features, bits, group_size, planes)
     y = product(x.reshape(-1, x.shape[-1]), weight, Beside(x.dtype))
     return y.view(*x.shape[:-1], out_features)
 
@@ -98,6 +104,7 @@ def fused_operator(
     out_features: int,
     bits: int,
     group_size: int,
+    planes: int,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     eps: float,
@@ -110,7 +117,7 @@ def fused_operator(
 ) -> Tensor:
     """`fused_linear` (fused.py), its arguments one by one. A plain weight has 16 bits."""
     norm = None if norm_weight is None else NormArguments(norm_weight, norm_bias, eps, offset, centred)
-    weight = _operands(data, scales, zeros, bias, out_features, bits, group_size)
+    weight = _operands(data, scales, zeros, bias, out_features, bits, group_size, planes)
     return product(x, weight, Beside(dtype, norm, activation, gated, residual))
 
 
@@ -121,9 +128,11 @@ def _fake_fused(x: Tensor, data: Any, scales: Any, zeros: Any, bias: Any, out_fe
     return x.new_empty((x.shape[0], outputs), dtype=dtype if residual is None else torch.float32)
 
 
-def _operands(data: Tensor, scales: Any, zeros: Any, bias: Any, n: int, bits: int, group_size: int) -> Operands:
+def _operands(
+    data: Tensor, scales: Any, zeros: Any, bias: Any, n: int, bits: int, group_size: int, planes: int
+) -> Operands:
     format = BFLOAT16 if bits == 16 else group_format(f"int{bits}", group_size)  # zeros and scales speak for themselves
-    return Operands(data, scales, zeros, None, bias, n, format)
+    return Operands(data, scales, zeros, None, bias, n, format, planes)
 
 
 def product(x: Tensor, weight: Operands, beside: Beside) -> Tensor:
@@ -138,10 +147,15 @@ def product(x: Tensor, weight: Operands, beside: Beside) -> Tensor:
         beside = replace(beside, norm=norm._replace(weight=norm.weight.float(), bias=_floats(norm.bias)))
     with torch.cuda.device_of(x):
         packed = weight.format.bits != 16
-        # Tensor cores are faster for a row, too, where they get it as it is.
-        alone = packed and beside.norm is None and x.dtype == beside.dtype
+        # Tensor cores are faster for a row, too, where they get it as it is, and for large weights.
+        as_it_is = beside.norm is None and x.dtype == beside.dtype
+        alone = packed and (as_it_is or norm_apart(weight.format.bits, weight.out_features, x.shape[1]))
         if rows == 1 and not alone and reads_in_pairs(x, weight, beside):
             return multiply_row(x, weight, beside)
+        if packed and rows > MOST_FEW_ROWS and gemm_hopper.rounds(x, weight):
+            y = gemm_hopper.multiply(x, weight, beside, _counters)
+            if y is not None:
+                return y
         if beside.norm is not None:
             x = normed_rows(x, beside.norm, beside.dtype)
         x = x.to(beside.dtype)
@@ -190,17 +204,13 @@ def multiply_row(x: Tensor, weight: Operands, beside: Beside, *, config: OneRow 
         "BLOCK": config.block,
         "T": config.threads,
         "num_warps": config.threads // 32,
+        "num_stages": config.stages,
     }
+    # The weight must be there before the kernel before it ends: a copy made here would not be.
+    options |= early_start(x.device, config.early and (bits != 16 or weight.data.is_contiguous()))
     if bits == 16:
-        # Its weight must be there before the kernel before it ends: a copy made here would not be.
-        early = config.early and weight.data.is_contiguous() and starts_early(x.device)
-        one_row_plain[grid](
-            *(*row, bias, *beside_it, beside.residual, out, outputs, n, k, k // 2, eps, offset),
-            EARLY=early,
-            num_stages=1,
-            **options,
-            **({"launch_pdl": True} if early else {}),
-        )
+        sizes: tuple[int, ...] = (outputs, n, k, k // 2)
+        one_row_plain[grid](*row, bias, *beside_it, beside.residual, out, *sizes, eps, offset, **options)
     else:
         packed = (weight.scales, weight.zeros, bias)
         assert weight.scales is not None
@@ -210,7 +220,6 @@ def multiply_row(x: Tensor, weight: Operands, beside: Beside, *, config: OneRow 
             BITS=bits,
             GROUP=group_size,
             STAGES=config.stages,
-            num_stages=config.stages,
             **options,
         )
     return out.to(beside.result)
@@ -285,6 +294,7 @@ def multiply_few(x: Tensor, weight: Operands, beside: Beside, *, config: FewRows
         WIDE=x.device.type == "cpu",
         num_warps=config.warps * config.side,
         maxnreg=config.registers,
+        **early_start(x.device, bits == 4),  # int8's whole steps took 1% longer
     )
     return out.to(beside.result)
 
@@ -328,20 +338,6 @@ def add_to_residual(residual: Tensor, x: Tensor, weight: Operands, dtype: torch.
     if residual.dtype != torch.float32 or not residual.is_contiguous():
         return None
     return add_product(residual.detach(), x.to(dtype), weight.data.to(dtype).t(), torch.float32)
-
-
-def normed_rows(x: Tensor, norm: NormArguments, dtype: torch.dtype) -> Tensor:
-    """The norm of x (R, K), in 16 bits."""
-    rows, k = x.shape
-    out = x.new_empty((rows, k), dtype=torch.float32 if x.device.type == "cpu" else dtype)
-    triton_rows.norm_row[(rows,)](
-        *(readable(x), readable(norm.weight), None if norm.bias is None else readable(norm.bias), out),
-        *(k, norm.eps, norm.offset),
-        CENTRED=norm.centred,
-        BLOCK=triton.next_power_of_2(k),
-        num_warps=8 if k > 1024 else 4,
-    )
-    return out.to(dtype)
 
 
 def _pairs(tensor: Tensor) -> Tensor:

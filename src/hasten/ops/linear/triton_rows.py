@@ -11,25 +11,43 @@ def norm_row(
     x,  # (rows, K)
     weight,  # (K,)
     bias,
-    out,  # (rows, K)
+    out,  # (rows, K), or (rows, K') int8
     k_size,
     eps,
     offset,
     CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,  # started while the kernel before it ends
+    scales=None,  # float32 (rows,): the row is rounded to int8, its features in the order of chunks (layouts.py)
+    out_size=0,  # K'
 ):
-    """One row, RMS or layer norm, in float32."""
-    k = tl.arange(0, BLOCK)
+    """One row, RMS or layer norm (where there is a weight), in float32."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    place = tl.arange(0, BLOCK)
+    # Byte b of word w of a chunk is feature 2w + b / 2, of the first 32 or, where b is odd, of the second.
+    k = place if scales is None else place // 64 * 64 + place % 64 // 4 * 2 + place % 4 // 2 + place % 2 * 32
     inside = k < k_size
     row = tl.program_id(0).to(tl.int64) * k_size
     values = tl.load(x + row + k, mask=inside, other=0.0).to(tl.float32)
-    if CENTRED:
-        values = tl.where(inside, values - tl.sum(values) / k_size, 0.0)
-    values *= tl.rsqrt(tl.sum(values * values) / k_size + eps)
-    values *= tl.load(weight + k, mask=inside, other=0.0).to(tl.float32) + offset
-    if bias is not None:
-        values += tl.load(bias + k, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row + k, values.to(out.dtype.element_ty), mask=inside)
+    if weight is not None:
+        if CENTRED:
+            values = tl.where(inside, values - tl.sum(values) / k_size, 0.0)
+        values *= tl.rsqrt(tl.sum(values * values) / k_size + eps)
+        values *= tl.load(weight + k, mask=inside, other=0.0).to(tl.float32) + offset
+        if bias is not None:
+            values += tl.load(bias + k, mask=inside, other=0.0).to(tl.float32)
+    if scales is None:
+        tl.store(out + row + k, values.to(out.dtype.element_ty), mask=inside)
+    else:  # as the kernels for CPUs do (rows.h)
+        bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # of the largest; NaN is above infinity
+        top = bits.to(tl.float32, bitcast=True)
+        finite = bits < 0x7F800000
+        some = finite & (top > 1e-34)
+        nearest = values * tl.where(some, 127.0 / top, 0.0) + 12582912.0 - 12582912.0  # 1.5 · 2^23: ties to even
+        tl.store(out + tl.program_id(0).to(tl.int64) * out_size + place, nearest.to(tl.int8), mask=place < out_size)
+        scale = tl.where(some, top / 127.0, tl.where(finite, 0.0, float("nan")))
+        tl.store(scales + tl.program_id(0), scale)
 
 
 @triton.jit
