@@ -128,8 +128,10 @@ def check_step(*, before, heads, head_dim, half, normed, window, softcap, size, 
     finally:
         step.plan_for = chosen
     assert counters is None or not counters.any()
-    for one, other in zip(*caches, strict=True):
-        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
-    assert not found.isnan().any()
     unit = torch.finfo(dtype).eps
+    for one, other in zip(*caches, strict=True):
+        # A norm that sums in another order may round to the number beside (one of 885,760 on an H200).
+        one, other = one.nan_to_num(7.0).float(), other.nan_to_num(7.0).float()
+        assert ((one - other).abs() <= (unit * one.abs() if normed else 0)).all()
+    assert not found.isnan().any()
     assert (found.float() - expected.float()).abs().max() <= 4 * unit * expected.float().abs().max() + 1e-6

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator
 
-from gpu.report import MODELS, Results, Table, copy_rate, every, median, where
+from gpu.report import MODELS, Results, Table, copy_rate, engine_rate, every, median, where
 
 FORMATS = ("bf16", "int8", "int4")
 Aim = tuple[str, float | None, float, str]  # what, the figure, its aim, and "≥" or "≤"
@@ -47,8 +47,8 @@ def _serving(results: Results) -> Iterator[Aim]:
         yield f"its whole run, {count} at once, of the static step", _over(whole, static), 0.6, "≥"
     for format in FORMATS[1:]:
         for count in (1, 64, 256):
-            found = _over(rate(f"engine-{format}", count), rate("engine-bf16", count))
-            yield f"engine, {format} beside bf16, {count} at once", found, 1.0, "≥"
+            (own, mark), (plain, _) = (engine_rate(results, one, count) for one in (format, "bf16"))
+            yield f"engine, {format} beside bf16, {count} at once{mark}", _over(own, plain), 1.0, "≥"
 
 
 def _products(results: Results) -> Iterator[Aim]:

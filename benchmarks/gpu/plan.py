@@ -76,8 +76,8 @@ SEVEN = (("prefill", ""), ("user", "hasten"), ("profile", ""))
 ENGINE = (("measure 256", ""), ("measure 64", ""), ("measure 1", ""))
 PHASES: tuple[Phase, ...] = (
     Phase(
-        0.28,
-        0.47,
+        0.33,
+        0.50,
         (
             Group(("baseline",)),
             Group(("hasten-7b-bf16", "gptfast-7b-bf16"), 2, SEVEN),
@@ -89,8 +89,8 @@ PHASES: tuple[Phase, ...] = (
         ("gptfast-1b-bf16", "gptfast-1b-int4", "nanogpt-32", "nanogpt-wide", "drafts"),
     ),
     Phase(
-        0.60,
-        0.85,
+        0.64,
+        0.93,
         (
             Group(("engine-bf16", "static-bf16"), 0, (*ENGINE, ("profile 64", "engine"))),
             Group(("hasten-1b-bf16", "gptfast-1b-bf16"), 2, (("prefill", ""), ("profile", "hasten"))),
@@ -109,5 +109,5 @@ PHASES: tuple[Phase, ...] = (
         ("nanogpt-32", "nanogpt-wide", "engine-bf16", "hasten-32", "hasten-32-fp8"),
         ("ladder",),
     ),
-    Phase(0.86, 0.99, (Group(("ladder",), limit=110),)),
+    Phase(0.94, 0.99, (Group(("ladder",), limit=110),)),
 )
