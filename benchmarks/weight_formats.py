@@ -63,25 +63,39 @@ def formats() -> dict[str, Any]:
     """By the name of the row: the format."""
     import torch
 
-    from hasten.ops.linear.weights import BFLOAT16, INT8, Q4_K, Q6_K, fp8_format, group_format
+    from hasten.ops.linear.weights import (
+        BFLOAT16,
+        FLOAT16,
+        INT8,
+        K_QUANTS,
+        MXFP4,
+        fp8_format,
+        group_format,
+        minimum_format,
+    )
 
     def groups(element: str, size: int, *, symmetric: bool = True) -> Any:
         return group_format(element, size, symmetric=symmetric, scale_dtype=torch.float16)
 
     return {
         "bf16": BFLOAT16,
+        "f16": FLOAT16,
         "int8 row": INT8,
         "int8 g32": groups("int8", 32),
         "int8 g128": groups("int8", 128),
         "int8 g128 zeros": groups("int8", 128, symmetric=False),
         "fp8 row": fp8_format(),
         "fp8 g128": fp8_format(128),
-        "Q6_K": Q6_K,
         "int4 g32": groups("int4", 32),
         "int4 g32 zeros": groups("int4", 32, symmetric=False),
         "int4 g128": groups("int4", 128),
         "int4 g128 zeros": groups("int4", 128, symmetric=False),
-        "Q4_K": Q4_K,
+        "Q4_1": minimum_format("int4"),
+        "Q5_0": groups("int5", 32),
+        "Q5_1": minimum_format("int5"),
+        "IQ4_NL": groups("iq4", 32),
+        "MXFP4": MXFP4,
+        **{one.name: one for one in K_QUANTS},
     }
 
 
@@ -111,7 +125,7 @@ def measure(settings: WeightFormats) -> list[dict[str, Any]]:
     kinds = [
         (name, format, activations)
         for name, format in formats().items()
-        for activations in (("int8", "float") if format.element.startswith("int") else ("float",))
+        for activations in (("float",) if "float" in format.element else ("int8", "float"))
     ]
     x, prompt = torch.randn(1, 2048).bfloat16(), torch.randn(512, 2048).bfloat16()
     buffer = torch.ones(READ_BYTES // 4)

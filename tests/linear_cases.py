@@ -8,12 +8,27 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, QuantizedWeight
-from hasten.ops.linear.weights import Q4_K, Q6_K, fp8_format, group_format
+from hasten.ops.linear.weights import (
+    FLOAT16,
+    IQ4_XS,
+    MXFP4,
+    Q2_K,
+    Q3_K,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    TABLES,
+    VALUE_DTYPES,
+    fp8_format,
+    group_format,
+    minimum_format,
+)
 
 SIZES = st.integers(1, 200)
 CASES = st.sampled_from(
     [
         ("bfloat16", 0, True, "float"),
+        ("float16", 0, True, "float"),
         *(("int8", 0, True, activations) for activations in ("int8", "float")),
         *(
             (element, group, symmetric, activations)
@@ -26,6 +41,7 @@ CASES = st.sampled_from(
 )
 LAYERS = [
     ("bfloat16", 0, "float"),
+    ("float16", 0, "float"),
     ("int8", 0, "int8"),
     ("int8", 0, "float"),
     ("int8", 32, "int8"),
@@ -36,8 +52,18 @@ PACKED_FORMATS = {
     "fp8 row": fp8_format(),
     "fp8 g128": fp8_format(128),
     "fp8 g32": fp8_format(32),
+    "Q2_K": Q2_K,
+    "Q3_K": Q3_K,
     "Q4_K": Q4_K,
+    "Q5_K": Q5_K,
     "Q6_K": Q6_K,
+    "IQ4_XS": IQ4_XS,
+    "Q4_1": minimum_format("int4"),
+    "Q5_1": minimum_format("int5"),
+    "Q5_0": group_format("int5", 32, scale_dtype=torch.float16),
+    "int5 g128": group_format("int5", 128),
+    "IQ4_NL": group_format("iq4", 32, scale_dtype=torch.float16),
+    "MXFP4": MXFP4,
 }
 TORCHS = ("float32", "pytorch")  # whichever a processor multiplies faster
 
@@ -45,8 +71,8 @@ TORCHS = ("float32", "pytorch")  # whichever a processor multiplies faster
 def make_weight(n, k, *, format=None, group_size=0, symmetric=True, scale_dtype=torch.float16, seed=0):
     """A random int8 or int4 weight (the latter where no format is named and there are groups), or a bfloat16 tensor."""
     generator = torch.Generator().manual_seed(seed)
-    if format == "bfloat16":
-        return torch.randn(n, k, generator=generator).bfloat16()
+    if format in ("bfloat16", "float16"):
+        return torch.randn(n, k, generator=generator).to(getattr(torch, format))
     if not group_size:
         values = torch.randint(-128, 128, (n, k), generator=generator).to(torch.int8)
         return QuantizedWeight(format=INT8, values=values, scales=torch.rand(n, 1, generator=generator) + 0.1)
@@ -77,14 +103,30 @@ def random_weight(name, n, k, seed=0):
         return QuantizedWeight(
             format=format, values=codes.view(torch.float8_e4m3fn), scales=floats(n, format.groups(k)) / 100
         )
-    values, groups = integers(0, 16 if name == "Q4_K" else 64, n, k).to(torch.uint8), (n, format.groups(k))
-    outer = (floats(n, k // 256, 2 if name == "Q4_K" else 1) * 1e-3).half()
-    if name == "Q6_K":
-        return QuantizedWeight(
-            format=format, values=values, scales=integers(-128, 128, *groups).to(torch.int8), outer=outer
-        )
-    scales, minima = (integers(0, 64, *groups).to(torch.uint8) for _ in range(2))
+    groups, element = (n, format.groups(k)), format.element
+    if element in TABLES:
+        values = torch.tensor(TABLES[element])[integers(0, 16, n, k)]
+    else:
+        values = integers(0, 1 << format.bits, n, k)
+    values = values.to(VALUE_DTYPES[element])
+    if len(format.scales) == 1:
+        if format == MXFP4:
+            scales = integers(110, 130, *groups).to(torch.uint8).view(format.scale_dtype)
+        else:
+            scales = floats(*groups).to(format.scale_dtype)
+        zeros = None if format.symmetric else (floats(*groups) * 8 - 1).to(format.scale_dtype)
+        return QuantizedWeight(format=format, values=values, scales=scales, zeros=zeros)
+    outer = (floats(n, k // 256, 1 if format.symmetric else 2) * 1e-3).half()
+    if format.symmetric:
+        scales = integers(-128, 128, *groups).to(torch.int8)
+        return QuantizedWeight(format=format, values=values, scales=scales, outer=outer)
+    scales, minima = (integers(0, 16 if name == "Q2_K" else 64, *groups).to(torch.uint8) for _ in range(2))
     return QuantizedWeight(format=format, values=values, scales=scales, zeros=minima, outer=outer)
+
+
+def whole(name, k):
+    """k, or what rows of one of PACKED_FORMATS have of it: whole super-blocks."""
+    return -(-k // 256) * 256 if len(PACKED_FORMATS[name].scales) > 1 else k
 
 
 def layer_of(weight, bias=None, *, isa=None, activations="int8", **settings):
@@ -110,6 +152,8 @@ def exact(weight, x, bias=None):
 def plain_error(weight, x, layer):
     """Root mean square error of plain PyTorch at the layer's precision."""
     full = layer.dequantize()
+    if layer.format == FLOAT16:
+        return rms(F.linear(x.half(), full.half()) - exact(weight, x))
     if layer.format == BFLOAT16 or layer.activations == "float":
         y = F.linear(x.bfloat16(), full.bfloat16())
     else:

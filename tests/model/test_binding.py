@@ -92,7 +92,7 @@ def test_explain_says_what_runs_and_why_the_others_do_not():
     assert set(reasons) == {"fused", *(kernel.name for kernel in KERNELS)} - {"reference"}
     blocks = [row for row in found if row["operator"] == "block"]
     assert {row["kernel"] for row in blocks} == {"readable"}
-    assert "bfloat16; the model is float32" in blocks[0]["others"][0]["reason"]
+    assert "float16; the model is float32" in blocks[0]["others"][0]["reason"]
     linear = [row for row in found if row["operator"].startswith("linear")]
     assert linear[-1]["layer"] == -1  # the head
     assert all(other["reason"] for row in found for other in row["others"])
@@ -118,7 +118,7 @@ def test_explain_sees_a_forced_kernel():
 
 
 def test_every_form_of_a_call_runs_the_kernel_that_is_explained(monkeypatch):
-    model = hasten.load(make_reference("llama"))
+    model = hasten.load(make_reference("llama"), dtype="float32")
     explained = {row.operator: row.kernel for row in explain(model) if row.layer == 0}
     assert explained["attention over a cache"] == explained["attention over a cache, one query"] == "sdpa"
     assert "attention with dropout" not in explained  # this model has none

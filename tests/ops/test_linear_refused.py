@@ -23,7 +23,7 @@ def test_what_does_not_fit_is_refused_in_words():
     with pytest.raises(ConfigError, match="int4 in groups"):
         PackedLinear(8, 8, int4_format(0))
     for wrong in ("int8", None, WeightFormat(element="foo"), WeightFormat(element=""), int4_format(32.0)):
-        with pytest.raises(ConfigError, match=r"found 'int8'|found None|use bfloat16, int8"):
+        with pytest.raises(ConfigError, match=r"found 'int8'|found None|use bfloat16, float16, int8"):
             PackedLinear(64, 8, wrong)
     for dtype in (torch.int32, torch.float64):
         with pytest.raises(ConfigError, match="no linear layer"):
@@ -33,7 +33,7 @@ def test_what_does_not_fit_is_refused_in_words():
     words = QuantizedWeight(format=INT8, values=torch.zeros(8, 4, dtype=torch.int32), scales=torch.ones(8, 1))
     with pytest.raises(ConfigError, match="use int4"):
         PackedLinear.from_int4_words(words, in_features=32)
-    with pytest.raises(ConfigError, match="use int8 or int4"):
+    with pytest.raises(ConfigError, match="use float8_e4m3fn or int8"):
         PackedLinear.from_weight(replace(make_weight(8, 96, format="int8"), format=BFLOAT16))
     weight = make_weight(8, 96, format="int4", group_size=32)
     wrong = replace(weight, format=int4_format(64, scale_dtype=weight.scales.dtype))
@@ -83,7 +83,7 @@ def test_the_native_kernel_refuses_other_floats_until_the_layer_is_cast(dtype):
         ({"zeros": torch.zeros(70, 2, dtype=torch.uint8)}, r"wants zero points \(70, 3\)"),
         ({"scales": torch.ones(70, 3, dtype=torch.int32)}, "found torch.int32"),
         ({"scales": torch.ones(70, 2)}, r"wants scales \(70, 3\)"),
-        ({"format": replace(INT8, zero="point")}, "use int8 or int4"),
+        ({"format": replace(INT8, zero="point")}, "use float8_e4m3fn or int8"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused_before_anything_is_packed(changes, words):

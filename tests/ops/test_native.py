@@ -2,18 +2,20 @@
 
 import ctypes
 import os
+import pathlib
 import platform
 import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import torch
 
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine import cache_folder, find_compiler
-from hasten.ops.build import INSTRUCTION_SETS, KEPT_BUILDS, SOURCES, build, is_built
+from hasten.ops.build import INSTRUCTION_SETS, KEPT_BUILDS, SOURCES, build, can_build, is_built
 from hasten.ops.native import available_isas, choose_isa, fakes, library, obtainable
 from instruction_sets import ISAS
 
@@ -252,6 +254,22 @@ def test_a_kernel_is_chosen_without_compiling_it_unless_that_failed_before(tmp_p
     monkeypatch.setenv("HASTEN_ISA", "none")
     assert not obtainable("training")
     assert len(asked) == 1
+
+
+@needs_compiler
+def test_a_library_in_a_read_only_cache_is_used(tree, monkeypatch):
+    cache = tree / "cache"
+    monkeypatch.setenv("HASTEN_CACHE", str(cache))
+    made = build("portable", sources=tree / "src")
+    access = os.access
+    monkeypatch.setattr(
+        "hasten.machine.caches.os.access",
+        lambda path, mode: cache not in pathlib.Path(path).parents and access(path, mode),
+    )
+    with warnings.catch_warnings(action="error"):
+        assert build("portable", sources=tree / "src") == made
+        assert is_built("portable", sources=tree / "src")
+        assert can_build("portable")
 
 
 @needs_compiler

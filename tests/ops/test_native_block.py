@@ -6,11 +6,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hasten.model.fused_linear import interleave_gate_up, weight_arguments
 from hasten.model.rope import rotate
 from hasten.ops.build import INSTRUCTION_SETS
 from hasten.ops.linear.modules import PackedLinear
-from hasten.ops.native import library
+from hasten.ops.native import fakes, library
 from instruction_sets import ISAS
+from linear_cases import layer_of, make_weight, random_weight
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
 
@@ -24,8 +26,14 @@ def linear(n, k, *, bias, generator):
 
 
 def arguments(layer):
-    packed = PackedLinear.from_linear(layer)
-    return packed.data, packed.scales, packed.zeros, packed.outer, packed.bias, packed.format.group_size, packed.planes
+    return weight_arguments(PackedLinear.from_linear(layer))
+
+
+def plan(*layers, isa):
+    """The weights of a product's parts, each its own."""
+    ops = library(isa).ops
+    packed = [one if isinstance(one, PackedLinear) else PackedLinear.from_linear(one) for one in layers]
+    return [ops.plan_weight(one.out_features, one.in_features, *weight_arguments(one), None, None) for one in packed]
 
 
 def product(x, layer, isa):
@@ -80,29 +88,23 @@ def test_linear_add(isa, seed, rows, n, k, bias, kind):
     st.integers(1, 150),
     st.integers(2, 100),
     st.booleans(),
-    st.booleans(),
+    st.sampled_from(["up", "interleaved", "two weights"]),
     st.sampled_from(["silu", "gelu", "gelu_tanh", "relu"]),
 )
-def test_mlp_input(isa, seed, rows, inner, k, gated, bias, activation):
-    from hasten.model.fused_linear import interleave_gate_up, packed
+def test_mlp_input(isa, seed, rows, inner, k, bias, weights, activation):
     from hasten.model.fused_native import ACTIVATION_ORDER
     from hasten.model.transformer import ACTIVATIONS
 
     g = torch.Generator().manual_seed(seed)
     up, gate = (linear(inner, k, bias=bias, generator=g) for _ in range(2))
-    fused = interleave_gate_up(gate, up) if gated else packed(up)
+    gated = weights != "up"
+    if weights == "interleaved":
+        own = plan(interleave_gate_up(gate, up), isa=isa)
+    else:
+        own = plan(gate, up, isa=isa) if gated else plan(up, isa=isa)
     x = torch.randn(rows, k, generator=g)
-    packed_arguments = (
-        fused.data,
-        fused.scales,
-        fused.zeros,
-        fused.outer,
-        fused.bias,
-        fused.format.group_size,
-        fused.planes,
-    )
     found = library(isa).ops.mlp_input(
-        x, None, None, 0.0, 0.0, False, *packed_arguments, inner, gated, ACTIVATION_ORDER.index(activation)
+        x, None, None, 0.0, 0.0, False, own, inner, gated, ACTIVATION_ORDER.index(activation)
     )
     act = ACTIVATIONS[activation]
     expected = act(product(x, gate, isa)) * product(x, up, isa) if gated else act(product(x, up, isa))
@@ -115,7 +117,7 @@ def test_mlp_input(isa, seed, rows, inner, k, gated, bias, activation):
 def test_attention_input(isa, size, half, head_norms):
     g = torch.Generator().manual_seed(size)
     heads, kv_heads, rows, k = 4, 2, 7, 50
-    layer = linear((heads + 2 * kv_heads) * size, k, bias=True, generator=g)
+    layers = [linear(n * size, k, bias=n > 2, generator=g) for n in (heads, kv_heads, kv_heads)]
     x = torch.randn(rows, k, generator=g)
     weight = torch.rand(k, generator=g) + 0.5
     q_norm, k_norm = (torch.rand(size, generator=g) + 0.5 for _ in range(2)) if head_norms else (None, None)
@@ -124,11 +126,11 @@ def test_attention_input(isa, size, half, head_norms):
     caches = [torch.zeros(12, kv_heads, size, dtype=torch.bfloat16) for _ in range(2)]
     slots = torch.tensor([3, 0, -1, 5, 7, -1, 9])
     q = library(isa).ops.attention_input(
-        *(x, weight, None, 1e-5, 0.0, False, *arguments(layer), heads, size, q_norm, k_norm, cos, sin, *caches),
+        *(x, weight, None, 1e-5, 0.0, False, plan(*layers, isa=isa), heads, size, q_norm, k_norm, cos, sin, *caches),
         *(slots, False),
     )
-    values = product(rms(x.double(), weight, 1e-5, 0.0), layer, isa).unflatten(-1, (-1, size))  # (R, H + 2·Hkv, D)
-    parts = list(values.split([heads, kv_heads, kv_heads], dim=1))
+    normed = rms(x.double(), weight, 1e-5, 0.0)
+    parts = [product(normed, layer, isa).unflatten(-1, (-1, size)) for layer in layers]  # (R, H or Hkv, D)
     for part, norm in ((0, q_norm), (1, k_norm)):
         if norm is not None:
             parts[part] = rms(parts[part], norm, 1e-5, 0.0)
@@ -142,6 +144,27 @@ def test_attention_input(isa, size, half, head_norms):
         assert not cache[untouched].any()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [1, 3, 21])
+def test_the_parts_of_a_product_are_what_each_would_be_alone(isa, rows):
+    """Of formats that take x alike and of others."""
+    k, size = 256, 32
+    weights = [random_weight("Q4_K", 3 * size, k), random_weight("Q6_K", size, k)]
+    weights.append(make_weight(size, k, format="bfloat16"))
+    g = torch.Generator().manual_seed(rows)
+    x, none = torch.randn(rows, k, generator=g), (None, None, 0.0, 0.0, False)
+    ops = library(isa).ops
+    for order in ((0, 1, 2), (0, 1, 1), (0, 2, 2), (0, 2, 1)):
+        parts = [layer_of(weights[i], isa=isa) for i in order]
+        caches = [torch.zeros(rows + 1, 1, size, dtype=torch.bfloat16) for _ in range(2)]
+        own, slots = plan(*parts, isa=isa), torch.arange(rows)
+        q = ops.attention_input(x, *none, own, 3, size, None, None, None, None, *caches, slots, False)
+        alone = [ops.norm_linear(x, *none, *weight_arguments(part), part.out_features) for part in parts]
+        assert torch.equal(q.flatten(1), alone[0])
+        for cache, values in zip(caches, alone[1:], strict=True):
+            assert torch.equal(cache[:rows].flatten(1), values.bfloat16())
+
+
 def test_opcheck():
     ops, g = library().ops, torch.Generator().manual_seed(0)
     layer = linear(24, 16, bias=True, generator=g)
@@ -151,12 +174,12 @@ def test_opcheck():
     none = (None, None, 0.0, 0.0, False)
     torch.library.opcheck(ops.linear_add.default, (x, *arguments(layer), torch.randn(2, 24), *none), test_utils=checks)
     torch.library.opcheck(ops.norm_linear.default, (x, *none, *arguments(layer), 24), test_utils=checks)
-    torch.library.opcheck(ops.mlp_input.default, (x, *none, *arguments(layer), 24, False, 0), test_utils=checks)
-    torch.library.opcheck(
-        ops.attention_input.default,
-        (x, *none, *arguments(layer), 1, 8, None, None, None, None, *caches, torch.tensor([0, 1]), False),
-        test_utils=checks,
-    )
+    # Those that take plans, of which a copy is none.
+    weights = plan(layer, isa=None)
+    own = (x, *none, weights, 24, False, 0)
+    assert fakes()["mlp_input"](*own).shape == ops.mlp_input(*own).shape
+    own = (x, *none, weights, 1, 8, None, None, None, None, *caches, torch.tensor([0, 1]), False)
+    assert fakes()["attention_input"](*own).shape == ops.attention_input(*own).shape
 
 
 def test_a_plan_is_the_tensor_that_was_made_and_no_other():

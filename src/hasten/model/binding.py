@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.model.fused import FusedSteps, fuse, refusal, unfuse, waits
+from hasten.model.fused import FusedSteps, fuse, refusal, take_apart, waits
 from hasten.model.transformer import Attention, Transformer, require_model
 from hasten.ops import attention as attention_operator
 from hasten.ops import picker
@@ -68,7 +68,7 @@ def explain(model: Transformer) -> list[Binding]:
             others = [Refusal(k.name, "the fused steps bring their own attention") for k in attention_operator.KERNELS]
             bindings.append(Binding(layer, "attention", "fused", others))
         else:
-            reason = against_fused or waits(model) or "the model was not fused (hasten.fuse)"
+            reason = against_fused or waits(model) or "the model is fused when it first generates (or by hasten.fuse)"
             bindings.append(Binding(layer, "block", "readable", [Refusal("fused", reason)]))
             assert isinstance(block.attention, Attention)
             bindings += _attention_bindings(layer, block.attention)
@@ -108,7 +108,7 @@ def _linear_bindings(layer: int, part: nn.Module) -> list[Binding]:
             continue
         unpacked = "float32" if isinstance(module, WideLinear) else "pytorch"
         request, current = request_of(module), module.kernel if isinstance(module, PackedLinear) else unpacked
-        binding = _binding(layer, f"linear ({request.format.element})", linear_operator.KERNELS, request, current)
+        binding = _binding(layer, f"linear ({request.format.name})", linear_operator.KERNELS, request, current)
         if isinstance(module, nn.Linear):
             binding = replace(binding, others=[Refusal(o.kernel, _unpacked(o, request)) for o in binding.others])
         found.setdefault((binding.kernel, request.format, *binding.others), binding)
@@ -119,8 +119,8 @@ def _unpacked(other: Refusal, request: LinearRequest) -> str:
     """Why a layer that was never packed runs PyTorch's product."""
     if other.kernel in ("float32", "pytorch"):
         return other.reason
-    if request.format.element not in ("bfloat16", "int8", "int4"):
-        return f"it multiplies bfloat16, int8 or int4 weights; these are {request.format.element}"
+    if request.format.element not in ("bfloat16", "float16", "int8", "int4"):
+        return f"it multiplies 16-bit, int8 or int4 weights; these are {request.format.element}"
     return other.reason if "asked for" not in other.reason else "the layer was not packed (hasten.fuse packs)"
 
 
@@ -147,12 +147,15 @@ def kernels(model: Transformer, **names: str) -> Iterator[Transformer]:
             f"block='fused' brings its own attention and products, and leaves no place for {others}; leave one out"
         )
     with ExitStack() as afterwards:  # what puts back what was there
+        if names:  # and nothing is fused by itself meanwhile
+            afterwards.callback(setattr, model, "auto_fuse", model.auto_fuse)
+            model.auto_fuse = False
         if names == {"block": "fused"}:
             if model.readable:
                 fuse(model)
-                afterwards.callback(unfuse, model)
+                afterwards.callback(take_apart, model)
         elif names and not model.readable:
-            unfuse(model)
+            take_apart(model)
             afterwards.callback(fuse, model)
         if "attention" in names:
             _force_attention(model, names["attention"], afterwards)

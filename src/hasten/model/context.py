@@ -97,7 +97,10 @@ def training_context(
     by_flex = any(isinstance(one, Attention) and one.kernels.tokens.name == "flex" for one in attentions)
     if documents is not None and by_flex:
         raise ConfigError("the kernel flex of this model's sparse pattern cannot keep packed documents apart")
-    masks = [BlockMask.of(pattern, tokens, heads=config.heads, layer=layer) for layer in range(len(windows))]
+    masks = [
+        BlockMask.of(pattern, tokens, heads=config.heads, layer=layer, window=window)
+        for layer, window in enumerate(windows)
+    ]
     for mask in masks:  # ready for the layers' kernels
         mask.prepare(model.device if device is None else device)
     return TrainingContext(windows, documents, blocks=masks)

@@ -91,8 +91,7 @@ def fill_quantized(
         warnings.warn(
             f"no kernel takes a quantized weight like {plain[0]}: {len(plain)} of {len(pieces)} are held as plain "
             f"{str(dtype).removeprefix('torch.')}: {plain_bytes / 1e9:.2f} GB, {plain_bytes / stored_bytes:.1f} times "
-            "as stored, which every token reads; where all of them are, --quantize int8 rounds them anew, with one "
-            "scale a row",
+            "as stored, which every token reads; --quantize int8 rounds them to 8 bits, with one scale a row",
             HastenWarning,
             stacklevel=4,
         )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
-from hasten.model.fused_linear import gate_up_rows, part_of, plain, replace_linears
+from hasten.model.fused_linear import part_of, plain, replace_linears
 from hasten.model.initialize import unfilled
 from hasten.model.transformer import MLP, Block, Linear
 
@@ -17,14 +17,12 @@ from hasten.model.transformer import MLP, Block, Linear
 class FusedSteps(nn.Module):
     """One decoder layer in fused steps, made of a readable `Block`; a subclass joins the products and runs them.
 
-    Products: qkv, output, and in a dense layer inner (gate and up interleaved) and down.
+    Products: output, and in a dense layer down; a subclass has those of q, k and v, and of gate and up.
     """
 
-    qkv: Linear
     output: Linear
-    inner: Linear
     down: Linear
-    place = "the CPU in bfloat16"  # where it runs, in words
+    place = "the CPU in the dtype of its weights"  # where it runs, in words
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -92,15 +90,7 @@ class FusedSteps(nn.Module):
 
     def rows(self) -> dict[str, dict[str, Tensor]]:
         """Of each fused layer the output rows that are a readable layer's, by the names of both."""
-        spec, hidden = self.spec, torch.arange(self.output.out_features)
-        heads = spec.heads, spec.kv_heads, spec.kv_heads
-        q, k, v = torch.arange(self.qkv.out_features).split([n * spec.head_dim for n in heads])
-        found = {"qkv": {"attention.q": q, "attention.k": k, "attention.v": v}, "output": {"attention.output": hidden}}
-        if self.experts is None:
-            gate, up = gate_up_rows(self.inner_size)
-            inner = {"mlp.gate": gate, "mlp.up": up} if self.gated else {"mlp.up": torch.arange(self.inner_size)}
-            found |= {"inner": inner, "down": {"mlp.down": hidden}}
-        return found
+        raise NotImplementedError
 
 
 def _bind_again(block: FusedSteps, _: object) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hasten.errors import HastenWarning
 from hasten.model.context import PlainLayer
 from hasten.model.fused_block import FusedSteps
-from hasten.model.fused_linear import fusion_conflict, gate_up_rows, joined, norm_arguments
+from hasten.model.fused_linear import fusion_conflict, gate_up_rows, joined, mixed_formats, norm_arguments
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import MLP, Block, Linear, Transformer
@@ -63,7 +63,7 @@ def cuda_refusal(model: Transformer) -> str | None:
 
 def cuda_conflict(model: Transformer) -> str | None:
     """Which layers of a checkpoint of several formats the fused steps cannot compute, or None."""
-    return fusion_conflict(model, _unsupported)
+    return mixed_formats(model) or fusion_conflict(model, _unsupported)
 
 
 def _unsupported(request: LinearRequest) -> str | None:
@@ -73,6 +73,8 @@ def _unsupported(request: LinearRequest) -> str | None:
 class CudaBlock(FusedSteps):
     """The steps as Triton kernels (see the module's text)."""
 
+    qkv: Linear
+    inner: Linear  # gate and up interleaved
     place = "a GPU in bfloat16 or float16"
     one_launch = True  # of what is between the products of a decode step, unless that kernel could not be built
 
@@ -89,6 +91,15 @@ class CudaBlock(FusedSteps):
             order[gate], order[up] = torch.arange(self.inner_size), self.inner_size + torch.arange(self.inner_size)
             self.inner = joined([mlp.gate, mlp.up], order)
         self.bind()
+
+    def rows(self) -> dict[str, dict[str, Tensor]]:
+        spec, hidden = self.spec, torch.arange(self.output.out_features)
+        heads = spec.heads, spec.kv_heads, spec.kv_heads
+        q, k, v = torch.arange(self.qkv.out_features).split([n * spec.head_dim for n in heads])
+        found = {"qkv": {"attention.q": q, "attention.k": k, "attention.v": v}, "output": {"attention.output": hidden}}
+        gate, up = gate_up_rows(self.inner_size)
+        inner = {"mlp.gate": gate, "mlp.up": up} if self.gated else {"mlp.up": torch.arange(self.inner_size)}
+        return found | {"inner": inner, "down": {"mlp.down": hidden}}
 
     def bind(self) -> None:
         # Imported here, because they import Triton: only where a model is fused.

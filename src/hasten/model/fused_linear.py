@@ -12,7 +12,7 @@ from hasten.model.lora import LoRALinear
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.sharded import SumOfRanks
 from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
-from hasten.ops.linear import BFLOAT16, PackedLinear, QuantizedWeight, request_of
+from hasten.ops.linear import PackedLinear, QuantizedWeight, request_of
 from hasten.ops.linear.layouts import PANEL, Packed
 from hasten.ops.linear.operator import LinearRequest, native_unsupported
 
@@ -23,6 +23,8 @@ def packed(linear: Linear) -> PackedLinear:
     """A linear layer in the native layout; ConfigError where the native kernel cannot serve it."""
     if not isinstance(linear, PackedLinear):
         return PackedLinear.from_linear(linear, kernel="native")
+    if linear.request.dtype == torch.float16:
+        linear.to(torch.float32)  # of activations
     if linear.kernel != "native":
         linear.bind("native")
     return linear
@@ -31,10 +33,22 @@ def packed(linear: Linear) -> PackedLinear:
 def fusion_conflict(
     model: Transformer, unsupported: Callable[[LinearRequest], str | None] = native_unsupported
 ) -> str | None:
-    """Which layers of a checkpoint of several formats the fused steps cannot compute, or None.
+    """Which layer of a model the fused steps cannot compute, or None.
 
     unsupported: why their products cannot serve a packed layer.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            return f"they were given no adapter when they were made, and {name} has one"
+        if isinstance(module, PackedLinear) and module.order is not None:
+            return f"they take activations as they come, and {name} wants them in the order of its columns (desc_act)"
+        if isinstance(module, PackedLinear) and (reason := unsupported(module.request)) is not None:
+            return f"{name}: {reason}"
+    return None
+
+
+def mixed_formats(model: Transformer) -> str | None:
+    """Which layers that take the same input cannot become one layer, or None where all can."""
     for number, block in enumerate(model.blocks):
         if not isinstance(block, Block):
             continue
@@ -47,13 +61,6 @@ def fusion_conflict(
             found = difference(*linears)
             if found is not None:
                 return f"its {names} are one product, and those of block {number} differ: {found}"
-    for name, module in model.named_modules():
-        if isinstance(module, LoRALinear):
-            return f"they were given no adapter when they were made, and {name} has one"
-        if isinstance(module, PackedLinear) and module.order is not None:
-            return f"they take activations as they come, and {name} wants them in the order of its columns (desc_act)"
-        if isinstance(module, PackedLinear) and (reason := unsupported(module.request)) is not None:
-            return f"{name}: {reason}"
     return None
 
 
@@ -80,21 +87,11 @@ def _kind(linear: Linear) -> dict[str, object]:
     return kind
 
 
-def fuse_qkv(*linears: Linear) -> PackedLinear:
-    """One layer that computes several of the same input, their outputs after each other.
-
-    They must not differ (`difference`), here and in `interleave_gate_up`.
-    """
-    parts = [packed(linear) for linear in linears]
-    if any(part.out_features % PANEL for part in parts):  # the slow way: unpack, put the rows together, pack again
-        rows = QuantizedWeight.joined([part.numbers() for part in parts])
-        biases = [part.bias for part in parts if part.bias is not None]
-        return packed(_linear(rows, torch.cat(biases) if biases else None, like=parts[0]))
-    return _combined(parts, sum(part.out_features for part in parts), torch.cat)
-
-
 def interleave_gate_up(gate: Linear, up: Linear) -> PackedLinear:
-    """One layer whose panels hold 32 rows of gate and 32 of up, so that both halves of a product meet in a panel."""
+    """One layer whose panels hold 32 rows of gate and 32 of up, so that both halves of a product meet in a panel.
+
+    They must not differ (`difference`).
+    """
     parts = [packed(gate), packed(up)]
     halves = -(-parts[0].out_features // HALF_PANEL)
 
@@ -104,7 +101,15 @@ def interleave_gate_up(gate: Linear, up: Linear) -> PackedLinear:
         split = [t.unflatten(row, (2, HALF_PANEL)).movedim(row, 1).flatten(0, 1)[:halves] for t in tensors]
         return torch.cat(split, dim=row)
 
-    return _combined(parts, halves * PANEL, interleave)
+    def pack(_: object) -> Packed:
+        buffers = {name: [getattr(part, name) for part in parts] for name in Packed._fields}
+        return Packed(**{name: interleave(own) for name, own in buffers.items() if own[0] is not None})
+
+    biases = [pad(part.bias, (0, -part.out_features % PANEL)) for part in parts if part.bias is not None]
+    bias = interleave([bias.view(-1, PANEL) for bias in biases]).flatten() if biases else None
+    first = parts[0]
+    options: dict[str, Any] = {"bias": bias, "activations": first.activations, "kernel": "native"}
+    return PackedLinear(first.in_features, halves * PANEL, first.format, pack=pack, **options)
 
 
 def joined(linears: list[Linear], order: Tensor | None = None) -> Linear:
@@ -125,20 +130,6 @@ def _numbers(linear: Linear) -> QuantizedWeight:
     return linear.numbers() if isinstance(linear, PackedLinear) else QuantizedWeight.plain(linear.weight.detach())
 
 
-def _combined(parts: list[PackedLinear], out_features: int, combine: Callable[[list[Tensor]], Tensor]) -> PackedLinear:
-    """A layer of the combined buffers of several."""
-    first = parts[0]
-
-    def pack(_: object) -> Packed:
-        buffers = {name: [getattr(part, name) for part in parts] for name in Packed._fields}
-        return Packed(**{name: combine(own) for name, own in buffers.items() if own[0] is not None})
-
-    biases = [pad(part.bias, (0, -part.out_features % PANEL)) for part in parts if part.bias is not None]
-    bias = combine([bias.view(-1, PANEL) for bias in biases]).flatten() if biases else None
-    options: dict[str, Any] = {"bias": bias, "activations": first.activations, "kernel": "native"}
-    return PackedLinear(first.in_features, out_features, first.format, pack=pack, **options)
-
-
 def gate_up_rows(size: int) -> tuple[Tensor, Tensor]:
     """Where `interleave_gate_up` puts the rows of gate and those of up, `size` each."""
     rows = torch.arange(size)
@@ -147,8 +138,8 @@ def gate_up_rows(size: int) -> tuple[Tensor, Tensor]:
 
 
 def plain(linear: Linear) -> Linear:
-    """A packed bfloat16 layer as nn.Linear again; another one as it is."""
-    if isinstance(linear, PackedLinear) and linear.format == BFLOAT16:
+    """A packed layer of plain numbers as nn.Linear again; another one as it is."""
+    if isinstance(linear, PackedLinear) and not linear.format.scales:
         return part_of(linear, torch.arange(linear.out_features))
     return linear
 
@@ -188,10 +179,16 @@ def norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, float
     if isinstance(norm, SumOfRanks):
         return norm_arguments(norm.norm)
     if isinstance(norm, RMSNorm):
-        return norm.weight, None, norm.eps, norm.offset, False
+        return _wide(norm.weight), None, norm.eps, norm.offset, False
     if isinstance(norm, LayerNorm):
-        return norm.weight, norm.bias, norm.eps, 0.0, True
+        return _wide(norm.weight), _wide(norm.bias), norm.eps, 0.0, True
     return None, None, 0.0, 0.0, False  # nn.Identity: no norm here
+
+
+def _wide(weight: Tensor | None) -> Tensor | None:
+    """What a norm multiplies with; native code takes no float16 but that of weights."""
+    narrow = weight is not None and weight.dtype == torch.float16 and weight.device.type == "cpu"
+    return weight.float() if narrow else weight  # type: ignore[union-attr]
 
 
 def weight_arguments(linear: PackedLinear) -> tuple[Any, ...]:

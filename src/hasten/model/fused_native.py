@@ -7,15 +7,18 @@ experts three, and the readable experts). The residual stream is float32 between
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
+from hasten.model.config import ModelConfig
 from hasten.model.fused_block import FusedSteps
 from hasten.model.fused_linear import (
-    fuse_qkv,
+    difference,
     fusion_conflict,
+    gate_up_rows,
     interleave_gate_up,
     norm_arguments,
     packed,
@@ -29,6 +32,7 @@ from hasten.model.transformer import MLP, Block, Transformer
 from hasten.ops.attention.spec import LARGEST_HEAD
 from hasten.ops.linear import BFLOAT16, PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in, native_unsupported
+from hasten.ops.linear.weights import PLAIN
 from hasten.ops.native import library, native_ops
 from hasten.ops.pages import in_large_pages, return_freed_memory
 
@@ -39,20 +43,34 @@ def native_refusal(model: Transformer) -> str | None:
     """Why the native steps cannot run this model here, or None if they can."""
     if model.device.type != "cpu":
         return f"these fused steps are native CPU code; the model is on {model.device}"
-    if model.dtype != torch.bfloat16:
-        return f"the fused steps compute in bfloat16; the model is {str(model.dtype).removeprefix('torch.')}"
-    if model.config.head_dim > LARGEST_HEAD:
-        return f"the head size is {model.config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
+    if (reason := native_shape_refusal(model.config)) is not None:
+        return reason
+    if model.dtype not in PLAIN:
+        dtype = str(model.dtype).removeprefix("torch.")
+        return f"the fused steps take weights of bfloat16 or float16; the model is {dtype}"
     if isinstance(model, ShardedTransformer) and model.group.segment is None:
         return "the fused steps need ranks that share memory: native kernels, on one machine with Linux"
     if library() is None:
         return "the native kernels could not be built here (see the warning, and `hasten doctor`)"
-    return fusion_conflict(model, native_unsupported)
+    return fusion_conflict(model, _unsupported)
+
+
+def _unsupported(request: LinearRequest) -> str | None:
+    """Why the native product cannot serve a layer, whose activations are never float16 here, or None."""
+    wide = torch.float32 if request.dtype == torch.float16 else request.dtype
+    return native_unsupported(replace(request, dtype=wide))
+
+
+def native_shape_refusal(config: ModelConfig) -> str | None:
+    """Why the native steps cannot run a model of this shape, or None."""
+    if config.head_dim > LARGEST_HEAD:
+        return f"the head size is {config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
+    return None
 
 
 def native_waits(model: Transformer) -> str | None:
     """Why a model that could be fused is better left as it is on this processor, or None."""
-    if model.quantization is not None:
+    if model.quantization is not None or model.dtype != torch.bfloat16:
         return None
     return native_opt_in(LinearRequest(device=model.device, dtype=model.dtype, format=BFLOAT16, in_features=1))
 
@@ -60,33 +78,52 @@ def native_waits(model: Transformer) -> str | None:
 class FusedBlock(FusedSteps):
     """The steps as native calls on a CPU (see the module's text)."""
 
-    qkv: PackedLinear
+    q: PackedLinear
+    k: PackedLinear
+    v: PackedLinear
     output: PackedLinear
-    inner: PackedLinear
+    inner: PackedLinear  # gate and up interleaved, where they are of one format, or up of a layer without a gate
+    gate: PackedLinear  # else, as up
+    up: PackedLinear
     down: PackedLinear
+    cache_dtype = torch.bfloat16  # of keys and values
 
     def __init__(self, block: Block) -> None:
         super().__init__(block)
         attention = block.attention
-        self.qkv = settled(fuse_qkv(attention.q, attention.k, attention.v))
-        self.output = settled(packed(attention.output))
+        for name in ("q", "k", "v", "output"):
+            setattr(self, name, settled(packed(getattr(attention, name))))
         self.choice: AdapterChoice | None = None  # of adapters, whose factors `factors` holds by the name of our layer
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         if self.experts is not None:
             replace_linears(self.experts, packed)
         elif isinstance(block.mlp, MLP):
             self.activation = ACTIVATION_ORDER.index(self.activation_name)
-            gate = block.mlp.gate
-            self.inner = settled(packed(block.mlp.up) if gate is None else interleave_gate_up(gate, block.mlp.up))
+            gate, up = block.mlp.gate, block.mlp.up
+            if gate is not None and difference(gate, up) is not None:
+                self.gate, self.up = settled(packed(gate)), settled(packed(up))
+            else:
+                self.inner = settled(packed(up) if gate is None else interleave_gate_up(gate, up))
             self.down = settled(packed(block.mlp.down))
         self.bind()
 
+    def rows(self) -> dict[str, dict[str, Tensor]]:
+        alone = {"q": "attention.q", "k": "attention.k", "v": "attention.v", "output": "attention.output"}
+        if self.experts is None:
+            alone |= {name: f"mlp.{name}" for name in ("gate", "up", "down") if hasattr(self, name)}
+        found = {name: {ours: torch.arange(getattr(self, name).out_features)} for name, ours in alone.items()}
+        if hasattr(self, "inner"):
+            gate, up = gate_up_rows(self.inner_size)
+            parts = {"mlp.gate": gate, "mlp.up": up} if self.gated else {"mlp.up": torch.arange(self.inner_size)}
+            found["inner"] = parts
+        return found
+
     def runs_on(self, place: Tensor) -> bool:
-        return place.device.type == "cpu" and place.dtype == torch.bfloat16
+        return place.device.type == "cpu" and place.dtype == self._like.dtype
 
     def bind(self) -> None:
         spec, ops = self.spec, native_ops()
-        norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
+        norms = [None if norm is None else norm_arguments(norm)[0] for norm in (self.q_norm, self.k_norm)]
         sizes = (spec.heads, spec.head_dim, *norms)
         scores = (spec.scale, spec.window or 0, spec.softcap or 0.0)
 
@@ -94,23 +131,25 @@ class FusedBlock(FusedSteps):
             linear, factors = getattr(self, name), self.factors.get(name, (None, None))
             return ops.plan_weight.default(linear.out_features, linear.in_features, *weight_arguments(linear), *factors)
 
+        qkv = [weight(name) for name in ("q", "k", "v")]
         if self.experts is None:
             # eps, offset and centred are those of the first norm: all of a model are of one kind.
             first = norm_arguments(self.attention_norm)
             sums = self.attention_post_norm
             post, mlp, mlp_post = (norm_arguments(norm)[:2] for norm in (sums, self.mlp_norm, self.mlp_post_norm))
+            inner = [weight(name) for name in ("inner", "gate", "up") if hasattr(self, name)]
             ranks = sums.group.plan if isinstance(sums, SumOfRanks) else None
             plan = ops.plan_block.default(
-                *(spec.kv_heads, *first, weight("qkv"), *sizes, *scores),
+                *(spec.kv_heads, *first, qkv, *sizes, *scores),
                 *(weight("output"), *post, *mlp),
-                *(weight("inner"), self.inner_size, self.gated, self.activation, weight("down"), *mlp_post),
+                *(inner, self.inner_size, self.gated, self.activation, weight("down"), *mlp_post),
                 ranks,
             )
             self._bound = SimpleNamespace(blocks=ops.blocks.default, norm_linear=ops.norm_linear.default, plan=plan)
         else:
             self._bound = SimpleNamespace(
                 attention_input=ops.attention_input.default,
-                input_arguments=(*norm_arguments(self.attention_norm), *weight_arguments(self.qkv), *sizes),
+                input_arguments=(*norm_arguments(self.attention_norm), qkv, *sizes),
                 attention=ops.attention.default,
                 scores=scores,
                 linear_add=ops.linear_add.default,

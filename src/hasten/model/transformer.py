@@ -8,6 +8,7 @@ heads, D: head size, C: hidden size, V: vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hasten.errors import ConfigError
+from hasten.model.activations import ACTIVATIONS
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.formats.record import LayerFormat
 from hasten.model.interfaces import Context, LayerContext, SoftTargets, Stack
 from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
-from hasten.model.wide import choose_width
+from hasten.model.wide import check_trainable, choose_width
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
 from hasten.ops.linear import PackedEmbedding, PackedLinear, request_of
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
@@ -32,26 +34,8 @@ from hasten.ops.loss import KERNELS as LOSS_KERNELS
 if TYPE_CHECKING:
     from hasten.model.lora import AdapterChoice
     from hasten.model.tokenizer import Tokenizer
+    from hasten.ops.attention.pattern_layout import Pattern
 
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """x·Φ(x) with GPT-2's approximation of Φ by a hyperbolic tangent (arXiv 1606.08415).
-
-    Compiled for a CPU it is written with the logistic function, which is the same: (1 + tanh u)/2 = 1/(1 + e^-2u). The
-    compiler's exponential takes a third of the time of its tangent.
-    """
-    if x.device.type == "cpu" and torch.compiler.is_compiling():
-        wide = x.float()
-        return (wide * torch.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide * wide * wide))).to(x.dtype)
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
-    "relu": F.relu,
-}
 
 Linear = nn.Linear | PackedLinear  # a quantized or packed layer may stand in the place of a plain one
 
@@ -68,18 +52,17 @@ class Attention(nn.Module):
         self.output: Linear = nn.Linear(config.heads * size, hidden, bias=config.output_bias)
         self.q_norm = norm_of(config, size) if config.qk_norm else None
         self.k_norm = norm_of(config, size) if config.qk_norm else None
-        pattern = config.attention_pattern
-        # Of a sparse pattern that is more than a regrouping of plain attention.
-        self.block_size = None if pattern is None or pattern.period is not None else pattern.block
+        self.block_size: int | None = None  # of a sparse pattern that is more than a regrouping of plain attention
         self.dropout = config.dropout
-        self.spec = AttentionSpec(
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=size,
-            scale=layer.scale,
-            window=layer.window,
-            softcap=config.attention_softcap,
-        )
+        heads = AttentionSpec(heads=config.heads, kv_heads=config.kv_heads, head_dim=size, scale=layer.scale)
+        self.spec = replace(heads, window=layer.window, softcap=config.attention_softcap)
+        self.take_pattern(config.attention_pattern)
+
+    def take_pattern(self, pattern: Pattern | None) -> None:
+        """Attend as a sparse pattern says, whose masks have the layer's window in them."""
+        if pattern is not None:
+            self.block_size = None if pattern.period is not None else pattern.block
+            self.spec = replace(self.spec, window=None)
         self.bind()
 
     def request(self, dtype: torch.dtype | None = None) -> AttentionRequest:
@@ -196,6 +179,10 @@ class Transformer(nn.Module):
         self.generation = {}
         self.quantization = None
         self.loss_kernel: str | None = None
+        self.auto_fuse = True  # what generates may swap the blocks for fused ones (hasten.model.fused)
+        self.dtype_asked = True  # the caller named the dtype, or made the weights
+        self.stored_dtype: torch.dtype | None = None  # of the checkpoint's plain weights, where there is one
+        self.was_trained = False
         self.stack: Stack | None = None  # all blocks in one call, where the model is fused
         self.adapters: AdapterChoice | None = None  # which of its adapters a step's rows take, where it has any
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
@@ -354,6 +341,8 @@ class Transformer(nn.Module):
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of the activations of readable blocks, and of a cache's keys and values: see `hasten.model.wide`."""
+        if (own := getattr(self.blocks[0], "cache_dtype", None)) is not None:
+            return own
         if isinstance(self.embedding, PackedEmbedding):
             return self.embedding.dtype
         return torch.float32 if isinstance(self.embedding, WideEmbedding) else self.dtype
@@ -372,6 +361,13 @@ class Transformer(nn.Module):
     def readable(self) -> bool:
         """The blocks are those of this file, and not fused ones."""
         return all(isinstance(block, Block) for block in self.blocks)
+
+    def train(self, mode: bool = True) -> Transformer:
+        """As in torch. Raises ConfigError for a fused model, whose packed weights have no gradients."""
+        if mode:
+            check_trainable(self)
+            self.was_trained = True
+        return super().train(mode)
 
     def bind(self, *, attention: str | None = None, loss: str | None = None, dtype: torch.dtype | None = None) -> None:
         """Choose every layer's kernels anew, or force one by name; needed after moving to another device or dtype.

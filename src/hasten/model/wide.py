@@ -4,14 +4,16 @@ weights                      where                                       matrix 
 float32                      anywhere                                    float32
 bfloat16, float16            their products are fast, or on a GPU        their own dtype
 bfloat16, float16            they are emulated, readable layers          float32, a piece of a weight at a time
-bfloat16, int8, int4         the native fused steps                      the kernels' own, see docs/kernels.md
+16 bits, int8, int4, …       the native fused steps                      the kernels' own, see docs/kernels.md
 """
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import ProductPrecision, emulated
 from hasten.model.swap import swap_kinds
 from hasten.ops.linear.modules import PackedLinear
@@ -22,6 +24,19 @@ if TYPE_CHECKING:
 
 WIDE: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: WideLinear, nn.Embedding: WideEmbedding}
 NARROW = {wide: narrow for narrow, wide in WIDE.items()}
+
+
+def check_trainable(model: "Transformer") -> None:
+    """Raise ConfigError for a fused model; warn of weights that were rounded to generate with."""
+    if not model.readable:
+        raise ConfigError(
+            "this model is fused, as what generates makes it; to train it, call hasten.unfuse(model) first, and make "
+            "the optimizer after that"
+        )
+    if model.stored_dtype == torch.float32 != model.dtype and not model.dtype_asked:
+        own = str(model.dtype).removeprefix("torch.")
+        text = f"this float32 checkpoint was loaded in {own}, to generate; load it with dtype='float32' to train it"
+        warnings.warn(text, HastenWarning, stacklevel=3)
 
 
 def choose_width(model: "Transformer") -> None:
@@ -56,7 +71,8 @@ def precision_of(model: "Transformer") -> ProductPrecision:
 def product_dtype(model: "Transformer") -> str:
     """The dtype of most of a model's products, whose rate on this machine their speed is held against."""
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    if layers and all(layer.format.element.startswith("int") and layer.kernel == "native" for layer in layers):
+    floats = ("bfloat16", "float16", "float8_e4m3fn")
+    if layers and all(layer.format.element not in floats and layer.kernel == "native" for layer in layers):
         return "int8"  # the native kernel rounds activations, and multiplies int8 by int8 or int4
     own = str(model.compute_dtype).removeprefix("torch.")
     return own if emulated(own, model.device) is None else "float32"  # native kernels compute in float32 there, too

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from hasten.errors import ResourceError
-from hasten.machine import Compiler, cache_folder, find_compiler, instruction_sets
+from hasten.machine import Compiler, cache_folder, cache_places, find_compiler, instruction_sets
 from hasten.machine.files import locked
 from hasten.ops.compile import compile_library
 
@@ -125,24 +125,26 @@ def build(isa: str, part: Part = "inference", *, sources: Path = SOURCES, folder
     Without a compiler, a library of the same sources that another compiler made is taken. Raises ResourceError when
     there is none, or when compiling fails (the whole output is then in a log file that the message names).
     """
-    folder = folder or cache_folder("kernels")
+    places = _places(folder)
     flags, stem = _flags_and_stem(isa, part, sources)
     compiler = find_compiler()
     if compiler is None:
-        if ready := max(folder.glob(f"{stem}-*.so"), key=_modified, default=None):
+        if ready := max((path for place in places for path in place.glob(f"{stem}-*.so")), key=_modified, default=None):
             return _used(ready)
         raise ResourceError("there is no C++ compiler ($CXX, g++, clang++, c++); install one: `apt install g++`")
     if compiler.kind == "g++":
         flags = (*flags, *GNU_FLAGS)
-    target = folder / f"{stem}-{_hash(str(compiler), *flags, SHORT_PATHS, *_rpath())}.so"
-    if target.exists():
-        return _used(target)
+    name = f"{stem}-{_hash(str(compiler), *flags, SHORT_PATHS, *_rpath())}.so"
+    if there := next((place / name for place in places if (place / name).exists()), None):
+        return _used(there)
+    folder = folder or cache_folder("kernels")
+    target = folder / name
     with locked(folder / ".lock", waiting="waiting for another process that compiles the kernels"):
         if not target.exists():  # else another process made it while we waited
             for leftover in folder.glob("building-*"):  # whoever holds the lock is the only one building
                 shutil.rmtree(leftover, ignore_errors=True)
-            names = [name for name in _files(part, sources) if name.endswith(".cpp")]
-            _compile(compiler, flags, sources=sources, names=names, target=target, log=_log(folder, isa))
+            sources_of_part = [file for file in _files(part, sources) if file.endswith(".cpp")]
+            _compile(compiler, flags, sources=sources, names=sources_of_part, target=target, log=_log(folder, isa))
             _prune(folder, _library_name(isa, part), keep=target)
     return target
 
@@ -150,14 +152,19 @@ def build(isa: str, part: Part = "inference", *, sources: Path = SOURCES, folder
 def is_built(isa: str, part: Part = "inference", *, sources: Path = SOURCES, folder: Path | None = None) -> bool:
     """Whether the cache has the library of these sources, whatever compiler made it."""
     _, stem = _flags_and_stem(isa, part, sources)
-    return any((folder or cache_folder("kernels")).glob(f"{stem}-*.so"))
+    return any(path for place in _places(folder) for path in place.glob(f"{stem}-*.so"))
 
 
 def can_build(isa: str) -> bool:
     """Whether `build` would work, as far as can be told in milliseconds: not where it failed the last time."""
     compiler, kind = find_compiler(), INSTRUCTION_SETS[isa].here()
     ready = compiler is not None and _header().is_file() and compiler.takes(kind.flags, kind.probe)
-    return ready and not _log(cache_folder("kernels"), isa).exists()
+    return ready and not any(_log(place, isa).exists() for place in _places(None))
+
+
+def _places(folder: Path | None) -> tuple[Path, ...]:
+    """Where libraries are looked for: in the folder, or in the cache."""
+    return cache_places("kernels") if folder is None else (folder,)
 
 
 def _log(folder: Path, isa: str) -> Path:
@@ -175,15 +182,19 @@ def _library_name(isa: str, part: Part) -> str:
 def _flags_and_stem(isa: str, part: Part, sources: Path) -> tuple[tuple[str, ...], str]:
     """The flags of any compiler, and the beginning of the names of what any compiler makes of the sources with them."""
     flags = (*COMMON_FLAGS, *INSTRUCTION_SETS[isa].here().flags, f"-DHASTEN_LIBRARY={namespace(isa)}", _threads_flag())
-    names = tuple(_files(part, sources))
-    times = tuple((sources / name).stat().st_mtime_ns for name in names)
-    return flags, f"{_library_name(isa, part)}-{_hash(_contents(sources, names, times), *flags, sys.platform)}"
+    contents = _own_contents(part) if sources == SOURCES else _contents(part, sources)
+    return flags, f"{_library_name(isa, part)}-{_hash(contents, *flags, sys.platform)}"
 
 
 @functools.cache
-def _contents(sources: Path, names: tuple[str, ...], changed: tuple[int, ...]) -> str:
-    """A hash of the files, read once as long as none is changed: every layer that is bound asks."""
-    return _hash(*(text for name in names for text in (name, (sources / name).read_text())))
+def _own_contents(part: Part) -> str:
+    """Read once in a process: every layer that is bound asks, and a library that is loaded does not change either."""
+    return _contents(part, SOURCES)
+
+
+def _contents(part: Part, sources: Path) -> str:
+    """A hash of the files."""
+    return _hash(*(text for name in _files(part, sources) for text in (name, (sources / name).read_text())))
 
 
 def _files(part: Part, sources: Path) -> list[str]:
@@ -196,6 +207,7 @@ def _hash(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
+@functools.cache
 def _torch_folder() -> Path:
     found = importlib.util.find_spec("torch")  # does not import it
     assert found is not None, "torch is a dependency"
@@ -203,6 +215,7 @@ def _torch_folder() -> Path:
     return Path(found.origin).parent
 
 
+@functools.cache
 def _threads_flag() -> str:
     """Whether torch's threads are OpenMP's, which can wait for each other (parallel.h)."""
     config = _torch_folder() / "include" / "ATen" / "Config.h"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten.ops.linear.layouts import PANEL, empty_panels
-from hasten.ops.linear.weights import BFLOAT16, Q6_K, group_format, int4_format
+from hasten.ops.linear.weights import BFLOAT16, group_format, int4_format
 
 
 def _like_first(x: Tensor, *rest: Any) -> Tensor:
@@ -41,8 +41,8 @@ def pack_bytes(w: Tensor, group_size: int) -> Tensor:
     return empty_panels(w, w.shape[1], group_format("int8", group_size))
 
 
-def pack_int6(q: Tensor) -> Tensor:
-    return empty_panels(q, q.shape[1], Q6_K)
+def pack_integers(q: Tensor, bits: int) -> Tensor:
+    return empty_panels(q, q.shape[1], int4_format(32, bits=bits))
 
 
 def pack_int4(q: Tensor, group_size: int) -> Tensor:
@@ -75,7 +75,7 @@ def unpacked_rows(
 
 def attention_input(x: Tensor, *rest: Any) -> Tensor:
     """q (R, H, D)."""
-    heads, head_dim = rest[12], rest[13]
+    heads, head_dim = rest[6], rest[7]
     return x.new_empty(x.shape[:-1].numel(), heads, head_dim)
 
 
@@ -87,7 +87,7 @@ def linear_add(x: Tensor, data: Tensor, scales: Any, zeros: Any, outer: Any, bia
 
 def mlp_input(x: Tensor, *rest: Any) -> Tensor:
     """(…, I)."""
-    return x.new_empty((*x.shape[:-1], rest[12]))
+    return x.new_empty((*x.shape[:-1], rest[6]))
 
 
 def norm_linear(x: Tensor, *rest: Any) -> Tensor:

@@ -47,6 +47,68 @@ inline Type type_of(const Tensor& t) {
   return Type::bf16;
 }
 
+inline ScaleType scale_type_of(const Tensor& scales, bool outer) {
+  switch (scales.scalar_type()) {
+    case ScalarType::Float: return ScaleType::f32;
+    case ScalarType::BFloat16: return ScaleType::bf16;
+    case ScalarType::Half: return ScaleType::f16;
+    case ScalarType::Byte: return outer ? ScaleType::nibbles : ScaleType::e8m0;
+    case ScalarType::Char: return ScaleType::int8;
+    case ScalarType::Int: return ScaleType::words;
+    default: STD_TORCH_CHECK(false, "scales must be float32, bfloat16, float16 or integers of 8 or 32 bits");
+  }
+}
+
+// Of `bits`, in data of a dtype: signed bytes hold places in tables.
+inline Format format_of(ScalarType type, int64_t bits, ScaleType scale_type) {
+  if (type == ScalarType::Float8_e4m3fn) return Format::fp8;
+  if (type == ScalarType::Char) return scale_type == ScaleType::e8m0 ? Format::fp4 : Format::iq4;
+  switch (bits) {
+    case 8: return Format::int8;
+    case 6: return Format::int6;
+    case 5: return Format::int5;
+    case 3: return Format::int3;
+    case 2: return Format::int2;
+    default: return Format::int4;
+  }
+}
+
+// A quantized weight's parts, checked.
+inline void take_scales(Weight& w, const Tensor& data, const Tensor& scales, const std::optional<Tensor>& zeros,
+                        const std::optional<Tensor>& outer, int64_t k) {
+  const bool levels = outer.has_value();
+  w.k = round_up(k, levels ? SUPER_BLOCK : w.group ? w.group : PADDING);
+  w.scale_type = scale_type_of(scales, levels);
+  w.format = format_of(data.scalar_type(), data.size(1) * 32 / w.k, w.scale_type);  // the dimension counts words of 4 bytes
+  STD_TORCH_CHECK((w.group || w.bits() == 8) && data.size(1) * 32 == w.k * w.bits(), "x has ", k,
+                  " columns, the packed weight others");
+  STD_TORCH_CHECK(levels ? w.group == 32 || w.group == 16 : w.group >= 0 && w.group % PADDING == 0,
+                  "no kernel has groups of ", w.group);
+  STD_TORCH_CHECK(levels == (w.scale_type > ScaleType::e8m0) && (w.scale_type == ScaleType::e8m0) == (w.format == Format::fp4) &&
+                      (w.scale_type != ScaleType::words || w.group == 32) && (!levels || w.integers()),
+                  "no kernel has such scales for ", w.bits(), " bits");
+  const int64_t rows = data.size(0) * PANEL, blocks = rows * (w.k / SUPER_BLOCK);
+  const int64_t count = rows * w.groups(), stored = w.scale_type == ScaleType::words ? 3 * blocks : count;
+  STD_TORCH_CHECK(scales.is_contiguous() && scales.numel() == stored, "the scales do not fit the packed weight");
+  STD_TORCH_CHECK(w.group || w.scale_type == ScaleType::f32, "a scale for each row is float32");
+  w.scales = scales.const_data_ptr();
+  if (zeros) {
+    const bool minima = zeros->scalar_type() == ScalarType::Half;
+    const ScalarType points = w.format == Format::int8 ? ScalarType::Char : ScalarType::Byte;
+    STD_TORCH_CHECK(w.group && !levels && w.integers() && data.scalar_type() == ScalarType::Byte && zeros->is_contiguous() &&
+                        zeros->numel() == count && (minima || zeros->scalar_type() == points),
+                    "the zeros do not fit the packed weight");
+    if (minima) w.minima = static_cast<const uint16_t*>(zeros->const_data_ptr());
+    else w.zeros = static_cast<const int8_t*>(zeros->const_data_ptr());
+  }
+  if (outer) {
+    STD_TORCH_CHECK(outer->is_contiguous() && outer->scalar_type() == ScalarType::Half &&
+                        outer->numel() == blocks * (w.scale_type == ScaleType::int8 ? 1 : 2),
+                    "the scales of scales do not fit the packed weight");
+    w.outer = static_cast<const uint16_t*>(outer->const_data_ptr());
+  }
+}
+
 inline Weight weight_of(const Tensor& data, const std::optional<Tensor>& scales, const std::optional<Tensor>& zeros,
                         const std::optional<Tensor>& outer, int64_t n, int64_t k, int64_t group) {
   Weight w{};
@@ -57,37 +119,12 @@ inline Weight weight_of(const Tensor& data, const std::optional<Tensor>& scales,
   if (data.scalar_type() == ScalarType::BFloat16) {
     w.format = Format::bf16;
     w.k = data.size(1) * 2;
+  } else if (data.scalar_type() == ScalarType::Half) {
+    w.format = Format::f16;
+    w.k = data.size(1);
   } else {
     STD_TORCH_CHECK(scales.has_value(), "quantized weights need scales");
-    STD_TORCH_CHECK(outer ? group == 32 || group == 16 : group >= 0 && group % PADDING == 0, "no kernel has groups of ", group);
-    w.k = round_up(k, outer ? SUPER_BLOCK : group ? group : PADDING);
-    const int64_t bits = data.size(1) * 32 / w.k, rows = data.size(0) * PANEL;  // the dimension counts words of 4 bytes
-    const bool floats = data.scalar_type() == ScalarType::Float8_e4m3fn;
-    w.format = floats ? Format::fp8 : bits == 8 ? Format::int8 : bits == 6 ? Format::int6 : Format::int4;
-    const bool q4 = outer && group == 32, fits = outer ? w.format == (q4 ? Format::int4 : Format::int6) : bits != 6;
-    STD_TORCH_CHECK(fits && (group || bits == 8) && data.size(1) * 32 == w.k * w.bits(), "x has ", k,
-                    " columns, the packed weight others");
-    const int64_t blocks = rows * (w.k / SUPER_BLOCK), count = q4 ? 3 * blocks : rows * w.groups();
-    STD_TORCH_CHECK(scales->is_contiguous() && scales->numel() == count, "the scales do not fit the packed weight");
-    STD_TORCH_CHECK(group || scales->scalar_type() == ScalarType::Float, "a scale for each row is float32");
-    const ScalarType zero_type = w.format == Format::int8 ? ScalarType::Char : ScalarType::Byte;
-    STD_TORCH_CHECK(!zeros || (group && !outer && !floats && zeros->is_contiguous() && zeros->numel() == count &&
-                               zeros->scalar_type() == zero_type), "the zeros do not fit the packed weight");
-    w.scales = scales->const_data_ptr();
-    if (zeros) w.zeros = static_cast<const int8_t*>(zeros->const_data_ptr());
-    if (outer) {
-      STD_TORCH_CHECK(scales->scalar_type() == (q4 ? ScalarType::Int : ScalarType::Char) && outer->is_contiguous() &&
-                          outer->scalar_type() == ScalarType::Half && outer->numel() == blocks * (q4 ? 2 : 1),
-                      "the scales of scales do not fit the packed weight");
-      w.outer = static_cast<const uint16_t*>(outer->const_data_ptr());
-    } else {
-      switch (scales->scalar_type()) {
-        case ScalarType::Float: w.scale_type = ScaleType::f32; break;
-        case ScalarType::BFloat16: w.scale_type = ScaleType::bf16; break;
-        case ScalarType::Half: w.scale_type = ScaleType::f16; break;
-        default: STD_TORCH_CHECK(false, "scales must be float32, bfloat16 or float16");
-      }
-    }
+    take_scales(w, data, *scales, zeros, outer, k);
   }
   STD_TORCH_CHECK(data.size(0) * PANEL >= n && w.k >= k, "the packed weight is smaller than the product needs");
   return w;

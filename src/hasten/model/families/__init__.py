@@ -41,8 +41,6 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> ModelC
     pattern = _attention_pattern(values, where)
     if pattern is None:
         return config
-    if config.attention_softcap is not None or any(layer.window is not None for layer in config.layers):
-        raise CheckpointError(f"{where}: models with windows or soft-capped scores have no hasten.attention_pattern")
     return replace(config, attention_pattern=pattern)
 
 

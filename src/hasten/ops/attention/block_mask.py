@@ -42,11 +42,13 @@ class BlockMask:
     """The mask of one layout, for the `block_mask` of `hasten.ops.attention.attention`.
 
     Serves calls of exactly `keys` keys, of which the queries are the last ones. Made once for a pattern, length and
-    layer; every form is made when a kernel first wants it.
+    layer; every form is made when a kernel first wants it. window: a causal mask also hides what lies further back
+    than so many keys, the query's own included (the sliding window of the layer).
     """
 
     layout: BlockLayout
     keys: int
+    window: int | None = None
     _forms: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +61,14 @@ class BlockMask:
 
     @classmethod
     def of(
-        cls, pattern: Pattern, keys: int, *, queries: int | None = None, heads: int = 1, layer: int = 0
+        cls,
+        pattern: Pattern,
+        keys: int,
+        *,
+        queries: int | None = None,
+        heads: int = 1,
+        layer: int = 0,
+        window: int | None = None,
     ) -> BlockMask:
         """The mask of a pattern for `keys` positions, of which the last `queries` (default: all) ask."""
         queries = keys if queries is None else queries
@@ -67,7 +76,7 @@ class BlockMask:
             raise ConfigError(f"the queries are the last ones of the {keys} keys, at least one; found {queries}")
         blocks = -(-keys // pattern.block)
         rows = blocks - (keys - queries) // pattern.block
-        return cls(pattern.layout(rows, blocks, heads=heads, layer=layer), keys)
+        return cls(pattern.layout(rows, blocks, heads=heads, layer=layer), keys, window)
 
     @property
     def causal(self) -> bool:
@@ -99,6 +108,8 @@ class BlockMask:
         mask = self._blocks()[:, own // block - layout.first_row][:, :, places // block]
         if layout.causal:
             mask = mask & (own[:, None] >= places)
+        if self.window is not None:
+            mask = mask & (own[:, None] - places < self.window)
         return mask.to(device)
 
     def tiles(self) -> MaskTiles:
@@ -109,7 +120,7 @@ class BlockMask:
         """What the native kernels over a cache take of it."""
         period = self.layout.period
         table = self._blocks() if period is None else torch.eye(period, dtype=torch.bool)[None]
-        return self._form("native", lambda: native_ops().plan_pattern(table, self.layout.block, 0))
+        return self._form("native", lambda: native_ops().plan_pattern(table, self.layout.block, self.window or 0))
 
     def prepare(self, device: torch.device) -> None:
         """Make the forms that the kernels of a device take now, and not inside a compiled step."""
@@ -125,7 +136,8 @@ class BlockMask:
     def flex(self, queries: int, device: torch.device) -> flex_attention.BlockMask:
         """flex_attention's mask of the last `queries` positions, from block numbers."""
         self.check(queries, self.keys)
-        return self._form((queries, device), lambda: _flex(self.layout, queries, self.keys, device))
+        window = self.window
+        return self._form((queries, device), lambda: _flex(self.layout, queries, self.keys, device, window))
 
     def _blocks(self) -> Tensor:
         return self._form("blocks", lambda: dense_blocks(self.layout))
@@ -205,7 +217,9 @@ def _tile_row(layout: BlockLayout, rows: tuple[Sequence[int], ...], tile: int) -
     return seen
 
 
-def _flex(layout: BlockLayout, queries: int, keys: int, device: torch.device) -> flex_attention.BlockMask:
+def _flex(
+    layout: BlockLayout, queries: int, keys: int, device: torch.device, window: int | None
+) -> flex_attention.BlockMask:
     """In tiles of FLEX positions: those seen as a whole, and those of which the blocks say what is seen."""
     # Imported here, because it brings the compiler's symbolic mathematics along.
     from torch.nn.attention import flex_attention
@@ -224,11 +238,14 @@ def _flex(layout: BlockLayout, queries: int, keys: int, device: torch.device) ->
         first, last = own[::FLEX, None], (own[::FLEX, None] + FLEX - 1)  # of a tile's queries
         starts = places[::FLEX]
         some, whole = some & (starts <= last), whole & (starts + FLEX - 1 <= first)
+        if window is not None:
+            some, whole = some & (first - starts - FLEX + 1 < window), whole & (last - starts < window)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         query = query + offset
         found = seen[head if several else 0, query // block - first_row, key // block]
-        return found & (query >= key) if layout.causal else found
+        found = found & (query >= key) if layout.causal else found
+        return found if window is None else found & (query - key < window)
 
     return flex_attention.BlockMask.from_kv_blocks(
         *_counted(some & ~whole),

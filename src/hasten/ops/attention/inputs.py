@@ -82,6 +82,16 @@ class AttentionInputs(NamedTuple):
         given = (self.mask, self.intervals, self.block_mask, self.documents, self.key_padding)
         return any(x is not None for x in given)
 
+    def intervals_of(self, queries: int, keys: int, device: torch.device) -> Intervals | None:
+        """The intervals, and the block mask's window as some."""
+        if self.block_mask is None or (window := self.block_mask.window) is None:
+            return self.intervals
+        high = torch.arange(keys - queries, keys, dtype=torch.int32, device=device)[None]  # (1, T)
+        low = (high - window + 1).clamp(min=0)
+        if self.intervals is None:
+            return Intervals(low, high)
+        return Intervals(torch.maximum(low, self.intervals.low), torch.minimum(high, self.intervals.high))
+
 
 PLAIN = AttentionInputs()  # causality and the window alone
 

@@ -24,7 +24,7 @@ def native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attenti
     dtype = q.dtype
     if dtype not in DTYPES:  # float16, which only autocast brings here
         q, k, v = q.float(), k.float(), v.float()
-    causal, window, intervals = spec.causal, spec.window, inputs.intervals
+    causal, window, intervals = spec.causal, spec.window, inputs.intervals_of(q.shape[1], k.shape[1], q.device)
     if inputs.documents is not None:  # whose intervals have causality inside
         causal, window, intervals = False, None, bounds(inputs.documents, q.shape[1], spec)
     low, high = (None, None) if intervals is None else (x.expand(q.shape[:2]).contiguous() for x in intervals)

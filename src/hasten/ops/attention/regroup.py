@@ -44,7 +44,9 @@ def regrouped(
         places, first = places[:, None], torch.arange(0, cycle, block, device=q.device)[:, None]
         return (places // cycle * block + (places % cycle - first).clamp(0, block)).int()
 
-    there = inputs.intervals
+    there = inputs.intervals_of(queries, keys, q.device)
+    if there is not None and len(there.low) < batch:
+        there = Intervals(*(x.expand(batch, -1) for x in there))
     if there is None and after and not mask.causal:
         there = Intervals(*(torch.full((batch, 1), end, dtype=torch.int32, device=q.device) for end in (0, keys - 1)))
     if there is not None:

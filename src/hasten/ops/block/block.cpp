@@ -11,69 +11,6 @@ namespace hasten {
 #define HASTEN_NORM_ARGUMENTS norm_weight, norm_bias, eps, offset, centred
 #define HASTEN_WEIGHT_ARGUMENTS data, scales, zeros, outer, bias, group_size, planes
 
-// In all of them the leading shape of x is free: R rows, whatever they are called.
-
-// x (…, C) -> q (R, H, D); see AttentionInput.
-Tensor attention_input(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t heads, int64_t head_dim, Maybe q_norm,
-                       Maybe k_norm, Maybe cos, Maybe sin, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
-                       bool rotated) {
-  x = as_contiguous(x);
-  cos = as_contiguous(cos);
-  sin = as_contiguous(sin);
-  const int64_t c = x.size(-1), rows = x.numel() / c;
-  Tensor q = empty({rows, heads, head_dim}, x.scalar_type());
-  Arena arena;
-  const AttentionInput step(arena, x.const_data_ptr(), type_of(x), rows, q.mutable_data_ptr(),
-                            norm_of(HASTEN_NORM_ARGUMENTS),
-                            PackedWeight((heads + 2 * k_cache.size(1)) * head_dim, c, HASTEN_WEIGHT_ARGUMENTS), heads,
-                            head_dim, norm_of(q_norm, std::nullopt, eps, offset, centred),
-                            norm_of(k_norm, std::nullopt, eps, offset, centred), cos, sin, k_cache, v_cache,
-                            slot_mapping, rotated);
-  parallel_region([&](Worker& worker) { step.run(worker); });
-  return q;
-}
-
-// x (R, K), residual (…, N) -> the residual's shape and dtype; see LinearAdd.
-Tensor linear_add(Tensor x, HASTEN_WEIGHT, Tensor residual, HASTEN_NORM) {
-  x = as_contiguous(x);
-  residual = as_contiguous(residual);
-  const int64_t n = residual.size(-1), rows = residual.numel() / n, k = rows ? x.numel() / rows : 0;
-  Tensor out = empty_like_with_last(residual, n);
-  Arena arena;
-  const LinearAdd step(arena, x.const_data_ptr(), type_of(x), rows, PackedWeight(n, k, HASTEN_WEIGHT_ARGUMENTS),
-                       residual.const_data_ptr(), out.mutable_data_ptr(), type_of(residual),
-                       norm_of(HASTEN_NORM_ARGUMENTS));
-  parallel_region([&](Worker& worker) { step.run(worker); });
-  return out;
-}
-
-// x (…, C) -> (…, I) in x's dtype; see MlpInput.
-Tensor mlp_input(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t inner, bool gated, int64_t activation) {
-  x = as_contiguous(x);
-  const int64_t c = x.size(-1), rows = x.numel() / c;
-  Tensor out = empty_like_with_last(x, inner);
-  Arena arena;
-  const MlpInput step(arena, x.const_data_ptr(), type_of(x), rows, out.mutable_data_ptr(),
-                      norm_of(HASTEN_NORM_ARGUMENTS),
-                      PackedWeight(MlpInput::weight_rows(inner, gated), c, HASTEN_WEIGHT_ARGUMENTS), inner, gated,
-                      Activation(activation));
-  parallel_region([&](Worker& worker) { step.run(worker); });
-  return out;
-}
-
-// norm(x)·Wᵀ + b in float32, x (…, C) -> (…, N).
-Tensor norm_linear(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t n) {
-  x = as_contiguous(x);
-  const int64_t c = x.size(-1), rows = x.numel() / c;
-  Tensor out = empty_like_with_last(x, n, ScalarType::Float);
-  Arena arena;
-  const Linear step(arena, x.const_data_ptr(), type_of(x), rows, norm_of(HASTEN_NORM_ARGUMENTS),
-                    PackedWeight(n, c, HASTEN_WEIGHT_ARGUMENTS));
-  float* to = static_cast<float*>(out.mutable_data_ptr());
-  parallel_region([&](Worker& worker) { step.run_into(worker, to); });
-  return out;
-}
-
 struct WeightPlan {
   static constexpr const char* name = "a weight";
   const WeightPlan* self;
@@ -100,6 +37,78 @@ Tensor plan_weight(int64_t n, int64_t k, HASTEN_WEIGHT, Maybe lora_a, Maybe lora
   return as_bytes(std::move(plan));
 }
 
+// The weights of plans, of a product's parts.
+static Few<PackedWeight> parts_of(const std::vector<Tensor>& plans, int64_t k) {
+  Few<PackedWeight> found;
+  STD_TORCH_CHECK(!plans.empty(), "a product needs its weight");
+  for (const Tensor& plan : plans) {
+    found.add(plan_in<WeightPlan>(plan).weight);
+    STD_TORCH_CHECK(found[found.count - 1].k == k, "a weight for ", found[found.count - 1].k, " features stands where x has ", k);
+  }
+  return found;
+}
+
+// In all of them the leading shape of x is free: R rows, whatever they are called.
+
+// x (…, C) -> q (R, H, D); see AttentionInput.
+Tensor attention_input(Tensor x, HASTEN_NORM, std::vector<Tensor> weights, int64_t heads, int64_t head_dim,
+                       Maybe q_norm, Maybe k_norm, Maybe cos, Maybe sin, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
+                       bool rotated) {
+  x = as_contiguous(x);
+  cos = as_contiguous(cos);
+  sin = as_contiguous(sin);
+  const int64_t c = x.size(-1), rows = x.numel() / c;
+  Tensor q = empty({rows, heads, head_dim}, x.scalar_type());
+  Arena arena;
+  const AttentionInput step(arena, x.const_data_ptr(), type_of(x), rows, q.mutable_data_ptr(),
+                            norm_of(HASTEN_NORM_ARGUMENTS), parts_of(weights, c), heads, head_dim,
+                            norm_of(q_norm, std::nullopt, eps, offset, centred),
+                            norm_of(k_norm, std::nullopt, eps, offset, centred), cos, sin, k_cache, v_cache,
+                            slot_mapping, rotated);
+  parallel_region([&](Worker& worker) { step.run(worker); });
+  return q;
+}
+
+// x (R, K), residual (…, N) -> the residual's shape and dtype; see LinearAdd.
+Tensor linear_add(Tensor x, HASTEN_WEIGHT, Tensor residual, HASTEN_NORM) {
+  x = as_contiguous(x);
+  residual = as_contiguous(residual);
+  const int64_t n = residual.size(-1), rows = residual.numel() / n, k = rows ? x.numel() / rows : 0;
+  Tensor out = empty_like_with_last(residual, n);
+  Arena arena;
+  const LinearAdd step(arena, x.const_data_ptr(), type_of(x), rows, PackedWeight(n, k, HASTEN_WEIGHT_ARGUMENTS),
+                       residual.const_data_ptr(), out.mutable_data_ptr(), type_of(residual),
+                       norm_of(HASTEN_NORM_ARGUMENTS));
+  parallel_region([&](Worker& worker) { step.run(worker); });
+  return out;
+}
+
+// x (…, C) -> (…, I) in x's dtype; see MlpInput.
+Tensor mlp_input(Tensor x, HASTEN_NORM, std::vector<Tensor> weights, int64_t inner, bool gated, int64_t activation) {
+  x = as_contiguous(x);
+  const int64_t c = x.size(-1), rows = x.numel() / c;
+  Tensor out = empty_like_with_last(x, inner);
+  Arena arena;
+  const MlpInput step(arena, x.const_data_ptr(), type_of(x), rows, out.mutable_data_ptr(),
+                      norm_of(HASTEN_NORM_ARGUMENTS), MlpInput::checked(parts_of(weights, c), inner, gated), inner, gated,
+                      Activation(activation));
+  parallel_region([&](Worker& worker) { step.run(worker); });
+  return out;
+}
+
+// norm(x)·Wᵀ + b in float32, x (…, C) -> (…, N).
+Tensor norm_linear(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t n) {
+  x = as_contiguous(x);
+  const int64_t c = x.size(-1), rows = x.numel() / c;
+  Tensor out = empty_like_with_last(x, n, ScalarType::Float);
+  Arena arena;
+  const Linear step(arena, x.const_data_ptr(), type_of(x), rows, norm_of(HASTEN_NORM_ARGUMENTS),
+                    PackedWeight(n, c, HASTEN_WEIGHT_ARGUMENTS));
+  float* to = static_cast<float*>(out.mutable_data_ptr());
+  parallel_region([&](Worker& worker) { step.run_into(worker, to); });
+  return out;
+}
+
 struct Plan {
   static constexpr const char* name = "a block";
   const Plan* self;
@@ -108,40 +117,42 @@ struct Plan {
   bool gated;
   Activation kind;
   Norm attention_norm, q_norm, k_norm, output_norm, mlp_norm, down_norm;
-  PackedWeight qkv, output, mlp, down;
+  Few<PackedWeight> qkv, mlp;
+  PackedWeight output, down;
   Ranks* ranks;              // with which the sums of output and down are shared, or nullptr
   std::vector<Tensor> held;  // what the pointers point to
 };
 
-// A dense block of weights from plan_weight. All its norms are of one kind.
-Tensor plan_block(int64_t kv_heads, HASTEN_NORM, Tensor qkv, int64_t heads, int64_t head_dim, Maybe q_norm, Maybe k_norm,
-                  double scale, int64_t window, double softcap,  //
+// A dense block of weights from plan_weight: those of q, k and v, that of gate and up or both. All its norms are of one kind.
+Tensor plan_block(int64_t kv_heads, HASTEN_NORM, std::vector<Tensor> qkv, int64_t heads, int64_t head_dim, Maybe q_norm,
+                  Maybe k_norm, double scale, int64_t window, double softcap,  //
                   Tensor output, Maybe o_norm_weight, Maybe o_norm_bias,  //
-                  Maybe m_norm_weight, Maybe m_norm_bias, Tensor mlp, int64_t inner, bool gated, int64_t activation,  //
+                  Maybe m_norm_weight, Maybe m_norm_bias, std::vector<Tensor> mlp, int64_t inner, bool gated,
+                  int64_t activation,  //
                   Tensor down, Maybe d_norm_weight, Maybe d_norm_bias, Maybe ranks) {
   auto norm = [&](const Maybe& weight, const Maybe& bias) { return norm_of(weight, bias, eps, offset, centred); };
-  const int64_t c = plan_in<WeightPlan>(qkv).weight.k;
-  auto weight = [](const Tensor& bytes, int64_t n, int64_t k) {
-    const PackedWeight& found = plan_in<WeightPlan>(bytes).weight;
-    STD_TORCH_CHECK(found.w.n == n && found.k == k, "a weight ", found.w.n, "×", found.k, " stands where the block has ", n,
-                    "×", k);
+  STD_TORCH_CHECK(!qkv.empty(), "a block needs the weights of q, k and v");
+  const int64_t c = plan_in<WeightPlan>(qkv[0]).weight.k;
+  auto weights = [](const std::vector<Tensor>& plans, int64_t n, int64_t k) {
+    const Few<PackedWeight> found = parts_of(plans, k);
+    int64_t rows = 0;
+    for (const PackedWeight& one : found) rows += one.w.n;
+    STD_TORCH_CHECK(rows == n, "weights of ", rows, " rows stand where the block has ", n);
     return found;
   };
-  const int64_t whole_panels = MlpInput::weight_rows(inner, gated);
-  PackedWeight inner_weight = weight(mlp, gated ? whole_panels : inner, c);
-  inner_weight.w.n = whole_panels;
   auto plan = std::make_unique<Plan>(Plan{
       .c = c, .heads = heads, .head_dim = head_dim, .window = window, .inner = inner, .scale = scale,
       .softcap = softcap, .gated = gated, .kind = Activation(activation),
       .attention_norm = norm(norm_weight, norm_bias), .q_norm = norm(q_norm, std::nullopt),
       .k_norm = norm(k_norm, std::nullopt), .output_norm = norm(o_norm_weight, o_norm_bias),
       .mlp_norm = norm(m_norm_weight, m_norm_bias), .down_norm = norm(d_norm_weight, d_norm_bias),
-      .qkv = weight(qkv, (heads + 2 * kv_heads) * head_dim, c),
-      .output = weight(output, c, heads * head_dim),
-      .mlp = inner_weight,
-      .down = weight(down, c, inner),
+      .qkv = weights(qkv, (heads + 2 * kv_heads) * head_dim, c),
+      .mlp = MlpInput::checked(parts_of(mlp, c), inner, gated),
+      .output = weights({output}, c, heads * head_dim)[0],
+      .down = weights({down}, c, inner)[0],
       .ranks = ranks ? &mutable_plan<Ranks>(*ranks) : nullptr,
-      .held = {qkv, output, mlp, down}});
+      .held = {output, down}});
+  for (const auto* plans : {&qkv, &mlp}) plan->held.insert(plan->held.end(), plans->begin(), plans->end());
   for (const Maybe& one : {norm_weight, norm_bias, q_norm, k_norm, o_norm_weight, o_norm_bias, m_norm_weight, m_norm_bias,
                            d_norm_weight, d_norm_bias, ranks})
     if (one) plan->held.push_back(*one);
@@ -244,9 +255,11 @@ Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::v
   for (int64_t i = 0; i < count; i++) {
     const Plan& p = plan_in<Plan>(plans[i]);
     STD_TORCH_CHECK(p.c == c, "a block of size ", p.c, " cannot take x (…, ", c, ")");
-    for (const PackedWeight* weight : {&p.qkv, &p.output, &p.mlp, &p.down})
-      for (int64_t r = 0; own && weight->adapters.a && r < rows; r++)
-        STD_TORCH_CHECK(own[r] < weight->adapters.count, "there is no adapter ", own[r]);
+    if (own)
+      for (const Few<PackedWeight>& parts : {p.qkv, Few<PackedWeight>(p.output), p.mlp, Few<PackedWeight>(p.down)})
+        for (const PackedWeight& weight : parts)
+          for (int64_t r = 0; weight.adapters.a && r < rows; r++)
+            STD_TORCH_CHECK(own[r] < weight.adapters.count, "there is no adapter ", own[r]);
     STD_TORCH_CHECK(rope_index[i] < int64_t(cos.size()), "there is no rotary table ", rope_index[i]);
     float* to = i + 1 < count ? between[i % 2] : static_cast<float*>(out.mutable_data_ptr());
     const bool turned = rope_index[i] >= 0;
@@ -276,13 +289,13 @@ Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::v
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
-  m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, bool rotated) -> Tensor");
+  m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor[] weights, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, bool rotated) -> Tensor");
   m.def("plan_weight(int n, int k, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, Tensor? lora_a, Tensor? lora_b) -> Tensor");
-  m.def("plan_block(int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor qkv, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor output, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor mlp, int inner, bool gated, int activation, Tensor down, Tensor? d_norm_weight, Tensor? d_norm_bias, Tensor? ranks) -> Tensor");
+  m.def("plan_block(int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor[] qkv, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor output, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor[] mlp, int inner, bool gated, int activation, Tensor down, Tensor? d_norm_weight, Tensor? d_norm_bias, Tensor? ranks) -> Tensor");
   m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, Tensor[] plans, Tensor? chosen, Tensor(c!)? times, Tensor[] seen) -> Tensor");
   m.def("linear_add(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred) -> Tensor");
   m.def("norm_linear(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int out_features) -> Tensor");
-  m.def("mlp_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int inner, bool gated, int activation) -> Tensor");
+  m.def("mlp_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor[] weights, int inner, bool gated, int activation) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   m.impl("attention_input", TORCH_BOX(&hasten::attention_input));

@@ -36,85 +36,124 @@ struct Adapters {
 
 // A packed weight (N, K) with what belongs to it.
 struct PackedWeight {
+  PackedWeight() = default;
   PackedWeight(int64_t n, int64_t k, HASTEN_WEIGHT)
       : w(weight_of(data, scales, zeros, outer, n, k, group_size)), k(k), bias(bias ? bias->const_data_ptr() : nullptr),
-        bias_type(bias ? type_of(*bias) : Type::f32), planes(int(planes)) {}
-  Weight w;
-  int64_t k;
-  const void* bias;
-  Type bias_type;
-  int planes;
+        bias_type(bias ? type_of(*bias) : Type::f32) {
+    w.planes = int(planes);
+  }
+  Weight w{};
+  int64_t k = 0;
+  const void* bias = nullptr;
+  Type bias_type = Type::f32;
   Adapters adapters;
 };
 
-// A product with the rows that it takes.
-struct Linear : PackedWeight {
+// A product with the rows that it takes: of one weight, or of several parts whose outputs stand after each other.
+struct Linear {
   // x (rows, K), may be written until the phases begin. chosen [rows]: the adapter that each row takes, -1 for none;
   // null: nobody takes any.
-  Linear(Arena& arena, const void* x, Type type, int64_t rows, const Norm& norm, const PackedWeight& weight,
+  Linear(Arena& arena, const void* x, Type type, int64_t rows, const Norm& norm, const Few<PackedWeight>& parts,
          const int64_t* chosen = nullptr)
-      : PackedWeight(weight), rows(rows), x(arena, w, x, type, rows, k, norm, planes), from(x), type(type), norm(norm),
-        chosen(adapters.a ? chosen : nullptr),
-        narrow(this->chosen ? arena.take<float>(rows * adapters.rank) : nullptr) {}
+      : parts(parts), weights(weights_of(parts)), rows(rows), x(arena, weights, x, type, rows, parts[0].k, norm), from(x),
+        type(type), norm(norm), chosen(chosen) {
+    for (const PackedWeight& part : parts) {
+      STD_TORCH_CHECK(part.k == parts[0].k, "the parts of a product take ", parts[0].k, " and ", part.k, " features");
+      n += part.w.n;
+      adapted = adapted || (chosen && part.adapters.a);
+      narrow.add(chosen && part.adapters.a ? arena.take<float>(rows * part.adapters.rank) : nullptr);
+    }
+  }
 
+  // Calls finish(part, panel, m0, m1, values).
   template <class Finish>
   void run(Worker& worker, const Finish& finish) const {
-    if (!chosen) return product(worker, w, x, rows, finish);
+    if (!adapted) return product(worker, weights, x, rows, finish);
     worker.each(rows, [&](int64_t r) { narrow_row(r); });
-    product(worker, w, x, rows, [&](int64_t panel, int64_t m0, int64_t m1, float* values) {
-      for (int64_t m = m0; m < m1; m++) add_adapted(panel, m, values + (m - m0) * PANEL);
-      finish(panel, m0, m1, values);
+    product(worker, weights, x, rows, [&](int64_t part, int64_t panel, int64_t m0, int64_t m1, float* values) {
+      add_adapted(part, panel, m0, m1, values);
+      finish(part, panel, m0, m1, values);
+    });
+  }
+  // Of two parts with as many rows: calls finish(panel, m0, m1, values of the first, of the second).
+  template <class Finish>
+  void run_both(Worker& worker, const Finish& finish) const {
+    if (adapted) worker.each(rows, [&](int64_t r) { narrow_row(r); });
+    product_of_two(worker, weights, x, rows, [&](int64_t panel, int64_t m0, int64_t m1, float* first, float* second) {
+      add_adapted(0, panel, m0, m1, first);
+      add_adapted(1, panel, m0, m1, second);
+      finish(panel, m0, m1, first, second);
     });
   }
   // All of it as float32 rows, bias added.
   void run_into(Worker& worker, float* out) const {
-    const int64_t n = w.n;
-    run(worker, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
-      const int64_t n0 = panel * PANEL, count = std::min<int64_t>(PANEL, n - n0);
+    int64_t begins[Few<Weight>::MOST] = {};
+    for (int64_t part = 1; part < parts.count; part++) begins[part] = begins[part - 1] + weights[part - 1].n;
+    run(worker, [&](int64_t part, int64_t panel, int64_t m0, int64_t m1, const float* values) {
+      const PackedWeight& own = parts[part];
+      const int64_t n0 = panel * PANEL, count = std::min<int64_t>(PANEL, own.w.n - n0);
       for (int64_t m = m0; m < m1; m++) {
         const float* from = values + (m - m0) * PANEL;
-        float* to = out + m * n + n0;
+        float* to = out + m * n + begins[part] + n0;
         int64_t i = 0;
         for (; i + LANES <= count; i += LANES) {
           F32 v = load(from + i);
-          if (bias) v += load_as(bias, bias_type, n0 + i);
+          if (own.bias) v += load_as(own.bias, own.bias_type, n0 + i);
           store(to + i, v);
         }
-        for (; i < count; i++) to[i] = from[i] + (bias ? load_one(bias, bias_type, n0 + i) : 0.0f);
+        for (; i < count; i++) to[i] = from[i] + (own.bias ? load_one(own.bias, own.bias_type, n0 + i) : 0.0f);
       }
     });
   }
 
+  const Few<PackedWeight> parts;
+  const Few<Weight> weights;
   const int64_t rows;
   const Preparation x;
+  int64_t n = 0;  // outputs of all parts
 
  private:
+  static Few<Weight> weights_of(const Few<PackedWeight>& parts) {
+    Few<Weight> found;
+    for (const PackedWeight& part : parts) found.add(part.w);
+    return found;
+  }
   // A·x of one row, in four chains along K that are the same for any number of rows.
   void narrow_row(int64_t r) const {
     if (chosen[r] < 0) return;
-    float* wide = scratch<float, 20>(w.k + LANES);
-    widen(from, type, r, k, w.k, norm, wide);
-    const float* a = adapters.a + chosen[r] * k * adapters.rank;
-    for (int64_t i = 0; i < adapters.rank; i += LANES) {
-      F32 acc[4] = {};
-      for (int64_t j = 0; j < k; j++) accumulate(acc[j % 4], load(a + j * adapters.rank + i), splat(wide[j]));
-      store(narrow + r * adapters.rank + i, (acc[0] + acc[1]) + (acc[2] + acc[3]));
+    const int64_t k = parts[0].k;
+    float* wide = scratch<float, 20>(k + 2 * LANES);
+    widen(from, type, r, k, k, norm, wide);
+    for (int64_t part = 0; part < parts.count; part++) {
+      const Adapters& own = parts[part].adapters;
+      if (!narrow[part]) continue;
+      const float* a = own.a + chosen[r] * k * own.rank;
+      for (int64_t i = 0; i < own.rank; i += LANES) {
+        F32 acc[4] = {};
+        for (int64_t j = 0; j < k; j++) accumulate(acc[j % 4], load(a + j * own.rank + i), splat(wide[j]));
+        store(narrow[part] + r * own.rank + i, (acc[0] + acc[1]) + (acc[2] + acc[3]));
+      }
     }
   }
-  void add_adapted(int64_t panel, int64_t m, float* values) const {
-    if (chosen[m] < 0) return;
-    const float* b = adapters.b + (chosen[m] * w.panels() + panel) * adapters.rank * PANEL;
-    const float* h = narrow + m * adapters.rank;
-    F32 acc[VECTORS] = {};
-    for (int64_t i = 0; i < adapters.rank; i++)
-      for (int v = 0; v < VECTORS; v++) accumulate(acc[v], load(b + i * PANEL + v * LANES), splat(h[i]));
-    for (int v = 0; v < VECTORS; v++) store(values + v * LANES, load(values + v * LANES) + acc[v]);
+  void add_adapted(int64_t part, int64_t panel, int64_t m0, int64_t m1, float* values) const {
+    if (!narrow[part]) return;
+    const Adapters& own = parts[part].adapters;
+    for (int64_t m = m0; m < m1; m++, values += PANEL) {
+      if (chosen[m] < 0) continue;
+      const float* b = own.b + (chosen[m] * weights[part].panels() + panel) * own.rank * PANEL;
+      const float* h = narrow[part] + m * own.rank;
+      F32 acc[VECTORS] = {};
+      for (int64_t i = 0; i < own.rank; i++)
+        for (int v = 0; v < VECTORS; v++) accumulate(acc[v], load(b + i * PANEL + v * LANES), splat(h[i]));
+      for (int v = 0; v < VECTORS; v++) store(values + v * LANES, load(values + v * LANES) + acc[v]);
+    }
   }
   const void* const from;
   const Type type;
   const Norm norm;
   const int64_t* const chosen;
-  float* const narrow;
+  bool adapted = false;
+  Few<float*> narrow;  // A·x of each part's adapters, or null
 };
 
 // One head: norm, then the rotary turn of its first 2·half elements (element i with element i + half).
@@ -143,16 +182,15 @@ inline void finish_head(float* x, int64_t size, const Norm& norm, const float* c
 // -1 is the last row, which nobody reads.
 struct AttentionInput {
   AttentionInput(Arena& arena, const void* x, Type type, int64_t rows, void* q, const Norm& norm,
-                 const PackedWeight& weight, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm,
+                 const Few<PackedWeight>& weights, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm,
                  const Maybe& cos, const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache,
                  const Tensor& slot_mapping, bool rotated, const int64_t* chosen = nullptr)
       : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type), q_norm(q_norm),
-        k_norm(k_norm), linear(arena, x, type, rows, norm, weight, chosen),
-        values(arena.take<float>(rows * linear.w.n)), last(k_cache.size(0) - 1),
+        k_norm(k_norm), linear(arena, x, type, rows, norm, weights, chosen),
+        values(arena.take<float>(rows * linear.n)), last(k_cache.size(0) - 1),
         slot_stride(k_cache.stride(0)), head_stride(k_cache.stride(1)), half(cos ? cos->size(-1) : 0),
         rotated(rotated), held(row_format(k_cache, head_dim)), value_bytes(held == RowFormat::bf16 ? 2 : 1) {
-    STD_TORCH_CHECK(linear.w.n == (heads + 2 * kv_heads) * head_dim,
-                    "the weight of q, k and v does not fit the cache");
+    STD_TORCH_CHECK(linear.n == (heads + 2 * kv_heads) * head_dim, "the weights of q, k and v do not fit the cache");
     STD_TORCH_CHECK(head_dim <= LARGEST_ROW, "head sizes up to 256");
     STD_TORCH_CHECK(row_format(v_cache, head_dim) == held && lie_alike(k_cache, v_cache),
                     "the fused step writes caches of one dtype that lie alike, each head's rows in one piece");
@@ -183,7 +221,7 @@ struct AttentionInput {
 
  private:
   void one(int64_t r, int64_t h) const {
-    float* x = values + r * linear.w.n + h * head_dim;
+    float* x = values + r * linear.n + h * head_dim;
     if (h < heads + kv_heads)
       finish_head(x, head_dim, h < heads ? q_norm : k_norm, cosines ? cosines + r * half : nullptr,
                   sines ? sines + r * half : nullptr, half);
@@ -216,11 +254,11 @@ struct LinearAdd {
             void* out, Type type, const Norm& norm, const int64_t* chosen = nullptr,
             Ranks* ranks = nullptr)
       : linear(arena, x, x_type, rows, Norm{}, weight, chosen), norm(norm), residual(residual), out(out), type(type),
-        ranks(ranks), values(norm.weight || ranks ? arena.take<float>(rows * linear.w.n) : nullptr) {}
+        ranks(ranks), values(norm.weight || ranks ? arena.take<float>(rows * linear.n) : nullptr) {}
 
-  Prefetcher beginning(const Worker& worker) const { return hasten::beginning(worker, linear.w, linear.rows); }
+  Prefetcher beginning(const Worker& worker) const { return hasten::beginning(worker, linear.weights, linear.rows); }
   void run(Worker& worker) const {
-    const int64_t n = linear.w.n;
+    const int64_t n = linear.n;
     if (norm.weight || ranks) {
       linear.run_into(worker, values);
       if (ranks) worker.each(1, [&](int64_t) { ranks->sum(values, Type::f32, linear.rows * n); });
@@ -231,10 +269,11 @@ struct LinearAdd {
         add(normal, r * n, n, nullptr, Type::f32, 0);
       });
     }
-    linear.run(worker, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
+    const PackedWeight& only = linear.parts[0];
+    linear.run(worker, [&](int64_t, int64_t panel, int64_t m0, int64_t m1, const float* values) {
       const int64_t n0 = panel * PANEL, count = std::min<int64_t>(PANEL, n - n0);
       for (int64_t m = m0; m < m1; m++)
-        add(values + (m - m0) * PANEL, m * n + n0, count, linear.bias, linear.bias_type, n0);
+        add(values + (m - m0) * PANEL, m * n + n0, count, only.bias, only.bias_type, n0);
     });
   }
 
@@ -279,42 +318,67 @@ INLINE F32 activate(F32 x, Activation kind) {
   }
 }
 
-// norm + act(x·Gateᵀ)·(x·Upᵀ), or act(x·Upᵀ) if not gated. x (R, C) -> out (R, I), both of one dtype. Gated weights
-// alternate 32 rows of gate and 32 rows of up, so that both halves of a product meet in one panel.
+// norm + act(x·Gateᵀ)·(x·Upᵀ), or act(x·Upᵀ) if not gated. x (R, C) -> out (R, I), both of one dtype. Weights of gate and up
+// of one format are one, which alternates 32 rows of gate and 32 rows of up, so that both halves of a product meet in one
+// panel; else they are two parts.
 struct MlpInput {
   MlpInput(Arena& arena, const void* x, Type type, int64_t rows, void* out, const Norm& norm,
-           const PackedWeight& weight, int64_t inner, bool gated, Activation kind, const int64_t* chosen = nullptr)
-      : each(rows_of_panel(gated)), inner(inner), gated(gated), kind(kind), out(out), type(type),
-        linear(arena, x, type, rows, norm, weight, chosen) {}
-  static int64_t rows_of_panel(bool gated) { return gated ? PANEL / 2 : PANEL; }
-  // Rows of the weight for so many outputs.
-  static int64_t weight_rows(int64_t inner, bool gated) {
-    return (inner + rows_of_panel(gated) - 1) / rows_of_panel(gated) * PANEL;
+           const Few<PackedWeight>& weights, int64_t inner, bool gated, Activation kind, const int64_t* chosen = nullptr)
+      : interleaved(gated && weights.count == 1), inner(inner), gated(gated), kind(kind), out(out), type(type),
+        linear(arena, x, type, rows, norm, weights, chosen) {}
+  // The weights as they stand in a plan, checked. An interleaved one has whole panels.
+  static Few<PackedWeight> checked(Few<PackedWeight> weights, int64_t inner, bool gated) {
+    const bool interleaved = gated && weights.count == 1;
+    const int64_t n = interleaved ? (inner + PANEL / 2 - 1) / (PANEL / 2) * PANEL : inner;
+    STD_TORCH_CHECK(weights.count == (gated && !interleaved ? 2 : 1), "gate and up are one weight or two");
+    for (const PackedWeight& one : weights)
+      STD_TORCH_CHECK(one.w.n == n, "a weight of ", one.w.n, " rows stands where there are ", n);
+    return weights;
   }
 
   void run(Worker& worker) const {
-    const void* b = linear.bias;
-    linear.run(worker, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
-      const int64_t i0 = panel * each, count = std::min<int64_t>(each, inner - i0);
-      for (int64_t m = m0; m < m1; m++)
-        for (int64_t i = 0; i < count; i += LANES) {
-          const float* from = values + (m - m0) * PANEL + i;
-          F32 first = load(from), second = gated ? load(from + PANEL / 2) : F32{};
-          if (b) {
-            first += load_as(b, linear.bias_type, panel * PANEL + i);
-            if (gated) second += load_as(b, linear.bias_type, panel * PANEL + PANEL / 2 + i);
-          }
-          F32 y = activate(first, kind);
-          if (gated) y *= second;
-          const int64_t base = m * inner + i0 + i;
-          if (i + LANES <= count) store_as(out, type, base, y);
-          else for (int64_t j = 0; j < count - i; j++) store_one(out, type, base + j, y[j]);
-        }
+    const PackedWeight &first = linear.parts[0], &second = linear.parts[gated && !interleaved ? 1 : 0];
+    if (gated && !interleaved)
+      return linear.run_both(worker, [&](int64_t panel, int64_t m0, int64_t m1, const float* gate, const float* up) {
+        finish(first, second, panel * PANEL, panel * PANEL, panel * PANEL, PANEL, m0, m1, gate, up);
+      });
+    const int64_t each = interleaved ? PANEL / 2 : PANEL;
+    linear.run(worker, [&](int64_t, int64_t panel, int64_t m0, int64_t m1, const float* values) {
+      finish(first, second, panel * PANEL, panel * PANEL + PANEL / 2, panel * each, each, m0, m1, values,
+             values + PANEL / 2);
     });
   }
 
  private:
-  const int64_t each, inner;
+  // Up to `most` outputs from i0 on, of values of gate (or of up alone) and of up, whose rows begin at row1 and row2.
+  void finish(const PackedWeight& first, const PackedWeight& second, int64_t row1, int64_t row2, int64_t i0, int64_t most,
+              int64_t m0, int64_t m1, const float* gate, const float* up) const {
+    const int64_t count = std::min(most, inner - i0);
+    for (int64_t m = m0; m < m1; m++, gate += PANEL, up += PANEL)
+      for (int64_t i = 0; i < count; i += LANES) {
+        F32 y = load(gate + i);
+        if (first.bias) y += load_bias(first, row1 + i);
+        y = activate(y, kind);
+        if (gated) {
+          F32 by = load(up + i);
+          if (second.bias) by += load_bias(second, row2 + i);
+          y *= by;
+        }
+        const int64_t base = m * inner + i0 + i;
+        if (i + LANES <= count) store_as(out, type, base, y);
+        else for (int64_t j = 0; j < count - i; j++) store_one(out, type, base + j, y[j]);
+      }
+  }
+  // Of 16 rows of a weight from one on, those that it has.
+  static F32 load_bias(const PackedWeight& weight, int64_t row) {
+    if (row + LANES <= weight.w.n) return load_as(weight.bias, weight.bias_type, row);
+    alignas(64) float some[LANES] = {};
+    for (int64_t j = row; j < weight.w.n; j++) some[j - row] = load_one(weight.bias, weight.bias_type, j);
+    return load(some);
+  }
+
+  const bool interleaved;
+  const int64_t inner;
   const bool gated;
   const Activation kind;
   void* const out;

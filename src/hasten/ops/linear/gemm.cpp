@@ -141,6 +141,32 @@ INLINE void multiply_nibbles(I32 (&acc)[M][V], const uint8_t* w, const int8_t* x
 #endif
 }
 
+// The same of values of fewer bits, made bytes in registers: for the few rows that wait for memory.
+template <Format F, int M, int V, bool STREAM>
+INLINE void multiply_packed(I32 (&acc)[M][V], const uint8_t* w, const ByteOperand* x, int64_t stride, int64_t values,
+                            const char* next_lines) {
+  using P = Packing<F>;
+  for (int64_t k = 0, at = 0; k < values; k += 4 * P::words, w += P::lines * PANEL * 4, at += P::lines * V) {
+    if constexpr (STREAM)
+      for (int i = 0; i < P::lines * V; i++) ask_line<M <= INT4_TILE.waiting>(next_lines, at + i);
+    EACH(v, V, each_word<F>(w + v * 64, [&](auto i, U32 word) __attribute__((always_inline)) {
+      const ByteWeights weights(word);
+      EACH(m, M, weights.add_to(acc[m][v], x + m * stride + k + 4 * i));
+    }));
+  }
+}
+
+// Of a unit of 32 values of 3 bits the first or the second half.
+template <int HALF, int M, int V, bool STREAM>
+INLINE void multiply_half(I32 (&acc)[M][V], const uint8_t* w, const ByteOperand* x, int64_t stride, const char* next_lines) {
+  if constexpr (STREAM)
+    for (int i = 0; i < (HALF ? 1 : 2) * V; i++) ask_line<M <= INT4_TILE.waiting>(next_lines, HALF * 2 * V + i);
+  EACH(v, V, each_word<Format::int3, HALF, 1>(w + v * 64, [&](auto i, U32 word) __attribute__((always_inline)) {
+    const ByteWeights weights(word);
+    EACH(m, M, weights.add_to(acc[m][v], x + m * stride + 4 * (i - 4 * HALF)));
+  }));
+}
+
 // int8 weights with one scale a row: their sums alone.
 template <int M, int V, bool STREAM>
 __attribute__((noinline)) static void tile_int8(const uint8_t* w, const ByteOperand* x, int64_t stride, int64_t steps, int32_t* sums, bool fresh,
@@ -153,15 +179,16 @@ __attribute__((noinline)) static void tile_int8(const uint8_t* w, const ByteOper
 
 // sums[m][v] += scale · (w·q - zero · Σq) group by group, for M rows of planes from `row` on and the panel's vectors from
 // `first` on. A group of 32 is four steps, so what is done once a group has to be short too.
-template <int BITS, int M, int V, bool STREAM>
+template <Format F, int M, int V, bool STREAM>
 __attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first, const Rows& x, int64_t row, float* sums) {
-  constexpr int32_t offset = BITS == 8 ? SURPLUS : 0, middle = BITS == 8 ? 0 : 8;
-  const int64_t steps = w.size * BITS / 32, bytes = steps * PANEL * 4;
-  const int32_t less = -(w.minima ? offset : offset + middle);
+  constexpr int32_t offset = F == Format::int8 ? SURPLUS : Packing<F>::surplus;
+  const int64_t steps = w.size * (F == Format::int8 ? 8 : Packing<F>::bits) / 32, bytes = steps * PANEL * 4;
+  const int32_t less = -(offset + w.middle);
   for (int64_t i = 0; i < w.count; i++) {
     const int64_t g = w.first + i, at = i * PANEL + first * LANES;
     const uint8_t* lines = w.lines + i * bytes;
     const char* next_lines = ahead_of(w.next + i * bytes, first, steps);
+    [[maybe_unused]] const int64_t unit = i / 2 * 3 * PANEL * 4;  // of 3 bits, which two groups of 16 share
     const int64_t scale_bytes = bytes_of(w.scale_type);
     const char* scales = static_cast<const char*>(w.scales) + at * scale_bytes;
     if constexpr (STREAM) {  // a stream of their own, too thin for the prefetcher of the processor to see in time
@@ -181,9 +208,15 @@ __attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first
            const I32 zero = load_int8(w.zeros + at + v * LANES) + offset;
            EACH(m, M, acc[m][v] = zero * -x_sums[m]));
     const int64_t from = row * x.stride + g * w.size;
-    if constexpr (BITS == 8)
+    if constexpr (F == Format::int8)
       multiply_bytes<M, V, STREAM>(acc, lines + first * 64, x.bytes + from, x.stride, steps, next_lines);
-    else multiply_nibbles<M, V, STREAM>(acc, lines + first * 64, x.q + from, x.stride, steps, next_lines);
+    else if constexpr (F == Format::int4)
+      multiply_nibbles<M, V, STREAM>(acc, lines + first * 64, x.q + from, x.stride, steps, next_lines);
+    else if (F == Format::int3 && w.size == 16 && i % 2 == 0)
+      multiply_half<0, M, V, STREAM>(acc, w.lines + unit + first * 64, x.bytes + from, x.stride, ahead_of(w.next + unit, first, 3));
+    else if (F == Format::int3 && w.size == 16)
+      multiply_half<1, M, V, STREAM>(acc, w.lines + unit + first * 64, x.bytes + from, x.stride, ahead_of(w.next + unit, first, 3));
+    else multiply_packed<F, M, V, STREAM>(acc, lines + first * 64, x.bytes + from, x.stride, w.size, next_lines);
     asm("" ::: "memory");  // or g++ keeps sums in registers from group to group, and accumulators have none
     const float* x_scales = x.scales + g * x.rows + row;
     F32 scale[V];
@@ -226,6 +259,20 @@ static void product_bf16(const Weight& w, const Rows& x, int64_t panel, int64_t 
     });
   }
 #endif
+}
+
+static void product_f16(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
+  const uint16_t* base = static_cast<const uint16_t*>(w.data) + panel * w.k * PANEL;
+  const int64_t block = values_of_block(BF16_TILE, rows, w.k, WIDE_STEPS * 2, 1024);
+  for (int64_t k = 0; k < w.k; k += block) {
+    const int64_t values = std::min(block, w.k - k);
+    for_tiles<BF16_TILE>(rows, [&](int64_t m, auto count, auto span, auto stream) {
+      const uint16_t* lines = base + k * PANEL;
+      for (int64_t first = 0; first < VECTORS; first += span)
+        tile_f16<count, span, stream>(lines + first * LANES, x.wide + (m0 + m) * x.stride + k, x.stride, values,
+                                      out + m * PANEL + first * LANES, k == 0, ahead_of(lines, first, values / 2));
+    });
+  }
 }
 
 static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
@@ -286,28 +333,47 @@ static void product_fp8(const Weight& w, const Rows& x, int64_t panel, int64_t m
   }
 }
 
-// BITS: of the lines that are multiplied.
-template <int BITS>
+// Rows of planes that are multiplied with values of fewer bits in registers; for more they are made bytes before.
+constexpr int PACKED_ROWS = std::min(4, INT8_TILE.most);
+
+template <Format F>
+static void few_rows(const Weight& w, const Rows& x, int64_t panel, int64_t from_row, int64_t rows, float* sums) {
+  for (int64_t g0 = 0; g0 < x.groups; g0 += groups_made(w)) {
+    const Groups some = groups_of<false>(w, panel, g0, groups_made(w));
+    if (some.minima) take_minima(some, x, from_row, rows, sums);
+    with_count<PACKED_ROWS>(rows, [&](auto count) {
+      constexpr int span = INT8_TILE.span(count);
+      for (int64_t first = 0; first < VECTORS; first += span)
+        tile_groups<F, count, span, true>(some, first, x, from_row, sums + first * LANES);
+    });
+  }
+}
+
+// F: of the lines that are multiplied.
+template <Format F>
 static void product_groups(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
-  constexpr TileShape shape = BITS == 4 ? INT4_TILE : INT8_TILE;
+  constexpr TileShape shape = F == Format::int4 ? INT4_TILE : INT8_TILE;
   const int64_t plane_rows = rows * x.planes, from_row = m0 * x.planes, groups = x.groups;
   float* sums = x.planes == 1 ? out : scratch<float, 1>(ROW_BLOCK * 2 * PANEL);
   std::fill(sums, sums + plane_rows * PANEL, 0.0f);
   const int64_t values = values_of_block(shape, plane_rows, w.k, FEW_VALUES, MANY_VALUES);
-  const int64_t block = w.outer ? 8 : std::max<int64_t>(1, values / w.group);
+  const int64_t block = made(w) ? groups_made(w) : std::max<int64_t>(1, values / w.group);
   auto each = [&](int64_t g0) {
-    const Groups some = groups_of<BITS>(w, panel, g0, block);
+    const Groups some = groups_of<F == Format::int8>(w, panel, g0, block);
     if (some.minima) take_minima(some, x, from_row, plane_rows, sums);
     for_tiles<shape>(plane_rows, [&](int64_t m, auto count, auto span, auto stream) {
       for (int64_t first = 0; first < VECTORS; first += span)
-        tile_groups<BITS, count, span, stream>(some, first, x, from_row + m, sums + m * PANEL + first * LANES);
+        tile_groups<F, count, span, stream>(some, first, x, from_row + m, sums + m * PANEL + first * LANES);
     });
   };
 #if defined(__AMX_TILE__)
   const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.panel_bytes();
-  if (BITS == 4 && !w.outer && plane_rows >= AMX_INT4_ROWS) amx_int4(w, base, panel, x, from_row, plane_rows, sums);
+  if (F == Format::int4 && !made(w) && plane_rows >= AMX_INT4_ROWS) amx_int4(w, base, panel, x, from_row, plane_rows, sums);
   else
 #endif
+  if (F == Format::int8 && w.format != F && plane_rows <= PACKED_ROWS)
+    with_packing(w.format, [&](auto format) { few_rows<format.value>(w, x, panel, from_row, plane_rows, sums); });
+  else
     for (int64_t g0 = 0; g0 < groups; g0 += block) each(g0);
   if (x.planes == 2)
     for (int64_t m = 0; m < rows; m++)
@@ -321,10 +387,11 @@ void panel_product(const Weight& w, const Rows& x, int64_t panel, int64_t m0, in
   const int64_t rows = m1 - m0;
   switch (w.format) {
     case Format::bf16: return product_bf16(w, x, panel, m0, rows, out);
+    case Format::f16: return product_f16(w, x, panel, m0, rows, out);
     case Format::fp8: return product_fp8(w, x, panel, m0, rows, out);
-    case Format::int8: return w.group ? product_groups<8>(w, x, panel, m0, rows, out) : product_int8(w, x, panel, m0, rows, out);
-    case Format::int6: return product_groups<8>(w, x, panel, m0, rows, out);
-    case Format::int4: return product_groups<4>(w, x, panel, m0, rows, out);
+    case Format::int8: return w.group ? product_groups<Format::int8>(w, x, panel, m0, rows, out) : product_int8(w, x, panel, m0, rows, out);
+    case Format::int4: return product_groups<Format::int4>(w, x, panel, m0, rows, out);
+    default: return product_groups<Format::int8>(w, x, panel, m0, rows, out);
   }
 }
 

@@ -1,4 +1,4 @@
-// Products y = x·Wᵀ for 1 to thousands of rows x, from one packed layout of W in bf16, fp8, int8, int6 or int4.
+// Products y = x·Wᵀ for 1 to thousands of rows x, from one packed layout of W in floats of 16 or 8 bits or integers of 2 to 8.
 //
 // The layout. Output rows stand in panels of 64. Inside a panel, 64-byte lines follow each other along K; a line
 // belongs to 16 rows and holds, row by row, 4 bytes of each: 2 bf16, 4 int8 or 8 int4 values. So every lane of an
@@ -7,19 +7,25 @@
 // or with 32 in tiles (amx.h).
 //
 //   bf16   [N/64][K/2][64][2]
+//   f16    [N/64][K][64]        as they are converted
 //   int8   [N/64][K/4][64][4]   value + 128 (the dot product wants one unsigned operand)
 //   fp8    [N/64][K/4][64][4]   float8_e4m3fn, in the order k, k+2, k+1, k+3
 //   int4   [N/64][K/8][64][4]   byte j of a row: low nibble k+j, high nibble k+4+j, values 0 … 15
+//   iq4, fp4                    as int4: places in tables of numbers (unpack.h)
 //   int6   [N/64][K/16][3][64][4]  the low nibbles in two lines of int4, then byte j: the upper bits of k+j, k+4+j,
 //                               k+8+j and k+12+j, the lowest first
-//   scales [N/64][K/group][64]  float32, float16 or bfloat16; of int8 with one a row [N/64][64] float32
-//   zeros  [N/64][K/group][64]  of int4 uint8, of int8 int8
+//   int5   [N/64][K/32][5][64][4]  the low nibbles in four lines of int4, then byte j: the upper bits of k+j, k+4+j, …, k+28+j
+//   int3   [N/64][K/32][3][64][4]  the lower two bits in two lines of int2, then the upper bits as in int5
+//   int2   [N/64][K/16][64][4]  byte j: the values k+j, k+4+j, k+8+j and k+12+j, the lowest first
+//   scales [N/64][K/group][64]  float32, float16 or bfloat16; of fp4 uint8, e8m0; of int8 with one a row [N/64][64] float32
+//   zeros  [N/64][K/group][64]  of int8 int8, of fewer bits uint8; or float16: minima, which are taken away
 //
-// GGUF's super-blocks of 256 values, B of them, have scales of scales, `outer` [N/64][B][64] float16:
+// GGUF's super-blocks of 256 values, B of them, have scales of scales, `outer`, and some minima beside the scales:
 //
-//   Q6_K   int6; scales [N/64][K/16][64] int8
-//   Q4_K   int4; scales [N/64][B][3][64] uint32, of 8 groups: the low nibbles of the scales, those of the minima, and the
-//          upper two bits of the scales, then of the minima; outer [N/64][B][2][64]: also that of the minima
+//   Q6_K, Q3_K, IQ4_XS  scales [N/64][K/group][64] int8; outer [N/64][B][64] float16
+//   Q4_K, Q5_K          scales [N/64][B][3][64] uint32, of 8 groups: the low nibbles of the scales, those of the minima, and
+//                       the upper two bits of the scales, then of the minima; outer [N/64][B][2][64]: also that of the minima
+//   Q2_K                scales [N/64][K/16][64] uint8: the scale in the low nibble, the minimum in the high one; outer as Q4_K
 //
 // Every output is summed in one chain along K, whatever the number of rows: results do not depend on the batch.
 #pragma once
@@ -62,25 +68,38 @@ constexpr int64_t ROW_BLOCK = 96;  // most rows of x in a chunk of work: their s
 #endif
 constexpr int64_t AHEAD = 8192;    // bytes that the first tile's stream is prefetched ahead: see ask_line
 
-constexpr int64_t SUPER_BLOCK = 256;      // values of Q4_K and Q6_K that share a scale of scales
+constexpr int64_t SUPER_BLOCK = 256;      // values of a k-quant that share a scale of scales
 constexpr int64_t BEGINNING = 256 << 10;  // bytes of a weight that may be asked for before its product begins
 
-enum class Format { bf16, fp8, int8, int6, int4 };
-enum class ScaleType { f32, bf16, f16 };
+enum class Format { bf16, f16, fp8, int8, int6, int5, int4, int3, int2, iq4, fp4 };
+// The last three have scales of scales: integers, words of 6 bits with minima, nibbles with minima.
+enum class ScaleType { f32, bf16, f16, e8m0, int8, words, nibbles };
 
 struct Weight {
   Format format;
   const void* data;
-  const void* scales;      // null for bf16
-  const int8_t* zeros;     // zero points; null: 8 of int4, 0 of int8
-  const uint16_t* outer;   // scales of scales: int4 is Q4_K, int6 Q6_K; null: there are none
+  const void* scales;      // null for bf16 and f16
+  const int8_t* zeros;     // zero points; null: the middle of unsigned integers, 0 of others
+  const uint16_t* minima;  // float16, instead of zero points
+  const uint16_t* outer;   // scales of scales; null: there are none
   ScaleType scale_type;
   int64_t n, k;            // k: padded to the layout
   int64_t group;           // values that share a scale; 0: all of a row
+  int planes = 1;          // of the rows of x that integers are multiplied with
   int64_t groups() const { return group ? k / group : 1; }
   int64_t panels() const { return (n + PANEL - 1) / PANEL; }
   bool integers() const { return format >= Format::int8; }  // which are multiplied with integers
-  int64_t bits() const { return format == Format::bf16 ? 16 : format == Format::int6 ? 6 : format == Format::int4 ? 4 : 8; }
+  int64_t bits() const {
+    switch (format) {
+      case Format::bf16: case Format::f16: return 16;
+      case Format::fp8: case Format::int8: return 8;
+      case Format::int6: return 6;
+      case Format::int5: return 5;
+      case Format::int3: return 3;
+      case Format::int2: return 2;
+      default: return 4;
+    }
+  }
   int64_t panel_bytes() const { return k * PANEL * bits() / 8; }
 };
 
@@ -88,11 +107,12 @@ struct Weight {
 // rounding a quotient by it never meets a tie.)
 constexpr int32_t PLANE_BASE = 255;
 
-// Rows of x as the kernel wants them, `stride` values apart. bf16 and fp8 weights: rows of k values. Others: `planes` rows of k
+// Rows of x as the kernel wants them, `stride` values apart. Weights of floats: rows of k values. Others: `planes` rows of k
 // values for each row of x, `rows` in all, each with a scale and a sum for each of the weight's groups.
 struct Rows {
   Operand* plain = nullptr;      // of bf16 and fp8 weights
-  ByteOperand* bytes = nullptr;  // of int8 and int6
+  float* wide = nullptr;         // of f16
+  ByteOperand* bytes = nullptr;  // of integers but int4
   int8_t* q = nullptr;           // of int4
   float* scales = nullptr;   // [groups][rows]
   int32_t* sums = nullptr;   // [groups][rows]: sum of the q of a group, for the weights' offset
@@ -153,6 +173,24 @@ void tile_bf16(const uint16_t* w, const Operand* x, int64_t stride, int64_t step
   EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
 }
 
+// The same of f16 weights, over `values` of K: of each 16 rows' halves, vector v's are LANES further on.
+template <int M, int V, bool STREAM = false>
+void tile_f16(const uint16_t* w, const float* x, int64_t stride, int64_t values, float* sums, bool fresh,
+              const char* next_lines = nullptr) {
+  F32 acc[M][V];
+  EACH(m, M, EACH(v, V, acc[m][v] = fresh ? F32{} : load(sums + m * PANEL + v * LANES)));
+  for (int64_t k = 0; k < values; k++) {
+    const uint16_t* line = w + k * PANEL;
+    if constexpr (STREAM)
+      if (V > 1 || k % 2 == 0)
+        for (int v = 0; v < (V + 1) / 2; v++) ask_line<M <= BF16_TILE.waiting>(next_lines, k * V / 2 + v);
+    EACH(v, V,
+         const F32 own = load_f16(line + v * LANES);
+         EACH(m, M, accumulate(acc[m][v], own, splat(x[m * stride + k]))));
+  }
+  EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
+}
+
 template <int M>
 using Count = std::integral_constant<int, M>;
 
@@ -167,7 +205,7 @@ INLINE void with_count(int64_t m, const F& f) {
 // Rows of x in a chunk of work with w. AMX multiplies faster than anything but the second-level cache brings x.
 inline int64_t row_block(const Weight& w) {
 #if defined(__AMX_TILE__)
-  const int64_t bytes = w.integers() ? w.k : w.k * 2;
+  const int64_t bytes = w.integers() ? w.k : w.format == Format::f16 ? w.k * 4 : w.k * 2;
   return std::clamp<int64_t>((3 << 19) / bytes / 32 * 32, 96, ROW_BLOCK);
 #else
   return ROW_BLOCK;

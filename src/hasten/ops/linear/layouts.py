@@ -5,13 +5,17 @@ number of groups in K, P = ceil(N / 64) panels; K' is K padded to 32, or to the 
 
              panels (described in gemm.h)                            rows
   bfloat16   data bf16 (P, K'/2, 64, 2)                              data bf16 (N, K)
+  float16    data f16 (P, K', 64, 1)                                 data f16 (N, K)
   int8       data uint8 (P, K'/4, 64, 4), scales, zeros (P, G, 64)   data int8 (N, K), scales, zeros (N, G)
   int4       data uint8 (P, K'/8, 64, 4), scales, zeros (P, G, 64)   data uint8 (N, ceil(K/2)), scales, zeros (N, G)
+  int5       data uint8 (P, 5K'/32, 64, 4), scales, zeros as int4    data uint8 (N, K), scales, zeros (N, G)
+  iq4, fp4   data int8, else as int4; scales of fp4 uint8            data int8 (N, K), scales (N, G)
   float8     data float8 (P, K'/4, 64, 4), scales f32 (P, G, 64)     data float8 (N, K), scales f32 (N, G)
-  Q6_K       data uint8 (P, 3K/16, 64, 4), scales int8 (P, G, 64),   data uint8 (N, K), scales int8 (N, G),
-             outer f16 (P, K/256, 64)                                outer f16 (N, K/256, 1)
-  Q4_K       data as int4, scales int32 (P, 3K/256, 64),             data as int4, scales, zeros uint8 (N, G),
-             outer f16 (P, 2K/256, 64)                               outer f16 (N, K/256, 2)
+  k-quants   data of int2 to int6 or iq4 as above (int6: (P, 3K/16, 64, 4), int3: 3K/32, int2: K/16), and
+    Q3_K, Q6_K, IQ4_XS   scales int8 (P, G, 64), outer f16 (P, K/256, 64)
+    Q4_K, Q5_K           scales int32 (P, 3K/256, 64), outer f16 (P, 2K/256, 64)
+    Q2_K                 scales uint8 (P, G, 64), outer f16 (P, 2K/256, 64)
+                                                                     as int5, outer f16 (N, K/256, 1 or 2)
 
 Chunks (for GPUs): 4 rows next to each other, and of each of them a 32-bit word of 8 or 4 values, so that a thread reads
 16 bytes of the same features of 4 rows, and its neighbour the next 16 bytes. Chunks of 128 (int4) or 64 (int8) features
@@ -28,11 +32,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hasten.ops.linear.weights import Q4_K, VALUE_DTYPES, QuantizedWeight, WeightFormat
+from hasten.errors import ConfigError
+from hasten.ops.linear.weights import FLOAT16, MXFP4, TABLES, VALUE_DTYPES, QuantizedWeight, WeightFormat
 from hasten.ops.native import native_ops
 
 PANEL = 64  # output rows that stand interleaved
 PADDING = 32
+PIECE = 1 << 20  # values that are looked up at a time
 CHUNK_ROWS = 4  # output rows of which a GPU's thread reads 16 bytes at once
 
 
@@ -80,15 +86,18 @@ def steps(size: int, step: int) -> int:
 
 def empty_weight(size: tuple[int, int], format: WeightFormat, device: torch.device) -> QuantizedWeight:
     """A weight (N, K) that is not initialised."""
-    groups, dtype, outer = (size[0], format.groups(size[1])), VALUE_DTYPES[format.element], None
+    groups, outer = (size[0], format.groups(size[1])), None
+    values = torch.empty(size, dtype=VALUE_DTYPES[format.element], device=device)
+    if format.element in TABLES:
+        values.fill_(TABLES[format.element][0])
     if len(format.scales) > 1:
         pair = 1 if format.symmetric else 2
         outer = torch.empty(size[0], size[1] // format.scales[1].columns, pair, dtype=torch.float16, device=device)
     return QuantizedWeight(
         format=format,
-        values=torch.empty(size, dtype=dtype, device=device),
+        values=values,
         scales=torch.empty(groups, dtype=format.scale_dtype, device=device),
-        zeros=None if format.symmetric else torch.empty(groups, dtype=dtype, device=device),
+        zeros=None if format.symmetric else torch.empty(groups, dtype=format.zero_dtype, device=device),
         outer=outer,
         columns=torch.empty(size[1], dtype=torch.int64, device=device) if format.permuted else None,
     )
@@ -100,32 +109,68 @@ def empty_weight(size: tuple[int, int], format: WeightFormat, device: torch.devi
 def empty_panels(rows: Tensor, in_features: int, format: WeightFormat) -> Tensor:
     """The packed tensor, not initialised, of a weight of as many rows as there are here."""
     multiple = format.group_size or PADDING
-    padded = steps(in_features, multiple) * multiple
+    padded, panels = steps(in_features, multiple) * multiple, steps(len(rows), PANEL)
+    if format == FLOAT16:
+        return rows.new_empty((panels, padded, PANEL, 1), dtype=torch.float16)
     plain = format.bits == 16
-    size = (steps(len(rows), PANEL), padded * format.bits // 32, PANEL, 2 if plain else 4)  # words of 4 bytes
+    size = (panels, padded * format.bits // 32, PANEL, 2 if plain else 4)  # words of 4 bytes
     return rows.new_empty(size, dtype=torch.bfloat16 if plain else torch.uint8)
 
 
 def _pack_panels(weight: QuantizedWeight) -> Packed:
-    ops = native_ops()
     if not weight.format.scales:
-        return Packed(ops.pack_bf16(weight.values))
-    element, group_size, values = weight.format.element, weight.format.group_size, weight.values
-    if element == "int8":
-        data = ops.pack_bytes(values, group_size)
-    elif element == "float8_e4m3fn":
-        data = ops.pack_bytes(values.view(torch.uint8), group_size).view(values.dtype)
-    else:
-        data = ops.pack_int6(values) if element == "int6" else ops.pack_int4(values, group_size)
-    outer = None if weight.outer is None else panel_scales(weight.outer.flatten(1))
-    if weight.format == Q4_K:
-        return Packed(data, panel_scales(_words_of_scales(weight)), None, outer)
-    zeros = None if weight.zeros is None else panel_scales(weight.zeros)
-    return Packed(data, panel_scales(row_scales(weight)), zeros, outer)
+        return Packed(_plain_panels(weight.values))
+    scales, zeros, outer = row_scales(weight), weight.zeros, weight.outer
+    if weight.format == MXFP4:
+        scales = scales.view(torch.uint8)
+    if outer is not None and zeros is not None:  # minima, which stand beside the scales
+        scales = _words_of_scales(weight) if weight.format.group_size == 32 else scales | zeros << 4
+        zeros = None
+    outer = None if outer is None else panel_scales(outer.flatten(1))
+    return Packed(_integer_panels(weight), panel_scales(scales), None if zeros is None else panel_scales(zeros), outer)
+
+
+def _plain_panels(values: Tensor) -> Tensor:
+    """The data of a weight (N, K) in 16 bits."""
+    if values.dtype == torch.bfloat16:
+        return native_ops().pack_bf16(values)
+    n, k = values.shape
+    filled = pad(values, (0, -k % PADDING, 0, -n % PANEL))
+    return filled.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous().unsqueeze(3)
+
+
+def _integer_panels(weight: QuantizedWeight) -> Tensor:
+    """The data of a quantized weight."""
+    ops, format, values = native_ops(), weight.format, weight.values
+    if format.element == "int8":
+        return ops.pack_bytes(values, format.group_size)
+    if format.element == "float8_e4m3fn":
+        return ops.pack_bytes(values.view(torch.uint8), format.group_size).view(values.dtype)
+    if format.element == "int4":
+        return ops.pack_int4(values, format.group_size)
+    if format.element in TABLES:
+        return ops.pack_int4(_places(values, format.element), format.group_size).view(torch.int8)
+    return ops.pack_integers(pad(values, (0, -values.shape[1] % format.group_size)), format.bits)
+
+
+def _places(values: Tensor, element: str) -> Tensor:
+    """Numbers int8 (N, K) of a table as places in it, uint8."""
+    found = torch.zeros_like(values, dtype=torch.uint8)
+    if values.is_meta:
+        return found
+    table = torch.full((256,), 255, dtype=torch.uint8)
+    for place, number in reversed(list(enumerate(TABLES[element]))):  # of two zeros the first
+        table[number % 256] = place
+    size = max(1, PIECE // values.shape[1])
+    for rows, own in zip(found.split(size), values.split(size), strict=True):
+        rows.copy_(table[own.view(torch.uint8).int()])
+    if found.numel() and int(found.max()) > 15:
+        raise ConfigError(f"the values of an {element} weight are {', '.join(map(str, TABLES[element]))}")
+    return found
 
 
 def _words_of_scales(weight: QuantizedWeight) -> Tensor:
-    """Scales and minima of 6 bits of Q4_K, uint8 (N, G) each -> int32 (N, 3K/256), 3 words for 8 groups (gemm.h)."""
+    """Scales and minima of 6 bits, uint8 (N, G) each -> int32 (N, 3K/256), 3 words for 8 groups (gemm.h)."""
     assert weight.zeros is not None
     both = torch.stack((weight.scales, weight.zeros), dim=2).unflatten(1, (-1, 8)).transpose(2, 3)  # (N, B, 2, 8)
     low = (both & 15)[..., ::2] | (both & 15)[..., 1::2] << 4  # (N, B, 2, 4) bytes
@@ -164,22 +209,14 @@ def _panel_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids
         return tensor[ids // PANEL, :, ids % PANEL]
 
     if packed.scales is None:
-        return QuantizedWeight.plain(take(packed.data).flatten(1)[:, : size[1]].contiguous())
-    values = take(packed.data.view(torch.uint8))  # (R, steps, 4)
-    if format.element == "int8":
-        values = values ^ 0x80
-    elif format.element == "float8_e4m3fn":
-        values = values[..., [0, 2, 1, 3]]
-    elif format.element == "int4":
-        values = torch.cat((values & 15, values >> 4), dim=2)
-    elif format.element == "int6":
-        lines = values.unflatten(1, (-1, 3))  # (R, steps, 3, 4)
-        low = torch.cat([part for i in (0, 1) for part in (lines[:, :, i] & 15, lines[:, :, i] >> 4)], dim=2)
-        upper = torch.cat([lines[:, :, 2] >> shift & 3 for shift in (0, 2, 4, 6)], dim=2)
-        values = low | upper << 4
+        plain = take(packed.data).flatten(1)[:, : size[1]].contiguous()
+        return QuantizedWeight.plain(plain)
+    values = _values_of(take(packed.data.view(torch.uint8)), format)
     scales, zeros = take(packed.scales), None if packed.zeros is None else take(packed.zeros)
-    if format == Q4_K:
-        scales, zeros = _scales_of_words(scales)
+    if packed.outer is not None and not format.symmetric:
+        scales, zeros = _scales_of_words(scales) if format.group_size == 32 else (scales & 15, scales >> 4)
+    if format == MXFP4:
+        scales = scales.view(format.scale_dtype)
     outer = None if packed.outer is None else take(packed.outer).unflatten(1, (-1, 1 if format.symmetric else 2))
     return QuantizedWeight(
         format=format,
@@ -188,6 +225,28 @@ def _panel_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids
         zeros=zeros,
         outer=outer,
     )
+
+
+def _values_of(words: Tensor, format: WeightFormat) -> Tensor:
+    """What words of 4 bytes, uint8 (R, words, 4), hold: (R, …), flat but for the rows."""
+
+    def split(lines: Tensor, bits: int) -> Tensor:  # (R, units, lines, 4) -> (R, units, values)
+        parts = [lines >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+        return torch.stack(parts, dim=3).flatten(2)
+
+    element = format.element
+    if element == "int8":
+        return words ^ 0x80
+    if element == "float8_e4m3fn":
+        return words[..., [0, 2, 1, 3]]
+    if element in TABLES:
+        table = torch.tensor(TABLES[element], dtype=torch.int8, device=words.device)
+        return table[split(words.unsqueeze(2), 4).int()]
+    low = 4 if format.bits >= 4 else 2
+    if format.bits == low:
+        return split(words.unsqueeze(2), low)
+    lines = words.unflatten(1, (-1, 5 if element == "int5" else 3))
+    return split(lines[:, :, :-1], low) | split(lines[:, :, -1:], format.bits - low) << low
 
 
 PANELS = Layout(_pack_panels, _panel_rows)

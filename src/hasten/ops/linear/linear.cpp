@@ -15,7 +15,8 @@ Tensor linear(Tensor x, Tensor data, std::optional<Tensor> scales, std::optional
               std::optional<Tensor> outer, std::optional<Tensor> bias, int64_t out_features, int64_t group_size, int64_t planes) {
   STD_TORCH_CHECK(x.dim() > 0 && x.size(-1) > 0, "x needs a last dimension of at least one value");
   const int64_t k = x.size(-1), rows = x.numel() / k;
-  const Weight w = weight_of(data, scales, zeros, outer, out_features, k, group_size);
+  Weight w = weight_of(data, scales, zeros, outer, out_features, k, group_size);
+  w.planes = int(planes);
   STD_TORCH_CHECK(w.k - k < std::max({group_size, PADDING, w.outer ? SUPER_BLOCK : 0}), "x has ", k,
                   " columns, the weight ", w.k, " with its padding");
   STD_TORCH_CHECK(planes == 1 || planes == 2, "planes must be 1 or 2");
@@ -23,12 +24,12 @@ Tensor linear(Tensor x, Tensor data, std::optional<Tensor> scales, std::optional
   x = as_contiguous(x);
   Tensor y = empty_like_with_last(x, out_features);
   Arena arena;
-  const Preparation prepared(arena, w, x.const_data_ptr(), type, rows, k, Norm{}, int(planes));
+  const Preparation prepared(arena, w, x.const_data_ptr(), type, rows, k, Norm{});
   void* out = y.mutable_data_ptr();
   STD_TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == out_features), "the bias does not fit");
   const void* b = bias ? bias->const_data_ptr() : nullptr;
   const Type bias_type = bias ? type_of(*bias) : Type::f32;
-  auto finish = [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
+  auto finish = [&](int64_t, int64_t panel, int64_t m0, int64_t m1, const float* values) {
     const int64_t n0 = panel * PANEL, n = std::min<int64_t>(PANEL, out_features - n0);
     for (int64_t m = m0; m < m1; m++) {
       const float* from = values + (m - m0) * PANEL;
@@ -120,18 +121,28 @@ Tensor pack_bytes(Tensor w, int64_t group_size) {
 
 INLINE uint32_t nibbles_at(const uint8_t* p) { return (word_at(p) & 0x0f0f0f0fu) | (word_at(p + 4) & 0x0f0f0f0fu) << 4; }
 
-// q (N, K) uint8 with values 0 … 63, K a multiple of 256 -> uint8 panels.
-Tensor pack_int6(Tensor q) {
-  const int64_t n = q.size(0), k = q.size(1), steps = k / 16 * 3;
-  STD_TORCH_CHECK(k % SUPER_BLOCK == 0, "rows of 6 bits are multiples of 256 values, not ", k);
+// q (N, K) uint8 with values of 6, 5, 3 or 2 bits, K a multiple of 32 -> uint8 panels.
+Tensor pack_integers(Tensor q, int64_t bits) {
+  STD_TORCH_CHECK(bits == 6 || bits == 5 || bits == 3 || bits == 2, "there is no layout of ", bits, " bits");
+  const int64_t n = q.size(0), k = q.size(1), steps = k * bits / 32;
+  STD_TORCH_CHECK(k % PADDING == 0, "rows of ", bits, " bits are multiples of 32 values, not ", k);
   q = as_contiguous(q);
   const uint8_t* from = static_cast<const uint8_t*>(q.const_data_ptr());
   Tensor out = empty({(n + PANEL - 1) / PANEL, steps, PANEL, 4}, ScalarType::Byte);
+  // Lines and values that share a line of upper bits, and of how many bits the others are.
+  const int64_t values = bits % 2 ? 32 : 16, lines = bits == 2 ? 1 : bits == 5 ? 5 : 3, low = bits > 4 ? 4 : 2;
   auto word = [=](int64_t row, int64_t s) {
-    const uint8_t* p = from + row * k + s / 3 * 16;
-    if (s % 3 < 2) return nibbles_at(p + s % 3 * 8);
+    const uint8_t* p = from + row * k + s / lines * values;
+    const int64_t i = s % lines;
+    if (i * 32 / low < values) {
+      if (low == 4) return nibbles_at(p + i * 8);
+      uint32_t found = 0;
+      for (int t = 0; t < 4; t++) found |= (word_at(p + i * 16 + 4 * t) & 0x03030303u) << (2 * t);
+      return found;
+    }
     uint32_t upper = 0;
-    for (int i = 0; i < 4; i++) upper |= (word_at(p + 4 * i) >> 4 & 0x03030303u) << (2 * i);
+    for (int t = 0; t < values / 4; t++)
+      upper |= (word_at(p + 4 * t) >> low & (bits == 6 ? 0x03030303u : 0x01010101u)) << ((bits - low) * t);
     return upper;
   };
   interleave(n, steps, steps, 0, out.mutable_data_ptr(), word, word);
@@ -187,7 +198,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
   m.def("linear(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int out_features, int group_size, int planes) -> Tensor");
   m.def("pack_bf16(Tensor w) -> Tensor");
   m.def("pack_bytes(Tensor w, int group_size) -> Tensor");
-  m.def("pack_int6(Tensor q) -> Tensor");
+  m.def("pack_integers(Tensor q, int bits) -> Tensor");
   m.def("pack_int4(Tensor q, int group_size) -> Tensor");
   m.def("pack_int4_words(Tensor words, int group_size) -> Tensor");
 }
@@ -195,7 +206,7 @@ STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   m.impl("linear", TORCH_BOX(&hasten::linear));
   m.impl("pack_bf16", TORCH_BOX(&hasten::pack_bf16));
   m.impl("pack_bytes", TORCH_BOX(&hasten::pack_bytes));
-  m.impl("pack_int6", TORCH_BOX(&hasten::pack_int6));
+  m.impl("pack_integers", TORCH_BOX(&hasten::pack_integers));
   m.impl("pack_int4", TORCH_BOX(&hasten::pack_int4));
   m.impl("pack_int4_words", TORCH_BOX(&hasten::pack_int4_words));
 }

@@ -12,7 +12,15 @@ from hasten.errors import ConfigError, HastenWarning
 from hasten.ops.linear.gradient import frozen_product
 from hasten.ops.linear.layouts import PANEL, PANELS, ROWS, Layout, Operands, Packed, empty_weight, panel_scales, steps
 from hasten.ops.linear.operator import KERNELS, LinearRequest, Product, layout_of, slow_for_its_format, takes
-from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight, WeightFormat, check_format, check_scales, check_weight
+from hasten.ops.linear.weights import (
+    FLOAT16,
+    PLAIN,
+    QuantizedWeight,
+    WeightFormat,
+    check_format,
+    check_scales,
+    check_weight,
+)
 from hasten.ops.native import native_ops
 from hasten.ops.picker import pick
 
@@ -22,10 +30,10 @@ ACTIVATION_PLANES = {"int8": 1, "float": 2}
 class PackedLinear(nn.Module):
     """y = x·Wᵀ + b for x (…, K), y (…, N) in x's dtype. The weight is frozen: only x has a gradient (gradient.py).
 
-    format: BFLOAT16, INT8, Q4_K, Q6_K, a `group_format` or an `fp8_format` (weights.py). activations: "int8" rounds x
-    to int8, by row or group as the weight has its scales, the fastest; "float" keeps 16 bits of it. Only the native
-    kernel rounds. With weights of floats it rounds a float32 x to bfloat16 where the processor multiplies such pairs
-    (AVX-512 BF16, AMX), and keeps float32 elsewhere.
+    format: BFLOAT16, FLOAT16, INT8, a `group_format`, `fp8_format` or one of GGUF's (weights.py). activations: "int8"
+    rounds x to int8, by row or group as the weight has its scales, the fastest; "float" keeps 16 bits of it. Only the
+    native kernel rounds. With weights of bfloat16 and fp8 it rounds a float32 x to bfloat16 where the processor
+    multiplies such pairs (AVX-512 BF16, AMX), and keeps float32 elsewhere, as with weights of float16 everywhere.
 
     Where the format is permuted (the columns of a group do not stand beside each other), they lie sorted by group, and
     the buffer `order` (K,) brings x's features into their order before the product.
@@ -91,12 +99,16 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, kernel: str | None = None) -> Self:
-        """The same layer in bfloat16; weights of another dtype are rounded to it."""
+        """The same layer in bfloat16, to which its weights are rounded, or in float16, where they are, which takes
+        float32."""
         if not isinstance(linear, nn.Linear):
             raise ConfigError(f"a packed layer is made of an nn.Linear; found {type(linear).__name__}")
-        weight = QuantizedWeight.plain(linear.weight.detach().bfloat16())
-        options: dict[str, Any] = {"kernel": kernel, "device": linear.weight.device, "bias": linear.bias}
-        return cls(weight.shape[1], weight.shape[0], BFLOAT16, pack=lambda layout: layout.pack(weight), **options)
+        values = linear.weight.detach()
+        weight = QuantizedWeight.plain(values if values.dtype in PLAIN else values.bfloat16())
+        options: dict[str, Any] = {"kernel": kernel, "device": values.device, "bias": linear.bias}
+        if weight.format == FLOAT16:
+            options["dtype"] = torch.float32
+        return cls(weight.shape[1], weight.shape[0], weight.format, pack=lambda layout: layout.pack(weight), **options)
 
     @classmethod
     def from_weight(cls, weight: QuantizedWeight, bias: Tensor | None = None, **options: Any) -> Self:
@@ -172,8 +184,8 @@ class PackedLinear(nn.Module):
 
     def to_weight(self) -> QuantizedWeight:
         """The quantized weight as it was given, bit for bit."""
-        if self.format == BFLOAT16:
-            raise ConfigError("a bfloat16 layer holds no quantized weight; use dequantize()")
+        if not self.format.scales:
+            raise ConfigError(f"a {self.format.element} layer holds no quantized weight; use dequantize()")
         return self.numbers()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from hasten.machine import emulated
 from hasten.ops import triton_support
 from hasten.ops.linear.layouts import CHUNKS, PADDING, PANELS, ROWS, Layout, Operands, Packed
-from hasten.ops.linear.weights import BFLOAT16, INT8, Q6_K, QuantizedWeight, WeightFormat
+from hasten.ops.linear.weights import BFLOAT16, INT8, PLAIN, QuantizedWeight, WeightFormat
 from hasten.ops.linear.wide import wide_linear
 from hasten.ops.native import library, missing_library, native_ops, slower_than_pytorch
 from hasten.ops.picker import Kernel
@@ -52,7 +52,7 @@ def pytorch(x: Tensor, weight: Operands) -> Tensor:
         assert weight.scales is not None
         y = wide_linear(x, weight.data, None) * weight.scales.flatten()
         return (y if weight.bias is None else y + weight.bias).to(x.dtype)
-    if weight.data.dtype == torch.bfloat16 and x.dtype == torch.float32:
+    if weight.data.dtype in PLAIN and x.dtype == torch.float32:
         return wide_linear(x, weight.data, weight.bias)
     bias = None if weight.bias is None else weight.bias.to(x.dtype)
     return F.linear(x, _dequantized(x, weight, x.dtype), bias)
@@ -77,7 +77,7 @@ def native_unsupported(request: LinearRequest) -> str | None:
         return f"it runs on a CPU, the layer is on {request.device}"
     if request.dtype not in NATIVE_DTYPES:
         return f"it takes bfloat16 and float32 activations, not {str(request.dtype).removeprefix('torch.')}"
-    if request.format.group_size % PADDING and request.format != Q6_K:
+    if request.format.group_size % PADDING and len(request.format.scales) < 2:
         return f"its groups are multiples of {PADDING}, not {request.format.group_size}"
     if request.format == INT8 and request.in_features > LARGEST_INT8_ROW:
         return f"its int8 sums hold {LARGEST_INT8_ROW} products, not {request.in_features}"
@@ -116,11 +116,15 @@ def _contenders() -> dict[str, Callable[[], object]]:
 def _triton_unsupported(request: LinearRequest) -> str | None:
     if request.device.type == "cpu" and (reason := triton_support.refusal(request.device)) is not None:
         return reason
-    if request.format.element == "bfloat16":
-        return "PyTorch's own product is the best for bfloat16 weights on a GPU"
+    if not request.format.scales:
+        return f"PyTorch's own product is the best for {request.format.element} weights on a GPU"
     if request.dtype not in TRITON_DTYPES:
         return f"it takes bfloat16 and float16 activations, not {str(request.dtype).removeprefix('torch.')}"
-    if len(request.format.scales) > 1 or not request.format.element.startswith("int"):
+    if (
+        len(request.format.scales) > 1
+        or request.format.element not in ("int8", "int4")
+        or request.format.zero == "minimum"
+    ):
         return f"it unpacks int8 and int4, not {request.format}"
     if request.format.group_size and request.format.group_size not in TRITON_GROUPS:
         return f"its groups are {', '.join(map(str, TRITON_GROUPS))}, not {request.format.group_size}"
@@ -171,7 +175,7 @@ def takes(kernel: str, dtype: torch.dtype) -> bool:
 
 def slow_for_its_format(request: LinearRequest) -> str | None:
     """Why a quantized layer on a CPU misses the native kernel, where that is for the weight's own sizes."""
-    if request.format.element == "bfloat16" or request.device.type != "cpu" or request.dtype not in NATIVE_DTYPES:
+    if not request.format.scales or request.device.type != "cpu" or request.dtype not in NATIVE_DTYPES:
         return None
     return native_unsupported(request) if library() is not None else None
 

@@ -1,6 +1,8 @@
 // Rows of x made ready for a product: normalised if asked for, and rounded to bf16 or to int8 planes.
 #pragma once
 
+#include <torch/headeronly/util/Exception.h>
+
 #include "../parallel.h"
 #include "gemm.h"
 
@@ -114,16 +116,40 @@ void quantize(const float* x, int64_t k, int planes, int64_t plane_stride, Q* q,
   if (planes == 2) scales[1] = scale, sums[1] = sum_lanes(low_sum);
 }
 
-// The rows of x made ready for a weight. A few rows are prepared by every thread for itself, which takes a microsecond or
-// two and no waiting; many are shared out, in a phase of their own.
+// The weights that are multiplied with the same x, each of its own format: up to three (q, k, v).
+template <class T>
+struct Few {
+  static constexpr int64_t MOST = 3;
+  Few() = default;
+  Few(const T& only) { add(only); }
+  void add(const T& one) {
+    STD_TORCH_CHECK(count < MOST, "a product has at most ", MOST, " parts");
+    items[count++] = one;
+  }
+  T& operator[](int64_t i) { return items[i]; }
+  const T& operator[](int64_t i) const { return items[i]; }
+  const T* begin() const { return items; }
+  const T* end() const { return items + count; }
+  T items[MOST];
+  int64_t count = 0;
+};
+
+// The rows of x made ready for weights, once for those that take them alike. A few rows are prepared by every thread for
+// itself, which takes a microsecond or two and no waiting; many are shared out, in a phase of their own.
 class Preparation {
  public:
   // x (rows, k) may be written until the product's phase begins.
-  Preparation(Arena& arena, const Weight& w, const void* x, Type type, int64_t rows, int64_t k, const Norm& norm,
-              int planes)
-      : w_(w), x_(x), type_(type), rows_(rows), k_(k), norm_(norm), planes_(w.integers() ? planes : 1) {
-    if (own()) return;
-    shared_ = place([&](int64_t count, auto slot) { return arena.take<typename decltype(slot)::type>(count); });
+  Preparation(Arena& arena, const Few<Weight>& weights, const void* x, Type type, int64_t rows, int64_t k,
+              const Norm& norm)
+      : x_(x), type_(type), rows_(rows), k_(k), norm_(norm) {
+    for (const Weight& w : weights) {
+      padded_ = std::max(padded_, w.k);
+      int64_t kind = 0;
+      while (kind < kinds_.count && !taken_alike(kinds_[kind], w)) kind++;
+      if (kind == kinds_.count) kinds_.add(w);
+      kind_of_.add(kind);
+    }
+    if (!own()) shared_ = place([&](int64_t bytes) { return arena.take<char>(bytes); });
   }
   // A phase for many rows, nothing for few.
   void share_out(Worker& worker) const {
@@ -133,101 +159,168 @@ class Preparation {
       fill(shared_, chunk * block, std::min(rows_, (chunk + 1) * block));
     });
   }
-  // The rows, for one thread; valid until it asks for others.
-  Rows ready() const {
-    if (!own()) return shared_;
-    Rows out = place([](int64_t count, auto slot) {
-      return scratch<typename decltype(slot)::type, decltype(slot)::number>(count);
-    });
+  // The rows as each weight takes them, for one thread; valid until it asks for others.
+  Few<Rows> ready() const {
+    if (!own()) return by_weight(shared_);
+    int64_t bytes = 0;
+    place([&](int64_t more) { return bytes += more, nullptr; });
+    char* at = scratch<char, 3>(bytes);
+    const Few<Rows> out = place([&](int64_t more) { return (at += more) - more; });
     fill(out, 0, rows_);
-    return out;
+    return by_weight(out);
   }
 
  private:
-  template <class T, int NUMBER>
-  struct Slot { using type = T; static constexpr int number = NUMBER; };
   bool own() const { return rows_ <= 4; }
-  bool nibbles() const { return w_.format == Format::int4; }
+  static bool nibbles(const Weight& w) { return w.format == Format::int4; }
+  static bool wide(const Weight& w) { return w.format == Format::f16; }
+  static bool taken_alike(const Weight& a, const Weight& b) {
+    return a.k == b.k && a.integers() == b.integers() && wide(a) == wide(b) &&
+           (!a.integers() || (nibbles(a) == nibbles(b) && a.group == b.group && a.planes == b.planes));
+  }
+  // take(bytes): memory that begins at a cache line, or null to count.
   template <class Take>
-  Rows place(const Take& take) const {
-    Rows out;
-    const bool plain = !w_.integers();
-    const int64_t bytes = nibbles() ? spread_rows<int8_t>(w_.k) : spread_rows<ByteOperand>(w_.k);
-    out.stride = plain ? spread_rows<Operand>(w_.k) : bytes;
-    out.planes = planes_;
-    out.groups = w_.groups();
-    if (plain) {
-      out.plain = take(rows_ * out.stride, Slot<Operand, 3>{});
-      return out;
-    }
-    out.rows = rows_ * planes_;
-    if (nibbles()) out.q = take(out.rows * out.stride, Slot<int8_t, 4>{});
-    else out.bytes = take(out.rows * out.stride, Slot<ByteOperand, 4>{});
-    out.scales = take(out.rows * out.groups, Slot<float, 5>{});
-    out.sums = take(out.rows * out.groups, Slot<int32_t, 6>{});
-    return out;
-  }
-  void fill(const Rows& out, int64_t m0, int64_t m1) const {
-    float* wide = scratch<float, 7>(w_.k + LANES);
-    for (int64_t m = m0; m < m1; m++) {
-      widen(x_, type_, m, k_, w_.k, norm_, wide);
-      if (!w_.integers()) {
-        for (int64_t i = 0; i < w_.k; i += LANES) store_operand(out.plain + m * out.stride + i, load(wide + i));
-        continue;
+  Few<Rows> place(const Take& take) const {
+    auto some = [&]<class T>(T*& where, int64_t count) {  // a line more: kernels may read whole vectors
+      where = reinterpret_cast<T*>(static_cast<char*>(take((count * int64_t(sizeof(T)) + 127) / 64 * 64)));
+    };
+    Few<Rows> all;
+    for (const Weight& w : kinds_) {
+      Rows out;
+      out.groups = w.groups();
+      out.planes = w.integers() ? w.planes : 1;
+      out.rows = rows_ * out.planes;
+      if (wide(w)) {
+        out.stride = spread_rows<float>(w.k);
+        some(out.wide, rows_ * out.stride);
+      } else if (!w.integers()) {
+        out.stride = spread_rows<Operand>(w.k);
+        some(out.plain, rows_ * out.stride);
+      } else {
+        out.stride = nibbles(w) ? spread_rows<int8_t>(w.k) : spread_rows<ByteOperand>(w.k);
+        if (nibbles(w)) some(out.q, out.rows * out.stride);
+        else some(out.bytes, out.rows * out.stride);
+        some(out.scales, out.rows * out.groups);
+        some(out.sums, out.rows * out.groups);
       }
-      const int64_t size = w_.k / out.groups;
-      auto round = [&](auto* q) {
-        for (int64_t g = 0; g < out.groups; g++)
-          quantize(wide + g * size, size, planes_, out.stride, q + m * planes_ * out.stride + g * size,
-                   out.scales + g * out.rows + m * planes_, out.sums + g * out.rows + m * planes_);
-      };
-      if (nibbles()) round(out.q);
-      else round(out.bytes);
+      all.add(out);
+    }
+    return all;
+  }
+  Few<Rows> by_weight(const Few<Rows>& by_kind) const {
+    Few<Rows> found;
+    for (int64_t kind : kind_of_) found.add(by_kind[kind]);
+    return found;
+  }
+  void fill(const Few<Rows>& all, int64_t m0, int64_t m1) const {
+    float* wide = scratch<float, 7>(padded_ + LANES);
+    for (int64_t m = m0; m < m1; m++) {
+      widen(x_, type_, m, k_, padded_, norm_, wide);
+      for (int64_t kind = 0; kind < kinds_.count; kind++) fill_row(kinds_[kind], all[kind], m, wide);
     }
   }
-  const Weight w_;
+  static void fill_row(const Weight& w, const Rows& out, int64_t m, const float* values) {
+    if (!w.integers()) {
+      for (int64_t i = 0; i < w.k; i += LANES) {
+        if (wide(w)) store(out.wide + m * out.stride + i, load(values + i));
+        else store_operand(out.plain + m * out.stride + i, load(values + i));
+      }
+      return;
+    }
+    const int64_t size = w.k / out.groups;
+    auto round = [&](auto* q) {
+      for (int64_t g = 0; g < out.groups; g++)
+        quantize(values + g * size, size, w.planes, out.stride, q + m * w.planes * out.stride + g * size,
+                 out.scales + g * out.rows + m * w.planes, out.sums + g * out.rows + m * w.planes);
+    };
+    if (nibbles(w)) round(out.q);
+    else round(out.bytes);
+  }
   const void* x_;
   const Type type_;
   const int64_t rows_, k_;
   const Norm norm_;
-  const int planes_;
-  Rows shared_;
+  int64_t padded_ = 0;
+  Few<Weight> kinds_;      // one of each that take the rows alike
+  Few<int64_t> kind_of_;   // of each weight
+  Few<Rows> shared_;
 };
 
-// Where a thread begins to stream through w, if it does.
-inline Prefetcher beginning(const Worker& worker, const Weight& w, int64_t rows) {
+// Of the panels of weights after each other, the one that is there.
+struct Place {
+  int64_t part, panel;
+  Place(const Few<Weight>& weights, int64_t item) : part(0), panel(item) {
+    while (part + 1 < weights.count && panel >= weights[part].panels()) panel -= weights[part++].panels();
+  }
+};
+inline int64_t panels_of(const Few<Weight>& weights) {
+  int64_t panels = 0;
+  for (const Weight& w : weights) panels += w.panels();
+  return panels;
+}
+inline int64_t row_block(const Few<Weight>& weights) {
+  int64_t block = ROW_BLOCK;
+  for (const Weight& w : weights) block = std::min(block, row_block(w));
+  return block;
+}
+
+// Where a thread begins to stream through weights, if it does.
+inline Prefetcher beginning(const Worker& worker, const Few<Weight>& weights, int64_t rows) {
 #if !HASTEN_OPENMP
   return {};  // torch shares each phase out among threads that are not the team's
 #endif
-  if (rows > row_block(w)) return {};
-  const int64_t size = w.panel_bytes(), first = worker.first_of(w.panels());
-  const char* at = static_cast<const char*>(w.data) + first * size;
-  return {at, at + std::min<int64_t>((w.panels() - first) * size, BEGINNING)};
+  if (rows > row_block(weights)) return {};
+  const Place first(weights, worker.first_of(panels_of(weights)));
+  const Weight& w = weights[first.part];
+  const int64_t size = w.panel_bytes();
+  const char* at = static_cast<const char*>(w.data) + first.panel * size;
+  return {at, at + std::min<int64_t>((w.panels() - first.panel) * size, BEGINNING)};
 }
 
-// The phases of a product of x with w: calls finish(panel, m0, m1, values [m1 - m0][64]) for every panel and block of
-// rows.
-template <class Finish>
-void product(Worker& worker, const Weight& w, const Preparation& x, int64_t rows, const Finish& finish) {
-  const int64_t block = row_block(w), blocks = (rows + block - 1) / block;
-  Rows ready;
-  auto one = [&](int64_t panel, int64_t m0, int64_t m1) {
-    float* values = scratch<float, 2>(ROW_BLOCK * PANEL);
-    panel_product(w, ready, panel, m0, m1, values);
-    finish(panel, m0, m1, values);
-  };
+// The phases of a product: calls each(ready rows, item, m0, m1) for every item, which are as many as panels of `weights`
+// unless there are `items` of another kind, and every block of rows.
+template <class Each>
+void over_panels(Worker& worker, const Few<Weight>& weights, int64_t items, const Preparation& x, int64_t rows,
+                 const Each& each) {
+  const int64_t block = row_block(weights), blocks = (rows + block - 1) / block;
+  Few<Rows> ready;
   x.share_out(worker);
   if (blocks == 1)
-    return worker.stream(w.panels(), [&] { ready = x.ready(); }, [&](int64_t panel) { one(panel, 0, rows); },
-                         beginning(worker, w, rows));
+    return worker.stream(items, [&] { ready = x.ready(); }, [&](int64_t item) { each(ready, item, 0, rows); },
+                         beginning(worker, weights, rows));
   ready = x.ready();
-  worker.each(w.panels() * blocks, [&](int64_t chunk) {
+  worker.each(items * blocks, [&](int64_t chunk) {
 #if defined(__AMX_TILE__)
-    const int64_t panel = chunk % w.panels(), m0 = chunk / w.panels() * block;  // x stays in the second-level cache
+    const int64_t item = chunk % items, m0 = chunk / items * block;  // x stays in the second-level cache
 #else
-    const int64_t panel = chunk / blocks, m0 = chunk % blocks * block;  // the panel stays
+    const int64_t item = chunk / blocks, m0 = chunk % blocks * block;  // the panel stays
 #endif
-    one(panel, m0, std::min(rows, m0 + block));
+    each(ready, item, m0, std::min(rows, m0 + block));
+  });
+}
+
+// The products of x with weights: calls finish(part, panel, m0, m1, values [m1 - m0][64]) for every panel and block of rows.
+template <class Finish>
+void product(Worker& worker, const Few<Weight>& weights, const Preparation& x, int64_t rows, const Finish& finish) {
+  over_panels(worker, weights, panels_of(weights), x, rows,
+              [&](const Few<Rows>& ready, int64_t item, int64_t m0, int64_t m1) {
+    const Place at(weights, item);
+    float* values = scratch<float, 2>(ROW_BLOCK * PANEL);
+    panel_product(weights[at.part], ready[at.part], at.panel, m0, m1, values);
+    finish(at.part, at.panel, m0, m1, values);
+  });
+}
+
+// The products with two weights of as many rows, panel by panel: calls finish(panel, m0, m1, values of the first, of the
+// second).
+template <class Finish>
+void product_of_two(Worker& worker, const Few<Weight>& weights, const Preparation& x, int64_t rows, const Finish& finish) {
+  over_panels(worker, weights, weights[0].panels(), x, rows,
+              [&](const Few<Rows>& ready, int64_t panel, int64_t m0, int64_t m1) {
+    float* values = scratch<float, 2>(2 * ROW_BLOCK * PANEL);
+    for (int64_t part = 0; part < 2; part++)
+      panel_product(weights[part], ready[part], panel, m0, m1, values + part * ROW_BLOCK * PANEL);
+    finish(panel, m0, m1, values, values + ROW_BLOCK * PANEL);
   });
 }
 

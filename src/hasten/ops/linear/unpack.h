@@ -76,35 +76,101 @@ inline void unpack_fp8(const uint8_t* from, int64_t steps, uint16_t* to) {
 }
 #endif
 
-// Eight groups of Q6_K's values as lines of int8.
-inline void unpack_int6(const uint8_t* from, uint8_t* to) {
-  constexpr uint32_t low = 0x0f0f0f0fu, upper = 0x30303030u, offset = 0x60606060u;  // the middle is 32, int8's is 128
-  for (int64_t s = 0; s < 8; s++, from += 3 * PANEL * 4, to += 4 * PANEL * 4)
-    for (int v = 0; v < VECTORS; v++) {
-      const uint8_t* line = from + v * 64;
-      const U32 a = load_line(line), b = load_line(line + PANEL * 4), rest = load_line(line + 2 * PANEL * 4);
-      uint8_t* out = to + v * 64;
-      store_line(out, ((a & low) | ((rest << 4) & upper)) + offset);
-      store_line(out + PANEL * 4, (((a >> 4) & low) | ((rest << 2) & upper)) + offset);
-      store_line(out + 2 * PANEL * 4, ((b & low) | (rest & upper)) + offset);
-      store_line(out + 3 * PANEL * 4, (((b >> 4) & low) | ((rest >> 2) & upper)) + offset);
-    }
+// Numbers by their places in a table, 128 added: IQ4_NL's, and twice those of e2m1.
+struct alignas(16) NibbleTable { uint8_t values[16]; };
+inline constexpr NibbleTable IQ4{{1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}};
+inline constexpr NibbleTable FP4{{128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116}};
+INLINE U32 looked_up(const NibbleTable& table, U32 places) {
+#if HASTEN_512
+  const __m512i all = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table.values)));
+  return (U32)_mm512_shuffle_epi8(all, (__m512i)places);
+#elif defined(__AVX2__)
+  const __m256i all = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table.values)));
+  return each_part<U32>(places, [=](auto part) { return (Native<uint32_t>::type)_mm256_shuffle_epi8(all, (__m256i)part); });
+#else
+  uint8_t bytes[64];
+  store_line(bytes, places);
+  for (uint8_t& byte : bytes) byte = table.values[byte];
+  return load_line(bytes);
+#endif
+}
+// How values of fewer bits than 8 stand in a panel's lines: units of `words` times four of each row, in LOW lines of 4 or 2
+// bits for each value (LOW_BITS), then one of their upper bits, if they have more.
+template <Format F>
+struct Packing {
+  static constexpr bool table = F == Format::iq4 || F == Format::fp4;
+  static constexpr int bits = F == Format::int6 ? 6 : F == Format::int5 ? 5 : F == Format::int3 ? 3 : F == Format::int2 ? 2 : 4;
+  static constexpr int low_bits = bits >= 4 ? 4 : 2, upper_bits = bits - low_bits;
+  static constexpr int words = table ? 2 : upper_bits == 1 ? 8 : 4;
+  static constexpr int low_lines = words * low_bits / 8, lines = low_lines + (upper_bits ? 1 : 0);
+  static constexpr int surplus = table ? 128 : 0;  // what is added to numbers of a table
+};
+
+// Calls take(i, word) for each word of a unit of 16 rows, bytes without sign, or for those of COUNT low lines from FIRST on.
+// own: those rows in its first line.
+template <Format F, int FIRST = 0, int COUNT = Packing<F>::low_lines, class Take>
+INLINE void each_word(const uint8_t* own, const Take& take) {
+  using P = Packing<F>;
+  constexpr uint32_t mask = P::low_bits == 4 ? 0x0f0f0f0fu : 0x03030303u;
+  constexpr uint32_t upper_mask = (P::upper_bits == 2 ? 0x03030303u : 0x01010101u) << P::low_bits;
+  constexpr int each = 8 / P::low_bits;  // words of a line
+  U32 upper{};
+  if constexpr (P::upper_bits > 0) upper = load_line(own + P::low_lines * PANEL * 4);
+  EACH(l, COUNT,
+       const U32 low = load_line(own + (FIRST + l) * PANEL * 4);
+       EACH(j, each,
+            constexpr int word = (FIRST + l) * each + j;
+            U32 value = (low >> (j * P::low_bits)) & mask;
+            if constexpr (F == Format::iq4) value = looked_up(IQ4, value);
+            if constexpr (F == Format::fp4) value = looked_up(FP4, value);
+            if constexpr (P::upper_bits > 0) {
+              constexpr int up = P::low_bits - word * P::upper_bits;
+              if constexpr (up >= 0) value = value | ((upper << up) & upper_mask);
+              else value = value | ((upper >> -up) & upper_mask);
+            }
+            take(std::integral_constant<int, word>{}, value)));
 }
 
-// The scales [8][64] of eight groups of Q6_K, and the next ones asked for, whose stream is too thin for the processor's
-// own prefetch.
-inline void unpack_scales6(const int8_t* scales, const uint16_t* outer, float* to) {
+// `count` values of K as lines of int8: `middle` of them being 0.
+template <Format F>
+inline void unpack_values(const uint8_t* from, int64_t count, int middle, uint8_t* to) {
+  using P = Packing<F>;
+  const uint32_t offset = uint32_t(128 - P::surplus - middle) * 0x01010101u;
+  for (int64_t k = 0; k < count; k += 4 * P::words, from += P::lines * PANEL * 4, to += P::words * PANEL * 4)
+    for (int v = 0; v < VECTORS; v++)
+      each_word<F>(from + v * 64, [&](auto i, U32 word) __attribute__((always_inline)) {
+        store_line(to + i * PANEL * 4 + v * 64, word + offset);
+      });
+}
+
+// Scales of scales: those [count][64] of groups whose own are int8, `blocks` of 256 values, and the next ones asked for,
+// whose stream is too thin for the processor's own prefetch.
+inline void unpack_scales(const int8_t* scales, const uint16_t* outer, int64_t count, float* to) {
   for (int v = 0; v < VECTORS; v++) {
     const F32 d = load_f16(outer + v * LANES);
-    for (int i = 0; i < 2; i++) __builtin_prefetch(scales + (16 + 2 * v + i) * PANEL);
+    for (int i = 0; i < 2; i++) __builtin_prefetch(scales + (2 * count + 2 * v + i) * PANEL);
     __builtin_prefetch(outer + (2 + v / 2) * PANEL);
-    for (int g = 0; g < 8; g++)
+    for (int64_t g = 0; g < count; g++)
       store(to + g * PANEL + v * LANES, d * to_float(load_int8(scales + g * PANEL + v * LANES)));
   }
 }
 
-// A super-block's scales [8][64] and minima [8][64] of Q4_K.
-inline void unpack_scales4(const uint32_t* words, const uint16_t* outer, float* scales, float* minima) {
+// The same of scales and minima of 4 bits.
+inline void unpack_nibble_scales(const uint8_t* both, const uint16_t* outer, int64_t count, float* scales, float* minima) {
+  for (int v = 0; v < VECTORS; v++) {
+    const F32 d = load_f16(outer + v * LANES), least = load_f16(outer + PANEL + v * LANES);
+    for (int i = 0; i < 2; i++) __builtin_prefetch(both + (2 * count + 2 * v + i) * PANEL);
+    __builtin_prefetch(outer + 2 * PANEL + v * 32);
+    for (int64_t g = 0; g < count; g++) {
+      const I32 own = load_int8(both + g * PANEL + v * LANES);
+      store(scales + g * PANEL + v * LANES, d * to_float(own & 15));
+      store(minima + g * PANEL + v * LANES, least * to_float((own >> 4) & 15));
+    }
+  }
+}
+
+// A super-block's scales [8][64] and minima [8][64] of 6 bits.
+inline void unpack_word_scales(const uint32_t* words, const uint16_t* outer, float* scales, float* minima) {
   for (int v = 0; v < VECTORS; v++) {
     const F32 d = load_f16(outer + v * LANES), least = load_f16(outer + PANEL + v * LANES);
     const U32 low = load_line(words + v * LANES), low_minima = load_line(words + PANEL + v * LANES);
@@ -120,6 +186,17 @@ inline void unpack_scales4(const uint32_t* words, const uint16_t* outer, float* 
   }
 }
 
+// Half of what scales of e8m0 are, which are the powers of two from 2^-127 on: fp4's numbers stand doubled in their table.
+inline void unpack_exponents(const uint8_t* exponents, int64_t count, float* to) {
+  for (int64_t i = 0; i < count * PANEL; i += LANES) {
+    const U32 e = as<U32>(load_int8(exponents + i)) & 0xffu;
+    const U32 subnormal = as<U32>(e == splat(0u)) & 0x00200000u;
+    const U32 one = as<U32>(e == splat(1u)) & 0x00400000u;
+    const U32 normal = as<U32>(as<I32>(e) > splat(1)) & ((e - 1u) << 23);
+    store(to + i, as<F32>(subnormal | one | normal));
+  }
+}
+
 INLINE int64_t bytes_of(ScaleType type) { return type == ScaleType::f32 ? 4 : 2; }
 
 // Groups of a panel's rows, after each other: lines of BITS for each value, [count][64] scales and zeros.
@@ -132,34 +209,82 @@ struct Groups {
   const float* minima;   // [count][64], which are taken from each weight; null: there are none
   int64_t size;          // values of a group
   int64_t first, count;  // which of the row's they are
+  int32_t middle;        // that all zeros are
 };
 
-// The groups of a panel from g0 on, at most `count` of them: as they stand, or unpacked: eight of Q4_K and Q6_K.
-template <int BITS>
+// Whether lines, scales or minima are made of what is stored, for some groups at a time.
+INLINE bool made(const Weight& w) {
+  return w.outer || w.minima || (w.format != Format::int8 && w.format != Format::int4);
+}
+INLINE int64_t groups_made(const Weight& w) { return w.group <= 32 ? 8 : std::max<int64_t>(1, SUPER_BLOCK / w.group); }
+
+// The middle of integers without sign that have no zeros of their own.
+INLINE int middle_of(const Weight& w) {
+  const bool own = w.zeros || w.minima || w.scale_type == ScaleType::words || w.scale_type == ScaleType::nibbles;
+  return own || w.format == Format::int8 || w.format == Format::iq4 || w.format == Format::fp4 ? 0 : 1 << (w.bits() - 1);
+}
+
+// Calls f(Packed<F>{}) for the format of a weight of fewer bits than 8, but int4.
+template <Format F>
+using Packed = std::integral_constant<Format, F>;
+template <class Run>
+INLINE void with_packing(Format format, const Run& run) {
+  switch (format) {
+    case Format::int6: return run(Packed<Format::int6>{});
+    case Format::int5: return run(Packed<Format::int5>{});
+    case Format::int3: return run(Packed<Format::int3>{});
+    case Format::int2: return run(Packed<Format::int2>{});
+    case Format::iq4: return run(Packed<Format::iq4>{});
+    case Format::fp4: return run(Packed<Format::fp4>{});
+    default: return;
+  }
+}
+
+// The groups of a panel from g0 on, at most `count` of them, as they stand; or those that are made. UNPACKED: with lines of
+// int8.
+template <bool UNPACKED>
 Groups groups_of(const Weight& w, int64_t panel, int64_t g0, int64_t count) {
   const int64_t groups = w.groups(), at = (panel * groups + g0) * PANEL;
   const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.panel_bytes() + g0 * w.group * w.bits() / 8 * PANEL;
-  Groups some{.lines = base, .next = base, .size = w.group, .first = g0, .count = std::min(groups - g0, count)};
-  if (!w.outer) {
+  Groups some{.lines = base, .next = base, .scale_type = w.scale_type, .size = w.group, .first = g0,
+              .count = std::min(groups - g0, count), .middle = middle_of(w)};
+  some.zeros = w.zeros ? w.zeros + at : nullptr;
+  if (w.scale_type <= ScaleType::f16)
     some.scales = static_cast<const char*>(w.scales) + at * bytes_of(w.scale_type);
-    some.scale_type = w.scale_type;
-    some.zeros = w.zeros ? w.zeros + at : nullptr;
-    return some;
-  }
-  const int64_t block = (panel * groups + g0) * w.group / SUPER_BLOCK;
-  float* scales = scratch<float, 18>(16 * PANEL);
-  some.scales = scales;
-  if constexpr (BITS == 8) {
-    uint8_t* lines = scratch<uint8_t, 19>(8 * 16 * PANEL);
-    unpack_int6(base, lines);
-    unpack_scales6(static_cast<const int8_t*>(w.scales) + at, w.outer + block * PANEL, scales);
+  if (!made(w)) return some;
+  if (UNPACKED && w.format != Format::int8) {
+    const int64_t values = some.count * w.group;
+    uint8_t* lines = scratch<uint8_t, 19>(values * PANEL);
+    with_packing(w.format, [&](auto format) { unpack_values<format.value>(base, values, some.middle, lines); });
     some.lines = lines;
-    some.next = base + 6 * 16 * PANEL - AHEAD;
-  } else {
-    unpack_scales4(static_cast<const uint32_t*>(w.scales) + block * 3 * PANEL, w.outer + block * 2 * PANEL, scales,
-                   scales + 8 * PANEL);
-    some.minima = scales + 8 * PANEL;
+    some.next = base + values * w.bits() / 8 * PANEL - AHEAD;
+    some.middle = 0;
   }
+  if (w.scale_type <= ScaleType::f16 && !w.minima) return some;
+  float* scales = scratch<float, 18>(2 * some.count * PANEL);
+  float* minima = scales + some.count * PANEL;
+  const int64_t block = (panel * groups + g0) * w.group / SUPER_BLOCK;
+  const uint16_t* outer = w.outer ? w.outer + block * PANEL * (w.scale_type == ScaleType::int8 ? 1 : 2) : nullptr;
+  const char* own = static_cast<const char*>(w.scales);
+  switch (w.scale_type) {
+    case ScaleType::e8m0: unpack_exponents(reinterpret_cast<const uint8_t*>(own) + at, some.count, scales); break;
+    case ScaleType::int8: unpack_scales(reinterpret_cast<const int8_t*>(own) + at, outer, some.count, scales); break;
+    case ScaleType::words:
+      unpack_word_scales(reinterpret_cast<const uint32_t*>(own) + at / 8 * 3, outer, scales, minima);
+      some.minima = minima;
+      break;
+    case ScaleType::nibbles:
+      unpack_nibble_scales(reinterpret_cast<const uint8_t*>(own) + at, outer, some.count, scales, minima);
+      some.minima = minima;
+      break;
+    default:
+      for (int64_t i = 0; i < some.count * PANEL; i += LANES) store(minima + i, load_f16(w.minima + at + i));
+      for (int i = 0; i < 8; i++) __builtin_prefetch(w.minima + at + some.count * PANEL + i * 32);
+      some.minima = minima;
+      return some;
+  }
+  some.scales = scales;
+  some.scale_type = ScaleType::f32;
   return some;
 }
 

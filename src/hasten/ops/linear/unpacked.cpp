@@ -23,7 +23,7 @@ static void widen_groups(const Groups& some, int64_t from, int64_t end, const Ta
     for (int v = out.first; v < out.last; v++) {
       const int64_t at = i * PANEL + v * LANES;
       const F32 scale = load_scale(some.scales, some.scale_type, at);
-      I32 zero = I32{} + (BITS == 8 ? 128 : some.minima ? 0 : 8);
+      I32 zero = I32{} + (BITS == 8 ? 128 : some.middle);
       if (some.zeros) zero = load_int8(some.zeros + at) + (BITS == 8 ? 128 : 0);
       const F32 least = some.minima ? load(some.minima + at) : F32{};
       for (int64_t s = 0; s < steps; s++) {
@@ -54,6 +54,11 @@ static void widen_panel(const Weight& w, int64_t panel, int64_t k, const Target&
   const int64_t groups = w.groups(), size = w.group ? w.group : w.k;
   switch (w.format) {
     case Format::bf16: return widen_bf16(reinterpret_cast<const uint16_t*>(base), nullptr, 0, k, out);
+    case Format::f16:
+      for (int64_t i = 0; i < k; i++)
+        for (int v = out.first; v < out.last; v++)
+          out.put(i, v, load_f16(reinterpret_cast<const uint16_t*>(base) + i * PANEL + v * LANES));
+      return;
     case Format::fp8:
       for (int64_t from = 0; from < k;) {
         const int64_t count = std::min<int64_t>(64, size - from % size);
@@ -68,16 +73,18 @@ static void widen_panel(const Weight& w, int64_t panel, int64_t k, const Target&
       return;
     case Format::int8:
       if (!w.group) {
-        Groups all{.lines = reinterpret_cast<const uint8_t*>(base), .scale_type = ScaleType::f32, .size = w.k, .count = 1};
+        Groups all{.lines = reinterpret_cast<const uint8_t*>(base), .scale_type = ScaleType::f32, .size = w.k, .count = 1, .middle = 0};
         all.scales = static_cast<const float*>(w.scales) + panel * PANEL;
         return widen_groups<8>(all, 0, k, out);
       }
       [[fallthrough]];
-    case Format::int6:
-      for (int64_t g = 0; g < groups; g += 8) widen_groups<8>(groups_of<8>(w, panel, g, 8), g * size, k, out);
+    default:
+      for (int64_t g = 0; g < groups; g += groups_made(w))
+        widen_groups<8>(groups_of<true>(w, panel, g, groups_made(w)), g * size, k, out);
       return;
     case Format::int4:
-      for (int64_t g = 0; g < groups; g += 8) widen_groups<4>(groups_of<4>(w, panel, g, 8), g * size, k, out);
+      for (int64_t g = 0; g < groups; g += groups_made(w))
+        widen_groups<4>(groups_of<false>(w, panel, g, groups_made(w)), g * size, k, out);
   }
 }
 

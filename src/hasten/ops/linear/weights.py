@@ -11,9 +11,17 @@ from torch import Tensor
 from hasten.errors import ConfigError
 
 Zero = Literal["middle", "point", "minimum"]
-VALUE_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
-VALUE_DTYPES |= dict.fromkeys(("int6", "int4", "int3", "int2"), torch.uint8)
+VALUE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
+VALUE_DTYPES |= dict.fromkeys(("int8", "iq4", "fp4"), torch.int8)
+VALUE_DTYPES |= dict.fromkeys(("int6", "int5", "int4", "int3", "int2"), torch.uint8)
+# The numbers that 4 bits stand for: of IQ4_NL and IQ4_XS, and twice those of e2m1, of MXFP4.
+TABLES = {
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "fp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+}
 _BITS = {element: int(re.findall(r"\d+", element)[0]) for element in VALUE_DTYPES}  # products ask for them each time
+_ZEROS = {"middle": "symmetric", "point": "with zero points", "minimum": "with minima"}
+PLAIN = (torch.bfloat16, torch.float16)  # weights that are their values
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the formats that layers hold
 
 
@@ -30,11 +38,12 @@ class Scales:
 class WeightFormat:
     """How a weight (N, K) is stored. How its activations are multiplied belongs to the operator, not to the format.
 
-    element: what a value is: "int8" (-128 … 127), "int6" (0 … 63), "int4" (0 … 15), "int3", "int2", or the name of a
-    float dtype. scales: their levels, the finest first; each next one scales the scales before it; none: the values are
-    the weight. zero: what stands for 0 is the "middle" of the integers (0 for int8, 32 for int6, 8 for int4), a "point"
-    for each scale, an integer too; or instead of it each scale has a "minimum", which is taken away, and has scales
-    like it. permuted: an index says to which group a column belongs (GPTQ's `g_idx`).
+    element: what a value is: "int8" (-128 … 127), "int6" (0 … 63), "int5", "int4" (0 … 15), "int3", "int2", "iq4" or
+    "fp4" (one of 16 numbers, see TABLES), or the name of a float dtype. scales: their levels, the finest first; each
+    next one scales the scales before it; none: the values are the weight. zero: what stands for 0 is the "middle" of
+    the integers (0 for int8, 32 for int6, 8 for int4), a "point" for each scale, an integer too; or instead of it each
+    scale has a "minimum", which is taken away, and has scales like it. permuted: an index says to which group a column
+    belongs (GPTQ's `g_idx`).
 
     Kernels say what of this they take. FP8 in blocks is `Scales(float32, 128, 128)`, MXFP4 `Scales(float8_e8m0fnu,
     32)`, NVFP4 `Scales(float8_e4m3fn, 16), Scales(float32, 0, 0)`; GGUF's k-quants have two levels and a minimum.
@@ -63,7 +72,12 @@ class WeightFormat:
     @property
     def middle(self) -> int:
         """The integer that stands for 0 where all zeros are the same."""
-        return 0 if self.bits > 6 else 1 << (self.bits - 1)
+        return 0 if self.bits > 6 or self.element in TABLES else 1 << (self.bits - 1)
+
+    @property
+    def zero_dtype(self) -> torch.dtype:
+        """Of zero points, as the values, or of minima, as the scales."""
+        return self.scale_dtype if self.zero == "minimum" else VALUE_DTYPES[self.element]
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -71,12 +85,18 @@ class WeightFormat:
         return self.scales[0].dtype if self.scales else torch.float32
 
     def bits_of(self, in_features: int) -> float:
-        """Of a value with its share of the scales, in rows of so many."""
-        return self.bits + sum(8 * one.dtype.itemsize / (one.columns or in_features) for one in self.scales)
+        """Of a value with its share of the scales, and of minima, in rows of so many."""
+        both = 2 if self.zero == "minimum" else 1
+        return self.bits + both * sum(8 * one.dtype.itemsize / (one.columns or in_features) for one in self.scales)
 
     def groups(self, in_features: int) -> int:
         """Scales of a row; none where the values are the weight."""
         return -(-in_features // self.group_size) if self.group_size else len(self.scales[:1])
+
+    @property
+    def name(self) -> str:
+        """In a word or two: a k-quant's own name, else the element, and what its zeros are where it has some."""
+        return _NAMES.get(self) or self.element + ("" if self.symmetric else f" {_ZEROS[self.zero]}")
 
     def __str__(self) -> str:
         if self.element.startswith("float"):
@@ -85,16 +105,30 @@ class WeightFormat:
         if len(self.scales) > 1:
             return f"{self.bits} bits, groups of {self.group_size} in blocks of {self.scales[1].columns}"
         groups = f"groups of {self.group_size}" if self.group_size else "one scale a row"
-        return f"{self.bits} bits, {groups}, {'symmetric' if self.symmetric else 'with zero points'}"
+        return f"{self.bits} bits, {groups}, {_ZEROS[self.zero]}"
 
 
-BFLOAT16 = WeightFormat(element="bfloat16")
+BFLOAT16, FLOAT16 = (WeightFormat(element=name) for name in ("bfloat16", "float16"))
 INT8 = WeightFormat(element="int8", scales=(Scales(torch.float32),))
 SUPER_BLOCK = 256  # values of GGUF's k-quants that share the outer scales
-Q4_K = WeightFormat(
-    element="int4", scales=(Scales(torch.uint8, 32), Scales(torch.float16, SUPER_BLOCK)), zero="minimum"
-)
-Q6_K = WeightFormat(element="int6", scales=(Scales(torch.int8, 16), Scales(torch.float16, SUPER_BLOCK)))
+
+
+def k_quant(element: str, group_size: int, scale: torch.dtype, zero: Zero = "middle") -> WeightFormat:
+    """Groups in super-blocks, as GGUF's k-quants have them."""
+    return WeightFormat(
+        element=element, scales=(Scales(scale, group_size), Scales(torch.float16, SUPER_BLOCK)), zero=zero
+    )
+
+
+Q2_K = k_quant("int2", 16, torch.uint8, "minimum")
+Q3_K = k_quant("int3", 16, torch.int8)
+Q4_K = k_quant("int4", 32, torch.uint8, "minimum")
+Q5_K = k_quant("int5", 32, torch.uint8, "minimum")
+Q6_K = k_quant("int6", 16, torch.int8)
+IQ4_XS = k_quant("iq4", 32, torch.int8)
+K_QUANTS = (Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS)
+_NAMES = dict(zip(K_QUANTS, ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"), strict=True))
+MXFP4 = WeightFormat(element="fp4", scales=(Scales(torch.float8_e8m0fnu, 32),))
 
 
 def fp8_format(group_size: int = 0) -> WeightFormat:
@@ -110,6 +144,11 @@ def group_format(
     return WeightFormat(element=element, scales=(Scales(scale_dtype, group_size),), zero=zero)
 
 
+def minimum_format(element: str) -> WeightFormat:
+    """Groups of 32 with a scale and a minimum each, both float16: Q4_1 and Q5_1."""
+    return WeightFormat(element=element, scales=(Scales(torch.float16, 32),), zero="minimum")
+
+
 def int4_format(
     group_size: int, *, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16, bits: int = 4
 ) -> WeightFormat:
@@ -121,18 +160,23 @@ def check_format(format: WeightFormat, *elements: str) -> None:
     """Raise ConfigError for a format of which no layout holds weights, or not one of these elements."""
     if not isinstance(format, WeightFormat):
         raise ConfigError(f"a format is BFLOAT16, INT8 or int4_format(...) of hasten.ops.linear; found {format!r:.40}")
-    fits = format in (BFLOAT16, INT8, Q4_K, Q6_K)
-    if format.element in ("int8", "int4") and format.scale_dtype in SCALE_DTYPES and type(format.group_size) is int:
+    fits = format in (BFLOAT16, FLOAT16, INT8, MXFP4, *K_QUANTS, *(minimum_format(one) for one in ("int4", "int5")))
+    symmetric = format.element in ("int5", "iq4")
+    if (symmetric or format.element in ("int8", "int4")) and type(format.group_size) is int and format.group_size > 0:
         same = group_format(
-            format.element, format.group_size, symmetric=format.symmetric, scale_dtype=format.scale_dtype
+            format.element,
+            format.group_size,
+            symmetric=symmetric or format.symmetric,
+            scale_dtype=format.scale_dtype,
         )
-        fits |= format.group_size > 0 and format == same
+        fits |= format.scale_dtype in SCALE_DTYPES and format == same
     if format.element == "float8_e4m3fn" and type(format.group_size) is int:
         fits = format.group_size >= 0 and format == fp8_format(format.group_size)
     if not fits or (elements and format.element not in elements):
         known = (
             " or ".join(elements)
-            or "bfloat16, int8 with a scale for each row, int8 or int4 in groups, float8_e4m3fn, Q4_K or Q6_K"
+            or "bfloat16, float16, int8 with a scale for each row, int8, int5 or int4 in groups, float8_e4m3fn, or a "
+            "format of GGUF"
         )
         raise ConfigError(f"no linear layer can be made of weights in {format!r}; use {known}")
 
@@ -141,9 +185,12 @@ def check_format(format: WeightFormat, *elements: str) -> None:
 class QuantizedWeight:
     """The numbers of a weight: W[n, k] ≈ scales[n, g] · (values[n, k] - zeros[n, g]) with g = k // group size.
 
-    int8: values int8 (N, K). int6, int4, …: values uint8 (N, K) without sign, in 0 … 15 of int4. float8_e4m3fn: of
-    that dtype. scales of the format's dtype (N, ceil(K / group size)), zeros of the values' dtype and the same shape,
-    or None where the format is symmetric.
+    int8: values int8 (N, K); iq4, fp4: int8 too, but only numbers of their TABLES, and scales of fp4 count half. int6,
+    int4, …: values uint8 (N, K) without sign, in 0 … 15 of int4. float8_e4m3fn: of that dtype. scales of the format's
+    dtype (N, ceil(K / group size)), zeros of the values' dtype and the same shape, or None where the format is
+    symmetric.
+
+    Of a minimum (Q4_1, Q5_1) zeros have the scales' dtype: W[n, k] = scales[n, g] · values[n, k] - zeros[n, g].
 
     Of two levels, `outer` float16 (N, K / 256, 1 or 2) scales the scales, and where there are minima, which `zeros`
     holds, those: W[n, k] = outer[n, b, 0] · scales[n, g] · values[n, k] - outer[n, b, 1] · zeros[n, g] (Q4_K: 0 … 63).
@@ -167,8 +214,9 @@ class QuantizedWeight:
 
     @staticmethod
     def plain(values: Tensor) -> "QuantizedWeight":
-        """A weight (N, K) in bfloat16 as the layouts take it."""
-        return QuantizedWeight(format=BFLOAT16, values=values, scales=values.new_empty(len(values), 0))
+        """A weight (N, K) in bfloat16 or float16 as the layouts take it."""
+        format = FLOAT16 if values.dtype == torch.float16 else BFLOAT16
+        return QuantizedWeight(format=format, values=values, scales=values.new_empty(len(values), 0))
 
     def rows(self, rows: slice | Tensor) -> "QuantizedWeight":
         """The weight of some of the rows."""
@@ -196,26 +244,31 @@ class QuantizedWeight:
         if group is None:
             group = torch.arange(k, device=self.values.device) // (self.format.group_size or k)
         values, scales = self.values.float(), self.scales.float()
+        if self.format.element == "fp4":
+            scales = torch.ldexp(torch.ones(256), torch.arange(-128, 128))[self.scales.view(torch.uint8).cpu().int()]
+            scales = scales.to(values.device)
         zeros = None if self.zeros is None else self.zeros.float()
         if self.outer is not None:  # (N, blocks, 1 or 2) -> a pair for each group
             outer = self.outer.float().repeat_interleave(self.format.scales[1].columns // self.format.group_size, dim=1)
             scales = outer[..., 0] * scales
             if zeros is not None:
                 return (scales[:, group] * values - (outer[..., 1] * zeros)[:, group]).to(dtype)
+        if zeros is not None and self.format.zero == "minimum":
+            return (scales[:, group] * values - zeros[:, group]).to(dtype)
         values -= float(self.format.middle) if zeros is None else zeros[:, group]
         return (values * scales[:, group]).to(dtype)
 
 
 def check_weight(weight: QuantizedWeight) -> None:
     """Raise ConfigError for a format, sizes, dtypes and values that no layout holds."""
-    check_format(weight.format, "int8", "int4", "int6", "float8_e4m3fn")
+    check_format(weight.format, *(element for element, dtype in VALUE_DTYPES.items() if dtype not in PLAIN))
     if weight.values.dim() != 2:
         raise ConfigError(f"the values of a weight are (N, K); found shape {tuple(weight.values.shape)}")
     dtype = VALUE_DTYPES[weight.format.element]
     if weight.values.dtype != dtype:
         raise ConfigError(f"an {weight.format.element} weight holds its values as {dtype}; found {weight.values.dtype}")
-    if weight.format.element == "int4":
-        check_nibbles("values", weight.values)
+    if dtype == torch.uint8:
+        check_values("values", weight.values, weight.format)
     n, k = weight.shape
     check_scales(weight.format, (n, weight.format.groups(k)), weight.scales, weight.zeros)
     if len(weight.format.scales) > 1:
@@ -238,16 +291,17 @@ def check_scales(format: WeightFormat, size: tuple[int, int], scales: Tensor, ze
         )
     if format.symmetric and zeros is None:
         return
-    dtype = VALUE_DTYPES[format.element]
+    dtype = format.zero_dtype
     if format.symmetric or zeros is None or zeros.dtype != dtype or tuple(zeros.shape) != size:
         wanted = "none" if format.symmetric else f"{size} in {dtype}"
         found = "none" if zeros is None else f"{tuple(zeros.shape)} in {zeros.dtype}"
         raise ConfigError(f"an {format.element} weight ({format}) wants zero points {wanted}; found {found}")
     if format.element == "int4" and format.zero == "point":
-        check_nibbles("zero points", zeros)
+        check_values("zero points", zeros, format)
 
 
-def check_nibbles(name: str, values: Tensor) -> None:
-    """Raise ConfigError for a number that does not fit 4 bits: packing would cut it off."""
-    if values.numel() and not values.is_meta and (largest := int(values.max())) > 15:
-        raise ConfigError(f"the {name} of an int4 weight are 0 to 15; found {largest}")
+def check_values(name: str, values: Tensor, format: WeightFormat) -> None:
+    """Raise ConfigError for an integer that the format's bits do not hold: packing would cut it off."""
+    most = (1 << format.bits) - 1
+    if values.numel() and not values.is_meta and (largest := int(values.max())) > most:
+        raise ConfigError(f"the {name} of an {format.element} weight are 0 to {most}; found {largest}")
