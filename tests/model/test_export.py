@@ -54,14 +54,14 @@ def test_tied_weights_are_untied_where_one_of_the_two_was_changed(name, changed,
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
     expected = logits(model)
     assert (reference_logits(tmp_path) - expected).abs().max() < 1e-4
-    again = hasten.load(tmp_path)
+    again = hasten.load(tmp_path, dtype="stored")
     assert (again.head.weight is again.embedding.weight) is tied
     torch.testing.assert_close(logits(again), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_bfloat16_stays_bfloat16_bit_for_bit(tmp_path):
     folder = write_folder(tmp_path / "model", weights=tensors(dtype=torch.bfloat16))
-    hasten.save(hasten.load(folder), tmp_path / "out")
+    hasten.save(hasten.load(folder, dtype="stored"), tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == tensors().keys()
     for name, tensor in tensors(dtype=torch.bfloat16).items():
@@ -72,7 +72,7 @@ def test_bfloat16_stays_bfloat16_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtype_conversion(tmp_path, dtype):
-    model = hasten.load(write_folder(tmp_path / "model"))
+    model = hasten.load(write_folder(tmp_path / "model"), dtype="stored")
     export_model(model, tmp_path / "out", dtype=dtype)
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
     assert model.dtype == torch.float32
@@ -96,12 +96,12 @@ def test_large_models_are_split_into_files(name, tmp_path):
     assert sum(sizes.values()) == index["metadata"]["total_size"]
     for file, size in sizes.items():
         assert size <= 60_000 or len(load_file(tmp_path / file)) == 1
-    assert torch.equal(logits(hasten.load(tmp_path)), logits(model))
+    assert torch.equal(logits(hasten.load(tmp_path, dtype="stored")), logits(model))
     assert (reference_logits(tmp_path) - logits(model)).abs().max() < 1e-4
 
 
 def test_files_of_an_earlier_save_do_not_stay(tmp_path):
-    model = hasten.load(write_folder(tmp_path / "model"))
+    model = hasten.load(write_folder(tmp_path / "model"), dtype="stored")
     out = tmp_path / "out"
     expected = logits(model)
     for shard_bytes in (1000, 1500, 10**9, 800):
@@ -110,28 +110,28 @@ def test_files_of_an_earlier_save_do_not_stay(tmp_path):
         index = out / "model.safetensors.index.json"
         weights = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
         assert names == weights | {"config.json"} | ({index.name} if index.exists() else set())
-        assert torch.equal(logits(hasten.load(out)), expected)
+        assert torch.equal(logits(hasten.load(out, dtype="stored")), expected)
 
 
 def test_other_files_of_the_folder_stay(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "README.md").write_text("mine")
-    hasten.save(hasten.load(write_folder(tmp_path / "model")), out)
+    hasten.save(hasten.load(write_folder(tmp_path / "model"), dtype="stored"), out)
     assert set(contents(out)) == {"README.md", "config.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_saving_over_the_folder_the_model_is_mapped_from(tmp_path, shards):
     folder = write_folder(tmp_path, shards=shards)
-    model = hasten.load(folder)
+    model = hasten.load(folder, dtype="stored")
     with torch.no_grad():
         model.head.weight *= 2
     expected = logits(model)
     for _ in range(2):
         hasten.save(model, folder)
         assert torch.equal(logits(model), expected)  # the mapping still stands on the old file
-        assert torch.equal(logits(hasten.load(folder)), expected)
+        assert torch.equal(logits(hasten.load(folder, dtype="stored")), expected)
 
 
 def test_a_chat_template_and_tokenizer_are_written(tmp_path):
@@ -140,12 +140,12 @@ def test_a_chat_template_and_tokenizer_are_written(tmp_path):
 
     from hasten.model.tokenizer import Tokenizer
 
-    model = hasten.load(write_folder(tmp_path / "model"))
+    model = hasten.load(write_folder(tmp_path / "model"), dtype="stored")
     backend = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "</s>": 2}, []))
     model.tokenizer = Tokenizer.from_tokenizers(backend, eos_token="</s>", chat_template="{{ messages }}")
     model.generation = {"temperature": 0.5}
     hasten.save(model, tmp_path / "out")
-    again = hasten.load(tmp_path / "out")
+    again = hasten.load(tmp_path / "out", dtype="stored")
     assert again.tokenizer.encode("ab") == [0, 1]
     assert again.tokenizer.chat_template == "{{ messages }}"
     assert again.generation == {"temperature": 0.5}
@@ -158,7 +158,7 @@ import resource, signal, sys
 import torch
 import hasten
 from hasten.errors import CheckpointError
-model = hasten.load(sys.argv[1])
+model = hasten.load(sys.argv[1], dtype="stored")
 with torch.no_grad():
     model.head.weight.fill_(7.0)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -185,7 +185,7 @@ def test_a_disk_that_fills_up_leaves_the_old_files_as_they_were(tmp_path, limit)
 def test_a_failure_in_the_middle_leaves_the_old_files_as_they_were(tmp_path, monkeypatch):
     folder = write_folder(tmp_path)
     before = contents(folder)
-    model = hasten.load(folder)
+    model = hasten.load(folder, dtype="stored")
     calls = []
 
     def fail(values, path, **options):
@@ -204,7 +204,7 @@ def test_a_failure_in_the_middle_leaves_the_old_files_as_they_were(tmp_path, mon
 
 
 def test_places_that_cannot_be_written(tmp_path):
-    model = hasten.load(write_folder(tmp_path / "model"))
+    model = hasten.load(write_folder(tmp_path / "model"), dtype="stored")
     file = tmp_path / "file"
     file.write_text("x")
     for place in (file, file / "below", Path("/proc/none"), Path("/dev/null")):
@@ -215,7 +215,7 @@ def test_places_that_cannot_be_written(tmp_path):
 
 KILLED = """
 import os, signal, sys, hasten
-model, replace, left = hasten.load(sys.argv[1]), os.replace, [int(sys.argv[2])]
+model, replace, left = hasten.load(sys.argv[1], dtype="stored"), os.replace, [int(sys.argv[2])]
 with_weights = model.state_dict()
 for tensor in with_weights.values():
     tensor.mul_(2)
@@ -233,25 +233,25 @@ hasten.save(model, sys.argv[1])
 @pytest.mark.parametrize("moved", [0, 1])
 def test_a_process_killed_while_files_are_moved_leaves_no_model_of_old_and_new(tmp_path, moved):
     folder = write_folder(tmp_path)
-    model = hasten.load(folder)
+    model = hasten.load(folder, dtype="stored")
     command = [sys.executable, "-c", KILLED, str(folder), str(moved)]
     assert subprocess.run(command, check=False).returncode == -9
     assert (folder / ".saving").exists()
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        hasten.load(folder)
+        hasten.load(folder, dtype="stored")
     hasten.save(model, folder)
     assert not (folder / ".saving").exists()
-    assert hasten.load(folder)
+    assert hasten.load(folder, dtype="stored")
 
 
 def test_two_processes_do_not_write_into_one_folder(tmp_path):
-    model = hasten.load(write_folder(tmp_path / "model"))
+    model = hasten.load(write_folder(tmp_path / "model"), dtype="stored")
     with locked(tmp_path / "out" / ".saving" / "lock", waiting=None):
         with pytest.raises(ConfigError, match=r"another process writes into .*out; wait"):
             hasten.save(model, tmp_path / "out")
         assert (tmp_path / "out" / ".saving" / "lock").exists()
     hasten.save(model, tmp_path / "out")
-    assert hasten.load(tmp_path / "out")
+    assert hasten.load(tmp_path / "out", dtype="stored")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -265,10 +265,10 @@ def test_the_command(tmp_path, capsys):
     done = json.loads(capsys.readouterr().out)
     assert done["dtype"] == "bfloat16"
     assert done["files"] == ["model.safetensors"]
-    assert hasten.load(tmp_path / "out").dtype == torch.bfloat16
+    assert hasten.load(tmp_path / "out", dtype="stored").dtype == torch.bfloat16
     Export(model=str(folder), output=tmp_path / "same").run()
     assert "llama, float32" in capsys.readouterr().out
-    assert hasten.load(tmp_path / "same").dtype == torch.float32
+    assert hasten.load(tmp_path / "same", dtype="stored").dtype == torch.float32
 
 
 def test_the_command_line_needs_no_torch_to_be_parsed():

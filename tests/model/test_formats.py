@@ -57,7 +57,7 @@ def test_a_file_written_tensor_by_tensor_is_a_safetensors_file(tmp_path):
 
 
 SCHEMES = [
-    Int8(),
+    Int8(activations="int8"),
     Int8(activations="float", lm_head="none"),
     Int4(group_size=32, scale_dtype="bfloat16"),
     Int4(group_size=64, symmetric=False, lm_head="same", activations="float"),
@@ -70,7 +70,7 @@ SCHEMES = [
 def test_file_to_memory_to_file_is_exact(name, scheme, tmp_path):
     model = quantize(hasten.load(make_reference(name)), scheme)
     hasten.save(model, tmp_path / "first")
-    again = hasten.load(tmp_path / "first")
+    again = hasten.load(tmp_path / "first", dtype="stored")
     assert again.quantization == model.quantization
     for layer in model.quantization:
         ours, read = model.get_submodule(layer).to_weight(), again.get_submodule(layer).to_weight()
@@ -83,22 +83,37 @@ def test_file_to_memory_to_file_is_exact(name, scheme, tmp_path):
         assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore::hasten.HastenWarning")
+@pytest.mark.parametrize("name", ["llama", "qwen3"])  # qwen3's head is one matrix with its embedding
+def test_a_folder_says_how_activations_are_treated_where_it_differs(name, tmp_path):
+    model = quantize(hasten.load(make_reference(name)), Int4(group_size=32))
+    hasten.save(model, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["hasten"] == {"activations": {"group": "int8", "channel": "float"}}
+    again = hasten.load(tmp_path, dtype="stored")
+    assert (again.blocks[0].mlp.down.activations, again.head.activations) == ("int8", "float")
+    for word in ("int8", "float"):  # one for all layers, as folders of before say it
+        (tmp_path / "config.json").write_text(json.dumps(values | {"hasten": {"activations": word}}))
+        again = hasten.load(tmp_path, dtype="stored")
+        assert (again.blocks[0].mlp.down.activations, again.head.activations) == (word, word)
+
+
 def test_shards_and_another_dtype(tmp_path):
     from hasten.model.export import export_model
 
     model = quantize(hasten.load(make_reference("phi3")), Int4(group_size=32))
     export_model(model, tmp_path, shard_bytes=20_000, dtype=torch.bfloat16)
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    again = hasten.load(tmp_path)
+    again = hasten.load(tmp_path, dtype="stored")
     assert again.dtype == torch.bfloat16
     assert torch.equal(again.blocks[2].attention.v.to_weight().values, model.blocks[2].attention.v.to_weight().values)
 
 
 def test_a_model_is_no_longer_called_quantized_when_it_is_not(tmp_path):
     hasten.save(quantize(hasten.load(make_reference("llama")), Int8()), tmp_path / "int8")
-    hasten.save(exact(hasten.load(tmp_path / "int8")), tmp_path / "plain")
+    hasten.save(exact(hasten.load(tmp_path / "int8", dtype="stored")), tmp_path / "plain")
     assert not {"quantization_config", "hasten"} & set(json.loads((tmp_path / "plain" / "config.json").read_text()))
-    assert hasten.load(tmp_path / "plain").quantization is None
+    assert hasten.load(tmp_path / "plain", dtype="stored").quantization is None
 
 
 def readable(model, scheme):
@@ -109,8 +124,8 @@ def readable(model, scheme):
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [
-        (Int8(activations="float"), {}),
-        (Int8(lm_head="none"), DEQUANTIZE),
+        (Int8(), {}),
+        (Int8(activations="int8", lm_head="none"), DEQUANTIZE),
         (Int4(group_size=32), {}),
         (Int4(group_size=32, symmetric=False, lm_head="same"), DEQUANTIZE),
     ],
@@ -118,14 +133,14 @@ def readable(model, scheme):
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_reads_the_same_numbers(name, scheme, options, tmp_path):
-    if name.startswith("gpt_bigcode") and scheme in (Int4(group_size=32), Int8(activations="float")):
+    if name.startswith("gpt_bigcode") and scheme in (Int4(group_size=32), Int8()):
         pytest.skip("transformers' GPT-BigCode wants a plain weight when it is made (docs/quantization.md)")
     model = hasten.load(make_reference(name))
     hasten.save(quantize(model, readable(model, scheme)), tmp_path / "quantized")
-    ours = logits(exact(hasten.load(tmp_path / "quantized")))
+    ours = logits(exact(hasten.load(tmp_path / "quantized", dtype="stored")))
     # Dequantized on loading, their weights are rounded to the dtype of the scales, which is float16 here.
     tolerance = 5e-2 if scheme == Int4(group_size=32, symmetric=False, lm_head="same") else 1e-4
-    if scheme == Int8(lm_head="none"):
+    if scheme == Int8(activations="int8", lm_head="none"):
         tolerance = None  # they round the activations too, and not bit for bit as we do
     found = theirs(tmp_path / "quantized", **options)
     if tolerance is None:
@@ -139,9 +154,9 @@ def test_transformers_reads_the_same_numbers(name, scheme, options, tmp_path):
 def test_in_bfloat16_our_error_is_at_most_twice_that_of_transformers(name, scheme, tmp_path):
     plain = hasten.load(make_reference(name), dtype="bfloat16")
     hasten.save(quantize(plain, readable(plain, scheme)), tmp_path / "quantized")
-    hasten.save(exact(hasten.load(tmp_path / "quantized")), tmp_path / "exact")
+    hasten.save(exact(hasten.load(tmp_path / "quantized", dtype="stored")), tmp_path / "exact")
     expected = theirs(tmp_path / "exact", torch.float64)
-    ours = (logits(hasten.load(tmp_path / "quantized")) - expected).square().mean().sqrt()
+    ours = (logits(hasten.load(tmp_path / "quantized", dtype="stored")) - expected).square().mean().sqrt()
     reference = (theirs(tmp_path / "quantized", torch.bfloat16) - expected).square().mean().sqrt()
     assert ours <= 2 * reference
 
@@ -150,7 +165,7 @@ def test_in_bfloat16_our_error_is_at_most_twice_that_of_transformers(name, schem
 def test_transformers_reads_experts(scheme, tmp_path):
     model = quantize(hasten.load(make_reference("mixtral")), scheme)
     hasten.save(model, tmp_path)
-    ours = logits(exact(hasten.load(tmp_path)))
+    ours = logits(exact(hasten.load(tmp_path, dtype="stored")))
     assert (theirs(tmp_path) - ours).abs().max() < 5e-3  # experts are dequantized in the dtype of their scales
 
 

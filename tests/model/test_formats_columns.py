@@ -36,14 +36,14 @@ PLAIN = {
 @pytest.mark.parametrize("case", CASES)
 def test_packed_layers_hold_exactly_the_published_weights(case, plain_folder, tmp_path):
     folder, weights = write(plain_folder, tmp_path / "out", **CASES[case])
-    model = hasten.load(folder)
+    model = hasten.load(folder, dtype="stored")
     packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
     assert len(packed) == len(weights) == 4 * 7
     assert torch.equal(packed["blocks.2.mlp.down"].dequantize(), weights["model.layers.2.mlp.down_proj.weight"])
     assert torch.equal(packed["blocks.0.attention.k"].dequantize(), weights["model.layers.0.self_attn.k_proj.weight"])
     again = tmp_path / "again"
     hasten.save(model, again)  # as compressed-tensors
-    assert torch.equal(logits(hasten.load(again)), logits(model))
+    assert torch.equal(logits(hasten.load(again, dtype="stored")), logits(model))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_auto_round_says_of_which_layout_it_is(case, packing, plain_folder, tmp_
         data_type="int",
         checkpoint_format=None,
     )
-    model = hasten.load(folder)
+    model = hasten.load(folder, dtype="stored")
     assert torch.equal(model.blocks[2].mlp.down.dequantize(), weights["model.layers.2.mlp.down_proj.weight"])
     change(folder, packing_format="auto_round:frobnicate")
     refused(folder, "packing_format (auto-round) must be", "found 'auto_round:frobnicate'")
@@ -69,7 +69,7 @@ def test_auto_round_says_of_which_layout_it_is(case, packing, plain_folder, tmp_
 def test_what_no_kernel_takes_is_held_as_plain_weights(case, plain_folder, tmp_path):
     folder, weights = write(plain_folder, tmp_path / "out", **PLAIN[case])
     with pytest.warns(HastenWarning, match=r"no kernel takes a quantized weight like .* GB, \d+\.\d times as stored"):
-        model = hasten.load(folder)
+        model = hasten.load(folder, dtype="stored")
     assert torch.equal(model.blocks[2].mlp.down.weight, weights["model.layers.2.mlp.down_proj.weight"])
     assert torch.equal(model.blocks[1].attention.q.weight, weights["model.layers.1.self_attn.q_proj.weight"])
 
@@ -124,7 +124,7 @@ def test_tensors_that_do_not_fit_are_one_error(edit, words, plain_folder, tmp_pa
 def test_an_order_that_is_promised_and_missing_is_an_error(plain_folder, tmp_path):
     folder, _ = write(plain_folder, tmp_path / "out", "gptq")
     change_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith(".g_idx")])
-    assert hasten.load(folder) is not None  # in the columns' own order nothing is needed
+    assert hasten.load(folder, dtype="stored") is not None  # in the columns' own order nothing is needed
     change(folder, desc_act=True)
     refused(folder, "qweight", "lacks", "g_idx")
 
@@ -165,6 +165,6 @@ def test_any_damage_loads_or_is_our_own_error(sound, fields, damage):
 
 def test_columns_in_the_order_of_activation_are_not_fused(bfloat16_folder, tmp_path):
     folder, _ = write(bfloat16_folder, tmp_path / "out", "gptq", act_order=True)
-    model = hasten.load(folder)
+    model = hasten.load(folder, dtype="stored")
     assert "in the order of its columns (desc_act)" in (fusion_conflict(model) or "")
     assert model.blocks[0].mlp.down.order is not None

@@ -59,7 +59,7 @@ def test_the_weights_are_those_of_the_definition(kind, bfloat16_folder, tmp_path
     plain = kind == "blocks"
     text = "no kernel takes a quantized weight like .*float8_e4m3fn"
     with pytest.warns(HastenWarning, match=text) if plain else nullcontext():
-        model = hasten.load(folder)
+        model = hasten.load(folder, dtype="stored")
     assert model.dtype == torch.bfloat16
     layers = {"blocks.2.mlp.down": "layers.2.mlp.down_proj", "blocks.0.attention.k": "layers.0.self_attn.k_proj"}
     for ours, name in layers.items():
@@ -70,7 +70,7 @@ def test_the_weights_are_those_of_the_definition(kind, bfloat16_folder, tmp_path
     with nullcontext() if plain else pytest.warns(HastenWarning, match="28 layers .* are written as plain weights"):
         hasten.save(model, tmp_path / "again")
     assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
-    again = hasten.load(tmp_path / "again").blocks[2].mlp.down.weight
+    again = hasten.load(tmp_path / "again", dtype="stored").blocks[2].mlp.down.weight
     assert torch.equal(again, weights["model.layers.2.mlp.down_proj.weight"].bfloat16())
 
 
@@ -80,7 +80,7 @@ def test_blocks_of_128_meet_inside_a_matrix(tmp_path):
     config = read_config(sizes | {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 101})
     hasten.save(initialize(config, seed=0, dtype=torch.bfloat16), tmp_path / "plain")
     folder, weights = write(tmp_path / "plain", tmp_path / "out", "large blocks")
-    mlp = hasten.load(folder).blocks[0].mlp
+    mlp = hasten.load(folder, dtype="stored").blocks[0].mlp
     for layer, name in ((mlp.up, "up_proj"), (mlp.down, "down_proj")):
         assert torch.equal(layer.dequantize(torch.float32), weights[f"model.layers.0.mlp.{name}.weight"])
 

@@ -35,12 +35,12 @@ def fp8(folder, out):
 
 
 def gguf(folder, out, kind):
-    write_gguf(load(folder), out.with_suffix(".gguf"), kind)
+    write_gguf(load(folder, dtype="stored"), out.with_suffix(".gguf"), kind)
     return out.with_suffix(".gguf")
 
 
 def rounded(folder, out, scheme):
-    hasten.save(quantize(load(folder), scheme), out)
+    hasten.save(quantize(load(folder, dtype="stored"), scheme), out)
     return out
 
 
@@ -84,11 +84,11 @@ def test_shares_are_parts_of_the_whole(folder, tmp_path, layout, degree):
     made = LAYOUTS[layout](folder, tmp_path / "made")
     if degree == 3 and layout in ("gptq, 8 bits",):
         with pytest.raises(ConfigError, match="take at most 2"):  # two groups of 64 columns of `output`
-            load(made, group=RankGroup(0, 3))
+            load(made, group=RankGroup(0, 3), dtype="stored")
         return
-    whole, covered = dict(weights(load(made))), {}
+    whole, covered = dict(weights(load(made, dtype="stored"))), {}
     for rank in range(degree):
-        model = load(made, group=RankGroup(rank, degree))
+        model = load(made, group=RankGroup(rank, degree), dtype="stored")
         for name, own in weights(model):
             cut = model.share.cut(f"{name}.weight")
             assert torch.equal(own, whole[name].narrow(cut.dim, cut.part.start, len(cut.part))), name
@@ -102,4 +102,4 @@ def test_shares_are_parts_of_the_whole(folder, tmp_path, layout, degree):
 def test_columns_in_another_order_than_their_groups_are_refused(folder, tmp_path):
     made, _ = column_folders.write(folder, tmp_path / "made", "gptq", act_order=True)
     with pytest.raises(ConfigError, match="cannot be shared by ranks; take a checkpoint without it"):
-        load(made, group=RankGroup(0, 2))
+        load(made, group=RankGroup(0, 2), dtype="stored")

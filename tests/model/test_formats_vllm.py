@@ -28,7 +28,7 @@ SCHEMES = {
     "int4 g128": (Int4(group_size=128, **PLAIN), "compressed-tensors"),
     "int4 g32": (Int4(group_size=32, **PLAIN), "compressed-tensors"),
     "int4 g128 with zero points": (Int4(group_size=128, symmetric=False, **PLAIN), "compressed-tensors"),
-    "int8": (Int8(**PLAIN), "compressed-tensors"),
+    "int8": (Int8(activations="int8", **PLAIN), "compressed-tensors"),
     "int4 g128 as gptq": (Int4(group_size=128, scale_dtype="float16", **PLAIN), "gptq"),
     "int4 g32 as gptq": (Int4(group_size=32, scale_dtype="float16", **PLAIN), "gptq"),
 }

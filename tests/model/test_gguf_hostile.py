@@ -56,14 +56,14 @@ CASES = {
     "text count": (header([entry("a", 9, struct.pack("<IQ", 8, 1 << 20))]), "it claims 1,048,576 texts in a"),
     "cut": (header([NUMBER], counts=(0, 2)) + bytes(9), "it claims"),
     "alignment": (header([entry("general.alignment", 4, struct.pack("<I", 3))]), "alignment is 3, no power of two"),
-    "split": (header([entry("split.count", 2, struct.pack("<H", 3))]), "one of 3 parts of a model; join them first: "),
+    "split": (
+        header([entry("split.count", 2, struct.pack("<H", 3)), entry("split.no", 2, struct.pack("<H", 1))]),
+        "is one of 3 parts of a model, and parts are found by their names: call this one NAME-00002-of-00003.gguf",
+    ),
     "rank": (header(tensors=[tensor("t", (1,) * 5)]), "'t' has 5 dimensions"),
     "no numbers": (header(tensors=[tensor("t", (0, 4))]), "'t' has the shape [4, 0]"),
     "shape": (header(tensors=[tensor("t", (1 << 40, 1 << 40))]), "'t' has the shape"),
-    "IQ1_S": (
-        header(tensors=[tensor("t", (256,), 19)]),
-        "'t' is of type IQ1_S, which hasten does not read",
-    ),
+    "Q1_0": (header(tensors=[tensor("t", (256,), 41)]), "'t' is of type Q1_0, which hasten does not read"),
     "unknown type": (header(tensors=[tensor("t", (256,), 1 << 31)]), "'t' is of type 2147483648"),
     "rows": (header(tensors=[tensor("t", (100,), 2)]), "'t' has rows of 100 numbers, which Q4_0 cannot hold"),
     "offset": (header(tensors=[tensor("t", (8,), 0, 32)]) + bytes(200), "'t' begins at byte 32"),
@@ -93,7 +93,7 @@ def sound(tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "x.gguf"
     model = tiny_llama(hidden_size=32, intermediate_size=32, num_hidden_layers=1)
     write_gguf(model, path, "Q4_0")
-    return path, path.read_bytes(), path.stat().st_size - len(read_gguf(path).data)
+    return path, path.read_bytes(), path.stat().st_size - len(read_gguf(path).data[0])
 
 
 @settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -142,7 +142,8 @@ def test_scales_that_are_not_finite_are_refused(sound):
         ("llama.embedding_length", "abc", "llama.embedding_length must be a number; found 'abc'"),
         ("llama.rope.scaling.factor", float("nan"), "llama.rope.scaling.factor must be a number; found nan"),
         ("llama.rope.scaling.type", np.array([], int), "llama.rope.scaling.type must be a text"),
-        ("llama.rope.dimension_count", 4, "llama.rope.dimension_count is 4, of heads of "),
+        ("llama.expert_count", 4000, "blk.0.ffn_gate_exps.weight must be the matrices of 4000 experts; found none"),
+        ("llama.rope.dimension_count", 5, "llama.rope.dimension_count is 5; it must be even"),
         ("tokenizer.ggml.model", np.array([1, 2]), "tokenizer.ggml.model is array([1, 2]), and no str"),
         ("tokenizer.chat_template", 5, "tokenizer.chat_template is 5, and no str"),
         (
@@ -156,7 +157,8 @@ def test_metadata_of_another_type_are_refused(sound, key, value, words, monkeypa
     path, raw, _ = sound
     path.write_bytes(raw)
     file = read_gguf(path)
-    changed = GGUFFile(path, dict(file.metadata) | {key: value}, file.tensors, file.data)
+    used = {"llama.expert_used_count": 2}
+    changed = GGUFFile(path, dict(file.metadata) | used | {key: value}, file.tensors, file.data)
     monkeypatch.setattr("hasten.model.gguf.open.read_gguf", lambda _: changed)
     with refused(words):
         open_gguf(path)

@@ -94,7 +94,7 @@ def test_llama_cpp_splits_text_as_we_do(pre, tmp_path):
     write_gguf(model, tmp_path / "model.gguf")
     texts = [text for text in [*TEXTS, *MORE] if "\x00" not in text and not (pre == "qwen2" and "e\u0301" in text)]
     found = answers(tmp_path / "model.gguf", texts)["tokens"]
-    read = hasten.load(tmp_path / "model.gguf").tokenizer
+    read = hasten.load(tmp_path / "model.gguf", dtype="stored").tokenizer
     for text, tokens in zip(texts, found, strict=True):
         assert read.encode(text) == tokens, text
 

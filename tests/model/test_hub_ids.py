@@ -38,7 +38,7 @@ def offline(monkeypatch, tmp_path):
 def test_a_hub_id_without_a_network_is_a_clear_error(offline):
     start = time.process_time()
     with pytest.raises(ResourceError, match="somebody/some-model is not a folder here, and the hub") as caught:
-        hasten.load("somebody/some-model")
+        hasten.load("somebody/some-model", dtype="stored")
     assert time.process_time() - start < 5
     assert "\n" not in str(caught.value)
 
@@ -55,8 +55,8 @@ def test_a_hub_snapshot_of_symbolic_links_loads_offline(offline, tmp_path):
         blob = root / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
         shutil.copy(file, blob)
         (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
-    assert torch.equal(logits(hasten.load("somebody/tiny")), logits(hasten.load(plain)))
-    assert torch.equal(logits(hasten.load(snapshot)), logits(hasten.load(plain)))
+    assert torch.equal(logits(hasten.load("somebody/tiny", dtype="stored")), logits(hasten.load(plain, dtype="stored")))
+    assert torch.equal(logits(hasten.load(snapshot, dtype="stored")), logits(hasten.load(plain, dtype="stored")))
 
 
 def test_only_what_a_model_is_read_from_is_downloaded(monkeypatch, tmp_path):
@@ -71,7 +71,7 @@ def test_only_what_a_model_is_read_from_is_downloaded(monkeypatch, tmp_path):
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert hasten.load("owner/name").config.hidden_size == CONFIG["hidden_size"]
+    assert hasten.load("owner/name", dtype="stored").config.hidden_size == CONFIG["hidden_size"]
     assert asked.pop("name") == "owner/name"
     offered = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja", "merges.txt"]
     unwanted = [
@@ -95,7 +95,7 @@ def test_whatever_the_hubs_client_raises_is_one_clear_error(monkeypatch, error):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ResourceError, match="owner/name") as caught:
-        hasten.load("owner/name")
+        hasten.load("owner/name", dtype="stored")
     assert "\n" not in str(caught.value)
 
 
@@ -107,4 +107,4 @@ def test_what_is_no_hub_id_is_not_looked_for(monkeypatch, name):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
     with pytest.raises(CheckpointError, match="not a folder"):
-        hasten.load(name)
+        hasten.load(name, dtype="stored")

@@ -138,7 +138,7 @@ def test_a_folder_is_the_model_quantized_in_memory(tmp_path):
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     quantize(model, Int4(group_size=32), method=GPTQ(), calibration=SAMPLES)
-    assert torch.equal(logits(hasten.load(tmp_path / "out")), logits(model))
+    assert torch.equal(logits(hasten.load(tmp_path / "out", dtype="stored")), logits(model))
 
 
 @pytest.mark.parametrize("gptaq", [False, True])
@@ -159,7 +159,7 @@ def test_an_interrupted_run_goes_on_at_its_block(tmp_path, before_block, gptaq):
         quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
     with pytest.raises(hasten.HastenError):
-        hasten.load(tmp_path / "out.partial")  # never taken for a model
+        hasten.load(tmp_path / "out.partial", dtype="stored")  # never taken for a model
     reports = []
     quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", report=reports.append, **arguments)
     assert names == ["blocks.0", "blocks.1", "blocks.2", "blocks.2", "blocks.3", ""]
@@ -176,7 +176,7 @@ def test_folders_of_3_and_2_bits_are_read_as_plain_weights(tmp_path, scheme, sym
     kind = scheme(group_size=32, symmetric=symmetric, lm_head="none")
     quantize_to_folder(model, kind, tmp_path / "out", method=GPTQ(), calibration=SAMPLES)
     with pytest.warns(HastenWarning, match=f"no kernel takes a quantized weight like .*{kind.bits} bits, groups of 32"):
-        again = hasten.load(tmp_path / "out")
+        again = hasten.load(tmp_path / "out", dtype="stored")
     with pytest.warns(HastenWarning, match="no kernel multiplies"):
         quantize(model, kind, method=GPTQ(), calibration=SAMPLES)
     assert torch.equal(logits(again), logits(model))
@@ -199,7 +199,7 @@ def test_the_blocks_of_another_run_are_neither_gone_on_with_nor_lost(tmp_path, b
     for path in (tmp_path / "out.partial").glob("states*"):
         path.unlink()  # none is finished then
     quantize_to_folder(model, scheme, tmp_path / "out", method=GPTQ(damping=0.02), calibration=SAMPLES)
-    assert hasten.load(tmp_path / "out").quantization is not None
+    assert hasten.load(tmp_path / "out", dtype="stored").quantization is not None
 
 
 def test_a_damaged_work_folder_is_one_error(tmp_path):

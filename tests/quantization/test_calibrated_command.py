@@ -43,7 +43,7 @@ def test_the_methods(extra, tiny_folder, text, tmp_path, capsys):
     assert all(0 < layer["output_error"] < 1 for layer in found["layers"])
     assert all(layer["rtn_output_error"] is not None for layer in found["layers"])
     assert picture.stat().st_size > 1000
-    model = hasten.load(tmp_path / "out")
+    model = hasten.load(tmp_path / "out", dtype="stored")
     assert hasten.generate(model, "def", max_new_tokens=2)
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out"]
 
@@ -62,7 +62,7 @@ def test_a_gpu_computes_it_too(method, tiny_folder, text, tmp_path):
     if method == "sign":
         errors = {device: sum(found) for device, found in errors.items()}
     assert errors["cuda"] == pytest.approx(errors["cpu"], rel=0.05)
-    assert hasten.generate(hasten.load(tmp_path / "cuda", device="cuda"), "def", max_new_tokens=2)
+    assert hasten.generate(hasten.load(tmp_path / "cuda", device="cuda", dtype="stored"), "def", max_new_tokens=2)
 
 
 @pytest.mark.gpu
@@ -83,7 +83,7 @@ def test_a_gpu_need_not_hold_the_model(text, tmp_path):
 def test_a_gpu_chooses_bits(tiny_folder, text, tmp_path):
     where = ["--calibration", str(text), "--samples", "8", "--length", "32", "--device", "cuda"]
     main(["quantize", str(tiny_folder), "--bits", "6", *where, "--output", str(tmp_path / "out")])
-    assert hasten.generate(hasten.load(tmp_path / "out"), "def", max_new_tokens=2)
+    assert hasten.generate(hasten.load(tmp_path / "out", dtype="stored"), "def", max_new_tokens=2)
 
 
 def test_the_table_names_both_errors(tiny_folder, text, tmp_path, capsys):

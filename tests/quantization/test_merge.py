@@ -26,7 +26,7 @@ def folders(tmp_path_factory):
     for index, own in enumerate(adapter.values()):
         torch.nn.init.normal_(own.b, std=0.1, generator=torch.Generator().manual_seed(index))
     save_adapter(folder / "adapter", adapter, model.config)
-    export_model(quantize(hasten.load(folder / "bfloat16"), Int4(group_size=32)), folder / "int4")
+    export_model(quantize(hasten.load(folder / "bfloat16", dtype="stored"), Int4(group_size=32)), folder / "int4")
     return folder
 
 
@@ -61,7 +61,7 @@ def test_int4_is_rounded_anew_and_says_what_that_costs(folders, tmp_path, capsys
     done, shown = json.loads((tmp_path / "j").read_text()), capsys.readouterr().out
     assert "4 of them rounded anew" in shown
     assert f"perplexity {done['perplexity']:.4f} with the adapter, {done['merged_perplexity']:.4f} merged" in shown
-    model, merged = hasten.load(folders / "int4"), hasten.load(tmp_path / "out")
+    model, merged = hasten.load(folders / "int4", dtype="stored"), hasten.load(tmp_path / "out", dtype="stored")
     adapter = load_adapter(folders / "adapter", model)
     for row in done["rounded"]:
         layer, own = model.get_submodule(row["name"]), merged.get_submodule(row["name"]).to_weight()

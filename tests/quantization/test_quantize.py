@@ -17,7 +17,7 @@ from hasten.errors import CheckpointError, ConfigError
 from hasten.model.context import TrainingContext
 from hasten.model.fused import refusal
 from hasten.ops.linear import PackedLinear
-from hasten.quantization import Int4, Int8, quantize, quantize_to_folder
+from hasten.quantization import Int4, Int8, Mixed, quantize, quantize_to_folder
 from quantized_folders import full_disk
 from references import make_reference, tiny_llama
 
@@ -36,7 +36,7 @@ def packed(model):
 
 SCHEMES = [
     Int8(),
-    Int8(activations="float"),
+    Int8(activations="int8"),
     Int4(group_size=32),
     Int4(group_size=64, symmetric=False, lm_head="same"),
     Int4(group_size=0),
@@ -61,6 +61,30 @@ def test_all_linear_layers_but_routers_are_quantized(name, scheme):
     # The weights of the reference are random: 4 bits of them are far off, and still the same model.
     limit = 0.35 if isinstance(scheme, Int8) else 0.9
     assert (logits(model) - plain).std() < limit * plain.std()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "blocks", "head"),
+    [
+        (Int8(), "float", "float"),
+        (Int8(activations="int8"), "int8", "int8"),
+        (Int4(group_size=32), "int8", "float"),
+        (Int4(group_size=32, lm_head="same"), "int8", "int8"),
+        (Int4(group_size=32, activations="int8"), "int8", "int8"),
+        (Int4(group_size=32, activations="float"), "float", "float"),
+        (Int4(group_size=0), "float", "float"),
+    ],
+    ids=str,
+)
+def test_only_activations_with_a_scale_for_each_group_are_rounded_by_default(scheme, blocks, head):
+    model = hasten.load(make_reference("llama"))
+    table = dict.fromkeys(scheme.layers(model), "int8") | {"blocks.0.mlp.down": "int4-g64"}
+    mixed = {name for name, layer in Mixed(table=table).layers(model).items() if layer.activations == "int8"}
+    assert mixed == {"blocks.0.mlp.down"}
+    quantize(model, scheme)
+    assert {model.head.activations} == {model.quantization["head"].activations} == {head}
+    assert {layer.activations for name, layer in model.quantization.items() if name != "head"} == {blocks}
+    assert model.blocks[0].mlp.down.activations == blocks
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -204,7 +228,7 @@ def test_the_command(tiny_folder, tmp_path, capsys):
     assert done["bytes"] == (out / "model.safetensors").stat().st_size < done["bytes_before"] / 2
     assert {layer["bits"] for layer in done["layers"]} == {4, 8}
     assert done["scheme"]["group_size"] == 32
-    model = hasten.load(out)
+    model = hasten.load(out, dtype="stored")
     assert model.tokenizer is not None
     assert model.quantization["blocks.0.mlp.up"].weight.group_size == 32
     assert model.quantization["blocks.0.mlp.up"].weight.symmetric
@@ -219,7 +243,7 @@ def test_the_command_without_json_tells_the_errors(tiny_folder, tmp_path, capsys
     assert "attention.q" in text
     assert "relative error" in text
     assert "head " not in text
-    assert not isinstance(hasten.load(out).head, PackedLinear)
+    assert not isinstance(hasten.load(out, dtype="stored").head, PackedLinear)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +285,7 @@ def test_no_model_is_overwritten_unasked(tiny_folder, tmp_path, capsys):
     for folder in (own, other):
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     main(["quantize", str(own), "--scheme", "int8", "--output", str(other), "--overwrite"])
-    assert hasten.load(other).quantization is not None
+    assert hasten.load(other, dtype="stored").quantization is not None
 
 
 def test_ctrl_c_is_one_line_and_leaves_no_half_of_a_folder(tiny_folder, tmp_path, capsys, monkeypatch):
@@ -283,14 +307,14 @@ def test_every_command_that_runs_a_model_can_quantize_it(name, bits, tiny_folder
     assert model.quantization["blocks.0.attention.q"].weight.bits == bits
 
 
-def test_a_fused_model_is_unfused_first():
+def test_a_fused_model_is_taken_apart_and_fused_again_when_it_generates():
     model = tiny_llama().to(torch.bfloat16)
     if refusal(model) is not None:
         pytest.skip("the native kernels cannot be built here")
-    with pytest.raises(ConfigError, match=r"hasten.unfuse\(model\) first"):
-        quantize(hasten.fuse(model), Int8())
-    quantize(hasten.unfuse(model), Int8())
-    assert hasten.generate(hasten.fuse(model), "def", max_new_tokens=2)
+    quantize(hasten.fuse(model), Int8())
+    assert model.readable
+    assert hasten.generate(model, "def", max_new_tokens=2)
+    assert not model.readable
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,15 @@ def test_activations_are_rounded_as_by_the_kernels():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "group"), [(Int4(group_size=0), 128), (Int4(group_size=32), 32), (Int8(), 64), (Int3(), 0)], ids=str
+    ("scheme", "group"),
+    [
+        (Int4(group_size=0, activations="int8"), 128),
+        (Int4(group_size=32), 32),
+        (Int8(activations="int8"), 64),
+        (Int8(), 0),
+        (Int3(), 0),
+    ],
+    ids=str,
 )
 def test_activations_are_rounded_in_the_groups_of_the_kernel(scheme, group):
     task = task_of(hasten.load(make_reference("llama")), scheme)
@@ -127,12 +135,12 @@ def test_an_interrupted_block_goes_on_at_its_step(tmp_path):
     seen.clear()
     quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", progress=lambda *s: seen.append(s[0]), **arguments)
     assert seen[0] == 21
-    one, other = (hasten.load(tmp_path / folder).state_dict() for folder in ("whole", "out"))
+    one, other = (hasten.load(tmp_path / folder, dtype="stored").state_dict() for folder in ("whole", "out"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_a_mode_without_gradients_is_refused(tiny_folder):
-    model = hasten.load(tiny_folder)
+    model = hasten.load(tiny_folder, dtype="stored")
     tokens = torch.randint(1, 60, (2, 8))
     with torch.inference_mode(), pytest.raises(ConfigError, match=r"gradients, which torch.inference_mode\(\) forbids"):
         quantize(model, Int4(group_size=32), method=SignRounding(steps=1), calibration=tokens)

@@ -30,6 +30,10 @@ class Export(JsonOption):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of the weights; auto keeps the model's own."""
 
+    dequantize: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write the plain weights that quantized layers stand for: a folder that every program reads, and that can be
+    quantized or trained. With --dtype float32 each number is exact."""
+
     gguf: Literal["BF16", "F16", "Q8_0", "Q4_0"] | None = None
     """The type of the matrices in a GGUF file, BF16 by default."""
 
@@ -44,9 +48,15 @@ class Export(JsonOption):
             raise ConfigError(f"--gguf {self.gguf} goes with an OUTPUT that ends in .gguf; found {self.output}")
         if self.dtype != "auto" and is_file:
             raise ConfigError(f"--dtype is for folders; --gguf says the type of the matrices in {self.output}")
+        if self.dequantize and is_file:
+            raise ConfigError(
+                f"--dequantize writes a folder: hasten export {self.model} DIR --dequantize, then hasten export DIR "
+                f"{self.output}"
+            )
         console = Console(stderr=True)
         with console.status(f"reading {self.model}"):
-            model = load(self.model)
+            # Stored numbers are converted one tensor at a time; of quantized layers they are made in the dtype.
+            model = load(self.model, dtype=self.dtype if self.dequantize and self.dtype != "auto" else "stored")
         dtype = resolve_dtype(self.dtype, auto=model.dtype)
         with console.status(f"writing {self.output}"):
             if is_file:
@@ -54,7 +64,7 @@ class Export(JsonOption):
 
                 name = write_gguf(model, self.output, self.gguf or "BF16")
             else:
-                export_model(model, self.output, dtype=dtype)
+                export_model(model, self.output, dtype=dtype, dequantize=self.dequantize)
                 name = str(dtype).removeprefix("torch.")
         files = [self.output] if is_file else sorted(self.output.glob("model*.safetensors"))
         size = sum(path.stat().st_size for path in files)

@@ -44,11 +44,14 @@ class Merge(JsonOption):
 
         source = resolve_model(self.model)
         if not source.is_dir():
-            raise ConfigError(f"{source} is a file; an adapter is merged into a model folder")
+            raise ConfigError(
+                f"{source} is a file, and an adapter is merged into a folder: hasten export {source} DIR --dequantize "
+                "writes it as one"
+            )
         require_new_folder(self.output, source, option="OUTPUT", overwrite=self.overwrite)
         if self.output.resolve() == self.adapter.resolve():
             raise ConfigError(f"OUTPUT {self.output} is the adapter itself; name another folder")
-        model = load(source)
+        model = load(source, dtype="stored")
         adapter = load_adapter(self.adapter, model)
         documents = [] if self.text is None else list(read_documents(self.text, limit_bytes=self.limit_bytes))
         rounded = merge(model, adapter, self.output, dtype=resolve_dtype(self.dtype, auto=model.dtype))
@@ -66,7 +69,7 @@ class Merge(JsonOption):
 
             attach(model, [adapter])
             done["perplexity"] = perplexity(model, documents).perplexity
-            done["merged_perplexity"] = perplexity(load(self.output), documents).perplexity
+            done["merged_perplexity"] = perplexity(load(self.output, dtype="stored"), documents).perplexity
             before, after = done["perplexity"], done["merged_perplexity"]
             lines.append(f"perplexity {before:.4f} with the adapter, {after:.4f} merged ({after / before - 1:+.2%})")
         if self.write(done):

@@ -12,6 +12,7 @@ import tyro
 
 from hasten.checks import real
 from hasten.cli.options import JsonOption, WeightLayout, given, require_new_folder, same_fields
+from hasten.cli.quantize_defaults import for_others
 from hasten.cli.quantize_gguf import folder_to_gguf, place_of_gguf
 from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import configure, describe, peak_memory, process_memory, resolve_device
@@ -70,7 +71,8 @@ class Quantize(JsonOption):
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace a model that stands in the output folder already."""
     group_size: Literal[32, 64, 128, 0] | None = None
-    """Input features that share a scale (128 by default; 0: a whole row): fewer are more exact and take more bytes."""
+    """Input features that share a scale (by default 128, or fewer where that does not divide them; 0: a whole row):
+    fewer are more exact and take more bytes."""
     symmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """No zero points (the default; int8 is always symmetric)."""
     asymmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -79,13 +81,15 @@ class Quantize(JsonOption):
     """The layout of the folder. gptq holds one bit width, and scales in float16. gguf is a file instead, of int8 (Q8_0)
     or symmetric int4 (Q4_0, for which 32 is the group size by default)."""
     lm_head: Literal["int8", "same", "none"] | None = None
-    """The output matrix: in int8 (the default), like the other layers, or left as it is (the default of gptq)."""
+    """The output matrix: in int8 (the default), like the other layers, or left as it is (the default of gptq, and where
+    it is tied to the embedding, whose quantized form hasten alone reads)."""
     embedding: Literal["int8", "same", "none"] | None = None
     """The input matrix, left as it is by default. Tied to the lm_head they stay one matrix, and --lm-head decides."""
     search: Literal["mse", "minmax"] | None = None
     """How a group's scale is found: least squared error (the default), or the range of the group."""
-    activations: Literal["int8", "float"] = "int8"
-    """Whether hasten's products round activations to int8 too; calibration takes it into account."""
+    activations: Literal["auto", "int8", "float"] = "auto"
+    """Whether hasten's products round activations to int8 too; calibration takes it into account. auto: int8 for
+    weights in groups; float (16 bits) for weights with one scale a row, as int8 and an int8 lm_head."""
     calibration: str | None = None
     """Text for a method that looks at some: stdlib (the default), or a file, a folder or a glob as for eval --text."""
     samples: int | None = None
@@ -156,6 +160,15 @@ class Quantize(JsonOption):
         if self.format == "gguf" and self.group_size is None:
             own["group_size"] = 32  # Q4_0 has a scale for each 32, whatever the group
         return kind(**same_fields(self, kind) | {"symmetric": not self.asymmetric} | own)
+
+    def fitted(self, scheme: Scheme, model: Transformer) -> Scheme:
+        """The scheme with the defaults for this model; a line on standard error says where they are unusual."""
+        if self.format == "gguf" or model.quantization:
+            return scheme
+        head = self.lm_head is None and self.embedding is None
+        scheme, notes = for_others(scheme, model, head=head, group=self.group_size is None)
+        print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
+        return scheme
 
     def method_of(self) -> BlockMethod | None:
         """The library's method. Raises ConfigError for options that belong to another one."""
@@ -228,13 +241,13 @@ class Quantize(JsonOption):
         require_new_folder(output, folder, option="--output", overwrite=self.overwrite)
         device = resolve_device(self.device)
         base = max(process_memory(), PROCESS_BYTES)  # the libraries take memory once they are used
-        model = load(folder, dtype=None if self.dtype == "auto" else self.dtype)
+        model = load(folder, dtype="stored" if self.dtype == "auto" else self.dtype)
         before = sum(parameter.nbytes for parameter in model.parameters())
         held = base + before if device == model.device else 0
         if self.bits is not None:
             budget(model, self.bits, allow_int3=self.allow_int3)
         calibration = None if method is None and self.bits is None else self.calibration_of(model)
-        scheme = scheme or self.choose(model, calibration, device)
+        scheme = self.fitted(scheme, model) if scheme else self.choose(model, calibration, device)
         layers = scheme.layers(model)
         if self.format == "gguf":
             from hasten.model.gguf.write import check_gguf

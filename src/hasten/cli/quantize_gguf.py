@@ -45,7 +45,7 @@ def folder_to_gguf(folder: Path, file: Path) -> float:
     from hasten.model.load import load
 
     try:
-        model = load(folder)
+        model = load(folder, dtype="stored")
         write_gguf(model, file, "F16" if model.dtype == torch.float16 else "BF16")
     except HastenError as error:
         raise type(error)(f"{error}. The quantized model is in {folder}: hasten export {folder} {file}") from None

@@ -21,7 +21,7 @@ from hasten.model.binding import kernels
 from hasten.model.checkpoint import DTYPES
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice, join
-from hasten.model.formats.record import LayerFormat, is_w8a8, of_integers
+from hasten.model.formats.record import LayerFormat, is_w8a8, of_integers, written_activations
 from hasten.model.formats.registry import writer
 from hasten.model.formats.stream import write_file as save_file
 from hasten.model.sharded import ShardedTransformer
@@ -52,6 +52,7 @@ def export_model(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     quantized: Quantized | None = None,
+    dequantize: bool = False,
     format: str = "compressed-tensors",
 ) -> None:
     """Write config.json, safetensors, tokenizer and generation_config.json.
@@ -62,7 +63,8 @@ def export_model(
 
     Quantized layers are written in the layout `format` ("compressed-tensors" or "gptq": `hasten.model.formats`),
     whatever their kernels hold; a HastenWarning says where others will not be able to read them. `quantized` quantizes
-    on the way: layers that are plain in `model` are written with the numbers it gives for them.
+    on the way: layers that are plain in `model` are written with the numbers it gives for them. dequantize: write the
+    plain weights that quantized layers stand for instead, which every program reads.
 
     Everything is first written into the folder's own `.saving`, which one process holds, and then moved into place: a
     disk that fills up leaves the old files as they were. While files are moved the folder has no config.json, so that
@@ -72,7 +74,7 @@ def export_model(
     """
     if dtype is not None and dtype not in DTYPES.values():
         raise ConfigError(f"dtype {dtype} cannot be written; use one of {', '.join(map(str, DTYPES.values()))}")
-    quantized = quantized or held_layers(model)
+    quantized = quantized or (None if dequantize else held_layers(model))
     if model.config.attention_pattern is not None:
         text = f"hasten runs {folder} with its attention pattern; transformers does not know it and attends to all"
         warnings.warn(text, HastenWarning, stacklevel=3)
@@ -98,11 +100,11 @@ def export_model(
                 folder.rmdir()
 
 
-def save(model: Transformer, folder: str | Path) -> None:
+def save(model: Transformer, folder: str | Path, *, dequantize: bool = False) -> None:
     """Write a Hugging Face folder that transformers loads; see `hasten.model.export.export_model`.
 
-    A fused model is taken apart for the while, because files hold readable layers. Raises ConfigError for what is no
-    model or no path.
+    dequantize: quantized layers are written as plain weights, in the model's dtype. A fused model is taken apart for
+    the while, because files hold readable layers. Raises ConfigError for what is no model or no path.
     """
     require_model(model, "hasten.save")
     if not isinstance(folder, str | Path):
@@ -112,7 +114,7 @@ def save(model: Transformer, folder: str | Path) -> None:
     if isinstance(model, ShardedTransformer):
         raise ConfigError("this rank holds a share of the model; save it from a process that has all of it")
     with kernels(model, block="readable"):
-        export_model(model, Path(folder))
+        export_model(model, Path(folder), dequantize=dequantize)
 
 
 def check_layers(model: Transformer, layers: Mapping[str, LayerFormat], format: str) -> None:
@@ -148,15 +150,16 @@ def exported_config(model: Transformer, dtype: torch.dtype, *, tied: bool) -> di
 
 
 def held_layers(model: Transformer) -> Quantized | None:
-    """The layers that the model itself holds quantized; a HastenWarning names those that are not written so."""
+    """The layers that the model itself holds quantized; None, with a HastenWarning, where a folder holds not all."""
     if model.quantization is None:
         return None
     held: Any = model
     layers = {name: layer for name, layer in model.quantization.items() if of_integers(layer.weight)}
     if others := [name for name in model.quantization if name not in layers]:
         format = model.quantization[others[0]].weight
-        text = f"{len(others)} layers like {others[0]} are written as plain weights: {format} is not written"
-        warnings.warn(text, HastenWarning, stacklevel=4)
+        text = f"{len(others)} layers like {others[0]} are quantized in a way that no folder holds ({format})"
+        warnings.warn(f"{text}: all are written as plain weights", HastenWarning, stacklevel=4)
+        return None
     return Quantized(layers, lambda name: held.get_submodule(name).to_weight())
 
 
@@ -215,15 +218,17 @@ class _Plan:
         if not layers:
             return values
         owners = {name.removesuffix(".weight"): parts[0][1] for name, parts in self.parts.items()}
-        routers = [name for name, ours in owners.items() if ours.endswith(".router.weight")]
-        ignored = routers if "head" in self.layers else [*routers, "lm_head"]
+        ignored = [name for name, ours in owners.items() if name not in layers and self._is_linear(ours)]
+        ignored += [] if "head" in self.layers else ["lm_head"]
         if self.format.method == "compressed-tensors":
             self._warn(layers)
         if self.tied and "head" in self.layers:  # readers look for both modules, of which the file holds one
             embedding, head = (self.places[f"{one}.weight"].name for one in ("embedding", "head"))
             layers[head.removesuffix(".weight")] = layers[embedding.removesuffix(".weight")]
         written = self.format.write_config(layers, ignored)
-        private = values.get("hasten", {}) | written.pop("hasten", {})
+        # How products treat their activations, where the layout speaks of weights alone.
+        said = {} if is_w8a8(layers.values()) else written_activations(self.layers.values())
+        private = values.get("hasten", {}) | said
         return values | written | ({"hasten": private} if private else {})
 
     def _warn(self, layers: Mapping[str, LayerFormat]) -> None:
@@ -245,12 +250,19 @@ class _Plan:
             elif self.embedding is not None:
                 reason = (
                     "it reads quantized embeddings only with dequantize=True and all layers quantized alike "
-                    f"({'lm_head: none leaves the tied matrix as it is' if self.tied else 'embedding: none'})"
+                    f"({'lm_head: none leaves the tied matrix as it is' if self.tied else 'embedding: none'}; hasten "
+                    "export MODEL DIR --dequantize writes plain weights)"
                 )
             if reason is not None:
                 text = f"hasten reads this quantized model; transformers does not: {reason}"
                 warnings.warn(text, HastenWarning, stacklevel=4)
                 return
+
+    def _is_linear(self, ours: str) -> bool:
+        """Whether it is the weight of a linear layer of a block."""
+        owner, _, leaf = ours.rpartition(".")
+        module = self.model.get_submodule(owner)
+        return leaf == "weight" and ours.startswith("blocks.") and isinstance(module, torch.nn.Linear | PackedLinear)
 
     def _tensor(self, ours: str) -> Tensor:
         if self.quantized is not None and (changed := self.quantized.changed(ours)) is not None:

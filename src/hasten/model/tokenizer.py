@@ -146,12 +146,15 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Messages ({"role", "content"}, in order) as the text the model was trained on.
 
-        tools: JSON schemas, where the template knows what to do with them. Raises ConfigError where there is no
-        template or the messages do not suit it, CheckpointError where the template is at fault.
+        tools: JSON schemas, where the template knows what to do with them. The other options are those of
+        `ChatTemplate.render`. Raises ConfigError where there is no template or the messages do not suit it,
+        CheckpointError where the template is at fault.
         """
         name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
         template = self.templates.get(name)
@@ -165,7 +168,12 @@ class Tokenizer:
                 "the model has no chat template (a base model has none); use `hasten generate`, or pass a template file"
             )
         return template.render(
-            messages, special_tokens=self.special_tokens, add_generation_prompt=add_generation_prompt, tools=tools
+            messages,
+            special_tokens=self.special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
@@ -205,10 +213,13 @@ class Tokenizer:
         config |= dict(self.special_tokens)
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
-        return {
+        files = {
             "tokenizer.json": self.backend.to_str(pretty=True).encode(),
             "tokenizer_config.json": (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
         }
+        if len(self.eos_ids) > 1:  # the others have no place in the tokenizer's own files
+            files["generation_config.json"] = (json.dumps({"eos_token_id": self.eos_ids}) + "\n").encode()
+        return files
 
 
 def _check_text(text: str) -> None:

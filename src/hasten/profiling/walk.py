@@ -43,8 +43,12 @@ def _parts(name: str, module: nn.Module, *, stacked: bool) -> Iterator[ModelPart
     elif isinstance(module, FusedBlock) and stacked:
         yield ModelPart(name, module, None)
         for part in FusedStack.PARTS:
-            own = module if part == "attention" else getattr(module, part)
-            yield ModelPart(f"{name}.{part}", module, None, (own,))
+            # A product may be several layers, each of its own format.
+            names = (
+                (part,) if hasattr(module, part) else {"qkv": ("q", "k", "v"), "inner": ("gate", "up")}.get(part, ())
+            )
+            own = tuple(getattr(module, one) for one in names) or (module,)
+            yield ModelPart(f"{name}.{part}", module, None, own)
         norms = (norm for child, norm in module.named_children() if child.endswith("norm"))
         yield ModelPart(f"{name}.norms", module, None, tuple(norms), "a part of the steps around them")
     else:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError, HastenWarning
 from hasten.model.export import Quantized, check_layers, export_model
 from hasten.model.formats.record import LayerFormat
+from hasten.model.fused import is_fused, take_apart
 from hasten.model.transformer import Transformer, require_model
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.quantization.calibration import check_calibration
@@ -44,10 +45,12 @@ def quantize(
     called after each layer (and costs a comparison of each). Layers of 3 and 2 bits stay plain ones, of the rounded
     weights.
 
-    Raises ConfigError for a model that is quantized or fused already, or whose weights hold NaN or infinity.
+    Rounding to nearest leaves layers that are quantized already as they are, with a warning. Raises ConfigError where
+    all are (with a method: any), the model is fused, or its weights hold NaN or infinity.
     """
-    formats, tied = check_quantizable(model, scheme, method), model.tied
-    done: dict[str, LayerFormat] = {}
+    formats = check_quantizable(model, scheme, method, partly=method is None)
+    tied = model.tied
+    done: dict[str, LayerFormat] = dict(model.quantization or {})
     for name, weight in _weights(model, scheme, formats, method, calibration, report):
         old: Any = model.get_submodule(name)
         layer = served(weight, old, getattr(old, "bias", None), formats[name], model.compute_dtype)
@@ -153,15 +156,26 @@ def quantize_to_folder(
         export_model(model, folder, quantized=Quantized(formats, finished, work.changed.get), format=format)
 
 
-def check_quantizable(model: Transformer, scheme: Scheme, method: BlockMethod | None = None) -> dict[str, LayerFormat]:
-    """The layers the scheme quantizes; ConfigError where scheme or method is none or the model cannot be quantized."""
-    check_model(model)
+def check_quantizable(
+    model: Transformer, scheme: Scheme, method: BlockMethod | None = None, *, partly: bool = False
+) -> dict[str, LayerFormat]:
+    """The layers the scheme quantizes; ConfigError where scheme or method is none or the model cannot be quantized.
+
+    partly: some of its layers may be quantized already, and stay as they are, with a warning.
+    """
+    check_model(model, partly=partly)
     if method is not None and (isinstance(method, type) or not hasattr(method, "quantize_block")):
         found = f"the class {method.__name__}" if isinstance(method, type) else type(method).__name__
         raise ConfigError(f"a method is hasten.GPTQ(), hasten.AWQ() or hasten.SignRounding(); found {found}")
     if not isinstance(scheme, Scheme):
         raise ConfigError(f"a scheme is hasten.Int8(...) or hasten.Int4(...); found {type(scheme).__name__}")
-    formats = scheme.layers(model)
+    asked, plain = scheme.layers(model), nn.Linear | nn.Embedding
+    formats = {name: layer for name, layer in asked.items() if isinstance(model.get_submodule(name), plain)}
+    if model.quantization and not formats:
+        raise already_quantized(model)
+    if model.quantization:
+        text = f"{len(model.quantization)} layers are quantized already, and stay as they are"
+        warnings.warn(text, HastenWarning, stacklevel=3)
     for names in units_of(formats).values():
         if len({formats[name] for name in names}) > 1 and ".experts." not in names[0]:
             text = f"{', '.join(names)} have different formats: the model will run without the fused steps, slower"
@@ -169,13 +183,25 @@ def check_quantizable(model: Transformer, scheme: Scheme, method: BlockMethod | 
     return formats
 
 
-def check_model(model: Transformer) -> None:
-    """ConfigError where a model cannot be quantized as it is."""
+def check_model(model: Transformer, *, partly: bool = False) -> None:
+    """Take a fused model apart. ConfigError where a model cannot be quantized as it is; partly: some of its layers may
+    be quantized already.
+    """
     require_model(model, "hasten.quantize")
-    if model.quantization is not None:
-        raise ConfigError("this model is quantized already; quantize the original checkpoint instead")
-    if not model.readable:
-        raise ConfigError("this model is fused; call hasten.unfuse(model) first, and hasten.fuse(model) afterwards")
+    if model.quantization is not None and not partly:
+        raise already_quantized(model)
+    if is_fused(model, any):
+        take_apart(model)
+
+
+def already_quantized(model: Transformer) -> ConfigError:
+    """The error for a model that is to be quantized again."""
+    name, layer = next(iter((model.quantization or {}).items()))
+    return ConfigError(
+        f"{len(model.quantization or {})} layers of this model are quantized already, such as {name} ({layer.weight}): "
+        "quantize the original checkpoint, or the plain weights that `hasten export MODEL DIR --dequantize` writes "
+        "(hasten.save(model, folder, dequantize=True))"
+    )
 
 
 def round_layer(

@@ -4,6 +4,7 @@ import copy
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -141,16 +142,24 @@ def passes(module: nn.Module, items: Sequence[Item], work: Callable[[Item], Resu
 
 
 def stages(module: nn.Module, names: Sequence[str], call: Call) -> list[list[str]]:
-    """The linear layers `names` of a module in the order in which it calls them; together, where they get one input."""
+    """The linear layers `names` of a module in the order in which it calls them; together, where they get one input.
+
+    The last one is not run: of a head that would be the logits of a whole pass, of which nobody counts on the memory.
+    """
     found: list[tuple[Tensor, list[str]]] = []
+    left = set(names)
 
     def note(name: str, x: Tensor) -> None:
         if found and found[-1][0] is x:
             found[-1][1].append(name)
         else:
             found.append((x, [name]))
+        left.discard(name)
+        if not left:
+            raise _ReachedError(x)
 
-    call(_watched(module, names, note))
+    with suppress(_ReachedError):
+        call(_watched(module, names, note))
     return [together for _, together in found]
 
 

@@ -105,7 +105,8 @@ def read_gptq(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
     fields.only(bits=(2, 3, 4, 8), checkpoint_format=(None, "gptq", "gptq_v2"))
     fields.only(dynamic=(None, {}), pack_dtype=(None, "int32"), desc_act=(None, False, True))
     offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
-    size, symmetric, activations = _group_size(fields), given.get("sym", True) is True, own_activations(values)
+    size, symmetric = _group_size(fields), given.get("sym", True) is True
+    activations = own_activations(values, size)
     ordered = given.get("desc_act") is True
     return partial(ColumnsFolder, ColumnsLayout(False, given["bits"], size, symmetric, offset, ordered, activations))
 
@@ -172,7 +173,7 @@ class GPTQFormat:
         }
 
     def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
-        """config.json's `quantization_config`, and our own key `hasten` for the activations."""
+        """config.json's `quantization_config`."""
         layer = next(iter(layers.values()))
         config = {
             "quant_method": self.method,
@@ -184,7 +185,7 @@ class GPTQFormat:
             "checkpoint_format": "gptq" if _zero_offset(layer.weight) else "gptq_v2",
             "pack_dtype": "int32",
         }
-        return {"quantization_config": config, "hasten": {"activations": layer.activations}}
+        return {"quantization_config": config}
 
 
 def _zero_offset(format: WeightFormat) -> int:

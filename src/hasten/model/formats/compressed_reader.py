@@ -17,7 +17,7 @@ from hasten.model.checkpoint import DTYPES, StoredTensor, StoredTensors, check_f
 from hasten.model.formats.file_format import ConfigFields, OpenFolder, QuantizedFolder, QuantizedModule, fail, seen
 from hasten.model.formats.floats import FP4Folder, FP4Layout, FP8Folder, block_of, packed_fp4
 from hasten.model.formats.packing import signed, unpack_columns, unpack_rows
-from hasten.model.formats.record import Activations, LayerFormat, group_places, own_activations
+from hasten.model.formats.record import LayerFormat, group_places, own_activations
 from hasten.ops.linear.weights import QuantizedWeight, Scales, WeightFormat, int4_format
 
 FORMATS = PACKED, W8A8, WEIGHT_ONLY, MIXED = "pack-quantized", "int-quantized", "naive-quantized", "mixed-precision"
@@ -47,8 +47,8 @@ def read_compressed(given: Any, values: Mapping[str, Any], where: Path) -> OpenF
     """
     if (floats := read_floats(given, where)) is not None:
         return floats
-    groups, activations = _groups(ConfigFields(where, given), FORMATS), own_activations(values)
-    return partial(CompressedFolder, tuple(_group(group, activations) for group in groups))
+    groups = _groups(ConfigFields(where, given), FORMATS)
+    return partial(CompressedFolder, tuple(_group(group, values) for group in groups))
 
 
 def read_floats(given: Any, where: Path) -> OpenFolder | None:
@@ -96,7 +96,7 @@ def _groups(fields: ConfigFields, formats: tuple[str, ...]) -> list[ConfigFields
     return [ConfigFields(fields.where, group, f"config_groups.{name!s:.40}.") for name, group in groups.items()]
 
 
-def _group(group: ConfigFields, activations: Activations) -> ConfigGroup:
+def _group(group: ConfigFields, values: Mapping[str, Any]) -> ConfigGroup:
     group.only(format=(PACKED, W8A8, WEIGHT_ONLY, None), output_activations=(None,))
     targets = group.values.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
@@ -117,6 +117,7 @@ def _group(group: ConfigFields, activations: Activations) -> ConfigGroup:
         size = weights.values.get("group_size")
         if type(size) is not int or size < 1:
             weights.fail("group_size", "a number of input features", size)
+    activations = own_activations(values, size)
     if group.values.get("input_activations") is not None:
         inputs = ConfigFields(group.where, group.values.get("input_activations"), f"{group.prefix}input_activations.")
         inputs.only(num_bits=(8,), type=("int", None), symmetric=(True, None), strategy=("token",), dynamic=(True,))

@@ -15,9 +15,9 @@ vLLM no embedding and no layer without rounded activations. An embedding that is
 under its own name; the config names both.
 
 config.json says so under `quantization_config`. Where all layers are int8 and round their activations too, it says what
-is published as W8A8 ("int-quantized", dynamic by token); everything else is weight-only there. That our products round
-the activations of those layers all the same (by group for int4, for which there is no name) stands beside it, under our
-own key `hasten`.
+is published as W8A8 ("int-quantized", dynamic by token); everything else is weight-only there. Whether our products
+round the activations of those layers all the same (by group for int4, for which there is no name) stands beside it,
+under our own key `hasten` (record.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,8 +46,8 @@ class CompressedTensors:
         for name, layer in layers.items():
             if not of_integers(layer.weight):
                 raise ConfigError(
-                    f"{name} ({layer.weight}): in compressed-tensors' layout hasten writes integers; `hasten export` "
-                    "writes plain weights"
+                    f"{name} ({layer.weight}): in compressed-tensors' layout hasten writes integers; `hasten export "
+                    "MODEL DIR --dequantize` writes plain weights"
                 )
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -65,13 +65,13 @@ class CompressedTensors:
         return tensors if weight.columns is None else tensors | {"weight_g_idx": weight.columns.int()}
 
     def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
-        """config.json's `quantization_config`, and our own key `hasten` where it does not say it all."""
+        """config.json's `quantization_config`."""
         kinds: dict[LayerFormat, list[str]] = {}
         for name, layer in layers.items():
             kinds.setdefault(layer, []).append(name)
         w8a8 = is_w8a8(kinds)
         linears = [kind for kind in kinds if kind.activations != "none"]
-        most = max(linears, key=lambda kind: len(kinds[kind]))
+        most = max(linears, key=lambda kind: len(kinds[kind]), default=None)  # none: an embedding alone
         groups = {}
         # The kind of most layers is the one of all modules of class Linear that no other group names.
         for i, (kind, names) in enumerate(sorted(kinds.items(), key=lambda item: item[0] != most)):
@@ -91,9 +91,7 @@ class CompressedTensors:
             "ignore": list(ignored),
             "kv_cache_scheme": None,
         }
-        # How products with weights that are all the file speaks of treat their activations.
-        private = {} if w8a8 else {"hasten": {"activations": linears[0].activations}}
-        return {"quantization_config": config} | private
+        return {"quantization_config": config}
 
     def _format(self, weight: WeightFormat) -> str:
         return PACKED if self._packs(weight) else W8A8

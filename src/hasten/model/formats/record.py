@@ -7,7 +7,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hasten.ops.linear.weights import INT8, Q4_K, Q6_K, QuantizedWeight, WeightFormat, fp8_format
+from hasten.ops.linear.weights import (
+    INT8,
+    K_QUANTS,
+    MXFP4,
+    QuantizedWeight,
+    WeightFormat,
+    fp8_format,
+    minimum_format,
+)
 
 GROUP_SIZES = (32, 64, 128)  # that kernels multiply
 
@@ -37,13 +45,13 @@ def held_format(stored: WeightFormat) -> WeightFormat | None:
     size = stored.group_size
     if stored.element == "int8" and not size and stored.symmetric:
         return INT8
-    if stored in (Q4_K, Q6_K):
+    if stored in (*K_QUANTS, MXFP4, minimum_format("int4"), minimum_format("int5")):
         return stored
-    if len(stored.scales) != 1 or (size not in GROUP_SIZES and size % GROUP_SIZES[-1]):
+    if len(stored.scales) != 1 or stored.zero == "minimum" or (size not in GROUP_SIZES and size % GROUP_SIZES[-1]):
         return None
     if stored.element == "float8_e4m3fn":
         return fp8_format(min(size, GROUP_SIZES[-1]))
-    if stored.element not in ("int4", "int8"):
+    if stored.element not in ("int4", "int8") and not (stored.element in ("int5", "iq4") and stored.symmetric):
         return None
     columns = min(size or GROUP_SIZES[-1], GROUP_SIZES[-1])
     return replace(stored, scales=(replace(stored.scales[0], columns=columns),))
@@ -57,7 +65,8 @@ def activation_group(layer: LayerFormat, in_features: int) -> int:
 
 def of_integers(weight: WeightFormat) -> bool:
     """Whether it is one of the formats that are written: integers with one level of scales."""
-    return weight.element in ("int8", "int4", "int3", "int2") and len(weight.scales) == 1
+    integers = weight.element in ("int8", "int4", "int3", "int2")
+    return integers and len(weight.scales) == 1 and weight.zero != "minimum"
 
 
 def group_places(stored: WeightFormat, held: WeightFormat, in_features: int) -> Tensor:
@@ -79,7 +88,27 @@ def regrouped(whole: QuantizedWeight, held: WeightFormat) -> QuantizedWeight:
     )
 
 
-def own_activations(values: Mapping[str, Any]) -> Activations:
-    """What a config.json with these values says of activations under our own key, where its format cannot."""
+def own_activations(values: Mapping[str, Any], group_size: int) -> Activations:
+    """What a config.json with these values says, under our own key, of activations for weights of a group size."""
     private = values.get("hasten")
-    return "int8" if isinstance(private, dict) and private.get("activations") == "int8" else "float"
+    said = private.get("activations") if isinstance(private, dict) else None
+    if isinstance(said, dict):
+        said = said.get(_strategy(group_size))
+    return "int8" if said == "int8" else "float"
+
+
+def written_activations(layers: Iterable[LayerFormat]) -> dict[str, Any]:
+    """What `own_activations` reads: one word for all layers, or one for those in groups and one for those by row."""
+    found: dict[str, Activations] = {}
+    for layer in layers:
+        if layer.activations != "none":
+            # Of two by row, as quantization-aware training has them with an int8 head, the blocks' come first.
+            found.setdefault(_strategy(layer.weight.group_size), layer.activations)
+    if not found:
+        return {}
+    return {"activations": found if len(set(found.values())) > 1 else next(iter(found.values()))}
+
+
+def _strategy(group_size: int) -> str:
+    """As compressed-tensors calls it."""
+    return "group" if group_size else "channel"

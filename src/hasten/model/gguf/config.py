@@ -9,12 +9,12 @@ import torch
 
 from hasten.errors import CheckpointError
 from hasten.model.config import RopeConfig
-from hasten.model.gguf.header import GGUFFile
-from hasten.model.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES
+from hasten.model.gguf.header import GGUFFile, shortest
+from hasten.model.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES, LONG_ROPE
 from hasten.model.rope import frequencies
 
 # Metadata that are computed with, and are numbers; the pattern of windows may be a list.
-_NUMBERS = (*FIELDS, "expert_count", "rope.dimension_count", "rope.scale_linear", "rope.scaling.factor")
+_NUMBERS = (*FIELDS, "rope.dimension_count", "rope.scaling.attn_factor", "rope.scale_linear", "rope.scaling.factor")
 _NUMBERS += tuple(f"rope.scaling.{key}" for key in ("original_context_length", "yarn_beta_fast", "yarn_beta_slow"))
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -36,8 +36,10 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         if not listed and (type(value) not in (int, float) or not math.isfinite(value)):
             raise CheckpointError(f"{file.path}: {architecture}.{key} must be a number; found {value!r:.60}")
     embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or own.get("expert_count"):
-        raise CheckpointError(f"{file.path} has experts, or no token_embd.weight; hasten reads whole, dense models")
+    if embedding is None:
+        raise CheckpointError(f"{file.path} has no token_embd.weight: it is no whole model; download the model itself")
+    if own.get("expert_count") and architecture not in ("llama", "qwen3moe"):
+        raise CheckpointError(f"{file.path}: experts are read of llama (Mixtral) and qwen3moe; found {architecture}")
     if architecture == "gemma3" and "attention.sliding_window" not in own:
         raise CheckpointError(f"{file.path} lacks gemma3.attention.sliding_window; hasten reads gemma 3 with windows")
     found = {field: own[key] for key, (field, _) in FIELDS.items() if key in own}
@@ -46,13 +48,13 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     if share is not None:
         found = {"num_key_value_heads": heads, "head_dim": share} | found
     head: Any = found.get("head_dim")
-    if own.get("rope.dimension_count", head) != head:
-        raise CheckpointError(
-            f"{file.path}: {architecture}.rope.dimension_count is {own['rope.dimension_count']}, of heads of "
-            f"{head}; hasten reads models whose heads are rotated whole"
-        )
+    found |= _partial(own.get("rope.dimension_count", head), head, f"{file.path}: {architecture}.rope.dimension_count")
+    if own.get("expert_count"):
+        found |= {"norm_topk_prob": True} if architecture == "qwen3moe" else {"model_type": "mixtral"}
+    if not found.get("sliding_window", 1):  # 0: none
+        found["sliding_window"] = None
+    found = {"model_type": ARCHITECTURES[architecture]} | found
     found |= {
-        "model_type": ARCHITECTURES[architecture],
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -68,10 +70,22 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     return found | _scaling(own, found, file)
 
 
+def _partial(turned: Any, head: Any, where: str) -> dict[str, Any]:
+    """The share of a head's elements that rotary positions turn, where it is not all."""
+    if turned == head or type(head) is not int or head < 1:
+        return {}
+    if type(turned) is not int or not 2 <= turned < head or turned % 2:
+        raise CheckpointError(f"{where} is {turned!r:.40}; it must be even, and at most the {head} elements of a head")
+    share = turned / head
+    return {"partial_rotary_factor": share if int(head * share) == turned else (turned + 0.5) / head}
+
+
 def _scaling(own: Mapping[str, Any], found: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
     """`rope_scaling`: linear and yarn by metadata, Llama 3's by the factors of its frequencies."""
     if FREQUENCIES in file.tensors:
         return {"rope_scaling": _llama3(found, file)}
+    if all(name in file.tensors for name in LONG_ROPE):
+        return _longrope(own, file)
     kind, factor = own.get("rope.scaling.type", "linear"), own.get("rope.scaling.factor", own.get("rope.scale_linear"))
     if kind not in ("none", "linear", "yarn"):
         raise CheckpointError(f"{file.path}: rope.scaling.type is {kind!r:.40}; none, linear and yarn are read")
@@ -81,6 +95,20 @@ def _scaling(own: Mapping[str, Any], found: Mapping[str, Any], file: GGUFFile) -
     names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
     given = {names[key]: own[f"rope.scaling.{key}"] for key in names if f"rope.scaling.{key}" in own}
     return {"rope_scaling": (given if kind == "yarn" else {}) | {"rope_type": kind, "factor": factor}}
+
+
+def _longrope(own: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
+    """Phi-3's factors of each frequency, for texts up to its first context length and for longer ones."""
+    if any(file.tensors[name].type.name != "F32" for name in LONG_ROPE):
+        raise CheckpointError(f"{file.path}: {LONG_ROPE[0]} and {LONG_ROPE[1]} must be F32")
+    short, long = (
+        [shortest(one) for one in file.raw(name).flatten().view(torch.float32).numpy()] for name in LONG_ROPE
+    )
+    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    if "rope.scaling.attn_factor" in own:
+        scaling["attention_factor"] = own["rope.scaling.attn_factor"]
+    original = own.get("rope.scaling.original_context_length")
+    return {"rope_scaling": scaling} | ({} if original is None else {"original_max_position_embeddings": original})
 
 
 def _llama3(found: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:

@@ -8,7 +8,7 @@ bytes, one after the other, each padded to the alignment.
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError
 from hasten.model.checkpoint import MAX_ELEMENTS, open_regular
+from hasten.model.gguf.choose import parts_of
 from hasten.model.gguf.types import TYPE_NAMES, TYPES, TensorType
 
 MAX_ENTRIES = 1 << 16  # of metadata, and of tensors; published files have tens and hundreds
@@ -31,12 +32,13 @@ _TEXT, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor of a file: shape (outermost first), type, and the byte of the data at which it begins."""
+    """One tensor of a file: shape (outermost first), type, the byte of the data where it begins, and of which part."""
 
     name: str
     type: TensorType
     shape: tuple[int, ...]
     begin: int = 0
+    part: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -50,25 +52,66 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A file's metadata (numbers, texts, lists of texts, numpy arrays of numbers) and tensors, by name.
+    """A model's metadata (numbers, texts, lists of texts, numpy arrays of numbers) and tensors, by name.
 
-    data: the file behind its header, uint8, memory-mapped. The mapping is private: what is written to it never reaches
+    data: each file behind its header, uint8, memory-mapped. The mapping is private: what is written to it never reaches
     the file.
     """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
-    data: Tensor
+    data: tuple[Tensor, ...]
 
     def raw(self, name: str) -> Tensor:
         """A tensor's bytes, uint8 (rows, bytes of a row), as they stand in the file."""
         tensor = self.tensors[name]
-        return self.data[tensor.begin : tensor.begin + tensor.bytes].view(-1, tensor.row_bytes)
+        return self.data[tensor.part][tensor.begin : tensor.begin + tensor.bytes].view(-1, tensor.row_bytes)
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Map a GGUF file and read its header. CheckpointError says what is wrong with it, and what to do."""
+    """Map a GGUF file and read its header; of a split model, given any part, all of them. CheckpointError says what is
+    wrong, and what to do.
+    """
+    found = _read_part(path)
+    count = found.metadata.get("split.count", 0)
+    if type(count) is not int or count < 2:
+        return found
+    names, number = parts_of(path.name), found.metadata.get("split.no")
+    if len(names) != count:
+        number = number + 1 if type(number) is int else 1
+        raise CheckpointError(
+            f"{path} is one of {count} parts of a model, and parts are found by their names: call this one "
+            f"NAME-{number:05}-of-{count:05}.gguf, and the others alike"
+        )
+    files = [path.with_name(name) for name in names]
+    if missing := [file.name for file in files if not file.exists()]:
+        raise CheckpointError(f"{path} is one of {count} parts of a model; {missing[0]} is not beside it: download it")
+    return _joined(path, [found if file == path else _read_part(file) for file in files])
+
+
+def _joined(path: Path, parts: list[GGUFFile]) -> GGUFFile:
+    """The parts of a split model as one; the first has the metadata."""
+    tensors: dict[str, GGUFTensor] = {}
+    for number, part in enumerate(parts):
+        said = part.metadata.get("split.no"), part.metadata.get("split.count")
+        if said != (number, len(parts)):
+            raise CheckpointError(
+                f"{part.path} says that it is part {said[0]!s:.20} (from 0) of {said[1]!s:.20}, not part {number} of "
+                f"{len(parts)}: its name is wrong, or the parts are of several models; download them again"
+            )
+        if twice := tensors.keys() & part.tensors.keys():
+            raise CheckpointError(f"{part.path}: the tensor {min(twice)!r:.100} is in another part too")
+        tensors |= {name: replace(tensor, part=number) for name, tensor in part.tensors.items()}
+    expected = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise CheckpointError(
+            f"{path}: its parts hold {len(tensors)} tensors, not {expected!s:.20}; download them again"
+        )
+    return GGUFFile(path, parts[0].metadata, tensors, tuple(part.data[0] for part in parts))
+
+
+def _read_part(path: Path) -> GGUFFile:
     file, size = open_regular(path, f"there is no file {path}")
     with file:
         first = file.read(8)
@@ -83,6 +126,11 @@ def read_gguf(path: Path) -> GGUFFile:
     except RuntimeError as error:
         raise CheckpointError(f"{path} cannot be mapped: {error!s:.200}") from None
     return _Reader(path, data).read()
+
+
+def shortest(value: float) -> float:
+    """The shortest number that is this float32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
 
 
 class _Reader:
@@ -104,12 +152,6 @@ class _Reader:
             if key in metadata:
                 self.fail(f"the metadata entry {key!r:.100} stands in it twice")
             metadata[key] = self.value(key, self.number("I"))
-        split = metadata.get("split.count", 0)
-        if type(split) is not int or split > 1:
-            raise CheckpointError(
-                f"{self.path} is one of {split!s:.20} parts of a model; join them first: llama-gguf-split --merge "
-                f"{self.path} WHOLE.gguf"
-            )
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment not in (8 << i for i in range(14)):
             self.fail(f"general.alignment is {alignment!r:.40}, no power of two from 8 to 65,536")
@@ -129,7 +171,7 @@ class _Reader:
             placed[tensor.name] = tensor
         if (behind := len(self.raw) - start - (-(-end // alignment) * alignment)) > 0:
             self.fail(f"{behind:,} bytes stand behind the last tensor")
-        return GGUFFile(self.path, metadata, placed, self.data[start:])
+        return GGUFFile(self.path, metadata, placed, (self.data[start:],))
 
     def take(self, size: int) -> memoryview:
         if size > len(self.raw) - self.at:
@@ -139,8 +181,7 @@ class _Reader:
 
     def number(self, code: str) -> Any:
         (value,) = struct.unpack(f"<{code}", self.take(struct.calcsize(code)))
-        # The shortest number that is this float32: 1e-05, not 9.999999747378752e-06.
-        return float(str(np.float32(value))) if code == "f" else value
+        return shortest(value) if code == "f" else value
 
     def count(self, what: str, most: int, least_bytes: int) -> int:
         """A number of things of at least so many bytes each."""
@@ -156,6 +197,22 @@ class _Reader:
         except UnicodeDecodeError:
             self.fail(f"the text at byte {self.at - size:,} is not UTF-8")
 
+    def texts(self, count: int) -> list[str]:
+        """Several texts in a row, in one loop: a vocabulary has a quarter of a million."""
+        found, raw, at, length = [], self.raw, self.at, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            self.at = at
+            try:
+                (size,) = length(raw, at)
+                if size > min(MAX_TEXT_BYTES, len(raw) - at - 8):
+                    self.text()  # says what is wrong with it
+                found.append(str(raw[at + 8 : at + 8 + size], "utf-8"))
+            except (struct.error, UnicodeDecodeError):
+                self.text()
+            at += 8 + size
+        self.at = at
+        return found
+
     def value(self, key: str, kind: int) -> Any:
         if kind == _TEXT:
             return self.text()
@@ -163,7 +220,7 @@ class _Reader:
             return self.number(_NUMBERS[kind])
         inner = self.number("I") if kind == _ARRAY else kind
         if inner == _TEXT:
-            return [self.text() for _ in range(self.count(f"texts in {key:.100}", MAX_TEXTS, 8))]
+            return self.texts(self.count(f"texts in {key:.100}", MAX_TEXTS, 8))
         if inner not in _NUMBERS:
             self.fail(f"{key!r:.100} is {'a list of lists' if inner == _ARRAY else f'of the unknown type {inner}'}")
         dtype = np.dtype(_NUMBERS[inner]).newbyteorder("<")
@@ -183,7 +240,8 @@ class _Reader:
         if known not in TYPES:
             raise CheckpointError(
                 f"{self.path}: the tensor {name!r:.100} is of type {known}, which hasten does not read; it reads "
-                f"{', '.join(TYPES)}: take the model in one of these"
+                f"{', '.join(TYPES)}: download the model in one of these, or make one with llama-quantize of llama.cpp "
+                f"(llama-quantize --allow-requantize {self.path} OUTPUT.gguf Q8_0)"
             )
         if shape[-1] % TYPES[known].elements:
             self.fail(f"the tensor {name!r:.100} has rows of {shape[-1]:,} numbers, which {known} cannot hold")

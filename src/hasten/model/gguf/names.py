@@ -1,5 +1,6 @@
 """What GGUF calls our tensors and settings, and what it stores otherwise than Hugging Face: for reading and writing."""
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -7,8 +8,9 @@ from torch import Tensor
 
 from hasten.model.config import ModelConfig
 
-# `general.architecture` -> `model_type` of config.json.
+# `general.architecture` -> `model_type` of config.json; a "llama" with experts is a Mixtral.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
+ARCHITECTURES |= {"qwen3moe": "qwen3_moe", "phi3": "phi3"}
 # Names of metadata after the architecture's -> fields of config.json, and of ModelConfig.
 FIELDS = {
     "context_length": ("max_position_embeddings", "max_positions"),
@@ -20,6 +22,9 @@ FIELDS = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
     "attn_logit_softcapping": ("attn_logit_softcapping", "attention_softcap"),
     "final_logit_softcapping": ("final_logit_softcapping", "logit_softcap"),
+    "expert_count": ("num_experts", "experts"),
+    "expert_used_count": ("num_experts_per_tok", "experts_per_token"),
+    "expert_feed_forward_length": ("moe_intermediate_size", "expert_size"),
     "block_count": ("num_hidden_layers", ""),
     "attention.sliding_window": ("sliding_window", ""),
     "attention.sliding_window_pattern": ("sliding_window_pattern", ""),
@@ -27,6 +32,7 @@ FIELDS = {
     "rope.freq_base_swa": ("rope_local_base_freq", ""),
 }
 FREQUENCIES = "rope_freqs.weight"  # Llama 3.1's: by what each rotary frequency is divided
+LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")  # Phi-3's, the same for short and long texts
 PARTS = {
     "embedding": "token_embd",
     "norm": "output_norm",
@@ -36,31 +42,45 @@ PARTS = {
     "mlp_norm": "ffn_norm",
     "mlp_post_norm": "post_ffw_norm",
 } | {f"attention.{part}": f"attn_{part}" for part in ("q", "k", "v", "output", "q_norm", "k_norm")}
-PARTS |= {f"mlp.{part}": f"ffn_{part}" for part in ("gate", "up", "down")}
+PARTS |= {f"mlp.{part}": f"ffn_{part}" for part in ("gate", "up", "down")} | {"mlp.router": "ffn_gate_inp"}
+PARTS |= {f"mlp.experts.{part}": f"ffn_{part}_exps" for part in ("gate", "up", "down")}
+# Phi-3's layers that are one matrix, here as in its Hugging Face folder.
+FUSED = dict.fromkeys(("attention.q", "attention.k", "attention.v"), "attn_qkv")
+FUSED |= dict.fromkeys(("mlp.gate", "mlp.up"), "ffn_up")
 
 
 class Place(NamedTuple):
-    """Where one of our tensors stands in a GGUF file.
+    """Where one of our tensors is in a GGUF file.
 
     order: of our rows, those that are stored first, second, …; None: as they are. offset: what is added to each number.
+    expert: which matrix of a stack of all experts'.
     """
 
     name: str
     order: Tensor | None = None
     offset: float = 0.0
+    expert: int | None = None
 
 
 def place_of(ours: str, config: ModelConfig) -> Place:
     """The place of a tensor of ours, such as "blocks.0.attention.q.weight".
 
     llama.cpp turns neighbouring elements of a llama's q and k against each other, where we turn element i against
-    element i + D/2: the rows of each head are stored in its order. It adds Gemma's 1 to the norms when it converts.
+    element i + D/2: the rotated rows of each head are stored in its order. It adds Gemma's 1 to the norms when it
+    converts.
     """
     module, _, leaf = ours.rpartition(".")
     _, index, part = module.split(".", 2) if module.startswith("blocks.") else ("", "", module)
-    order = None
-    if config.family in ("llama", "mistral") and part in ("attention.q", "attention.k"):
+    order, expert = None, None
+    if found := re.fullmatch(r"(mlp\.experts)\.(\d+)\.(\w+)", part):
+        part, expert = f"{found[1]}.{found[3]}", int(found[2])
+    if config.family in ("llama", "mistral", "mixtral") and part in ("attention.q", "attention.k"):
         heads = config.heads if part == "attention.q" else config.kv_heads
-        order = torch.arange(heads * config.head_dim).view(heads, 2, -1).transpose(1, 2).flatten()
-    name = f"{PARTS[part]}.{leaf}"
-    return Place(f"blk.{index}.{name}" if index else name, order, config.norm_offset if part.endswith("norm") else 0.0)
+        rows = torch.arange(heads * config.head_dim).view(heads, config.head_dim)
+        turned = config.ropes[0].dim
+        order = torch.cat((rows[:, :turned].unflatten(1, (2, -1)).transpose(1, 2).flatten(1), rows[:, turned:]), 1)
+        order = order.flatten()
+    parts = PARTS | FUSED if config.family == "phi3" else PARTS
+    name = f"{parts[part]}.{leaf}"
+    offset = config.norm_offset if part.endswith("norm") else 0.0
+    return Place(f"blk.{index}.{name}" if index else name, order, offset, expert)

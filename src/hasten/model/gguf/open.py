@@ -1,18 +1,21 @@
 """A GGUF file as a checkpoint: its tensors under the names that Hugging Face gives them, in its order of rows."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hasten.errors import CheckpointError
 from hasten.model.checkpoint import StoredTensor, StoredTensors, check_finite
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES, read_config
 from hasten.model.formats.file_format import QuantizedFolder, QuantizedModule
 from hasten.model.gguf.config import config_values
+from hasten.model.gguf.grids import table
 from hasten.model.gguf.header import GGUFFile, GGUFTensor, read_gguf
-from hasten.model.gguf.names import FREQUENCIES, Place, place_of
+from hasten.model.gguf.names import FREQUENCIES, LONG_ROPE, Place, place_of
 from hasten.model.gguf.tokenizer import read_tokenizer
 from hasten.model.gguf.types import TYPES
 from hasten.model.source import ModelSource
@@ -40,6 +43,12 @@ def open_gguf(path: Path) -> ModelSource:
     )
 
 
+def _scales_of(weight: str) -> tuple[str, str]:
+    """Names of the float32 scales that may accompany an NVFP4 weight: its own and its activations' (not used here)."""
+    name = weight.removesuffix(".weight")
+    return f"{name}.scale", f"{name}.input_scale"
+
+
 class GGUFWeights(QuantizedFolder):
     """The plain tensors, and the quantized modules."""
 
@@ -47,25 +56,42 @@ class GGUFWeights(QuantizedFolder):
         super().__init__(StoredTensors())
         self.file, self.config = file, config
         self.places: dict[str, Place] = {}
-        named = {FREQUENCIES}
+        self._check_experts()
+        named = {FREQUENCIES, *LONG_ROPE}
         for ours, piece in FAMILIES[config.family].places(config):
             place = place_of(ours, config)
             if place.name in file.tensors:
                 self.places[piece.name] = place
-                named.add(place.name)
+                named |= {place.name, *_scales_of(place.name)}
                 self._add(piece.name)
         for name in file.tensors.keys() - named:  # for the warning that they stay unread
             self.places[name] = Place(name)
             self.logical[name] = StoredTensor(name, "F32", file.tensors[name].shape, file.path)
 
+    def _check_experts(self) -> None:
+        """Raise CheckpointError, before their names are made, unless each matrix of all experts is one tensor."""
+        layers = range(len(self.config.layers) if self.config.experts else 0)
+        for name in (f"blk.{i}.ffn_{part}_exps.weight" for i in layers for part in ("gate", "up", "down")):
+            tensor = self.file.tensors.get(name)
+            if tensor is None or len(tensor.shape) != 3 or tensor.shape[0] != self.config.experts:
+                found = "none" if tensor is None else list(tensor.shape)
+                raise CheckpointError(
+                    f"{self.file.path}: {name} must be the matrices of {self.config.experts} experts; found {found}: "
+                    "convert the model again with today's llama.cpp (before April 2024 each expert was a tensor)"
+                )
+
     def _add(self, name: str) -> None:
-        tensor = self.file.tensors[self.places[name].name]
-        seen, stored = StoredTensor(name, tensor.type.name, tensor.shape, self.file.path), tensor.type.format
-        if stored is None or len(tensor.shape) != 2:
+        place = self.places[name]
+        tensor = self.file.tensors[place.name]
+        shape = tensor.shape if place.expert is None else tensor.shape[1:]
+        seen, stored = StoredTensor(name, tensor.type.name, shape, self.file.path), tensor.type.format
+        if tensor.type.name.startswith(("IQ1", "IQ2", "IQ3")):
+            table(tensor.type.name)  # refused before anything is read
+        if stored is None or len(shape) != 2:
             self.logical[name] = seen
         else:
             # Activations are rounded, as llama.cpp does.
-            self.add(seen, (tensor.shape[0], tensor.shape[1]), stored, activations="int8")
+            self.add(seen, (shape[0], shape[1]), stored, activations="int8")
 
     def dtype(self) -> torch.dtype:
         """bfloat16 where most is quantized, else the dtype of most bytes of the matrices; norms are always float32."""
@@ -81,12 +107,18 @@ class GGUFWeights(QuantizedFolder):
         place = self.places[name]
         stored = self.file.tensors[place.name]
         assert stored.type.dtype is not None
-        tensor = self._rows(name, self.file.raw(place.name).view(stored.type.dtype).view(stored.shape))
+        shape = stored.shape if place.expert is None else stored.shape[1:]
+        tensor = self._rows(name, self._raw(place).view(stored.type.dtype).view(shape))
         return tensor - place.offset if place.offset else tensor
 
     def values(self, module: QuantizedModule) -> Tensor:
         """The blocks as they stand in the file, uint8 (N, bytes of a row)."""
-        return self.file.raw(self._tensor(module).name)
+        return self._raw(self.places[module.values])
+
+    def _raw(self, place: Place) -> Tensor:
+        """The bytes of a place: of an expert, its rows alone."""
+        rows = self.file.raw(place.name)
+        return rows if place.expert is None else rows.chunk(self.config.experts)[place.expert]
 
     def int4_words(self, module: QuantizedModule) -> QuantizedWeight | None:
         """The nibbles of Q4_0, which has the values 0 to 15 of a block in its low ones, in the order of the words."""
@@ -103,8 +135,10 @@ class GGUFWeights(QuantizedFolder):
         """The integers and their scales, which a layer holds as they stand in the file."""
         tensor = self._tensor(module)
         weight = tensor.type.weight(self._our_rows(module))
-        for part in (weight.scales, weight.outer):
-            if part is not None and part.is_floating_point():
+        if (scale := self.file.tensors.get(_scales_of(tensor.name)[0])) is not None:
+            weight = replace(weight, scales=weight.scales * self.file.raw(scale.name).view(torch.float32).item())
+        for part in (weight.scales, weight.zeros, weight.outer):
+            if part is not None and part.is_floating_point() and part.itemsize > 1:
                 check_finite(tensor.name, part, self.file.path)
         return weight
 

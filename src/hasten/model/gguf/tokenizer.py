@@ -5,7 +5,7 @@ sentencepiece's BPE, whose merges follow from its scores.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.chat import ChatTemplate
 from hasten.model.gguf.header import GGUFFile
+from hasten.model.gguf.merges import merges_of
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.tokenizer_files import add_bos_eos, add_tokens, finish_backend
 
@@ -24,8 +25,6 @@ _Entries = Mapping[str, Any]  # of the metadata that begin with "tokenizer.ggml.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
 # Ends of a turn that llama.cpp knows by their text, whatever the metadata say.
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
-MAX_TOKEN = 1024  # characters of a token whose merges are looked for; that takes their square
-MAX_MERGES = 1 << 26  # characters that all merges make, and 16 more for each: half a million of 8 take a fifth
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ def _sentencepiece(own: _Entries, vocabulary: dict[str, int], where: Path) -> tu
     defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_bos_token": True}
     unknown = _id({**defaults, **own}, "unknown_token_id", len(vocabulary), where)
     named = {} if unknown is None else {"unk_token": list(vocabulary)[unknown]}
-    merges = merges_of(vocabulary, scores.tolist())
+    merges = merges_of(vocabulary, scores)
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True, **named))
     # As llama.cpp: a space before a text, and after every special token.
     prefix = own.get("add_space_prefix") is not False
@@ -149,27 +148,6 @@ def _sentencepiece(own: _Entries, vocabulary: dict[str, int], where: Path) -> tu
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
     return backend, defaults
-
-
-def merges_of(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges of a sentencepiece vocabulary: every way to make a token of two others, the best score first.
-
-    The order among equals is that of transformers' conversion. Raises ConfigError where there are far more of them than
-    tokens, as in no real vocabulary.
-    """
-    names, found, room = {place: token for token, place in vocabulary.items()}, [], MAX_MERGES
-    for token, place in vocabulary.items():
-        pairs = []
-        for i in range(1, len(token) if len(token) <= MAX_TOKEN else 0):
-            left, right = vocabulary.get(token[:i]), vocabulary.get(token[i:])
-            if left is not None and right is not None:
-                pairs.append((left, right))
-        room -= len(pairs) * (len(token) + 16)
-        if room < 0:
-            raise ConfigError(f"its {len(names):,} tokens can be made of one another in too many ways")
-        found += [(scores[place], left, right) for left, right in sorted(pairs)]
-    found.sort(key=lambda one: (one[0], len(names[one[1]]), len(names[one[2]])), reverse=True)
-    return [(names[left], names[right]) for _, left, right in found]
 
 
 def _numbers(own: _Entries, key: str, count: int, where: Path, *, default: int) -> np.ndarray:

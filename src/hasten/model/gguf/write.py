@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -22,8 +22,8 @@ from hasten.model.families.family import parameter_names
 from hasten.model.formats.file_format import BLOCK_ELEMENTS
 from hasten.model.formats.record import LayerFormat
 from hasten.model.gguf.config import config_values
-from hasten.model.gguf.header import GGUFFile, GGUFTensor
-from hasten.model.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES, place_of
+from hasten.model.gguf.header import GGUFFile, GGUFTensor, shortest
+from hasten.model.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES, LONG_ROPE, place_of
 from hasten.model.gguf.tokenizer import tokenizer_entries
 from hasten.model.gguf.types import TYPES
 from hasten.model.rope import frequencies
@@ -32,7 +32,7 @@ from hasten.ops.linear import INT8, PackedEmbedding, PackedLinear, WeightFormat
 
 Kind = Literal["BF16", "F16", "Q8_0", "Q4_0"]
 _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # `general.file_type`, which says what most of it is
-_NAMES = {family: name for name, family in ARCHITECTURES.items()} | {"mistral": "llama"}
+_NAMES = {family: name for name, family in ARCHITECTURES.items()} | {"mistral": "llama", "mixtral": "llama"}
 _ROUNDED = 5e-4  # by how much float16 may change the scale of a row in int8: half a unit in its last place
 _FREE = ("family", "initializer_range", "source")  # of a ModelConfig, what a GGUF file need not say
 
@@ -113,8 +113,9 @@ def config_entries(config: ModelConfig, items: list[_Item], target: Path) -> dic
     """The metadata of a config. ConfigError where they, read back, are another one: llama.cpp would compute that."""
     rope, windows = config.ropes[-1], [layer.window for layer in config.layers]
     own: dict[str, Any] = {key: getattr(config, field) for key, (_, field) in FIELDS.items() if field}
+    own = {key: value for key, value in own.items() if value or not key.startswith("expert")}
     own |= {"block_count": len(windows), "vocab_size": config.vocab_size, "attention.value_length": config.head_dim}
-    own |= {"rope.dimension_count": config.head_dim, "rope.freq_base": rope.theta}
+    own |= {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
     if config.post_norms:
         own |= {
             "attention.sliding_window": max(filter(None, windows), default=1),
@@ -126,12 +127,21 @@ def config_entries(config: ModelConfig, items: list[_Item], target: Path) -> dic
     if rope.scaling == "yarn":
         own |= {"rope.scaling.original_context_length": rope.original_positions}
         own |= {"rope.scaling.yarn_beta_fast": rope.beta_fast, "rope.scaling.yarn_beta_slow": rope.beta_slow}
+    if rope.scaling == "longrope":
+        own |= {"rope.scaling.attn_factor": shortest(rope.attention_factor)}
+        own |= {"rope.scaling.original_context_length": rope.original_positions}
+    if config.family == "phi3" and windows[0] is not None:
+        own["attention.sliding_window"] = windows[0]
     name = _NAMES[config.family]
     entries = {f"{name}.{key}": value for key, value in own.items() if value is not None}
     entries["general.architecture"] = name
-    factors = _factors(rope) if rope.scaling == "llama3" else torch.ones(0)
     tensors = {tensor.name: tensor for tensor, _ in items}
-    read = read_config(config_values(GGUFFile(target, entries, tensors, factors.view(torch.uint8))))
+    factors = torch.cat([torch.empty(0), *_factors(rope).values()])
+    read = read_config(config_values(GGUFFile(target, entries, tensors, (factors.view(torch.uint8),))))
+    if rope.scaling == "longrope":  # whose numbers a file has in float32
+        single: dict[str, Any] = {"attention_factor": shortest(rope.attention_factor)}
+        single |= {name: tuple(map(shortest, getattr(rope, name))) for name in ("short_factor", "long_factor")}
+        config = replace(config, ropes=(*config.ropes[:-1], replace(rope, **single)))
     changed = [f.name for f in fields(read) if f.name not in _FREE and getattr(read, f.name) != getattr(config, f.name)]
     if changed:
         raise ConfigError(
@@ -141,17 +151,27 @@ def config_entries(config: ModelConfig, items: list[_Item], target: Path) -> dic
     return entries
 
 
-def _factors(rope: RopeConfig) -> Tensor:
-    """By what each rotary frequency is divided, float32 (dim / 2,)."""
-    return frequencies(RopeConfig(theta=rope.theta, dim=rope.dim)) / frequencies(rope)
+def _factors(rope: RopeConfig) -> dict[str, Tensor]:
+    """By what each rotary frequency is divided, float32 (dim / 2,), by the names of such tensors."""
+    if rope.scaling == "llama3":
+        return {FREQUENCIES: frequencies(RopeConfig(theta=rope.theta, dim=rope.dim)) / frequencies(rope)}
+    if rope.scaling == "longrope":
+        return dict(zip(LONG_ROPE, map(torch.tensor, (rope.short_factor, rope.long_factor)), strict=True))
+    return {}
 
 
 def _items(model: Transformer, kind: Kind) -> list[_Item]:
-    """What is written; a tied head is one matrix with the embedding. ConfigError for integers that no type holds."""
-    config, tied, items = model.config, model.tied, []
-    if config.ropes and config.ropes[-1].scaling == "llama3":
-        factors = _factors(config.ropes[-1])
-        items.append(_Item(GGUFTensor(FREQUENCIES, TYPES["F32"], tuple(factors.shape)), factors.numpy))
+    """The tensors to write. ConfigError for integers that no type holds.
+
+    A tied head is one matrix with the embedding; experts are one stack, and Phi-3's q, k and v one matrix.
+    """
+    config, tied = model.config, model.tied
+    factors, begin = [], 0
+    for name, tensor in _factors(config.ropes[-1]).items() if config.ropes else ():
+        factors.append(_Item(GGUFTensor(name, TYPES["F32"], tuple(tensor.shape), begin), tensor.numpy))
+        begin += tensor.nbytes
+    parts: dict[str, list[_Item]] = {}
+    stacks: set[str] = set()
     rounded = []
     for ours in parameter_names(config):
         if ours == "head.weight" and tied:
@@ -169,14 +189,16 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
             make = partial(_blocks, module, rows, ours)
         else:
             tensor = getattr(module, leaf).detach()
-            shape, type_name = tuple(tensor.shape), "F32" if tensor.dim() == 1 else kind
+            plain = tensor.dim() == 1 or owner.endswith("router")  # llama.cpp keeps routers in float32
+            shape, type_name = tuple(tensor.shape), "F32" if plain else kind
             if kind == "Q4_0" and owner == ("embedding" if tied else "head"):
                 type_name = "Q8_0"
             if shape[-1] % TYPES[type_name].elements:
                 type_name = "F16"
             make = partial(_encoded, tensor, rows, place.offset, type_name)
         shape = (config.vocab_size, *shape[1:]) if owner in ("embedding", "head") else shape
-        items.append(_Item(GGUFTensor(place.name, TYPES[type_name], shape), make))
+        stacks |= {place.name} if place.expert is not None else set()
+        parts.setdefault(place.name, []).append(_Item(GGUFTensor(place.name, TYPES[type_name], shape), make))
     if rounded:
         warnings.warn(
             f"{len(rounded)} int8 layers become Q8_0, such as {rounded[0]}: their integers stay, and the scale of each "
@@ -184,7 +206,18 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
             HastenWarning,
             stacklevel=4,
         )
-    return items
+    return factors + [_joined(own, stack=name in stacks) for name, own in parts.items()]
+
+
+def _joined(parts: list[_Item], *, stack: bool) -> _Item:
+    """One tensor of several, their rows after each other; stack: as matrices of a first dimension."""
+    if len(parts) == 1 and not stack:
+        return parts[0]
+    first = parts[0].tensor
+    if len({part.tensor.type for part in parts}) > 1:
+        raise ConfigError(f"{first.name} is one tensor in a GGUF file, and here its parts are quantized differently")
+    shape = (len(parts), *first.shape) if stack else (sum(p.tensor.shape[0] for p in parts), *first.shape[1:])
+    return _Item(replace(first, shape=shape), lambda: np.concatenate([part.make() for part in parts]))
 
 
 def _type_of(ours: str, stored: WeightFormat, in_features: int, *, ordered: bool) -> str:
@@ -197,8 +230,9 @@ def _type_of(ours: str, stored: WeightFormat, in_features: int, *, ordered: bool
     if stored.element in types and stored.symmetric and len(stored.scales) == 1 and not uneven:
         return types[stored.element]
     raise ConfigError(
-        f"{ours} is quantized in {stored}, which hasten writes as no type of GGUF; write the plain model, or "
-        "quantize with --scheme int4 --group-size 32 --symmetric"
+        f"{ours} is quantized in {stored}, which hasten writes as no type of GGUF: write its plain weights (hasten "
+        "export MODEL DIR --dequantize), then those as a file, or quantize them with --scheme int4 --group-size 32 "
+        "--symmetric"
     )
 
 

@@ -1,0 +1,133 @@
+"""What a command makes of a quantized GGUF file: plain weights, an adapter beside its layers, or a helpful error."""
+
+import json
+
+import pytest
+import torch
+
+import hasten
+from gguf_files import retyped
+from hasten.cli.main import main
+from hasten.errors import ConfigError, HastenWarning
+from hasten.model import hub, published
+from hasten.model.gguf.write import write_gguf
+from hasten.ops.linear import PackedLinear
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (hasten[gguf])")
+quants = pytest.importorskip("gguf.quants")
+
+
+@pytest.fixture
+def file(tiny, tmp_path):
+    """Of one Q4_0 layer, and others in float16, as in a file of which some types have no kernel."""
+    path, kind = tmp_path / "tiny-Q4_0.gguf", gguf.GGMLQuantizationType.Q4_0
+    write_gguf(tiny, tmp_path / "plain.gguf", "F16")
+
+    def change(name, values):
+        return (kind, quants.quantize(values, kind)) if name == "blk.0.ffn_down.weight" else None
+
+    return retyped(path, tmp_path / "plain.gguf", change)
+
+
+def error_of(capfd, *words):
+    with pytest.raises(SystemExit):
+        main([str(word) for word in words])
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    return err
+
+
+def test_plain_weights_of_a_file_are_a_folder_that_others_read(file, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    main(["export", str(file), str(tmp_path / "plain"), "--dequantize", "--dtype", "float32", "--json", "-"])
+    read, plain = hasten.load(file, dtype="float32"), hasten.load(tmp_path / "plain", dtype="float32")
+    assert plain.quantization is None
+    down = read.blocks[0].mlp.down
+    assert isinstance(down, PackedLinear)
+    assert torch.equal(plain.blocks[0].mlp.down.weight, down.dequantize())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
+    assert torch.equal(theirs["model.layers.0.mlp.down_proj.weight"], down.dequantize())
+    hasten.save(read, tmp_path / "saved", dequantize=True)
+    assert hasten.load(tmp_path / "saved").quantization is None
+
+
+def test_a_quantized_model_says_how_it_is_quantized_again(file, tmp_path, capfd):
+    words = f"hasten export {file} {tmp_path / 'x.gguf'} --dequantize".split()[1:]
+    assert "then hasten export DIR" in error_of(capfd, *words)
+    err = error_of(capfd, "quantize", file, "--scheme", "int8", "--output", tmp_path / "out")
+    assert "1 layers of this model are quantized already, such as blocks.0.mlp.down" in err
+    assert "`hasten export MODEL DIR --dequantize`" in err
+    main(["export", str(file), str(tmp_path / "plain"), "--dequantize"])
+    main(["quantize", str(tmp_path / "plain"), "--scheme", "int8", "--output", str(tmp_path / "out")])
+    assert len(hasten.load(tmp_path / "out").quantization) == 15
+
+
+def test_a_short_name_is_planned_as_its_file_is(file, monkeypatch, capfd):
+    monkeypatch.setitem(published.PUBLISHED, "tiny-file", None)
+    monkeypatch.setattr(hub, "published_file", lambda name: file)
+    main(["plan", "tiny-file", "--device", "epyc"])
+    main(["plan", str(file), "--device", "epyc"])
+    short, whole = capfd.readouterr().out.split("tiny-file,")[1].split(f"{file.name},")
+    assert short == whole
+
+
+@pytest.mark.parametrize("embedding", ["Q8_0", "Q4_1"])
+def test_a_folder_of_a_file_is_read_by_others_whatever_types_it_has(embedding, tiny, tmp_path):
+    """Of an int8 embedding, it holds that alone; beside a type that no folder holds, all is plain."""
+    transformers = pytest.importorskip("transformers")
+    kind = gguf.GGMLQuantizationType[embedding]
+    write_gguf(tiny, tmp_path / "plain.gguf", "F16")
+
+    def change(name, values):
+        return (kind, quants.quantize(values, kind)) if name in ("token_embd.weight", "output.weight") else None
+
+    file = retyped(tmp_path / "x.gguf", tmp_path / "plain.gguf", change)
+    text = "2 layers like head .* all are written as plain" if embedding == "Q4_1" else "dequantize=True.*--dequantize"
+    with pytest.warns(HastenWarning, match=text):
+        hasten.save(hasten.load(file), tmp_path / "folder")
+    again = hasten.load(tmp_path / "folder")
+    assert (again.quantization is None) == (embedding == "Q4_1")
+    if embedding == "Q4_1":
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder").state_dict()
+        assert torch.equal(theirs["lm_head.weight"], again.head.weight)
+
+
+def test_layers_that_are_plain_are_quantized_after_loading(file):
+    model = hasten.load(file)
+    with pytest.warns(HastenWarning, match="1 layers are quantized already, and stay as they are"):
+        hasten.quantize(model, hasten.Int8())
+    assert model.blocks[0].mlp.down.format.element == "int4"
+    assert model.blocks[1].mlp.down.format.element == "int8"
+    assert len(model.quantization) == 15
+    with pytest.raises(ConfigError, match="15 layers of this model are quantized already"):
+        hasten.quantize(model, hasten.Int8())
+
+
+def test_explain_names_the_kernel_of_each_format(file, tmp_path, capsys):
+    kind = gguf.GGMLQuantizationType.Q4_1
+    retyped(
+        tmp_path / "two.gguf",
+        tmp_path / "plain.gguf",
+        lambda name, values: (kind, quants.quantize(values, kind)) if "attn_k" in name else None,
+    )
+    for path, found in (
+        (file, "linear (int4), layer 0: native"),
+        (tmp_path / "two.gguf", "linear (int4 with minima), layers 0-1: native"),
+    ):
+        main(["explain", str(path), "--no-fuse"])
+        assert found in capsys.readouterr().out
+
+
+def test_an_adapter_is_trained_beside_the_layers_of_a_file(file, tmp_path, capfd):
+    text = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "name a name"}, {"role": "assistant", "content": "names return name"}]
+    text.write_text("".join(json.dumps({"messages": turns, "n": i}) + "\n" for i in range(40)))
+    words = ["train", "finetune", "--init", file, "--data.source", text, "--data.context", 64, "--run.folder", tmp_path]
+    words += ["--run.steps", 2, "--run.epochs", "None", "--data.validation-fraction", 0]
+    err = error_of(capfd, *words)
+    assert f"--lora.rank 16), or all of its weights after hasten export {file} DIR --dequantize" in err
+    main([str(word) for word in [*words, "--lora.rank", 2]])
+    folder = next(tmp_path.rglob("adapter_config.json")).parent
+    main(["generate", str(file), "--adapter", str(folder), "--prompt", "name", "--max-new-tokens", "3"])
+    err = error_of(capfd, "merge", file, folder, tmp_path / "merged")
+    assert f"hasten export {file} DIR --dequantize writes it as one" in err
