@@ -117,7 +117,9 @@ def test_what_is_left_out_says_why(tiny_folder: Path, monkeypatch: pytest.Monkey
 
 def test_a_folder_of_something_else_is_not_measured_as_gptq(tiny_folder: Path, tmp_path: Path) -> None:
     coarse = tmp_path / "g64"
-    hasten.save(hasten.quantize(hasten.load(tiny_folder), hasten.Int4(group_size=64, search="minmax")), coarse)
+    hasten.save(
+        hasten.quantize(hasten.load(tiny_folder, dtype="stored"), hasten.Int4(group_size=64, search="minmax")), coarse
+    )
     with pytest.raises(ConfigError, match="holds no int4 weights in groups of 32"):
         run_without_measuring(tiny_folder, gptq=str(coarse))
     with pytest.raises(ConfigError, match="holds no int4 weights in groups of 32"):

@@ -25,7 +25,7 @@ def test_a_deeper_model_computes_the_same(deepen, tmp_path):
     more = deepen(model=tmp_path / "model", layers=layers, output=tmp_path / "deep")
     (tmp_path / "deep").mkdir()  # left by one that was interrupted
     more.run()
-    deep = hasten.load(tmp_path / "deep")
+    deep = hasten.load(tmp_path / "deep", dtype="stored")
     assert len(deep.config.layers) == layers
     prompts = [list(range(1, 20))]
     found, wanted = (Decoder(one, batch=1, capacity=32).prefill(prompts) for one in (deep, model))

@@ -97,7 +97,7 @@ def test_it_takes_more_than_the_rule_that_keeps_the_text_where_much_is_possible(
 
 def test_what_is_proposed_does_not_depend_on_what_was_drawn():
     """A draft that is cut where it is unsure is cut by its distribution: the tokens alone do not decide."""
-    model = hasten.load(make_reference("llama"))
+    model = hasten.load(make_reference("llama"), dtype="float32")
     for seed in (1, 2):
         proposer = DraftModel(model, tokens=2048, accept="distribution")
         params = [SamplingParams(seed=100 * seed + n) for n in range(40)]
@@ -108,7 +108,7 @@ def test_what_is_proposed_does_not_depend_on_what_was_drawn():
 
 
 def test_greedy_texts_stay_the_same_and_others_follow_the_seed():
-    model, draft = (hasten.load(make_reference("llama")) for _ in range(2))
+    model, draft = (hasten.load(make_reference("llama"), dtype="float32") for _ in range(2))
     for block in draft.blocks[1:]:  # a draft that agrees now and then
         torch.nn.init.zeros_(block.mlp.down.weight)
     for temperature in (0, 1.0):

@@ -97,5 +97,5 @@ def test_when_it_runs_ahead(tmp_path):
 
     assert not ahead.runs_ahead(Decoder(MODEL, batch=1, capacity=8)), "a CPU has nothing to wait for"
     make_reference("phi3-longrope").save_pretrained(tmp_path)
-    assert Decoder(hasten.load(tmp_path), batch=1, capacity=8).needs_tokens
+    assert Decoder(hasten.load(tmp_path, dtype="stored"), batch=1, capacity=8).needs_tokens
     assert torch.equal(HostCopy(torch.tensor([3, 4])).tensor(), torch.tensor([3, 4]))

@@ -60,7 +60,7 @@ def test_a_fused_model_says_the_same_bits_over_static_and_paged_caches(family, n
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_readable_layers_read_what_the_cache_keeps_however_a_prompt_comes(family, name):
-    model = hasten.load(make_reference(family)).eval()
+    model = hasten.load(make_reference(family), dtype="float32").eval()
     found: dict[str, list[float]] = {"pieces": [], "paged": [], "token by token": []}
     for seed in (0, 2, 4):
         tokens = torch.randint(3, 100, (40,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -83,7 +83,7 @@ def test_readable_layers_read_what_the_cache_keeps_however_a_prompt_comes(family
 def test_sizes_and_growing():
     config = TINY.config  # heads of 16
     make = {"batch": 2, "capacity": 12, "dtype": torch.bfloat16, "device": "cpu"}
-    rows = 2 * len(config.layers) * config.kv_heads * (2 * 12 + 1)
+    rows = 2 * len(config.layers) * config.kv_heads * (2 * 64 + 1)  # in multiples of what a step reads
     for name, each in (("auto", 32), ("int8", 20), ("int4", 18)):
         assert StaticCache(config, **make, row_format=row_format(name)).bytes == rows * each
     decoder = Decoder(TINY, batch=1, capacity=10, kv_cache_dtype="int4")

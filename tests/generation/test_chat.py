@@ -25,6 +25,19 @@ def test_turns_reuse_the_cache_and_change_nothing(tiny):
         assert (chat.reused > 0) == (turn > 0)
 
 
+def test_the_template_gets_its_variables(tiny):
+    template = "{{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(tiny, "tokenizer", tiny.tokenizer.with_chat_template(template))
+        chat = Chat(tiny, chat_template_kwargs={"enable_thinking": False})
+        answer = "".join(chat.say("def", PARAMS))
+        assert (
+            answer == hasten.generate(tiny, tiny.tokenizer.encode("Falsedef", add_special_tokens=False), PARAMS)[0].text
+        )
+        with pytest.raises(ConfigError, match="'messages' cannot be given"):
+            Chat(tiny, chat_template_kwargs={"messages": []})
+
+
 def test_the_cache_grows_with_the_conversation(tiny):
     chat = Chat(tiny)
     "".join(chat.say("hello", PARAMS))

@@ -23,8 +23,8 @@ def logits(model, ids):
 
 
 def test_the_figures_are_those_of_the_formulas():
-    against = hasten.load(make_reference("llama"))
-    model = hasten.quantize(hasten.load(make_reference("llama")), hasten.Int8())
+    against = hasten.load(make_reference("llama"), dtype="float32")
+    model = hasten.quantize(hasten.load(make_reference("llama"), dtype="float32"), hasten.Int8())
     found = divergence(model, against, DOCUMENTS)
     kl, same, nats, against_nats = [], [], [], []
     for ids in DOCUMENTS:
@@ -45,15 +45,15 @@ def test_the_figures_are_those_of_the_formulas():
 
 
 def test_a_model_is_not_far_from_itself():
-    model = hasten.load(make_reference("gemma2"))
-    found = divergence(model, hasten.load(make_reference("gemma2")), DOCUMENTS)
+    model = hasten.load(make_reference("gemma2"), dtype="float32")
+    found = divergence(model, hasten.load(make_reference("gemma2"), dtype="float32"), DOCUMENTS)
     assert (found.kl_mean, found.kl_99, found.top1) == (0, 0, 1)
     assert found.perplexity == found.against_perplexity
 
 
 def test_models_that_read_other_tokens_cannot_be_compared(tiny):
     with pytest.raises(ConfigError, match="cannot be compared token by token"):
-        divergence(tiny, hasten.load(make_reference("llama")), [[3, 4, 5]])
+        divergence(tiny, hasten.load(make_reference("llama"), dtype="float32"), [[3, 4, 5]])
 
 
 def test_the_command(tiny_folder, tmp_path, capsys):

@@ -61,7 +61,7 @@ def test_native_steps_draft_what_python_does(name, kind, monkeypatch):
 
 def test_only_the_end_of_a_text_is_read(monkeypatch):
     """Of a new one, of one that went on for long without drafts, and of one that has outgrown the model's positions."""
-    model = hasten.load(make_reference("llama"))
+    model = hasten.load(make_reference("llama"), dtype="float32")
     assert model.config.max_positions == 256
     proposer, read, begin = DraftModel(model, tokens=1024), [], DraftModel._begin
 
@@ -85,7 +85,7 @@ def test_only_the_end_of_a_text_is_read(monkeypatch):
 
 def test_a_text_that_outgrows_the_cache_is_begun_anew():
     """With its last tokens; its drafts go on."""
-    proposer = DraftModel(hasten.load(make_reference("llama")), tokens=64)
+    proposer = DraftModel(hasten.load(make_reference("llama"), dtype="float32"), tokens=64)
     for length in range(20, 240, 4):
         (draft,) = proposer.propose(
             texts_of([length], settings=PARAMS["greedy"], room=8), floor=0.0, chance=lambda kind: 1.0

@@ -15,7 +15,7 @@ IDS = st.integers(0, 250)
 
 @pytest.fixture(scope="module")
 def llama(tiny_folder):
-    return hasten.load(tiny_folder)
+    return hasten.load(tiny_folder, dtype="stored")
 
 
 def directly(model, context, continuation):

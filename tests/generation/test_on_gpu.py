@@ -44,7 +44,7 @@ def answers(model, params, **options):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_compute_what_a_cpu_computes(family):
-    model = hasten.load(make_reference(family)).eval()
+    model = hasten.load(make_reference(family), dtype="float32").eval()
     expected = greedy(Decoder(model, batch=3, capacity=128))
     moved = there(model)
     for decoder in (

@@ -23,7 +23,7 @@ native = pytest.mark.skipif(library() is None, reason="the native kernels cannot
 
 
 def load(family, fused):
-    model = hasten.load(make_reference(family)).eval()
+    model = hasten.load(make_reference(family), dtype="float32").eval()
     return hasten.fuse(model.to(torch.bfloat16)) if fused else model
 
 

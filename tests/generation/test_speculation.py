@@ -61,7 +61,7 @@ def knowing(texts, *, mistakes, most=6, seed=0):
 
 @pytest.fixture(scope="module")
 def model():
-    return hasten.load(make_reference("llama"))
+    return hasten.load(make_reference("llama"), dtype="float32")
 
 
 def texts_of(model, params, speculator=None, prompts=PROMPTS, **settings):
@@ -91,7 +91,7 @@ def test_the_text_is_the_same_with_any_draft(model, settings):
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_the_text_is_the_same_where_layers_have_windows(family):
     """Of 6 or 7 tokens: what was rejected may not have pushed out what the window still sees."""
-    model = hasten.load(make_reference(family))
+    model = hasten.load(make_reference(family), dtype="float32")
     params = [SamplingParams(max_new_tokens=24, seed=seed, temperature=0.8) for seed in (1, 2, 3)]
     plain = texts_of(model, params)
     known = [prompt + result.tokens for prompt, result in zip(PROMPTS, plain, strict=True)]
@@ -215,7 +215,7 @@ def test_what_was_rejected_leaves_no_trace_in_blocks(fused, rows):
 
 def test_longrope_is_computed_anew_where_a_text_outgrows_its_context():
     """No draft goes past that place, so the text is the plain one's."""
-    model = hasten.load(make_reference("phi3-longrope"))
+    model = hasten.load(make_reference("phi3-longrope"), dtype="float32")
     at = next(rope.original_positions for rope in model.config.ropes if rope.scaling == "longrope")
     prompts = [[3 + i % 90 for i in range(at - before)] for before in (9, 12, 4)]
     params = SamplingParams(max_new_tokens=16, temperature=0)
@@ -530,8 +530,8 @@ def tokenizer(*tokens):
 
 
 def test_drafts_that_do_not_fit_are_refused(model):
-    larger, others = tiny_llama(), hasten.load(make_reference("llama"))
-    others.tokenizer, own = tokenizer("a", "c"), hasten.load(make_reference("llama"))
+    larger, others = tiny_llama(), hasten.load(make_reference("llama"), dtype="float32")
+    others.tokenizer, own = tokenizer("a", "c"), hasten.load(make_reference("llama"), dtype="float32")
     own.tokenizer = tokenizer("a", "b")
     with pytest.raises(ConfigError, match="token 1 is 'c' there and 'b' in the model"):
         make_speculator(own, others)

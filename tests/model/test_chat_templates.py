@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hasten.errors import CheckpointError, ConfigError
+from hasten.model.chat import plain_messages
 from tokenizer_folders import FAST, TRAINED, byte_level, load, transformers, write
 
 # -- chat templates ---------------------------------------------------------------------------------------------------
@@ -84,6 +85,69 @@ def test_templates_render_as_transformers_does(tmp_path: Path, name: str) -> Non
         assert ours.render_chat(chat, **options) == expected
         assert ours.encode_chat(chat, **options) == theirs.apply_chat_template(chat, return_dict=False, **options)
     assert rendered >= 12
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_the_last_message_is_continued_as_in_transformers(tmp_path: Path, name: str) -> None:
+    config = FAST | {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": TEMPLATES[name]}
+    write(tmp_path, byte_level(), tokenizer_config=config)
+    ours, theirs = load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for content in ("héllo", "so it is ", " \n1. ", "a {{ b }}"):
+        chat = [USER, {"role": "assistant", "content": content}]
+        expected = theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+        assert ours.render_chat(chat, add_generation_prompt=False, continue_final_message=True) == expected
+
+
+def test_what_cannot_be_continued_says_why() -> None:
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    tokenizer = TRAINED.with_chat_template("{{ messages[0].content }}")
+    with pytest.raises(ConfigError, match="leaves out the end of the last message"):
+        tokenizer.render_chat([USER, ANSWER], **options)
+    with pytest.raises(ConfigError, match="needs text in the last message's content"):
+        tokenizer.render_chat([USER, CALL], **options)
+    with pytest.raises(ConfigError, match="needs add_generation_prompt=False"):
+        tokenizer.render_chat([USER, ANSWER], continue_final_message=True)
+
+
+def test_a_template_gets_the_variables_that_are_given(tmp_path: Path) -> None:
+    template = "{{ enable_thinking }}{{ bos_token }}{{ x | tojson }}{{ add_generation_prompt }}"
+    write(tmp_path, byte_level(), tokenizer_config=FAST | {"bos_token": "<|begin|>", "chat_template": template})
+    ours, theirs = load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    given = {"enable_thinking": False, "x": {"y": [1, "é"]}, "bos_token": "<b>"}
+    expected = theirs.apply_chat_template([USER], tokenize=False, add_generation_prompt=True, **given)
+    assert ours.render_chat([USER], chat_template_kwargs=given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"messages": []}, "'messages' cannot be given"),
+        ({"range": 1}, "'range' cannot be given"),
+        ({"x": print}, r"\['x'\] is a builtin_function_or_method"),
+        ([1], "must be a mapping"),
+    ],
+)
+def test_variables_that_cannot_be_given(given: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TRAINED.with_chat_template("x").render_chat([USER], chat_template_kwargs=given)
+
+
+def test_messages_as_openais_api_has_them() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    chat = [{"role": "developer", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert plain_messages(chat) == [
+        {"role": "system", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "id": "", "function": {"name": "f", "arguments": {"a": 1}}}],
+        },
+    ]
+    with pytest.raises(ConfigError, match=r"messages\[0\] has a part that is not text"):
+        plain_messages([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+    with pytest.raises(ConfigError, match=r"messages\[0\]\['tool_calls'\] must be a list of calls, found 5"):
+        plain_messages([{"role": "assistant", "tool_calls": 5}])
 
 
 def test_a_template_that_refuses_says_why() -> None:

@@ -40,9 +40,9 @@ def test_there_and_back_every_number_is_as_it_was(case, plain_folder, tmp_path):
     folder, weights = write(plain_folder, tmp_path / "out", **CASES[case])
     convert(folder, tmp_path / "compressed")
     convert(tmp_path / "compressed", tmp_path / "gptq", format="gptq")
-    expected = logits(hasten.load(folder))
-    assert torch.equal(logits(hasten.load(tmp_path / "compressed")), expected)
-    assert torch.equal(logits(hasten.load(tmp_path / "gptq")), expected)
+    expected = logits(hasten.load(folder, dtype="stored"))
+    assert torch.equal(logits(hasten.load(tmp_path / "compressed", dtype="stored")), expected)
+    assert torch.equal(logits(hasten.load(tmp_path / "gptq", dtype="stored")), expected)
     again = load_file(tmp_path / "gptq" / "model.safetensors")
     if CASES[case].get("symmetric") or "v2" in case:  # the convention for zero points is the same then
         assert all(torch.equal(again[name], tensor) for name, tensor in load_file(folder / "model.safetensors").items())
@@ -54,7 +54,9 @@ def test_a_lost_order_is_refused_where_columns_of_others_stand_in_their_own(plai
     plain = "model.layers.1.mlp.up_proj.g_idx"
     change_tensors(folder, lambda t: t.update({plain: torch.arange(len(t[plain])).int() // 32}))
     convert(folder, tmp_path / "compressed")
-    assert torch.equal(logits(hasten.load(tmp_path / "compressed")), logits(hasten.load(folder)))
+    assert torch.equal(
+        logits(hasten.load(tmp_path / "compressed", dtype="stored")), logits(hasten.load(folder, dtype="stored"))
+    )
     change_tensors(tmp_path / "compressed", lambda t: t.pop(f"{Q}.weight_g_idx"))
     refused(tmp_path / "compressed", f"{Q}.weight_packed", "lacks", "weight_g_idx")
 
@@ -89,7 +91,7 @@ def test_gptq_is_written_by_the_published_definition(symmetric, tmp_path):
         "checkpoint_format": "gptq" if symmetric else "gptq_v2",  # whose zero points cannot be 0
         "pack_dtype": "int32",
     }
-    again = hasten.load(tmp_path)
+    again = hasten.load(tmp_path, dtype="stored")
     assert again.quantization == model.quantization
     assert torch.equal(logits(again), logits(model))
 
@@ -98,7 +100,7 @@ def test_gptq_is_written_by_the_published_definition(symmetric, tmp_path):
 def test_fused_transposed_and_expert_modules_are_written(name, tmp_path):
     model = quantize(hasten.load(make_reference(name)), Int4(group_size=32, lm_head="none"))
     export_model(model, tmp_path / "gptq", format="gptq")
-    assert torch.equal(logits(hasten.load(tmp_path / "gptq")), logits(model))
+    assert torch.equal(logits(hasten.load(tmp_path / "gptq", dtype="stored")), logits(model))
     convert(tmp_path / "gptq", tmp_path / "back")
     hasten.save(model, tmp_path / "own")
     assert (tmp_path / "back/model.safetensors").read_bytes() == (tmp_path / "own/model.safetensors").read_bytes()
@@ -142,13 +144,15 @@ def test_mixed_widths_are_refused_before_any_work(tmp_path, tiny_folder, capsys)
     with pytest.raises(SystemExit):
         main(["convert", str(tmp_path / "out"), str(tmp_path / "back")])
     assert "OUTPUT" in capsys.readouterr().err
-    assert torch.equal(logits(hasten.load(tmp_path / "out")), logits(hasten.load(tmp_path / "back")))
+    assert torch.equal(
+        logits(hasten.load(tmp_path / "out", dtype="stored")), logits(hasten.load(tmp_path / "back", dtype="stored"))
+    )
 
 
 def test_columns_in_the_order_of_activation_are_no_gguf(plain_folder, tmp_path):
     folder, _ = write(plain_folder, tmp_path / "act", method="gptq", symmetric=True, act_order=True)
     with pytest.raises(ConfigError, match="columns stand in the order of activation"):
-        write_gguf(hasten.load(folder), tmp_path / "act.gguf")
+        write_gguf(hasten.load(folder, dtype="stored"), tmp_path / "act.gguf")
     assert not (tmp_path / "act.gguf").exists()
 
 
@@ -187,4 +191,4 @@ def test_an_embedding_of_floats_is_written_as_the_plain_one_it_stands_for(name, 
     export_model(model, tmp_path)
     written = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(written, weight.dequantize(written.dtype))
-    assert hasten.load(tmp_path).quantization is None
+    assert hasten.load(tmp_path, dtype="stored").quantization is None

@@ -47,16 +47,16 @@ def rewrite_config(folder: Path, change) -> None:
 @pytest.mark.parametrize("shards", [2, 5])
 def test_shards_give_the_same_model(tmp_path, shards):
     one, many = write_folder(tmp_path / "one"), write_folder(tmp_path / "many", shards=shards)
-    assert torch.equal(logits(hasten.load(one)), logits(hasten.load(many)))
-    assert (logits(hasten.load(many)) - reference_logits(many)).abs().max() < 1e-5
+    assert torch.equal(logits(hasten.load(one, dtype="stored")), logits(hasten.load(many, dtype="stored")))
+    assert (logits(hasten.load(many, dtype="stored")) - reference_logits(many)).abs().max() < 1e-5
 
 
 def test_the_single_file_is_read_where_a_stale_index_lies_beside_it(tmp_path):
     folder = write_folder(tmp_path, shards=2)
     doubled = {name: tensor * 2 for name, tensor in tensors().items()}
     save_file(doubled, folder / "model.safetensors", metadata={"format": "pt"})
-    assert torch.equal(hasten.load(folder).embedding.weight, doubled["model.embed_tokens.weight"])
-    assert (logits(hasten.load(folder)) - reference_logits(folder)).abs().max() < 1e-4
+    assert torch.equal(hasten.load(folder, dtype="stored").embedding.weight, doubled["model.embed_tokens.weight"])
+    assert (logits(hasten.load(folder, dtype="stored")) - reference_logits(folder)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("present", ["both equal", "no head", "no embedding"])
@@ -65,7 +65,7 @@ def test_tied_embeddings(tmp_path, present):
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     if present != "both equal":
         del weights["lm_head.weight" if present == "no head" else "model.embed_tokens.weight"]
-    model = hasten.load(write_folder(tmp_path, config={"tie_word_embeddings": True}, weights=weights))
+    model = hasten.load(write_folder(tmp_path, config={"tie_word_embeddings": True}, weights=weights), dtype="stored")
     assert model.head.weight is model.embedding.weight
     assert len(list(model.parameters())) == len(tensors()) - 1
     whole = weights | dict.fromkeys(
@@ -80,7 +80,7 @@ def test_tied_embeddings(tmp_path, present):
 
 def test_a_head_that_differs_stays_apart_whatever_the_config_says(tmp_path):
     folder = write_folder(tmp_path, config={"tie_word_embeddings": True})
-    model = hasten.load(folder)
+    model = hasten.load(folder, dtype="stored")
     assert model.head.weight is not model.embedding.weight
     assert torch.equal(model.head.weight, tensors()["lm_head.weight"])
     assert (logits(model) - reference_logits(folder)).abs().max() < 1e-5
@@ -90,7 +90,7 @@ def test_an_untied_model_needs_its_head(tmp_path):
     weights = tensors()
     del weights["lm_head.weight"]
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
-        hasten.load(write_folder(tmp_path, weights=weights))
+        hasten.load(write_folder(tmp_path, weights=weights), dtype="stored")
 
 
 def test_what_safetensors_own_save_model_writes_for_a_tied_model(tmp_path):
@@ -100,7 +100,7 @@ def test_what_safetensors_own_save_model_writes_for_a_tied_model(tmp_path):
     assert "model.embed_tokens.weight" not in load_file(tmp_path / "model.safetensors")
     with torch.no_grad():
         expected = reference(TOKENS).logits[0]
-    assert (logits(hasten.load(tmp_path)) - expected).abs().max() < 1e-4
+    assert (logits(hasten.load(tmp_path, dtype="stored")) - expected).abs().max() < 1e-4
 
 
 def bare_gpt2(folder: Path) -> torch.Tensor:
@@ -123,7 +123,7 @@ def bare_gpt2(folder: Path) -> torch.Tensor:
 
 def test_the_hubs_gpt2_layout_loads_without_a_warning(tmp_path):
     expected = bare_gpt2(tmp_path)
-    assert (logits(hasten.load(tmp_path)) - expected).abs().max() < 1e-4
+    assert (logits(hasten.load(tmp_path, dtype="stored")) - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["llama-mqa", "qwen3", "gpt_bigcode"])
@@ -132,19 +132,19 @@ def test_the_bare_model_saved_by_transformers_loads(name, tmp_path):
     reference.base_model.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = reference(TOKENS).logits[0]
-    assert (logits(hasten.load(tmp_path)) - expected).abs().max() < 1e-4
+    assert (logits(hasten.load(tmp_path, dtype="stored")) - expected).abs().max() < 1e-4
     assert (logits(hasten.load(reference.base_model)) - expected).abs().max() < 1e-4
 
 
 def test_rotary_buffers_of_old_llamas_are_left_alone(tmp_path):
     weights = tensors() | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(2)}
-    hasten.load(write_folder(tmp_path, weights=weights))
+    hasten.load(write_folder(tmp_path, weights=weights), dtype="stored")
 
 
 def test_unused_tensors_warn_once(tmp_path):
     weights = tensors() | {"model.layers.0.self_attn.q_proj.bias": torch.ones(8), "vision.weight": torch.ones(3)}
     with pytest.warns(HastenWarning, match="2 tensors .* stay unread") as caught:
-        hasten.load(write_folder(tmp_path, weights=weights))
+        hasten.load(write_folder(tmp_path, weights=weights), dtype="stored")
     assert len(caught) == 1
 
 
@@ -179,7 +179,7 @@ def test_an_old_config_gives_what_transformers_gives(case, changes, tmp_path):
     make_reference(case).save_pretrained(tmp_path)
     rewrite_config(tmp_path, lambda values: old_style(values, changes))
     expected = reference_logits(tmp_path)
-    found = logits(hasten.load(tmp_path))
+    found = logits(hasten.load(tmp_path, dtype="stored"))
     assert expected.std() > 0.2
     assert (found - expected).abs().max() < 1e-4
 
@@ -189,7 +189,7 @@ def test_an_old_config_gives_what_transformers_gives(case, changes, tmp_path):
 
 def test_dtype_of_the_file_or_the_one_asked_for(tmp_path):
     folder = write_folder(tmp_path, weights=tensors(dtype=torch.bfloat16))
-    assert {p.dtype for p in hasten.load(folder).parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in hasten.load(folder, dtype="stored").parameters()} == {torch.bfloat16}
     for name in ("float32", "bfloat16", "float16"):
         model = hasten.load(folder, dtype=name)
         assert {p.dtype for p in model.parameters()} == {getattr(torch, name)}
@@ -204,26 +204,26 @@ def test_a_file_of_mixed_dtypes_loads_in_the_one_most_bytes_are_in(tmp_path):
     weights = tensors(dtype=torch.bfloat16)
     weights |= {name: tensor.float() for name, tensor in weights.items() if tensor.dim() == 1}
     folder = write_folder(tmp_path, weights=weights)
-    assert {p.dtype for p in hasten.load(folder).parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in hasten.load(folder, dtype="stored").parameters()} == {torch.bfloat16}
     expected = reference_logits(folder)
     assert (logits(hasten.load(folder, dtype="float32")) - expected).abs().max() < 1e-5
 
 
 def test_devices(tmp_path):
     folder = write_folder(tmp_path)
-    assert hasten.load(folder, device="cpu").device.type == "cpu"
+    assert hasten.load(folder, device="cpu", dtype="stored").device.type == "cpu"
     with pytest.raises(ConfigError, match="tpu"):
-        hasten.load(folder, device="tpu")
+        hasten.load(folder, device="tpu", dtype="stored")
     if not torch.cuda.is_available():
         with pytest.raises(ResourceError, match="cuda"):
-            hasten.load(folder, device="cuda")
+            hasten.load(folder, device="cuda", dtype="stored")
 
 
 def test_weights_are_mapped_and_training_leaves_the_file_alone(tmp_path):
     folder = write_folder(tmp_path)
     path = folder / "model.safetensors"
     before = hashlib.sha256(path.read_bytes()).hexdigest()
-    model = hasten.load(folder)
+    model = hasten.load(folder, dtype="stored")
     # All tensors of a file stand in one mapping: neighbours in the file are neighbours in memory.
     places = sorted((p.data_ptr(), p.nbytes) for p in model.parameters())
     assert places[-1][0] + places[-1][1] - places[0][0] == sum(size for _, size in places)
@@ -235,12 +235,12 @@ def test_weights_are_mapped_and_training_leaves_the_file_alone(tmp_path):
     optimizer.step()
     assert not torch.equal(model.embedding.weight, before_step)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == before
-    assert torch.equal(hasten.load(folder).embedding.weight, before_step)
+    assert torch.equal(hasten.load(folder, dtype="stored").embedding.weight, before_step)
 
 
 def test_gpt2s_transposed_weights_are_mapped_too(tmp_path):
     make_reference("gpt2").save_pretrained(tmp_path)
-    model = hasten.load(tmp_path)
+    model = hasten.load(tmp_path, dtype="stored")
     assert not model.blocks[0].mlp.up.weight.is_contiguous()
     size = (tmp_path / "model.safetensors").stat().st_size
     places = [p.data_ptr() for p in model.parameters()]
@@ -251,7 +251,7 @@ def test_gpt2s_transposed_weights_are_mapped_too(tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_loads_and_generates_from_ids(tmp_path):
-    model = hasten.load(write_folder(tmp_path))
+    model = hasten.load(write_folder(tmp_path), dtype="stored")
     assert model.tokenizer is None
     assert model.generation == {}
     answer = hasten.generate(
@@ -263,10 +263,10 @@ def test_a_folder_without_a_tokenizer_loads_and_generates_from_ids(tmp_path):
 def test_generation_config_travels_with_the_model(tmp_path):
     folder = write_folder(tmp_path)
     (folder / "generation_config.json").write_text('{"temperature": 0.5}')
-    assert hasten.load(folder).generation == {"temperature": 0.5}
+    assert hasten.load(folder, dtype="stored").generation == {"temperature": 0.5}
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        hasten.load(folder)
+        hasten.load(folder, dtype="stored")
 
 
 def test_what_is_no_model_at_all():

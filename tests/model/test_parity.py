@@ -90,7 +90,7 @@ def test_export_loads_in_transformers_and_here(case, tmp_path):
     reference = make_reference(case)
     hasten.save(hasten.load(reference), tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    model = hasten.load(tmp_path)
+    model = hasten.load(tmp_path, dtype="stored")
     for tokens in PROMPTS:
         expected = reference_logits(reference, tokens)
         assert (reference_logits(again, tokens) - expected).abs().max() <= TOLERANCE

@@ -67,7 +67,7 @@ def test_export_takes_the_padding_off(name, tmp_path):
     hasten.save(model, tmp_path)
     shapes = {tensor.shape[0] for key, tensor in load_file(tmp_path / "model.safetensors").items() if "wte" in key}
     assert shapes <= {101}
-    again = hasten.load(tmp_path)
+    again = hasten.load(tmp_path, dtype="stored")
     assert again.config.padded_vocab_size == again.config.vocab_size == CASES[name][2]["vocab_size"]
     with torch.no_grad():
         torch.testing.assert_close(run(again), run(model), rtol=1e-5, atol=1e-5)

@@ -46,7 +46,8 @@ def logits(model, tokens=TOKENS):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_16_bit_model_computes_as_its_weights_do_in_float32(dtype, tmp_path, slow_halves):
     folder = folder_in(dtype, tmp_path)
-    model, exact = hasten.load(folder), hasten.load(folder, dtype="float32")
+    model, exact = hasten.load(folder, dtype="stored"), hasten.load(folder, dtype="float32")
+    model.auto_fuse = False
     assert {p.dtype for p in model.parameters()} == {dtype} == {model.dtype}
     assert model.compute_dtype == torch.float32
     assert precision_of(model).dtype == "float32"
@@ -68,7 +69,8 @@ def test_where_products_are_fast_nothing_changes(tmp_path, fast_halves):
     assert str(precision_of(model)) == "bfloat16: the dtype of its weights"
 
 
-def test_a_float32_checkpoint_is_never_narrowed(tmp_path, slow_halves):
+def test_a_float32_checkpoint_is_narrowed_only_for_the_fused_steps(tmp_path, slow_halves, monkeypatch):
+    monkeypatch.setenv("HASTEN_ISA", "none")
     model = hasten.load(folder_in(torch.float32, tmp_path), dtype="auto")
     assert model.dtype == model.compute_dtype == torch.float32
     assert type(model.head) is torch.nn.Linear
@@ -117,7 +119,7 @@ def test_quantized_layers_get_float32_activations(scheme, tmp_path, slow_halves)
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert {layer.request.dtype for layer in packed} == {torch.float32}
     hasten.save(model, tmp_path / "quantized")
-    loaded = hasten.load(tmp_path / "quantized")
+    loaded = hasten.load(tmp_path / "quantized", dtype="stored")
     torch.testing.assert_close(logits(loaded), logits(model))
 
 

@@ -3,9 +3,10 @@
 Cumulative rungs; their names never change:
 - no-cache: the whole sequence is computed again for each token.
 - static-cache: keys and values are kept; eager.
-- static-cache-compiled: the same with torch.compile for the decode step; -int8 and -int4: on quantized weights.
+- static-cache-compiled: the same with torch.compile for the decode step; -int8 and -int4: on quantized weights, with
+  activations rounded to int8.
 - native-bf16, native-int8, native-int4: the fused native steps instead, on bfloat16, int8 and int4 (groups of 128)
-  weights, the head quantized like the rest; on a CPU.
+  weights, the head quantized like the rest; with int8 and int4, activations are rounded to int8. On a CPU.
 - int8-weight-only, gptq-int4-g32: int8 weights with activations of 16 bits, and int4 weights in groups of 32 by GPTQ
   (arXiv 2210.17323), of a checkpoint; with the native steps on a CPU, else compiled.
 - speculation, all-together: bfloat16 and the GPTQ folder's weights with drafts (arXiv 2211.17192), after --text.
@@ -47,7 +48,8 @@ class DecodeMode:
     """How a rung generates. weights: "bfloat16", "int8" or "int4" whatever the ladder's dtype is; None: that dtype.
 
     activations: of products with int8 and int4 weights, as in `hasten quantize`. kv_heads: key/value heads in place of
-    the shape's. drafted: with the ladder's draft. gptq: of the ladder's GPTQ folder. ranks: with a share each.
+    the shape's. drafted: with the ladder's draft. gptq: of the ladder's GPTQ folder. ranks: with a share each. file:
+    the dtype of a folder that the model is written to and loaded from, as a user loads one.
     """
 
     techniques: tuple[str, ...]
@@ -55,11 +57,12 @@ class DecodeMode:
     compiled: bool = False
     fused: bool = False
     weights: str | None = None
-    activations: Literal["int8", "float"] = "int8"
+    activations: Literal["auto", "int8", "float"] = "auto"
     kv_heads: int | None = None
     drafted: bool = False
     gptq: bool = False
     ranks: int = 1
+    file: str | None = None
 
 
 COMPILED = ("static cache", "torch.compile")
@@ -69,10 +72,18 @@ RUNGS: Mapping[str, DecodeMode] = {
     "no-cache": DecodeMode(techniques=("eager",), cache=False),
     "static-cache": DecodeMode(techniques=("eager", "static cache")),
     "static-cache-compiled": DecodeMode(techniques=COMPILED, compiled=True),
-    "static-cache-compiled-int8": DecodeMode(techniques=(*COMPILED, "int8"), compiled=True, weights="int8"),
+    "static-cache-compiled-int8": DecodeMode(
+        techniques=(*COMPILED, "int8"), compiled=True, weights="int8", activations="int8"
+    ),
     "static-cache-compiled-int4": DecodeMode(techniques=(*COMPILED, "int4"), compiled=True, weights="int4"),
     "native-bf16": DecodeMode(techniques=NATIVE_STEPS, fused=True, weights="bfloat16"),
-    "native-int8": DecodeMode(techniques=(*NATIVE_STEPS, "int8"), fused=True, weights="int8"),
+    "float32-file": DecodeMode(
+        techniques=(*NATIVE_STEPS, "a float32 checkpoint"), fused=True, weights="bfloat16", file="float32"
+    ),
+    "float16-file": DecodeMode(
+        techniques=(*NATIVE_STEPS, "a float16 checkpoint"), fused=True, weights="bfloat16", file="float16"
+    ),
+    "native-int8": DecodeMode(techniques=(*NATIVE_STEPS, "int8"), fused=True, weights="int8", activations="int8"),
     "native-int4": DecodeMode(techniques=(*NATIVE_STEPS, "int4"), fused=True, weights="int4"),
     "int8-weight-only": DecodeMode(
         techniques=(*NATIVE_STEPS, "int8", "16-bit activations"), fused=True, weights="int8", activations="float"
@@ -180,7 +191,7 @@ class GenerateLadder(Ladder):
             found |= {
                 f"{name}-tp{ranks}": replace(mode, ranks=ranks, techniques=(*mode.techniques, words))
                 for name, mode in found.items()
-                if mode.cache and not (mode.compiled or mode.drafted or mode.gptq)
+                if mode.cache and not (mode.compiled or mode.drafted or mode.gptq or mode.file)
             }
         return found
 
@@ -228,8 +239,10 @@ class GenerateLadder(Ladder):
         for name, mode in rungs.items():
             model = BenchmarkModel(model=gptq) if mode.gptq else replace(ladder.source, kv_heads=mode.kv_heads)
             config, size = model.config(), resolve_dtype(ladder.dtype).itemsize
-            weights = model.stored_bytes() if quantized or mode.gptq else size * parameters(config).total
+            weights = model.held_bytes() if quantized or mode.gptq else size * parameters(config).total
             need = _memory(config, ladder, ladder.rows(mode).values(), weights=weights, wide=wide)
+            if mode.file:
+                need = need.beside(written=resolve_dtype(mode.file).itemsize * parameters(config).total)
             if ladder.text and not quantized:
                 need = need.beside(compared=2 * parameters(config).total)
             memory = check_fits(f"{model.name} in {ladder.dtype}", need, device)

@@ -1,8 +1,10 @@
 """One rung of the generation ladder, in its own process: the model as the rung has it, and what is decoded with it."""
 
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,9 @@ from hasten.generation.perplexity import perplexity
 from hasten.generation.speculation import measure_step_cost
 from hasten.machine import reset_peak_memory, resolve_dtype
 from hasten.model.context import TrainingContext
+from hasten.model.export import export_model
 from hasten.model.fused import fuse, fuse_where_it_fits
+from hasten.model.load import load
 from hasten.model.transformer import Transformer
 from hasten.model.wide import precision_of, product_dtype
 from hasten.ops.linear.modules import PackedLinear
@@ -47,7 +51,10 @@ class GenerateRung:
         self.kept = ExitStack()  # as long as the rung
         self.group = self.kept.enter_context(tensor_parallel(ranks))
         source = source or ladder.source
-        self.model = source.build(dtype=resolve_dtype(dtype), device=device, seed=seed, group=self.group)
+        if mode.file:
+            self.model = from_file(source.build(dtype=resolve_dtype(mode.file), device="cpu", seed=seed), device)
+        else:
+            self.model = source.build(dtype=resolve_dtype(dtype), device=device, seed=seed, group=self.group)
         self.config = source.config()  # the whole model's, whatever a rank holds of it
         self.weight_bytes: float = resolve_dtype(dtype).itemsize
         if mode.weights is not None or self.model.quantization is not None:
@@ -140,6 +147,13 @@ class GenerateRung:
         if "tokens_per_pass" in found:  # of the model alone, not of one that drafts
             found["bytes_per_token"] = self._facts("")["bytes_per_token"] / found["tokens_per_pass"]
         return found
+
+
+def from_file(model: Transformer, device: str) -> Transformer:
+    """The model as a user has it, who loads it from a folder in its dtype."""
+    with tempfile.TemporaryDirectory(prefix="hasten-file-", ignore_cleanup_errors=True) as place:
+        export_model(model, Path(place) / "model")
+        return load(Path(place) / "model", device=device)
 
 
 class Stream:

@@ -13,9 +13,10 @@ from hasten.machine.progress import share
 GROUP, TEXT = 32, "stdlib"
 
 
-def gptq_folder(source: BenchmarkModel, folder: Path, *, threads: Threads) -> dict[str, Any]:
+def gptq_folder(source: BenchmarkModel, folder: Path, *, threads: Threads, samples: int = 128) -> dict[str, Any]:
     """Make sure that `folder` holds `source` in int4 by groups of 32; what the report says of how it came there.
 
+    samples: pieces of calibration text.
     Made as `hasten quantize --scheme int4 --group-size 32 --lm-head same --method gptq` makes it: after an interruption
     the next call goes on. Raises ConfigError for a folder that holds something else.
     """
@@ -28,11 +29,11 @@ def gptq_folder(source: BenchmarkModel, folder: Path, *, threads: Threads) -> di
 
     configure(threads=threads)
     start = time.perf_counter()
-    model = load(resolve_model(str(source.model)))
+    model = load(resolve_model(str(source.model)), dtype="stored")
     if model.tokenizer is None:
         raise ConfigError(f"GPTQ looks at text, and {source.name} has no tokenizer to read it: leave gptq-int4-g32 out")
     length = min(512, model.config.max_positions)
-    tokens = calibration_tokens(model.tokenizer, read_documents(TEXT), length=length)
+    tokens = calibration_tokens(model.tokenizer, read_documents(TEXT), samples=samples, length=length)
     scheme, done = Int4(group_size=GROUP, lm_head="same"), count(1)
     with share("layers quantized by GPTQ") as progress:
 

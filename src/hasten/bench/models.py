@@ -80,12 +80,11 @@ class BenchmarkModel:
             return "bfloat16"
         return self.quantized() or str(own_dtype(self._checkpoint().stored.values())).removeprefix("torch.")
 
-    def stored_bytes(self) -> int:
-        """The size of the checkpoint's weights in their files."""
-        from hasten.model.load import resolve_model
+    def held_bytes(self) -> int:
+        """The size of the checkpoint's weights as they are loaded: each layer as `load` holds its format."""
+        from hasten.planning.held import held_bytes
 
-        path = resolve_model(str(self.model))
-        return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
+        return held_bytes(self._checkpoint())
 
     def build(self, *, dtype: torch.dtype, device: str, seed: int, group: RankGroup | None = None) -> Transformer:
         """The model, ready for inference: random weights made on the device, or the checkpoint's, or a rank's share."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from hasten.bench.models import BenchmarkModel, check_least
+from hasten.effects import Facts, Needs, Reads, Unless
 from hasten.errors import ConfigError
 from hasten.generation.params import KVCacheDtype
 from hasten.machine import available_memory, measure_limits, resolve_device, resolve_dtype, training_precision
@@ -19,12 +20,18 @@ from hasten.planning.memory import ITEMSIZE, LARGEST_PREFILL, PROCESS_BYTES, Inf
 from hasten.planning.plan import Phase, Plan, inference_phases, training_phase
 from hasten.planning.shapes import SHAPES, shape_config
 from hasten.serving.settings import EngineSettings
+from hasten.training.conditions import KIND
 from hasten.training.recipe import Data, Lora, Optimizer, Parallel, Recipe, Run, Techniques
 
 if TYPE_CHECKING:
     from hasten.generation.speculation.cost import StepCost
 
 
+TRAINING = ("train", "finetune", "lora")
+TRAINS, ANSWERS = Needs("use", *TRAINING), Needs("use", "generate", "serve")
+# What of a recipe decides its bytes, FLOPs and time.
+TECHNIQUES = ("precision", "attention", "joined_projections", "loss", "layer_drop", "checkpointing", "compile")
+BETWEEN_RANKS = ("zero", "tensor", "replicas")
 Weights = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int4-g64"]
 
 
@@ -40,31 +47,49 @@ class PlanOptions(Wanted):
     """Rows of a micro-batch (8 by default), or sequences at once (1 to generate, 16 to serve)."""
     length: int | None = None
     """Tokens of a row, or of a prompt and its answer (1024, or the model's positions)."""
-    new_tokens: int = 128
+    new_tokens: Annotated[int, ANSWERS] = 128
     """How many of these are generated."""
-    accumulation: int = 1
+    accumulation: Annotated[int, TRAINS] = 1
     """Micro-batches of a training step."""
-    weights: Weights = "auto"
+    weights: Annotated[Weights, Unless("use", "train", "finetune")] = "auto"
     """Their format where they are only read; auto: the folder's own, else bfloat16."""
-    kv_cache_dtype: KVCacheDtype = "auto"
+    kv_cache_dtype: Annotated[KVCacheDtype, ANSWERS] = "auto"
     """Of the cache's keys and values."""
-    ranks: int = 1
+    ranks: Annotated[int, TRAINS] = 1
     """Devices that train together, each with rows of its own."""
-    tensor_parallel: int = 1
+    tensor_parallel: Annotated[int, ANSWERS] = 1
     """Devices that share every matrix, in generating and serving; of this machine's CPU, ranks that share its cores."""
-    gpus: int | None = None
+    gpus: Annotated[int | None, Needs("goal")] = None
     """With --goal: devices that may be used (all of this machine); of this machine's CPU, ranks, at most one a core."""
-    measure: bool = True
+    measure: Annotated[bool, Unless("device", *DEVICES)] = True
     """On this machine, measure blocks of the model too (seconds), and not its limits alone."""
-    techniques: Techniques = field(default_factory=lambda: Techniques(compile=False))
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    lora: Lora = field(default_factory=Lora)
-    parallel: Parallel = field(default_factory=Parallel)
+    techniques: Annotated[
+        Techniques,
+        Reads(*TECHNIQUES, "keep_memory", by="a plan"),
+        Needs("use", *TRAINING, but=("precision",)),
+    ] = field(default_factory=lambda: Techniques(compile=False))
+    optimizer: Annotated[Optimizer, Reads("kind", by="a plan"), TRAINS] = field(default_factory=Optimizer)
+    lora: Annotated[Lora, Reads("rank", "targets", "base", by="a plan"), Needs("use", "lora")] = field(
+        default_factory=lambda: Lora(rank=16)
+    )
+    parallel: Annotated[
+        Parallel,
+        Reads(*BETWEEN_RANKS, "offload", "policy", by="a plan"),
+        TRAINS,
+        Unless("ranks", 1, but=("offload", "policy")),
+        Needs(KIND, "cuda", but=(*BETWEEN_RANKS, "policy")),
+    ] = field(default_factory=Parallel)
+
+    EFFECTS: ClassVar = {name: Needs("goal") for name in ("token_ms", "price", "least_bits")}
+
+    def facts(self) -> Facts:
+        """What conditions of options depend on beside other options."""
+        return {KIND: lambda: DEVICES[self.device].kind if self.device in DEVICES else resolve_device(self.device).type}
 
     @property
     def training(self) -> bool:
         """Whether weights are trained."""
-        return self.use in ("train", "finetune", "lora")
+        return self.use in TRAINING
 
     def recipe(self) -> Recipe:
         """The same as a recipe."""
@@ -91,12 +116,12 @@ def config_of(model: str) -> tuple[str, ModelConfig, BenchmarkModel | None, str]
     """
     from hasten.model.checkpoint import read_json
     from hasten.model.families import read_config
-    from hasten.model.hub import resolve_folder
+    from hasten.model.hub import names_hub_folder, resolve_folder
 
     if model in SHAPES:
         return model, shape_config(model), None, "bfloat16"
     path = Path(model).expanduser()
-    hub = not path.exists() and not model.endswith((".json", ".gguf"))
+    hub = not path.exists() and not model.endswith((".json", ".gguf")) and names_hub_folder(model)
     if hub:
         path = resolve_folder(model, files=["config.json"])
     file = path / "config.json" if path.is_dir() and not any(path.glob("*.safetensors")) else path
@@ -163,6 +188,8 @@ def settle(model: str, options: PlanOptions) -> Subject:
     if not 2 <= length <= config.max_positions:
         raise ConfigError(f"--length is {length}; {name} takes from 2 to {config.max_positions}")
     options = replace(options, length=length)
+    if not options.training and options.techniques.precision == "auto":
+        own = _generated_in(config, own, options.device)
     if own == "float32" and options.techniques.precision == "auto" and not options.training:
         options = replace(options, techniques=replace(options.techniques, precision="float32"))
     device, precision = _device(options, options.weights.replace("auto", own))
@@ -176,6 +203,19 @@ def settle(model: str, options: PlanOptions) -> Subject:
     if not options.training and options.new_tokens >= length:
         raise ConfigError(f"--new-tokens ({options.new_tokens}) must be below --length ({length})")
     return Subject(name=name, config=config, checkpoint=checkpoint, options=options, device=device, own=own)
+
+
+def _generated_in(config: ModelConfig, own: str, device: str) -> str:
+    """The format that `hasten.load` holds the weights of a checkpoint in."""
+    if own not in ("float32", "float16"):
+        return own
+    if device.partition(":")[0] not in ("auto", "cpu", "cuda"):
+        return "bfloat16" if own == "float32" else own
+    import torch
+
+    from hasten.model.inference import inference_dtype
+
+    return str(inference_dtype(config, getattr(torch, own), resolve_device(device))).removeprefix("torch.")
 
 
 def _integers(options: PlanOptions, weights: str, kind: str, dtype: str) -> bool:
@@ -216,7 +256,7 @@ def _training(subject: Subject) -> tuple[TrainingUse, Phase]:
     recipe, theta = options.recipe(), options.techniques.layer_drop
     if options.ranks > 1:
         check_shares(config.padded_to(options.techniques.pad_vocabulary_to), options.parallel)
-    base = weight_bytes(config, options.weights) if checkpoint is None else checkpoint.stored_bytes()
+    base = weight_bytes(config, options.weights) if checkpoint is None else checkpoint.held_bytes()
     use = training_use(config, recipe, torch.device(device.kind), base=base)
     use = replace(use, ranks=options.ranks // use.replicas, tensor=options.parallel.tensor)
     kept = [1.0] if theta is None else keep_probabilities(len(config.layers), theta=theta)
@@ -270,8 +310,11 @@ def inference_plan(subject: Subject, *, replicas: int = 1, cost: StepCost | None
     if cost is not None:
         from hasten.bench.predict import generating_seconds
 
-        # Ranks do the whole model's work together, on all cores; replicas get their share of these.
-        times = generating_seconds(use, cost)
+        # Ranks do the whole model's work together, on all cores; replicas get their share of these. Of a checkpoint
+        # whose layers have several formats blocks in one of them were measured: a token takes as long as its bytes.
+        prompt, token = generating_seconds(use, cost)
+        mixed = use.weights / weight_bytes(subject.config, subject.weights) if subject.checkpoint is not None else 1.0
+        times = prompt, token * (mixed if subject.options.weights == "auto" else 1.0)
         before, each = (replace(one, measured=replicas * took) for one, took in zip(phases, times, strict=True))
         phases = before, each
     return subject.plan(device, use, *phases)
@@ -283,6 +326,8 @@ def _inference(subject: Subject) -> InferenceUse:
     options, config, settings = subject.options, subject.config, EngineSettings()
     assert options.length is not None
     stored, served = subject.checkpoint if options.weights == "auto" else None, options.use == "serve"
+    if stored is not None and stored.weights() != subject.own:  # which is not loaded as it is stored
+        stored = None
     batch, dtype = options.batch_size or (16 if served else 1), options.techniques.precision
     prompts = batch * (options.length - options.new_tokens)
     return InferenceUse(
@@ -290,7 +335,7 @@ def _inference(subject: Subject) -> InferenceUse:
         length=options.length,
         new_tokens=options.new_tokens,
         step=min(settings.budget if served else LARGEST_PREFILL, prompts),
-        weights=weight_bytes(config, options.weights) if stored is None else stored.stored_bytes(),
+        weights=weight_bytes(config, subject.weights) if stored is None else stored.held_bytes(),
         dtype=dtype,
         integers=_integers(options, subject.weights, subject.device.kind, dtype),
         row_bytes=row_format(options.kv_cache_dtype).bytes(config.head_dim, resolve_dtype(dtype)),

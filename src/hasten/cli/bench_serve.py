@@ -149,6 +149,9 @@ class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
             await target.close()
         return summaries, requests, facts
 
+    def title(self) -> str:
+        return super().title() if self.shape is None else f"{self.shape} (random weights)"
+
     def read_model(self, device: str) -> Transformer:
         """The checkpoint, or random weights of the shape."""
         if self.shape is None:

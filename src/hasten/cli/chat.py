@@ -19,7 +19,13 @@ class ChatInTerminal(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
     template: Path | None = None
     """A file with a chat template (Jinja), where the folder has none or another is wanted."""
 
+    chat_template_kwargs: str | None = None
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
+
     def run(self) -> None:
+        from hasten.model.chat import parse_template_kwargs
+
+        variables = parse_template_kwargs(self.chat_template_kwargs, option="--chat-template-kwargs")
         model = self.load()
         from hasten.generation.chat import Chat
         from hasten.generation.generate import Timing
@@ -27,7 +33,13 @@ class ChatInTerminal(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
         if self.template is not None and model.tokenizer is not None:
             model.tokenizer = with_chat_template(model.tokenizer, self.template, option="--template")
         params = self.params(model.generation)
-        chat = Chat(model, system=self.system, kv_cache_dtype=self.kv_cache_dtype, **self.drafting(model))
+        chat = Chat(
+            model,
+            system=self.system,
+            kv_cache_dtype=self.kv_cache_dtype,
+            chat_template_kwargs=variables,
+            **self.drafting(model),
+        )
         print(HELP, file=sys.stderr)
         while True:
             try:
@@ -57,6 +69,8 @@ class ChatInTerminal(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
                 print(f"error: {error}{hint}", file=sys.stderr)
                 continue
             print()
+            if not self.verbose:
+                continue
             print(
                 f"[{timing.prefill_tokens} new prompt tokens, {chat.reused} from the cache, "
                 f"{timing.decode_tokens_per_second:.1f} tokens/s]",

@@ -80,6 +80,7 @@ class Eval(JsonOption, CacheOptions, RankOptions, ModelOptions):
         model = self.prepared()
         from hasten.generation.divergence import divergence
         from hasten.generation.perplexity import DEFAULT_CONTEXT, perplexity
+        from hasten.model.fused import path_of
 
         other = None
         if self.against is not None:  # as it lies in its folder: --quantize and the cache are for the one evaluated
@@ -104,9 +105,9 @@ class Eval(JsonOption, CacheOptions, RankOptions, ModelOptions):
                     f"KL divergence mean {both.kl_mean:.5f}, 99% {both.kl_99:.4f} nats; same most likely token "
                     f"{both.top1:.2%}; tokens {both.tokens:,}"
                 )
-        seconds = time.perf_counter() - start
-        if self.write(facts | {"seconds": seconds}):
-            print(f"{line} in {seconds:.1f} s")
+        seconds, path = time.perf_counter() - start, path_of(model)
+        if self.write(facts | {"dtype": str(model.dtype).removeprefix("torch."), "path": path, "seconds": seconds}):
+            print(f"{line} in {seconds:.1f} s ({path})")
 
     def prepared(self) -> Transformer:
         """The model, ready to score texts."""

@@ -21,12 +21,23 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOp
     """One or more texts; "-" reads one from standard input."""
     prompt_ids: tuple[int, ...] = ()
     """A prompt as token ids instead, for a folder without a tokenizer."""
+    chat: bool = False
+    """Take each prompt as a user's message and answer it, in the model's chat template."""
+    chat_template_kwargs: str | None = None
+    """With --chat: variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
     compile: bool = False
     """Compile the model's blocks first (some seconds), for long answers; blocks fused for a GPU need no compiling."""
 
     def run(self) -> None:
+        from hasten.model.chat import parse_template_kwargs
+
         if bool(self.prompt) == bool(self.prompt_ids):
             raise ConfigError("give one of --prompt TEXT and --prompt-ids ID …, and not both")
+        if self.chat and self.prompt_ids:
+            raise ConfigError("--chat is for texts; give them with --prompt")
+        if self.chat_template_kwargs is not None and not self.chat:
+            raise ConfigError("--chat-template-kwargs is for --chat, which uses the chat template; give both")
+        variables = parse_template_kwargs(self.chat_template_kwargs, option="--chat-template-kwargs")
         texts = [sys.stdin.read() if text == "-" else text for text in self.prompt]
         prompts: list[Any] = [list(self.prompt_ids)] if self.prompt_ids else texts
         from hasten.machine import resolve_device
@@ -37,6 +48,11 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOp
         from hasten.generation.generate import Generation, Timing
         from hasten.generation.speculation import make_speculator
 
+        if self.chat:
+            if model.tokenizer is None:
+                raise ConfigError("this model's folder has no tokenizer; --chat needs one")
+            turns = [[{"role": "user", "content": text}] for text in texts]
+            prompts = [model.tokenizer.encode_chat(turn, chat_template_kwargs=variables) for turn in turns]
         params = self.params(model.generation)
         # Of blocks as they are, not yet compiled; compiled ones are compiled again for each number of rows.
         options = replace(self, draft="none") if self.compile and self.draft == "auto" else self
@@ -58,11 +74,11 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOp
         show = self.json != "-"
         streamed = show and len(prompts) == 1
         if streamed:
-            print(*texts, end="", flush=True)
+            print(*([] if self.chat else texts), end="", flush=True)
         results = _run(run, stream=streamed, ids=model.tokenizer is None)
         if show and len(prompts) > 1:
-            for prompt, result in zip(prompts, results, strict=True):
-                print(f"--- {prompt!r}\n{prompt}{result['text']}")
+            for text, result in zip(texts, results, strict=True):
+                print(f"--- {text!r}\n{'' if self.chat else text}{result['text']}")
         speeds: dict[str, Any] = {
             "prefill_tokens_per_second": timing.prefill_tokens_per_second,
             "decode_tokens_per_second": timing.decode_tokens_per_second,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from hasten.effects import refuse_ignored
 from hasten.errors import CheckpointError, ConfigError
 from hasten.generation.params import KVCacheDtype, SamplingParams, recommended
 from hasten.machine import configure, resolve_device
@@ -36,7 +38,9 @@ def parse(command: Any, arguments: list[str], *, prog: str, description: str | N
     registry.primitive_rule(_several)
     config = (tyro.conf.OmitArgPrefixes,)
     arguments = together(arguments, command)
-    return tyro.cli(command, args=arguments, prog=prog, description=description, config=config, registry=registry)
+    made = tyro.cli(command, args=arguments, prog=prog, description=description, config=config, registry=registry)
+    refuse_ignored(made, arguments, flat=True)
+    return made
 
 
 def together(arguments: Sequence[str], command: type) -> list[str]:
@@ -148,9 +152,10 @@ class LoadOptions:
     """Which model, and how it is run."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A Hugging Face folder, a GGUF file, or a hub id such as owner/name."""
+    """A Hugging Face folder, a GGUF file, a hub id such as owner/name, or a short name: smollm2-135m, gemma3-270m."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the weights; auto is the checkpoint's own. Where a processor only emulates it, products are in float32."""
+    """Of weights that are not quantized. auto: the checkpoint's own, but bfloat16 for one in float32 where the fused
+    kernels run it or bfloat16 products are fast; float32 keeps such a checkpoint as it is, slower."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:INDEX."""
     threads: Threads = "auto"
@@ -160,7 +165,9 @@ class LoadOptions:
     quantize: Literal["none", "int8", "int4"] = "none"
     """Round the weights after loading; `hasten quantize` does it once, has more settings and keeps the result."""
     fuse: bool = True
-    """Run the fused kernels where they fit: on a CPU in bfloat16 or quantized, on a GPU in 16 bits or quantized."""
+    """Run the fused kernels where they fit: in 16 bits or quantized."""
+    verbose: bool = False
+    """Say more: in which dtype products are computed and why, and the speed of each answer of a chat."""
 
     def load(self) -> Transformer:
         """Load the model onto the device, with the threads and the seed set, quantized and fused as asked."""
@@ -170,14 +177,25 @@ class LoadOptions:
             from hasten.quantization import Int4, Int8, quantize
 
             quantize(model, Int8() if self.quantize == "int8" else Int4())
-        if self.fuse:
-            from hasten.model.fused import fuse_where_it_fits
+        from hasten.model.fused import fuse_where_it_fits, path_of
 
+        model.auto_fuse = self.fuse
+        with warnings.catch_warnings(record=True) as reasons:
             fuse_where_it_fits(model)
-        from hasten.model.wide import precision_of
+        print(f"{self.title()}: {path_of(model)}", file=sys.stderr)
+        for reason in reasons:  # why it is slower than it could be, below what runs
+            warnings.warn(reason.message, stacklevel=2)
+        if self.verbose:
+            from hasten.model.wide import precision_of
 
-        print(f"matrix products in {precision_of(model)}", file=sys.stderr)
+            print(f"matrix products in {precision_of(model)}", file=sys.stderr)
         return model
+
+    def title(self) -> str:
+        """What the first line calls the model."""
+        from hasten.bench.models import folder_name
+
+        return folder_name(str(self.model))
 
     def in_int4(self, model: Transformer) -> Transformer:
         """The same weights in int4, to draft for the model. Raises ConfigError where it is in int4 itself."""
@@ -194,11 +212,15 @@ class LoadOptions:
         return small
 
     def read_model(self, device: str) -> Transformer:
-        """The model as it lies in its folder."""
+        """The model as it lies in its folder. Raises ResourceError, before loading it, where it will not fit."""
+        from hasten.cli.room import require_room
         from hasten.distributed.tensor_parallel import current_group
         from hasten.model.load import load
 
-        return load(self.model, dtype=self.dtype, device=device, group=current_group())
+        group = current_group()
+        if group is None:  # ranks load their shares side by side, each from what the others leave
+            require_room(self, device)
+        return load(self.model, dtype=self.dtype, device=device, group=group)
 
 
 @dataclass(frozen=True, kw_only=True)

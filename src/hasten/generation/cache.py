@@ -17,6 +17,9 @@ from hasten.ops.attention.view import AttentionMetadata, KVView, StackView
 from hasten.ops.native import library
 from hasten.ops.pages import zeros_in_large_pages
 
+# An eager decode step reads the cache up to the next multiple of this, so that a short text does not pay for the
+# whole capacity; a compiled one reads all of it, because its shapes must not change.
+READ_STEP = 64
 ROW_FORMATS: Mapping[str, RowFormat] = {
     "auto": PLAIN,
     "int8": RowFormat(8, rotated=True),
@@ -96,9 +99,10 @@ class Step:
 class StaticCache:
     """Keys and values of B sequences of at most `capacity` tokens each, in (B·rows + 1, Hkv, …) a layer.
 
-    row_format: how each is kept, `dtype` being the model's. rows is the capacity; where every layer has a window or a
-    local pattern no more than twice what a query can look back, however long the texts get: position p then stands in
-    row p modulo rows.
+    row_format: how each is kept, `dtype` being the model's. rows is the capacity, rounded up to a multiple of
+    READ_STEP: steps read multiples of it, so that a text does not depend on how many tokens may still come. Where every
+    layer has a window or a local pattern, rows is no more than twice what a query can look back, however long the texts
+    get: position p is then in row p modulo rows.
     """
 
     def __init__(
@@ -120,12 +124,14 @@ class StaticCache:
             )
         self.batch, self.capacity, self.row_format = batch, capacity, row_format
         self.reach = config.reach if bounded else None
-        self.rows = capacity if self.reach is None else min(capacity, 2 * self.reach)
+        self.rows = -(-capacity // READ_STEP) * READ_STEP
+        if self.reach is not None:
+            self.rows = min(self.rows, 2 * self.reach)
         self.config = config
         self.windows = [layer.window for layer in config.layers]
         self.sparse = None
         if config.attention_pattern is not None:
-            self.sparse = SparseMasks(config, positions=capacity, device=device)
+            self.sparse = SparseMasks(config, positions=self.rows, device=device)
         slots = batch * self.rows + 1
         memory = key_value_memory(config, slots=slots, rows=row_format, dtype=dtype, device=device)
         self.k, self.v = list(memory[: len(config.layers)]), list(memory[len(config.layers) :])
@@ -157,7 +163,7 @@ class StaticCache:
     @property
     def longest_step(self) -> int | None:
         """The most tokens that may be added to sequences that are not empty, None: as many as there is room for."""
-        return None if self.reach is None or self.rows == self.capacity else self.rows - self.reach + 1
+        return None if self.reach is None or self.rows >= self.capacity else self.rows - self.reach + 1
 
     def step(
         self,

@@ -1,6 +1,6 @@
 """A conversation whose cache is kept from turn to turn: only what is new is computed."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,16 @@ from hasten.generation.graphs import fastest_decoder
 from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import fit
 from hasten.generation.speculation import Accept, SpeculationStats, make_speculator
+from hasten.model.fused import fuse_where_it_fits
 from hasten.model.transformer import Transformer
 
 
 class Chat:
     """The history of one conversation and the cache that holds its tokens.
 
-    draft, speculate, accept: as in `hasten.generate`. Raises ConfigError at once if the model has no tokenizer or no
-    chat template.
+    The model is fused first where it can be, as by `hasten.generate`. draft, speculate, accept: as there.
+    chat_template_kwargs: variables of the chat template, such as {"enable_thinking": False}. Raises ConfigError at once
+    if the model has no tokenizer or no chat template.
     """
 
     def __init__(
@@ -32,10 +34,11 @@ class Chat:
         draft: str | Path | Transformer = "none",
         speculate: int | None = None,
         accept: Accept = "exact",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if model.tokenizer is None:
             raise ConfigError("this model's folder has no tokenizer; a chat needs one")
-        self.model = model
+        self.model = fuse_where_it_fits(model)
         self.tokenizer = model.tokenizer
         self.messages: list[dict[str, Any]] = []
         self.system = system
@@ -43,7 +46,8 @@ class Chat:
         self.kv_cache_dtype = kv_cache_dtype
         self.clear()
         self._speculator = make_speculator(model, draft, speculate=speculate, accept=accept)
-        self.tokenizer.render_chat([{"role": "user", "content": "?"}])  # refuses a model without a template now
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self._encode([{"role": "user", "content": "?"}])  # refuses a model without a template now
         self._decoder: Decoder | None = None
         self._cached: list[int] = []  # the ids whose keys and values stand in the cache
         self.reused = 0  # tokens of the last prompt that were found in the cache
@@ -66,7 +70,7 @@ class Chat:
         """
         self.messages.append({"role": "user", "content": text})
         try:
-            prompt = self.tokenizer.encode_chat(self.messages, add_generation_prompt=True)
+            prompt = self._encode(self.messages)
             params = fit(params, len(prompt), self.model)
             decoder = self._with_room(len(prompt) + params.max_new_tokens)
         except Exception:
@@ -94,6 +98,9 @@ class Chat:
             # The cache holds the prompt and what was decoded; the newest token is not in it yet.
             self._cached = [*prompt, *answer.tokens][: decoder.lengths[0]]
             self.messages.append({"role": "assistant", "content": answer.text})
+
+    def _encode(self, messages: list[dict[str, Any]]) -> list[int]:
+        return self.tokenizer.encode_chat(messages, chat_template_kwargs=self.chat_template_kwargs)
 
     def _with_room(self, tokens: int) -> Decoder:
         """The decoder, with a cache of at least so many tokens: doubled when it must grow, its contents kept."""

@@ -6,13 +6,10 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.cache import StaticCache, row_format
+from hasten.generation.cache import READ_STEP, StaticCache, row_format
 from hasten.model.fused import is_fused
 from hasten.model.transformer import Transformer
 
-# An eager decode step reads the cache up to the next multiple of this, so that a short text does not pay for the
-# whole capacity; a compiled one reads all of it, because its shapes must not change.
-_READ_STEP = 64
 # The capacity of a cache for compiled steps is a multiple of this.
 _STATIC_STEP = 128
 # Longer prompts are taken in pieces, which bounds the memory of the activations.
@@ -135,7 +132,7 @@ class Decoder:
         positions = torch.tensor([[n - 1] for n in grown], device=tokens.device)  # (B, 1)
         valid = None if all(going) else torch.tensor(going, device=tokens.device)[:, None]
         self.lengths = grown
-        read = None if self.static else -(-max(grown) // _READ_STEP) * _READ_STEP
+        read = None if self.static else -(-max(grown) // READ_STEP) * READ_STEP
         context = self.cache.step(positions, valid=valid, read=read, masks=not is_fused(self.model))
         return self.model(tokens[:, None], positions, context)[:, 0]
 

@@ -20,6 +20,7 @@ from hasten.generation.prompts import Prompt, encode_prompts, end_ids, fit, para
 from hasten.generation.speculation import Accept, Speculator, Text, make_speculator
 from hasten.generation.stopping import FinishReason, OutputText
 from hasten.machine.host_copy import HostCopy
+from hasten.model.fused import fuse_where_it_fits
 from hasten.model.sharded import ShardedTransformer, told_by_first
 from hasten.model.transformer import Transformer
 
@@ -74,12 +75,16 @@ def generate(
 ) -> list[Output]:
     """Continue prompts, all of them in one batch; every one gets what it would get alone.
 
+    The model is fused first where it can be, in place and without changing a weight (`hasten.unfuse` undoes it).
+
     prompts: a text, a list of token ids, or a sequence of either. params: for all, or one for each prompt; single
     fields may be given by keyword instead (temperature=0, max_new_tokens=100, …). kv_cache_dtype: how keys and values
     are kept, one of `hasten.generation.params.KVCacheDtype`. draft, speculate, accept: what proposes tokens, for the
     same text sooner, how many at most, and which are taken (`make_speculator`). Raises ConfigError for a prompt that
     does not fit, a text without a tokenizer, or an id outside the vocabulary.
     """
+    if not compiled:
+        fuse_where_it_fits(model)
     run = Generation(
         model,
         prompts,
@@ -107,8 +112,9 @@ def stream(
 ) -> Iterator[str]:
     """Continue one prompt and yield its text piece by piece: whole characters, never a part of a stop string.
 
-    draft, speculate, accept, settings: as in `generate`.
+    The model is fused, and draft, speculate, accept, settings are taken, as in `generate`.
     """
+    fuse_where_it_fits(model)
     speculator = make_speculator(model, draft, speculate=speculate, accept=accept)
     run = Generation(model, prompt, params, speculator=speculator, **settings)
     if len(run.prompts) != 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.model.adapter_files import load_adapter
-from hasten.model.fused import FusedBlock, FusedStack, unfuse
+from hasten.model.fused import FusedBlock, FusedStack, fuse_where_it_fits, unfuse
 from hasten.model.lora import Adapter, AdapterChoice, Factors, attach
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.layouts import PANEL
@@ -19,12 +19,15 @@ LANES = 16  # the fused steps take ranks that are multiples of it
 def load_adapters(model: Transformer, folders: Sequence[str | Path]) -> AdapterChoice:
     """Give a loaded model the adapters in these folders (peft's format); what is returned says who takes which.
 
-    At first every row takes the first one. It is `model.adapters` from then on. A fused model stays fused,
-    unless it has experts or is on a GPU. Raises ConfigError for a model that has adapters, and as `load_adapter` does.
+    At first every row takes the first one. It is `model.adapters` from then on. The model is fused before, where it can
+    be; one with experts, or on a GPU, is taken apart. Raises ConfigError for a model that has adapters, and as
+    `load_adapter` does.
     """
     if model.adapters is not None:
         raise ConfigError("this model has adapters already; load it anew and name all of them at once")
     adapters = [load_adapter(folder, model) for folder in folders]
+    if model.device.type == "cpu":
+        fuse_where_it_fits(model)
     if not isinstance(model.stack, FusedStack):
         if not model.readable:  # experts are outside the fused steps, and a GPU's take no adapters
             unfuse(model)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
+from uuid import uuid4
 
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, UndefinedError, nodes
 from jinja2.exceptions import SecurityError
@@ -27,6 +28,8 @@ MAX_LOOP_STEPS = 1_000_000
 MAX_REPEATED = 1_000_000
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+# What a template gets by these names is decided by the conversation or by this file.
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "range")
 
 
 class _RaisedByTemplate(TemplateError):
@@ -68,19 +71,45 @@ class ChatTemplate:
         *,
         special_tokens: Mapping[str, str],
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Render as transformers' `apply_chat_template(..., tokenize=False)` does.
 
         special_tokens: name to text (`bos_token`, `eos_token`, ...), visible to the template under these names.
+        continue_final_message: end the text with the last message's content, so that the model continues it.
+        chat_template_kwargs: further variables of the template, JSON values, such as {"enable_thinking": False}.
         Raises ConfigError where the messages do not suit the template (it refused them, or a key it needs is missing),
         CheckpointError where the template itself is at fault. A template that takes more than MAX_LOOP_STEPS numbers
         out of `range` in one rendering is stopped (Jinja's own bound of 100,000 holds for a single `range`).
         """
         chat = check_messages(messages)
         schemas = None if tools is None else [_as_json(tool, where=f"tools[{i}]") for i, tool in enumerate(tools)]
-        variables: dict[str, Any] = {**special_tokens, "messages": chat, "tools": schemas, "documents": None}
-        variables |= {"add_generation_prompt": add_generation_prompt, "range": _bounded_range()}
+        variables: dict[str, Any] = {**special_tokens, **check_template_kwargs(chat_template_kwargs or {})}
+        variables |= {"messages": chat, "tools": schemas, "documents": None, "range": _bounded_range()}
+        variables["add_generation_prompt"] = add_generation_prompt
+        if not continue_final_message:
+            return self._render(variables)
+        if add_generation_prompt:
+            raise ConfigError("continue_final_message needs add_generation_prompt=False: it begins no new turn")
+        return self._render_open(variables, last=chat[-1])
+
+    def _render_open(self, variables: dict[str, Any], *, last: dict[str, Any]) -> str:
+        """Render up to the end of the last message's content, found by a mark put behind it."""
+        content, mark = last.get("content"), uuid4().hex
+        if not isinstance(content, str) or not content.strip():
+            raise ConfigError("continue_final_message needs text in the last message's content to continue")
+        last["content"] = f"{content}{mark} "  # the space is gone from a template that trims
+        text = self._render(variables)
+        end = text.rfind(mark)
+        if end < 0:
+            raise ConfigError(
+                f"the chat template of {self.origin} leaves out the end of the last message, so it cannot be continued"
+            )
+        return text[:end] if text.startswith(" ", end + len(mark)) else text[:end].rstrip()
+
+    def _render(self, variables: dict[str, Any]) -> str:
         compiled = self._compiled
         try:
             return compiled.render(variables)
@@ -112,7 +141,11 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ConfigError(f"messages[{i}] must be a mapping with 'role' and 'content', found {message!r:.80}")
-        fields: dict[str, Any] = _as_json({k: v for k, v in message.items() if v is not None}, where=f"messages[{i}]")
+        given = {name: value for name, value in message.items() if value is not None}
+        try:
+            fields: dict[str, Any] = _as_json(given, where=f"messages[{i}]")
+        except RecursionError:
+            raise ConfigError(f"messages[{i}] is nested too deeply") from None
         reasoning = next((fields[name] for name in _REASONING_NAMES if name in fields), None)
         if reasoning is not None:
             fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
@@ -120,6 +153,74 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     if not plain:
         raise ConfigError("messages is empty: a chat needs at least one message")
     return plain
+
+
+def check_template_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables rebuilt from plain JSON values. Raises ConfigError for others, and for a name in RESERVED."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"chat_template_kwargs must be a mapping of names to values; found {given!r:.80}")
+    for name in RESERVED:
+        if name in given:
+            raise ConfigError(f"{name!r} cannot be given to the chat template this way")
+    plain: dict[str, Any] = _as_json(given, where="chat_template_kwargs")
+    return plain
+
+
+def parse_template_kwargs(text: str | None, *, option: str) -> dict[str, Any]:
+    """The variables in a JSON object on the command line; none without one. Raises ConfigError naming the option."""
+    if text is None:
+        return {}
+    try:
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError(f"found {text:.80}")
+        return check_template_kwargs(given)
+    except (ValueError, RecursionError) as error:
+        example = """'{"enable_thinking": false}'"""
+        raise ConfigError(f"{option} takes a JSON object such as {example}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """OpenAI's messages as most templates expect them. Raises ConfigError as `check_messages` does.
+
+    Content is one text (parts joined by line ends, missing content empty), "developer" is "system", and the arguments
+    of tool calls are objects, where OpenAI's API has their JSON text.
+    """
+    plain = []
+    for i, message in enumerate(check_messages(messages)):
+        content = message.get("content", "")
+        if isinstance(content, list):
+            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+            texts = [text for text in parts if isinstance(text, str)]
+            if len(texts) < len(parts):
+                raise ConfigError(f"messages[{i}] has a part that is not text; only text can be in a chat")
+            content = "\n".join(texts)
+        fields: dict[str, Any] = {**message, "content": content}
+        if fields.get("role") == "developer":
+            fields["role"] = "system"
+        calls = fields.pop("tool_calls", None) or []
+        if not isinstance(calls, list):
+            raise ConfigError(f"messages[{i}]['tool_calls'] must be a list of calls, found {calls!r:.80}")
+        if calls:
+            fields["tool_calls"] = calls
+        for call in calls:
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                call.setdefault("id", "")
+                if isinstance(function.get("arguments"), str):
+                    function["arguments"] = _arguments(function["arguments"])
+        plain.append(fields)
+    return plain
+
+
+def _arguments(text: str) -> Any:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
 
 
 def _as_json(value: Any, *, where: str) -> Any:

@@ -7,16 +7,26 @@ The readable `Block` stays the reference of both kinds: native code on a CPU (fu
 import warnings
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import nn
 
 from hasten.errors import ConfigError, HastenWarning
 from hasten.model.fused_block import FusedSteps
-from hasten.model.fused_cuda import CudaBlock, CudaStack, cuda_conflict, cuda_refusal, runs_triton
-from hasten.model.fused_linear import fusion_conflict, packed, plain
-from hasten.model.fused_native import FusedBlock, FusedStack, native_refusal, native_waits, settled
+from hasten.model.fused_cuda import CudaBlock, CudaStack, cuda_refusal, runs_triton
+from hasten.model.fused_linear import packed, plain
+from hasten.model.fused_native import (
+    FusedBlock,
+    FusedStack,
+    native_refusal,
+    native_shape_refusal,
+    native_waits,
+    settled,
+)
 from hasten.model.transformer import Block, Transformer, require_model
 from hasten.model.wide import narrow
 from hasten.ops.linear import PackedLinear
+from hasten.ops.linear.weights import PLAIN
+from hasten.ops.native import choose_isa, library
 from hasten.ops.pages import return_freed_memory
 
 __all__ = [
@@ -28,7 +38,9 @@ __all__ = [
     "fuse",
     "fuse_where_it_fits",
     "is_fused",
+    "path_of",
     "refusal",
+    "take_apart",
 ]
 
 
@@ -46,6 +58,7 @@ def fuse(model: Transformer) -> Transformer:
     reason = refusal(model)
     if reason is not None:
         raise ConfigError(f"this model cannot be fused: {reason}")
+    model.auto_fuse = True
     if runs_triton(model):
         return _fuse_for_cuda(model)
     narrow(model)
@@ -78,16 +91,91 @@ def waits(model: Transformer) -> str | None:
 
 
 def fuse_where_it_fits(model: Transformer) -> Transformer:
-    """`fuse`, or the model as it is; with a HastenWarning where only its mixture of formats is against fusing it.
+    """Fuse a model that will generate, in place, where the fused steps can run; otherwise leave it as it is.
 
-    Where PyTorch's products are clearly faster than the native ones, it stays as it is, and `hasten explain` says so.
+    `hasten.generate`, `stream`, `Chat`, `LLM` and every command call this. No weight changes its value, and
+    `hasten.unfuse` restores the readable blocks. A HastenWarning says once why a model runs unfused although it need
+    not, by about how much slower, and what to do. There is none where that was asked for: float32 weights, a model that
+    was unfused or compiled, HASTEN_ISA=none; nor where PyTorch's products are the faster ones (`waits`). A model that
+    is being trained, or that the caller changed (hooks, modules of other kinds), is never fused here.
     """
-    reason = refusal(model)
-    if reason is None:
+    if not model.auto_fuse or any(type(block) is not Block for block in model.blocks):
+        return model
+    if (model.dtype == torch.float32 and model.dtype_asked) or _no_kernels(model):
+        return model  # as asked, or after a warning of its own
+    if (reason := touched(model)) is not None:
+        advice = "call hasten.fuse(model) when that is over"
+    elif (reason := refusal(model)) is not None:
+        advice = _advice(model)
+    else:
         return fuse(model) if waits(model) is None else model
-    if reason == (cuda_conflict(model) if runs_triton(model) else fusion_conflict(model)):
-        warnings.warn(f"the model runs without the fused steps, slower: {reason}", HastenWarning, stacklevel=2)
+    model.auto_fuse = False  # said once
+    factor = 3 if model.quantization is not None else _FACTORS[model.dtype]
+    slower = f", about {factor} times slower" if model.device.type == "cpu" else ", slower"
+    text = f"the model runs without the fused steps{slower}: {reason}; {advice}"
+    warnings.warn(text, HastenWarning, stacklevel=3)
     return model
+
+
+def path_of(model: Transformer) -> str:
+    """The weights that a model generates with and the code that multiplies them, in one line."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    kinds = {layer.weight.element for layer in (model.quantization or {}).values()}
+    weights = " and ".join(sorted(kinds)) or dtype
+    if not kinds and model.stored_dtype not in (None, model.dtype):
+        weights += f" ({str(model.stored_dtype).removeprefix('torch.')} in the file)"
+    if model.stack is not None or is_fused(model):
+        code = "Triton" if runs_triton(model) else f"native, {choose_isa()}"
+        return f"{weights}, fused steps ({code})"
+    if type(model.blocks[0]) is not Block:
+        return f"{weights}, compiled blocks"
+    weights += f" in {dtype}" if kinds else ""
+    if model.dtype == torch.float32 and model.dtype_asked:
+        return f"{weights}, not fused: in float32 as asked for"
+    if not model.auto_fuse:
+        return f"{weights}, not fused"
+    if _no_kernels(model):
+        return f"{weights}, not fused: no native kernels here"
+    if waits(model) is None:  # only until it generates
+        return f"{weights}, not fused yet"
+    return f"{weights}, not fused: PyTorch's products are faster here"
+
+
+def _no_kernels(model: Transformer) -> bool:
+    return model.device.type == "cpu" and not runs_triton(model) and library() is None
+
+
+# How many times faster a decode step is when fused; docs/precision.md says where that was tried.
+_FACTORS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 10}
+
+
+def _advice(model: Transformer) -> str:
+    if model.dtype not in PLAIN and native_shape_refusal(model.config) is None:
+        own = str(model.dtype).removeprefix("torch.")
+        asked = f", or dtype='{own}' to keep it without this warning" if model.dtype == torch.float32 else ""
+        return f"load it with dtype='bfloat16' (--dtype bfloat16){asked}"
+    if model.quantization is not None:
+        return "quantize the original checkpoint with `hasten quantize`, whose layers can be fused"
+    if model.device.type != "cpu":
+        return "--compile (compiled=True) makes its decode steps faster"
+    return "--quantize int8 (hasten.quantize) makes its products faster"
+
+
+def touched(model: Transformer) -> str | None:
+    """What the caller did to a readable model that fusing it would undo, or None."""
+    if model.training or model.was_trained or any(p.grad is not None for p in model.parameters()):
+        return "it is being trained"
+    for name, module in model.named_modules():
+        if not name:
+            continue
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        if any(hooks):
+            return f"{name} has a hook"
+        if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+            return f"the forward method of {name} was replaced"
+        if not type(module).__module__.startswith(("hasten.", "torch.nn.modules.")):
+            return f"{name} was replaced by a {type(module).__name__}"
+    return None
 
 
 def is_fused(model: Transformer, which: Callable[[Iterable[bool]], bool] = all) -> bool:
@@ -96,10 +184,19 @@ def is_fused(model: Transformer, which: Callable[[Iterable[bool]], bool] = all) 
 
 
 def unfuse(model: Transformer) -> Transformer:
-    """Undo `fuse` in place: readable blocks again, of the same numbers (quantized layers stay packed)."""
+    """Undo `fuse` in place: readable blocks again, of the same numbers (quantized layers stay packed).
+
+    They stay readable: what generates no longer fuses the model by itself, until `hasten.fuse(model)`.
+    """
     require_model(model, "hasten.unfuse")
+    model.auto_fuse = False
+    return take_apart(model)
+
+
+def take_apart(model: Transformer) -> Transformer:
+    """`unfuse`, after which what generates may fuse the model again."""
     if any(isinstance(block, FusedBlock) and block.factors for block in model.blocks):
-        raise ConfigError("this model has adapters, which its fused steps hold; load it anew to take it apart")
+        raise ConfigError("this model has adapters, which its fused steps hold; load it again to take it apart")
     model.stack = None
     for i, block in enumerate(model.blocks):
         if isinstance(block, FusedSteps):

@@ -22,6 +22,7 @@ from hasten.model.formats.file_format import QuantizedFolder
 from hasten.model.formats.stream import NAMES
 from hasten.model.gguf.open import open_gguf
 from hasten.model.hub import resolve_folder, resolve_model
+from hasten.model.inference import inference_dtype
 from hasten.model.initialize import unfilled
 from hasten.model.sharded import connect
 from hasten.model.shares import Share, shares, whole_groups
@@ -39,17 +40,23 @@ _LEFTOVERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 def load(
     source: str | Path | nn.Module,
     *,
-    dtype: str | torch.dtype | None = None,
+    dtype: str | torch.dtype | None = "auto",
     device: str = "cpu",
     group: RankGroup | None = None,
 ) -> Transformer:
     """Load a language model, ready for inference.
 
+    Its blocks are the readable ones of `hasten.model.transformer`. What generates (`hasten.generate`, `stream`, `Chat`,
+    `LLM`) swaps them for fused ones where these can run, in place and without changing a weight; `hasten.unfuse`
+    undoes it and keeps the model readable. A model that is being trained or has hooks is not touched.
+
     source: a folder with config.json and safetensors, a GGUF file or a folder with one, a hub id such as "owner/name"
-    (downloaded with huggingface_hub), or a transformers model, whose weights are taken over without a copy. dtype:
-    "float32", "bfloat16", "float16", or None or "auto" for the checkpoint's own. device: "auto", "cpu", "cuda",
-    "cuda:0", …. group: the ranks that hold the model together (`hasten.distributed.tensor_parallel`); this one then
-    takes its share of any folder or file, and no more.
+    (downloaded with huggingface_hub), a short name (`hasten.model.published`), or a transformers model, whose weights
+    are taken over without a copy. dtype: "float32", "bfloat16" or "float16"; "stored" for the checkpoint's own; "auto"
+    (or None) for the one to generate in: bfloat16 for a float32 checkpoint where the fused steps can run
+    (`hasten.model.inference` has the whole rule), and for a transformers model the one it has. device: "auto", "cpu",
+    "cuda", "cuda:0", …. group: the ranks that hold the model together (`hasten.distributed.tensor_parallel`); this one
+    then takes its share of any folder or file, and no more.
 
     A folder's weights are memory-mapped: in their own dtype on the CPU they cost no second copy. The model carries
     the folder's tokenizer, or None where it has none: then prompts are token ids.
@@ -59,19 +66,23 @@ def load(
     """
     found = resolve_device(device)
     place = None if found.type == "cpu" else found  # None: where the tensors are
-    wanted = None if dtype is None or dtype == "auto" else resolve_dtype(dtype)
+    auto = dtype is None or dtype == "auto"
+    wanted = None if auto or dtype == "stored" else resolve_dtype(dtype)  # type: ignore[arg-type]
     if isinstance(source, nn.Module):
         if group is not None:
             raise ConfigError("ranks load a model together from a folder or a file; this one is in memory already")
-        return _from_transformers(source, wanted, place)
+        model = _from_transformers(source, wanted, place)
+        model.dtype_asked = not auto
+        return model
     checkpoint = open_checkpoint(source)
     held = None if group is None else shares_of(checkpoint, group.size)
     share = None if group is None or held is None else held[group.rank]
-    model, own, packed, quantized = fill_plain(checkpoint, share, dtype=wanted, device=place)
+    model, own, packed, quantized = fill_plain(checkpoint, share, dtype=wanted, device=place, to_generate=auto)
     if quantized is not None:
         fill_quantized(model, packed, quantized, dtype=own, device=place, share=share)
     if group is not None and held is not None:
         model = connect(model, group, held, checkpoint.config)
+    model.dtype_asked = not auto
     _finish(model, place)
     return model
 
@@ -96,11 +107,12 @@ def fill_plain(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     keep_dtypes: bool = False,
+    to_generate: bool = False,
 ) -> tuple[Transformer, torch.dtype, dict[str, TensorSlice], QuantizedFolder | None]:
     """A model whose quantized layers are still to be filled, the dtype of the others, and where these stand.
 
-    Everything is checked as `load` does. share: the part that this rank holds. dtype None: the checkpoint's own.
-    keep_dtypes: each plain tensor has the one it is stored in.
+    Everything is checked as `load` does. share: the part that this rank holds. dtype None: the checkpoint's own, or
+    to_generate the one that `inference_dtype` chooses. keep_dtypes: each plain tensor has the one it is stored in.
     """
     config, stored, quantized = checkpoint.config, checkpoint.stored, checkpoint.quantized
     seen, modules = (stored, {}) if quantized is None else (quantized.logical, quantized.modules)
@@ -116,7 +128,10 @@ def fill_plain(
     model.generation, model.tokenizer = checkpoint.generation, checkpoint.tokenizer
     # The weights last: whatever else is wrong with a folder shows before gigabytes are read.
     plain = {o: p for o, p in pieces.items() if p.name not in modules}
-    own = dtype or checkpoint.dtype or own_dtype([stored[piece.name] for piece in plain.values()])
+    model.stored_dtype = checkpoint.dtype or own_dtype([stored[piece.name] for piece in plain.values()])
+    own = dtype or model.stored_dtype
+    if to_generate:
+        own = inference_dtype(config, own, device or torch.device("cpu"))
     _fill(model, plain, checkpoint.read, stored, dtype=None if keep_dtypes else own, device=device, share=share)
     return model, own, {ours: piece for ours, piece in pieces.items() if ours not in plain}, quantized
 

@@ -19,7 +19,7 @@ from hasten.generation.speculation.draft_model import DraftModel
 from hasten.generation.speculation.proposer import LIMIT, Accept, Proposer
 from hasten.generation.speculation.speculator import MOST, Speculator
 from hasten.generation.speculation.suffix import SuffixProposer
-from hasten.machine.caches import cache_folder
+from hasten.machine.caches import cache_folder, find_cached
 from hasten.machine.files import write_atomically
 from hasten.machine.processor import processor_name
 from hasten.model.fused import fuse_where_it_fits, refusal
@@ -28,7 +28,6 @@ from hasten.model.sharded import ShardedTransformer, told_by_first
 from hasten.model.transformer import Transformer
 from hasten.model.vocabulary import check_vocabulary
 from hasten.ops.native import choose_isa
-from hasten.quantization import Int8, quantize
 
 # Of drafting with each model for each target, by the rule: for "distribution" each draft token is drawn in Python.
 _PRICES: WeakKeyDictionary[Transformer, WeakKeyDictionary[Transformer, dict[Accept, Price]]] = WeakKeyDictionary()
@@ -94,7 +93,7 @@ def automatic(model: Transformer) -> str:
 def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, accept: Accept) -> Proposer | None:
     if isinstance(draft, Transformer):
         check_vocabulary(draft, model, name="the draft model")
-        return DraftModel(draft, tokens=tokens, accept=accept)
+        return DraftModel(fuse_where_it_fits(draft), tokens=tokens, accept=accept)
     name = str(draft)
     if not name:
         raise ConfigError("draft is empty; give suffix, none, self:int4, self:N-layers or a model's folder")
@@ -122,6 +121,8 @@ def small_model(name: str, model: Transformer) -> Transformer:
     small = load(name, dtype=model.dtype, device=str(model.device))
     check_vocabulary(small, model, name=f"the draft {name}")
     if model.stack is not None and small.quantization is None and refusal(small) is None:
+        from hasten.quantization import Int8, quantize  # only here: it takes a while to import
+
         quantize(small, Int8())
     return fuse_where_it_fits(small)
 
@@ -160,7 +161,8 @@ def step_cost(model: Transformer) -> StepCost:
     file = f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
     known: StepCost | None = None
     with suppress(OSError, ResourceError, ValueError, KeyError, TypeError):
-        known = StepCost(**json.loads((cache_folder("steps") / file).read_text(encoding="utf-8"))["cost"])
+        if (found_file := find_cached("steps", file)) is not None:
+            known = StepCost(**json.loads(found_file.read_text(encoding="utf-8"))["cost"])
     holds = told_by_first(model, [[known is not None]]) == [[1]]
     if holds and key not in _CHECKED:
         now = measure_step_cost(model, row_counts=_LOOKED_AT, seconds=0.05)

@@ -1,0 +1,27 @@
+"""The activation functions of MLPs, by the names of `ModelConfig.activation`."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """x·Φ(x) with GPT-2's approximation of Φ by a hyperbolic tangent (arXiv 1606.08415).
+
+    Compiled for a CPU it is written with the logistic function, which is the same: (1 + tanh u)/2 = 1/(1 + e^-2u). The
+    compiler's exponential takes a third of the time of its tangent.
+    """
+    if x.device.type == "cpu" and torch.compiler.is_compiling():
+        wide = x.float()
+        return (wide * torch.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide * wide * wide))).to(x.dtype)
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": F.relu,
+}
