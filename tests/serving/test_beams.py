@@ -45,7 +45,7 @@ def theirs(reference, prompt, *, max_new_tokens, beam_width, n=1, length_penalty
 def pair(request):
     reference = make_reference(request.param)
     reference.generation_config.eos_token_id = None
-    return reference, hasten.load(reference)
+    return reference, hasten.load(reference, dtype="float32")
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

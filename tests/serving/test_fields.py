@@ -1,6 +1,10 @@
-"""Every field of a request is honoured, neutral, or refused by its name."""
+"""Every field of a request is honoured, without effect and said so, or refused by its name."""
+
+import typing
 
 import pytest
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
 from starlette.testclient import TestClient
 
 import hasten
@@ -89,7 +93,6 @@ def test_neutral_values_are_accepted(client, path, extra):
 
 REFUSED = [
     (COMPLETIONS, {"suffix": "end"}, "suffix"),
-    (COMPLETIONS, {"no_such_field": 1}, "no_such_field"),
     (COMPLETIONS, {"length_penalty": 0.5}, "length_penalty"),
     (COMPLETIONS, {"detokenize": False}, "detokenize"),
     (COMPLETIONS, {"detokenize": 1}, "detokenize"),  # 1 is not True
@@ -113,7 +116,6 @@ REFUSED = [
     (COMPLETIONS, {"prompt": [1, 10**6]}, "prompt"),
     (COMPLETIONS, {"prompt": ["x"] * 257}, "prompt"),
     (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
-    (COMPLETIONS, {"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
     (COMPLETIONS, {"min_tokens": 9}, "min_tokens"),
     (COMPLETIONS, {"stop_token_ids": [10**6]}, "stop_token_ids"),
     (COMPLETIONS, {"stop": ""}, "stop"),
@@ -128,6 +130,13 @@ REFUSED = [
     (CHAT, {"audio": {}}, "audio"),
     (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template"),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    (CHAT, {"reasoning_effort": "much"}, "reasoning_effort"),
+    (CHAT, {"guided_json": {}}, "guided_json"),
+    (COMPLETIONS, {"grammar": "root ::= x"}, "grammar"),
+    (COMPLETIONS, {"xtc_probability": 0.5}, "xtc_probability"),
+    (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+    (CHAT, {"response_format": {"type": "json_object", "no_such_field": 1}}, "response_format.no_such_field"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
@@ -149,13 +158,90 @@ def test_anything_else_is_refused_by_name(client, path, extra, param):
         refused(client, path, body, param)
 
 
+BOOKKEEPING = {
+    "metadata": {"a": "b"},
+    "store": True,
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "me",
+    "service_tier": "flex",
+    "verbosity": "low",
+    "prediction": {"type": "content", "content": "x"},
+    "client_metadata": {"x": "y"},
+    "stream": True,
+    "stream_options": {"include_obfuscation": True},
+    "xtc_probability": 0,
+    "top_n_sigma": -1.0,
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_bookkeeping_has_no_effect(client, path):
+    answer = client.post(path, json=(PROMPT if path == COMPLETIONS else TALK) | BOOKKEEPING)
+    assert answer.status_code == 200, answer.text
+    assert "x-hasten-ignored" not in answer.headers
+
+
+# What OpenAI's clients may send and this server does not do.
+UNSUPPORTED = {"audio", "function_call", "functions", "modalities", "moderation", "suffix", "dimensions"}
+UNSUPPORTED |= {"web_search_options"}
+
+
+@pytest.mark.parametrize(
+    ("path", "params"),
+    [
+        ("CompletionBody", completion_create_params.CompletionCreateParamsBase),
+        ("ChatBody", chat_create_params.CompletionCreateParamsBase),
+        ("EmbeddingBody", embedding_create_params.EmbeddingCreateParams),
+    ],
+)
+def test_every_field_of_openais_client_is_known(path, params):
+    from hasten.serving.api.completions import CompletionBody
+    from hasten.serving.api.conversation import ChatBody
+    from hasten.serving.api.embeddings import EmbeddingBody
+
+    body = {one.__name__: one for one in (ChatBody, CompletionBody, EmbeddingBody)}[path]
+    fields = set(typing.get_type_hints(params))
+    assert fields <= {*body.model_fields, *body.bookkeeping, *body.neutral}
+    assert fields & set(body.neutral) <= UNSUPPORTED
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize"])
+def test_unknown_fields_are_ignored_and_named(client, path):
+    body = {"/v1/embeddings": {"model": "tiny", "input": "x"}, "/detokenize": {"model": "tiny", "tokens": [1]}}
+    body |= {COMPLETIONS: PROMPT, CHAT: TALK, "/tokenize": {"prompt": "x"}}
+    answer = client.post(path, json=body[path] | {"no_such_field": 1, "other": []})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-hasten-ignored"] == "no_such_field,other"
+    for name in ("bad\r\nname", "x" * 1000, "é", ""):
+        assert client.post(path, json=body[path] | {name: 1}).json()["error"]["code"] == "unknown_parameter"
+
+
+def test_strict_fields_refuse_unknown_ones(engine):
+    with TestClient(app_of(engine, strict_fields=True)) as strict:
+        error = refused(strict, COMPLETIONS, PROMPT | {"no_such_field": 1}, "no_such_field")
+        assert error["code"] == "unknown_parameter"
+        assert strict.post(CHAT, json=TALK | {"metadata": {"a": "b"}}).status_code == 200
+
+
+def test_what_other_servers_put_into_an_answer_may_be_sent_back(client, engine):
+    answer = {"role": "assistant", "content": "yes", "reasoning": "hm", "annotations": [{"x": 1}], "provider": "p"}
+    call = {"index": 7, "id": "a", "function": {"name": "f", "arguments": "{}", "x": 1}, "extra_content": {}}
+    parts = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {}}]
+    turns = [{"role": "user", "content": parts}, answer, {"role": "assistant", "tool_calls": [call]}]
+    tool = {"type": "function", "function": {"name": "f"}, "cache_control": {"type": "ephemeral"}}
+    body = TALK | {"messages": [*turns, *TALK["messages"]], "tools": [tool], "tool_choice": "none"}
+    assert client.post(CHAT, json=body).status_code == 200
+    assert "yes" in engine.tokenizer.decode(engine.requests[-1].prompt)
+
+
 WORDS = [
     ({"n": 129}, "n: 129; this server's limit is 128"),
     ({"prompt": [-1]}, "prompt[0]: Input should be greater than or equal to 0"),
     ({"prompt": [[1], [-1]]}, "prompt[1][0]: Input should be greater than or equal to 0"),
     ({"prompt": ["a", 1]}, "prompt[1]: Input should be a valid string"),
     ({"prompt": [1, "a"]}, "prompt[1]: Input should be a valid integer"),
-    ({"metadata": {"a": "b"}}, "metadata is not supported by this server; accepted: {}"),
+    ({"min_new_tokens": 4}, "min_new_tokens is not supported by this server; accepted: 0"),
     ({"detokenize": False}, "detokenize is not supported by this server; accepted: true"),
 ]
 

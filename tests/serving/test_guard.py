@@ -7,7 +7,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from fake_engine import FakeEngine
+from hasten.errors import ConfigError
 from hasten.serving.api.guard import Guard
+from hasten.serving.api.settings import ServerSettings
 from server_case import PROMPT, app_of
 
 
@@ -45,6 +47,34 @@ def test_no_other_origin_is_invited(client_for_all):
     )
     assert answer.status_code == 405
     assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_pages_of_allowed_origins_may_ask(engine):
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+    with TestClient(app_of(engine, api_keys=("k",), allowed_origins=("https://App.example",))) as client:
+        page = {"Origin": "https://app.example"}
+        answer = client.options("/v1/chat/completions", headers=page | asks)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        assert "authorization" in answer.headers["access-control-allow-headers"]
+        body = PROMPT | {"no_such_field": 1}
+        answer = client.post("/v1/completions", json=body, headers=page | {"Authorization": "Bearer k"})
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        assert "x-hasten-ignored" in answer.headers["access-control-expose-headers"]
+        assert client.post("/v1/completions", json=PROMPT, headers=page).status_code == 401
+        other = {"Origin": "https://evil.example", "Authorization": "Bearer k"}
+        assert client.options("/v1/completions", headers=other | asks).status_code == 400
+        answer = client.post("/v1/completions", json=PROMPT, headers=other)
+        assert "access-control-allow-origin" not in answer.headers
+    with TestClient(app_of(engine, allowed_origins=("*",))) as client:
+        assert client.get("/v1/models", headers={"Origin": "null"}).headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize("origin", ["example.com", "https://example.com/", "https://", "http://a,http://b"])
+def test_what_is_no_origin_is_refused(origin):
+    with pytest.raises(ConfigError, match="an origin is a scheme and a host"):
+        ServerSettings(allowed_origins=(origin,))
 
 
 def test_request_ids_are_kept_if_they_are_harmless(client_for_all):

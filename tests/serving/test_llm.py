@@ -35,6 +35,29 @@ def test_answers_are_those_of_the_prompts_alone(model, llm):
         assert answer.prompt_tokens == alone.prompt_tokens
 
 
+def test_conversations_are_answered_as_vllm_does(model, llm):
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=8)
+    talk = [{"role": "user", "content": [{"type": "text", "text": "def add"}]}]
+    plain = [{"role": "user", "content": "def add"}]
+    prompt = model.tokenizer.encode_chat(plain)
+    (alone,) = hasten.generate(model, prompt, params)
+    for given in (talk, [talk], (tuple(talk),)):
+        (answer,) = llm.chat(given, params)
+        assert (answer.text, answer.prompt_tokens) == (alone.text, len(prompt))
+    two = llm.chat([talk, [*talk, {"role": "assistant", "content": "x"}, *plain]], [params, params], n=2)
+    assert [len(answer.completions) for answer in two] == [2, 2]
+    turn = [*plain, {"role": "assistant", "content": "(a"}]
+    (more,) = llm.chat(turn, params, continue_final_message=True)
+    start = model.tokenizer.encode_chat(turn, add_generation_prompt=False, continue_final_message=True)
+    assert model.tokenizer.decode(start).endswith("(a")
+    assert more.tokens == hasten.generate(model, start, params)[0].tokens
+    with pytest.raises(ConfigError, match="'tools' cannot be given"):
+        llm.chat(talk, chat_template_kwargs={"tools": []})
+    for wrong in ("hello", [[]], [["x"]]):
+        with pytest.raises(ConfigError, match="messages"):
+            llm.chat(wrong)
+
+
 def test_more_prompts_than_the_queue_takes(model):
     llm = hasten.LLM(model, **SETTINGS, queue_limit=2)
     params = hasten.SamplingParams(temperature=0, max_new_tokens=3)

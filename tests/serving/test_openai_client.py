@@ -1,8 +1,10 @@
 """OpenAI's own client against a server over HTTP: plain, streamed, asynchronous, tools, structured output."""
 
 import asyncio
+import datetime
 import json
 
+import httpx
 import openai
 import pytest
 
@@ -169,7 +171,7 @@ def test_the_clients_own_parsing_of_structured_output(client):
     "schema",
     [
         {"type": "object", "properties": {"a": {"type": "nothing"}}},
-        {"type": "string", "format": "no-such-format"},
+        {"type": "string", "format": 5},
         {"type": "object", "patternProperties": {"(": {}}},
         {"$ref": "http://example.com/schema"},
         {"type": "object", "unevaluatedProperties": {"not": {}}},
@@ -181,6 +183,25 @@ def test_a_schema_that_is_not_understood_is_refused(client, schema):
     with pytest.raises(openai.BadRequestError) as refusal:
         client.chat.completions.create(model="tiny", messages=TALK, response_format=form)
     assert refusal.value.param == "response_format"
+
+
+def test_an_unknown_format_is_an_annotation(client):
+    import pathlib
+
+    import pydantic
+
+    class File(pydantic.BaseModel):
+        path: pathlib.Path
+        format: bool  # a property of this name is none
+        day: datetime.date
+
+    answer = client.chat.completions.parse(model="tiny", messages=TALK, response_format=File, max_tokens=400)
+    assert isinstance(answer.choices[0].message.parsed, File)
+    for schema in ({"type": "string", "format": "no-such"}, {"enum": [{"format": "path"}]}):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        answer = client.chat.completions.create(model="tiny", messages=TALK, response_format=form, max_tokens=400)
+        found = json.loads(answer.choices[0].message.content)
+        assert found == {"format": "path"} if "enum" in schema else isinstance(found, str)
 
 
 def test_forced_calls_keep_to_schemas_that_refer_to_parts_of_themselves(client):
@@ -269,6 +290,73 @@ def test_forced_tools(client):
     )
     assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["time"]
     assert answer.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_is_cut_stays_a_call(client, engine, stream):
+    named = {"type": "function", "function": {"name": "weather"}}
+    asked = {"model": "tiny", "messages": TALK, "tools": [TOOL, OTHER]}
+    whole = client.chat.completions.create(**asked, tool_choice=named, max_tokens=400)
+    arguments = whole.choices[0].message.tool_calls[0].function.arguments
+    seen = set()
+    for most in range(1, whole.usage.completion_tokens, 4):
+        answer = client.chat.completions.create(**asked, tool_choice=named, max_tokens=most, stream=stream)
+        chunks = list(answer) if stream else [answer]
+        text = "".join((c.choices[0].delta if stream else c.choices[0].message).content or "" for c in chunks)
+        calls = [x for c in chunks for x in (c.choices[0].delta if stream else c.choices[0].message).tool_calls or ()]
+        assert text == ""
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert [call.function.name for call in calls] == ["weather"]
+        seen.add(calls[0].function.arguments)
+    assert "" in seen
+    assert any(0 < len(found) < len(arguments) for found in seen)
+    answer = client.chat.completions.create(**asked, tool_choice="required", max_tokens=1)
+    message = answer.choices[0].message
+    assert (message.content or "", message.tool_calls, answer.choices[0].finish_reason) == ("", None, "length")
+
+
+def test_forced_tools_need_no_place_in_the_template(engine):
+    plain = FakeEngine(engine.tokenizer.with_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    with serving(app_of(plain)) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        asked = {"model": "tiny", "messages": TALK, "tools": [OTHER], "max_tokens": 400}
+        answer = client.chat.completions.create(**asked, tool_choice="required")
+        assert {call.function.name for call in answer.choices[0].message.tool_calls} == {"time"}
+        with pytest.raises(openai.BadRequestError, match='shows it no tools; tool_choice "required" or a name works'):
+            client.chat.completions.create(**asked)
+
+
+def test_the_last_message_is_continued(client, engine, url):
+    turn = [*TALK, {"role": "assistant", "content": "Well, "}]
+    client.chat.completions.create(model="tiny", messages=turn, extra_body={"continue_final_message": True})
+    shown = list(engine.requests[-1].prompt)
+    assert engine.tokenizer.decode(shown).endswith("<|assistant|>Well, ")
+    client.chat.completions.create(model="tiny", messages=turn)
+    assert engine.tokenizer.decode(engine.requests[-1].prompt).endswith("Well, <|assistant|>")
+    body = {"messages": turn, "continue_final_message": True}
+    assert httpx.post(f"{url}/tokenize", json=body).json()["tokens"] == shown
+    for last in ({"role": "assistant", "content": " "}, {"role": "assistant", "tool_calls": []}):
+        extra = {"continue_final_message": True}
+        with pytest.raises(openai.BadRequestError, match="needs text in the last message"):
+            client.chat.completions.create(model="tiny", messages=[*TALK, last], extra_body=extra)
+
+
+def test_the_template_gets_its_variables(engine):
+    template = "{{ messages[0].content }}|{{ enable_thinking }}|{{ thinking }}|{{ reasoning_effort }}|{{ x }}"
+    talking = FakeEngine(engine.tokenizer.with_chat_template(template))
+    app = app_of(talking, chat_template_kwargs={"thinking": 1})
+    with serving(app) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+
+        def prompt(**asked):
+            client.chat.completions.create(model="tiny", messages=TALK, **asked)
+            return talking.tokenizer.decode(talking.requests[-1].prompt)
+
+        assert prompt() == "hi||1||"
+        assert prompt(reasoning_effort="none") == "hi|False|False||"
+        assert prompt(reasoning_effort="high") == "hi||1|high|"
+        given = {"enable_thinking": False, "thinking": 2, "x": "é"}
+        assert prompt(extra_body={"chat_template_kwargs": given}) == "hi|False|2||é"
+        given = {"enable_thinking": True}
+        assert prompt(reasoning_effort="none", extra_body={"chat_template_kwargs": given}) == "hi|True|False||"
 
 
 def test_embeddings(client):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.serving.api.tools import MARKERS, CallReader, find_format
+from hasten.serving.api.tools import MARKERS, CallReader, ParsedCall, find_format
 
 ARGUMENTS = {"city": 'Zürich "x"', "deep": {"a": [1, None]}}
 WEATHER = json.dumps({"name": "weather", "arguments": ARGUMENTS})
@@ -91,3 +91,35 @@ def test_the_format_is_seen_in_the_template():
     assert find_format('{% if tools %}{"name": f, "parameters": p}') == "llama"
     assert find_format("{% if tools %}") is None
     assert find_format("<tool_call>") is None
+
+
+TIME, WEATHER = '{"name": "time", "arguments": {"a": 1}}', '{"name": "weather", "arguments": '
+CUT = [
+    ("hermes", 'ok <tool_call>{"name": "weather", "argum', "ok ", [("weather", "")]),
+    ("hermes", f'<tool_call>{WEATHER}{{"city": "Pa', "", [("weather", '{"city": "Pa')]),
+    ("hermes", f"<tool_call>{TIME}</tool", "", [("time", '{"a": 1}')]),
+    ("hermes", f"<tool_call>{TIME}</tool_call><tool_call>{WEATHER}", "", [("time", '{"a": 1}'), ("weather", "")]),
+    ("hermes", '<tool_call>{"na', '<tool_call>{"na', []),
+    ("hermes", f"<tool_call>{TIME} and", f"<tool_call>{TIME} and", []),
+    ("mistral", f'[TOOL_CALLS][{TIME}, {{"name": "weather"', "", [("time", '{"a": 1}'), ("weather", "")]),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": ', "", [("weather", '{"city": ')]),
+    ("llama", '{"name": "weather", "parameters": {"city": "x"', "", [("weather", '{"city": "x"')]),
+    ("llama", '{"name": "else", "parameters": {', '{"name": "else", "parameters": {', []),
+    (None, f'[{TIME},\n {WEATHER}{{"c', "", [("time", '{"a": 1}'), ("weather", '{"c')]),
+    (None, '[{"name": "wea', "", []),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "shown", "calls"), CUT)
+def test_a_cut_answer_ends_with_the_call_it_was_in(form, text, shown, calls):
+    reader = CallReader({"weather", "time"}, form=form)
+    said = reader.push(text)
+    rest, found = reader.finish(cut=True)
+    assert (said + rest, [(call.name, call.arguments) for call in found]) == (shown, calls)
+
+
+@pytest.mark.parametrize("text", ["", "[", '[\n {"na', '{"name": "wea'])
+def test_the_only_function_is_known_before_its_name_is_written(text):
+    reader = CallReader({"weather"}, form=None)
+    assert reader.push(text) == ""
+    assert reader.finish(cut=True) == ("", [ParsedCall("weather", "")])

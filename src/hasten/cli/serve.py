@@ -42,11 +42,13 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
     allowed_host: tuple[str, ...] = ()
     """Further names that the Host header may carry; "*" allows all. Checked only without keys and on loopback."""
     served_model_name: str | None = None
-    """The name that requests give; the hub id or the folder's own name by default."""
+    """The name that requests give; by default the hub id, or the name of the folder or file."""
     adapter: tuple[str, ...] = ()
     """LoRA adapters as NAME=FOLDER, several at once: requests choose one by its name in `model`."""
     chat_template: Path | None = None
     """A file with a chat template (Jinja), where the folder has none or another is wanted."""
+    chat_template_kwargs: str | None = None
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'; a request's own win."""
     fleet: tyro.conf.OmitArgPrefixes[ReplicaSettings] = field(default_factory=ReplicaSettings)
     server: tyro.conf.OmitArgPrefixes[ServerSettings] = field(default_factory=ServerSettings)
     max_body_mib: float = 4.0
@@ -117,7 +119,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
 
     def name(self) -> str:
         """The name under which the model is served: never a path."""
-        return self.served_model_name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model)
+        return self.served_model_name or (Path(self.model).resolve().name if Path(self.model).exists() else self.model)
 
     def adapters(self) -> dict[str, Path]:
         """The folders of --adapter by their names. Raises ConfigError for a name that is none, or stands twice."""
@@ -233,8 +235,16 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
                 HastenWarning,
                 stacklevel=2,
             )
+        if not settings.api_keys and "*" in settings.allowed_origins:
+            warnings.warn(
+                'any page that is open in a browser here may use this server: --allowed-origins is "*" and there is no '
+                "--api-key; name the origins, or give a key",
+                HastenWarning,
+                stacklevel=2,
+            )
 
     def _settings(self) -> ServerSettings:
+        from hasten.model.chat import parse_template_kwargs
         from hasten.serving.api.server import LOOPBACK, is_loopback
 
         keys = self.api_key
@@ -247,4 +257,10 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         hosts: tuple[str, ...] = ()
         if not keys and is_loopback(self.host):
             hosts = (*LOOPBACK, self.host.lower(), *(host.lower() for host in self.allowed_host))
-        return replace(self.server, api_keys=keys, allowed_hosts=hosts, body_bytes=int(self.max_body_mib * 2**20))
+        return replace(
+            self.server,
+            api_keys=keys,
+            allowed_hosts=hosts,
+            body_bytes=int(self.max_body_mib * 2**20),
+            chat_template_kwargs=parse_template_kwargs(self.chat_template_kwargs, option="--chat-template-kwargs"),
+        )

@@ -1,6 +1,6 @@
 """What this machine is and can do. Importing it probes nothing and does not import torch."""
 
-from hasten.machine.caches import cache_folder, cache_root, cache_sizes
+from hasten.machine.caches import cache_folder, cache_places, cache_root, cache_sizes
 from hasten.machine.compiler import Compiler, find_compiler
 from hasten.machine.describe import describe
 from hasten.machine.device import configure, resolve_device, resolve_dtype
@@ -22,6 +22,7 @@ __all__ = [
     "available_cores",
     "available_memory",
     "cache_folder",
+    "cache_places",
     "cache_root",
     "cache_sizes",
     "configure",

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.errors import ResourceError
-from hasten.machine.caches import cache_folder
+from hasten.machine.caches import ADVICE, cache_root, why_not_writable
 from hasten.machine.describe import Machine, installed_versions
 from hasten.machine.precision import emulated, training_precision
 from hasten.machine.processor import available_cores
@@ -147,10 +146,9 @@ def _memory(machine: Machine) -> Finding:
 
 
 def _cache() -> Finding:
-    try:
-        free = shutil.disk_usage(cache_folder("native")).free
-    except ResourceError as error:
-        return finding("cache folder", "cannot be used", missing=str(error))
+    if (why := why_not_writable("native")) is not None:
+        return finding("cache folder", "cannot be written", note=f"{why}; {ADVICE}")
+    free = shutil.disk_usage(cache_root()).free
     text = f"writable, {free / GIB:.1f} GiB free on its disk"
     mend = "make room, or set HASTEN_CACHE to a folder on another disk"
     return finding("cache folder", text, note=mend if free < 5 * GIB else "")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from hasten.errors import ConfigError, ResourceError
-from hasten.machine.caches import cache_folder
+from hasten.machine.caches import cache_folder, find_cached
 from hasten.machine.files import write_atomically
 from hasten.machine.processor import instruction_sets, processor_name
 
@@ -111,7 +111,8 @@ def _file(key: str) -> str:
 
 def _read(key: str) -> dict[str, float] | None:
     try:
-        times = json.loads((cache_folder("measured") / _file(key)).read_text(encoding="utf-8"))["seconds"]
+        found = find_cached("measured", _file(key))
+        times = None if found is None else json.loads(found.read_text(encoding="utf-8"))["seconds"]
     except (OSError, ResourceError, ValueError, KeyError, TypeError):
         return None
     return times if _sound(times) else None

@@ -141,6 +141,15 @@ def _core_place(number: int) -> tuple[str, str] | None:
 
 def _first_processor(cpuinfo: Path) -> dict[str, str]:
     """The `key : value` lines of the first processor in /proc/cpuinfo; empty elsewhere than on Linux."""
+    return _this_processor() if cpuinfo == CPUINFO else _read_first(cpuinfo)
+
+
+@functools.cache
+def _this_processor() -> dict[str, str]:
+    return _read_first(CPUINFO)
+
+
+def _read_first(cpuinfo: Path) -> dict[str, str]:
     fields: dict[str, str] = {}
     for line in (system_file(cpuinfo) or "").split("\n\n")[0].splitlines():
         key, _, value = line.partition(":")

@@ -16,6 +16,8 @@ from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import Prompt, encode_prompts, params_of
 from hasten.generation.speculation import Accept, make_speculator
 from hasten.model.adapters import load_adapters
+from hasten.model.chat import plain_messages
+from hasten.model.fused import fuse_where_it_fits
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 from hasten.serving.async_engine import AsyncEngine
@@ -101,10 +103,11 @@ class LLM:
         adapters: Mapping[str, str | Path] | None = None,
         **more: Any,
     ) -> None:
-        """model: a loaded one, or a folder or hub id, which is loaded (in its own dtype and on the CPU, unless `dtype`
-        and `device` say otherwise) and fused where it can be. settings, or single fields of `EngineSettings` by
-        keyword. draft, speculate, accept: what proposes tokens, for the same texts sooner (`hasten.generate`).
-        adapters: LoRA folders by the names that requests give (`adapter="name"`). Raises ConfigError.
+        """model: a loaded one, or a folder or hub id, which is loaded (on the CPU and in the dtype that `hasten.load`
+        chooses, unless `device` and `dtype` say otherwise). It is fused where it can be. settings, or single fields of
+        `EngineSettings` by keyword. draft, speculate, accept: what proposes tokens, for the same texts sooner
+        (`hasten.generate`). adapters: LoRA folders by the names that requests give (`adapter="name"`). Raises
+        ConfigError.
         """
         if more:
             if settings is not None:
@@ -114,13 +117,12 @@ class LLM:
             except TypeError as error:
                 raise ConfigError(f"unknown setting of the engine: {error}") from None
         if isinstance(model, str | Path):
-            from hasten.model.fused import fuse_where_it_fits
             from hasten.model.load import load
 
-            model = fuse_where_it_fits(load(model, dtype=dtype, device=device or "cpu"))
+            model = load(model, dtype=dtype, device=device or "cpu")
         elif dtype is not None or device is not None:
             raise ConfigError("dtype and device are for a model that is loaded here; this one has its own")
-        self.model = model
+        self.model = model = fuse_where_it_fits(model)
         how: dict[str, Any] = {"adapters": adapters, "draft": draft, "speculate": speculate, "accept": accept}
         self.engine = make_engine(model, model.tokenizer, settings or EngineSettings(), **how)
         self._numbers = itertools.count()
@@ -142,6 +144,42 @@ class LLM:
         for output in self._run(requests):
             outputs[output.request_id].append(output)
         return [_answer(one, outputs[one.id]) for one in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **request: Any,
+    ) -> list[Answer]:
+        """Answer one conversation, or several; one Answer for each, in their order.
+
+        messages: {"role", "content"} mappings as in OpenAI's API. add_generation_prompt: begin a new turn, as by
+        default unless continue_final_message goes on with the last one. tools, chat_template_kwargs: what the model's
+        chat template gets. params, request, errors: as in `generate`; ConfigError where the template cannot render the
+        messages.
+        """
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise ConfigError("this model's folder has no tokenizer; a chat needs one")
+        one = isinstance(messages, Mapping) or any(isinstance(message, Mapping) for message in messages)
+        conversations: Any = [messages] if one else messages
+        prompted = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        prompts = [
+            tokenizer.encode_chat(
+                plain_messages(conversation),
+                add_generation_prompt=prompted,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, params, **request)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Iterator[RequestOutput]:
         """The parts of one prompt's texts as they come (`output.text`, and `output.index` where n > 1)."""

@@ -66,9 +66,8 @@ class HastenLM(TemplateLM):
         super().__init__()
         if not isinstance(pretrained, Transformer):
             place = resolve_device("auto" if device in (None, "cuda:0") else device)
-            found = load(pretrained, dtype=dtype, device=str(place))
-            pretrained = fuse_where_it_fits(found)
-        self.model = pretrained
+            pretrained = load(pretrained, dtype=dtype, device=str(place))
+        self.model = fuse_where_it_fits(pretrained)
         positions = self.model.config.max_positions
         self.max_length = positions if max_length is None else max_length
         if not 2 <= self.max_length <= positions:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from hasten import __version__
 from hasten.serving.api.chat import add_chat
@@ -42,6 +43,15 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="hasten", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service
     app.add_middleware(Guard, service=service)
+    if origins := service.settings.allowed_origins:  # outside the guard, so that a page can read its refusals too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.lower() for origin in origins],
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,  # a public page that asks a server on this machine
+            expose_headers=("x-request-id", "x-hasten-ignored", "retry-after"),
+        )
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:

@@ -49,7 +49,9 @@ class _ChatCompletion(AnswerBuilder[ChatBody]):
         if constraint is None:
             constraint = await constraint_of(body.response_format, service)
         special = body.add_special_tokens is True  # the template writes them itself
-        ids = await encode_conversation(body.messages, service, tools=self.tools.shown, add_special_tokens=special)
+        ids = await encode_conversation(
+            body.messages, body, service, tools=self.tools.shown, add_special_tokens=special
+        )
         prompt = check_ids(ids, service, param="messages")
         name_of = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         wanted = getattr(body, name_of)
@@ -74,7 +76,7 @@ class _ChatCompletion(AnswerBuilder[ChatBody]):
         if reader is not None:
             text = reader.push(text)
             if reason is not None:
-                rest, calls = reader.finish()
+                rest, calls = reader.finish(cut=reason == "length")
                 text += rest
                 if not self.tools.parallel:
                     calls = calls[:1]

@@ -1,48 +1,53 @@
 """A conversation as OpenAI describes it, and its token ids.
 
-https://platform.openai.com/docs/api-reference/chat. Nothing of a request reaches the chat template but its messages and
-its tools.
+https://platform.openai.com/docs/api-reference/chat. Of a request, the chat template sees the messages, the tools,
+`chat_template_kwargs` and `reasoning_effort`.
 """
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from hasten.errors import HastenError
-from hasten.serving.api.fields import COMMON_NEUTRAL, MANY, Body, Count, Neutral, SamplingBody, Text
+from hasten.errors import ConfigError, HastenError
+from hasten.model.chat import check_template_kwargs, plain_messages
+from hasten.serving.api.fields import COMMON_NEUTRAL, MANY, Body, Count, Neutral, RequestBody, SamplingBody, Text
 from hasten.serving.api.responses import ApiError
 from hasten.serving.api.service import Service
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class TextPart(Body):
+class Said(Body):
+    """A part of a conversation. Clients send back what any server put into an answer, so unknown fields are dropped."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(Said):
     """A part of a message. Images, audio and files are refused."""
 
     type: Literal["text"]
     text: Text
 
 
-class FunctionCall(Body):
+class FunctionCall(Said):
     """What an assistant called; the arguments are JSON in a string."""
 
     name: Name
     arguments: Text
 
 
-class ToolCall(Body):
+class ToolCall(Said):
     """One call of an earlier turn."""
 
     id: Annotated[str, Field(max_length=256)] | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-    neutral: ClassVar[Neutral] = {"index": (0, 1, 2, 3)}  # left over from a stream that was put together
 
 
-class Message(Body):
+class Message(Said):
     """One turn. What an assistant's answer carried beside its text may be sent back with it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -51,7 +56,8 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: Text | None = None
-    neutral: ClassVar[Neutral] = {"refusal": (), "audio": (), "annotations": ([],), "function_call": ()}
+    reasoning: Text | None = None  # the same by its other name
+    neutral: ClassVar[Neutral] = {"refusal": (), "audio": (), "function_call": ()}
 
 
 class Function(Body):
@@ -61,13 +67,15 @@ class Function(Body):
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    bookkeeping = frozenset({"cache_control"})
 
 
 class Tool(Body):
-    """A tool; only functions there are."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
+    bookkeeping = frozenset({"cache_control"})
 
 
 class NamedFunction(Body):
@@ -98,7 +106,20 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MANY, fail_fa
 ToolList = Annotated[list[Tool], Field(max_length=TOOLS, fail_fast=True)]
 
 
-class ChatBody(SamplingBody):
+class TemplateBody(RequestBody):
+    """What decides how the chat template renders a conversation.
+
+    continue_final_message: the answer continues the last message. add_generation_prompt: whether the text ends with
+    the beginning of an answer; by default unless the last message is continued.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class ChatBody(SamplingBody, TemplateBody):
     """A conversation; the answer has n choices."""
 
     messages: Messages
@@ -110,39 +131,43 @@ class ChatBody(SamplingBody):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     neutral: ClassVar[Neutral] = COMMON_NEUTRAL | {
-        "add_generation_prompt": (True,),
         "audio": (),
-        "chat_template": (),  # nothing of a request reaches the template but its messages and tools
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
+        "chat_template": (),  # a template is a program: it comes with the model, never with a request
         "documents": ([],),
         "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
-        "prediction": (),
-        "prompt_cache_key": (),
-        "reasoning_effort": ("none",),
-        "verbosity": ("medium",),
         "web_search_options": (),
     }
 
 
 async def encode_conversation(
     messages: Sequence[Message],
+    body: TemplateBody,
     service: Service,
     *,
     tools: list[dict[str, Any]] | None,
     add_special_tokens: bool = False,
-    add_generation_prompt: bool = True,
 ) -> list[int]:
     """Token ids of the conversation in the model's own template, up to where the answer begins."""
-    plain = [_plain(message) for message in messages]
+    continued = body.continue_final_message is True
+    prompted = not continued if body.add_generation_prompt is None else body.add_generation_prompt
+    variables = _variables(body, service.settings.chat_template_kwargs)
     tokenizer = service.tokenizer
 
     def render() -> str:
-        return tokenizer.render_chat(plain, add_generation_prompt=add_generation_prompt, tools=tools)
+        return tokenizer.render_chat(
+            plain_messages([message.model_dump(exclude_none=True) for message in messages]),
+            add_generation_prompt=prompted,
+            continue_final_message=continued,
+            tools=tools,
+            chat_template_kwargs=variables,
+        )
 
+    if continued and prompted:
+        message = "add_generation_prompt begins a new turn and continue_final_message goes on with the last; give one"
+        raise ApiError(message, param="add_generation_prompt")
     try:  # a template is a program: it is never run where it could hold up everybody
         text = await service.in_thread(render)
     except HastenError as error:
@@ -150,22 +175,16 @@ async def encode_conversation(
     return await service.encode(text, add_special_tokens=add_special_tokens, param="messages")
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates know it: text in one piece, "developer" by its older name, arguments as values."""
-    plain = {name: value for name, value in message.model_dump().items() if value is not None and value != []}
-    content = plain.get("content", "")
-    plain["content"] = "\n".join(part["text"] for part in content) if isinstance(content, list) else content
-    if message.role == "developer":
-        plain["role"] = "system"
-    for call in plain.get("tool_calls", ()):
-        call["id"] = call["id"] or ""
-        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
-    return plain
-
-
-def _arguments(text: str) -> Any:
+def _variables(body: TemplateBody, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables that the template gets: the server's, the effort, and what the request itself names."""
+    given = body.chat_template_kwargs or {}
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
+        check_template_kwargs(given)
+    except ConfigError as error:
+        raise ApiError(f"chat_template_kwargs: {error}"[:500], param="chat_template_kwargs") from None
+    effort: dict[str, Any] = {}
+    if body.reasoning_effort == "none":
+        effort = {"enable_thinking": False, "thinking": False}  # Qwen's and DeepSeek's names
+    elif body.reasoning_effort is not None:
+        effort = {"reasoning_effort": body.reasoning_effort}
+    return {**defaults, **effort, **given}

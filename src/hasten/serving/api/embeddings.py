@@ -13,12 +13,12 @@ from hasten.errors import HastenError
 from hasten.serving.api.build_request import prompts_of
 from hasten.serving.api.documentation import ERRORS
 from hasten.serving.api.documentation import Embeddings as EmbeddingsReply
-from hasten.serving.api.fields import Body, Neutral, Prompts
+from hasten.serving.api.fields import Neutral, Prompts, RequestBody
 from hasten.serving.api.responses import from_library, reply
 from hasten.serving.api.service import Service
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(RequestBody):
     """A text, several, or their token ids. pooling and normalize are ours: mean and unit length by default."""
 
     model: Annotated[str, Field(max_length=512)]

@@ -1,7 +1,11 @@
-"""What all request bodies share: a field is honoured, neutral, or refused by name. Nothing is ignored.
+"""What all request bodies share: which fields are honoured, which have no effect, and which are refused by name.
 
-Neutral values of fields that we do not honour are accepted, since clients send their defaults; null is neutral
-everywhere. Any other value is a 400 that names the field, and so is a field that nobody knows.
+- Bookkeeping (`metadata`, `prompt_cache_key`, …) is accepted and has no effect.
+- A known field that would change the answer and is not supported is accepted only with neutral values, those that ask
+  for nothing, since clients send their defaults. Any other value is a 400 that names the field.
+- An unknown field of a request has no effect; the response header `x-hasten-ignored` names it. With
+  `ServerSettings.strict_fields` it is a 400. Inside `response_format` and tools it is always a 400.
+- null counts as absent everywhere.
 """
 
 import json
@@ -28,9 +32,14 @@ Neutral = dict[str, tuple[Any, ...]]  # field -> the values that ask for nothing
 
 
 class Body(BaseModel):
-    """A request body. `neutral`: fields that are not honoured, each with the values that ask for nothing."""
+    """An object in a request. Unknown fields are refused.
+
+    bookkeeping: fields that are accepted without effect. neutral: fields that are not supported, each with the values
+    that ask for nothing.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), hide_input_in_errors=True)
+    bookkeeping: ClassVar[frozenset[str]] = frozenset()
     neutral: ClassVar[Neutral] = {}
 
     @model_validator(mode="before")
@@ -40,7 +49,7 @@ class Body(BaseModel):
             return values
         kept = {}
         for name, value in values.items():
-            if value is None:
+            if value is None or name in cls.bookkeeping:
                 continue
             if name in cls.neutral:
                 accepted = cls.neutral[name]
@@ -53,12 +62,25 @@ class Body(BaseModel):
         return kept
 
 
+class RequestBody(Body):
+    """A whole request. Its unknown fields are `model_extra`, which `Service.note_ignored` reports."""
+
+    model_config = ConfigDict(extra="allow")
+    bookkeeping: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("betas", "cache_control", "client_metadata", "context_management", "include", "metadata", "prediction"),
+            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id", "safety_identifier"),
+            *("service_tier", "store", "verbosity"),
+        )
+    )
+
+
 class StreamOptions(Body):
     """include_usage: a last chunk with the usage. continuous_usage_stats (vLLM's): the usage in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
+    bookkeeping = frozenset({"include_obfuscation"})
 
 
 class JsonSchema(Body):
@@ -77,7 +99,7 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class SamplingBody(Body):
+class SamplingBody(RequestBody):
     """The fields of completions and chat completions alike. Defaults are the model folder's, else OpenAI's."""
 
     model: Annotated[str, Field(max_length=512)]
@@ -109,22 +131,43 @@ class SamplingBody(Body):
     cache_salt: Annotated[str, Field(max_length=512)] | None = None  # requests of one salt share cached prefixes
 
 
-# What OpenAI's and vLLM's clients may send beside them, and the values that ask for nothing.
+# What clients of OpenAI, vLLM, SGLang and llama.cpp may send beside them, and the values that ask for nothing.
+_ZERO, _ONE = (0, 0.0), (1, 1.0)
 COMMON_NEUTRAL: Neutral = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "detokenize": (True,),
+    "dry_multiplier": _ZERO,
+    "dynatemp_range": _ZERO,
+    "ebnf": (),
+    "grammar": ("",),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
     "include_stop_str_in_output": (False,),
+    "json_schema": (),
     "kv_transfer_params": (),
     "logits_processors": (),
-    "metadata": ({},),
+    "lora_path": (),
+    "max_new_tokens": (),
+    "min_new_tokens": (0,),
+    "mirostat": (0,),
+    "moderation": (),
+    "n_predict": (-1,),
     "prompt_logprobs": (),
+    "regex": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "structured_outputs": (),
+    "tfs_z": _ONE,
+    "thinking_budget_tokens": (),
+    "thinking_token_budget": (),
+    "top_a": _ZERO,
+    "top_n_sigma": (-1, -1.0, *_ZERO),
     "truncate_prompt_tokens": (),
+    "truncation": ("disabled",),
+    "typical_p": _ONE,
+    "xtc_probability": _ZERO,
 }

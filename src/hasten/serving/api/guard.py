@@ -207,6 +207,8 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             extra = [(b"x-request-id", self.id.encode()), (b"x-content-type-options", b"nosniff")]
+            if ignored := self.facts.get("ignored"):
+                extra.append((b"x-hasten-ignored", str(ignored).encode()))
             message = {**message, "headers": [*message.get("headers", []), *extra]}
         try:
             async with asyncio.timeout(self.guard.service.settings.write_timeout):

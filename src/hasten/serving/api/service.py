@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from hasten.serving.api.fields import RequestBody
 from hasten.serving.api.metrics import Metrics
 from hasten.serving.api.responses import ApiError, overloaded
 from hasten.serving.api.settings import ServerSettings
@@ -27,6 +29,8 @@ Result = TypeVar("Result")
 
 # Shorter texts are encoded where they are: handing them to a thread takes longer.
 SHORT_TEXT = 2000
+NAMED = 16  # most ignored fields that a response names
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class AnyEngine(Protocol):
@@ -101,11 +105,24 @@ class Service:
 
     def check_in(self, body: Any, http: HttpRequest) -> None:
         """What every request for an answer begins with: its model and the engine are checked, its user is noted."""
+        self.note_ignored(body, http)
         self.check_model(body.model)
         if not self.engine.healthy:
             raise overloaded(f"the engine has failed: {self.engine.error}", seconds=30)
         if body.user is not None:
             http.state.facts["user"] = body.user
+
+    def note_ignored(self, body: RequestBody, http: HttpRequest) -> None:
+        """Note the unknown fields of a request for its log line and the response header `x-hasten-ignored`.
+
+        Raises ApiError naming the first one with `strict_fields`, or one whose name is no name of a field anywhere.
+        """
+        names = list(body.model_extra or ())
+        for name in names:
+            if self.settings.strict_fields or not _PLAIN_NAME.fullmatch(name):
+                raise ApiError(f"{name[:100]}: there is no such field", param=name[:100], code="unknown_parameter")
+        if names:
+            http.state.facts["ignored"] = ",".join(names[:NAMED])
 
     def number(self) -> int:
         """A number that no other request of this process has."""

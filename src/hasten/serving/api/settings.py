@@ -1,6 +1,7 @@
 """What the server allows. Free of every web package, so that the command line can show it at once."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -8,6 +9,8 @@ from typing import Annotated, Any
 from tyro.conf import Suppress, arg
 
 from hasten.errors import ConfigError
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+", re.IGNORECASE)  # also of extensions and desktop shells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,11 @@ class ServerSettings:
             rebinding).
         defaults: Sampling values of the model's generation_config.json, for what a request leaves out; of the whole
             file, what else it says is passed over.
+        chat_template_kwargs: Variables that the chat template gets with every conversation, unless a request gives
+            its own.
+        allowed_origins: Origins (https://example.com) whose pages may use the server from a browser; "*" allows all.
+            None by default.
+        strict_fields: Refuse unknown request fields with a 400 instead of ignoring them.
         header_bytes: Most bytes of a request's line and headers together.
         body_bytes: Most bytes of one request body.
         bodies_bytes: Most bytes of all request bodies held at once.
@@ -39,6 +47,9 @@ class ServerSettings:
     api_keys: Suppress[tuple[str, ...]] = field(default=(), repr=False)
     allowed_hosts: Suppress[tuple[str, ...]] = ()
     defaults: Suppress[Mapping[str, Any]] = field(default_factory=dict)
+    chat_template_kwargs: Suppress[Mapping[str, Any]] = field(default_factory=dict)
+    allowed_origins: tuple[str, ...] = ()
+    strict_fields: bool = False
     # On the command line --max-…, because the names alone read like switches there (--logprobs).
     header_bytes: Annotated[int, arg(name="max-header-bytes")] = 32 << 10
     body_bytes: Suppress[int] = 4 << 20  # --max-body-mib on the command line
@@ -61,3 +72,9 @@ class ServerSettings:
                 raise ConfigError(f"{name} is {value}; a limit of the server must be above 0 and finite")
         if any(not key or not key.isascii() or any(c.isspace() for c in key) for key in self.api_keys):
             raise ConfigError("an API key must be ASCII text without spaces, and not empty")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--allowed-origins {origin}: an origin is a scheme and a host, with the port where there is one "
+                    "and no slash at its end, such as https://example.com or http://localhost:3000"
+                )

@@ -104,6 +104,36 @@ def _check(matcher: LLMatcher) -> None:
         raise ValueError(found)
 
 
+# Keywords of JSON Schema that hold schemas: one, a list, or an object of them by name.
+_ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
+_LISTED = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+_NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+
+
+def without_unknown_formats(schema: Any) -> Any:
+    """The schema without each `format` that llguidance does not know: an annotation, as JSON Schema says."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if key == "format" and isinstance(value, str) and not _knows_format(value):
+            continue
+        if key in _LISTED and isinstance(value, list):
+            value = [without_unknown_formats(item) for item in value]
+        elif key in _NAMED and isinstance(value, dict):
+            value = {name: without_unknown_formats(item) for name, item in value.items()}
+        elif key in _ONE:
+            value = without_unknown_formats(value)
+        kept[key] = value
+    return kept
+
+
+@functools.lru_cache(1024)
+def _knows_format(name: str) -> bool:
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name}), overrides=JSON_OPTIONS)
+    return not LLMatcher.validate_grammar(grammar)
+
+
 class Grammar:
     """One sample's constraint (`hasten.serving.request.Constraint`); forks share `failures`.
 
@@ -247,7 +277,8 @@ class Grammars:
     def _compile(self, text: str) -> LLMatcher:
         with self._lock:
             tokens = self._tokens
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+        schema = without_unknown_formats(json.loads(text))
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)
         matcher = LLMatcher(tokens, grammar, limits=LLParserLimits(**LIMITS), log_level=0)
         if wrong := error_of(matcher):
             raise ValueError(wrong)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
 from pydantic import Field
 
-from hasten.serving.api.conversation import Messages, ToolList, encode_conversation
+from hasten.serving.api.conversation import Messages, TemplateBody, ToolList, encode_conversation
 from hasten.serving.api.documentation import ERRORS, Detokenized, Tokens
-from hasten.serving.api.fields import Body, Neutral, Text, TokenId
+from hasten.serving.api.fields import Neutral, RequestBody, Text, TokenId
 from hasten.serving.api.responses import ApiError, reply
 from hasten.serving.api.service import Service
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     """A text, or a conversation. return_token_strs: the tokens' own texts too."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
@@ -22,16 +23,11 @@ class TokenizeBody(Body):
     messages: Messages | None = None
     tools: ToolList | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
-    neutral: ClassVar[Neutral] = {
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-    }
+    neutral: ClassVar[Neutral] = {"chat_template": ()}
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(RequestBody):
     """Token ids."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
@@ -41,8 +37,9 @@ class DetokenizeBody(Body):
 def add_tokens(router: APIRouter, service: Service) -> None:
 
     @router.post("/tokenize", response_model=Tokens, responses=ERRORS)
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, http: HttpRequest) -> Response:
         """Token ids of a text or a conversation."""
+        service.note_ignored(body, http)
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("give one of prompt and messages", param="prompt")
@@ -52,18 +49,19 @@ def add_tokens(router: APIRouter, service: Service) -> None:
         else:
             ids = await encode_conversation(
                 body.messages or [],
+                body,
                 service,
                 tools=[tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None,
                 add_special_tokens=body.add_special_tokens is True,
-                add_generation_prompt=body.add_generation_prompt is not False,
             )
         texts = [service.tokenizer.backend.id_to_token(i) or "" for i in ids] if body.return_token_strs else None
         facts = {"count": len(ids), "max_model_len": service.max_length}
         return reply(facts | {"tokens": ids, "token_strs": texts})
 
     @router.post("/detokenize", response_model=Detokenized, responses=ERRORS)
-    async def detokenize(body: DetokenizeBody) -> Response:
+    async def detokenize(body: DetokenizeBody, http: HttpRequest) -> Response:
         """The text of token ids, special ones included."""
+        service.note_ignored(body, http)
         service.check_model(body.model)
         tokenizer = service.tokenizer
         ids = body.tokens

@@ -5,11 +5,13 @@ How a model writes its calls is seen in its chat template:
 - Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}`
 - Llama 3: the whole answer is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`, several divided by `;`
 What looks like a call and is none (no JSON, a name that nobody offered) stays text: nothing that was said is lost.
+An answer that is cut off by its length inside a call ends with that call, its arguments as far as they came.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,11 +25,15 @@ Format = Literal["hermes", "mistral", "llama"]
 MARKERS: dict[Format, str] = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": "<|python_tag|>"}
 BEHIND: dict[Format | None, str] = {"hermes": "</tool_call>", "llama": ";"}  # a call
 _DECODER = json.JSONDecoder()
+# The beginning of a call: its whole name, and what there is of its arguments.
+_NAME, _ARGUMENTS = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"', r"(?P<arguments>\{.*)"
+_BEGUN = re.compile(rf'{_NAME}(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*{_ARGUMENTS})?', re.DOTALL)
+_BEGUN_MISTRAL = re.compile(rf"(?P<name>[^\[{{\s]+)(?:\[ARGS\])?\s*{_ARGUMENTS}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """One call: the function's name, and its arguments as JSON text."""
+    """One call: the function's name, and its arguments as JSON text (the beginning of it, where the answer was cut)."""
 
     name: str
     arguments: str
@@ -72,16 +78,18 @@ class CallReader:
         self._begun = self._begun or bool(shown.strip())
         return shown
 
-    def finish(self) -> tuple[str, list[ParsedCall]]:
-        """The answer has ended: the rest of the text, and the calls."""
+    def finish(self, *, cut: bool = False) -> tuple[str, list[ParsedCall]]:
+        """The answer has ended: the rest of the text, and the calls. cut: it ended by its length."""
         held, self._held = self._held, ""
         if not self._holding:
             return held, []
         try:
             calls = self._read(held)
         except (ValueError, RecursionError):
-            return held, []
-        return ("", calls) if calls else (held, [])
+            calls = []
+        if cut and not calls:
+            calls = self._read_cut(held)
+        return ("" if calls or (cut and self._form is None) else held), calls
 
     def _read(self, text: str) -> list[ParsedCall]:
         """Raises ValueError for what is not calls to the end."""
@@ -100,6 +108,31 @@ class CallReader:
             several = isinstance(found, list) and self._form in (None, "mistral")
             calls += [self._call(item) for item in (found if several else [found])]
             rest = rest[end:].lstrip().removeprefix(BEHIND.get(self._form, "")).lstrip()
+        return calls
+
+    def _read_cut(self, text: str) -> list[ParsedCall]:
+        """The calls of an answer that was cut off; of the last one there may be the beginning only."""
+        calls: list[ParsedCall] = []
+        words = [word for word in (self._marker, BEHIND.get(self._form, "")) if word]
+        between = re.compile("|".join([*map(re.escape, words), r"[\[\],\s]"]))
+        rest = text
+        while True:
+            while skipped := between.match(rest):
+                rest = rest[skipped.end() :]
+            begun = _BEGUN.match(rest) or (_BEGUN_MISTRAL.match(rest) if self._form == "mistral" else None)
+            if begun is None or begun["name"] not in self._names:
+                break
+            arguments = begun["arguments"] or ""
+            try:
+                found, end = _DECODER.raw_decode(arguments)
+            except (ValueError, RecursionError):
+                return [*calls, ParsedCall(begun["name"], arguments)]
+            calls.append(self._call({"name": begun["name"], "arguments": found}))
+            rest = arguments[end:].lstrip().removeprefix("}")
+        if self._form is None and len(self._names) == 1 and (rest or not calls):  # no other name could follow
+            calls.append(ParsedCall(next(iter(self._names)), ""))
+        elif self._form is not None and rest and not any(word.startswith(rest) for word in words):
+            return []  # text
         return calls
 
     def _call(self, item: Any) -> ParsedCall:
@@ -137,6 +170,7 @@ class Tools:
         self._forced = self.named is not None or choice == "required"
         self.parallel = body.parallel_tool_calls is not False
         self._format: Format | None = None
+        self._offered = choice != "none"
         self.shown: list[dict[str, Any]] | None = None
         if choice == "none":
             return
@@ -147,10 +181,9 @@ class Tools:
         chosen = templates.get("tool_use", templates.get("default"))
         template = "" if chosen is None else chosen.source
         self._format = find_format(template)
-        if "tools" not in template:
-            raise ApiError("the chat template of this model has no place for tools", param="tools")
         if self._format is None and not self._forced:
-            message = 'this model\'s format of tool calls is not known; tool_choice "required" or a name works'
+            missing = "format of tool calls is not known" if "tools" in template else "chat template shows it no tools"
+            message = f'this model\'s {missing}; tool_choice "required" or a name works'
             raise ApiError(message, param="tool_choice")
         self.shown = [tool.model_dump(exclude_none=True) for tool in tools]
 
@@ -168,9 +201,10 @@ class Tools:
 
     def reader(self) -> CallReader | None:
         """What reads the calls out of one answer; None where none can be."""
-        if self.shown is None:
+        if not self._offered:
             return None
-        return CallReader(self._functions, form=None if self._forced else self._format)
+        names = self._functions if self.named is None else [self.named]
+        return CallReader(names, form=None if self._forced else self._format)
 
     def skip_special_tokens(self, asked: bool) -> bool:
         """Whether the answer's special tokens are left out: not where one of them marks a call."""
