@@ -92,6 +92,23 @@ def test_generate_several_prompts_and_ids(tiny_folder, tmp_path, capfd):
     main(["generate", str(tiny_folder), "--prompt-ids", "1", "2", "--max-new-tokens", "3", "--json", "-"])
 
 
+def test_generate_answers_in_the_chat_template(tiny_folder, tmp_path, capfd):
+    import hasten
+
+    model = hasten.load(tiny_folder)
+    prompt = model.tokenizer.encode_chat([{"role": "user", "content": "def add"}])
+    (expected,) = hasten.generate(model, prompt, hasten.SamplingParams(temperature=0, max_new_tokens=5))
+    arguments = ["generate", str(tiny_folder), "--prompt", "def add", "--max-new-tokens", "5", "--temperature", "0"]
+    main([*arguments, "--chat"])
+    assert capfd.readouterr().out == expected.text + "\n"
+    folder = tmp_path / "thinking"
+    hasten.save(model, folder)
+    (folder / "chat_template.jinja").write_text("{{ think }}{{ messages[0].content }}")
+    arguments[1] = str(folder)
+    main([*arguments, "--chat", "--chat-template-kwargs", '{"think": false}', "--json", "-"])
+    assert json.loads(capfd.readouterr().out)["prompt_tokens"] == len(model.tokenizer.encode("Falsedef add"))
+
+
 @pytest.mark.parametrize(
     "options",
     [[], ["--dtype", "bfloat16"], ["--dtype", "bfloat16", "--no-fuse"], ["--quantize", "int8"]]
@@ -102,7 +119,7 @@ def test_eval_json(tiny_folder, tmp_path, capfd, options):
     text.write_text("def add(a, b):\n    return a + b\n" * 5)
     main(["eval", str(tiny_folder), "--text", str(text), "--context", "32", "--json", "-", *options])
     result = json.loads(capfd.readouterr().out)
-    assert set(result) == {"perplexity", "bits_per_byte", "tokens", "seconds"}
+    assert set(result) == {"perplexity", "bits_per_byte", "tokens", "dtype", "path", "seconds"}
     assert result["perplexity"] == pytest.approx(458, rel=0.2)  # random weights; what the unfused float32 model says
 
 
@@ -124,6 +141,13 @@ def test_eval_json(tiny_folder, tmp_path, capfd, options):
         (["generate", "FOLDER", "--prompt", "x", "--draft", "suffix", "--speculate", "65"], "speculate"),
         (["generate", "FOLDER", "--prompt", "x", "--draft", "suffix", "--accept", "distribution"], "no probabilities"),
         (["generate", "FOLDER", "--prompt", "x", "--quantize", "int4", "--draft", "self:int4"], "in int4 itself"),
+        (
+            ["generate", "FOLDER", "--prompt", "x", "--chat-template-kwargs", "{}"],
+            "--chat-template-kwargs is for --chat",
+        ),
+        (["generate", "FOLDER", "--prompt", "x", "--chat", "--chat-template-kwargs", "[]"], "takes a JSON object"),
+        (["generate", "FOLDER", "--prompt-ids", "1", "--chat"], "--chat is for texts"),
+        (["chat", "FOLDER", "--chat-template-kwargs", '{"tools": []}'], "'tools' cannot be given"),
         (["eval", "FOLDER", "--text", "stdlib", "--json", "/no/such/folder/x.json"], "no folder"),
         (["eval", "FOLDER", "--text", "stdlib", "--json", "FOLDER/model.safetensors"], "is a part of a model"),
         (["eval", "FOLDER", "--text", "stdlib", "--json", "FOLDER/config.json"], "is a part of a model"),
@@ -152,6 +176,7 @@ def test_chat_reads_lines_and_answers(tiny_folder):
         "4",
         "--seed",
         "0",
+        "--verbose",
         input="hello\n/clear\nagain\n/exit\n",
     )
     assert done.returncode == 0, done.stderr
@@ -194,7 +219,7 @@ def test_export_writes_a_gguf_file_that_is_read_again(tiny_folder, tmp_path, cap
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(tiny_folder):
-    options = ["--max-new-tokens", "450", "--ignore-eos", "--threads", "1"]
+    options = ["--max-new-tokens", "450", "--ignore-eos", "--threads", "1", "--verbose"]
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "hasten", "chat", str(tiny_folder), *options],
         stdin=subprocess.PIPE,
@@ -269,7 +294,7 @@ def test_chat_with_drafts_says_the_same(tiny_folder, monkeypatch, capsys):
     ways = (["none"], ["auto"], [str(tiny_folder), "--speculate", "4"], ["self:1-layers"])
     for draft in (["--draft", *way] for way in ways):
         monkeypatch.setattr("sys.stdin", io.StringIO("hello\nfor name in names\n"))
-        main(["chat", str(tiny_folder), "--max-new-tokens", "12", "--seed", "3", *draft])
+        main(["chat", str(tiny_folder), "--max-new-tokens", "12", "--seed", "3", "--verbose", *draft])
         captured = capsys.readouterr()
         found.append(captured.out)
         told.append("so far [" in captured.err)

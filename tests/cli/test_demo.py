@@ -41,7 +41,12 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("HASTEN_CACHE", make_cache(tmp_path / "cache"))
 
     def start(**options):
-        Demo(**({"minutes": 1.0, "folder": tmp_path / "runs", "threads": 1, "ladder": False} | options)).run()
+        Demo(
+            **(
+                {"minutes": 1.0, "folder": tmp_path / "runs", "threads": 1, "ladder": False, "published": False}
+                | options
+            )
+        ).run()
         return tmp_path / "runs/demo"
 
     return start
@@ -144,3 +149,47 @@ def test_the_ladder_scores_what_training_has_not_seen(run, monkeypatch):
     assert 0 < len(text.encode()) <= 3000
     files = [path.read_text(encoding="utf-8") for path in (folder.parents[1] / "corpus").iterdir()]
     assert any(text[:200] in file for file in files)
+
+
+def test_it_begins_with_a_published_model_and_measures_what_fits(run, monkeypatch, tiny_folder, capsys):
+    measured = []
+    monkeypatch.setattr(demo, "find", lambda: tiny_folder)
+    monkeypatch.setattr(demo, "answer", lambda path, budget, *, threads: measured.append(path))
+    monkeypatch.setattr("hasten.bench.generate.GenerateLadder.run", lambda self: measured.append(self.rungs) or {})
+    monkeypatch.setattr("hasten.bench.draw.draw_ladder", lambda *arguments, **options: None)
+    monkeypatch.setattr("hasten.bench.table.print_ladder", lambda report: None)
+    monkeypatch.setattr(demo, "_measure_training", lambda *arguments, **options: measured.append("training"))
+    folder = run(published=True, ladder=True, budget=2.0)  # 60 s train, 25 are left for rungs
+    said = capsys.readouterr().out
+    assert measured == [tiny_folder, ("native-bf16",), "training"]
+    assert "skipped: static-cache, about 20 s here" in said
+    assert said.index("ask a published model") < said.index("train a small model")
+    assert (folder / "published" / "ladder.json").exists()
+    assert "published/" in said
+    assert "hasten chat smollm2-135m" in said
+
+
+def test_without_a_published_model_it_says_why_and_goes_on(run, monkeypatch, capsys):
+    from hasten.cli import demo_published
+    from hasten.errors import ResourceError
+
+    def fail(name):
+        raise ResourceError("no index")
+
+    monkeypatch.setattr(demo_published, "_hub_answers", lambda hub_id: False)
+    monkeypatch.setattr("hasten.model.published.published_file", fail)
+    monkeypatch.setattr(demo, "_measure", lambda *arguments, **options: print("the trained model's ladder"))
+    assert (run(published=True, ladder=True) / "model").exists()
+    said = capsys.readouterr().out
+    assert "skipped: no index" in said
+    assert "the trained model's ladder" in said
+
+
+def test_rungs_that_fit():
+    from hasten.cli.demo_published import RUNG_SECONDS, fitting
+
+    assert fitting(1000, 1.0) == (list(RUNG_SECONDS), {})
+    rungs, skipped = fitting(60, 2.0)
+    assert rungs == ["native-bf16", "native-int8"]
+    assert skipped["gptq-int4-g32"] == 2 * RUNG_SECONDS["gptq-int4-g32"]
+    assert fitting(-5, 1.0)[0] == []

@@ -130,13 +130,13 @@ def test_evaluation_takes_every_window():
 @settings(max_examples=20)
 def test_weights_take_the_loss_from_the_other_tokens(position):
     split = split_of([30, 30], weights=True)
-    batch = Batches(split, batch_size=2, sequence_length=7, seed=3).batch(position)
-    followers = (batch.inputs + 1) % 60
+    batch = Batches(split, batch_size=2, sequence_length=29, seed=3).batch(position)
+    followers = batch.inputs + 1
     assert torch.equal(batch.targets, torch.where(followers % 3 == 0, followers, -100))
 
 
 def test_weights_count_in_evaluation_too():
-    windows = evaluation_windows(split_of([30, 30], weights=True), batch_size=2, sequence_length=7)
+    windows = evaluation_windows(split_of([30, 30], weights=True), batch_size=2, sequence_length=59)
     predicted = [target for batch in windows for target in batch.targets.flatten().tolist() if target != -100]
     assert predicted == list(range(3, 60, 3))
 
@@ -186,13 +186,21 @@ def test_an_error_in_a_worker_reaches_the_caller():
         next(iterator)
 
 
+def test_evaluation_fills_up_a_short_split():
+    (batch,) = evaluation_windows(split_of([4, 6]), batch_size=2, sequence_length=16)
+    assert batch.targets[0].tolist() == [*range(1, 10), *[-100] * 7]
+    assert batch.targets[1].tolist() == [-100] * 16
+    with pytest.raises(DataError, match="has 1 tokens, and a loss takes two"):
+        next(evaluation_windows(split_of([1]), batch_size=1, sequence_length=4))
+
+
 def test_a_split_shorter_than_a_window_says_the_numbers():
     split = split_of([4, 6])
     message = r"10 tokens \(2 documents\).*sequence_length 10 takes 11"
     with pytest.raises(DataError, match=message):
         Batches(split, batch_size=1, sequence_length=10)
-    with pytest.raises(DataError, match=message):
-        next(evaluation_windows(split, batch_size=1, sequence_length=10))
+    with pytest.raises(DataError, match=r"at most 9\)"):
+        Batches(split, batch_size=1, sequence_length=20)
     assert Batches(split, batch_size=1, sequence_length=9).windows == 1
 
 

@@ -70,6 +70,20 @@ def test_a_template_that_does_not_continue_its_own_prompt_is_refused(make_tokeni
         render(Conversation("talk.jsonl:3", MESSAGES), tokenizer=tokenizer)
 
 
+def test_calls_are_learned_where_the_template_writes_them_and_refused_where_it_does_not(make_tokenizer, chatml):
+    call = {"id": "", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = ({"role": "user", "content": "one and one?"}, {"role": "assistant", "content": "", "tool_calls": [call]})
+    knows = chatml.replace(
+        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    )
+    assert learned(make_tokenizer(knows), Conversation("c", messages)) == [["add<|im_end|>"]]
+    with pytest.raises(DataError, match=r"c: the chat template does not write the call of 'add' in messages\[1\]"):
+        render(Conversation("c", messages), tokenizer=make_tokenizer(chatml))
+    tools = ({"type": "function", "function": {"name": "multiply"}},)
+    with pytest.raises(DataError, match=r"the chat template does not show the tool 'multiply'"):
+        render(Conversation("c", messages, tools), tokenizer=make_tokenizer(knows))
+
+
 def test_a_template_that_refuses_the_messages_names_the_conversation(make_tokenizer):
     tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DataError, match=r"talk.jsonl:3.*roles must alternate"):

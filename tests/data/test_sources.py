@@ -111,6 +111,88 @@ def test_chats_in_json_lines_and_parquet(tmp_path):
         assert list(item.messages) == messages
 
 
+QUESTION, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
+ALPACA = {"instruction": "add", "input": "1 2", "output": "3"}
+SHARE_GPT = {"system": "be kind", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}
+CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "lines.json", "parquet"])
+@pytest.mark.parametrize(
+    ("record", "wanted"),
+    [
+        ({"messages": [QUESTION, ANSWER], "text": "rendered by somebody else"}, [QUESTION, ANSWER]),
+        (ALPACA, [{"role": "user", "content": "add\n\n1 2"}, {"role": "assistant", "content": "3"}]),
+        (
+            ALPACA | {"input": "", "text": "x"},
+            [{"role": "user", "content": "add"}, {"role": "assistant", "content": "3"}],
+        ),
+        (SHARE_GPT, [{"role": "system", "content": "be kind"}, QUESTION, ANSWER]),
+        ({"conversations": [QUESTION, ANSWER]}, [QUESTION, ANSWER]),
+    ],
+)
+def test_conversations_of_all_kinds_and_files(tmp_path, suffix, record, wanted):
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record, record]), path)
+    else:
+        line = json.dumps(record)
+        path.write_text(f"[{line},\n {line}]" if suffix == "json" else f"{line}\n{line}\n", encoding="utf-8")
+    items = list(open_source(str(path)).items())
+    assert [list(item.messages) for item in items] == [wanted, wanted]
+    assert [item.name for item in items] == [f"a.{suffix}:1", f"a.{suffix}:2"]
+
+
+def test_messages_come_as_the_server_takes_them(tmp_path):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    record = {
+        "messages": [
+            {"role": "developer", "content": parts},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "name": None},
+            {"role": "tool", "content": "2", "tool_calls": None},
+        ],
+        "tools": json.dumps([TOOL]),
+    }
+    (item,) = open_source(write_jsonl(tmp_path / "a.jsonl", record)).items()
+    called = {"id": "", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert list(item.messages) == [
+        {"role": "system", "content": "one\ntwo"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "2"},
+    ]
+    assert item.tools == (TOOL,)
+
+
+def test_a_text_field_that_is_named_is_taken(tmp_path):
+    assert texts(write_jsonl(tmp_path / "a.jsonl", ALPACA), text_field="output") == {"a.jsonl:1": "3"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1]", r"a\.json, item 1: is 1, expected an object"),
+        ('{\n"data": []\n}', r"a\.json: is an object with 'data'; expected a list of objects"),
+        (
+            '[{"prompt": "x", "completion": "y"}]',
+            r"has no field 'text' \(found: completion, prompt\).*--data\.text-field.*'instruction'",
+        ),
+        ("[{]", r"a\.json: is not JSON"),
+        ('"x"', r"a\.json: is 'x'; expected a list"),
+        ('[{"conversations": [{"from": "observation", "value": "x"}]}]', r"is from 'observation'; known are human"),
+        ('[{"conversations": [{"from": "human"}]}]', r"conversations\[0\] must be an object with 'from' and 'value'"),
+        ('[{"messages": [{"role": "assistant", "content": null}]}]', r"messages\[0\] must have text or text parts"),
+        ('[{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}]', r"content\[0\] must be .*'text'"),
+        ('[{"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}]', r"tool_calls\[0\] must be an obj"),
+    ],
+)
+def test_json_that_holds_something_else_is_refused(tmp_path, content, message):
+    path = tmp_path / "a.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match=message):
+        list(open_source(str(path)).items())
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

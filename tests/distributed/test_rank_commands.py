@@ -41,7 +41,7 @@ def test_eval_in_two_ranks_finds_what_one_process_finds(tmp_path, tiny_folder):
     found = []
     for ranks in ("1", "2"):
         out = tmp_path / f"{ranks}.json"
-        options = ["--tensor-parallel", ranks, "--json", str(out)]
+        options = ["--tensor-parallel", ranks, "--dtype", "float32", "--json", str(out)]
         done = subprocess.run([*command, *options], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(out.read_text()))
@@ -132,7 +132,7 @@ class Alone(RankGroup):
 
 
 def test_without_a_seed_all_ranks_draw_with_the_first_ones(tiny_folder):
-    model, settings = load(tiny_folder, group=Alone(0, 1)), {"temperature": 1.0, "max_new_tokens": 8}
+    model, settings = load(tiny_folder, dtype="float32", group=Alone(0, 1)), {"temperature": 1.0, "max_new_tokens": 8}
     drawn = hasten.generate(model, ["def add", "def"], **settings)
     assert drawn == hasten.generate(model, ["def add", "def"], seed=5, **settings)
 
@@ -144,7 +144,7 @@ def test_a_server_closes_where_another_rank_has_died(tiny_folder):
                 raise RuntimeError("peer 1 has ended")
             return super().of_first(numbers)
 
-    hasten.LLM(load(tiny_folder, group=Dead(0, 1)), cache_bytes=1 << 20).close()
+    hasten.LLM(load(tiny_folder, dtype="float32", group=Dead(0, 1)), cache_bytes=1 << 20).close()
 
 
 def test_ctrl_c_shows_what_there_is_and_ends_with_its_status(tiny_folder, monkeypatch, capsys):

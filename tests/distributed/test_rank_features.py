@@ -67,14 +67,14 @@ def generated(model, draft, accept="exact", **settings):
     proposed = 0 if speculator is None else speculator.stats.draft_tokens
     return [one.tokens for one in run.results()], proposed
 with joined() as ranks, tensor_parallel(ranks) as group:
-    model = fuse_where_it_fits(load(folder, group=group))
+    model = fuse_where_it_fits(load(folder, dtype="stored", group=group))
     for name, own in settings.items():
         said[name] = {kind: generated(model, kind, **own) for kind in ("none", "suffix", draft)}
     said["distribution"] = [generated(model, draft, "distribution", **settings["drawn"]) for _ in range(2)]
-    model = fuse_where_it_fits(load(folder, group=group))
+    model = fuse_where_it_fits(load(folder, dtype="stored", group=group))
     load_adapters(model, list(adapters.values())[:1])
     said["adapter"] = {kind: generated(model, kind, **settings["greedy"]) for kind in ("none", "suffix")}
-    model = fuse_where_it_fits(load(folder, group=group))
+    model = fuse_where_it_fits(load(folder, dtype="stored", group=group))
     how = {"adapters": adapters, "draft": "suffix"}
     if ranks.first:
         params = hasten.SamplingParams(**settings["greedy"])
@@ -141,7 +141,9 @@ def test_drafts_by_distribution_are_the_same_on_every_rank_and_run(said):
 
 def test_adapters_and_beams_are_those_of_one_process(said, folders):
     name, (first, _) = said
-    llm = hasten.LLM(folders / name, block_size=4, adapters={one: folders / one for one in ("a0", "a1")})
+    llm = hasten.LLM(
+        folders / name, dtype="stored", block_size=4, adapters={one: folders / one for one in ("a0", "a1")}
+    )
     params = SamplingParams(**SETTINGS["greedy"])
     if name == "float32":  # another degree rounds otherwise
         for adapter, tokens in first["served"].items():
@@ -159,11 +161,11 @@ def test_adapters_and_beams_are_those_of_one_process(said, folders):
 
 
 def test_a_share_of_an_adapter_is_what_its_layers_share_takes(folders):
-    whole = load(folders / "float32")
+    whole = load(folders / "float32", dtype="stored")
     load_adapters(whole, [folders / "a1"])
     held = 0
     for rank in range(2):
-        share = load(folders / "float32", group=RankGroup(rank, 2))
+        share = load(folders / "float32", dtype="stored", group=RankGroup(rank, 2))
         load_adapters(share, [folders / "a1"])
         held += sum(one.numel() for name, one in share.named_parameters() if ".b." in name)
     outputs = sum(one.numel() for name, one in whole.named_parameters() if ".b." in name)
@@ -173,7 +175,7 @@ def test_a_share_of_an_adapter_is_what_its_layers_share_takes(folders):
 
 @pytest.mark.parametrize("draft", ["self:1-layers", "self:int4"])
 def test_a_model_does_not_draft_with_a_share_of_itself(folders, draft):
-    share = load(folders / "float32", group=RankGroup(0, 2))
+    share = load(folders / "float32", dtype="stored", group=RankGroup(0, 2))
     with pytest.raises(ConfigError, match="take suffix, or a smaller model"):
         make_speculator(share, draft)
     with pytest.raises(ConfigError, match="take suffix, or a smaller model"):

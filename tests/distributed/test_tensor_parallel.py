@@ -43,7 +43,7 @@ CASES = {
     "uneven": (UNEVEN, None, "float32"),
     "gemma": (GEMMA, None, "float32"),
     "experts": (MOE, None, "float32"),
-    "int8": ({}, Int8(), "bfloat16"),
+    "int8": ({}, Int8(activations="int8"), "bfloat16"),
     "int4": ({"intermediate_size": 160}, Int4(group_size=32), "bfloat16"),
     "int4-experts": (MOE, Int4(group_size=32), "bfloat16"),
     "bfloat16": (BIASES, None, "bfloat16"),
@@ -68,7 +68,7 @@ folder, cases, prompts, settings, served = sys.argv[1], *map(json.loads, sys.arg
 found = {}
 with joined() as ranks, tensor_parallel(ranks) as group, torch.inference_mode():
     for name in cases:
-        model = load(f"{folder}/{name}", group=group)
+        model = load(f"{folder}/{name}", dtype="stored", group=group)
         said = {"held": sum(one.nbytes for one in model.state_dict().values())}
         for form in ["readable"] + ["fused"] * (model.dtype == torch.bfloat16):
             if form == "fused":
@@ -78,11 +78,12 @@ with joined() as ranks, tensor_parallel(ranks) as group, torch.inference_mode():
             size = {"batch": 1, "capacity": ids.shape[1]}
             cache = StaticCache(model.config, **size, dtype=model.compute_dtype, device=model.device)
             logits = model(ids, positions, cache.step(positions, fresh=True))
+            block = type(model.blocks[0]).__name__  # what generates is fused where it can be
             tokens = [one.tokens for one in hasten.generate(model, prompts, **settings)]
             again = [one.tokens for one in hasten.generate(model, prompts, **settings)]
             drawn = hasten.generate(model, prompts, temperature=1.0, seed=5, max_new_tokens=8, ignore_eos=True)
             said[form] = {"tokens": tokens, "again": again, "drawn": [one.tokens for one in drawn],
-                          "logits": logits[0].tolist(), "block": type(model.blocks[0]).__name__}
+                          "logits": logits[0].tolist(), "block": block}
         if name in served:
             if ranks.first:
                 llm = hasten.LLM(model, block_size=4)
@@ -106,7 +107,7 @@ def folders(tmp_path_factory):
         if scheme is not None:
             quantize(model, scheme)
         hasten.save(model, root / name)
-        alone[name] = hasten.load(root / name)
+        alone[name] = hasten.load(root / name, dtype="stored")
     return root, alone
 
 

@@ -6,17 +6,21 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.bench.plan import PlanOptions, make_plan, weight_bytes
+import hasten
+from hasten.bench.plan import PlanOptions, inference_plan, make_plan, settle, weight_bytes
 from hasten.bench.predict import step_seconds
 from hasten.cli.main import main
 from hasten.errors import ConfigError
+from hasten.generation.speculation.cost import StepCost
 from hasten.machine.limits import Limits
 from hasten.model.families import read_config
+from hasten.model.gguf.write import write_gguf
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.planning.cost import kv_bytes_per_token, parameters, training_flops_per_token
 from hasten.planning.devices import DEVICES
@@ -24,6 +28,7 @@ from hasten.planning.memory import InferenceUse, TrainingUse, largest, memory_of
 from hasten.planning.plan import inference_phases
 from hasten.planning.shapes import SHAPES, shape_config
 from hasten.training.recipe import Lora, Optimizer, Parallel, Techniques
+from tiny_model import tiny_llama
 
 STATES = ("weights", "gradients", "masters", "optimizer")
 ROOT = Path(__file__).parents[2]
@@ -176,6 +181,7 @@ def test_of_a_hub_id_only_the_config_is_downloaded(tmp_path, monkeypatch, capsys
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr("hasten.model.hub._hub_file", lambda name, tag, *, otherwise=None: otherwise)
     main(["plan", "owner/name", "--use", "train", "--device", "h100"])
     assert "owner/name" in capsys.readouterr().out
     assert asked == [("owner/name", ["config.json"])]
@@ -255,3 +261,27 @@ def test_all_that_was_measured_is_still_predicted():
     for name, case in CASES.items():
         ratio = predicted_memory(case)["predicted_bytes"] / measured[name]["memory"]["measured_bytes"]
         assert 0.85 < ratio < 1.15, (name, ratio)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16"])
+def test_a_plan_counts_a_gguf_file_as_it_is_held(tmp_path, kind):
+    path = tmp_path / "model.gguf"
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}  # whose rows fill the kernels' tiles
+    write_gguf(tiny_llama(**sizes), path, kind)
+    model = hasten.load(path)
+    held = sum(tensor.nbytes for tensor in {t.data_ptr(): t for t in model.state_dict().values()}.values())
+    plan = make_plan(str(path), PlanOptions(device="epyc", length=64, new_tokens=8))
+    assert plan.memory.parts["weights"] == pytest.approx(held, rel=0.03)
+
+
+def test_a_file_of_several_formats_takes_as_long_as_its_bytes(monkeypatch):
+    subject = settle("llama-120m", PlanOptions(device="epyc"))
+    cost = StepCost((1, 896), [1e-3, 1.0], (0.0, 0.0))
+    plain = inference_plan(subject, cost=cost)
+    whole = weight_bytes(subject.config, "bfloat16")
+    mixed = replace(
+        subject, checkpoint=SimpleNamespace(held_bytes=lambda: int(1.5 * whole), weights=lambda: subject.own)
+    )
+    found = inference_plan(mixed, cost=cost)
+    assert found.phases[1].measured == pytest.approx(1.5 * plain.phases[1].measured)
+    assert found.phases[0].measured == plain.phases[0].measured

@@ -40,5 +40,5 @@ def test_what_was_chosen_is_kept_when_the_run_goes_on(recipe, monkeypatch):
 
 def test_what_fits_in_no_way_is_refused(recipe, monkeypatch):
     monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
-    with pytest.raises(ResourceError, match=r"0.0 GB are free; lower model.layers"):
+    with pytest.raises(ResourceError, match=r"0.00 GB are free; lower model.layers"):
         train(recipe(fit=True), progress=False)

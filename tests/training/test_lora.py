@@ -38,7 +38,7 @@ def bases(tmp_path_factory):
     export_model(model, folder / "float32")
     export_model(model, folder / "bfloat16", dtype=torch.bfloat16)
     for name, scheme in (("int8", Int8()), ("int4", Int4(group_size=32))):
-        export_model(quantize(hasten.load(folder / "float32"), scheme), folder / name)
+        export_model(quantize(hasten.load(folder / "float32", dtype="stored"), scheme), folder / name)
     return folder
 
 

@@ -248,9 +248,10 @@ def test_validation_on_a_part_is_the_same_part_every_time():
     assert validation.loss(one) == validation.loss(one)
 
 
-def test_a_validation_split_shorter_than_a_window_is_refused_at_once():
-    with pytest.raises(DataError, match="10 tokens"):
-        Validation(split(10), batch_size=2, sequence_length=16, batches=1)
+def test_a_validation_split_shorter_than_a_window_is_filled_up_and_one_without_targets_refused_at_once():
+    assert Validation(split(10), batch_size=2, sequence_length=16, batches=1).batches == 1
+    with pytest.raises(DataError, match="1 tokens"):
+        Validation(split(1), batch_size=2, sequence_length=16, batches=1)
 
 
 def test_validation_draws_no_random_numbers():

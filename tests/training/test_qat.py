@@ -54,7 +54,7 @@ def test_the_folder_has_the_loss_that_was_trained(recipe, name):
         sequence_length=made.data.context,
         batches=made.run.validation_batches,
     )
-    model = hasten.load(result.model_folder)
+    model = hasten.load(result.model_folder, dtype="stored")
     loss = validation.loss(TrainStep(model, None, Precision("float32", torch.device("cpu"))))
     # Activations that are rounded may fall to the other side of a tie.
     assert loss == pytest.approx(result.validation_loss, abs=1e-5 if CASES[name].bits == 3 else 2e-4)
@@ -102,20 +102,22 @@ def test_an_adapter_is_rounded_with_the_weights_it_stands_beside(recipe, tmp_pat
     data = prepare_data(made, init=base, progress=False)
     rows, count = made.data.batch_size, made.run.validation_batches
     validation = Validation(data.validation, batch_size=rows, sequence_length=made.data.context, batches=count)
-    loaded = hasten.load(result.model_folder)
+    loaded = hasten.load(result.model_folder, dtype="stored")
     loss = validation.loss(TrainStep(loaded, None, Precision("float32", torch.device("cpu"))))
     assert loss == pytest.approx(result.validation_loss, abs=1e-5)
-    before = hasten.load(base).blocks[0].attention
+    before = hasten.load(base, dtype="stored").blocks[0].attention
     assert torch.unique(loaded.blocks[0].attention.q.weight[0, :32]).numel() <= 8
     assert not torch.equal(loaded.blocks[0].attention.q.weight, before.q.weight)
     alone = recipe(name="alone", init=str(base), qat=Qat(bits=4), steps=10, learning_rate=1e-3, export="last")
-    rounded = hasten.quantize(hasten.load(base), Int4(group_size=32, lm_head="none", scale_dtype="bfloat16"))
+    rounded = hasten.quantize(
+        hasten.load(base, dtype="stored"), Int4(group_size=32, lm_head="none", scale_dtype="bfloat16")
+    )
     first = read((result := train(alone, progress=False)).folder / "train.jsonl")[0]["loss"]
     data = prepare_data(alone, init=base, progress=False)
     batch = set_up(alone, progress=False).batches.batch(0)
     step = TrainStep(rounded, None, Precision("float32", torch.device("cpu")))
     assert first == pytest.approx(float(step.loss(batch).detach()) / batch.targets.numel(), abs=2e-4)
-    loss = validation.loss(TrainStep(hasten.load(result.model_folder), None, step.precision))
+    loss = validation.loss(TrainStep(hasten.load(result.model_folder, dtype="stored"), None, step.precision))
     assert loss == pytest.approx(result.validation_loss, abs=2e-4)
     with pytest.raises(ConfigError, match=r"set lora\.dropout 0"):
         replace(made, lora=replace(lora, dropout=0.1)).check()
@@ -126,11 +128,11 @@ def test_an_adapter_is_rounded_with_the_weights_it_stands_beside(recipe, tmp_pat
 def test_training_begins_with_a_folders_integers(recipe, tmp_path, bits):
     base = train(wide(recipe, name="base", steps=10), progress=False).model_folder
     calibration = torch.randint(
-        0, hasten.load(base).config.vocab_size, (8, 32), generator=torch.Generator().manual_seed(0)
+        0, hasten.load(base, dtype="stored").config.vocab_size, (8, 32), generator=torch.Generator().manual_seed(0)
     )
     scheme = (Int4 if bits == 4 else Int3)(group_size=32, lm_head="none", scale_dtype="bfloat16", activations="float")
     folder = tmp_path / "gptq"
-    quantize_to_folder(hasten.load(base), scheme, folder, method=GPTQ(), calibration=calibration)
+    quantize_to_folder(hasten.load(base, dtype="stored"), scheme, folder, method=GPTQ(), calibration=calibration)
     qat = Qat(bits=bits, activations="float", init=str(folder))
     made = wide(recipe, name="begun", init=str(base), qat=qat, steps=3, learning_rate=1e-12, export="last")
     first = read((result := train(made, progress=False)).folder / "train.jsonl")[0]["loss"]
@@ -211,7 +213,7 @@ def test_wrong_settings_are_named(recipe):
         (Qat(bits=4, group_size=48), r"qat\.group_size is 48"),
         (Qat(bits=4, start_bits=8), "--qat.no-learned-scales"),
         (Qat(bits=4, start_bits=4, learned_scales=False), r"qat\.start_bits is 4"),
-        (Qat(start_bits=8), r"qat\.start_bits and qat\.stochastic say how"),
+        (Qat(start_bits=8), r"qat\.start_bits has no effect without qat\.bits; set that too"),
         (Qat(bits=4, stochastic=True), "without learned scales"),
         (Qat(bits=4, period=0), r"qat\.period is 0"),
         (Qat(bits=4, mixing_steps=-1), r"qat\.mixing_steps is -1"),

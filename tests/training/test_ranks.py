@@ -159,8 +159,8 @@ def test_any_number_of_ranks_goes_on_from_what_any_has_written(runs, recipe_of_m
     ranks.train_all(cases, runs.parent)
     for number in range(len(CONTINUED)):
         assert_same(lines(runs, f"continued-{number}"), lines(runs, "adamw"))
-    model = hasten.load(runs / "continued-1/model")
-    whole = hasten.load(runs / "adamw/model")
+    model = hasten.load(runs / "continued-1/model", dtype="stored")
+    whole = hasten.load(runs / "adamw/model", dtype="stored")
     assert all((a - b).abs().max() < 1e-4 for a, b in zip(model.parameters(), whole.parameters(), strict=True))
 
 

@@ -81,7 +81,7 @@ def test_a_recipe_trains_with_a_pattern_dropout_and_packed_documents(recipe):
     )
     with pytest.warns(HastenWarning, match="transformers does not know it"):
         result = train(made, progress=False)
-    model = hasten.load(result.model_folder)
+    model = hasten.load(result.model_folder, dtype="stored")
     assert model.config.attention_pattern.period == 2
     assert len(hasten.generate(model, "def", max_new_tokens=8, temperature=0)[0].tokens) == 8
 
@@ -103,14 +103,14 @@ def test_a_recipe_trains_exports_and_goes_on_with_its_pattern(recipe, tmp_path):
     made = recipe(name="sparse", attention_pattern="local:block=16,radius=0", steps=12, checkpoint_every=6, context=64)
     with pytest.warns(HastenWarning, match="transformers does not know it"):
         result = train(made, progress=False)
-    model = hasten.load(result.model_folder)
+    model = hasten.load(result.model_folder, dtype="stored")
     assert model.config.attention_pattern.reach == 16
     out = hasten.generate(model, "def", max_new_tokens=40, temperature=0)[0]
     assert len(out.tokens) == 40
     again = recipe(name="tuned", init=str(result.model_folder), steps=2, context=64)
     with pytest.warns(HastenWarning):
         tuned = train(again, progress=False)
-    assert hasten.load(tuned.model_folder).config.attention_pattern == model.config.attention_pattern
+    assert hasten.load(tuned.model_folder, dtype="stored").config.attention_pattern == model.config.attention_pattern
 
 
 @pytest.mark.parametrize(

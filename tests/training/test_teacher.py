@@ -47,7 +47,7 @@ def test_the_loss_is_the_divergence_by_its_definition(recipe, folder, monkeypatc
     setup = set_up(recipe(name="student", teacher=folder, tokenizer=folder), progress=False)
     batch, step = setup.batches.batch(0), setup.step
     batch.targets[0, :5] = IGNORED
-    expected = divergence(hasten.load(folder), step.model, batch)
+    expected = divergence(hasten.load(folder, dtype="stored"), step.model, batch)
     count = int((batch.targets != IGNORED).sum())
     gradients = []
     for rows in (1 << 20, 50):  # all at once, and in pieces of which the last is smaller
@@ -76,8 +76,11 @@ def test_a_student_comes_nearer_to_its_teacher_than_by_the_text(recipe, folder):
         for name, teacher in (("text", None), ("taught", folder))
     }
     batch = set_up(recipe(tokenizer=folder), progress=False).batches.batch(50)
-    teacher = hasten.load(folder)
-    apart = {name: float(divergence(teacher, hasten.load(run.model_folder), batch)) for name, run in runs.items()}
+    teacher = hasten.load(folder, dtype="stored")
+    apart = {
+        name: float(divergence(teacher, hasten.load(run.model_folder, dtype="stored"), batch))
+        for name, run in runs.items()
+    }
     assert apart["taught"] < 0.9 * apart["text"]
     losses = [line["loss"] for line in read(runs["taught"].folder / "train.jsonl")]
     assert losses[-1] < 0.5 * losses[0], "the loss of a step is the divergence"
@@ -118,26 +121,26 @@ def test_documents_and_micro_batches_are_the_teachers_too(recipe, folder):
 
 @pytest.mark.filterwarnings("ignore:hasten reads this quantized model; transformers does not")
 def test_a_quantized_model_teaches_too(recipe, folder, tmp_path):
-    export_model(quantize(hasten.load(folder), Int8()), tmp_path / "int8")
+    export_model(quantize(hasten.load(folder, dtype="stored"), Int8()), tmp_path / "int8")
     setup = set_up(recipe(name="student", teacher=str(tmp_path / "int8"), tokenizer=folder), progress=False)
     batch, step = setup.batches.batch(0), setup.step
     loss = float(step.loss(batch, teacher=step.teacher).detach()) / batch.targets.numel()
     assert loss == pytest.approx(float(divergence(hasten.load(tmp_path / "int8", dtype="float32"), step.model, batch)))
-    assert loss != pytest.approx(float(divergence(hasten.load(folder), step.model, batch)), rel=1e-6)
+    assert loss != pytest.approx(float(divergence(hasten.load(folder, dtype="stored"), step.model, batch)), rel=1e-6)
 
 
 def test_its_memory_is_counted(recipe, folder):
     made = recipe(tokenizer=folder)
-    config, device = hasten.load(folder).config, torch.device("cpu")
+    config, device = hasten.load(folder, dtype="stored").config, torch.device("cpu")
     without, with_it = (step_memory(config, replace(made, teacher=one), device) for one in (None, folder))
-    weights = sum(p.numel() for p in hasten.load(folder).parameters())
+    weights = sum(p.numel() for p in hasten.load(folder, dtype="stored").parameters())
     tokens, words = made.data.batch_size * made.data.context, config.vocab_size
     assert 4 * weights < with_it.peak - without.peak < 4 * weights + tokens * (32 * words + 40 * config.hidden_size * 4)
 
 
 def test_a_teacher_may_have_rows_that_no_token_has(recipe, folder):
     """As Qwen's larger models have, beside the smaller ones."""
-    teacher, student = hasten.load(folder), hasten.load(folder)
+    teacher, student = hasten.load(folder, dtype="stored"), hasten.load(folder, dtype="stored")
     larger = Transformer(replace(teacher.config, vocab_size=320, padded_vocab_size=320))
     with torch.no_grad():
         for name, own in larger.named_parameters():

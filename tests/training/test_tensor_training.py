@@ -99,7 +99,7 @@ def test_every_kind_of_block_is_split(count):
 
 def test_what_cannot_be_split_is_refused(recipe, monkeypatch):
     for fields, said in (
-        ({"tensor": 2}, "parallel.zero to 1, 2 or 3"),
+        ({"tensor": 2}, "parallel.tensor has no effect with parallel.zero 0; set that too"),
         ({**SPLIT, "context": 33}, "data.context .33. is no multiple"),
         ({**SPLIT, "kind": "muon"}, "wants whole matrices"),
         ({**SPLIT, "loss": "reference"}, "chunked loss of its own"),

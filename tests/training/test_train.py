@@ -38,7 +38,7 @@ def test_a_run_leaves_a_model_that_transformers_loads_and_files_that_tell_about_
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(result.model_folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(result.model_folder)
-    ours = hasten.load(result.model_folder)
+    ours = hasten.load(result.model_folder, dtype="stored")
     text = (corpus / "copy.py").read_text()[:200]
     ids = tokenizer(text, return_tensors="pt").input_ids
     assert ours.tokenizer is not None
@@ -58,10 +58,31 @@ def test_the_exported_weights_are_the_best_or_the_last_as_asked(recipe, monkeypa
     stored["last"] = checkpoints.find(last.folder / "checkpoints/last")
     for result, name, step in ((best, "best", 10), (last, "last", 20)):
         assert stored[name].step == step
-        model = hasten.load(result.model_folder)
+        model = hasten.load(result.model_folder, dtype="stored")
         kept = load_file(stored[name].folder / stored[name].files["weights"][0])
         assert torch.equal(model.norm.weight, kept["norm.weight"])
-    assert not torch.equal(hasten.load(best.model_folder).norm.weight, hasten.load(last.model_folder).norm.weight)
+    assert not torch.equal(
+        hasten.load(best.model_folder, dtype="stored").norm.weight,
+        hasten.load(last.model_folder, dtype="stored").norm.weight,
+    )
+
+
+@pytest.mark.parametrize(
+    ("precision", "asked", "dtype"),
+    [
+        ("bfloat16", "auto", torch.bfloat16),
+        ("bfloat16", "float32", torch.float32),
+        ("float32", "auto", torch.float32),
+        ("float32", "float16", torch.float16),
+    ],
+)
+def test_a_model_is_exported_in_the_dtype_that_it_trained_in(precision, asked, dtype, recipe):
+    made = recipe(steps=2, precision=precision, export_dtype=asked)
+    result = train(made, progress=False)
+    assert hasten.load(result.model_folder, dtype="stored").dtype == dtype
+    kept = checkpoints.find(result.folder / "checkpoints/last")
+    assert load_file(kept.folder / kept.files["weights"][0])["norm.weight"].dtype == torch.float32
+    assert json.loads((result.model_folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
@@ -75,7 +96,7 @@ def test_the_half_precisions_train_too(recipe, precision):
 def test_mfu_is_the_flops_of_training_over_the_measured_rate(recipe):
     result = train(recipe(steps=3), progress=False)
     line = read(result.folder / "train.jsonl")[-1]
-    config = hasten.load(result.model_folder).config.padded_to(64)
+    config = hasten.load(result.model_folder, dtype="stored").config.padded_to(64)
     flops = training_flops_per_token(config, 32)
     assert line["mfu"] == pytest.approx(flops * line["tokens_per_second"] / 1e11, rel=0.02, abs=1e-4)
 
@@ -85,7 +106,7 @@ def test_characters_on_a_file(recipe, corpus, tmp_path):
     made = recipe(base, source=str(corpus / "copy.py"), layers=1, hidden_size=32, heads=2, context=16, batch_size=4)
     made = recipe(made, source=str(corpus / "copy.py"), steps=10, compile=False, keep_memory=False, threads=1)
     result = train(made, progress=False)
-    tokenizer = hasten.load(result.model_folder).tokenizer
+    tokenizer = hasten.load(result.model_folder, dtype="stored").tokenizer
     assert tokenizer.decode(tokenizer.encode("def copy(x):")) == "def copy(x):"
     assert len(tokenizer.encode("def copy")) == 8
 
@@ -101,7 +122,7 @@ def test_finetuning_goes_on_from_a_folder_with_its_tokenizer(recipe, tied, pad):
     lines = read(second.folder / "train.jsonl")
     assert lines[0]["loss"] < 1.2 * first.loss
     assert second.best_validation_loss < first.best_validation_loss + 0.05
-    before, after = hasten.load(first.model_folder), hasten.load(second.model_folder)
+    before, after = hasten.load(first.model_folder, dtype="stored"), hasten.load(second.model_folder, dtype="stored")
     assert before.tokenizer.digest == after.tokenizer.digest
     assert (after.head.weight is after.embedding.weight) == tied
     assert not torch.equal(before.norm.weight, after.norm.weight)
@@ -109,7 +130,7 @@ def test_finetuning_goes_on_from_a_folder_with_its_tokenizer(recipe, tied, pad):
 
 
 def test_finetuning_on_a_chat_learns_the_assistants_words_only(recipe, tmp_path):
-    first = train(recipe(name="first", steps=2), progress=False)
+    first = train(recipe(name="first", steps=2, context=160), progress=False)
     config = first.model_folder / "tokenizer_config.json"
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}a:{% generation %}{{ m.content }}{{ eos_token }}"
@@ -132,7 +153,7 @@ def test_finetuning_on_a_chat_learns_the_assistants_words_only(recipe, tmp_path)
         result = train(
             recipe(
                 name="chat", init=str(first.model_folder), source=str(chat), steps=40, separate_documents=True,
-                learning_rate=3e-3,
+                learning_rate=3e-3, context=160,
             ),
             progress=False,
         )  # fmt: skip

@@ -262,7 +262,7 @@ def test_a_run_at_fixed_addresses_stops_and_goes_on_exactly(tiny_recipe, monkeyp
     assert train(own, progress=False, on_step=stop).steps < 10
     lines, result = lines_of(own)
     assert lines == whole
-    assert hasten.load(result.model_folder).dtype == torch.float32
+    assert hasten.load(result.model_folder, dtype="stored").dtype == torch.bfloat16
 
 
 def test_a_loss_that_is_no_number_is_named_by_its_own_step(tiny_recipe, late, monkeypatch):

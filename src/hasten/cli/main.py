@@ -62,9 +62,11 @@ def main(arguments: list[str] | None = None) -> None:
             import tyro
 
             from hasten.cli.options import together
+            from hasten.effects import refuse_ignored
 
             given = [given[0], *together(given[1:], command)]
             parsed: Any = tyro.cli(command, args=given[1:], prog=f"hasten {given[0]}")
+            refuse_ignored(parsed, given[1:], facts=parsed.facts() if hasattr(parsed, "facts") else None)
             if getattr(parsed, "pin", False):  # now, because a command's first import of torch settles it
                 from hasten.machine.threads import pin_threads
 

@@ -1,15 +1,18 @@
 """`--devices auto`: the ranks and the precision of a command that runs a model, by a plan made now."""
 
+from __future__ import annotations
+
 import sys
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hasten.bench.plan import PlanOptions, config_of
 from hasten.cli.options import given, same_fields
 from hasten.distributed import launched
 from hasten.errors import ConfigError
 from hasten.planning.choices import Wanted
-from hasten.training.recipe import Techniques
+
+if TYPE_CHECKING:
+    from hasten.bench.plan import PlanOptions
 
 WANTED = {field.name: field.default for field in fields(Wanted)}
 
@@ -46,6 +49,9 @@ def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
 
 def _options(command: Any) -> PlanOptions:
     """What the command will do, as a plan takes it: prompts are counted at four bytes a token."""
+    from hasten.bench.plan import PlanOptions, config_of
+    from hasten.training.recipe import Techniques
+
     _, config, *_ = config_of(command.model)
     served = hasattr(command, "engine")
     if served:

@@ -9,7 +9,9 @@ import tyro
 
 from hasten.cli.explain import print_kernels
 from hasten.cli.options import LoadOptions, parse
+from hasten.effects import refuse_ignored
 from hasten.errors import ConfigError
+from hasten.training.conditions import facts_of
 from hasten.training.recipe import Recipe
 from hasten.training.recipes import DESCRIPTIONS, RECIPES
 
@@ -80,9 +82,11 @@ def profile(arguments: list[str]) -> None:
     if use not in ("train", "generate", "serve"):
         raise ConfigError(f"hasten profile measures train, generate or serve; found {use!r}")
     if use == "train":
-        made = {name: ProfileTraining(recipe=recipe) for name, recipe in RECIPES.items()}
-        kinds = tyro.extras.subcommand_type_from_defaults(made, descriptions=DESCRIPTIONS, prefix_names=False)
-        tyro.cli(kinds, args=rest, prog="hasten profile train", description=ProfileTraining.__doc__).run()
+        recipes = {name: ProfileTraining(recipe=recipe) for name, recipe in RECIPES.items()}
+        kinds = tyro.extras.subcommand_type_from_defaults(recipes, descriptions=DESCRIPTIONS, prefix_names=False)
+        made: Any = tyro.cli(kinds, args=rest, prog="hasten profile train", description=ProfileTraining.__doc__)
+        refuse_ignored(made, rest, facts=facts_of(made.recipe.run.device))
+        made.run()
         return
     command = parse(ProfileModel, rest, prog=f"hasten profile {use}", description=ProfileModel.__doc__)
     sizes = {"batch": command.batch, "prompt_tokens": command.prompt_tokens}

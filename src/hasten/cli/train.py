@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -11,9 +11,13 @@ import tyro
 from hasten.cli.options import JsonOption, together
 from hasten.cli.train_help import first_screen
 from hasten.distributed import launched
+from hasten.effects import Unless, given_options, refuse_ignored
 from hasten.errors import ConfigError
+from hasten.training.conditions import facts_of
 from hasten.training.recipe import Recipe
-from hasten.training.recipes import DESCRIPTIONS, RECIPES
+from hasten.training.recipes import DESCRIPTIONS, RECIPES, as_asked
+
+TRAINS = Unless("print_config")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,20 +30,21 @@ class Train(JsonOption):
 
     # An empty name takes the word "recipe" out of every flag: --optimizer.learning-rate, not --recipe.optimizer....
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    resume: Literal["auto", "never", "must"] = "auto"
+    resume: Annotated[Literal["auto", "never", "must"], TRAINS] = "auto"
     """auto: go on from the run's last checkpoint where there is one; never: start over; must: insist on one."""
     print_config: bool = False
     """Print the recipe as JSON and end."""
-    processes: int = 0
+    processes: Annotated[int, TRAINS] = 0
     """Train in so many processes of this machine, which share the work as --parallel says (0: in this one)."""
-    max_restarts: int = 0
+    max_restarts: Annotated[int, TRAINS] = 0
     """With --processes: start all of them again, so many times, when one has died."""
-    progress: bool = True
+    progress: Annotated[bool, TRAINS] = True
     """Show the progress on standard error: a bar, or a line about every 30 seconds where it is no terminal."""
 
     def run(self) -> None:
         if self.print_config:
-            print(json.dumps(self.recipe.to_json(), indent=2))
+            if self.write(self.recipe.to_json()):
+                print(json.dumps(self.recipe.to_json(), indent=2))
             return
 
         from hasten.training.session import train
@@ -71,6 +76,8 @@ class Train(JsonOption):
             description="Train a recipe. `hasten train RECIPE --help` has what people use, `--help-all` every field.",
             args=argv,
         )
+        refuse_ignored(command, argv, facts=facts_of(command.recipe.run.device))
+        command = replace(command, recipe=as_asked(command.recipe, given_options(argv, Recipe)))
         if command.max_restarts and not command.processes and not launched():
             raise ConfigError("--max-restarts goes with --processes; torchrun has an option of its own")
         if command.processes and not command.print_config and not launched():

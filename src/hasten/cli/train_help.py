@@ -9,7 +9,7 @@ from hasten.training.recipes import DESCRIPTIONS
 # flag -> (the field it sets, None for one of the command's own, and what it does)
 USUAL: dict[str, tuple[str | None, str]] = {
     "--minutes": ("run.minutes", "about how long training lasts"),
-    "--steps": ("run.steps", "the run ends at the first of both"),
+    "--steps": ("run.steps", "instead of minutes or epochs"),
     "--name": ("name", "of the run: its folder is runs/NAME"),
     "--init": ("init", "a model folder or hub id to go on from"),
     "--data.source": ("data.source", "a file, folder, glob or hf:owner/name"),

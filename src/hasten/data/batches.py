@@ -1,8 +1,9 @@
 """Batches for training and evaluation: packed windows of tokens, each a pure function of its position.
 
-A split is one long ring of tokens, documents back to back. An epoch cuts it into windows of `sequence_length` tokens,
-from an offset that changes with the epoch, and visits them in a shuffled order. No state is carried from batch to
-batch: batch number 1,000 is computed without the 999 before it. So resuming is exact and workers cannot change it.
+A split of texts is one long ring of tokens, documents back to back. An epoch cuts it into windows of `sequence_length`
+tokens, from an offset that changes with the epoch, and visits them in a shuffled order. A split with conversations has
+windows of whole ones (`packing.py`), the same in every epoch. No state is carried from batch to batch: batch number
+1,000 is computed without the 999 before it. So resuming is exact and workers cannot change it.
 """
 
 from collections import deque
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from hasten.data.packing import Packing, pack
 from hasten.data.permutation import Permutation, mix
 from hasten.data.shards import TokenSplit
 from hasten.errors import ConfigError, DataError
@@ -57,8 +59,8 @@ class Batches:
     In that list every `windows` rows are one epoch: each window once. Ranks therefore never share a row, and with
     the same B·W the data is the same for any number of ranks (in another order of rows).
 
-    split: the tokens; at least sequence_length + 1 of them. workers: threads that prepare batches ahead (reading mapped
-    files lets go of the interpreter); 0 makes each batch when it is asked for. shuffle=False: windows in order.
+    split: the tokens; of texts at least sequence_length + 1. workers: threads that prepare batches ahead (reading
+    mapped files lets go of the interpreter); 0 makes each batch when it is asked for. shuffle=False: windows in order.
     Raises DataError for a split shorter than one window, ConfigError for numbers that cannot work.
     """
 
@@ -72,32 +74,41 @@ class Batches:
     workers: int = 0
     shuffle: bool = True
     windows: int = field(init=False)  # of one epoch; the ring gives every window its last target
+    packing: Packing | None = field(init=False)  # of a split with conversations
 
     def __post_init__(self) -> None:
-        _check_sizes(self.split, batch_size=self.batch_size, sequence_length=self.sequence_length)
+        _check_sizes(batch_size=self.batch_size, sequence_length=self.sequence_length)
+        if self.split.weights is None:
+            _check_length(self.split, self.sequence_length)
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank {self.rank} of {self.world_size} does not exist; ranks count from 0")
         if self.workers < 0:
             raise ConfigError(f"workers is {self.workers}; give 0 or more")
-        self.windows = len(self.split) // self.sequence_length
+        packed = self.split.weights is not None
+        self.packing = pack(self.split, length=self.sequence_length) if packed else None
+        self.windows = len(self.split) // self.sequence_length if self.packing is None else len(self.packing.starts)
 
-    def window_start(self, row: int) -> int:
-        """Where in the split row number `row` of the endless list begins."""
+    def window(self, row: int) -> tuple[int, int]:
+        """Where in the split row number `row` of the endless list begins, and how many tokens it has."""
         epoch, index = divmod(row, self.windows)
+        if self.packing is not None:
+            index = Permutation(self.windows, mix(self.seed, epoch, 2))[index] if self.shuffle else index
+            return int(self.packing.starts[index]), int(self.packing.counts[index])
+        whole = self.sequence_length + 1
         if not self.shuffle:
-            return index * self.sequence_length
+            return index * self.sequence_length, whole
         # The offset moves the windows' borders, and the few tokens that no window of this epoch covers.
         offset = mix(self.seed, epoch, 1) % len(self.split)
         window = Permutation(self.windows, mix(self.seed, epoch, 2))[index]
-        return (offset + window * self.sequence_length) % len(self.split)
+        return (offset + window * self.sequence_length) % len(self.split), whole
 
     def batch(self, position: int) -> Batch:
         """Batch number `position` (from 0): depends on nothing but the arguments of this object and `position`."""
         if position < 0:
             raise ConfigError(f"position is {position}; batches count from 0")
         first = (position * self.world_size + self.rank) * self.batch_size
-        starts = [self.window_start(first + row) for row in range(self.batch_size)]
-        return _assemble(self.split, starts, length=self.sequence_length)
+        windows = [self.window(first + row) for row in range(self.batch_size)]
+        return _assemble(self.split, windows, length=self.sequence_length)
 
     def iterate(self, start: int = 0) -> Iterator[tuple[int, Batch]]:
         """(position, batch) from `start` on, without end. Closing the iterator ends the workers."""
@@ -118,45 +129,60 @@ class Batches:
 def evaluation_windows(split: TokenSplit, *, batch_size: int, sequence_length: int) -> Iterator[Batch]:
     """The split once, in order, in windows that do not overlap: every token but the very first is a target once.
 
-    All batches are (batch_size, sequence_length), so that a compiled model sees one shape; what fills the last one up
-    has the target -100. Raises DataError for a split shorter than one window.
+    Of conversations, as they are packed. All batches are (batch_size, sequence_length), so that a compiled model sees
+    one shape; what fills the last one up, or all of a short split, has the target -100. Raises DataError for a split
+    without two tokens, or without an answer that fits.
     """
-    _check_sizes(split, batch_size=batch_size, sequence_length=sequence_length)
-    starts = range(0, len(split) - 1, sequence_length)
-    for first in range(0, len(starts), batch_size):
-        own = starts[first : first + batch_size]
-        yield _assemble(split, own, length=sequence_length, ring=False, rows=batch_size)
+    _check_sizes(batch_size=batch_size, sequence_length=sequence_length)
+    for first in range(0, len(windows := evaluated(split, sequence_length=sequence_length)), batch_size):
+        own = windows[first : first + batch_size]
+        yield _assemble(split, own, length=sequence_length, rows=batch_size)
 
 
-def _check_sizes(split: TokenSplit, *, batch_size: int, sequence_length: int) -> None:
+def evaluated(split: TokenSplit, *, sequence_length: int) -> list[tuple[int, int]]:
+    """The windows of `evaluation_windows`: the first token of each, and how many it has."""
+    if split.weights is not None:
+        packing = pack(split, length=sequence_length)
+        return list(zip(packing.starts.tolist(), packing.counts.tolist(), strict=True))
+    if len(split) < 2:
+        raise DataError(
+            f"the {split.name} split has {len(split):,} tokens, and a loss takes two; give more text, or a larger "
+            "validation_fraction (0: no validation)"
+        )
+    return [(at, min(sequence_length + 1, len(split) - at)) for at in range(0, len(split) - 1, sequence_length)]
+
+
+def _check_sizes(*, batch_size: int, sequence_length: int) -> None:
     if batch_size < 1 or sequence_length < 1:
         raise ConfigError(f"batch_size {batch_size} and sequence_length {sequence_length} must both be at least 1")
+
+
+def _check_length(split: TokenSplit, sequence_length: int) -> None:
     if len(split) < sequence_length + 1:
-        larger = ", a larger validation_fraction (0: no validation)" if split.name == "validation" else ""
         raise DataError(
             f"the {split.name} split has {len(split):,} tokens ({split.documents:,} documents), and one window of "
-            f"sequence_length {sequence_length:,} takes {sequence_length + 1:,}; give more text{larger} or a shorter "
-            "sequence_length (hasten train: --data.context)"
+            f"sequence_length {sequence_length:,} takes {sequence_length + 1:,}; give more text or a shorter "
+            f"sequence_length (hasten train: --data.context, at most {len(split) - 1:,})"
         )
 
 
-def _assemble(
-    split: TokenSplit, starts: Sequence[int], *, length: int, ring: bool = True, rows: int | None = None
-) -> Batch:
+def _assemble(split: TokenSplit, windows: Sequence[tuple[int, int]], *, length: int, rows: int | None = None) -> Batch:
+    """A row of each window: where it begins, and how many tokens it has; behind them nothing is to be predicted."""
     import torch
 
-    rows = len(starts) if rows is None else rows
+    rows = len(windows) if rows is None else rows
     tokens = np.zeros((rows, length + 1), np.int64)
     targets = np.full((rows, length), IGNORED, np.int64)
     documents = np.zeros((rows, length), np.int64)
-    for row, start in enumerate(starts):
-        count = length + 1 if ring else min(length + 1, len(split) - start)
-        tokens[row, :count] = _read(split.tokens, start, count)
-        targets[row, : count - 1] = tokens[row, 1:count]
+    for row, (start, size) in enumerate(windows):
+        tokens[row, :size] = _read(split.tokens, start, size)
+        targets[row, : size - 1] = tokens[row, 1:size]
         if split.weights is not None:
-            learned = _read(split.weights, start, count)[1:] != 0
-            targets[row, : count - 1][~learned] = IGNORED
-        documents[row] = split.document_numbers(start, length)
+            learned = _read(split.weights, start, size)[1:] != 0
+            targets[row, : size - 1][~learned] = IGNORED
+        there = min(size, length)
+        documents[row, :there] = split.document_numbers(start, there)
+        documents[row, there:] = documents[row, there - 1] + 1
     return Batch(
         inputs=torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])),
         targets=torch.from_numpy(targets),

@@ -8,9 +8,8 @@ say). Then each of the assistant's turns becomes a document of its own, rendered
 on that turn only: again what the model sees and has to produce. A template for which even this fails is an error.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hasten.data.documents import Conversation
 from hasten.errors import DataError, HastenError
@@ -32,11 +31,14 @@ class RenderedChat:
 
 def render(conversation: Conversation, *, tokenizer: Tokenizer) -> list[RenderedChat]:
     """One document, or one for each of the assistant's turns (see above). Raises DataError naming the conversation."""
-    messages = conversation.messages
-    name = conversation.name
-    whole = _render(messages, tokenizer=tokenizer, name=name, prompt=False)
+    messages, name = conversation.messages, conversation.name
+    whole = _render(conversation, len(messages), tokenizer=tokenizer, prompt=False)
+    for tool in conversation.tools or ():
+        called = (tool.get("function") or tool).get("name")
+        if isinstance(called, str) and called not in whole:
+            raise DataError(f"{name}: the chat template does not show the tool {called!r}; use one that knows tools")
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    rendered = [_turn(messages, number, tokenizer=tokenizer, name=name) for number in turns]
+    rendered = [_turn(conversation, number, tokenizer=tokenizer) for number in turns]
     finished = turns[-1] == len(messages) - 1
     if all(whole.startswith(text) for text, _ in rendered):
         return [RenderedChat(name, whole, tuple((start, len(text)) for text, start in rendered), finished)]
@@ -46,15 +48,22 @@ def render(conversation: Conversation, *, tokenizer: Tokenizer) -> list[Rendered
     ]
 
 
-def _turn(messages: Sequence[Mapping[str, Any]], number: int, *, tokenizer: Tokenizer, name: str) -> tuple[str, int]:
+def _turn(conversation: Conversation, number: int, *, tokenizer: Tokenizer) -> tuple[str, int]:
     """The conversation up to and with the assistant's turn `number`, and where that turn begins."""
-    text = _render(messages[: number + 1], tokenizer=tokenizer, name=name, prompt=False)
+    message, name = conversation.messages[number], conversation.name
+    text = _render(conversation, number + 1, tokenizer=tokenizer, prompt=False)
     if number == 0:  # nothing before it: templates do not render an empty list, so its words are looked for
-        content = messages[0]["content"]
-        start = text.find(content.strip()) if isinstance(content, str) else -1
+        content = message["content"].strip()
+        start = text.find(content) if content else -1
     else:
-        before = _render(messages[:number], tokenizer=tokenizer, name=name, prompt=True)
+        before = _render(conversation, number, tokenizer=tokenizer, prompt=True)
         start = len(before) if text.startswith(before) else -1
+    for call in message.get("tool_calls", ()):
+        if call["function"]["name"] not in text[max(start, 0) :]:
+            raise DataError(
+                f"{name}: the chat template does not write the call of {call['function']['name']!r} in "
+                f"messages[{number}]; use a template that knows tool calls"
+            )
     if start < 0:
         raise DataError(
             f"{name}: the chat template does not continue its own generation prompt for messages[{number}], so the "
@@ -64,11 +73,13 @@ def _turn(messages: Sequence[Mapping[str, Any]], number: int, *, tokenizer: Toke
     return text, start
 
 
-def _render(messages: Sequence[Mapping[str, Any]], *, tokenizer: Tokenizer, name: str, prompt: bool) -> str:
+def _render(conversation: Conversation, count: int, *, tokenizer: Tokenizer, prompt: bool) -> str:
+    """The first `count` messages."""
+    messages, tools = conversation.messages[:count], conversation.tools
     try:
-        return tokenizer.render_chat(messages, add_generation_prompt=prompt)
+        return tokenizer.render_chat(messages, add_generation_prompt=prompt, tools=tools)
     except HastenError as error:
-        raise DataError(f"{name}: {error}") from error
+        raise DataError(f"{conversation.name}: {error}") from error
 
 
 def encode_chats(chats: Sequence[RenderedChat], *, tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:

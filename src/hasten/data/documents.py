@@ -23,10 +23,14 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A chat: messages of {"role", "content", ...}, in order. `name` says file and line, as errors do."""
+    """A chat: messages of {"role", "content", ...}, in order. `name` says file and line, as errors do.
+
+    tools: JSON schemas of the functions that its assistant may call.
+    """
 
     name: str
     messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] | None = None
 
 
 Item = Document | Conversation

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 
+from hasten.data.conversations import chat_kind
 from hasten.data.documents import Item, Source
 from hasten.data.readers import items_of_record, no_text
 from hasten.errors import DataError, ResourceError
@@ -28,7 +29,7 @@ def hub_source(source: str, *, text_field: str) -> Source:
             f"{source}: the data set cannot be loaded ({type(error).__name__}: {error}); check the name, the split "
             "(hf:owner/name:split) and the network"
         ) from error
-    if text_field not in rows.column_names and "messages" not in rows.column_names:
+    if text_field not in rows.column_names and chat_kind(rows.column_names) is None:
         raise no_text(source, f"column {text_field!r}", rows.column_names)
 
     def items() -> Iterator[Item]:

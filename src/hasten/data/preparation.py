@@ -18,9 +18,10 @@ from hasten.data.splits import SplitPlan, plan_split
 from hasten.data.token_data import FORMAT_VERSION, MANIFEST_FILE, TOKENIZER_FOLDER, TokenData
 from hasten.data.tokenizers import train_bpe, train_characters
 from hasten.errors import ConfigError, DataError, ResourceError
-from hasten.machine.caches import cache_folder
+from hasten.machine.caches import cache_folder, find_cached
 from hasten.machine.files import locked, save_json
 from hasten.machine.progress import byte_counter
+from hasten.model.load import open_checkpoint
 from hasten.model.tokenizer import Tokenizer
 
 TokenizerKind = Literal["bpe", "character"]
@@ -64,7 +65,7 @@ def prepare(
 
     source: `stdlib`, a file, a folder, a glob (.txt, .py, .md, .jsonl, .parquet; a .jsonl line or parquet row with
     `messages` is a chat), or a Hugging Face data set (`hf:owner/name[:split]`).
-    tokenizer: a folder with a tokenizer; without it one of `tokenizer_kind` is trained on the training split
+    tokenizer: a folder with one, or a GGUF file; without it one of `tokenizer_kind` is trained on the training split
     (vocab_size: for "bpe"). validation_fraction: the share of documents that is held out, by a hash of name and seed.
     folder: the cache folder. text_field: the field of .jsonl and parquet rows. limit_bytes: take the first documents
     of the source up to this many bytes. progress: bars on standard error.
@@ -88,8 +89,10 @@ def prepare(
     }
     job = _Job(corpus, corpus.fingerprint(), settings, given, tokenizer_kind, vocab_size, progress)
     key = json.dumps([FORMAT_VERSION, job.fingerprint, settings], sort_keys=True)
-    home = cache_folder("data") if folder is None else Path(folder)
-    target = home / hashlib.sha256(key.encode()).hexdigest()[:24]
+    name = hashlib.sha256(key.encode()).hexdigest()[:24]
+    there = find_cached("data", name) if folder is None else None
+    home = there.parent if there is not None and _is_there(there) else Path(folder or cache_folder("data"))
+    target = home / name
     try:
         if not _is_there(target):
             _make_alone(job, target)
@@ -110,7 +113,7 @@ def _check(kind: str, *, validation_fraction: float) -> None:
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:
-    found = Tokenizer.from_folder(folder)
+    found = open_checkpoint(folder).tokenizer if folder.is_file() else Tokenizer.from_folder(folder)
     if found is None:
         raise DataError(f"{folder}: has no tokenizer (tokenizer.json, or vocab.json + merges.txt); name another folder")
     return found

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hasten.data.documents import Conversation, Document, Item
+from hasten.data.conversations import CHAT_FIELDS, KNOWN, chat_kind, check_unicode, conversation
+from hasten.data.documents import Document, Item
 from hasten.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".py", ".md")
-RECORD_SUFFIXES = (".jsonl", ".parquet")
+RECORD_SUFFIXES = (".jsonl", ".json", ".parquet")
+USUAL_FIELD = "text"
 _BLOCK_BYTES = 1 << 20
 
 
@@ -25,10 +27,12 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_items(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
-    """The documents of one file, in order. A text file is one document, a .jsonl line or a parquet row is one each."""
+    """The documents of one file, in order: a text file is one, each line, row or object of a file of records is one."""
     match path.suffix.lower():
         case ".jsonl":
             yield from _read_jsonl(path, name=name, text_field=text_field)
+        case ".json":
+            yield from _read_json(path, name=name, text_field=text_field)
         case ".parquet":
             yield from _read_parquet(path, name=name, text_field=text_field)
         case _:
@@ -66,13 +70,14 @@ def read_text(path: Path) -> Iterator[str]:
 
 
 def items_of_record(record: Mapping[str, Any], *, name: str, text_field: str) -> Iterator[Item]:
-    """A row as a conversation (it has `messages`) or as a text; nothing where the text is empty.
+    """A row as a conversation (`hasten.data.conversations`) or as a text; nothing where the text is empty.
 
-    The `messages` win over the text field: data sets that have both keep in the text field what they rendered with
-    another model's template.
+    A conversation wins over the text field: data sets that have both keep in the text field what they rendered with
+    another model's template. A text field that was named wins over all but `messages`.
     """
-    if record.get("messages") is not None:
-        yield Conversation(name, _checked_messages(record["messages"], name=name))
+    named = text_field != USUAL_FIELD and text_field in record
+    if (record.get("messages") is not None or not named) and (found := conversation(record, name=name)) is not None:
+        yield found
         return
     if text_field not in record:
         raise no_text(name, f"field {text_field!r}", sorted(map(str, record)))
@@ -80,58 +85,68 @@ def items_of_record(record: Mapping[str, Any], *, name: str, text_field: str) ->
     if text is not None and not isinstance(text, str):
         raise DataError(f"{name}: the field {text_field!r} is a {type(text).__name__}, expected text")
     if text:
-        _check_unicode(text, name=name)
+        check_unicode(text, name=name)
         yield Document.of_text(name, text)
 
 
 def no_text(where: object, wanted: str, found: Iterable[str]) -> DataError:
     """The error for rows that have neither the field or column that is wanted nor messages."""
     return DataError(
-        f"{where}: has no {wanted} (found: {', '.join(found) or 'nothing'}); name the right one with text_field, or "
-        "give 'messages' for a chat"
+        f"{where}: has no {wanted} (found: {', '.join(found) or 'nothing'}); name the right one with text_field "
+        f"(hasten train: --data.text-field), or give {KNOWN}"
     )
-
-
-def _checked_messages(messages: object, *, name: str) -> tuple[Mapping[str, Any], ...]:
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{name}: 'messages' must be a list with at least one message, found {messages!r:.60}")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise DataError(
-                f"{name}: messages[{number}] must be an object with 'role' and 'content', found {message!r:.60}"
-            )
-        if isinstance(message["content"], str):
-            _check_unicode(message["content"], name=name)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{name}: no message has the role 'assistant', so there is nothing to learn; leave it out")
-    return tuple(messages)
-
-
-def _check_unicode(text: str, *, name: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{name}: has half a surrogate pair at character {error.start}, which is not Unicode text; mend the source"
-        ) from error
 
 
 def _read_jsonl(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
     with reading(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
+            if not line.strip(b"\xef\xbb\xbf \t\r\n"):
                 continue
             where = f"{name}:{number}"
             try:
                 record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}, line {number}: is not JSON ({error}); mend or remove the line") from error
+                raise DataError(f"{path}, line {number}: is not JSON ({error}); repair or remove the line") from error
             if not isinstance(record, dict):
                 raise DataError(f"{path}, line {number}: is {line[:40]!r}, expected a JSON object {{...}}")
             try:
                 yield from items_of_record(record, name=where, text_field=text_field)
             except DataError as error:
                 raise DataError(f"{path}, line {number}: {str(error).removeprefix(where + ': ')}") from error
+
+
+def _read_json(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
+    """A list of objects, or an object on each line. Raises DataError for anything else, with what it begins with."""
+    with reading(path), path.open("rb") as file:
+        begin = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
+    if begin[:1] == b"{" and not _is_one_object(path):
+        yield from _read_jsonl(path, name=name, text_field=text_field)
+        return
+    try:
+        with reading(path):
+            records = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: is not JSON ({error}); repair it, or name a text file") from error
+    if not isinstance(records, list):
+        found = (
+            f"an object with {', '.join(map(repr, records)):.60}" if isinstance(records, dict) else f"{records!r:.40}"
+        )
+        raise DataError(f"{path}: is {found}; expected a list of objects [{{...}}, ...], or an object on each line")
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict):
+            raise DataError(f"{path}, item {number}: is {record!r:.40}, expected an object {{...}}")
+        yield from items_of_record(record, name=f"{name}:{number}", text_field=text_field)
+
+
+def _is_one_object(path: Path) -> bool:
+    """Whether a file that begins with an object has it on several lines, and so is no file of JSON lines."""
+    with reading(path), path.open("rb") as file:
+        line = next((line for line in file if line.strip(codecs.BOM_UTF8 + b" \t\r\n")), b"")
+    try:
+        json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _read_parquet(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
@@ -141,8 +156,10 @@ def _read_parquet(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
     row = 0
     try:
         with reading(path), ParquetFile(path) as file:
-            columns = [column for column in (text_field, "messages") if column in file.schema_arrow.names]
-            if not columns:
+            columns = [
+                column for column in {text_field: 0} | dict.fromkeys(CHAT_FIELDS) if column in file.schema_arrow.names
+            ]
+            if text_field not in columns and chat_kind(columns) is None:
                 raise no_text(path, f"column {text_field!r}", file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=256, columns=columns):
                 for record in batch.to_pylist():

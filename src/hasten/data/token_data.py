@@ -11,7 +11,7 @@ from hasten.data.shards import TokenSplit, open_split, remedy
 from hasten.errors import DataError
 from hasten.model.tokenizer import Tokenizer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: .json holds records, conversations come in more forms
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
 

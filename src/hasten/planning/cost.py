@@ -146,5 +146,5 @@ def _weights_read(config: ModelConfig, tokens: int) -> float:
 def _keys_read(config: ModelConfig, context: int) -> Iterator[int]:
     reach = None if config.attention_pattern is None else config.attention_pattern.reach
     for layer in config.layers:
-        window = reach if layer.window is None else layer.window
+        window = min(filter(None, (reach, layer.window)), default=None)
         yield context if window is None else min(window, context)

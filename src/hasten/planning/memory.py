@@ -53,10 +53,12 @@ class Memory:
     def require(self, what: str, free: int, device: object, *, remedy: str) -> None:
         """Raise ResourceError, with the parts and what to do, where the peak is more than `free` bytes."""
         if self.peak > free:
-            listed = ", ".join(f"{size / 1e9:.1f} GB {part}" for part, size in self.at_peak.items())
+            digits = 1 if self.peak >= 1e9 else 2
+            counted = {part: size for part, size in self.at_peak.items() if size >= 10**-digits * 5e8}
+            listed = ", ".join(f"{size / 1e9:.{digits}f} GB {part}" for part, size in counted.items())
             raise ResourceError(
-                f"{what} needs about {self.peak / 1e9:.1f} GB on {device} ({listed}) and {free / 1e9:.1f} GB are free; "
-                f"{remedy}"
+                f"{what} needs about {self.peak / 1e9:.{digits}f} GB on {device} ({listed}) and "
+                f"{free / 1e9:.{digits}f} GB are free; {remedy}"
             )
 
 

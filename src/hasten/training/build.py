@@ -32,6 +32,7 @@ from hasten.training.allocator import keep_freed_memory
 from hasten.training.capture import CapturedStep
 from hasten.training.fp8_model import Fp8Model
 from hasten.training.optimizers import make_optimizer
+from hasten.training.patterns import give_pattern
 from hasten.training.precision import Precision
 from hasten.training.qat import round_while_training
 from hasten.training.recipe import Lora, Parallel, Recipe, Shape
@@ -91,14 +92,15 @@ def pretrained_model(source: str, recipe: Recipe, *, device: torch.device) -> Tr
     from hasten.model.load import load
 
     frozen = recipe.lora.rank is not None
-    model = load(source, dtype=recipe.lora.base if frozen else "float32", device=str(device))
+    model = load(source, dtype=recipe.lora.base.replace("auto", "stored") if frozen else "float32", device=str(device))
     if model.quantization and not frozen:
         raise ConfigError(
             f"{source} is quantized, and such weights are not trained: train an adapter beside them (--lora.rank 16), "
-            "or go on from the model that they were made of"
+            f"or all of its weights after hasten export {source} DIR --dequantize (then --init DIR)"
         )
     for parameter in () if frozen else model.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    give_pattern(model, recipe.model)
     set_dropout(model, recipe.dropout)
     return model
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from hasten.data import Batch, Batches, TokenSplit, evaluation_windows
+from hasten.data.batches import evaluated
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.training.step import IGNORED, TrainStep
 
@@ -28,7 +29,7 @@ class Validation:
         self.rows = slice(ranks.reader * own, (ranks.reader + 1) * own)
         self.batch_size = batch_size
         self.sequence_length = sequence_length
-        whole = math.ceil((len(split) - 1) / sequence_length / batch_size)
+        whole = math.ceil(len(evaluated(split, sequence_length=sequence_length)) / batch_size)
         self.whole = whole <= batches
         self.batches = min(whole, batches)
         next(iter(self._batches()), None)  # complain now, not after hours of training
@@ -47,12 +48,13 @@ class Validation:
         """The mean over all targets, in the step's precision, without dropout."""
         total = torch.zeros((), dtype=torch.float64, device=step.device)
         targets = torch.zeros((), dtype=torch.int64)
+        trained = step.model.training
         step.model.eval()
         with torch.no_grad():
             for batch in self._batches():
                 own = batch.only(self.rows)
                 targets += (own.targets != IGNORED).sum()
                 total += step.loss(own.to(step.device, non_blocking=True)).double()
-        step.model.train()
+        step.model.train(trained)
         step.where.rest()
         return step.ranks.sum(total).item() / max(1, int(step.ranks.sum(targets)))

@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from hasten.errors import TrainingError
@@ -60,6 +60,9 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.device, self.ranks = self.setup.step.device, self.setup.step.ranks
+        # While minutes become a number of steps, the warm-up has begun: it stays as long as it is.
+        timed, schedule = self.recipe.run.minutes is not None, self.recipe.schedule
+        self.schedule = replace(schedule, warmup_share=1.0) if timed else schedule
         self.step_seconds: list[float] = []
         self._start = time.perf_counter() - self.state.seconds
         self._queued: deque[Queued] = deque()
@@ -83,7 +86,7 @@ class Loop:
                 random = RandomState.capture(self.device)
                 started = time.perf_counter()
                 rate = learning_rate(
-                    self.recipe.schedule,
+                    self.schedule,
                     peak=self.recipe.optimizer.learning_rate,
                     step=step,
                     total=state.total,
@@ -254,7 +257,7 @@ class Loop:
         if total == state.total:
             return
         if state.step >= self.recipe.schedule.warmup_steps:
-            now = factor(self.recipe.schedule, step=state.step, total=state.total, decay_start=state.bend)
+            now = factor(self.schedule, step=state.step, total=state.total, decay_start=state.bend)
             state.bend = (state.step, now)
         self.progress.note(
             f"the machine has become slower: {total:,} steps instead of {state.total:,}, to end in about "

@@ -13,6 +13,7 @@ from hasten.model.load import open_checkpoint
 from hasten.ops.loss import KERNELS, LossRequest, rows_of_a_chunk
 from hasten.ops.picker import pick
 from hasten.planning.cost import matrices, parameters
+from hasten.planning.held import held_bytes
 from hasten.planning.memory import (
     ITEMSIZE,
     InferenceUse,
@@ -87,8 +88,7 @@ def _teacher_bytes(source: str, use: TrainingUse) -> int:
 def _teacher_facts(path: Path, _changed: int) -> tuple[ModelConfig, int]:
     """Its config, and its size where it is quantized."""
     source = open_checkpoint(path)
-    files = [path] if path.is_file() else path.glob("*.safetensors")
-    return source.config, 0 if source.quantized is None else sum(file.stat().st_size for file in files)
+    return source.config, 0 if source.quantized is None else held_bytes(source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +106,13 @@ class Room:
     def here(
         cls, config: ModelConfig, recipe: Recipe, device: torch.device, *, init: Path | None, ranks: Ranks
     ) -> "Room":
-        """init: the model's folder."""
+        """init: the model's folder, or its GGUF file."""
         free = available_memory(device)
         if device.type == "cpu":  # all of this machine's processes take from the same
             free //= ranks.local_size
         if recipe.run.fit:
             free = int(ranks.of_first(free))  # what is decided by it is the same for all
-        base = None if init is None else sum(path.stat().st_size for path in init.glob("*.safetensors"))
+        base = None if init is None else held_bytes(open_checkpoint(init))
         return cls(config=config, recipe=recipe, device=device, ranks=ranks, base=base, free=free)
 
     def memory(self, **data: int) -> Memory:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,14 +21,13 @@ def wrong_together(recipe: Recipe) -> Iterator[str]:
     positions = recipe.model.max_positions
     if recipe.init is None and positions is not None and positions < data.context:
         yield f"model.max_positions is {positions} and data.context {data.context}: it must be at least as much"
-    for name, part, needed in (("lora", recipe.lora, "rank"), ("diloco", recipe.diloco, "sync_every")):
-        changed = [one.name for one in fields(part) if getattr(part, one.name) != one.default]
-        if changed and getattr(part, needed) is None:
-            yield f"{name}.{changed[0]} goes with {name}.{needed}, which is not set; give that too"
-    if recipe.optimizer.freeze_after is not None and not recipe.optimizer.kind.startswith("onebit"):
-        yield f"optimizer.freeze_after is for one-bit optimizers; optimizer.kind is {recipe.optimizer.kind}"
     if recipe.lora.rank is not None and (recipe.init is None or not recipe.lora.targets):
         yield "lora.rank goes with a model to start from (--init) and with targets (lora.targets)"
+    if recipe.lora.rank is not None and recipe.model.attention_pattern is not None and recipe.qat.bits is None:
+        yield (
+            "model.attention_pattern is kept in a model's config.json, and lora.rank writes an adapter alone; train "
+            "all weights (leave lora.rank out), or train an adapter of a model that has the pattern"
+        )
     if recipe.lora.rank is not None and recipe.qat.bits is not None and recipe.lora.dropout:
         yield "qat.bits rounds the adapter with the weights, so it cannot be dropped alone; set lora.dropout 0"
     yield from _wrong_rounding(recipe.qat)
@@ -57,8 +55,8 @@ def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
         yield "lora.rank and qat.bits train float32 weights; set parallel.policy float32-weights"
     if rounded and parallel.zero:
         yield "qat.bits rounds whole matrices, of which parallel.zero leaves each process a share; set parallel.zero 0"
-    if parallel.zero == 0 and (parallel.replicas > 1 or parallel.offload == "all" or parallel.prefetch):
-        yield "parallel.replicas, prefetch and offload all are of shared weights; set parallel.zero to 1, 2 or 3"
+    if parallel.zero == 0 and parallel.offload == "all":
+        yield "parallel.offload all is of shared weights; set parallel.zero to 1, 2 or 3"
     if parallel.tensor > 1:
         yield from _wrong_split(recipe)
     if parallel.policy == "float32-masters" and recipe.techniques.precision in ("auto", "float32"):
@@ -88,8 +86,6 @@ def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
 
 def _wrong_split(recipe: Recipe) -> Iterator[str]:
     degree = recipe.parallel.tensor
-    if not recipe.parallel.zero:
-        yield "parallel.tensor splits what FSDP2 holds; set parallel.zero to 1, 2 or 3"
     if recipe.data.context % degree:
         yield f"parallel.tensor is {degree}, which data.context ({recipe.data.context}) is no multiple of"
     if recipe.optimizer.kind == "muon":
@@ -108,10 +104,6 @@ def _wrong_rounding(qat: Qat) -> Iterator[str]:
             yield f"qat.start_bits is {qat.start_bits}; it must be above qat.bits ({qat.bits}) and at most 16"
         if qat.learned_scales:
             yield "qat.start_bits changes the levels, which learned scales cannot follow; give --qat.no-learned-scales"
-    if qat.eigenvalue_steps and qat.start_bits is None:
-        yield "qat.eigenvalue_steps stretches the periods in which bits fall; give qat.start_bits, too"
-    if qat.bits is None and (qat.start_bits is not None or qat.stochastic):
-        yield "qat.start_bits and qat.stochastic say how training rounds to qat.bits; give that too"
     if qat.init is not None and (qat.bits not in (3, 4) or not qat.learned_scales):
         yield "qat.init says where learned scales of 4 or 3 bits begin; give qat.bits 4 or 3, and leave them learned"
     if qat.bits is not None and qat.stochastic and qat.learned_scales:

@@ -1,11 +1,15 @@
 """The recipes that come with hasten. Importing this does not import torch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hasten.training.recipe import Data, Optimizer, OptimizerName, Recipe, Run, Schedule, Shape, Techniques
 
 # Stands where --init has to be given.
 INIT_MISSING = "MODEL"
+MOST_WARMUP = 0.1  # of a run that is shorter than the recipe's
+LIMITS = ("steps", "epochs", "minutes")  # of a run
 
 # About 10 M parameters for a few minutes on two cores: a million tokens or so, far too few to fill it. So: wide and
 # shallow (few large matrix products run faster, and learn no worse at this length), small steps (their number counts
@@ -15,7 +19,7 @@ DEMO = Recipe(
     model=Shape(layers=3, hidden_size=512, heads=8, feed_forward=1152),
     data=Data(source="stdlib", vocab_size=4096, context=256, batch_size=2),
     optimizer=Optimizer(learning_rate=8e-4),
-    schedule=Schedule(kind="wsd", warmup_steps=30, final_fraction=0.0, decay_fraction=0.4),
+    schedule=Schedule(kind="wsd", warmup_steps=30, warmup_share=MOST_WARMUP, final_fraction=0.0, decay_fraction=0.4),
     run=Run(minutes=3.5, validate_every=250, validation_batches=40, checkpoint_every=250),
 )
 
@@ -64,7 +68,7 @@ CODE = Recipe(
     model=Shape(layers=6, hidden_size=512, heads=8, feed_forward=1536),
     data=Data(source="packages", vocab_size=8192, context=512, batch_size=8),
     optimizer=Optimizer(kind="muon", learning_rate=1e-3),
-    schedule=Schedule(kind="wsd", warmup_steps=100, final_fraction=0.0, decay_fraction=0.3),
+    schedule=Schedule(kind="wsd", warmup_steps=100, warmup_share=MOST_WARMUP, final_fraction=0.0, decay_fraction=0.3),
     run=Run(steps=1500, validate_every=500, validation_batches=40, checkpoint_every=500),
 )
 # What drafts for it: the same text and vocabulary.
@@ -77,7 +81,7 @@ CODE_DEEP = replace(
     name="code-45m",
     init=INIT_MISSING,
     optimizer=replace(CODE.optimizer, learning_rate=5e-4),
-    schedule=Schedule(kind="wsd", warmup_steps=20, final_fraction=0.0, decay_fraction=0.7),
+    schedule=Schedule(kind="wsd", warmup_steps=20, warmup_share=MOST_WARMUP, final_fraction=0.0, decay_fraction=0.7),
     run=replace(CODE.run, steps=430, validate_every=100, checkpoint_every=100, seed=1),
 )
 
@@ -88,7 +92,7 @@ GPT2_124M = Recipe(
     model=Shape(family="gpt2", layers=12, hidden_size=768, heads=12),
     data=Data(vocab_size=50_257, context=1024, batch_size=16, accumulation=32, workers=2),
     optimizer=Optimizer(learning_rate=6e-4),
-    schedule=Schedule(warmup_steps=700),
+    schedule=Schedule(warmup_steps=700, warmup_share=MOST_WARMUP),
     run=Run(steps=20_000, validate_every=250, validation_batches=40, checkpoint_every=250),
 )
 
@@ -97,7 +101,7 @@ LLAMA_120M = Recipe(
     model=Shape(layers=12, hidden_size=768, heads=12, feed_forward=2048),
     data=Data(vocab_size=32_000, context=1024, batch_size=16, accumulation=32, workers=2),
     optimizer=Optimizer(learning_rate=1e-3),
-    schedule=Schedule(kind="wsd", warmup_steps=700, final_fraction=0.0),
+    schedule=Schedule(kind="wsd", warmup_steps=700, warmup_share=MOST_WARMUP, final_fraction=0.0),
     run=Run(steps=20_000, validate_every=250, validation_batches=40, checkpoint_every=250),
 )
 
@@ -110,19 +114,37 @@ SHAKESPEARE_CHAR = Recipe(
         source="shakespeare.txt", tokenizer_kind="character", context=256, batch_size=64, validation_fraction=0.1
     ),
     optimizer=Optimizer(learning_rate=1e-3, beta2=0.99),
-    schedule=Schedule(warmup_steps=100),
+    schedule=Schedule(warmup_steps=100, warmup_share=MOST_WARMUP),
     run=Run(steps=5000, validate_every=250, validation_batches=20, checkpoint_every=250),
 )
 
 FINETUNE = Recipe(
     name="finetune",
     init=INIT_MISSING,
-    data=Data(context=1024, batch_size=4, accumulation=4, separate_documents=True),
+    data=Data(context=1024, fit_context=True, batch_size=4, accumulation=4, separate_documents=True),
     optimizer=Optimizer(learning_rate=2e-5, weight_decay=0.0),
-    schedule=Schedule(warmup_steps=20, final_fraction=0.0),
+    schedule=Schedule(warmup_steps=20, warmup_share=MOST_WARMUP, final_fraction=0.0),
     techniques=Techniques(pad_vocabulary_to=1),
     run=Run(epochs=2, validate_every=50, checkpoint_every=50),
 )
+
+
+def as_asked(recipe: Recipe, given: Collection[str]) -> Recipe:
+    """A recipe in which the options that were given win over what it brings along.
+
+    Any of steps, epochs and minutes takes the place of all of the recipe's own; the warm-up and the context are then as
+    they were given, and follow neither the run's length nor the data.
+    """
+    run, schedule, data = recipe.run, recipe.schedule, recipe.data
+    if any(f"run.{name}" in given and getattr(run, name) is not None for name in LIMITS):
+        others: dict[str, Any] = {name: None for name in LIMITS if f"run.{name}" not in given}
+        run = replace(run, **others)
+    if "schedule.warmup_steps" in given and "schedule.warmup_share" not in given:
+        schedule = replace(schedule, warmup_share=1.0)
+    if "data.context" in given and "data.fit_context" not in given:
+        data = replace(data, fit_context=False)
+    return replace(recipe, run=run, schedule=schedule, data=data)
+
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe

@@ -21,17 +21,25 @@ def factor(schedule: Schedule, *, step: int, total: int | None, decay_start: Dec
     decay_start: where the total was last lowered, after the warm-up. That shortens the stable phase of wsd. A decay or
     cosine that should have begun already begins there.
     """
-    if step < schedule.warmup_steps:
-        return (step + 1) / schedule.warmup_steps
+    warmup = warmup_steps(schedule, total)
+    if step < warmup:
+        return (step + 1) / warmup
     if total is None or schedule.kind == "constant":
         return 1.0
     last, final = total - 1, schedule.final_fraction
-    start, top = (schedule.warmup_steps, 1.0) if decay_start is None else decay_start
+    start, top = (warmup, 1.0) if decay_start is None else decay_start
     if schedule.kind == "wsd":
         if top == 1.0:
             start = max(start, total - decay_steps(schedule, total))
         return decaying(step, start=start, last=last, top=top, final=final)
     return cosine(step, start=start, last=last, top=top, final=final)
+
+
+def warmup_steps(schedule: Schedule, total: int | None) -> int:
+    """Steps of the warm-up: no larger a share of all than the schedule allows, but one where there is any."""
+    if total is None or schedule.warmup_share == 1:
+        return schedule.warmup_steps
+    return min(schedule.warmup_steps, max(1, math.ceil(schedule.warmup_share * total)))
 
 
 def cosine(step: int, *, start: int, last: int, final: float, top: float = 1.0) -> float:

@@ -14,10 +14,10 @@ from hasten.distributed.launch import joined, remember, remembered
 from hasten.distributed.placement import Placement, Sharded
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
-from hasten.machine import measured
+from hasten.machine import measured, resolve_dtype
 from hasten.machine.files import code_digest, locked, save_json
 from hasten.model.adapter_files import save_adapter
-from hasten.model.export import export_model, save
+from hasten.model.export import export_model
 from hasten.model.lora import attach, attached
 from hasten.model.transformer import Transformer
 from hasten.quantization.qat import as_stored
@@ -153,7 +153,8 @@ def _train(
     with stop_on_signals(stop):
         with display.progress_bar(recipe.name, shown=progress) as bar:
             bar.note(f"matrix products in {precision}")
-            bar.note(setup.room)
+            for note in setup.notes:
+                bar.note(note)
             if setup.step.how:
                 bar.note(setup.step.how)
             loop = Loop(recipe, folder, setup, state, stop=stop, progress=bar, on_step=on_step)
@@ -230,14 +231,17 @@ def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> float | None:
     if stored is not None:
         checkpoints.load_weights(stored, placement)
     model.eval()
+    dtype = None if recipe.run.export_dtype == "auto" else resolve_dtype(recipe.run.export_dtype)
     if recipe.qat.bits is not None:
-        export_model(model, folder.model, quantized=as_stored(model))
+        export_model(model, folder.model, dtype=dtype, quantized=as_stored(model))
         stored_bytes = sum(file.stat().st_size for file in folder.model.glob("*.safetensors"))
         return 8 * stored_bytes / sum(weight.numel() for weight in stored_weights(model).values())
     if recipe.lora.rank is not None:
         save_adapter(folder.adapter, attached(model), model.config, base=recipe.init, dropout=recipe.lora.dropout)
     else:
-        save(model, folder.model)
+        if dtype is None and recipe.techniques.precision == "bfloat16":
+            dtype = torch.bfloat16
+        export_model(model, folder.model, dtype=dtype)
     return None
 
 

@@ -7,28 +7,32 @@ from pathlib import Path
 import torch
 
 from hasten.data import Batches, TokenData, prepare
+from hasten.data.packing import longest_document
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.distributed.tensor_training import check_split
 from hasten.errors import ConfigError, HastenError
 from hasten.machine import configure, matrix_rate, resolve_device
-from hasten.model.checkpoint import read_json
 from hasten.model.config import ModelConfig
-from hasten.model.families import read_config
 from hasten.model.initialize import initialize
-from hasten.model.load import resolve_folder
+from hasten.model.load import open_checkpoint, resolve_model
 from hasten.model.transformer import Transformer
 from hasten.planning.cost import training_flops_per_token
 from hasten.training import build
 from hasten.training.evaluate import Validation
 from hasten.training.memory import Room
+from hasten.training.patterns import with_pattern
 from hasten.training.precision import choose_precision
 from hasten.training.recipe import Recipe
 from hasten.training.step import TrainStep
 
+ROWS = 64  # of which the context that follows the data is a multiple
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What the loop works with. recipe: as it is trained, precision and micro-batches decided. room: what would fit.
+    """What the loop works with. recipe: as it is trained, precision, context and micro-batches decided.
+
+    notes: for people, what would fit and how conversations are packed.
 
     rate: measured FLOP/s of matrix products, if any.
 
@@ -36,7 +40,7 @@ class Setup:
     """
 
     recipe: Recipe
-    room: str
+    notes: tuple[str, ...]
     data: TokenData
     batches: Batches
     validation: Validation | None
@@ -67,7 +71,7 @@ class Setup:
 
 
 def prepare_data(recipe: Recipe, *, init: Path | None, progress: bool) -> TokenData:
-    """The token shards of the recipe's text; with `init` in that folder's tokens unless another one is named."""
+    """The token shards of the recipe's text; with `init` in that model's tokens unless another one is named."""
     data = recipe.data
     return prepare(
         data.source,
@@ -97,8 +101,9 @@ def set_up(
     recipe, _ = choose_precision(recipe)
     device = own_device(recipe, ranks)
     configure(threads=recipe.run.threads, processes=ranks.local_size)
-    init = None if recipe.init is None else resolve_folder(recipe.init)
+    init = None if recipe.init is None else resolve_model(recipe.init)
     data = prepare_data(recipe, init=init, progress=progress)
+    recipe = fit_context(recipe, data, init=init)
     config = _config(recipe, data, init=init)
     check_split(config, ranks.tensor)
     recipe = Room.here(config, recipe, device, init=init, ranks=ranks).fitted()
@@ -136,7 +141,7 @@ def set_up(
     without_each = [replace(model.config, layers=layers[:i] + layers[i + 1 :]) for i in range(len(layers))]
     return Setup(
         recipe=recipe,
-        room=room,
+        notes=(room,) if batches.packing is None else (room, batches.packing.describe(context)),
         data=data,
         batches=batches,
         validation=validation,
@@ -146,6 +151,19 @@ def set_up(
         block_flops=tuple(whole - training_flops_per_token(without, context) for without in without_each),
         rate=rate,
     )
+
+
+def fit_context(recipe: Recipe, data: TokenData, *, init: Path | None) -> Recipe:
+    """The recipe with rows no longer than its longest conversation needs, where `data.fit_context` asks for it."""
+    if not recipe.data.fit_context:
+        return recipe
+    most = recipe.data.context
+    if init is not None:
+        most = min(most, open_checkpoint(init).config.max_positions)
+    if data.train.weights is not None:
+        longest = max(longest_document(data.train), longest_document(data.validation))
+        most = min(most, -(-(longest - 1) // ROWS) * ROWS)
+    return replace(recipe, data=replace(recipe.data, context=most))
 
 
 def own_device(recipe: Recipe, ranks: Ranks) -> torch.device:
@@ -164,7 +182,7 @@ def _config(recipe: Recipe, data: TokenData, *, init: Path | None) -> ModelConfi
     if init is None:
         config = build.shape_config(recipe.model, vocab_size=vocab, positions=context, tokenizer=data.tokenizer)
     else:
-        config = read_config(read_json(init / "config.json"))
+        config = with_pattern(open_checkpoint(init).config, recipe.model)
         if vocab > config.vocab_size:
             raise ConfigError(
                 f"the tokenizer {recipe.data.tokenizer or init} has {vocab:,} tokens and the model {init} "

@@ -1,0 +1,75 @@
+"""A command that loads a model is refused before it does where memory will not suffice, with what needs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.machine import available_memory, resolve_dtype
+from hasten.planning.held import held_bytes, plain_tensors
+from hasten.planning.memory import LARGEST_PREFILL, InferenceUse, inference_memory
+
+if TYPE_CHECKING:
+    from hasten.model.source import ModelSource
+
+PROMPT = 512  # tokens that are counted on where nobody knows the prompt
+
+
+def require_room(command: Any, device: str) -> None:
+    """Raise ResourceError, with the parts, where the model of a command (LoadOptions) and its cache do not fit."""
+    from hasten.model.load import open_checkpoint
+
+    source = open_checkpoint(command.model)
+    memory = inference_memory(source.config, use_of(command, source, device))
+    free = available_memory(device)
+    if memory.peak <= free:
+        return
+    tries = {"leave --dtype out": {"dtype": "auto"}} if command.dtype != "auto" else {}
+    for name in ("int8", "int4") if command.quantize == "none" and source.quantized is None else ():
+        tries[f"give --quantize {name}{' without --dtype' * (command.dtype != 'auto')}"] = {
+            "dtype": "auto",
+            "quantize": name,
+        }
+    smaller = (
+        advice
+        for advice, changes in tries.items()
+        if inference_memory(source.config, use_of(command, source, device, **changes)).peak <= free
+    )
+    remedy = next(smaller, "take a smaller or a quantized model, or a machine with more memory")
+    memory.require(f"running {command.model}", free, device, remedy=remedy)
+
+
+def use_of(
+    command: Any, source: ModelSource, device: str, *, quantize: str | None = None, dtype: str | None = None
+) -> InferenceUse:
+    """What a command does with a model. A server's cache is what is left, so that of one sequence is counted.
+
+    quantize, dtype: instead of what the command says. Weights in their own dtype are mapped, and make room as they are
+    rounded; those that are converted stay until all of them are.
+    """
+    from hasten.bench.plan import weight_bytes
+    from hasten.generation.cache import row_format
+    from hasten.model.inference import inference_dtype
+    from hasten.model.load import own_dtype
+
+    quantize = command.quantize if quantize is None else quantize
+    own = source.dtype or own_dtype(plain_tensors(source))
+    wanted = command.dtype if dtype is None else dtype
+    kept = inference_dtype(source.config, own, torch.device(device)) if wanted == "auto" else resolve_dtype(wanted)
+    weights = held_bytes(source, itemsize=None if kept == own else kept.itemsize)
+    if quantize != "none":
+        weights = weight_bytes(source.config, quantize) + weights * (kept != own)
+    texts = [len(text.encode()) // 4 for text in getattr(command, "prompt", ()) if text != "-"]
+    prompt = max([len(getattr(command, "prompt_ids", ())), *texts], default=0) or PROMPT
+    new, batch = getattr(command, "max_new_tokens", 1), max(1, len(texts))
+    length = min(prompt + new, source.config.max_positions)
+    cache = getattr(command, "kv_cache_dtype", "auto")
+    return InferenceUse(
+        batch_size=batch,
+        length=length,
+        new_tokens=min(new, length - 1),
+        step=min(LARGEST_PREFILL, batch * prompt),
+        weights=weights,
+        row_bytes=row_format(cache).bytes(source.config.head_dim, kept),
+    )

@@ -1,0 +1,157 @@
+"""From the records of a data set to conversations: OpenAI's messages, ShareGPT's turns, Alpaca's instructions.
+
+Messages come out as a chat template takes them, and as the server makes them: the text in one piece, "" beside tool
+calls, "developer" by its older name "system", a call's arguments as values.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hasten.data.documents import Conversation
+from hasten.errors import DataError
+
+SHARE_GPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+# The fields of each kind of record, those that it must have first.
+KINDS = {
+    "messages": (("messages",), ("tools",)),
+    "ShareGPT": (("conversations",), ("system", "tools")),
+    "Alpaca": (("instruction", "output"), ("input", "system")),
+}
+CHAT_FIELDS = tuple(sorted({name for kinds in KINDS.values() for names in kinds for name in names}))
+KNOWN = "'messages' for a chat, 'conversations' (ShareGPT), or 'instruction' and 'output' (Alpaca)"
+
+
+def chat_kind(names: Iterable[str]) -> str | None:
+    """What kind of conversation records with these fields are, if any."""
+    there = set(names)
+    return next((kind for kind, (needed, _) in KINDS.items() if there.issuperset(needed)), None)
+
+
+def conversation(record: Mapping[str, Any], *, name: str) -> Conversation | None:
+    """The conversation of a record, or None where it is none. Raises DataError for one that is not well formed."""
+    kind = chat_kind(field for field, value in record.items() if value is not None)
+    if kind is None:
+        return None
+    tools = _tools(record.get("tools"), name=name) if kind != "Alpaca" else None
+    if kind == "messages":
+        given, field = record["messages"], "messages"
+    elif kind == "ShareGPT":
+        given, field = _turns(record["conversations"], name=name), "conversations"
+        given = [*_system(record), *given]
+    else:
+        given, field = [*_system(record), *_instruction(record, name=name)], "instruction"
+    return Conversation(name, _checked(given, name=name, field=field), tools)
+
+
+def _system(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": record["system"]}] if record.get("system") else []
+
+
+def _turns(turns: object, *, name: str) -> list[Any]:
+    """ShareGPT's {"from", "value"} as messages; those that are messages already stay."""
+    if not isinstance(turns, list):
+        raise DataError(f"{name}: 'conversations' must be a list of turns, found {turns!r:.60}")
+    found = []
+    for number, turn in enumerate(turns):
+        if not isinstance(turn, dict) or ("role" not in turn and not {"from", "value"} <= turn.keys()):
+            raise DataError(
+                f"{name}: conversations[{number}] must be an object with 'from' and 'value', found {turn!r:.60}"
+            )
+        if "role" in turn:
+            found.append(turn)
+            continue
+        if turn["from"] not in SHARE_GPT_ROLES:
+            raise DataError(
+                f"{name}: conversations[{number}] is from {turn['from']!r:.40}; known are "
+                f"{', '.join(SHARE_GPT_ROLES)} (write others, such as calls of tools, as 'messages')"
+            )
+        found.append({"role": SHARE_GPT_ROLES[turn["from"]], "content": turn["value"]})
+    return found
+
+
+def _instruction(record: Mapping[str, Any], *, name: str) -> list[dict[str, Any]]:
+    """Alpaca's record: what it gives as `input` follows the instruction after an empty line."""
+    asked = [record["instruction"], record.get("input") or ""]
+    for field, text in zip(("instruction", "input"), asked, strict=True):
+        if not isinstance(text, str):
+            raise DataError(f"{name}: the field {field!r} is a {type(text).__name__}, expected text")
+    content = "\n\n".join(filter(None, asked))
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": record["output"]}]
+
+
+def _checked(messages: object, *, name: str, field: str) -> tuple[dict[str, Any], ...]:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{name}: {field!r} must be a list with at least one message, found {messages!r:.60}")
+    found = tuple(_plain(message, name=f"{name}: {field}[{number}]") for number, message in enumerate(messages))
+    if not any(message["role"] == "assistant" for message in found):
+        raise DataError(f"{name}: no message has the role 'assistant', so there is nothing to learn; leave it out")
+    return found
+
+
+def _plain(message: object, *, name: str) -> dict[str, Any]:
+    """A message as templates know it; the fields that are null are gone."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f"{name} must be an object with 'role' and 'content', found {message!r:.60}")
+    plain = {key: value for key, value in message.items() if value is not None}
+    calls = plain.get("tool_calls") or []
+    content = plain.get("content", "" if calls else None)
+    if isinstance(content, list):
+        content = "\n".join(_text_part(part, name=f"{name}.content[{number}]") for number, part in enumerate(content))
+    if not isinstance(content, str):
+        raise DataError(f"{name} must have text or text parts in 'content' (or 'tool_calls'), found {content!r:.60}")
+    check_unicode(content, name=name)
+    plain["content"] = content
+    if plain["role"] == "developer":
+        plain["role"] = "system"
+    if calls:
+        plain["tool_calls"] = [_call(call, name=f"{name}.tool_calls[{number}]") for number, call in enumerate(calls)]
+    else:
+        plain.pop("tool_calls", None)
+    return plain
+
+
+def _text_part(part: object, *, name: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise DataError(
+            f"{name} must be {{'type': 'text', 'text': …}}, the only kind that is trained; found {part!r:.60}"
+        )
+    return str(part["text"])
+
+
+def _call(call: object, *, name: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{name} must be an object with a 'function' that has a 'name', found {call!r:.60}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            values = json.loads(arguments)
+        except (ValueError, RecursionError):
+            values = arguments
+        arguments = values if isinstance(values, dict) else arguments
+    return {"id": "", "type": "function"} | call | {"function": function | {"arguments": arguments}}
+
+
+def _tools(tools: object, *, name: str) -> tuple[Mapping[str, Any], ...] | None:
+    """JSON schemas; some data sets hold them as text, because columns of a table have one type."""
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{name}: 'tools' is text that is not JSON ({error})") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{name}: 'tools' must be a list of objects, found {tools!r:.60}")
+    return tuple(tools)
+
+
+def check_unicode(text: str, *, name: str) -> None:
+    """Raise DataError for text that UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{name}: has half a surrogate pair at character {error.start}, which is not Unicode text; repair it"
+        ) from error

@@ -1,0 +1,27 @@
+"""What a checkpoint's weights take in memory once loaded, from its headers alone."""
+
+from math import prod
+
+from hasten.model.checkpoint import StoredTensor
+from hasten.model.source import ModelSource
+
+
+def held_bytes(source: ModelSource, *, itemsize: int | None = None) -> int:
+    """Bytes of all weights; a quantized layer that no kernel takes is plain, in 16 bits unless `itemsize` says more.
+
+    itemsize: of the weights that are not quantized, where they are loaded in another dtype than their own.
+    """
+    modules = {} if source.quantized is None else source.quantized.modules
+    bits = sum(
+        prod(one.shape) * (8 * (itemsize or 2) if one.layer is None else one.layer.weight.bits_of(one.shape[1]))
+        for one in modules.values()
+    )
+    plain = plain_tensors(source)
+    return int(bits / 8) + sum(one.bytes if itemsize is None else itemsize * prod(one.shape) for one in plain)
+
+
+def plain_tensors(source: ModelSource) -> list[StoredTensor]:
+    """Those that are not quantized."""
+    if source.quantized is None:
+        return list(source.stored.values())
+    return [tensor for name, tensor in source.quantized.logical.items() if name not in source.quantized.modules]
