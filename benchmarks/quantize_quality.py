@@ -180,7 +180,8 @@ class QuantizeQuality:
 
     def quantized(self, out: Path, options: list[str]) -> tuple[Path, dict[str, Any]]:
         """A folder by `hasten quantize`."""
-        where = ["--activations", self.activations, "--device", self.device, "--output", str(out)]
+        where = ["--lm-head", "int8"] * ("--scheme" in options)  # also where it is tied to the embedding
+        where += ["--activations", self.activations, "--device", self.device, "--output", str(out)]
         made = command(["quantize", str(self.model), *options, *where])
         kept = ("bits_per_weight", "bytes", "bytes_before", "seconds", "predicted_seconds")
         kept += ("peak_memory_bytes", "predicted_memory_bytes")

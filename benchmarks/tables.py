@@ -102,8 +102,8 @@ def ratios(report: Report) -> str:
 
 
 def their_format(model: str) -> str:
-    """ "l-q8_0.gguf" -> "Q8_0", "ov-int8" -> "int8"."""
-    name = model.removesuffix(".gguf").rpartition("-")[2]
+    """ "l-q8_0.gguf" and "l-Instruct.Q8_0.gguf" -> "Q8_0", "ov-int8" -> "int8"."""
+    name = model.removesuffix(".gguf").rpartition("-")[2].rpartition(".")[2]
     return name.upper() if model.endswith(".gguf") else name
 
 

