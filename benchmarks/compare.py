@@ -105,24 +105,10 @@ class Compare:
         if self.show is not None:
             print(table(json.loads(self.show.read_text())))
             return
-        from hasten.machine.files import write_json
-
-        pairs, work = self.pairs(), SHORT if self.short else LONG
-        rounds: list[list[dict[str, Any]]] = []
-        start = time.monotonic()
-        for number in range(self.rounds):
-            rounds.append([])
-            for index, (peer, ours) in enumerate(pairs):
-                at = f"round {number + 1} of {self.rounds}, pair {index + 1} of {len(pairs)}"
-                found = {}
-                for side, program in (("peer", peer), ("hasten", ours)):
-                    elapsed = timedelta(seconds=round(time.monotonic() - start))
-                    say(f"{elapsed} {at}: measuring {program.name}, {program.model.name}")
-                    found[side] = program.run(threads=self.threads, timeout=self.timeout, work=work)
-                    say(f"    {outcome(found[side])}")
-                rounds[-1].append(found)
-            report = summarise(pairs, rounds, threads=self.threads, work=work)
-            write_json(self.output, report)  # after every round: a long measurement may be stopped
+        work = SHORT if self.short else LONG
+        report = measure(
+            self.pairs(), work, rounds=self.rounds, threads=self.threads, timeout=self.timeout, output=self.output
+        )
         print(table(report))
 
     def pairs(self) -> list[tuple[Program, Program]]:
@@ -191,6 +177,36 @@ def switches() -> dict[str, Any]:
         "environment": given,
         "avx2_switch": all(given.get(name, "").lower() == "avx2" for name in AVX2_SWITCH),
     }
+
+
+def measure(
+    pairs: list[tuple[Program, Program]],
+    work: Work,
+    *,
+    rounds: int,
+    threads: int,
+    timeout: float,
+    output: Path | None,
+) -> dict[str, Any]:
+    """The report of `summarise`, of interleaved rounds over all pairs; written to `output` after every round."""
+    from hasten.machine.files import write_json
+
+    found: list[list[dict[str, Any]]] = []
+    start = time.monotonic()
+    for number in range(rounds):
+        found.append([])
+        for index, pair in enumerate(pairs):
+            at = f"round {number + 1} of {rounds}, pair {index + 1} of {len(pairs)}"
+            one = {}
+            for side, program in zip(("peer", "hasten"), pair, strict=True):
+                elapsed = timedelta(seconds=round(time.monotonic() - start))
+                say(f"{elapsed} {at}: measuring {program.name}, {program.model.name}")
+                one[side] = program.run(threads=threads, timeout=timeout, work=work)
+                say(f"    {outcome(one[side])}")
+            found[-1].append(one)
+        report = summarise(pairs, found, threads=threads, work=work)
+        write_json(output, report)  # a long measurement may be stopped
+    return report
 
 
 def summarise(

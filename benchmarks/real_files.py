@@ -11,17 +11,13 @@ is measured and how: `compare.py`, whose report this is.
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import tyro
-from compare import Program, outcome, say, summarise, table
+from compare import Program, measure, table
 from protocol import LONG, SHORT
 
-from hasten.machine.files import write_json
 from hasten.model.published import PUBLISHED, published_file
 
 LLAMA_CPP = "xllamacpp==2026.10.11549"
@@ -51,20 +47,9 @@ class RealFiles:
 
     def _measure(self, llama_cpp: str) -> None:
         pairs, work = [self._pair(name, llama_cpp) for name in self.models], SHORT if self.short else LONG
-        rounds: list[list[dict[str, Any]]] = []
-        start = time.monotonic()
-        for number in range(self.rounds):
-            rounds.append([])
-            for pair in pairs:
-                found = {}
-                for side, program in zip(("peer", "hasten"), pair, strict=True):
-                    elapsed = timedelta(seconds=round(time.monotonic() - start))
-                    say(f"{elapsed} round {number + 1} of {self.rounds}: {program.name}, {program.model.name}")
-                    found[side] = program.run(threads=self.threads, timeout=self.timeout, work=work)
-                    say(f"    {outcome(found[side])}")
-                rounds[-1].append(found)
-            report = summarise(pairs, rounds, threads=self.threads, work=work)
-            write_json(self.output, report)  # after every round: a long measurement may be stopped
+        report = measure(
+            pairs, work, rounds=self.rounds, threads=self.threads, timeout=self.timeout, output=self.output
+        )
         print(table(report))
 
     def _pair(self, name: str, llama_cpp: str) -> tuple[Program, Program]:

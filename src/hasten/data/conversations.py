@@ -10,6 +10,7 @@ from typing import Any
 
 from hasten.data.documents import Conversation
 from hasten.errors import DataError
+from hasten.model.chat import call_arguments
 
 SHARE_GPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 # The fields of each kind of record, those that it must have first.
@@ -125,11 +126,7 @@ def _call(call: object, *, name: str) -> dict[str, Any]:
         raise DataError(f"{name} must be an object with a 'function' that has a 'name', found {call!r:.60}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
-            values = json.loads(arguments)
-        except (ValueError, RecursionError):
-            values = arguments
-        arguments = values if isinstance(values, dict) else arguments
+        arguments = call_arguments(arguments)
     return {"id": "", "type": "function"} | call | {"function": function | {"arguments": arguments}}
 
 

@@ -210,12 +210,13 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             if isinstance(function, dict):
                 call.setdefault("id", "")
                 if isinstance(function.get("arguments"), str):
-                    function["arguments"] = _arguments(function["arguments"])
+                    function["arguments"] = call_arguments(function["arguments"])
         plain.append(fields)
     return plain
 
 
-def _arguments(text: str) -> Any:
+def call_arguments(text: str) -> Any:
+    """The arguments of a tool call as an object; the text itself where it is none."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -42,8 +42,8 @@ class BlockMask:
     """The mask of one layout, for the `block_mask` of `hasten.ops.attention.attention`.
 
     Serves calls of exactly `keys` keys, of which the queries are the last ones. Made once for a pattern, length and
-    layer; every form is made when a kernel first wants it. window: a causal mask also hides what lies further back
-    than so many keys, the query's own included (the sliding window of the layer).
+    layer; every form is made when a kernel first wants it. window: with a causal mask, how many keys a query sees at
+    most, its own included (the sliding window of the layer).
     """
 
     layout: BlockLayout

@@ -85,7 +85,7 @@ class WeightFormat:
         return self.scales[0].dtype if self.scales else torch.float32
 
     def bits_of(self, in_features: int) -> float:
-        """Of a value with its share of the scales, and of minima, in rows of so many."""
+        """Bits of a value, with its share of the scales and minima, in rows of `in_features` values."""
         both = 2 if self.zero == "minimum" else 1
         return self.bits + both * sum(8 * one.dtype.itemsize / (one.columns or in_features) for one in self.scales)
 
