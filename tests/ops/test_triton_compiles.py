@@ -220,13 +220,14 @@ def test_beside_products_of_many_rows(compiled, kernel):
     from hasten.ops.linear.triton_rows import activate_rows, norm_row
 
     if kernel == "norm":
-        types = {"x": "*fp32", "weight": "*bf16", "out": "*bf16", "k_size": "i32", "eps": "fp32", "offset": "fp32"}
+        types = {"x": "*fp32", "weight": "*bf16", "out": "*bf16", "k_size": "i32", "out_size": "i32"}
+        types |= {"eps": "fp32", "offset": "fp32"}
         code = compiled(norm_row, types, {"CENTRED": False, "BLOCK": 4096, "EARLY": True}).asm["ptx"]
         assert code.index("griddepcontrol.wait") < code.index("ld.global")
         assert "ld.global.v4" in code
     elif kernel == "rounding":
         types = {"x": "*bf16", "out": "*i8", "k_size": "i32", "scales": "*fp32", "out_size": "i32"}
-        code = compiled(norm_row, types, {"CENTRED": False, "BLOCK": 4096}, {"num_warps": 8}).asm["ptx"]
+        code = compiled(norm_row, types, {"CENTRED": False, "BLOCK": 4096, "EARLY": True}, {"num_warps": 8}).asm["ptx"]
         assert re.search(r"st\.global\.(v\d\.)?b32", code), "integers are stored 4 bytes at a time"
     else:
         types = {"y": "*bf16", "out": "*bf16", "outputs": "i32", "n_size": "i32"}
