@@ -264,7 +264,7 @@ def test_operators_are_registered_as_pytorch_wants_them():
     packed = CHUNKS.pack(make_weight(64, 64, group_size=32, symmetric=False))
     for rows in (1, 2, 17):
         x = torch.randn(rows, 64).bfloat16()
-        operands = (*packed[:3], torch.randn(64), 64, 4, 32)
+        operands = (*packed[:3], torch.randn(64), 64, 4, 32, 2)
         torch.library.opcheck(linear_operator, (x, *operands))
         norm = (torch.randn(64), None, 1e-5, 0.0, False)
         torch.library.opcheck(fused_operator, (x.float(), *operands, *norm, 1, True, None, torch.bfloat16))

@@ -253,7 +253,7 @@ def flags(made):
         option = "--" + ".".join(filter(None, (section, field.replace("_", "-"))))
         if value is False and usual[name]:
             words.append(f"--{section}.no-{field.replace('_', '-')}")
-        elif value != usual[name]:
+        elif value != usual[name] and name != "schedule.decay_fraction":  # which has no effect with its schedule
             words += (
                 [option]
                 if value is True
