@@ -12,6 +12,7 @@ from captured_steps import Capturer
 from fused_cases import FAMILIES, decoded, errors, paged_logits, whole
 from hasten.errors import ConfigError, HastenWarning
 from hasten.generation import graphs
+from hasten.generation.cache import StaticCache
 from hasten.generation.decoder import Decoder
 from hasten.generation.graphs import GraphDecoder
 from hasten.model.binding import explain, kernels
@@ -101,6 +102,94 @@ def test_a_captured_step_is_the_plain_one(monkeypatch):
     found = [decoder.verify([[4, 5, 6], [7]]) for decoder in (plain, captured)]
     assert (found[0] - found[1]).abs().max() < 0.05 * found[0].abs().max()
     assert len(capturer.recordings) == 2
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The launches of all blocks, on a GPU of 8 multiprocessors; the kernel's values come from `gluon_on_torch`."""
+    from gluon_on_torch import launch_blocks
+    from hasten.model import fused_cuda
+    from hasten.ops.block import decode
+
+    launches = []
+
+    def launch(self, *arguments, **known):
+        launch_blocks(self, *arguments, **known)
+        launches.append((self.sizes.biased, self.sizes.normed))
+
+    monkeypatch.setattr(fused_cuda, "multiprocessors_for", lambda device: 8)
+    monkeypatch.setattr(decode.DecodeLayers, "launch", launch)
+    monkeypatch.setattr(fused_cuda.CudaStack, "one_launch", True)
+    return launches
+
+
+SERVED = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}  # by the launch of all blocks
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_all_blocks_in_one_launch_are_the_blocks_one_by_one(launches, family):
+    """tests/ops/test_decode_layers.py has more of them."""
+    size = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": None} if family == "qwen2" else {}
+    model = small(model_type=family, **SERVED | size)
+    exact = states(copy.deepcopy(model).float())
+    plain, found = states(model), states(fuse(model))
+    assert launches == [(family == "qwen2", family == "qwen3")] * 3
+    assert (found - exact).norm() <= 2 * (plain - exact).norm()
+
+
+def test_rows_that_are_no_multiple_of_16_bytes_have_launches_of_their_own(launches):
+    model = small(**SERVED | {"hidden_size": 132})
+    plain, found = states(model), states(fuse(model))
+    assert not launches
+    assert (found - plain).norm() <= 0.02 * plain.norm()
+
+
+def test_buffers_of_one_launch_live_as_long_as_the_weights(launches):
+    """A captured step has their addresses, and is run again after weights were replaced in place."""
+    model = fuse(small(**SERVED))
+    states(model)
+    made = model.stack._decode
+    model.load_state_dict(model.state_dict())
+    assert torch.equal(states(model), states(model))
+    assert model.stack._decode is made
+    model.blocks[0].down.weight.data = model.blocks[0].down.weight.data.clone()
+    model.blocks[0].bind()
+    states(model)
+    assert model.stack._decode is not made
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_no_weights_but_its_own(launches, again):
+    model = fuse(small(**SERVED))
+    expected = states(model)
+    other = again(model)
+    assert (other.stack._decode, other.stack._bound_to) == (None, [])
+    assert other.stack.model is other
+    assert torch.equal(states(other), expected)
+
+
+def test_a_profile_counts_one_launch_as_the_blocks(launches):
+    from hasten.profiling.meter import Meter
+
+    model = fuse(small(**SERVED))
+    with Meter(model) as meter:
+        states(model)
+        spent = meter.spent()
+    assert len(launches) == 3
+    assert spent["model.blocks", "forward"] > sum(spent.values()) / 2
+
+
+def states(model):
+    """What comes out of the last block for three tokens, one after the other."""
+    model.bind()
+    cache = StaticCache(model.config, batch=1, capacity=64, dtype=model.compute_dtype, device="cpu")
+    found = []
+    with torch.inference_mode():
+        for position, token in enumerate((5, 60, 7)):
+            where = torch.tensor([[position]])
+            context = cache.step(where, masks=not is_fused(model))
+            found.append(model.states(torch.tensor([[token]]), where, context).double())
+    return torch.stack(found)
 
 
 def test_the_next_text_has_the_captured_steps_of_the_last(monkeypatch):

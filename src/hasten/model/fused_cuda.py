@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,15 @@ from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import MLP, Block, Linear, Transformer
 from hasten.ops import triton_support
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat, turn
-from hasten.ops.attention.spec import HALVES, LARGEST_HEAD
+from hasten.ops.attention.spec import HALVES, LARGEST_HEAD, AttentionSpec
 from hasten.ops.attention.view import KVView
 from hasten.ops.linear import PackedLinear
 from hasten.ops.linear.operator import KERNELS, LinearRequest
 
+if TYPE_CHECKING:
+    from hasten.ops.block.decode import DecodeLayers
+
+HOPPER = (9, 0)
 GATE_ROWS = 32  # rows of gate, then of up, as `gate_up_rows` puts them
 
 
@@ -221,20 +225,68 @@ def product_weight(linear: Linear) -> dict[str, Any]:
 
 
 class CudaStack:
-    """All blocks of a fused model, and its last norm and head in one step."""
+    """All blocks of a fused model, and its last norm and head in one step.
+
+    A step of one row over a cache in 16 bits, static or paged, is one launch for all blocks where the kernel for that
+    serves the model (ops/block/decode.py, Hopper GPUs).
+    """
+
+    one_launch = True  # unless the kernel could not be built
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
+        self._decode: DecodeLayers | None = None
+        self._bound_to: list[Any] = []  # blocks' arguments that it was made of
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what holds addresses and, a second time, the weights: a copy makes its own."""
+        return self.__dict__ | {"_decode": None, "_bound_to": []}
 
     def addresses(self) -> tuple[int, ...]:
         """Of all that a step reads of the model: where they are the same, a captured step can be run again."""
         counters: Any = [block._bound.counters for block in self.model.blocks]  # type: ignore[union-attr]
-        held = chain(self.model.parameters(), self.model.buffers(), counters)
+        own = [] if self._decode is None else [self._decode.counter]
+        held = chain(self.model.parameters(), self.model.buffers(), counters, own)
         return tuple(tensor.data_ptr() for tensor in held)
 
     def run(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
-        return self.model.each_block(x.float(), ropes, context.layers)
+        x = x.float()
+        single = x.shape[0] * x.shape[1] == 1 and not triton_support.recorded()
+        if single and self.one_launch and self._run_at_once(x, ropes, context):
+            return x
+        return self.model.each_block(x, ropes, context.layers)
+
+    def _run_at_once(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> bool:
+        """Run all blocks on x (1, 1, C) in place by one launch, or return False."""
+        bound: list[Any] = [block._bound for block in self.model.blocks]
+        if len(bound) != len(self._bound_to) or any(a is not b for a, b in zip(bound, self._bound_to, strict=True)):
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                return False  # its buffers are made outside of graphs
+            made = decode_layers(self.model)
+            if made is None or self._decode is None or made.reads() != self._decode.reads():
+                self._decode = made  # else the weights are where they were: captured steps use its buffers
+            self._bound_to = bound
+        decode, view = self._decode, context.all_layers
+        if decode is None or view is None or view.metadata.rows != PLAIN:
+            return False
+        if (
+            view.k[0].dtype != self.model.dtype
+            or view.metadata.max_query != 1
+            or view.k[0].stride() != view.v[0].stride()
+        ):
+            return False
+        cos, sin = (table.flatten() for table in ropes[0])
+        try:
+            return decode(x.flatten(), cos, sin, view.layers)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            CudaStack.one_launch = False
+            reason = f"{type(error).__name__}: {error}"[:300]
+            message = "decode steps of one sequence are launched layer by layer, slower; one launch for all failed"
+            warnings.warn(f"{message}: {reason}", HastenWarning, stacklevel=2)
+            return False
 
     def scores(self, x: Tensor) -> Tensor:
         """x (…, C) before the last norm -> logits (…, out features of the head)."""
@@ -245,3 +297,80 @@ class CudaStack:
         rows = x.float().flatten(0, -2)
         found = fused_linear(rows, **product_weight(model.head), norm=norm, out_dtype=model.dtype)
         return found.view(*x.shape[:-1], -1)
+
+
+def multiprocessors_for(device: torch.device) -> int:
+    """How many multiprocessors the launch of all blocks has there; 0 where it does not run."""
+    if device.type != "cuda" or triton_support.compute_capability(device) != HOPPER:
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def decode_layers(model: Transformer) -> "DecodeLayers | None":
+    """All blocks in one launch, or None where the kernel does not serve the model or the GPU."""
+    from hasten.ops.block.decode import DecodeLayers, Sizes, cut_for
+    from hasten.ops.linear.beside import ACTIVATIONS
+
+    config = model.config
+    blocks: list[Any] = list(model.blocks)
+    multiprocessors = multiprocessors_for(model.device)
+    if not multiprocessors:
+        return None
+    specs: set[AttentionSpec] = set()
+    kinds: set[tuple[Any, ...]] = set()
+    formats: set[tuple[Any, ...]] = set()
+    matrices: list[list[Tensor]] = []
+    small: list[list[Any]] = []
+    for block in blocks:
+        if not isinstance(block, CudaBlock) or not block.gated:
+            return None
+        own_norms = [norm_arguments(norm) for norm in (block.attention_norm, block.mlp_norm)]
+        head_norms = [None if norm is None else norm_arguments(norm) for norm in (block.q_norm, block.k_norm)]
+        if any(post is not None for post in block._bound.post_norms) or any(own[0] is None for own in own_norms):
+            return None
+        weights = [
+            block._bound.qkv.weight,
+            block._bound.output.weight,
+            block._bound.inner.weight,
+            block._bound.down.weight,
+        ]
+        if any(own.bias is not None for own in weights[1:]):
+            return None
+        specs.add(block.spec)
+        kinds |= {(norm[1] is None, *norm[2:]) for norm in (*own_norms, *head_norms) if norm is not None}
+        formats |= {(own.format.bits, own.data.dtype) for own in weights}
+        matrices.append([own.data for own in weights])
+        of_heads = [None if norm is None else norm[0] for norm in head_norms]
+        small.append([*(norm[0] for norm in own_norms), weights[0].bias, *of_heads])
+    if len(specs) > 1 or len(kinds) > 1 or len(formats) > 1:
+        return None
+    spec, (plain, eps, offset, centred), (bits, dtype) = blocks[0].spec, kinds.pop(), formats.pop()
+    turned = config.ropes[0].dim if len(config.ropes) == 1 else 0
+    if not plain or centred or spec.window or spec.softcap or not turned or spec.head_dim not in (64, 128, 256):
+        return None
+    if bits != 16 or dtype != model.dtype:
+        return None
+    if len({tuple(one is None for one in own) for own in small}) > 1:
+        return None
+    halves = [one for own in small for one in own if one is not None]
+    held = [*chain(*matrices), *halves]
+    if any(one.dtype != model.dtype for one in halves) or any(one.data_ptr() % 16 for one in held):
+        return None
+    if config.hidden_size % 8 or any(not one.is_contiguous() for one in held):  # rows are read 16 bytes at a time
+        return None
+    sizes = Sizes(
+        layers=len(blocks),
+        hidden=config.hidden_size,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        inner=config.intermediate_size,
+        turned=turned,
+        activation=ACTIVATIONS.index(blocks[0].activation_name) + 1,
+        biased=small[0][2] is not None,
+        normed=small[0][3] is not None,
+    )
+    cut = cut_for(sizes, multiprocessors)
+    if cut is None:
+        return None
+    return DecodeLayers(sizes, matrices, small, scale=spec.scale, eps=eps, offset=offset, cut=cut)
