@@ -20,6 +20,7 @@ from hasten.ops.linear.triton_choice import (
     choose_few_rows,
     choose_one_row,
     choose_several_rows,
+    serves_few_rows,
 )
 from hasten.ops.linear.triton_linear import (
     Beside,
@@ -86,6 +87,18 @@ def test_few_rows_cut_in_other_ways(format, warps, ahead, side):
         y = multiply_few(x, packed, Beside(dtype), config=FewRows(warps, ahead, side=side))
         exact = x.double() @ weight.dequantize().double().T
         assert rms(y - exact) <= 2 * rms(x @ weight.dequantize(dtype).T - exact)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+@pytest.mark.parametrize("format", [("int8", 0), ("int4", 32)])
+def test_few_rows_of_x_in_each_program(format, tiles):
+    weight = make_weight(70, 200, format=format[0], group_size=format[1])
+    packed = Operands(*CHUNKS.pack(weight), None, 70, weight.format)
+    for rows in (5, 21, 37):
+        x = torch.randn(rows, 200).bfloat16()
+        y = multiply_few(x, packed, Beside(x.dtype), config=FewRows(2, tiles=tiles))
+        exact = x.double() @ weight.dequantize().double().T
+        assert rms(y - exact) <= 2 * rms(x @ weight.dequantize(x.dtype).T - exact)
 
 
 def test_tensor_core_registers_are_the_matrices_that_they_stand_for():
@@ -274,13 +287,18 @@ def test_operators_are_registered_as_pytorch_wants_them():
 
 def test_choices_fit_the_kernels():
     for bits, group_size in ((4, 32), (4, 128), (8, 0), (8, 32), (16, 0)):
-        for n, k in ((1, 1), (4096, 4096), (12_288, 4096), (4096, 11_008), (128_256, 2048)):
+        for n, k in ((1, 1), (2560, 2048), (4096, 4096), (12_288, 4096), (4096, 11_008), (128_256, 2048)):
             one = choose_one_row(bits, group_size, n, k)
             assert one.block % 2 == 0, "gate and up are in one program"
             for rows in range(1, MOST_FEW_ROWS + 1):
                 few = choose_few_rows(bits, group_size, rows, n, k, gated=rows % 2 == 0)
                 assert few.warps in (2, 4, 8, 16)
                 assert few.warps * few.side * few.registers * 32 <= 1 << 16, "registers"
+                assert serves_few_rows(rows, n, k)
+            if serves_few_rows(64, n, k):
+                few = choose_few_rows(bits, group_size, 64, n, k)
+                assert few.warps * few.registers * 32 <= 1 << 16, "registers"
+                assert few.tiles in (2, 4)
             for rows in (17, 64, 65, 1000):
                 several = choose_several_rows(bits, group_size, rows, n, k)
                 assert several.n % 64 == 0

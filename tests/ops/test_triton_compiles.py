@@ -133,7 +133,7 @@ def check_start(code, early, loads):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("rows", [4, 16, 64])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("bits", "group_size", "zeros"), FORMATS[:-1])
 def test_product_of_few_rows(compiled, dtype, rows, gated, bits, group_size, zeros):
@@ -150,7 +150,7 @@ def test_product_of_few_rows(compiled, dtype, rows, gated, bits, group_size, zer
         "HALF": dtype == "fp16",
         "ACTIVATION": int(gated),
         "GATED": gated,
-        "TILES": rows // 8 or 1,
+        "TILES": min(config.tiles, rows // 8 or 1),
         "AHEAD": config.ahead,
         "WARPS": config.warps,
         "SIDE": config.side,

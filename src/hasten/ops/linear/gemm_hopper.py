@@ -15,19 +15,22 @@ from hasten.errors import HastenWarning
 from hasten.ops.linear.layouts import CHUNK_ROWS, Operands
 from hasten.ops.linear.triton_choice import ManyRows, choose_many_rows
 from hasten.ops.linear.triton_norm import rounded_rows
-from hasten.ops.triton_support import compute_capability
+from hasten.ops.triton_support import compute_capability, early_start
 
 if TYPE_CHECKING:
     from hasten.ops.linear.triton_linear import Beside
 
 HOPPER = (9, 0)
-REGISTERS = {2: 168, 3: 128}  # of a thread by how many groups multiply, before they are shared out
+# Of a thread, by how many groups multiply and how many programs a multiprocessor has: before they are shared out, and
+# of those that multiply. The compiler counts warps in fours.
+REGISTERS = {(2, 1): (168, 240), (3, 1): (128, 160), (2, 2): (80, 104)}
 _failed: list[str] = []  # why Triton cannot compile it
 
 
-def launch_options(groups: int) -> dict[str, int]:
-    """Triton's own: of the first warp group."""
-    return {"num_warps": 4, "maxnreg": REGISTERS[groups]}
+def launch_options(config: ManyRows) -> dict[str, int]:
+    """The kernel's registers, and Triton's own options: of the first warp group."""
+    registers, own = REGISTERS[config.groups, config.programs]
+    return {"OWN": own, "num_warps": 4, "maxnreg": registers}
 
 
 def serves(x: Tensor, weight: Operands) -> bool:
@@ -73,7 +76,7 @@ def multiply(
     across = triton.cdiv(rows, config.m)
     tiles = triton.cdiv(n, config.n) * across
     splits = min(config.splits, steps)
-    programs = min(tiles * splits, _multiprocessors(x.device))
+    programs = min(tiles * splits, config.programs * _multiprocessors(x.device))
     splits = splits if splits * across <= programs else 1  # those of a tile wait for each other
     counted = counters(x.device, tiles * config.groups) if splits > 1 else None
     splits = 1 if counted is None else splits
@@ -100,7 +103,9 @@ def multiply(
             SPLIT=splits > 1,
             STAGES=config.stages,
             launch_cooperative_grid=splits > 1,
-            **launch_options(config.groups),
+            # The weight must be there before the kernel before it ends: a copy made here would not be.
+            **early_start(x.device, config.early and weight.data.is_contiguous()),
+            **launch_options(config),
         )
     except (ImportError, AttributeError, TritonError) as error:
         _failed.append(" ".join(str(error).split())[-200:])

@@ -6,81 +6,15 @@ whose barriers say which are full and which empty. Two or three warp groups each
 where the tensor core wants them, unpack them and multiply. They take turns: the others unpack while one's products run.
 A product's registers are not written before it is done (ptxas is trusted with that only within a step, and tests look
 at the machine code). Importing this file imports Triton.
-
-In the "chunks" layout (layouts.py) a thread finds what `wgmma` wants of it in whole words: of a chunk, words t, t + 4,
-t + 8 and t + 12 of its rows (t: its place in four), with features 2t, 2t + 1, 2t + 8, 2t + 9 … of each 32. Rows of a
-tile are permuted, so that threads read shared memory without conflicts and have gate and up together (`weight_row`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hasten.ops.linear.gemm_hopper_sums import finish, in_weight_order, leave, quarters, sum_of_piece, wait_for_splits
-from hasten.ops.linear.triton_gemm import UNPACK_INT4_BF16, UNPACK_INT4_FP16, UNPACK_INT8_BF16, UNPACK_INT8_FP16
-
-
-@gluon.constexpr_function
-def repeated(dtype, count):
-    """A tuple of the same dtype."""
-    return (dtype,) * count
-
-
-@gluon.jit
-def unpack(words, BITS: gl.constexpr, dtype: gl.constexpr):
-    """Words (N, 16) -> their 4 or 2 pairs, each (N, 16, 2), as exact numbers q - 8 or q - 128."""
-    twice = gl.join(words, words)  # of each two equal ones the assembly reads the first and fills both halves
-    kinds: gl.constexpr = repeated(dtype, 16 // BITS)
-    int4: gl.constexpr = UNPACK_INT4_FP16 if dtype == gl.float16 else UNPACK_INT4_BF16
-    int8: gl.constexpr = UNPACK_INT8_FP16 if dtype == gl.float16 else UNPACK_INT8_BF16
-    text: gl.constexpr = int4 if BITS == 4 else int8
-    outputs: gl.constexpr = "=&r,=&r,=&r,=&r,r,r" if BITS == 4 else "=&r,=&r,r,r"
-    return gl.inline_asm_elementwise(text, outputs, [twice], dtype=kinds, is_pure=True, pack=2)
-
-
-@gluon.jit
-def times(a, b):
-    """a · b, two numbers at a time."""
-    text: gl.constexpr = "mul.rn.f16x2 $0, $1, $2;" if a.dtype == gl.float16 else "mul.rn.bf16x2 $0, $1, $2;"
-    return gl.inline_asm_elementwise(text, "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
-
-
-@gluon.jit
-def minus(a, b):
-    """a - b, two numbers at a time."""
-    text: gl.constexpr = "sub.rn.f16x2 $0, $1, $2;" if a.dtype == gl.float16 else "sub.rn.bf16x2 $0, $1, $2;"
-    return gl.inline_asm_elementwise(text, "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
-
-
-@gluon.constexpr_function
-def word_layout(R):
-    """Where a warp group's threads have the words of a chunk, (16 R blocks of 4 rows, 16 words · 4 rows)."""
-    t, far = [[0, 4], [0, 8]], [[0, 16], [0, 32]]
-    if R == 2:
-        regs, lanes, warps = [[0, 1], [8, 0]], [[0, 2], [4, 0], [1, 0]], [[2, 0], [16, 0]]
-    else:
-        regs, lanes, warps = [[8, 0]], [[0, 1], [0, 2], [4, 0]], [[1, 0], [2, 0]]
-    return gl.DistributedLinearLayout(regs + far, t + lanes, warps, [], [16 * R, 64])
-
-
-@gluon.jit
-def in_product_order(q, R: gl.constexpr):
-    """Words (16 R blocks, 16 · 4) -> (64 R rows as the product has them, 16)."""
-    if R == 2:  # blocks 43210, words, rows of a block 10
-        bits = q.reshape([2, 2, 2, 2, 2, 16, 2, 2]).permute([1, 0, 3, 7, 4, 2, 6, 5])
-    else:
-        bits = q.reshape([2, 2, 2, 2, 16, 2, 2]).permute([2, 3, 0, 1, 5, 6, 4])
-    return bits.reshape([64 * R, 16])
-
-
-@gluon.jit
-def weight_row(r, R: gl.constexpr):
-    """The row of the weight's tile that is the product's row r."""
-    if R == 2:
-        low = (r & 1) << 1 | (r >> 3 & 1) | (r >> 2 & 1) << 2
-        return low | (r >> 4 & 1) << 3 | (r >> 1 & 1) << 4 | (r >> 6 & 1) << 5 | (r >> 5 & 1) << 6
-    else:  # noqa: RET505 - the compiler would compile what follows a return as well
-        return (r & 3) | (r >> 4 & 3) << 2 | (r >> 2 & 1) << 4 | (r >> 3 & 1) << 5
+from hasten.ops.linear.gemm_hopper_words import bytes_of, in_product_order, unpack, weight_row, weights_of, word_layout
 
 
 @gluon.jit
@@ -96,28 +30,46 @@ def place_of(number, rows, steps, splits, M: gl.constexpr):
 def fetch(
     x_rows, word_rows, x_ring, word_ring, full, empty, rows, steps, splits, items,
     PARTS: gl.constexpr, GROUPS: gl.constexpr, R: gl.constexpr, M: gl.constexpr, CHUNKS: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """The tiles of each step: features of x, words of every group's weight rows."""
-    i = 0
+    BYTES: gl.constexpr = PARTS * x_rows.block_type.nbytes + GROUPS * CHUNKS * word_rows.block_type.nbytes
+    i, ahead = 0, 0
+    if EARLY:  # the first words, before there is an x
+        _, tile, _, first, own = place_of(gl.program_id(0), rows, steps, splits, M)
+        ahead = gl.minimum(own, STAGES)
+        for step in range(first, first + ahead):
+            fetch_words(word_rows, word_ring, full, tile, step, step - first, BYTES, GROUPS, R, CHUNKS)
+        gdc_wait()
     for number in range(gl.program_id(0), items, gl.num_programs(0)):
         across, tile, _, first, own = place_of(number, rows, steps, splits, M)
         for step in range(first, first + own):
             s = i % STAGES
-            mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)
-            words: gl.constexpr = GROUPS * CHUNKS * word_rows.block_type.nbytes
-            mbarrier.expect(full.index(s), PARTS * x_rows.block_type.nbytes + words)
-            for chunk in gl.static_range(CHUNKS):
-                column = (step * CHUNKS + chunk) * 64
-                for group in gl.static_range(GROUPS):
-                    block = (tile * GROUPS + group) * (16 * R)
-                    place = word_ring.index((s * CHUNKS + chunk) * GROUPS + group)
-                    tma.async_copy_global_to_shared(word_rows, [block, column], full.index(s), place)
+            if i >= ahead:
+                mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)
+                fetch_words(word_rows, word_ring, full, tile, step, s, BYTES, GROUPS, R, CHUNKS)
             for part in gl.static_range(PARTS):
                 column = (step * PARTS + part) * x_rows.block_type.shape[1]
                 place = x_ring.index(s * PARTS + part)
                 tma.async_copy_global_to_shared(x_rows, [across * M, column], full.index(s), place)
             i += 1
+    if EARLY:  # all is under way: what comes behind may take the room of the programs that end
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def fetch_words(
+    word_rows, word_ring, full, tile, step, s,
+    BYTES: gl.constexpr, GROUPS: gl.constexpr, R: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """The words of a step, to stage s, which waits for BYTES in all."""
+    mbarrier.expect(full.index(s), BYTES)
+    for chunk in gl.static_range(CHUNKS):
+        column = (step * CHUNKS + chunk) * 64
+        for group in gl.static_range(GROUPS):
+            block = (tile * GROUPS + group) * (16 * R)
+            place = word_ring.index((s * CHUNKS + chunk) * GROUPS + group)
+            tma.async_copy_global_to_shared(word_rows, [block, column], full.index(s), place)
 
 
 @gluon.jit
@@ -152,42 +104,12 @@ def group_values(values, rows, part, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(
-    low, high, scale, zero, dtype: gl.constexpr, left: gl.constexpr, BITS: gl.constexpr,
-    GROUP: gl.constexpr, N: gl.constexpr,
-):  # fmt: skip
-    """64 features of N rows, out of two pairs of their words (N, 16, 2), times their scales."""
-    low = gl.convert_layout(low.reshape([N, 32]), left, assert_trivial=True)
-    high = gl.convert_layout(high.reshape([N, 32]), left, assert_trivial=True)
-    if GROUP > 0:
-        if zero is not None:
-            middle: gl.constexpr = 8.0 if BITS == 4 else 0.0
-            low = minus(low, (zero[0].to(gl.float32) - middle).to(dtype)[:, None])
-            high = minus(high, (zero[1].to(gl.float32) - middle).to(dtype)[:, None])
-        low = times(low, scale[0].to(dtype)[:, None])
-        high = times(high, scale[1].to(dtype)[:, None])
-    both = gl.join(low, high).permute([0, 2, 1]).reshape([N, 64])
-    return gl.convert_layout(both, left, assert_trivial=True)
-
-
-@gluon.jit
-def bytes_of(words, left: gl.constexpr, N: gl.constexpr):
-    """Words (N, 16) of stored bytes -> 64 integers of N rows, in the words' order, as `norm_row` has x."""
-    twice = gl.join(words, words)
-    four = gl.join(twice, twice)  # of each four equal ones the assembly reads the first and fills all bytes
-    own = gl.inline_asm_elementwise(
-        "xor.b32 $0, $1, 0x80808080;", "=r,r,r,r,r", [four], dtype=gl.int8, is_pure=True, pack=4
-    )
-    return gl.convert_layout(own.reshape([N, 64]), left, assert_trivial=True)
-
-
-@gluon.jit
 def multiply(
     x_scales, scales, zeros, bias, residual, out, parts, counters, x_ring, word_ring, full, empty, turns,
     rows, outputs, n_size, groups, steps, splits, items,
     BITS: gl.constexpr, GROUP: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr, GROUPS: gl.constexpr,
     WHICH: gl.constexpr, R: gl.constexpr, M: gl.constexpr, CHUNKS: gl.constexpr, SPLIT: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One warp group: 64 R weight rows by M rows of x of each work item."""
     WHOLE: gl.constexpr = x_ring.dtype == gl.int8  # x is integers, 128 features of a step together
@@ -221,6 +143,8 @@ def multiply(
         else:
             rows_here = gl.minimum(start + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), n_size - 1)
             ask_for(scales + rows_here)
+        if EARLY:  # before anything else is read or written
+            gdc_wait()
         acc = gl.zeros([N, M], gl.int32 if WHOLE else gl.float32, sums)
         for step in range(first, first + own):
             s = i % STAGES
@@ -254,8 +178,10 @@ def multiply(
             acc = warpgroup_mma(weight, x_ring.index(s * PARTS).permute([1, 0]), acc, is_async=True)
             if PARTS == 2:
                 acc = warpgroup_mma(second, x_ring.index(s * PARTS + 1).permute([1, 0]), acc, is_async=True)
-            if GROUPS == 2 and not WHOLE:  # as measured; else the next group's products fill gaps between this one's
-                acc = warpgroup_mma_wait(PARTS - 1, deps=[acc])
+            if (
+                GROUPS == 2 and PARTS == 2 and not WHOLE
+            ):  # as measured; else the next group's products fill gaps between this one's
+                acc = warpgroup_mma_wait(1, deps=[acc])
             mbarrier.arrive(turns.index(NEXT), count=1)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(s), count=1)
@@ -293,21 +219,22 @@ def multiply(
 def take_part(
     WHICH: gl.constexpr, BITS: gl.constexpr, GROUP: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
     GROUPS: gl.constexpr, R: gl.constexpr, M: gl.constexpr, CHUNKS: gl.constexpr, SPLIT: gl.constexpr,
-    STAGES: gl.constexpr, x_scales, zeros, bias, residual, parts, counters, x_rows, word_rows,
-    scales, out, x_ring, word_ring, full, empty, turns, rows, outputs, n_size, groups, steps, splits, items,
+    STAGES: gl.constexpr, EARLY: gl.constexpr, x_scales, zeros, bias, residual, parts,
+    counters, x_rows, word_rows, scales, out, x_ring, word_ring, full, empty, turns, rows, outputs, n_size, groups,
+    steps, splits, items,
 ):  # fmt: skip
     """Multiply as one of the groups; the last part is to fetch."""
     PARTS: gl.constexpr = x_ring.shape[0] // STAGES
     if WHICH == GROUPS:
         fetch(
             x_rows, word_rows, x_ring, word_ring, full, empty, rows, steps, splits, items,
-            PARTS, GROUPS, R, M, CHUNKS, STAGES,
+            PARTS, GROUPS, R, M, CHUNKS, STAGES, EARLY,
         )  # fmt: skip
     else:
         multiply(
             x_scales, scales, zeros, bias, residual, out, parts, counters, x_ring, word_ring, full, empty, turns,
             rows, outputs, n_size, groups, steps, splits, items,
-            BITS, GROUP, ACTIVATION, GATED, GROUPS, WHICH, R, M, CHUNKS, SPLIT, STAGES,
+            BITS, GROUP, ACTIVATION, GATED, GROUPS, WHICH, R, M, CHUNKS, SPLIT, STAGES, EARLY,
         )  # fmt: skip
 
 
@@ -339,6 +266,8 @@ def many_rows(
     CHUNKS: gl.constexpr,
     SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
+    EARLY: gl.constexpr,  # started while the kernel before it ends
+    OWN: gl.constexpr,  # registers of a thread that multiplies
 ):
     """Work items, of 64 R weight rows for each group by M rows of x over one part of K, one after the other."""
     WIDTH: gl.constexpr = x_rows.block_type.shape[1]
@@ -358,13 +287,13 @@ def many_rows(
     # Registers of a thread in each group and for fetching: in all those that the launch asks for (gemm_hopper.py).
     if GROUPS == 2:
         gl.warp_specialize([(take_part, (
-            which, BITS, GROUP, ACTIVATION, GATED, GROUPS, R, M, CHUNKS, SPLIT, STAGES, x_scales, zeros, bias,
-            residual, parts, counters, x_rows, word_rows, scales, out, x_ring, word_ring, full, empty, turns, rows,
-            outputs, n_size, groups, steps, splits, items,
-        )) for which in (0, 1, 2)], [4, 1], [240, 24])  # fmt: skip
+            which, BITS, GROUP, ACTIVATION, GATED, GROUPS, R, M, CHUNKS, SPLIT, STAGES, EARLY, x_scales,
+            zeros, bias, residual, parts, counters, x_rows, word_rows, scales, out, x_ring, word_ring, full, empty,
+            turns, rows, outputs, n_size, groups, steps, splits, items,
+        )) for which in (0, 1, 2)], [4, 1], [OWN, 24])  # fmt: skip
     else:
         gl.warp_specialize([(take_part, (
-            which, BITS, GROUP, ACTIVATION, GATED, GROUPS, R, M, CHUNKS, SPLIT, STAGES, x_scales, zeros, bias,
-            residual, parts, counters, x_rows, word_rows, scales, out, x_ring, word_ring, full, empty, turns, rows,
-            outputs, n_size, groups, steps, splits, items,
-        )) for which in (0, 1, 2, 3)], [4, 4, 1], [160, 160, 24])  # fmt: skip
+            which, BITS, GROUP, ACTIVATION, GATED, GROUPS, R, M, CHUNKS, SPLIT, STAGES, EARLY, x_scales,
+            zeros, bias, residual, parts, counters, x_rows, word_rows, scales, out, x_ring, word_ring, full, empty,
+            turns, rows, outputs, n_size, groups, steps, splits, items,
+        )) for which in (0, 1, 2, 3)], [4, 4, 1], [OWN, OWN, 24])  # fmt: skip

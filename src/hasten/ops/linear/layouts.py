@@ -25,7 +25,7 @@ both halves of a register are what a tensor core wants side by side. int8 is sto
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -35,10 +35,12 @@ from torch.nn.functional import pad
 from hasten.errors import ConfigError
 from hasten.ops.linear.weights import FLOAT16, MXFP4, TABLES, VALUE_DTYPES, QuantizedWeight, WeightFormat
 from hasten.ops.native import native_ops
+from hasten.ops.pages import joined_in_large_pages
 
 PANEL = 64  # output rows that stand interleaved
 PADDING = 32
 PIECE = 1 << 20  # values that are looked up at a time
+LARGE = 1 << 22  # values of a weight that is packed in parts
 CHUNK_ROWS = 4  # output rows of which a GPU's thread reads 16 bytes at once
 
 
@@ -118,8 +120,14 @@ def empty_panels(rows: Tensor, in_features: int, format: WeightFormat) -> Tensor
 
 
 def _pack_panels(weight: QuantizedWeight) -> Packed:
+    values, rows = weight.values, max(1, LARGE // 4 // max(1, weight.values.shape[1]) // PANEL) * PANEL
+    if values.device.type == "cpu" and values.numel() > LARGE and len(values) > rows:
+        parts = (_data_panels(replace(weight, values=own)) for own in values.split(rows))
+        data = joined_in_large_pages(parts, steps(len(values), PANEL))
+    else:
+        data = _data_panels(weight)
     if not weight.format.scales:
-        return Packed(_plain_panels(weight.values))
+        return Packed(data)
     scales, zeros, outer = row_scales(weight), weight.zeros, weight.outer
     if weight.format == MXFP4:
         scales = scales.view(torch.uint8)
@@ -127,7 +135,11 @@ def _pack_panels(weight: QuantizedWeight) -> Packed:
         scales = _words_of_scales(weight) if weight.format.group_size == 32 else scales | zeros << 4
         zeros = None
     outer = None if outer is None else panel_scales(outer.flatten(1))
-    return Packed(_integer_panels(weight), panel_scales(scales), None if zeros is None else panel_scales(zeros), outer)
+    return Packed(data, panel_scales(scales), None if zeros is None else panel_scales(zeros), outer)
+
+
+def _data_panels(weight: QuantizedWeight) -> Tensor:
+    return _integer_panels(weight) if weight.format.scales else _plain_panels(weight.values)
 
 
 def _plain_panels(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A Triton kernel of 1 to 16 rows of x: packed weights go from global memory to registers as `mma.sync` wants them.
+"""A Triton kernel of few rows of x: packed weights go from global memory to registers as `mma.sync` wants them.
 
 A warp has 32 rows of the weight (8 blocks of the "chunks" layout) and takes chunks of them in turns with other warps of
 its program, which add their sums up at the end. Nothing goes through shared memory before that, and warps do not wait
@@ -218,6 +218,19 @@ def add_chunk(
 
 
 @triton.jit
+def one_of_tiles(sums, ODD: tl.constexpr, TILES: tl.constexpr):
+    """The sums of even or of odd rows of x, of all tiles: (threads, 4, TILES), of a single tile (threads, 4)."""
+    if TILES == 1:
+        return sums[ODD]
+    elif TILES == 2:  # noqa: RET505 - Triton's compiler would compile what follows a return as well
+        return tl.join(sums[ODD], sums[2 + ODD])
+    else:
+        tl.static_assert(TILES == 4, "a program has 1, 2 or 4 tiles")
+        low, high = tl.join(sums[ODD], sums[4 + ODD]), tl.join(sums[2 + ODD], sums[6 + ODD])
+        return tl.reshape(tl.join(low, high), (low.shape[0], ROWS, 4))
+
+
+@triton.jit
 def sum_of_warps(sums, WARPS: tl.constexpr):
     """Sums (warps, own) over the warps. The compiler's own way through shared memory has all lanes in one bank.
 
@@ -274,9 +287,10 @@ def few_rows(
         q = q + (fetch(words, scales, zeros, group_row, i * WARPS + warp, chunks, turn, PARTS, SHARED),)  # noqa: RUF005
     if EARLY:
         tl.extra.cuda.gdc_wait()
+    first_row = tl.program_id(1) * (8 * TILES)
     x_rows = ()
     for tile in tl.static_range(TILES):
-        x_rows = x_rows + (x + tl.minimum(8 * tile + g, rows - 1) * k_pairs,)  # noqa: RUF005
+        x_rows = x_rows + (x + tl.minimum(first_row + 8 * tile + g, rows - 1) * k_pairs,)  # noqa: RUF005
     pair = word + tl.arange(0, ROWS)[None, :]
     sums = nothing(2 * TILES, T)
     for first in tl.range(0, chunks, AHEAD * WARPS, num_stages=1):
@@ -296,8 +310,7 @@ def few_rows(
                 own = fetch(words, scales, zeros, group_row, chunk, chunks, turn, PARTS, SHARED)
             coming = coming + (own,)  # noqa: RUF005
         q = coming
-    even = sums[0] if TILES == 1 else tl.join(sums[0], sums[2])
-    odd = sums[1] if TILES == 1 else tl.join(sums[1], sums[3])
+    even, odd = one_of_tiles(sums, 0, TILES), one_of_tiles(sums, 1, TILES)
     y = sum_of_warps(tl.reshape(tl.join(even, odd), (WARPS, 256 * TILES * SIDE)), WARPS)
     y = tl.reshape(y, (32 * SIDE, ROWS, 2 * TILES))
     lane = tl.arange(0, 32 * SIDE)[:, None, None]
@@ -314,5 +327,5 @@ def few_rows(
         y = activate(gate, ACTIVATION) * up
         lane = tl.arange(0, 32)[:, None, None]
         n = (tl.program_id(0) * 8 + lane // 4) * ROWS + row
-    m = column // 2 * 8 + lane % 4 * 2 + column % 2
+    m = first_row + column // 2 * 8 + lane % 4 * 2 + column % 2
     finish(y, residual, out, m * outputs + n, (m < rows) & (n < outputs), 0 if GATED else ACTIVATION)

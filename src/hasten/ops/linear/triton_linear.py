@@ -25,6 +25,7 @@ from hasten.ops.linear.triton_choice import (
     choose_one_row,
     choose_several_rows,
     norm_apart,
+    serves_few_rows,
 )
 from hasten.ops.linear.triton_few import few_rows
 from hasten.ops.linear.triton_gemm import several_rows
@@ -159,7 +160,7 @@ def product(x: Tensor, weight: Operands, beside: Beside) -> Tensor:
         if beside.norm is not None:
             x = normed_rows(x, beside.norm, beside.dtype)
         x = x.to(beside.dtype)
-        if packed and rows <= MOST_FEW_ROWS:
+        if packed and serves_few_rows(rows, weight.out_features, x.shape[1]):
             return multiply_few(x, weight, beside)
         if packed and gemm_hopper.serves(x, weight):
             y = gemm_hopper.multiply(x, weight, beside, _counters)
@@ -279,7 +280,8 @@ def multiply_few(x: Tensor, weight: Operands, beside: Beside, *, config: FewRows
         x = F.pad(x, (0, 1))
     out = _result(x, beside, rows, outputs)
     bias = None if weight.bias is None else readable(weight.bias)
-    few_rows[(triton.cdiv(n, 32 * config.side),)](
+    tiles = min(config.tiles, triton.next_power_of_2(triton.cdiv(rows, 8)))
+    few_rows[(triton.cdiv(n, 32 * config.side), triton.cdiv(rows, 8 * tiles))](
         *(_pairs(x), weight.data, readable(weight.scales), weight.zeros, bias, beside.residual, out),
         *(rows, outputs, n, x.shape[1] // 2, words, weight.scales.shape[1], words // 16),
         BITS=bits,
@@ -287,14 +289,14 @@ def multiply_few(x: Tensor, weight: Operands, beside: Beside, *, config: FewRows
         HALF=x.dtype == torch.float16,
         ACTIVATION=beside.activation,
         GATED=beside.gated,
-        TILES=triton.cdiv(rows, 8),
+        TILES=tiles,
         AHEAD=config.ahead,
         WARPS=config.warps,
         SIDE=config.side,
         WIDE=x.device.type == "cpu",
         num_warps=config.warps * config.side,
         maxnreg=config.registers,
-        **early_start(x.device, bits == 4),  # int8's whole steps took 1% longer
+        **early_start(x.device, config.early),
     )
     return out.to(beside.result)
 

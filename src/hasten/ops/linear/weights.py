@@ -245,8 +245,9 @@ class QuantizedWeight:
             group = torch.arange(k, device=self.values.device) // (self.format.group_size or k)
         values, scales = self.values.float(), self.scales.float()
         if self.format.element == "fp4":
-            scales = torch.ldexp(torch.ones(256), torch.arange(-128, 128))[self.scales.view(torch.uint8).cpu().int()]
-            scales = scales.to(values.device)
+            exponent = self.scales.view(torch.uint8).int()  # of 2 ** (exponent - 128): the two least are subnormal
+            bits = torch.where(exponent < 2, 0x200000 << exponent, exponent - 1 << 23)
+            scales = bits.view(torch.float32)
         zeros = None if self.zeros is None else self.zeros.float()
         if self.outer is not None:  # (N, blocks, 1 or 2) -> a pair for each group
             outer = self.outer.float().repeat_interleave(self.format.scales[1].columns // self.format.group_size, dim=1)
