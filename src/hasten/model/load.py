@@ -28,6 +28,7 @@ from hasten.model.sharded import connect
 from hasten.model.shares import Share, shares, whole_groups
 from hasten.model.source import ModelSource, open_folder
 from hasten.model.transformer import Transformer
+from hasten.model.upload import Upload
 from hasten.ops.collective import RankGroup
 from hasten.ops.pages import release_pages
 
@@ -38,7 +39,7 @@ _LEFTOVERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def load(
-    source: str | Path | nn.Module,
+    source: str | Path | nn.Module | ModelSource,
     *,
     dtype: str | torch.dtype | None = "auto",
     device: str = "cpu",
@@ -51,12 +52,12 @@ def load(
     undoes it and keeps the model readable. A model that is being trained or has hooks is not touched.
 
     source: a folder with config.json and safetensors, a GGUF file or a folder with one, a hub id such as "owner/name"
-    (downloaded with huggingface_hub), a short name (`hasten.model.published`), or a transformers model, whose weights
-    are taken over without a copy. dtype: "float32", "bfloat16" or "float16"; "stored" for the checkpoint's own; "auto"
-    (or None) for the one to generate in: bfloat16 for a float32 checkpoint where the fused steps can run
-    (`hasten.model.inference` has the whole rule), and for a transformers model the one it has. device: "auto", "cpu",
-    "cuda", "cuda:0", …. group: the ranks that hold the model together (`hasten.distributed.tensor_parallel`); this one
-    then takes its share of any folder or file, and no more.
+    (downloaded with huggingface_hub), a short name (`hasten.model.published`), what `open_checkpoint` has opened, or a
+    transformers model, whose weights are taken over without a copy. dtype: "float32", "bfloat16" or "float16"; "stored"
+    for the checkpoint's own; "auto" (or None) for the one to generate in: bfloat16 for a float32 checkpoint where the
+    fused steps can run (`hasten.model.inference` has the whole rule), and for a transformers model the one it has.
+    device: "auto", "cpu", "cuda", "cuda:0", …. group: the ranks that hold the model together
+    (`hasten.distributed.tensor_parallel`); this one then takes its share of any folder or file, and no more.
 
     A folder's weights are memory-mapped: in their own dtype on the CPU they cost no second copy. The model carries
     the folder's tokenizer, or None where it has none: then prompts are token ids.
@@ -74,7 +75,7 @@ def load(
         model = _from_transformers(source, wanted, place)
         model.dtype_asked = not auto
         return model
-    checkpoint = open_checkpoint(source)
+    checkpoint = source if isinstance(source, ModelSource) else open_checkpoint(source)
     held = None if group is None else shares_of(checkpoint, group.size)
     share = None if group is None or held is None else held[group.rank]
     model, own, packed, quantized = fill_plain(checkpoint, share, dtype=wanted, device=place, to_generate=auto)
@@ -82,7 +83,7 @@ def load(
         fill_quantized(model, packed, quantized, dtype=own, device=place, share=share)
     if group is not None and held is not None:
         model = connect(model, group, held, checkpoint.config)
-    model.dtype_asked = not auto
+    model.dtype_asked, model.origin = not auto, str(source)
     _finish(model, place)
     return model
 
@@ -264,6 +265,9 @@ def _fill(
     share: Share | None = None,
 ) -> None:
     """Put every tensor, or a share of it, into the skeleton, converting one at a time where dtype or device differ."""
+    if share is None and device is not None and device.type == "cuda":
+        fill_uploaded(model, pieces, read, stored, dtype=dtype, device=device)
+        return
     checked: set[str] = set()
     for ours, piece in pieces.items():
         whole = read(piece.name)
@@ -279,6 +283,38 @@ def _fill(
         setattr(model.get_submodule(owner), leaf, nn.Parameter(held.to(device=device, dtype=dtype)))
         if cut is not None:  # copied: its pages are the file's again
             release_pages(whole)
+
+
+def fill_uploaded(
+    model: Transformer,
+    pieces: Mapping[str, TensorSlice],
+    read: Callable[[str], Tensor],
+    stored: Mapping[str, StoredTensor],
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """Put every tensor into the skeleton, on a GPU: each goes there as it is stored, to be cut, converted and checked
+    there. What holds NaN or infinity is found when all are there."""
+    extremes: dict[str, Tensor] = {}
+    parts: dict[str, list[str]] = {}  # of each stored tensor, which goes to the GPU once
+    for ours, piece in pieces.items():
+        parts.setdefault(piece.name, []).append(ours)
+    with Upload(device) as upload:
+        for name, places in parts.items():
+            own = read(name)
+            whole = upload(own) if own.device.type == "cpu" else own.to(device)
+            if whole.numel():
+                extremes[name] = torch.stack(whole.detach().aminmax())
+            for ours in places:
+                held = pieces[ours].of(whole).to(dtype=dtype)
+                if whole is not own and held.numel() != whole.numel():
+                    held = held.clone()  # memory of its own, aligned as kernels want it
+                owner, _, leaf = ours.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, nn.Parameter(held))
+    for name, found in extremes.items():
+        if not torch.isfinite(found).all():
+            check_finite(name, read(name), stored[name].file)
 
 
 def tie(model: Transformer) -> None:
