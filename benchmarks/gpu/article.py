@@ -14,7 +14,7 @@ from gpu.harness import BENCHMARKS
 from gpu.worker import DEVICE, TINY, serve
 
 
-def ladder(limit: float = 100) -> None:
+def ladder(limit: float = 150) -> None:
     """Run it for at most `limit` seconds, never beyond the run's end; what is not done then is left out."""
     end = float(os.environ.get("GPU_UNTIL", "inf")) - 8
 

@@ -25,7 +25,7 @@ def command_lines(model: str, gguf: str, device: str) -> dict[str, list[str]]:
         "explain-int4": ["explain", model, *on, "--dtype", "bfloat16", "--quantize", "int4"],
         "explain-attention": ["explain", "attention", *on, *shape],
         "generate": generate,
-        "generate-compiled": [*generate, "--dtype", "bfloat16", "--compile"],
+        "generate-compiled": [*generate, "--dtype", "bfloat16", "--compile", "--no-fuse"],
         "generate-int4": [*generate, "--dtype", "bfloat16", "--quantize", "int4", "--kv-cache-dtype", "int8"],
         "generate-drafts": [*generate, "--draft", "suffix"],
         "generate-gguf": ["generate", gguf, *on, *PROMPT],

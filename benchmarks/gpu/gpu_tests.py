@@ -69,7 +69,8 @@ class GpuTests(Background):
         self.log = run.out / LOG
         self.done = len(passed(self.log))
         command = [*(["nice"] if beside else []), sys.executable, "-m", "pytest", "-m", "gpu", "-n", str(workers)]
-        command += ["--dist", "worksteal", "-vv", "-p", "gpu.log_tests", "--tb=short", f"--timeout={timeout}", *files()]
+        command += ["--dist", "load", "--maxschedchunk", "1", "-vv", "-p", "gpu.log_tests", "--tb=short"]
+        command += [f"--timeout={timeout}", *files()]
         for name in UNUSED:  # plugins of this machine, which every worker would import
             command += ["-p", f"no:{name}"]
         # The workers are processes enough: a pool of compilers in each would only start slowly.

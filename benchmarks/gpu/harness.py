@@ -37,7 +37,7 @@ class JobSpec:
 class Group:
     """Jobs measured in turns, `rounds` times, then ended. extras: (command, name prefix it is for) once each after.
 
-    limit: seconds that a measurement may take.
+    limit: seconds that a measurement, or an extra, may take.
     """
 
     names: tuple[str, ...]
@@ -246,7 +246,7 @@ def measure(run: Run, groups: Iterable[Group], jobs: dict[str, Job], *, until: f
             for command, prefix in group.extras:
                 for job in here:
                     if job.name.startswith(prefix) and run.left() > 8:
-                        job.ask(command, min(40.0, run.left() - 4))
+                        job.ask(command, min(group.limit, run.left() - 4))
         for job in here:
             job.end()
 

@@ -1,7 +1,8 @@
 """A pytest plugin that logs how each test ended, at once: a run that is interrupted never gets to pytest's summary.
 
 A line of JSON for each test goes to $GPU_TESTS_LOG. A run that finds a log there leaves out the tests that passed, so
-that it goes on where the last one ended. Reasons of failures are printed too.
+that it goes on where the last one ended. Tests whose names contain one of $GPU_TESTS_FIRST (by commas) begin, in its
+order. Reasons of failures are printed too.
 """
 
 import json
@@ -20,7 +21,12 @@ _seen: dict[str, dict[str, Any]] = {}  # tests that are not over
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     done = passed(LOG)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
-    items[:] = [item for item in items if item.nodeid not in done]
+    first = os.environ.get("GPU_TESTS_FIRST", "").split(",")
+
+    def rank(item: pytest.Item) -> int:
+        return next((i for i, part in enumerate(first) if part in item.nodeid), len(first))
+
+    items[:] = sorted((item for item in items if item.nodeid not in done), key=rank)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -30,6 +30,7 @@ from gpu.report import tables
 
 MARGIN = 6.0  # seconds at the end, for the tables
 FOR_TESTS = 45.0  # and before them for the tests, which then have the whole machine
+RESTART = 40.0  # seconds left, from which on the tests gain by starting again with more workers
 
 
 def arguments() -> argparse.Namespace:
@@ -46,6 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--test-workers", type=int, default=max(1, (os.cpu_count() or 2) * 3 // 4))
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--tests-only", action="store_true", help="the tests with the whole machine, and no job")
+    parser.add_argument("--tests-first", default="", help="tests whose names contain one of these, by commas, begin")
     parser.add_argument(
         "--resume", type=Path, help="tests.jsonl of an earlier run: what passed there does not run again"
     )
@@ -77,6 +79,7 @@ def environment(options: argparse.Namespace, scratch: Path, until: float) -> dic
         "GPU_UNTIL": str(until),
         "GPU_DEVICE": options.device,
         "GPU_TINY": "1" if options.tiny else "",
+        "GPU_TESTS_FIRST": options.tests_first,
         "GPU_PEERS": str(options.peers.resolve()) if options.peers else "",
     }
     return os.environ | own
@@ -132,8 +135,10 @@ def work(run: Run, options: argparse.Namespace, memory: float) -> None:
         for job in jobs.values():
             job.signal(signal.SIGSTOP)
         measure(run, phase.groups, jobs, until=min(phase.measure * run.budget, run.budget - MARGIN))
-    if tests is not None:  # now with the whole machine
-        tests.finish(run.left())
+    if tests is not None:
+        tests.finish(0 if run.left() > RESTART else run.left())
+        if run.left() > RESTART:  # now with the whole machine
+            GpuTests(run, options.test_workers, beside=False).finish(run.left())
 
 
 def main() -> None:

@@ -38,7 +38,8 @@ def random_model(shape: str, *, format: str = "bfloat16", group: int = 0) -> Any
 
 def _random_packed(layer: nn.Linear, format: str, group: int) -> PackedLinear:
     stored = INT8 if format == "int8" else int4_format(group, scale_dtype=torch.float16)
-    made = PackedLinear(layer.in_features, layer.out_features, stored, device=DEVICE)
+    activations = "float" if format == "int8" else "int8"  # as `hasten.quantize` has them by default
+    made = PackedLinear(layer.in_features, layer.out_features, stored, activations=activations, device=DEVICE)
     made.data.random_(-128, 128) if made.data.dtype == torch.int8 else made.data.random_(0, 256)
     made.scales.fill_(0.2 / (16 if format == "int4" else 256) / layer.in_features**0.5)
     return made

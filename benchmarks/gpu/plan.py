@@ -67,12 +67,14 @@ JOBS |= {
     "nanogpt-77e7e04-12": _training("nanogpt", 12, 20.0, checkout="nanogpt-77e7e04"),
     "drafts": JobSpec("drafts:compare", {"shape": "llama-1.1b"}, 5.0, 7.0),
     "start": JobSpec("start:server", {"shape": "llama-1.1b"}, 1.0, 8.0),
+    "start-7b": JobSpec("start:server", {"shape": "llama-7b"}, 1.0, 16.0),
     "attention": JobSpec("attention:compare", {"budget": 20}, 1.0, 6.0),
     "products": JobSpec("products:table", {"budget": 22}, 1.5, 3.0),
 }
-JOBS["ladder"] = JobSpec("article:ladder", {"limit": 100}, 1.0, 1.0)
+JOBS["ladder"] = JobSpec("article:ladder", {"limit": 150}, 1.0, 1.0)
 
 SEVEN = (("prefill", ""), ("user", "hasten"), ("profile", ""))
+START = (("measure cold", ""), ("measure warm", ""))
 ENGINE = (("measure 256", ""), ("measure 64", ""), ("measure 1", ""))
 PHASES: tuple[Phase, ...] = (
     Phase(
@@ -86,7 +88,7 @@ PHASES: tuple[Phase, ...] = (
             Group(("hasten-12", "nanogpt-12"), 2, (("losses", ""), ("profile", ""))),
         ),
         ("gptfast-7b-int8", "gptfast-7b-bf16", "gptfast-7b-int4", "nanogpt-12", "hasten-12"),
-        ("gptfast-1b-bf16", "gptfast-1b-int4", "nanogpt-32", "nanogpt-wide", "drafts"),
+        ("gptfast-1b-bf16", "gptfast-1b-int4", "nanogpt-32", "nanogpt-wide", "drafts", "start-7b"),
     ),
     Phase(
         0.64,
@@ -104,10 +106,11 @@ PHASES: tuple[Phase, ...] = (
             Group(("losses-bf16", "losses-fp8"), 0, (("losses500", ""),)),
             Group(("hasten-1b-int8",), 1),
             Group(("drafts",), 1),
-            Group(("start",), 0, (("measure cold", ""), ("measure warm", ""))),
+            Group(("start-7b",), 0, START, limit=75),
+            Group(("start",), 0, START),
         ),
         ("nanogpt-32", "nanogpt-wide", "engine-bf16", "hasten-32", "hasten-32-fp8"),
         ("ladder",),
     ),
-    Phase(0.94, 0.99, (Group(("ladder",), limit=110),)),
+    Phase(0.94, 0.99, (Group(("ladder",), limit=155),)),
 )

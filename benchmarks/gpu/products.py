@@ -10,6 +10,7 @@ from gpu.worker import DEVICE, TINY, graph_ms, seconds_of, serve, tidy
 
 SHAPES = ((4096, 4096), (11_008, 4096), (4096, 11_008), (32_000, 4096)) if not TINY else ((64, 64),)
 ROWS = (1, 4, 16, 64, 256, 1024) if not TINY else (1, 4)
+ROUNDED, FROM_ROWS = "int8-rounded", 64  # with fewer rows activations are never rounded
 COLD = (224 << 20) if not TINY else 1  # more than any cache holds
 
 
@@ -38,7 +39,7 @@ def baseline() -> None:
     serve({"measure": measure})
 
 
-def packed_layers(n: int, k: int, format: str, group: int) -> list[Any]:
+def packed_layers(n: int, k: int, format: str, group: int, activations: str) -> list[Any]:
     """As many random layers as are never all in a cache."""
     from gpu.models import BITS
     from hasten.ops.linear import INT8, PackedLinear, int4_format
@@ -46,7 +47,7 @@ def packed_layers(n: int, k: int, format: str, group: int) -> list[Any]:
     stored = INT8 if format == "int8" else int4_format(group, scale_dtype=torch.float16)
     found = []
     for _ in range(COLD // (n * k * BITS[format] // 8) + 1):
-        layer = PackedLinear(k, n, stored, device=DEVICE)
+        layer = PackedLinear(k, n, stored, activations=activations, device=DEVICE)
         layer.data.random_()
         layer.scales.uniform_(0, 1e-3)
         found.append(layer)
@@ -69,9 +70,14 @@ def kinds_of(n: int, k: int) -> dict[str, tuple[list[Any], Any, int]]:
     """Name -> weights, product, bytes of one weight with its scales."""
     plain = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(COLD // (2 * n * k) + 1)]
     found: dict[str, tuple[list[Any], Any, int]] = {"bf16": (plain, F.linear, plain[0].nbytes)}
-    for name, format, group in (("int8", "int8", 0), ("int4-g128", "int4", 128), ("int4-g32", "int4", 32)):
+    for name, format, group, activations in (
+        ("int8", "int8", 0, "float"),  # the default, as for int4, whose activations no kernel rounds
+        (ROUNDED, "int8", 0, "int8"),
+        ("int4-g128", "int4", 128, "int8"),
+        ("int4-g32", "int4", 32, "int8"),
+    ):
         if group <= k:
-            layers = packed_layers(n, k, format, group)
+            layers = packed_layers(n, k, format, group, activations)
             size = layers[0].data.nbytes + layers[0].scales.nbytes
             found[name] = layers, lambda x, layer: layer(x), size
     if DEVICE != "cpu":
@@ -80,6 +86,11 @@ def kinds_of(n: int, k: int) -> dict[str, tuple[list[Any], Any, int]]:
             size = weights[0][0].nbytes + weights[0][1].nbytes
             found[f"torch-int4-g{group}"] = weights, _torch_int4_product(group), size
     return found
+
+
+def rows_of(name: str) -> list[int]:
+    """The rows of x that a kind is measured with."""
+    return [rows for rows in ROWS if name != ROUNDED or rows >= FROM_ROWS]
 
 
 def _torch_int4_product(group: int) -> Any:
@@ -91,7 +102,7 @@ def table(budget: float = 40) -> None:
     """Microseconds and GB/s of its own weight bytes for each matrix, format and number of rows."""
     for n, k in SHAPES[:2]:  # compile
         for name, (weights, run, _) in kinds_of(n, k).items():
-            for count in ROWS:
+            for count in rows_of(name):
                 try:
                     run(torch.randn(count, k, device=DEVICE, dtype=torch.bfloat16), weights[0])
                 except Exception as error:
@@ -103,7 +114,7 @@ def table(budget: float = 40) -> None:
         begin, found = time.perf_counter(), []
         for n, k in SHAPES:
             for name, (weights, run, size) in kinds_of(n, k).items():
-                for count in ROWS:
+                for count in rows_of(name):
                     if time.perf_counter() - begin > budget:
                         continue
                     x = torch.randn(count, k, device=DEVICE, dtype=torch.bfloat16)

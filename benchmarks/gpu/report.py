@@ -51,10 +51,10 @@ def ratio(a: float | None, b: float | None, style: str = ".2f") -> str:
     return f"{a / b:{style}}" if a and b else ""
 
 
-def where(results: Results, job: str) -> tuple[Results, str]:
+def where(results: Results, job: str, command: str = "measure") -> tuple[Results, str]:
     """Where a job's figures are: in this run or, if it was not ready then, in the earlier one, which a † says."""
     earlier = results.get("earlier", {})
-    return (results, "") if results.get(job, {}).get("measure") or job not in earlier else (earlier, " †")
+    return (results, "") if results.get(job, {}).get(command) or job not in earlier else (earlier, " †")
 
 
 def copy_rate(results: Results) -> float:
@@ -137,18 +137,22 @@ def training(results: Results) -> Table:
     head += ["of nanoGPT", "its memory"]
     rows = []
     for name in TRAINERS:
-        speeds = every(results, name, "measure", "tokens_per_s")
+        (own, own_mark), peer = where(results, name), f"nanogpt-{name.split('-')[1]}"
+        source, mark = where(results, peer)
+        speeds = every(own, name, "measure", "tokens_per_s")
         if not speeds:
             continue
-        peer = f"nanogpt-{name.split('-')[1]}"
         spread = f" ({min(speeds):,.0f} to {max(speeds):,.0f})" if len(speeds) > 1 else ""
-        busy = median(results, name, "profile", "gpu_us")
-        peaks = [max(every(results, job, "measure", "peak_gb"), default=None) for job in (name, peer)]
-        row = [name, f"{statistics.median(speeds):,.0f}{spread}", shown(median(results, name, "measure", "ms"), ".1f")]
-        row += [shown(busy / 1e3 if busy else None, ".1f"), shown(median(results, name, "profile", "launches"))]
-        row += [shown(median(results, name, "measure", "mfu"), ".1%"), shown(peaks[0], ".1f")]
-        row.append(ratio(statistics.median(speeds), median(results, peer, "measure", "tokens_per_s")))
-        rows.append([*row, ratio(*peaks)])
+        busy = median(own, name, "profile", "gpu_us")
+        pair = ((own, name), (source, peer))
+        peaks = [max(every(place, job, "measure", "peak_gb"), default=None) for place, job in pair]
+        row = [f"{name}{own_mark}", f"{statistics.median(speeds):,.0f}{spread}"]
+        row.append(shown(median(own, name, "measure", "ms"), ".1f"))
+        row += [shown(busy / 1e3 if busy else None, ".1f"), shown(median(own, name, "profile", "launches"))]
+        row += [shown(median(own, name, "measure", "mfu"), ".1%"), shown(peaks[0], ".1f")]
+        mark = mark if not own_mark else ""
+        row.append(ratio(statistics.median(speeds), median(source, peer, "measure", "tokens_per_s")) + mark)
+        rows.append([*row, ratio(*peaks) + mark])
     return head, rows
 
 
@@ -166,9 +170,10 @@ def losses500(results: Results) -> Table:
     """The losses of GPT-2 124M over 500 steps of 12 × 1,024 tokens of real text, and the mean of the last 20."""
     rows, places = [], (1, 10, 50, 100, 200, 300, 400, 500)
     for name in ("losses-bf16", "losses-fp8"):
-        for found in every(results, name, "losses500", "losses")[-1:]:
+        source, mark = where(results, name, "losses500")
+        for found in every(source, name, "losses500", "losses")[-1:]:
             cells = [f"{found[step - 1]:.3f}" if len(found) >= step else "" for step in places]
-            rows.append([name.removeprefix("losses-"), *cells, f"{statistics.mean(found[-20:]):.3f}"])
+            rows.append([name.removeprefix("losses-") + mark, *cells, f"{statistics.mean(found[-20:]):.3f}"])
     return ["loss at step", *map(str, places), "mean of the last 20"], rows
 
 
@@ -181,7 +186,8 @@ def ladder(results: Results) -> Table:
             cells += [shown(row.get("mfu"), ".1%"), shown(row["peak_memory_bytes"] / 1e9, ".1f")]
             rows.append([row["name"], *cells])
     earlier = results.get("earlier", {})
-    for name in [job for job in earlier if job.startswith("rung-")]:  # of a run before the command measured them
+    # Of a run before the command measured them, where it was not done in time.
+    for name in [job for job in earlier if job.startswith("rung-") and not rows]:
         cells = [shown(median(earlier, name, "measure", key), style) for key, style in RUNG]
         rows.append([name.removeprefix("rung-") + " †", *cells])
     return ["12 × 1,024", "tokens/s", "ms", "MFU", "peak, GB"], rows
@@ -231,11 +237,12 @@ def start(results: Results) -> Table:
     """Seconds from the command `hasten serve` to each mark."""
     marks = ("models_s", "first_token_s", "captured_s", "captured_steps")
     rows = []
-    for name in ("cold", "warm"):
-        cells = [median(results, "start", f"measure {name}", mark) for mark in marks]
-        if cells[0] is not None:
-            rows.append([name, *(shown(one, ".1f") for one in cells[:3]), shown(cells[3])])
-    return ["compiled kernels", "answers, s", "first token", "last captured step", "captured steps"], rows
+    for job, size in (("start", "1.1B"), ("start-7b", "7B")):
+        for name in ("cold", "warm"):
+            cells = [median(results, job, f"measure {name}", mark) for mark in marks]
+            if cells[0] is not None:
+                rows.append([size, name, *(shown(one, ".1f") for one in cells[:3]), shown(cells[3])])
+    return ["bf16", "compiled kernels", "answers, s", "first token", "last captured step", "captured steps"], rows
 
 
 TABLES = {
@@ -253,11 +260,19 @@ TABLES = {
 }
 
 
+CARRIED = ("gptfast-", "nanogpt-", "rung-", "losses-")  # from an earlier run
+
+
+def measured(job: dict[str, Any]) -> bool:
+    """Whether any command of a job found something."""
+    return any(isinstance(found, list) and any("error" not in one for one in found) for found in job.values())
+
+
 def compact(report: dict[str, Any], earlier: dict[str, Any] | None = None) -> dict[str, Any]:
     """What is committed: without logs and traces, and of a profile the six longest kernels.
 
-    earlier: what was committed of an earlier run on the same kind of card: it gives the peers and rungs that this one
-    has not, under "earlier".
+    earlier: what was committed of an earlier run on the same kind of card: it gives the peers, rungs and losses that
+    this one has not, under "earlier".
     """
 
     def short(value: Any, key: str = "") -> Any:
@@ -269,10 +284,11 @@ def compact(report: dict[str, Any], earlier: dict[str, Any] | None = None) -> di
 
     results = short(report["results"])
     if earlier is not None:
+        before = earlier["results"].get("earlier", {}) | earlier["results"]
         jobs = {
             name: job
-            for name, job in earlier["results"].items()
-            if name.startswith(("gptfast-", "nanogpt-", "rung-")) and not results.get(name, {}).get("measure")
+            for name, job in before.items()
+            if name.startswith(CARRIED) and measured(job) and not measured(results.get(name, {}))
         }
         results["earlier"] = {"run": earlier["results"]["run"], "baseline": earlier["results"]["baseline"], **jobs}
     return {"results": results}

@@ -107,6 +107,17 @@ def test_bfloat16_and_quantized_weights_keep_the_perplexity(scheme):
 
 def test_a_folder_is_loaded_onto_it(tiny_folder, tiny):
     params = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
-    moved = hasten.load(tiny_folder, device=DEVICE)
+    moved = hasten.load(tiny_folder, device=DEVICE, dtype="stored")
     assert moved.device.type == DEVICE
     assert answers(moved, params) == answers(tiny, params)
+    chosen = hasten.load(tiny_folder, device=DEVICE)  # in the dtype to generate in
+    assert chosen.dtype == torch.bfloat16
+    assert [len(tokens) for tokens in answers(chosen, params)] == [12] * len(PROMPTS)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_another_gpu_than_the_current_one(tiny_folder):
+    """Steps are captured there, and tokens are read when they are there."""
+    params = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
+    first, second = (hasten.load(tiny_folder, device=f"cuda:{i}") for i in (0, 1))
+    assert answers(second, params) == answers(first, params)

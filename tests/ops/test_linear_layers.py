@@ -13,7 +13,7 @@ from hasten.errors import HastenWarning
 from hasten.ops.linear import INT8, KERNELS, LinearRequest, PackedLinear, int4_format
 from hasten.ops.picker import explain, pick
 from instruction_sets import ISAS, NATIVE, needs_native
-from linear_cases import CASES, LAYERS, SIZES, TORCHS, layer_of, make_weight
+from linear_cases import CASES, LAYERS, PACKED_FORMATS, SIZES, TORCHS, exact, layer_of, make_weight, random_weight, rms
 from triton_cases import needs_gpu
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -180,6 +180,27 @@ def test_to_a_gpu_and_back(format, group_size, activations):
     torch.testing.assert_close(layer(x.cuda()).cpu().float(), y.float(), rtol=0.05, atol=0.05 * float(y.std()))
     layer.cpu()
     assert torch.equal(layer(x), y)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_other_formats_on_a_gpu(name, dtype):
+    """Those that no Triton kernel unpacks are PyTorch's product of the dequantized weight."""
+    weight, x = random_weight(name, 70, 512), torch.randn(3, 512).to(dtype)
+    plain = F.linear(x, weight.dequantize(dtype))
+    layer = PackedLinear.from_weight(weight.map(lambda tensor: tensor.cuda()), dtype=dtype)
+    there = x.cuda()
+    y, right = layer(there).cpu(), exact(weight, x)
+    assert torch.equal(layer.dequantize().cpu(), weight.dequantize())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # as decode steps are
+        captured = layer(there)
+    graph.replay()
+    torch.testing.assert_close(captured.cpu(), y)
+    unit = torch.finfo(dtype).eps * right.abs().max().item()  # of the largest
+    assert rms(y - right) <= 2 * rms(plain - right) + unit
 
 
 def test_the_picker_gives_its_reasons(monkeypatch):

@@ -45,10 +45,7 @@ class CompressedTensors:
         """Integers of 2, 3, 4 and 8 bits are held."""
         for name, layer in layers.items():
             if not of_integers(layer.weight):
-                raise ConfigError(
-                    f"{name} ({layer.weight}): in compressed-tensors' layout hasten writes integers; `hasten export "
-                    "MODEL DIR --dequantize` writes plain weights"
-                )
+                raise ConfigError(f"{name} ({layer.weight}): in compressed-tensors' layout hasten writes integers")
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors that stand for a weight (N, K), by what follows the module's name."""

@@ -56,7 +56,7 @@ class QuantizedModule:
     """One quantized linear module of a folder: its published name, its true shape (N, K), how the file stores it.
 
     layer: how a packed layer holds it (its groups may be parts of the file's), or None where no kernel can. values: the
-    name of the tensor with its values.
+    name of the tensor with its values. type: the file's own name of the format (Q4_1), or "".
     """
 
     name: str
@@ -64,6 +64,7 @@ class QuantizedModule:
     stored: WeightFormat
     layer: LayerFormat | None
     values: str
+    type: str = ""
 
 
 class QuantizedFolder:
@@ -87,14 +88,15 @@ class QuantizedFolder:
         *,
         activations: Activations = "float",
         index: StoredTensor | None = None,
+        type: str = "",
     ) -> None:
-        """Take in the module whose values stand in the tensor `weight`. index: the group of each input feature (K,)."""
+        """Add the module whose values are in the tensor `weight`. index: the group of each input feature (K,)."""
         held = held_format(stored)
         if index is not None:
             stored, held = _ordered(stored, self.tensor(index.name), shape[1], index)
         module = weight.name.rpartition(".")[0]
         layer, name = None if held is None else LayerFormat(held, activations), f"{module}.weight"
-        self.modules[name] = QuantizedModule(module, shape, stored, layer, weight.name)
+        self.modules[name] = QuantizedModule(module, shape, stored, layer, weight.name, type)
         self.logical[name] = StoredTensor(name, "BF16", shape, weight.file)
 
     def matrix(self, name: str, dtype: str) -> StoredTensor:
