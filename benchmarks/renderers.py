@@ -159,6 +159,23 @@ def quantize_perplexity(report: Report) -> str:
     return markdown(["weights, activations", "perplexity", "against bf16"], rows)
 
 
+def real_precision(report: Report) -> str:
+    """`real_precision.py`: each model as published, and off the grid of its file."""
+    found = {(one["model"], one["off_grid"], one["name"]): one for one in report["rows"]}
+    models = dict.fromkeys(one["model"] for one in report["rows"])
+    rows = []
+    for name in dict.fromkeys(one["name"] for one in report["rows"]):
+        row = [name]
+        for model in models:
+            plain, other = (found.get((model, off_grid, name)) for off_grid in (False, True))
+            row += [f"{plain['bits']:.2f}", f"{plain['kl']:.4f}"] if plain else ["", ""]
+            row.append(f"{plain['perplexity_change']:+.1%}" if plain else "")
+            row.append(f"{other['kl']:.4f}" if other else "")
+        rows.append(row)
+    head = [f"{model}: {title}" for model in models for title in ("bits", "KL", "perplexity", "KL off the grid")]
+    return markdown(["weights", *head], rows)
+
+
 def quantize_quality(report: Report) -> str:
     """`quantize_quality.py`: how far each is from the model, and what rounding to nearest of the same format is."""
     nearest = {
@@ -450,6 +467,7 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     **dict.fromkeys(("prefill-attention", "prefill-attention-avx512", "prefill-attention-amx"), prefill_attention),
     "demo-ladder": demo_ladder,
     "quantize-perplexity": quantize_perplexity,
+    "real-precision": real_precision,
     "quantize-quality choice": quantize_choice,
     "quantize-quality": quantize_quality,
     "quantize-quality-h100": quantize_methods,

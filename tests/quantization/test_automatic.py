@@ -193,8 +193,8 @@ def test_the_command(tiny_folder, tmp_path, capsys):
     [
         ([], "--scheme int8, int4, int3 or int2, --bits NUMBER, or --formats FILE"),
         (["--scheme", "int8", "--bits", "5"], "--bits and --formats take its place"),
-        (["--bits", "5", "--group-size", "32"], "--group-size goes with --scheme"),
-        (["--formats", "/no/such/file", "--allow-int3"], "--allow-int3 goes with --bits"),
+        (["--bits", "5", "--group-size", "32"], "--group-size has no effect without --scheme"),
+        (["--formats", "/no/such/file", "--allow-int3"], "--allow-int3 has no effect without --bits"),
         (["--formats", "/no/such/file"], "/no/such"),
         (["--bits", "5", "--formats", "/no/such/folder/x.json"], "no folder"),
         (["--bits", "2"], "takes at least"),

@@ -1,5 +1,6 @@
 """`hasten quantize --method …`: through the command line, with its report, picture and refusals."""
 
+import gc
 import json
 import re
 
@@ -70,11 +71,13 @@ def test_a_gpu_computes_it_too(method, tiny_folder, text, tmp_path):
 def test_a_gpu_need_not_hold_the_model(text, tmp_path):
     model = tiny_llama(hidden_size=512, intermediate_size=1408, num_hidden_layers=24)
     hasten.save(model, tmp_path / "model")
+    gc.collect()
+    held = torch.cuda.memory_allocated()  # by what ran before in this process
     torch.cuda.reset_peak_memory_stats()
     where = ["--method", "gptq", "--device", "cuda", "--json", str(tmp_path / "found.json")]
     quantized(tmp_path / "model", text, tmp_path / "out", *where)
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["peak_memory_bytes"] < found["bytes_before"] / 2
+    assert found["peak_memory_bytes"] - held < found["bytes_before"] / 2
 
 
 @pytest.mark.gpu
@@ -97,12 +100,12 @@ def test_the_table_names_both_errors(tiny_folder, text, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        (["--calibration", "x"], ["--calibration goes with --method", "gptq and awq and sign", "found rtn"]),
-        (["--method", "sign", "--damping", "0.1"], ["--damping goes with --method gptq; found sign"]),
-        (["--method", "gptq", "--steps", "3"], ["--steps goes with --method sign; found gptq"]),
-        (["--calibration", ""], ["--calibration goes with --method"]),
-        (["--method", "awq", "--damping", "0"], ["--damping goes with --method gptq; found awq"]),
-        (["--spill"], ["--spill goes with --method"]),
+        (["--calibration", "x"], ["--calibration has no effect with --method rtn", "gptq, awq or sign"]),
+        (["--method", "sign", "--damping", "0.1"], ["--damping has no effect with --method sign, only with gptq"]),
+        (["--method", "gptq", "--steps", "3"], ["--steps has no effect with --method gptq, only with sign"]),
+        (["--calibration", ""], ["--calibration has no effect with --method rtn"]),
+        (["--method", "awq", "--damping", "0"], ["--damping has no effect with --method awq, only with gptq"]),
+        (["--spill"], ["--spill has no effect with --method rtn"]),
         (["--method", "gptq", "--damping", "2"], ["damping must be from 0 to 1; found 2.0"]),
         (["--method", "gptq", "--calibration", "/no/such/file"], ["/no/such/file"]),
         (["--method", "gptq", "--length", "100000"], ["shorter than one sample", "--length"]),

@@ -65,7 +65,7 @@ def test_in_memory_and_in_a_file(scheme, tied, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "own"])
-@pytest.mark.parametrize("scheme", [Int8(embedding="int8"), ALIKE], ids=str)
+@pytest.mark.parametrize("scheme", [Int8(lm_head="same", embedding="int8"), ALIKE], ids=str)
 def test_transformers_reads_it_where_all_layers_are_alike(scheme, tied, tmp_path):
     pytest.importorskip("compressed_tensors")
     model = quantize(reference(tied), scheme)

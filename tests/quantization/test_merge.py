@@ -59,7 +59,7 @@ def test_int4_is_rounded_anew_and_says_what_that_costs(folders, tmp_path, capsys
     arguments = [str(folders / "int4"), str(folders / "adapter"), str(tmp_path / "out"), "--json", str(tmp_path / "j")]
     main(["merge", *arguments, "--text", str(tmp_path / "text.txt")])
     done, shown = json.loads((tmp_path / "j").read_text()), capsys.readouterr().out
-    assert "4 of them rounded anew" in shown
+    assert "4 of them rounded again" in shown
     assert f"perplexity {done['perplexity']:.4f} with the adapter, {done['merged_perplexity']:.4f} merged" in shown
     model, merged = hasten.load(folders / "int4", dtype="stored"), hasten.load(tmp_path / "out", dtype="stored")
     adapter = load_adapter(folders / "adapter", model)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 import sys
 import weakref
@@ -17,7 +18,7 @@ from hasten.errors import CheckpointError, ConfigError
 from hasten.model.context import TrainingContext
 from hasten.model.fused import refusal
 from hasten.ops.linear import PackedLinear
-from hasten.quantization import Int4, Int8, Mixed, quantize, quantize_to_folder
+from hasten.quantization import GPTQ, Int4, Int8, Mixed, quantize, quantize_to_folder
 from quantized_folders import full_disk
 from references import make_reference, tiny_llama
 
@@ -57,7 +58,8 @@ def test_all_linear_layers_but_routers_are_quantized(name, scheme):
     kinds = {name: (layer.weight.bits, layer.weight.group_size) for name, layer in model.quantization.items()}
     blocks = (8, 0) if isinstance(scheme, Int8) else (4, scheme.group_size)
     assert {kind for name, kind in kinds.items() if name != "head"} == {blocks}
-    assert kinds["head"] == (blocks if scheme.lm_head == "same" else (8, 0))
+    in_groups = isinstance(scheme, Int8) and scheme.activations == "auto" and model.tied
+    assert kinds["head"] == ((8, 64) if in_groups else blocks if scheme.lm_head == "same" else (8, 0))
     # The weights of the reference are random: 4 bits of them are far off, and still the same model.
     limit = 0.35 if isinstance(scheme, Int8) else 0.9
     assert (logits(model) - plain).std() < limit * plain.std()
@@ -250,9 +252,9 @@ def test_the_command_without_json_tells_the_errors(tiny_folder, tmp_path, capsys
     ("extra", "word"),
     [
         (["--symmetric", "--asymmetric"], "one of"),
-        (["--scheme", "int8", "--asymmetric"], "int8 is symmetric"),
-        (["--scheme", "int8", "--group-size", "32"], "--group-size goes with --scheme int4"),
-        (["--scheme", "int8", "--search", "minmax"], "--search goes with --scheme int4"),
+        (["--scheme", "int8", "--asymmetric"], "--asymmetric has no effect with --scheme int8"),
+        (["--scheme", "int8", "--group-size", "32"], "--group-size has no effect with --scheme int8"),
+        (["--scheme", "int8", "--search", "minmax"], "--search has no effect with --scheme int8"),
         (["--json", "/no/such/folder/x.json"], "no folder"),
         (["--scheme", "None", "--bits", "6", "--format", "gptq"], "holds one bit width"),
         (["--scheme", "None", "--formats", "/no/such/formats.json"], "formats.json is not there"),
@@ -315,6 +317,46 @@ def test_a_fused_model_is_taken_apart_and_fused_again_when_it_generates():
     assert model.readable
     assert hasten.generate(model, "def", max_new_tokens=2)
     assert not model.readable
+
+
+def spoiled(model, name):
+    """The same model with a NaN in one weight."""
+    model.get_submodule(name).weight.data[0, 0] = math.nan
+    return model
+
+
+NO_TEXT = {"method": GPTQ()}  # which looks at calibration text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "scheme", "options"),
+    [
+        (None, Int8(), NO_TEXT),
+        (None, "int8", {}),
+        ("blocks.0.attention.q", Int8(), {}),
+        ("blocks.1.mlp.down", Int8(), {}),  # the layers before it are quantized by then
+    ],
+    ids=["calibration", "scheme", "first layer", "later layer"],
+)
+def test_a_fused_model_is_fused_after_an_error_too(spoil, scheme, options):
+    model = tiny_llama().to(torch.bfloat16)
+    if refusal(model) is not None:
+        pytest.skip("the native kernels cannot be built here")
+    before = logits(hasten.fuse(model if spoil is None else spoiled(model, spoil)))
+    with pytest.raises(ConfigError):
+        quantize(model, scheme, **options)
+    assert not model.readable
+    assert spoil or torch.equal(logits(model), before)
+
+
+def test_writing_a_fused_model_to_a_folder_leaves_it_fused(tmp_path):
+    model = tiny_llama().to(torch.bfloat16)
+    if refusal(model) is not None:
+        pytest.skip("the native kernels cannot be built here")
+    before = logits(hasten.fuse(model))
+    quantize_to_folder(model, Int8(), tmp_path / "out")
+    assert not model.readable
+    assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize(

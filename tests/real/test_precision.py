@@ -60,8 +60,7 @@ def test_the_file_has_it_too(real, theirs, document):
 MISSED = {
     ("smollm2-135m", "int8"): "one scale for a whole row of activations: perplexity 5.3% above float32's, KL 0.035",
     ("gemma3-270m", "int8"): "one scale for a whole row of activations: perplexity 4.2% above float32's",
-    ("gemma3-270m", "float"): "one scale for a whole row of weights: KL 0.0063",
-    ("gemma3-270m", "auto"): "the same: auto is float for int8 weights",
+    ("smollm2-135m", "Q4_0"): "KL 0.266 where Q4_0 has 0.253, on weights that lie on the grid of Q4_1",
 }
 
 
@@ -73,6 +72,24 @@ def test_int8_costs_little(real, exact, theirs, document, activations):
         assert not reached, "reached now: take it out of MISSED"
         pytest.xfail(reason)
     assert reached, found
+
+
+def test_int4_by_rounding_is_no_worse_than_q4_0_of_the_same_bits(real, exact, document):
+    """llama.cpp's Q4_0 by the gguf package, which rounds as llama.cpp does; head and embedding as they are in both."""
+    quants = pytest.importorskip("gguf").quants
+    theirs = hasten.load(real.folder, dtype="bfloat16")
+    for layer in theirs.blocks.modules():
+        if isinstance(layer, torch.nn.Linear):
+            stored = quants.quantize(layer.weight.detach().float().numpy(), quants.GGMLQuantizationType.Q4_0)
+            rounded = quants.dequantize(stored, quants.GGMLQuantizationType.Q4_0)
+            layer.weight.data.copy_(torch.from_numpy(rounded))
+    ours = packed(real, Int4(group_size=32, lm_head="none", activations="float"))
+    found = [divergence(model, exact, [document]) for model in (ours, fuse_where_it_fits(theirs))]
+    assert found[0].perplexity <= found[1].perplexity
+    if reason := MISSED.get((real.name, "Q4_0")):
+        assert found[0].kl_mean > found[1].kl_mean, "reached now: take it out of MISSED"
+        pytest.xfail(reason)
+    assert found[0].kl_mean <= found[1].kl_mean
 
 
 def test_int4_by_gptq_is_nearer_than_by_rounding(smollm2):

@@ -22,7 +22,7 @@ from hasten.model.transformer import Transformer
 from hasten.ops.linear import WeightFormat, empty_weight
 from hasten.quantization.blocks import on_one_thread
 from hasten.quantization.calibration import check_calibration
-from hasten.quantization.quantize import check_model, round_layer
+from hasten.quantization.quantize import check_model, round_layer, taken_apart
 from hasten.quantization.report import relative_error, stored_bytes, stored_weights
 from hasten.quantization.rounding import round_weight
 from hasten.quantization.schemes import Mixed, layers_to_quantize, units_of, weight_formats
@@ -72,12 +72,13 @@ def choose_bits(
 
     Raises ConfigError where the smallest formats do not fit, and for a model that cannot be quantized.
     """
-    units, formats, room = budget(model, bits, allow_int3=allow_int3)
-    tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
-    for unit in units:
-        _weigh(model, unit, formats, device)
-    _measure(model, units, tokens[: max(1, TOKENS // tokens.shape[1])], formats[PROBE], progress, device)
-    chosen = spend(units, room)
+    with taken_apart(model):
+        units, formats, room = budget(model, bits, allow_int3=allow_int3)
+        tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
+        for unit in units:
+            _weigh(model, unit, formats, device)
+        _measure(model, units, tokens[: max(1, TOKENS // tokens.shape[1])], formats[PROBE], progress, device)
+        chosen = spend(units, room)
     return Mixed(table={name: format for unit, format in zip(units, chosen, strict=True) for name in unit.layers})
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, HastenWarning
+from hasten.model.advice import export_plain
 from hasten.model.export import Quantized, check_layers, export_model
 from hasten.model.formats.record import LayerFormat
-from hasten.model.fused import is_fused, take_apart
+from hasten.model.fused import fuse, is_fused, refusal, take_apart
 from hasten.model.transformer import Transformer, require_model
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.quantization.calibration import check_calibration
@@ -46,32 +48,35 @@ def quantize(
     weights.
 
     Rounding to nearest leaves layers that are quantized already as they are, with a warning. Raises ConfigError where
-    all are (with a method: any), the model is fused, or its weights hold NaN or infinity.
+    all are (with a method: any), or the weights hold NaN or infinity. A fused model is taken apart; it is fused again
+    where this fails.
     """
-    formats = check_quantizable(model, scheme, method, partly=method is None)
-    tied = model.tied
-    done: dict[str, LayerFormat] = dict(model.quantization or {})
-    for name, weight in _weights(model, scheme, formats, method, calibration, report):
-        old: Any = model.get_submodule(name)
-        layer = served(weight, old, getattr(old, "bias", None), formats[name], model.compute_dtype)
-        model.set_submodule(name, layer)
-        if name == "head" and tied:
-            model.tie()
-        del old, weight
-        if isinstance(layer, PackedLinear | PackedEmbedding):
-            # Said layer by layer: after an interruption the model is half quantized, and says so.
-            done[name] = formats[name]
-            model.quantization = dict(done)
-    if "head" in formats and not tied:  # the config may have said otherwise
-        model.config = replace(model.config, tie_embeddings=False)
-    if plain := set(formats) - set(done):
-        bits = " and ".join(sorted({str(formats[name].weight.bits) for name in plain}, reverse=True))
-        warnings.warn(
-            f"no kernel multiplies weights of {bits} bits: they are held as plain "
-            f"{str(model.dtype).removeprefix('torch.')}, as large and as fast as before",
-            HastenWarning,
-            stacklevel=2,
-        )
+    with taken_apart(model, fuse_after=False):
+        formats = check_quantizable(model, scheme, method, partly=method is None)
+        tied = model.tied
+        done: dict[str, LayerFormat] = dict(model.quantization or {})
+        for name, weight in _weights(model, scheme, formats, method, calibration, report):
+            old: Any = model.get_submodule(name)
+            layer = served(weight, old, getattr(old, "bias", None), formats[name], model.compute_dtype)
+            model.set_submodule(name, layer)
+            if name == "head" and tied:
+                model.tie()
+            del old, weight
+            if isinstance(layer, PackedLinear | PackedEmbedding):
+                # Said layer by layer: after an interruption the model is half quantized, and says so.
+                done[name] = formats[name]
+                model.stored_types.pop(name, None)
+                model.quantization = dict(done)
+        if "head" in formats and not tied:  # the config may have said otherwise
+            model.config = replace(model.config, tie_embeddings=False)
+        if plain := set(formats) - set(done):
+            bits = " and ".join(sorted({str(formats[name].weight.bits) for name in plain}, reverse=True))
+            warnings.warn(
+                f"no kernel multiplies weights of {bits} bits: they are held as plain "
+                f"{str(model.dtype).removeprefix('torch.')}, as large and as fast as before",
+                HastenWarning,
+                stacklevel=2,
+            )
     return model
 
 
@@ -132,28 +137,29 @@ def quantize_to_folder(
     that takes many. The folder is written whole or not at all. Raises ConfigError
     as `quantize` does, CheckpointError where the folder cannot be written.
     """
-    folder, formats = Path(folder), check_quantizable(model, scheme, method)
-    check_layers(model, formats, format)
+    with taken_apart(model):
+        folder, formats = Path(folder), check_quantizable(model, scheme, method)
+        check_layers(model, formats, format)
 
-    def weight(name: str) -> QuantizedWeight:
-        return round_layer(model, name, formats[name], scheme.search, report, device=device)
+        def weight(name: str) -> QuantizedWeight:
+            return round_layer(model, name, formats[name], scheme.search, report, device=device)
 
-    if method is None:
-        export_model(model, folder, quantized=Quantized(formats, weight), format=format)
-        return
-    tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
-    with WorkFolder.open(folder, model, tokens, formats, repr((scheme, method))) as work:
-        options: dict[str, Any] = {"saved": work, "spill": work.path if spill else None, "progress": progress}
-        options |= {"search": scheme.search, "device": device}
-        results = quantize_blocks(model, formats, tokens, method, **options)
-        for index, result in enumerate(results):
-            work.keep(index, result)
-            _report_all(result, report)
+        if method is None:
+            export_model(model, folder, quantized=Quantized(formats, weight), format=format)
+            return
+        tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
+        with WorkFolder.open(folder, model, tokens, formats, repr((scheme, method))) as work:
+            options: dict[str, Any] = {"saved": work, "spill": work.path if spill else None, "progress": progress}
+            options |= {"search": scheme.search, "device": device}
+            results = quantize_blocks(model, formats, tokens, method, **options)
+            for index, result in enumerate(results):
+                work.keep(index, result)
+                _report_all(result, report)
 
-        def finished(name: str) -> QuantizedWeight:
-            return weight(name) if name == "embedding" else work.weight(name)
+            def finished(name: str) -> QuantizedWeight:
+                return weight(name) if name == "embedding" else work.weight(name)
 
-        export_model(model, folder, quantized=Quantized(formats, finished, work.changed.get), format=format)
+            export_model(model, folder, quantized=Quantized(formats, finished, work.changed.get), format=format)
 
 
 def check_quantizable(
@@ -178,20 +184,35 @@ def check_quantizable(
         warnings.warn(text, HastenWarning, stacklevel=3)
     for names in units_of(formats).values():
         if len({formats[name] for name in names}) > 1 and ".experts." not in names[0]:
-            text = f"{', '.join(names)} have different formats: the model will run without the fused steps, slower"
+            text = f"{', '.join(names)} have different formats: on a GPU the model runs without the fused steps, slower"
             warnings.warn(text, HastenWarning, stacklevel=3)
     return formats
 
 
 def check_model(model: Transformer, *, partly: bool = False) -> None:
-    """Take a fused model apart. ConfigError where a model cannot be quantized as it is; partly: some of its layers may
-    be quantized already.
-    """
+    """ConfigError where a model cannot be quantized as it is; partly: some of its layers may be quantized already."""
     require_model(model, "hasten.quantize")
     if model.quantization is not None and not partly:
         raise already_quantized(model)
-    if is_fused(model, any):
+
+
+@contextmanager
+def taken_apart(model: Transformer, *, fuse_after: bool = True) -> Iterator[None]:
+    """Take a fused model apart, and fuse it again at the end: after an error, and unless `fuse_after` is False.
+
+    A model that an error left half quantized stays apart where the fused steps cannot join its layers.
+    """
+    require_model(model, "hasten.quantize")
+    fused = is_fused(model, any)
+    if fused:
         take_apart(model)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if fused and (failed or fuse_after) and refusal(model) is None:
+            fuse(model)
 
 
 def already_quantized(model: Transformer) -> ConfigError:
@@ -199,8 +220,7 @@ def already_quantized(model: Transformer) -> ConfigError:
     name, layer = next(iter((model.quantization or {}).items()))
     return ConfigError(
         f"{len(model.quantization or {})} layers of this model are quantized already, such as {name} ({layer.weight}): "
-        "quantize the original checkpoint, or the plain weights that `hasten export MODEL DIR --dequantize` writes "
-        "(hasten.save(model, folder, dequantize=True))"
+        f"quantize the original checkpoint, or the plain weights that {export_plain(model.origin)} writes"
     )
 
 

@@ -29,20 +29,21 @@ KERNEL_BITS = (4, 8)  # of weights that kernels multiply; others run as plain on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8:
-    """8-bit integers with one float32 scale for each output row.
+    """8-bit integers with one float32 scale for each output row, and by group in an lm_head that is the embedding too.
 
     activations: "int8" also rounds each token's activations to int8 for the product (faster where more than a few rows
     are computed at once), "float" keeps 16 bits of them. "auto" is "int8" for weights in groups, whose activations have
     a scale for each group too, and "float" for weights with one scale a row: with one scale for a whole row of
-    activations, published models lose several percent of perplexity. lm_head: "same" or "int8" quantizes it too, "none"
+    activations, published models lose several percent of perplexity. lm_head: "int8" and "same" quantize it too, "none"
     leaves it. embedding: the same; where it is tied to the lm_head they stay one matrix, and `lm_head` says how it is
-    stored.
+    stored: "int8" in groups of 128 (or what divides the width), for rows of embeddings have outliers and one scale for
+    a row errs twice as much; by row with "same", and where activations are "int8".
     """
 
     bits: ClassVar[int] = 8
     search: ClassVar[Search] = "minmax"
     activations: AskedActivations = "auto"
-    lm_head: Literal["same", "int8", "none"] = "same"
+    lm_head: Literal["int8", "same", "none"] = "int8"
     embedding: Literal["same", "int8", "none"] = "none"
 
     def __post_init__(self) -> None:
@@ -50,7 +51,12 @@ class Int8:
 
     def layers(self, model: Transformer) -> dict[str, LayerFormat]:
         """How each layer is stored."""
-        return _by_kind(self, model, INT8)
+        found = _by_kind(self, model, INT8)
+        if model.tied and self.lm_head == "int8" and self.activations != "int8":
+            size = next((size for size in (128, 64, 32) if model.config.hidden_size % size == 0), 128)
+            scales = weight_formats(model, "auto")[f"int4-g{size}"].scales
+            found["head"] = LayerFormat(replace(INT8, scales=scales), "float")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
