@@ -3,16 +3,19 @@
     momentum: Annotated[float, BELOW_1, Needs("optimizer.kind", "muon")] = 0.95
     layers: Annotated[int, ABOVE_0, Unless("init")] = 12
     optimizer: Annotated[Optimizer, Reads("kind")]    # a section: only this one of its fields is read
-    EFFECTS = {"price": Needs("goal")}                # of a field that the dataclass inherits
+    dtype: Annotated[str, Holds("writes_folder", "in a GGUF file")]    # a property, for what no field says alone
+    top_p: Annotated[float, Unless("temperature", 0), Neutral(1)]    # 1 keeps all tokens, so nothing is ignored
+    EFFECTS = {"price": Needs("goal"), "run.export": ...}    # of inherited fields, and of those of sections
 
-A path names a field as its option does ("optimizer.kind"). `refuse_ignored` checks the options of a command line,
-`ignored` any fields. Importing this does not import torch.
+A path names a field as its option does ("optimizer.kind"), a property, or a fact such as KIND. `refuse_ignored` checks
+the options of a command line, `ignored` any fields. An option that equals its default, or is neutral, is never
+refused. Importing this does not import torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, get_args, get_origin
 
 from hasten.checks import hints_of
@@ -20,7 +23,20 @@ from hasten.errors import ConfigError
 
 Values = Callable[[str], Any]  # the value of a field, by its path
 Write = Callable[[str], str]  # how a field is written in a message: its path, or its option
-Facts = Mapping[str, Callable[[], Any]]  # paths that are no fields, such as "device": found when a condition asks
+Facts = Mapping[str, Callable[[], Any]]  # paths that are no fields, such as KIND: found when a condition asks
+
+KIND = "a device of kind"  # cpu or cuda, what the option --device comes to
+
+
+def facts_of(device: str) -> Facts:
+    """The facts that follow from a device, as options name it. torch is imported when a condition asks."""
+
+    def kind() -> str:
+        from hasten.machine import resolve_device
+
+        return resolve_device(device).type
+
+    return {KIND: kind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +62,13 @@ class Needs:
     def says(self, name: str, values: Values, write: Write) -> str:
         """Why the option `name` has no effect, and what to do."""
         found = values(self.path)
-        shown = _shown(write(self.path), found)
+        written = write(self.path)
+        shown = _shown(written, found)
         if not self.values:
-            without = f"without {write(self.path)}" if found is None or found is False else f"with {shown}"
+            if shown == written and _negative(written):
+                return f"{name} has no effect with {written}; leave one of them out"
+            unset = found is None or found is False or found == () or found == ""
+            without = f"without {written}" if unset else f"with {shown}"
             return f"{name} has no effect {without}; set that too, or leave {name} out"
         *others, last = map(str, self.values)
         wanted = f"{', '.join(others)} or {last}" if others else last
@@ -64,7 +84,8 @@ class Unless(Needs):
         return not Needs.met(self, values)
 
     def says(self, name: str, values: Values, write: Write) -> str:
-        return f"{name} has no effect with {_shown(write(self.path), values(self.path))}; leave one of them out"
+        advice = f"change that, or leave {name} out" if self.values else "leave one of them out"
+        return f"{name} has no effect with {_shown(write(self.path), values(self.path))}; {advice}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,41 +106,77 @@ class Reads:
         return f"{name} has no effect in {self.by}; leave it out"
 
 
-Condition = Needs | Reads
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """A field has an effect only where a property is true; `why` says where it is not, and may say what to do."""
+
+    path: str
+    why: str
+    but: tuple[str, ...] = ()
+
+    def met(self, values: Values) -> bool:
+        """Whether the field has an effect."""
+        return bool(values(self.path))
+
+    def says(self, name: str, values: Values, write: Write) -> str:
+        """Why the option `name` has no effect, and what to do."""
+        return f"{name} has no effect {self.why}{', or' if ';' in self.why else ';'} leave {name} out"
+
+
+@dataclass(frozen=True, slots=True)
+class Neutral:
+    """Values that ask for what holds anyway where their field has no effect. Like the default, they are not refused."""
+
+    values: tuple[Any, ...]
+
+    def __init__(self, *values: Any) -> None:
+        object.__setattr__(self, "values", values)
+
+
+Condition = Needs | Reads | Holds
+ON_CPU, ON_CUDA = Needs(KIND, "cpu"), Needs(KIND, "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A field of a dataclass, or of a section in it. place: the attributes that lead to it."""
+    """A field of a dataclass, or of a section in it. place: the attributes that lead to it. neutral: see Neutral."""
 
     path: str
     place: tuple[str, ...]
     conditions: tuple[Condition, ...]
     aliases: tuple[str, ...]
+    neutral: tuple[Any, ...] = ()
 
 
 def options_of(kind: Any, *, flat: bool = False) -> dict[str, Option]:
     """The fields of a dataclass and of its sections, by path. flat: sections add no prefix to their fields' paths."""
-    return {option.path: option for option in _options(kind, "", (), (), flat)}
+    found = {option.path: option for option in _options(kind, "", (), (), flat)}
+    for base in kind.__mro__:
+        for path, added in base.__dict__.get("EFFECTS", {}).items():
+            if path in found:  # else a subclass hides it
+                conditions = added if isinstance(added, tuple) else (added,)
+                found[path] = replace(found[path], conditions=(*found[path].conditions, *conditions))
+    return found
 
 
 def _options(
     kind: Any, prefix: str, place: tuple[str, ...], conditions: Sequence[Condition], flat: bool
 ) -> Iterator[Option]:
-    inherited = {name: one for base in kind.__mro__ for name, one in base.__dict__.get("EFFECTS", {}).items()}
     for name in (one.name for one in fields(kind)):
         hint = hints_of(kind)[name]
         inner, extras = (get_args(hint)[0], get_args(hint)[1:]) if get_origin(hint) is Annotated else (hint, ())
         own = [one for one in extras if isinstance(one, Condition)]
         own += [one for one in conditions if name not in one.but]
-        own += [inherited[name]] if name in inherited else []
+        if "Suppress" in map(str, extras):  # no option: another one sets it
+            continue
         if is_dataclass(inner):
             # As tyro reads arg(name="") and OmitArgPrefixes.
             bare = flat or any(getattr(one, "name", None) == "" or str(one) == "OmitArgPrefixes" for one in extras)
             yield from _options(inner, prefix if bare else f"{prefix}{name}.", (*place, name), own, flat)
         else:
             aliases = tuple(alias for one in extras for alias in getattr(one, "aliases", None) or ())
-            yield Option(f"{prefix}{name}", (*place, name), tuple(own), aliases)
+            neutral = tuple(value for one in extras if isinstance(one, Neutral) for value in one.values)
+            yield Option(f"{prefix}{name}", (*place, name), tuple(own), aliases, neutral)
 
 
 def ignored(
@@ -137,13 +194,11 @@ def ignored(
     def values(path: str) -> Any:
         if facts is not None and path in facts:
             return facts[path]()
-        found, place = settings, known[path].place if path in known else ()
-        if not place:  # a property of a section, no option
-            section, _, name = path.rpartition(".")
-            place = next((*o.place[:-1], name) for o in known.values() if o.path.rpartition(".")[0] == section)
-        for name in place:
-            found = getattr(found, name)
-        return found
+        if path in known:
+            return value_at(settings, known[path].place)
+        section, _, name = path.rpartition(".")  # a property, of a section or of all
+        places = (option.place[:-1] for option in known.values() if option.path.rpartition(".")[0] == section)
+        return getattr(value_at(settings, next(places)) if section else settings, name)
 
     for path in paths:
         broken = (one for one in known[path].conditions if counts(one) and not one.met(values))
@@ -169,17 +224,50 @@ def given_options(arguments: Iterable[str], kind: Any, *, flat: bool = False) ->
     return found
 
 
-def refuse_ignored(settings: Any, arguments: Iterable[str], *, facts: Facts | None = None, flat: bool = False) -> None:
-    """Raise ConfigError for the first option of a command line that has no effect beside the others."""
+def refuse_ignored(settings: Any, arguments: Iterable[str], *, usual: Any = None, flat: bool = False) -> None:
+    """Raise ConfigError for the first option of a command line that has no effect beside the others.
+
+    usual: the settings without options; by default the dataclass's own defaults. What conditions depend on beside
+    options are the settings' `facts()`, where they have such a method, or follow from their device.
+    """
     kind = type(settings)
     given, known = given_options(arguments, kind, flat=flat), options_of(kind, flat=flat)
+    facts = settings.facts() if hasattr(settings, "facts") else facts_of(getattr(settings, "device", "auto"))
+
+    def changed(path: str) -> bool:
+        place = known[path].place
+        default = default_at(kind, place) if usual is None else value_at(usual, place)
+        return value_at(settings, place) not in (default, *known[path].neutral)
 
     def write(path: str) -> str:
         return given.get(path, f"--{path.replace('_', '-')}" if path in known else path)
 
-    for sentence in ignored(settings, given, facts=facts, write=write, flat=flat):
+    for sentence in ignored(settings, filter(changed, given), facts=facts, write=write, flat=flat):
         raise ConfigError(sentence)
 
 
+def value_at(settings: Any, place: Iterable[str]) -> Any:
+    """The value of a field, by the attributes that lead to it."""
+    for name in place:
+        settings = getattr(settings, name)
+    return settings
+
+
+def default_at(kind: Any, place: Sequence[str]) -> Any:
+    """A field's default; MISSING where it has none."""
+    first, *inner = place
+    field = next(one for one in fields(kind) if one.name == first)
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return default if default is MISSING else value_at(default, inner)
+
+
+def _negative(option: str) -> bool:
+    return option.rpartition(".")[2].removeprefix("--").startswith("no-")
+
+
 def _shown(option: str, value: Any) -> str:
-    return option if value is True else f"{option} {'unset' if value is None else value}"
+    if value is True or (value is False and _negative(option)):
+        return option
+    if isinstance(value, tuple):
+        value = ",".join(map(str, value))
+    return f"{option} {'unset' if value is None else value}"

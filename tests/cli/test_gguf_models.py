@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from gguf_files import retyped
 from hasten.cli.main import main
 from hasten.errors import ConfigError, HastenWarning
 from hasten.model import hub, published
+from hasten.model.adapter_files import load_adapter
 from hasten.model.gguf.write import write_gguf
 from hasten.ops.linear import PackedLinear
 
@@ -51,14 +53,27 @@ def test_plain_weights_of_a_file_are_a_folder_that_others_read(file, tmp_path):
     assert hasten.load(tmp_path / "saved").quantization is None
 
 
-def test_a_quantized_model_says_how_it_is_quantized_again(file, tmp_path, capfd):
+def test_a_dtype_that_a_file_cannot_hold_is_refused(tiny_folder, tmp_path, capfd):
+    words = ["quantize", tiny_folder, "--scheme", "int8", "--format", "gguf", "--dtype", "float32"]
+    err = error_of(capfd, *words, "--output", tmp_path / "out.gguf")
+    assert "--dtype float32 is not possible in" in err
+    assert "or write a folder" in err
+    assert "--dtype float32 is not possible in" in error_of(
+        capfd, "merge", tiny_folder, tmp_path, tmp_path / "out.gguf", "--dtype", "float32"
+    )
+    assert not list(tmp_path.glob("out.gguf*"))
+
+
+def test_a_quantized_model_says_how_it_is_quantized_again(file, tmp_path, capfd, monkeypatch):
     words = f"hasten export {file} {tmp_path / 'x.gguf'} --dequantize".split()[1:]
-    assert "then hasten export DIR" in error_of(capfd, *words)
+    assert f"then hasten export tiny-Q4_0-plain {tmp_path / 'x.gguf'}" in error_of(capfd, *words)
     err = error_of(capfd, "quantize", file, "--scheme", "int8", "--output", tmp_path / "out")
     assert "1 layers of this model are quantized already, such as blocks.0.mlp.down" in err
-    assert "`hasten export MODEL DIR --dequantize`" in err
-    main(["export", str(file), str(tmp_path / "plain"), "--dequantize"])
-    main(["quantize", str(tmp_path / "plain"), "--scheme", "int8", "--output", str(tmp_path / "out")])
+    advice = f"hasten export {file} tiny-Q4_0-plain --dequantize"
+    assert advice in err
+    monkeypatch.chdir(tmp_path)
+    main(advice.split()[1:])
+    main(["quantize", "tiny-Q4_0-plain", "--scheme", "int8", "--output", str(tmp_path / "out")])
     assert len(hasten.load(tmp_path / "out").quantization) == 15
 
 
@@ -111,13 +126,45 @@ def test_explain_names_the_kernel_of_each_format(file, tmp_path, capsys):
         lambda name, values: (kind, quants.quantize(values, kind)) if "attn_k" in name else None,
     )
     for path, found in (
-        (file, "linear (int4), layer 0: native"),
-        (tmp_path / "two.gguf", "linear (int4 with minima), layers 0-1: native"),
+        (file, "linear (Q4_0 as int4), layer 0: native"),
+        (tmp_path / "two.gguf", "linear (Q4_1 as int4 with minima), layers 0-1: native"),
     ):
         main(["explain", str(path), "--no-fuse"])
         assert found in capsys.readouterr().out
 
 
+@pytest.fixture
+def nvfp4(file, tmp_path):
+    """Of Q4_0 layers and of NVFP4 ones, which no kernel takes."""
+    kinds = gguf.GGMLQuantizationType
+
+    def change(name, values):
+        if values.ndim != 2:
+            return None
+        if "attn_q" in name:
+            return kinds.NVFP4, np.full((len(values), values.shape[1] // 64 * 36), 0x33, np.uint8)
+        return kinds.Q4_0, quants.quantize(values, kinds.Q4_0)
+
+    return retyped(tmp_path / "nvfp4.gguf", file.parent / "plain.gguf", change)
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_type_without_a_kernel_is_named_and_the_advice_ends_the_warning(nvfp4, tmp_path, capfd):
+    main(["explain", str(nvfp4)])
+    out, err = capfd.readouterr()
+    assert "linear (NVFP4 as bfloat16), layers 0-1" in out
+    assert "nvfp4.gguf: NVFP4 as bfloat16 and Q4_0" in err
+    assert err.count("warning") == err.count("q_proj (NVFP4)") == err.count("--quantize int8") == 1
+    main(["explain", str(nvfp4), "--quantize", "int8"])
+    out, err = capfd.readouterr()
+    assert "linear (int8), layers 0-1" in out
+    assert "nvfp4.gguf: Q4_0 and int8" in err
+    assert "no kernel takes" not in err
+    main(["export", str(nvfp4), str(tmp_path / "plain"), "--dequantize"])
+    assert "warning" not in capfd.readouterr().err, "a model that is only written again costs nothing"
+
+
+@pytest.mark.filterwarnings("always:2 layers like")
 def test_an_adapter_is_trained_beside_the_layers_of_a_file(file, tmp_path, capfd):
     text = tmp_path / "chat.jsonl"
     turns = [{"role": "user", "content": "name a name"}, {"role": "assistant", "content": "names return name"}]
@@ -125,9 +172,29 @@ def test_an_adapter_is_trained_beside_the_layers_of_a_file(file, tmp_path, capfd
     words = ["train", "finetune", "--init", file, "--data.source", text, "--data.context", 64, "--run.folder", tmp_path]
     words += ["--run.steps", 2, "--run.epochs", "None", "--data.validation-fraction", 0]
     err = error_of(capfd, *words)
-    assert f"--lora.rank 16), or all of its weights after hasten export {file} DIR --dequantize" in err
+    assert f"--lora.rank 16), or all of its weights after hasten export {file} tiny-Q4_0-plain --dequantize" in err
     main([str(word) for word in [*words, "--lora.rank", 2]])
     folder = next(tmp_path.rglob("adapter_config.json")).parent
     main(["generate", str(file), "--adapter", str(folder), "--prompt", "name", "--max-new-tokens", "3"])
-    err = error_of(capfd, "merge", file, folder, tmp_path / "merged")
-    assert f"hasten export {file} DIR --dequantize writes it as one" in err
+    model = hasten.load(file, dtype="float32")
+    layer = load_adapter(folder, model)["blocks.0.mlp.down"]
+    wanted = (model.blocks[0].mlp.down.dequantize().double() + layer.delta).float()
+    for merged in ("merged", "merged.gguf"):
+        main(["merge", str(file), str(folder), str(tmp_path / merged)])
+        down = hasten.load(tmp_path / merged, dtype="float32").blocks[0].mlp.down
+        assert (down.dequantize() - wanted).norm() < 0.2 * wanted.norm()  # rounded to four bits again
+    retype = {"attn_q": gguf.GGMLQuantizationType.Q4_1}  # of which hasten rounds to none
+    other = retyped(
+        tmp_path / "other.gguf",
+        tmp_path / "plain.gguf",
+        lambda name, values: next(((k, quants.quantize(values, k)) for n, k in retype.items() if n in name), None),
+    )
+    model = hasten.load(other, dtype="float32")
+    layer = load_adapter(folder, model)["blocks.0.attention.q"]
+    for merged, dtype in (("plain-merged", ["--dtype", "float32"]), ("plain-merged.gguf", [])):
+        main(["merge", str(other), str(folder), str(tmp_path / merged), *dtype])
+        assert "all are written as plain weights" in capfd.readouterr().err
+        read = hasten.load(tmp_path / merged, dtype="float32")
+        wanted = model.blocks[0].attention.q.dequantize() + layer.delta.float()
+        assert read.quantization is None
+        assert torch.allclose(read.blocks[0].attention.q.weight, wanted, atol=1e-2 * wanted.abs().max().item())

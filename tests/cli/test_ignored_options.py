@@ -1,22 +1,54 @@
 """No option is ignored: every one has an effect in its combination, or is an error that says why and what to do."""
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hasten.bench.choices import choose_plan
 from hasten.bench.plan import PlanOptions, make_plan
-from hasten.cli.main import main
+from hasten.bench.serve_workload import plan as planned_requests
+from hasten.cli.bench import LADDERS
+from hasten.cli.bench_serve import ServeBenchmark
+from hasten.cli.chat import ChatInTerminal
+from hasten.cli.convert import Convert
+from hasten.cli.demo import Demo
+from hasten.cli.doctor import Doctor
+from hasten.cli.eval import Eval
+from hasten.cli.explain import ExplainModel
+from hasten.cli.explain_attention import ExplainAttention
+from hasten.cli.export import Export
+from hasten.cli.generate import Generate
+from hasten.cli.main import COMMANDS, main
+from hasten.cli.merge import Merge
+from hasten.cli.options import same_fields
 from hasten.cli.plan import PlanCommand
+from hasten.cli.profile import NOT_PROFILED, ProfileModel, ProfileTraining
+from hasten.cli.quantize import Quantize
+from hasten.cli.serve import Serve
+from hasten.cli.train import Train
 from hasten.data.readers import TEXT_SUFFIXES
 from hasten.data.sources import PYTHON_FOLDERS
-from hasten.effects import Option, Unless, given_options, ignored, options_of
-from hasten.errors import HastenError
-from hasten.training.conditions import KIND
+from hasten.effects import (
+    KIND,
+    Option,
+    Reads,
+    Unless,
+    default_at,
+    given_options,
+    ignored,
+    options_of,
+    refuse_ignored,
+    value_at,
+)
+from hasten.errors import ConfigError, HastenError
+from hasten.quantization.schemes import Mixed
+from hasten.serving.settings import EngineSettings
 from hasten.training.recipe import TEXT_FILES, TEXT_SOURCES, Recipe
 
 # Values of the fields that conditions look at: one that is set, and one that no condition wants.
@@ -33,14 +65,32 @@ SET = {
     "schedule.warmup_steps": 10,
     "techniques.whole_model": True,
     "techniques.compile": True,
+    "scheme": "int4",
+    "bits": 6.0,
+    "goal": "cost",
+    "url": "http://127.0.0.1:1",
+    "cache_gib": 1.0,
+    "replicas": 1,
+    "max_replicas": 2,
+    "processes": 2,
+    "shared_prefix_tokens": 8,
+    "text": "stdlib",
+    "tasks": ("arc_easy",),
+    "prompt_ids": (1,),
 }
 OTHER = {
     "model.family": "gpt2",
     "data.tokenizer_kind": "character",
-    "data.form": "text",
     "optimizer.kind": "adamw",
     "schedule.kind": "constant",
     KIND: "neither",
+    "draft": "self:2-layers",
+    "temperature": 0.5,
+    "devices": "given",
+    "method": "rtn",
+    "scheme": "int4",
+    "rates": (1.0,),
+    "lengths": "sharegpt",
 }
 UNSET = {
     "schedule.warmup_steps": 0,
@@ -49,7 +99,7 @@ UNSET = {
     "techniques.whole_model": False,
 }
 UNSET["techniques.compile"] = False
-SOURCE = {"text": "stdlib", "records": "chat.jsonl"}
+UNSET |= {"replicas": 0, "processes": 0, "shared_prefix_tokens": 0, "tasks": (), "prompt_ids": (), "text": None}
 # Those that always do something. A new field belongs here, or says in its annotation what it depends on.
 ALWAYS = """
 name init teacher dropout model.attention_pattern data.source data.tokenizer data.validation_fraction data.limit_bytes
@@ -60,8 +110,110 @@ techniques.layer_drop techniques.checkpointing techniques.compile techniques.fp8
 qat.bits parallel.zero parallel.offload parallel.policy diloco.sync_every run.steps run.epochs run.minutes run.folder
 run.export_dtype run.checkpoint_every run.background_checkpoints run.device run.threads run.seed run.fit run.tensorboard
 """
-RECIPE = options_of(Recipe)
-CONDITIONAL = [(path, number) for path, one in RECIPE.items() for number in range(len(one.conditions))]
+# The same of the commands. Among them are what is refused by its own error where it cannot be (--tensor-parallel of a
+# shape), seeds (what they ask for holds where nothing is drawn), and switches that turn off what is off (--no-fuse).
+LOADS = "model dtype device threads pin quantize fuse verbose"
+SAMPLES = "max_new_tokens temperature repetition_penalty presence_penalty frequency_penalty logit_bias stop"
+LADDER = "json picture device threads seed rungs rounds warmup limit_seconds"
+GENERATES = f"{LOADS} adapter seed ignore_eos kv_cache_dtype draft {SAMPLES}"
+MODEL = {"model": "MODEL"}
+FROM_TO = {**MODEL, "output": Path("OUTPUT")}
+# A command: its class, what it must be given, whether sections have no prefixes, and the options that need nothing.
+Command = tuple[type, dict[str, Any], bool, str]
+EVERY: dict[str, Command] = {
+    "demo": (Demo, {}, False, "minutes spent published again folder threads ladder"),
+    "generate": (Generate, MODEL, False, f"{GENERATES} tensor_parallel devices json prompt prompt_ids compile"),
+    "chat": (ChatInTerminal, MODEL, False, f"{GENERATES} system template chat_template_kwargs"),
+    "serve": (
+        Serve,
+        MODEL,
+        False,
+        f"""{LOADS} tensor_parallel devices draft max_sequences token_budget max_length block_size fit kv_cache_dtype
+        capture prefix_cache queue_limit reader_limit cache_gib host port api_key served_model_name adapter
+        chat_template chat_template_kwargs replicas allowed_origins strict_fields header_bytes bodies_bytes requests
+        samples choices logprobs schema_bytes body_timeout write_timeout request_timeout grammar_timeout drain_timeout
+        max_body_mib log""",
+    ),
+    "eval": (Eval, MODEL, False, f"{LOADS} adapter tensor_parallel json text context tasks seed"),
+    "quantize": (
+        Quantize,
+        FROM_TO,
+        False,
+        "json model output scheme bits formats method overwrite format activations dtype device threads",
+    ),
+    "convert": (Convert, FROM_TO, False, "json model output format overwrite"),
+    "merge": (Merge, {**FROM_TO, "adapter": Path("A")}, False, "json model adapter output dtype text overwrite"),
+    "export": (Export, FROM_TO, False, "json model output dequantize"),
+    "plan": (PlanCommand, MODEL, False, "goal use device batch_size length techniques.precision json model picture"),
+    "explain": (ExplainModel, MODEL, True, f"{LOADS} adapter json"),
+    "explain attention": (
+        ExplainAttention,
+        {},
+        True,
+        "json shape kv_heads dtype window softcap block_mask layer device kernel",
+    ),
+    "doctor": (Doctor, {}, False, "json quick"),
+    "profile generate": (
+        ProfileModel,
+        MODEL,
+        True,
+        f"{LOADS} measured sort tensorboard output batch prompt_tokens",
+    ),
+    "bench generate": (
+        LADDERS["generate"],
+        {},
+        True,
+        f"{LADDER} shape model dtype prompt_tokens new_tokens batches contexts kv_cache_dtype text gptq draft "
+        "tensor_parallel",
+    ),
+    "bench heads": (
+        LADDERS["heads"],
+        {},
+        True,
+        f"{LADDER} shape dtype prompt_tokens new_tokens batches contexts kv_cache_dtype eager",
+    ),
+    "bench train": (LADDERS["train"], {}, True, f"{LADDER} shape recipe sequence_length batch_size steps processes"),
+    "bench race": (LADDERS["race"], {}, True, f"{LADDER} recipe source batch_size sequence_length seconds steps"),
+    "bench batch": (
+        LADDERS["batch"],
+        {},
+        True,
+        "json picture device threads seed shape recipe sequence_length rungs memory most timeout",
+    ),
+    "bench attention": (
+        LADDERS["attention"],
+        {},
+        True,
+        "json picture device threads seed batch heads kv_heads head_dim dtype causal backward lengths kernels rounds "
+        "point_seconds",
+    ),
+    "bench serve": (
+        ServeBenchmark,
+        {},
+        True,
+        """json picture model url requests concurrency lengths prompt_tokens output_tokens shared_prefix_tokens n
+        temperature seed rates goodput_ttft_ms goodput_tpot_ms goodput_e2e_ms warmup""",
+    ),
+    "train": (
+        Train,
+        {"recipe": Recipe(name="made")},
+        False,
+        f"json print_config {ALWAYS}",
+    ),
+    "profile train": (
+        ProfileTraining,
+        {"recipe": Recipe(name="made")},
+        False,
+        f"measured sort tensorboard output {' '.join({*ALWAYS.split()} - {*NOT_PROFILED})}",
+    ),
+}
+CONDITIONAL = [
+    (name, path, number)
+    for name, (kind, _, flat, _) in EVERY.items()
+    for path, option in options_of(kind, flat=flat).items()
+    for number in range(len(option.conditions))
+    if name not in ("plan", "profile train")  # in which an option changes the plan, or is refused: below
+]
 
 
 def having(settings: Any, place: tuple[str, ...], value: Any) -> Any:
@@ -70,51 +222,59 @@ def having(settings: Any, place: tuple[str, ...], value: Any) -> Any:
     return replace(settings, **{name: having(getattr(settings, name), tuple(inner), value) if inner else value})
 
 
-def value_at(settings: Any, place: tuple[str, ...]) -> Any:
-    for name in place:
-        settings = getattr(settings, name)
-    return settings
-
-
-def recipe_where(option: Option, broken: int | None) -> tuple[Recipe, dict[str, Any]]:
-    """A recipe, and facts, in which all of an option's conditions are met, but for the one that is to be broken."""
-    recipe, facts = Recipe(name="made"), {KIND: "cpu"}
+def settings_where(settings: Any, known: dict[str, Option], path: str, broken: int | None) -> tuple[Any, Any]:
+    """Settings, and facts, in which all of an option's conditions are met, but for the one that is to be broken."""
+    facts: dict[str, Any] = {KIND: "cpu"}
     wanted: dict[str, Any] = {}
-    for number, condition in enumerate(option.conditions):
-        path, values = condition.path, condition.values
+    for number, condition in enumerate(known[path].conditions):
+        if isinstance(condition, Reads):
+            continue
+        name, values = condition.path, getattr(condition, "values", ())
         wants_set = isinstance(condition, Unless) == (number == broken)
         if values:
-            value = values[0] if wants_set else OTHER.get(path, SET.get(path))
+            value = values[0] if wants_set else OTHER.get(name, SET.get(name))
         else:
-            value = SET[path] if wants_set else UNSET.get(path)
-        if path not in wanted or number == broken:
-            wanted[path] = value
-    for path, value in wanted.items():
-        if path == KIND:
-            facts[KIND] = value
-        elif path == "data.form":
-            recipe = having(recipe, ("data", "source"), SOURCE[value])
+            value = SET.get(name, True) if wants_set else UNSET.get(name, False if name not in SET else None)
+        if name not in wanted or number == broken:
+            wanted[name] = value
+    for name, value in wanted.items():
+        if name in known:
+            settings = having(settings, known[name].place, value)
         else:
-            recipe = having(recipe, RECIPE[path].place, value)
-    return recipe, {name: lambda value=value: value for name, value in facts.items()}
+            facts[name] = value
+    return settings, {name: lambda value=value: value for name, value in facts.items()}
 
 
-def test_every_option_of_a_recipe_has_an_effect_always_or_says_when():
-    assert {path for path, one in RECIPE.items() if not one.conditions} == set(ALWAYS.split())
+def test_every_command_is_here():
+    parsers = {"bench": set(LADDERS), "explain": {"attention", ""}, "profile": {"train", "generate"}}
+    named = {f"{name} {part}".strip() for name in COMMANDS for part in parsers.get(name, {""})}
+    assert EVERY.keys() == named
     assert set(TEXT_SOURCES) == PYTHON_FOLDERS.keys()
     assert TEXT_FILES == TEXT_SUFFIXES
 
 
-@pytest.mark.parametrize(("path", "number"), CONDITIONAL)
-def test_an_option_without_effect_says_what_stands_in_the_way(path, number):
-    option = RECIPE[path]
-    recipe, facts = recipe_where(option, None)
-    assert list(ignored(recipe, [path], facts=facts)) == []
-    recipe, facts = recipe_where(option, number)
-    (said,) = ignored(recipe, [path], facts=facts)
-    assert said.startswith(f"{path} has no effect with")
-    assert option.conditions[number].path in said
-    assert f"leave {path} out" in said or "leave one of them out" in said
+@pytest.mark.parametrize("command", EVERY)
+def test_every_option_has_an_effect_always_or_says_when(command):
+    kind, _, flat, always = EVERY[command]
+    known = options_of(kind, flat=flat)
+    assert {path for path, one in known.items() if not one.conditions} == set(always.split())
+    assert kind.__dict__.get("EFFECTS", {}).keys() <= known.keys()
+
+
+@pytest.mark.parametrize(("command", "path", "number"), CONDITIONAL)
+def test_an_option_without_effect_says_what_stands_in_the_way(command, path, number):
+    kind, needed, flat, _ = EVERY[command]
+    known, base = options_of(kind, flat=flat), kind(**needed)
+    condition = known[path].conditions[number]
+    if not isinstance(condition, Reads):
+        settings, facts = settings_where(base, known, path, None)
+        reads = [one for one in known[path].conditions if isinstance(one, Reads)]
+        assert len(list(ignored(settings, [path], facts=facts, flat=flat))) == len(reads)
+    settings, facts = settings_where(base, known, path, number)
+    (said,) = ignored(settings, [path], facts=facts, flat=flat)
+    assert said.startswith(f"{path} has no effect ")
+    assert (condition.by if isinstance(condition, Reads) else getattr(condition, "why", condition.path)) in said
+    assert f"leave {path} out" in said or "leave one of them out" in said or isinstance(condition, Reads)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +289,8 @@ def test_an_option_without_effect_says_what_stands_in_the_way(path, number):
         ("train gpt2-124m --schedule.decay-fraction 0.3", "with --schedule.kind cosine, only with wsd"),
         ("train demo --techniques.layer-drop-decay 5", "without --techniques.layer-drop"),
         ("train demo --device cpu --techniques.no-capture", "--techniques.no-capture has no effect with a device of"),
-        ("train demo --data.text-field body", "--data.text-field has no effect with data.form text"),
+        ("train demo --data.text-field body", "with a source of plain text; give --data.source FILE.jsonl"),
+        ("train demo --data.source notes.TXT --data.text-field body", "--data.text-field has no effect with a source"),
         ("train demo --print-config --resume must", "--resume has no effect with --print-config"),
         ("profile train demo --optimizer.momentum 0.9", "with --optimizer.kind adamw, only with muon"),
         ("plan tiny --use generate --parallel.zero 3", "with --use generate, only with train, finetune or lora"),
@@ -137,6 +298,35 @@ def test_an_option_without_effect_says_what_stands_in_the_way(path, number):
         ("plan tiny --use generate --optimizer.kind lamb", "with --use generate, only with train, finetune or lora"),
         ("plan tiny --use train --optimizer.clip 2", "--optimizer.clip has no effect in a plan; leave it out"),
         ("plan tiny --price 2", "--price has no effect without --goal"),
+        ("train demo --max-restarts 2", "--max-restarts has no effect with --processes 0"),
+        ("train demo --techniques.no-compile --techniques.compile-whole --device cpu", "with a device of kind cpu"),
+        ("profile train demo --steps 9", "--steps has no effect in a profile, which takes --measured steps"),
+        ("profile generate M --no-such-option", "no-such-option"),
+        ("generate M --prompt x --draft none --speculate 4", "--speculate has no effect with --draft none; change"),
+        ("generate M --prompt x --compile --speculate 4", "--speculate has no effect with --compile and --draft auto"),
+        ("generate M --prompt x --accept distribution", "--accept has no effect with --draft auto; change that"),
+        ("generate M --prompt x --temperature 0 --top-p 0.9", "--top-p has no effect with --temperature 0.0; change"),
+        ("generate M --prompt x --ignore-eos --min-new-tokens 4", "with --ignore-eos; leave one of them out"),
+        ("generate M --prompt x --price 2", "--price"),
+        ("chat M --temperature 0 --top-k 9", "--top-k has no effect with --temperature 0.0"),
+        ("chat M --draft none --speculate 2", "--speculate has no effect with --draft none"),
+        ("eval M --text stdlib --no-overlap --stride 4", "--stride has no effect with --no-overlap; leave one of"),
+        ("eval M --tasks x --no-overlap", "--no-overlap has no effect without --text"),
+        ("serve M --device cpu --capture-sizes 2", "--capture-sizes has no effect with a device of kind cpu, only"),
+        ("serve M --cache-gib 2 --cache-share 0.9", "--cache-share has no effect with --cache-gib 2.0"),
+        ("serve M --replicas 2 --requests-each 4", "--requests-each has no effect without --max-replicas"),
+        ("serve M --api-key k --allowed-host example.com", "--allowed-host has no effect with an API key, or on an"),
+        ("export M out --gguf Q8_0", "--gguf has no effect in a folder; name an OUTPUT that ends in .gguf, or leave"),
+        ("export M out.gguf --dtype float32", "--dtype has no effect in a GGUF file; say the type of its matrices by"),
+        ("merge M A O --limit-bytes 9", "--limit-bytes has no effect without --text"),
+        ("demo --no-ladder --budget 3", "--budget has no effect with --no-ladder; leave one of them out"),
+        ("explain M --seed 3", "--seed"),
+        ("explain attention --block-size 32", "--block-size has no effect without --block-mask"),
+        ("explain attention --device cpu --capability 8.0", "--capability has no effect with a device of kind cpu"),
+        ("bench generate --shape tiny --speculate 2", "--speculate has no effect without drafts; give --draft, or"),
+        ("bench serve --url http://x --quantize int8", "--quantize has no effect with --url http://x; leave one of"),
+        ("bench serve --shape tiny --burstiness 2", "--burstiness has no effect with --rates inf; change that"),
+        ("bench serve --shape tiny --spread 2", "--spread has no effect with --lengths fixed"),
     ],
 )
 def test_the_command_refuses_it_before_any_work(capsys, line, said):
@@ -146,11 +336,35 @@ def test_the_command_refuses_it_before_any_work(capsys, line, said):
     assert said in capsys.readouterr().err
 
 
-def test_what_a_recipe_carries_along_is_no_error_and_what_is_set_to_its_own_default_is(capsys):
+def test_what_a_recipe_carries_along_and_what_is_set_to_its_own_default_are_no_errors(capsys):
     main(["train", "demo", "--schedule.kind", "cosine", "--print-config"])  # demo's decay_fraction stays behind
     assert json.loads(capsys.readouterr().out)["schedule"]["kind"] == "cosine"
+    main(["train", "demo", "--schedule.kind", "cosine", "--schedule.decay-fraction", "0.4", "--print-config"])
+    assert json.loads(capsys.readouterr().out)["schedule"]["decay_fraction"] == 0.4
     with pytest.raises(SystemExit):
-        main(["train", "demo", "--schedule.kind", "cosine", "--schedule.decay-fraction", "0.4", "--print-config"])
+        main(["train", "demo", "--schedule.kind", "cosine", "--schedule.decay-fraction", "0.2", "--print-config"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Generate, {"temperature": 0.0, "top_p": 1.0, "top_k": 1, "min_p": 0.0}),  # as scripts ask for greedy text
+        (Generate, {"temperature": 0.0, "seed": 3}),
+        (Eval, {"text": "stdlib", "seed": 3}),
+        (Serve, {"device": "cpu", "engine": EngineSettings(capture=False)}),
+    ],
+)
+def test_an_option_that_asks_for_what_holds_anyway_is_no_error(kind, options):
+    given = [name for name in options if name not in ("engine", "text", "device")] + ["capture"] * ("engine" in options)
+    refuse_ignored(kind(**MODEL, **options), [f"--{name.replace('_', '-')}" for name in given])
+
+
+def test_samples_are_for_every_rung_that_is_made_of_the_folder_by_gptq():
+    ladder = LADDERS["generate"]
+    for rung in ("gptq-int4-g32", "all-together"):
+        refuse_ignored(ladder(model="MODEL", rungs=(rung,), gptq_samples=8), ["--rungs", rung, "--gptq-samples"])
+    with pytest.raises(ConfigError, match="--gptq-samples has no effect without a folder to make"):
+        refuse_ignored(ladder(model="MODEL", rungs=("native-int8",), gptq_samples=8), ["--gptq-samples"])
 
 
 def test_options_are_found_as_they_are_written():
@@ -230,4 +444,147 @@ def test_the_fields_of_a_plan_and_of_its_command_have_conditions_that_can_be_loo
         for option in known.values():
             for condition in option.conditions:
                 path = getattr(condition, "path", KIND)
-                assert path in known or path in (KIND, "data.form"), (kind, option)
+                assert path in known or path in (KIND, "data.has_fields"), (kind, option)
+
+
+def quantizing(command: Quantize) -> Any:
+    """What decides the numbers of a quantized folder."""
+    chosen = (command.bits, command.allow_int3, same_fields(command, Mixed))
+    scheme = chosen if command.bits else command.scheme_of()
+    text = (command.calibration, command.samples, command.length, command.calibration_seed)
+    blocks = (command.spill, command.picture) if command.method != "rtn" else None
+    return scheme, command.method_of(), text if command.calibrates else None, blocks
+
+
+def asked_of_attention(command: ExplainAttention) -> Any:
+    """The call; a capability is a CUDA device's."""
+    request, _ = command.request()
+    return replace(request, capability=request.capability if request.device.type == "cuda" else None)
+
+
+def sampling(command: Generate) -> Any:
+    """What draws tokens: of the most likely token nothing is cut off, and without an end there is none too early."""
+    params = command.params({})
+    params = replace(params, top_k=0, top_p=1.0, min_p=0.0) if params.greedy else params
+    return replace(params, min_new_tokens=0) if params.ignore_eos else params
+
+
+def requests_of(command: ServeBenchmark) -> Any:
+    """What is sent."""
+    loads = [planned_requests(replace(command.workload, rate=rate), vocabulary=100) for rate in command.rates]
+    return loads, command.workload.temperature, command.workload.n, command.workload.concurrency
+
+
+# How the effect of some of a command's options is seen; the usual settings; other values where the first will not do.
+SEEN: list[tuple[str, Callable[[Any], Any], list[dict[str, Any]], dict[str, Any]]] = [
+    (
+        "quantize",
+        quantizing,
+        [
+            {**way, "method": method}
+            for way in ({"scheme": "int8"}, {"scheme": "int4"}, {"bits": 6.0})
+            for method in ("rtn", "gptq", "awq", "sign")
+        ],
+        {
+            "group_size": 32,
+            "symmetric": None,
+            "lm_head": "none",
+            "embedding": "int8",
+            "search": "minmax",
+            "calibration": "TEXT",
+            "samples": 3,
+            "length": 9,
+            "calibration_seed": 4,
+            "order": "columns",
+            "damping": 0.5,
+            "steps": 7,
+            "batch": 3,
+            "picture": Path("P"),
+            "allow_int3": True,
+            "spill": True,
+            "gptaq": True,
+            "asymmetric": True,
+        },
+    ),
+    (
+        "explain attention",
+        asked_of_attention,
+        [
+            {"layer": layer, "device": device, "block_mask": mask}
+            for layer in (False, True)
+            for device in ("cpu", "cuda")
+            for mask in (False, True)
+        ],
+        {
+            "keys": 2048,
+            "kv_heads": 4,
+            "window": 64,
+            "softcap": 30.0,
+            "capability": "8.0",
+            "dtype": "float32",
+            "mask": True,
+            "key_padding": True,
+            "key_lengths": True,
+            "bias": True,
+            "learned_bias": True,
+            "alibi": True,
+            "documents": True,
+            "dropout": True,
+            "gradient": False,
+            "causal": False,
+            "block_size": 32,
+        },
+    ),
+    (
+        "generate",
+        sampling,
+        [{}, {"temperature": 0.0}, {"ignore_eos": True}],
+        {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "min_new_tokens": 7},
+    ),
+    (
+        "bench serve",
+        requests_of,
+        [
+            {
+                "rates": rates,
+                "workload": replace(ServeBenchmark().workload, lengths=lengths, shared_prefix_tokens=prefix),
+            }
+            for rates in ((math.inf,), (2.0,))
+            for lengths in ("fixed", "sharegpt")
+            for prefix in (0, 8)
+        ],
+        {
+            "burstiness": 3.0,
+            "spread": 0.2,
+            "prefix_groups": 4,
+            "requests": 9,
+            "prompt_tokens": 99,
+            "output_tokens": 33,
+            "n": 2,
+            "concurrency": 5,
+            "temperature": 0.5,
+        },
+    ),
+]
+SEEN_CASES = [(*one[:2], usual, one[3]) for one in SEEN for usual in one[2]]
+
+
+@pytest.mark.parametrize(("command", "look", "given", "changes"), SEEN_CASES)
+def test_an_option_of_a_command_changes_what_it_does_or_is_refused(command, look, given, changes):
+    kind, needed, flat, _ = EVERY[command]
+    known, usual = options_of(kind, flat=flat), kind(**needed | given)
+    was = look(usual)
+    for path, value in changes.items():
+        if value is None or value == value_at(usual, known[path].place):
+            continue
+        options = having(usual, known[path].place, value)
+        refused = list(
+            ignored(options, [path], facts=None if not hasattr(options, "facts") else options.facts(), flat=flat)
+        )
+        with suppress(HastenError):  # another clear error
+            assert (look(options) == was) == bool(refused), path
+
+
+def test_a_default_is_found_through_sections():
+    assert default_at(Recipe, ("optimizer", "momentum")) == 0.95
+    assert default_at(ServeBenchmark, ("workload", "spread")) == 0.8

@@ -49,9 +49,9 @@ def h100s(monkeypatch):
 
 def test_ranks_and_precision_go_to_the_ranks_and_replicas_are_told(h100s, tiny_folder, capsys):
     command = Generate(model=str(tiny_folder), devices="auto", goal="latency", prompt=("x" * 400, "y"))
-    planned, arguments = by_plan(command, ["generate", "MODEL"])
+    planned, arguments = by_plan(command, ["generate", "MODEL", "--devices", "auto", "--goal=latency"])
     assert (planned.tensor_parallel, planned.quantize, planned.devices, planned.goal) == (8, "int8", "given", None)
-    assert arguments[2:] == ["--devices", "given", "--tensor-parallel", "8", "--quantize", "int8"]
+    assert arguments[2:] == ["--tensor-parallel", "8", "--quantize", "int8"]
     assert (h100s[0].batch_size, h100s[0].length, h100s[0].new_tokens) == (2, 356, 256)
     assert "replicas" not in capsys.readouterr().err
     planned, _ = by_plan(Serve(model=str(tiny_folder), devices="auto", goal="throughput", quantize="int8"), [])
@@ -69,7 +69,7 @@ def test_ranks_and_precision_go_to_the_ranks_and_replicas_are_told(h100s, tiny_f
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--goal", "cost"], "--goal is for --devices auto"),
+        (["--goal", "cost"], "--goal has no effect with --devices given, only with auto"),
         (["--devices", "auto"], "--devices auto starts ranks by itself"),
     ],
 )

@@ -14,6 +14,7 @@ from hasten.cli.room import use_of
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.model.load import open_checkpoint
+from hasten.model.tokenizer import Tokenizer
 from hasten.planning.held import held_bytes
 from hasten.planning.memory import inference_memory
 from hasten.planning.shapes import shape_config
@@ -50,12 +51,16 @@ def refused(monkeypatch, capsys, free, *line):
         ["chat", "FOLDER"],
         ["serve", "FOLDER", "--port", "0"],
         ["profile", "generate", "FOLDER"],
+        ["generate", "FOLDER", "--prompt-ids", "1", "--tensor-parallel", "2"],
     ],
 )
 def test_every_command_that_loads_a_model_refuses(folders, monkeypatch, capsys, line):
     line = [str(folders / "plain") if word == "FOLDER" else word for word in line]
     said = refused(monkeypatch, capsys, 10 << 20, *line)
-    assert re.search(r"running .*plain needs about 0\.0\d GB on cpu \(0\.03 GB weights.*\) and 0\.01 GB are free", said)
+    ranks = "--tensor-parallel" in line
+    what = r"each of 2 ranks of .*plain" if ranks else r"running .*plain"
+    weights, free = (r"0\.01", r"0\.00") if ranks else (r"0\.03", r"0\.01")
+    assert re.search(rf"{what} needs about 0\.0\d GB on cpu \({weights} GB weights.*\) and {free} GB are free", said)
     assert "take a smaller or a quantized model, or a machine with more memory" in said
 
 
@@ -75,6 +80,14 @@ def test_the_advice_is_what_fits(folders, monkeypatch, capsys):
     said = refused(monkeypatch, capsys, needs["int8"], *line, "--dtype", "float32")
     assert "give --quantize int8 without --dtype" in said
     assert "take a smaller or a quantized" in refused(monkeypatch, capsys, 1 << 20, "chat", folders / "int8")
+
+
+def test_a_tokenizer_is_counted_before_it_is_read(tiny_folder, monkeypatch, capsys):
+    """A large one takes hundreds of megabytes: reading it must not be what ends a command without a word."""
+    monkeypatch.setattr(Tokenizer, "from_folder", lambda folder: pytest.fail("read before there was room for it"))
+    monkeypatch.setattr(room, "TOKENIZER", (1 << 30) / (tiny_folder / "tokenizer.json").stat().st_size)
+    said = refused(monkeypatch, capsys, 1 << 29, "generate", tiny_folder, "--prompt", "x")
+    assert "1.1 GB tokenizer" in said
 
 
 @pytest.mark.parametrize("name", ["plain", "int8"])

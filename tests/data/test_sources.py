@@ -177,6 +177,10 @@ def test_a_text_field_that_is_named_is_taken(tmp_path):
             '[{"prompt": "x", "completion": "y"}]',
             r"has no field 'text' \(found: completion, prompt\).*--data\.text-field.*'instruction'",
         ),
+        (
+            '{"data": [{"instruction": "x", "output": "y"}]}',
+            r"a\.json: is an object with 'data' \(write the list in 'data' alone\); expected a list of objects",
+        ),
         ("[{]", r"a\.json: is not JSON"),
         ('"x"', r"a\.json: is 'x'; expected a list"),
         ('[{"conversations": [{"from": "observation", "value": "x"}]}]', r"is from 'observation'; known are human"),

@@ -285,3 +285,21 @@ def test_a_file_of_several_formats_takes_as_long_as_its_bytes(monkeypatch):
     found = inference_plan(mixed, cost=cost)
     assert found.phases[1].measured == pytest.approx(1.5 * plain.phases[1].measured)
     assert found.phases[0].measured == plain.phases[0].measured
+
+
+def test_a_plan_has_the_dtypes_of_the_path_that_generates(tmp_path, monkeypatch):
+    """As on a processor that emulates bfloat16: the fused steps keep keys and values in it all the same."""
+    hasten.save(tiny_llama().bfloat16(), tmp_path / "model")
+    monkeypatch.setattr("hasten.bench.plan.training_precision", lambda kind: SimpleNamespace(dtype="float32"))
+
+    def parts(precision, *, fused=True):
+        monkeypatch.setattr("hasten.model.inference.obtainable", lambda what: fused)
+        techniques = Techniques(precision=precision, compile=False)
+        options = PlanOptions(device="cpu", length=64, new_tokens=8, measure=False, techniques=techniques)
+        return make_plan(str(tmp_path / "model"), options).memory.parts
+
+    usual, readable, wide = parts("auto"), parts("auto", fused=False), parts("float32")
+    assert readable["cache"] == wide["cache"] == 2 * usual["cache"]
+    assert usual["weights"] == readable["weights"] == wide["weights"] // 2
+    asked = hasten.load(tmp_path / "model", dtype="float32")
+    assert wide["weights"] == sum(parameter.nbytes for parameter in asked.parameters())

@@ -72,6 +72,13 @@ def test_only_the_adapter_learns_and_is_kept(recipe, bases, base):
     assert result.model_folder.name == "adapter"
 
 
+def test_an_adapter_is_written_in_the_dtype_that_is_asked_for(recipe, bases):
+    for asked, dtype in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        own = recipe(name=asked, init=str(bases / "float32"), lora=LORA, steps=1, export_dtype=asked)
+        folder = train(own, progress=False).model_folder
+        assert {tensor.dtype for tensor in load_file(folder / "adapter_model.safetensors").values()} == {dtype}
+
+
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(recipe, bases):
     hard = {"init": str(bases / "int4"), "lora": LORA, "steps": 20, "accumulation": 2, "checkpoint_every": 10}
     whole = train(recipe(name="whole", **hard), progress=False)

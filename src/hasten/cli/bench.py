@@ -4,7 +4,8 @@ import os
 from typing import Any
 
 from hasten.bench.attention import AttentionGrowth
-from hasten.bench.generate import GenerateLadder, HeadsLadder
+from hasten.bench.generate import GenerateLadder
+from hasten.bench.heads import HeadsLadder
 from hasten.bench.largest_batch import LargestBatch
 from hasten.bench.race import Race
 from hasten.bench.train import TrainLadder
@@ -29,7 +30,8 @@ def bench(arguments: list[str]) -> None:
     """Parse what follows `hasten bench` and run that ladder."""
     if not arguments or arguments[0] in ("-h", "--help"):
         lines = [f"  {name:<10} {kind.__doc__}" for name, kind in LADDERS.items()]
-        print("\n".join(["usage: hasten bench LADDER [options]      (LADDER --help for its options)", "", *lines]))
+        usage = "usage: hasten bench LADDER [options]      (LADDER --help for its options)"
+        print("\n".join([usage, "       hasten bench generate|serve MODEL [options]", "", *lines]))
         return
     name = arguments[0]
     if name not in LADDERS:
@@ -49,8 +51,10 @@ def bench(arguments: list[str]) -> None:
         # torchrun's one thread is for its ranks; rungs of one process take all cores.
         if os.environ.get("OMP_NUM_THREADS") == "1":
             del os.environ["OMP_NUM_THREADS"]
-    kind = LADDERS[name]
-    run(parse(kind, arguments[1:], prog=f"hasten bench {name}", description=kind.__doc__))
+    kind, options = LADDERS[name], arguments[1:]
+    if name in ("generate", "serve") and options and not options[0].startswith("-"):
+        options = ["--model", *options]
+    run(parse(kind, options, prog=f"hasten bench {name}", description=kind.__doc__))
 
 
 def run(benchmark: Any) -> None:

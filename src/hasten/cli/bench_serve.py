@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
@@ -13,10 +13,11 @@ from hasten.bench.draw import draw_curves
 from hasten.bench.measure import Benchmark, say
 from hasten.bench.models import BenchmarkModel, check_least
 from hasten.bench.serve import DEFINITIONS, SCHEMA, LatencyLimits, measure
-from hasten.bench.serve_targets import EngineTarget, HttpTarget
+from hasten.bench.serve_targets import EngineTarget, HttpTarget, Target
 from hasten.bench.serve_workload import Workload
 from hasten.bench.table import machine_line
 from hasten.cli.options import DraftOptions, EngineOptions, LoadOptions
+from hasten.effects import Needs, Unless
 from hasten.errors import ConfigError
 from hasten.machine import describe
 from hasten.machine.progress import share
@@ -36,7 +37,7 @@ class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
     """In place of --model: a named shape with random weights."""
     url: str | None = None
     """Of a running server, such as http://127.0.0.1:8000."""
-    api_key: str | None = None
+    api_key: Annotated[str | None, Needs("url")] = None
     """Key of that server."""
     engine: tyro.conf.OmitArgPrefixes[EngineSettings] = field(default_factory=EngineSettings)
     """In this process: limits of the engine."""
@@ -51,10 +52,25 @@ class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
     """Requests a second, several separated by commas: 1,2,4; inf sends all at once."""
     limits: LatencyLimits = field(default_factory=LatencyLimits)
     """What counts as goodput."""
+    file_dtypes: tuple[str, ...] = ()
+    """In this process: also measure the model loaded from a folder in these dtypes, as a user loads one that is stored
+    so: float32,float16 adds the rows float32-file and float16-file."""
     warmup: int = 2
     """Requests before the first rate that are not counted."""
-    vocabulary: int | None = None
+    vocabulary: Annotated[int | None, Needs("url")] = None
     """Token ids of prompts are below it; what the server says, else 1000."""
+
+    EFFECTS: ClassVar = {
+        **{
+            one.name: Unless("url")
+            for one in (*fields(LoadOptions), *fields(EngineSettings))
+            if one.name not in ("model", "cache_bytes")
+        },
+        **dict.fromkeys(("shape", "draft", "cache_gib", "file_dtypes"), Unless("url")),
+        "burstiness": Unless("rates", (math.inf,)),
+        "spread": Unless("lengths", "fixed"),
+        "prefix_groups": Needs("shared_prefix_tokens"),
+    }
 
     def run(self) -> dict[str, Any]:
         """Send the loads and return the report. Raises ConfigError for options that do not go together."""
@@ -64,11 +80,8 @@ class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
             raise ConfigError(
                 "give --url of a running server, or one of --model and --shape to measure in this process"
             )
-        if self.draft == "none" and (self.speculate is not None or self.accept != "exact"):
-            raise ConfigError("--speculate and --accept are about drafts; give --draft too")
-        own = self.engine != EngineSettings() or self.cache_gib is not None or self.draft != "none"
-        if self.url is not None and own:
-            raise ConfigError("the engine's options are of the engine in this process; the server at --url has its own")
+        if unknown := set(self.file_dtypes) - {"float32", "float16", "bfloat16"}:
+            raise ConfigError(f"--file-dtypes takes float32, float16 and bfloat16; found {min(unknown)!r}")
         if self.url is not None:
             require_packages(("httpx",))
         if not self.rates or not all(rate > 0 for rate in self.rates):
@@ -120,19 +133,29 @@ class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
         return not any("error" in entry for entry in report["summary"])
 
     async def _measure(self) -> Any:
-        target: EngineTarget | HttpTarget
         if self.url is not None:
             target = HttpTarget(self.url, model=self.model, key=self.api_key, vocabulary=self.vocabulary)
             await target.prepare()
             facts: dict[str, Any] = {"in_process": False, "model": target.model}
+            summaries, requests = await self._loads(target)
         else:
-            model = self.load()
-            target = EngineTarget(self.start_engine(model, model.tokenizer))
             facts = {"in_process": True, "dtype": self.dtype, "quantize": self.quantize}
             facts["model"] = self.shape or str(self.model).rstrip("/").rsplit("/", 1)[-1]
             facts |= {"max_sequences": self.engine.max_sequences, "token_budget": self.engine.budget}
             facts["draft"] = self.draft.rstrip("/").rsplit("/", 1)[-1]
-        summaries, requests = [], []
+            summaries, requests = [], []
+            for dtypes in ((), *((dtype,) for dtype in self.file_dtypes)):
+                one = replace(self, file_dtypes=dtypes)
+                model = one.load()
+                found = await one._loads(EngineTarget(self.start_engine(model, model.tokenizer)), first=len(summaries))
+                summaries += [entry | {"row": f"{dtype}-file"} for entry in found[0] for dtype in dtypes] or found[0]
+                requests += found[1]
+        return summaries, requests, facts
+
+    async def _loads(self, target: Target, *, first: int = 0) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Send each rate's load. first: the number of the first one among all of the report's loads."""
+        name = f"{self.file_dtypes[0]}-file, " if self.file_dtypes else ""
+        summaries, requests = list[dict[str, Any]](), list[dict[str, Any]]()
         try:
             if self.warmup:
                 seed = self.workload.seed + 10**6
@@ -140,20 +163,26 @@ class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
             for index, rate in enumerate(self.rates):
                 # A seed of its own: else the prompts of the load before would lie in the prefix cache.
                 workload = replace(self.workload, rate=rate, seed=self.workload.seed + 1000 * index)
-                with share(f"{rate:g} requests/s") as progress:
+                with share(f"{name}{rate:g} requests/s") as progress:
                     load = await measure(target, workload, progress=progress)
                 summaries.append(load.summary(self.limits))
-                requests += load.requests(index)
-                show_load(summaries[-1])
+                requests += load.requests(first + index)
+                show_load(summaries[-1], name)
         finally:
             await target.close()
-        return summaries, requests, facts
+        return summaries, requests
 
     def title(self) -> str:
         return super().title() if self.shape is None else f"{self.shape} (random weights)"
 
     def read_model(self, device: str) -> Transformer:
-        """The checkpoint, or random weights of the shape."""
+        """The checkpoint, or random weights of the shape; with file_dtypes, from a folder in the only one of them."""
+        if self.file_dtypes:
+            from hasten.bench.generate_rung import from_file
+            from hasten.machine import resolve_dtype
+
+            (stored,), model = self.file_dtypes, BenchmarkModel(shape=self.shape, model=self.model)
+            return from_file(model.build(dtype=resolve_dtype(stored), device="cpu", seed=self.workload.seed), device)
         if self.shape is None:
             return super().read_model(device)
         import torch
@@ -162,14 +191,14 @@ class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
         return BenchmarkModel(shape=self.shape).build(dtype=dtype, device=device, seed=self.workload.seed)
 
 
-def show_load(summary: dict[str, Any]) -> None:
-    """One load, to standard error."""
+def show_load(summary: dict[str, Any], name: str = "") -> None:
+    """One load, to standard error. name: what stands before its rate."""
     if "error" in summary:
-        say(f"all {summary['failed']} requests failed: {summary['error']}")
+        say(f"{name}all {summary['failed']} requests failed: {summary['error']}")
         return
     rate = "all at once" if summary["rate"] is None else f"{summary['rate']:g} requests/s"
     lines = [
-        f"{rate}: {summary['completed']} completed, {summary['failed']} failed in {summary['seconds']:.1f} s; "
+        f"{name}{rate}: {summary['completed']} completed, {summary['failed']} failed in {summary['seconds']:.1f} s; "
         f"{summary['output_tokens_per_second']:.1f} output tokens/s, {summary['requests_per_second']:.2f} requests/s, "
         f"goodput {summary['goodput']:.2f} requests/s"
     ]

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import tyro
 
-from hasten.cli.options import JsonOption, WeightLayout, require_new_folder
+from hasten.cli.options import JsonOption
+from hasten.cli.writing import WeightLayout, require_new_folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from hasten.cli.options import CacheOptions, JsonOption, ModelOptions, RankOptions, given
+from hasten.cli.options import AdapterOptions, CacheOptions, JsonOption, RankOptions
+from hasten.effects import Needs
 from hasten.errors import ConfigError
 from hasten.machine.progress import share
 
 if TYPE_CHECKING:
     from hasten.model.transformer import Transformer
 
-FOR_TASKS = ("num_fewshot", "limit", "include_path", "apply_chat_template")  # options that a text has no use for
-FOR_TEXTS = ("against", "stride", "overlap", "limit_bytes", "kv_cache_dtype")
+OF_TEXT, OF_TASKS = Needs("text"), Needs("tasks")
+TASK_OPTIONS = ("num_fewshot", "limit", "include_path", "apply_chat_template")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(JsonOption, CacheOptions, RankOptions, ModelOptions):
+class Eval(JsonOption, CacheOptions, RankOptions, AdapterOptions):
     """Perplexity and bits per byte of a text; every token after the first of a document is predicted once.
 
     With --against also how far the model is from another one, for example from itself before quantization. With --tasks
@@ -29,32 +30,34 @@ class Eval(JsonOption, CacheOptions, RankOptions, ModelOptions):
 
     text: str | None = None
     """A file, a folder or a glob of .txt, .py, .md, .jsonl or .parquet; each file or line of .jsonl is a document."""
-    against: str | None = None
+    against: Annotated[str | None, OF_TEXT] = None
     """Compare with this model, token by token: mean and 99th percentile of the KL divergence, same top token."""
     context: int | None = None
     """Tokens a window holds; the model's positions, at most 2048, by default."""
-    stride: int | None = None
+    stride: Annotated[int | None, OF_TEXT, Needs("overlap")] = None
     """How far a window moves; half the context by default. Smaller is slower and gives each token more context."""
-    overlap: bool = True
+    overlap: Annotated[bool, OF_TEXT] = True
     """--no-overlap moves each window by its whole length: half the work, and less context for the first tokens."""
-    limit_bytes: int | None = None
+    limit_bytes: Annotated[int | None, OF_TEXT] = None
     """Stop after about so many bytes of text."""
     tasks: tuple[str, ...] = ()
     """lm-eval's tasks, by name or pattern (arc_easy, mmlu_*); `python -m hasten.cli.lm_eval ls tasks` lists them."""
-    num_fewshot: int | None = None
+    num_fewshot: Annotated[int | None, OF_TASKS] = None
     """Examples before each question of --tasks; as the task says by default."""
-    limit: float | None = None
+    limit: Annotated[float | None, OF_TASKS] = None
     """Only so many questions of each of --tasks, or below 1 a share of them (for trying)."""
-    include_path: str | None = None
+    include_path: Annotated[str | None, OF_TASKS] = None
     """A folder with further tasks (YAML) for --tasks."""
-    apply_chat_template: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    apply_chat_template: Annotated[bool, tyro.conf.FlagCreatePairsOff, OF_TASKS] = False
     """Ask --tasks as the chats that the model's template makes of them."""
+    seed: int | None = None
+    """Of what --tasks draw."""
+
+    EFFECTS: ClassVar = {"kv_cache_dtype": OF_TEXT}
 
     def run(self) -> None:
         if (self.text is None) == (not self.tasks):
             raise ConfigError("give --text FILE, or --tasks NAME,... of lm-eval")
-        for option in given(self, FOR_TEXTS if self.tasks else FOR_TASKS):
-            raise ConfigError(f"{option} goes with --{'text' if self.tasks else 'tasks'}")
         if self.text is None:
             self.run_tasks()
         else:
@@ -66,14 +69,12 @@ class Eval(JsonOption, CacheOptions, RankOptions, ModelOptions):
 
         lm = HastenLM(self.prepared(), max_length=self.context)
         names = [name for word in self.tasks for name in word.split(",") if name]
-        results = run_tasks(lm, names, **{option: getattr(self, option) for option in FOR_TASKS})
+        results = run_tasks(lm, names, **{option: getattr(self, option) for option in TASK_OPTIONS})
         if self.write(results | {"model": self.model}):
             print("\n".join(make_table(results, part) for part in ("results", "groups") if results.get(part)))
 
     def score(self, text: str) -> None:
         """Perplexity, and the distance from another model."""
-        if not self.overlap and self.stride is not None:
-            raise ConfigError("--no-overlap is a stride of the whole context: give it or --stride, not both")
         from hasten.data import read_documents
 
         documents = list(read_documents(text, limit_bytes=self.limit_bytes))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hasten.cli.explain_attention import ExplainAttention
-from hasten.cli.options import JsonOption, ModelOptions, parse
+from hasten.cli.options import AdapterOptions, JsonOption, parse
 from hasten.machine.measured import known
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def explain(arguments: list[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainModel(JsonOption, ModelOptions):
+class ExplainModel(JsonOption, AdapterOptions):
     """List the kernel that each operator of a model runs here, and for every other kernel the reason against it."""
 
     json: str | None = None

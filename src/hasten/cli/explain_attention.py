@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from hasten.cli.options import JsonOption, given, same_fields
+from hasten.cli.options import JsonOption, same_fields
+from hasten.effects import KIND, ON_CUDA, Facts, Needs, Unless, facts_of
 from hasten.errors import ConfigError
 from hasten.machine import resolve_device
 from hasten.ops.picker import explain
@@ -15,7 +16,8 @@ from hasten.ops.picker import explain
 if TYPE_CHECKING:
     from hasten.ops.attention import AttentionRequest
 
-OF_A_CALL = ("mask", "key_padding", "key_lengths", "bias", "alibi", "documents", "dropout")
+OF_CALL = Unless("layer")  # what differs from call to call is not known of a layer
+IN_WORDS = ("mask", "key_padding", "key_lengths", "bias", "alibi", "documents", "dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,48 +28,52 @@ class ExplainAttention(JsonOption):
     """Sequences, queries, query heads, head size."""
     kv_heads: int | None = None
     """Key/value heads; as many as query heads by default."""
-    keys: int | None = None
+    keys: Annotated[int | None, OF_CALL] = None
     """Keys (S); as many as queries by default, more than queries when a cache holds earlier ones."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16"
     """Of q, k and v."""
-    causal: bool = True
+    causal: Annotated[bool, Unless("block_mask")] = True
     """A query sees the keys up to its own position (an explicit mask has it inside)."""
     window: int | None = None
     """Only the last so many keys."""
-    mask: bool = False
+    mask: Annotated[bool, OF_CALL] = False
     """An explicit boolean mask (T, S) or (B, T, S)."""
-    key_padding: bool = False
+    key_padding: Annotated[bool, OF_CALL] = False
     """A mask (B, S) of keys that do not exist, with gaps or on a GPU."""
-    key_lengths: bool = False
+    key_lengths: Annotated[bool, OF_CALL] = False
     """Keys that do not exist at the ends of each row: lengths, or on a CPU such a mask."""
-    bias: bool = False
+    bias: Annotated[bool, OF_CALL] = False
     """Something is added to the scores."""
-    learned_bias: bool = False
+    learned_bias: Annotated[bool, OF_CALL] = False
     """It is learned: it needs a gradient."""
-    alibi: bool = False
+    alibi: Annotated[bool, OF_CALL] = False
     """Linear biases by distance."""
     softcap: float | None = None
     """Scores are soft-capped (Gemma 2)."""
     block_mask: bool = False
     """A block-sparse pattern."""
-    block_size: int = 64
+    block_size: Annotated[int, Needs("block_mask")] = 64
     """Positions of its blocks."""
-    documents: bool = False
+    documents: Annotated[bool, OF_CALL] = False
     """Documents packed by cumulative lengths."""
-    dropout: bool = False
+    dropout: Annotated[bool, OF_CALL] = False
     """Probabilities are dropped."""
-    gradient: bool = True
+    gradient: Annotated[bool, OF_CALL] = True
     """For training; --no-gradient is inference."""
     layer: bool = False
     """What a model's layer gets, whose calls differ, instead of one call."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:INDEX; cuda is also answered where there is none."""
-    capability: str | None = None
+    capability: Annotated[str | None, ON_CUDA] = None
     """Compute capability of the CUDA device, as 8.0; its own by default, 9.0 where there is none."""
     kernel: str | None = None
     """Force this one."""
     json: str | None = None
     """Write {"operator", "request", "kernel", "others": [{kernel, reason}], "score_bytes"} to a file; "-": stdout."""
+
+    def facts(self) -> Facts:
+        """What conditions of options depend on beside other options: it also answers for a GPU that is not here."""
+        return {KIND: lambda: "cuda"} if self.device.partition(":")[0] == "cuda" else facts_of(self.device)
 
     def run(self) -> None:
         from hasten.ops.attention import KERNELS
@@ -118,9 +124,6 @@ class ExplainAttention(JsonOption):
         call |= {"bias": self.bias or self.learned_bias, "bias_gradient": self.learned_bias}
         call["block_size"] = self.block_size if self.block_mask else None
         if self.layer:
-            # What differs from call to call is not known of a layer.
-            for option in given(self, ("keys", *OF_A_CALL, "learned_bias", "gradient")):
-                raise ConfigError(f"{option} belongs to one call, and --layer asks for all of a layer's")
             call = {name: call[name] for name in ("block_mask", "block_size")}
         call |= {"device": device, "dtype": getattr(torch, self.dtype), "capability": self._capability()}
         return AttentionRequest(spec=spec, **call), absent
@@ -135,7 +138,7 @@ class ExplainAttention(JsonOption):
         parts += [request.dtype_name, str(request.device)]
         parts.append("causal" if spec.causal else "block mask" if request.block_mask else "not causal")
         parts += [f"window {spec.window}"] if spec.window is not None else []
-        parts += [name.replace("_", " ") for name in OF_A_CALL if getattr(request, name)]
+        parts += [name.replace("_", " ") for name in IN_WORDS if getattr(request, name)]
         parts += [f"soft cap {spec.softcap:g}"] if spec.softcap is not None else []
         return ", ".join(parts)
 

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import tyro
 
 from hasten.cli.options import JsonOption
+from hasten.cli.writing import load_to_write
+from hasten.effects import Holds
 from hasten.errors import ConfigError
 from hasten.machine import resolve_dtype
 
@@ -27,36 +29,48 @@ class Export(JsonOption):
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
     """The folder to write, which may be the model's own, or a file that ends in .gguf."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Holds("writes_folder", "in a GGUF file; say the type of its matrices by --gguf"),
+    ] = "auto"
     """The dtype of the weights; auto keeps the model's own."""
 
     dequantize: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Write the plain weights that quantized layers stand for: a folder that every program reads, and that can be
     quantized or trained. With --dtype float32 each number is exact."""
 
-    gguf: Literal["BF16", "F16", "Q8_0", "Q4_0"] | None = None
+    gguf: Annotated[
+        Literal["BF16", "F16", "Q8_0", "Q4_0"] | None,
+        Holds("writes_file", "in a folder; name an OUTPUT that ends in .gguf"),
+    ] = None
     """The type of the matrices in a GGUF file, BF16 by default."""
+
+    @property
+    def writes_file(self) -> bool:
+        """Whether OUTPUT is a GGUF file."""
+        return self.output.suffix == ".gguf"
+
+    @property
+    def writes_folder(self) -> bool:
+        """Whether OUTPUT is a folder."""
+        return not self.writes_file
 
     def run(self) -> None:
         from rich.console import Console
 
+        from hasten.model.advice import export_plain, plain_folder
         from hasten.model.export import export_model
-        from hasten.model.load import load
 
-        is_file = self.output.suffix == ".gguf"
-        if self.gguf is not None and not is_file:
-            raise ConfigError(f"--gguf {self.gguf} goes with an OUTPUT that ends in .gguf; found {self.output}")
-        if self.dtype != "auto" and is_file:
-            raise ConfigError(f"--dtype is for folders; --gguf says the type of the matrices in {self.output}")
+        is_file = self.writes_file
         if self.dequantize and is_file:
             raise ConfigError(
-                f"--dequantize writes a folder: hasten export {self.model} DIR --dequantize, then hasten export DIR "
-                f"{self.output}"
+                f"--dequantize writes a folder: {export_plain(self.model)}, then hasten export "
+                f"{plain_folder(self.model)} {self.output}"
             )
         console = Console(stderr=True)
         with console.status(f"reading {self.model}"):
             # Stored numbers are converted one tensor at a time; of quantized layers they are made in the dtype.
-            model = load(self.model, dtype=self.dtype if self.dequantize and self.dtype != "auto" else "stored")
+            model = load_to_write(self.model, self.dtype if self.dequantize and self.dtype != "auto" else "stored")
         dtype = resolve_dtype(self.dtype, auto=model.dtype)
         with console.status(f"writing {self.output}"):
             if is_file:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from hasten.cli.options import CacheOptions, DeviceOptions, DraftOptions, JsonOption, ModelOptions, SamplingOptions
+from hasten.effects import Holds, Needs, Unless
 from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,32 +22,37 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOp
     """One or more texts; "-" reads one from standard input."""
     prompt_ids: tuple[int, ...] = ()
     """A prompt as token ids instead, for a folder without a tokenizer."""
-    chat: bool = False
+    chat: Annotated[bool, Unless("prompt_ids")] = False
     """Take each prompt as a user's message and answer it, in the model's chat template."""
-    chat_template_kwargs: str | None = None
+    chat_template_kwargs: Annotated[str | None, Needs("chat")] = None
     """With --chat: variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
     compile: bool = False
     """Compile the model's blocks first (some seconds), for long answers; blocks fused for a GPU need no compiling."""
+
+    EFFECTS: ClassVar = {
+        "speculate": Holds("drafts", "with --compile and --draft auto, which drafts nothing; give --draft suffix")
+    }
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything may draft: compiled blocks are compiled again for each number of rows."""
+        return self.draft != "none" and not (self.compile and self.draft == "auto")
 
     def run(self) -> None:
         from hasten.model.chat import parse_template_kwargs
 
         if bool(self.prompt) == bool(self.prompt_ids):
             raise ConfigError("give one of --prompt TEXT and --prompt-ids ID …, and not both")
-        if self.chat and self.prompt_ids:
-            raise ConfigError("--chat is for texts; give them with --prompt")
-        if self.chat_template_kwargs is not None and not self.chat:
-            raise ConfigError("--chat-template-kwargs is for --chat, which uses the chat template; give both")
         variables = parse_template_kwargs(self.chat_template_kwargs, option="--chat-template-kwargs")
         texts = [sys.stdin.read() if text == "-" else text for text in self.prompt]
         prompts: list[Any] = [list(self.prompt_ids)] if self.prompt_ids else texts
         from hasten.machine import resolve_device
 
         # Compiled blocks are PyTorch's path; the fused ones are the other. On a GPU those come first.
-        on_cpu = resolve_device(self.device).type == "cpu"
-        model = (replace(self, fuse=False) if self.compile and on_cpu else self).load()
+        readable = self.compile and resolve_device(self.device).type == "cpu"
+        model = (replace(self, fuse=False) if readable else self).load()
         from hasten.generation.generate import Generation, Timing
-        from hasten.generation.speculation import make_speculator
+        from hasten.generation.speculation import PLAIN_STEPS, make_speculator
 
         if self.chat:
             if model.tokenizer is None:
@@ -54,11 +60,16 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOp
             turns = [[{"role": "user", "content": text}] for text in texts]
             prompts = [model.tokenizer.encode_chat(turn, chat_template_kwargs=variables) for turn in turns]
         params = self.params(model.generation)
-        # Of blocks as they are, not yet compiled; compiled ones are compiled again for each number of rows.
-        options = replace(self, draft="none") if self.compile and self.draft == "auto" else self
+        # Compiled blocks draft nothing; the first steps have no draft anyway.
+        short = self.draft == "auto" and params.max_new_tokens <= PLAIN_STEPS
+        options = self if self.drafts and not short else replace(self, draft="none")
         speculator = make_speculator(model, **options.drafting(model))
         if self.compile:
             from hasten.generation.compiled import compile_blocks
+            from hasten.model.fused import CudaStack
+
+            if isinstance(model.stack, CudaStack):
+                raise ConfigError("--compile has no effect on blocks fused for a GPU; leave it out, or give --no-fuse")
 
             compile_blocks(model)
         timing = Timing()

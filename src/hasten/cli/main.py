@@ -7,7 +7,7 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
-from hasten import __version__
+import hasten
 from hasten.errors import HastenError, HastenWarning
 
 # command -> (module, class or function of arguments, what it does)
@@ -35,7 +35,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in the first line 
 def overview() -> str:
     """The text of `hasten --help`."""
     lines = [f"  {name:<10} {text}" for name, (_, _, text) in COMMANDS.items()]
-    head = f"hasten {__version__}: a PyTorch language model at the limit of the machine it runs on"
+    head = f"hasten {hasten.__version__}: a PyTorch language model at the limit of the machine it runs on"
     usage = "usage: hasten COMMAND [options]      (hasten COMMAND --help for its options)"
     return "\n".join([head, "", usage, "", *lines])
 
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(overview())
         return
     if given[0] == "--version":
-        print(f"hasten {__version__}")
+        print(f"hasten {hasten.__version__}")
         return
     if given[0] not in COMMANDS:
         print(f"error: {given[0]!r} is not a command of hasten\n\n{overview()}", file=sys.stderr)
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
 
             given = [given[0], *together(given[1:], command)]
             parsed: Any = tyro.cli(command, args=given[1:], prog=f"hasten {given[0]}")
-            refuse_ignored(parsed, given[1:], facts=parsed.facts() if hasattr(parsed, "facts") else None)
+            refuse_ignored(parsed, given[1:])
             if getattr(parsed, "pin", False):  # now, because a command's first import of torch settles it
                 from hasten.machine.threads import pin_threads
 

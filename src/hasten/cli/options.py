@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import sys
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from hasten.effects import refuse_ignored
-from hasten.errors import CheckpointError, ConfigError
+from hasten.effects import ON_CUDA, Needs, Neutral, Unless, refuse_ignored
+from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.generation.params import KVCacheDtype, SamplingParams, recommended
 from hasten.machine import configure, resolve_device
 from hasten.machine.files import require_writable, write_json
@@ -22,14 +24,14 @@ from hasten.planning.choices import Wanted
 from hasten.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from hasten.model.tokenizer import Tokenizer
     from hasten.model.transformer import Transformer
     from hasten.serving.async_engine import AsyncEngine
 
 
-WeightLayout = Literal["compressed-tensors", "gptq"]  # of quantized folders that are written
+DRAWN = Unless("temperature", 0)
 
 
 def parse(command: Any, arguments: list[str], *, prog: str, description: str | None = None) -> Any:
@@ -80,13 +82,6 @@ def same_fields(options: Any, kind: type) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def given(options: Any, names: Iterable[str]) -> list[str]:
-    """Those of the options that are not as by default, written as on the command line: --group-size, --no-fuse."""
-    defaults = {field.name: field.default for field in dataclasses.fields(options)}
-    written = {name: name.replace("_", "-") for name in names if getattr(options, name) != defaults[name]}
-    return [f"--no-{option}" if defaults[name] is True else f"--{option}" for name, option in written.items()]
-
-
 @dataclass(frozen=True, kw_only=True)
 class JsonOption:
     """Where the result goes for programs. A place that cannot be written is refused before any work."""
@@ -101,17 +96,6 @@ class JsonOption:
         """Write the result where it is wanted; whether standard output is left for people."""
         write_json(self.json, result)
         return self.json != "-"
-
-
-def require_new_folder(output: Path, source: Path, *, option: str, overwrite: bool) -> None:
-    """Raise ConfigError, before any work, for an output folder whose files would be lost, or that is a file."""
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"{option} {output} is a file; name a folder")
-    if output.resolve() == source.resolve():
-        raise ConfigError(f"{option} {output} is the model itself, which would be lost; name another folder")
-    stands = [name for name in ("config.json", "model.safetensors") if (output / name).exists()]
-    if stands and not overwrite:
-        raise ConfigError(f"{option} {output} holds a model already ({stands[0]}); --overwrite replaces it")
 
 
 def with_chat_template(tokenizer: Tokenizer, path: Path, *, option: str) -> Tokenizer:
@@ -147,6 +131,18 @@ def _several(wanted: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.P
     )
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No search for cycles of objects meanwhile: importing torch and loading a model make a million that stay."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """Which model, and how it is run."""
@@ -171,8 +167,17 @@ class LoadOptions:
 
     def load(self) -> Transformer:
         """Load the model onto the device, with the threads and the seed set, quantized and fused as asked."""
+        with _uncollected():
+            return self._load()
+
+    def _load(self) -> Transformer:
         configure(threads=self.threads, seed=getattr(self, "seed", None))  # a rank keeps to its cores already
-        model = self.read_model(str(resolve_device(self.device)))
+        from hasten.cli.writing import NO_KERNEL
+
+        with warnings.catch_warnings():
+            if self.quantize != "none":  # which this warning advises
+                warnings.filterwarnings("ignore", NO_KERNEL, HastenWarning)
+            model = self.read_model(str(resolve_device(self.device)))
         if self.quantize != "none":
             from hasten.quantization import Int4, Int8, quantize
 
@@ -215,12 +220,12 @@ class LoadOptions:
         """The model as it lies in its folder. Raises ResourceError, before loading it, where it will not fit."""
         from hasten.cli.room import require_room
         from hasten.distributed.tensor_parallel import current_group
-        from hasten.model.load import load
+        from hasten.model.load import load, open_checkpoint
 
-        group = current_group()
+        group, source = current_group(), open_checkpoint(self.model)
         if group is None:  # ranks load their shares side by side, each from what the others leave
-            require_room(self, device)
-        return load(self.model, dtype=self.dtype, device=device, group=group)
+            require_room(self, source, device)
+        return load(source, dtype=self.dtype, device=device, group=group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,17 +236,23 @@ class DraftOptions:
     """What proposes tokens for the model to check together: suffix (what followed the same words before), a FOLDER with
     a smaller model of the same vocabulary, self:N-layers (its own first layers), self:int4, or none. auto is suffix
     where the text stays the same, bit for bit or in float32: on a CPU."""
-    speculate: int | None = None
+    speculate: Annotated[int | None, Unless("draft", "none")] = None
     """The most tokens of a draft, 16 by default; as many are proposed as pay here."""
-    accept: Literal["exact", "distribution"] = "exact"
+    accept: Annotated[Literal["exact", "distribution"], Unless("draft", "none", "auto", "suffix")] = "exact"
     """exact takes what the model would have drawn: the same text. distribution, for a model that drafts, takes a token
     with min(1, p/q): another text of the same distribution, sooner at high temperatures."""
 
     def drafting(self, model: Transformer) -> dict[str, Any]:
         """The same, as the library's functions take it."""
         from hasten.distributed.tensor_parallel import current_group
+        from hasten.generation.speculation.build import automatic
 
         draft: str | Transformer = self.draft
+        if draft == "auto" and self.speculate is not None and automatic(model) == "none":
+            raise ConfigError(
+                "--speculate has no effect with --draft auto, which drafts nothing for this model here; give --draft "
+                "suffix, or leave --speculate out"
+            )
         if draft == "self:int4" and current_group() is None:
             assert isinstance(self, LoadOptions)
             draft = self.in_int4(model)
@@ -255,6 +266,11 @@ class EngineOptions:
     engine: tyro.conf.OmitArgPrefixes[EngineSettings] = field(default_factory=EngineSettings)
     cache_gib: float | None = None
     """Memory of the cache in GiB; by default half of what is free, and never more than can be used."""
+
+    EFFECTS: ClassVar[dict[str, Any]] = {
+        "cache_share": (Unless("cache_gib"), Unless("fit")),
+        "capture_sizes": (ON_CUDA, Needs("capture")),
+    }
 
     def __post_init__(self) -> None:
         if self.cache_gib is not None and not 0 < self.cache_gib < math.inf:
@@ -285,13 +301,9 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(LoadOptions):
-    """The same for a command that generates by itself."""
+class AdapterOptions(LoadOptions):
+    """The same for a model with an adapter."""
 
-    seed: int | None = None
-    """Makes sampling reproducible."""
-    ignore_eos: bool = False
-    """Go on after the end-of-text token (for measuring)."""
     adapter: Path | None = None
     """A LoRA adapter of the model: a folder in peft's format, as `hasten train --lora.rank` writes it."""
 
@@ -313,6 +325,16 @@ class ModelOptions(LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelOptions(AdapterOptions):
+    """The same for a command that generates by itself."""
+
+    seed: int | None = None
+    """Makes sampling reproducible."""
+    ignore_eos: bool = False
+    """Go on after the end-of-text token (for measuring)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankOptions:
     """Several processes that hold one model together (`hasten.cli.ranks`)."""
 
@@ -328,6 +350,13 @@ class DeviceOptions(Wanted, RankOptions):
     devices: Literal["given", "auto"] = "given"
     """auto: a plan chooses the ranks and the precision for this machine, by --goal (latency unless it is given), and
     says why. --tensor-parallel and --quantize are kept where they are given."""
+    price: tyro.conf.Suppress[float | None] = None  # hasten plan says what it costs
+
+    EFFECTS: ClassVar[dict[str, Any]] = {
+        "goal": Needs("devices", "auto"),
+        "token_ms": Needs("devices", "auto"),
+        "least_bits": Needs("devices", "auto"),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,9 +374,9 @@ class SamplingOptions:
     max_new_tokens: int = 256
     temperature: float | None = None
     """0 takes the most likely token. The folder's generation_config.json decides by default, else 1."""
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    top_k: Annotated[int | None, DRAWN, Neutral(0, 1)] = None
+    top_p: Annotated[float | None, DRAWN, Neutral(1)] = None
+    min_p: Annotated[float | None, DRAWN, Neutral(0)] = None
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -355,7 +384,7 @@ class SamplingOptions:
     """Token ids and what is added to their scores: --logit-bias 50256 -100."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer and are not shown."""
-    min_new_tokens: int = 0
+    min_new_tokens: Annotated[int, Unless("ignore_eos")] = 0
 
     def params(self, folder: Mapping[str, Any]) -> SamplingParams:
         """What was given on the command line, else what generation_config.json recommends, else plain sampling.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from hasten.cli.options import given, same_fields
+from hasten.cli.options import same_fields
 from hasten.distributed import launched
 from hasten.errors import ConfigError
 from hasten.planning.choices import Wanted
@@ -20,8 +21,6 @@ WANTED = {field.name: field.default for field in fields(Wanted)}
 def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
     """The command with what the plan chose, and the arguments that make the same of it in another process."""
     if command.devices == "given":
-        if unused := given(command, WANTED):
-            raise ConfigError(f"{unused[0]} is for --devices auto")
         return command, arguments
     if launched():
         raise ConfigError("--devices auto starts ranks by itself; leave torchrun away, or --devices auto")
@@ -44,7 +43,19 @@ def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
         others = f"all of them: {line}" if best.use.degree == 1 else "start the others like it, on devices of their own"
         print(f"that is of {best.replicas} replicas, of which this is one; {others}", file=sys.stderr)
     command = replace(command, devices="given", tensor_parallel=best.use.degree, quantize=quantize, **WANTED)
-    return command, [*arguments, "--devices", "given", *chosen]
+    return command, [*_without(arguments, {*WANTED, "devices"}), *chosen]
+
+
+def _without(arguments: list[str], names: Container[str]) -> list[str]:
+    """The arguments but for these options, which take a value each."""
+    found, skip = [], False
+    for word in arguments:
+        option, equals, _ = word.partition("=")
+        asked = option.startswith("--") and option[2:].replace("-", "_") in names
+        if not asked and not skip:
+            found.append(word)
+        skip = asked and not equals
+    return found
 
 
 def _options(command: Any) -> PlanOptions:

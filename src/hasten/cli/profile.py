@@ -3,17 +3,26 @@
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from hasten.cli.explain import print_kernels
 from hasten.cli.options import LoadOptions, parse
-from hasten.effects import refuse_ignored
+from hasten.effects import Facts, Reads, facts_of, refuse_ignored
 from hasten.errors import ConfigError
-from hasten.training.conditions import facts_of
 from hasten.training.recipe import Recipe
 from hasten.training.recipes import DESCRIPTIONS, RECIPES
+
+# Of a recipe: how long it trains, and what comes of that; and what is left out so that a step has parts.
+NOT_PROFILED = (
+    *(f"run.{name}" for name in ("steps", "epochs", "minutes", "validate_every", "validation_batches")),
+    *(
+        f"run.{name}"
+        for name in ("checkpoint_every", "background_checkpoints", "export", "export_dtype", "tensorboard")
+    ),
+    *(f"techniques.{name}" for name in ("whole_model", "compile_whole", "capture")),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,12 @@ class ProfileTraining(ProfileOptions):
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
 
+    EFFECTS: ClassVar = dict.fromkeys(NOT_PROFILED, Reads(by="a profile, which takes --measured steps"))
+
+    def facts(self) -> Facts:
+        """What conditions of options depend on beside other options."""
+        return facts_of(self.recipe.run.device)
+
     def run(self) -> None:
         self.measure(self.recipe, Path(self.recipe.run.folder).expanduser() / self.recipe.name / "profile")
 
@@ -85,9 +100,10 @@ def profile(arguments: list[str]) -> None:
         recipes = {name: ProfileTraining(recipe=recipe) for name, recipe in RECIPES.items()}
         kinds = tyro.extras.subcommand_type_from_defaults(recipes, descriptions=DESCRIPTIONS, prefix_names=False)
         made: Any = tyro.cli(kinds, args=rest, prog="hasten profile train", description=ProfileTraining.__doc__)
-        refuse_ignored(made, rest, facts=facts_of(made.recipe.run.device))
+        refuse_ignored(made, rest, usual=ProfileTraining(recipe=RECIPES[rest[0]]))
         made.run()
         return
-    command = parse(ProfileModel, rest, prog=f"hasten profile {use}", description=ProfileModel.__doc__)
+    summary = str(ProfileModel.__doc__).partition("\n")[0]
+    command = parse(ProfileModel, rest, prog=f"hasten profile {use}", description=summary)
     sizes = {"batch": command.batch, "prompt_tokens": command.prompt_tokens}
     command.measure(command.load(), Path(f"profile-{use}"), use=use, **sizes)

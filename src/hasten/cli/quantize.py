@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import tyro
 
 from hasten.checks import real
-from hasten.cli.options import JsonOption, WeightLayout, given, require_new_folder, same_fields
+from hasten.cli.options import JsonOption, same_fields
 from hasten.cli.quantize_defaults import for_others
 from hasten.cli.quantize_gguf import folder_to_gguf, place_of_gguf
+from hasten.cli.writing import WeightLayout, load_to_write, require_new_folder
+from hasten.effects import Holds, Needs, Unless
 from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import configure, describe, peak_memory, process_memory, resolve_device
 from hasten.machine.files import require_writable, write_json
@@ -30,14 +32,14 @@ if TYPE_CHECKING:
     from hasten.quantization.sequential import BlockMethod
 
 
-CALIBRATION = (
-    "calibration",
-    "samples",
-    "length",
-    "calibration_seed",
-    "spill",
-    "picture",
-)  # options of every calibrated method
+GPTQ_ONLY, SIGN_ONLY, BY_BLOCK = (
+    Needs("method", "gptq"),
+    Needs("method", "sign"),
+    Needs("method", "gptq", "awq", "sign"),
+)
+CALIBRATED = Holds("calibrates", "with --method rtn, which looks at no text; give --method gptq, awq or sign")
+BY_SCHEME = Holds("scheme", "without --scheme (--bits and --formats say it by layer); give that")
+IN_GROUPS = Unless("scheme", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ class Quantize(JsonOption):
     formats: str | None = None
     """Each layer's format, a JSON file: with --bits what was chosen is written there, else it is read in place of a
     scheme."""
-    allow_int3: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    allow_int3: Annotated[bool, tyro.conf.FlagCreatePairsOff, Needs("bits")] = False
     """--bits may choose 3 bits, which no kernel multiplies."""
     method: Literal["rtn", "gptq", "awq", "sign"] = "rtn"
     """rtn rounds to nearest. The others look at calibration text: gptq makes up for each rounding in the weights to
@@ -70,45 +72,46 @@ class Quantize(JsonOption):
     far the slowest)."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace a model that stands in the output folder already."""
-    group_size: Literal[32, 64, 128, 0] | None = None
+    group_size: Annotated[Literal[32, 64, 128, 0] | None, BY_SCHEME, IN_GROUPS] = None
     """Input features that share a scale (by default 128, or fewer where that does not divide them; 0: a whole row):
     fewer are more exact and take more bytes."""
-    symmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    symmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff, BY_SCHEME] = False
     """No zero points (the default; int8 is always symmetric)."""
-    asymmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    asymmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff, BY_SCHEME, IN_GROUPS] = False
     """A zero point for each group."""
     format: WeightLayout | Literal["gguf"] = "compressed-tensors"
     """The layout of the folder. gptq holds one bit width, and scales in float16. gguf is a file instead, of int8 (Q8_0)
     or symmetric int4 (Q4_0, for which 32 is the group size by default)."""
-    lm_head: Literal["int8", "same", "none"] | None = None
-    """The output matrix: in int8 (the default), like the other layers, or left as it is (the default of gptq, and where
-    it is tied to the embedding, whose quantized form hasten alone reads)."""
-    embedding: Literal["int8", "same", "none"] | None = None
+    lm_head: Annotated[Literal["int8", "same", "none"] | None, BY_SCHEME] = None
+    """The output matrix: in int8 (the default; with --scheme int8 in groups where it is the embedding too), like the
+    other layers, or left as it is (the default of gptq, and where it is tied to the embedding, whose quantized form
+    hasten alone reads)."""
+    embedding: Annotated[Literal["int8", "same", "none"] | None, BY_SCHEME] = None
     """The input matrix, left as it is by default. Tied to the lm_head they stay one matrix, and --lm-head decides."""
-    search: Literal["mse", "minmax"] | None = None
+    search: Annotated[Literal["mse", "minmax"] | None, IN_GROUPS] = None
     """How a group's scale is found: least squared error (the default), or the range of the group."""
     activations: Literal["auto", "int8", "float"] = "auto"
     """Whether hasten's products round activations to int8 too; calibration takes it into account. auto: int8 for
     weights in groups; float (16 bits) for weights with one scale a row, as int8 and an int8 lm_head."""
-    calibration: str | None = None
+    calibration: Annotated[str | None, CALIBRATED] = None
     """Text for a method that looks at some: stdlib (the default), or a file, a folder or a glob as for eval --text."""
-    samples: int | None = None
+    samples: Annotated[int | None, CALIBRATED] = None
     """Calibration samples (128 by default)."""
-    length: int | None = None
+    length: Annotated[int | None, CALIBRATED] = None
     """Tokens of a sample (512 by default)."""
-    calibration_seed: int | None = None
+    calibration_seed: Annotated[int | None, CALIBRATED] = None
     """Which samples are drawn from the text (0 by default)."""
-    spill: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    spill: Annotated[bool, tyro.conf.FlagCreatePairsOff, BY_BLOCK] = False
     """Hold the samples on their way through the model in files beside the output instead of in memory."""
-    order: Literal["columns", "activation", "groups"] | None = None
+    order: Annotated[Literal["columns", "activation", "groups"] | None, GPTQ_ONLY] = None
     """gptq: columns as they stand; those with the largest inputs first; or whole groups so (the default)."""
-    damping: float | None = None
+    damping: Annotated[float | None, GPTQ_ONLY] = None
     """gptq: added to the diagonal of the inputs' products, as a share of its mean (0.01 by default)."""
-    gptaq: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    gptaq: Annotated[bool, tyro.conf.FlagCreatePairsOff, GPTQ_ONLY] = False
     """gptq: aim at the outputs of the model before quantization (GPTAQ); takes the samples' memory twice."""
-    steps: int | None = None
+    steps: Annotated[int | None, SIGN_ONLY] = None
     """sign: steps of tuning for each block (200 by default)."""
-    batch: int | None = None
+    batch: Annotated[int | None, SIGN_ONLY] = None
     """sign: calibration samples of a step (8 by default)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of everything that is not quantized; auto keeps the model's own."""
@@ -116,19 +119,20 @@ class Quantize(JsonOption):
     """Where it is computed, one block in memory at a time; cuda calibrates faster."""
     threads: Threads = "auto"
     """CPU threads; auto is one for each physical core that this process may use."""
-    picture: Path | None = None
+    picture: Annotated[Path | None, BY_BLOCK] = None
     """Draw the error of each layer's outputs, of rtn and of the method, as a PNG."""
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether calibration text is looked at."""
+        return self.method != "rtn" or self.bits is not None
 
     def scheme_of(self) -> Scheme | None:
         """The library's scheme; None: it is to be chosen. Raises ConfigError for options that contradict each other."""
         from hasten.model.checkpoint import read_json
         from hasten.quantization.schemes import SCHEMES, Int8, Mixed
 
-        if self.allow_int3 and self.bits is None:
-            raise ConfigError("--allow-int3 goes with --bits")
         if self.scheme is None:
-            for option in given(self, ("group_size", "symmetric", "asymmetric", "lm_head", "embedding")):
-                raise ConfigError(f"{option} goes with --scheme; a table says it by layer")
             if self.format == "gguf":
                 raise ConfigError("--format gguf goes with --scheme int8 or int4")
             if self.bits is not None and self.format == "gptq":
@@ -148,10 +152,6 @@ class Quantize(JsonOption):
         if self.symmetric and self.asymmetric:
             raise ConfigError("give one of --symmetric and --asymmetric")
         if self.scheme == "int8":
-            if self.asymmetric:
-                raise ConfigError("int8 is symmetric; --asymmetric goes with --scheme int4, int3 and int2")
-            for option in given(self, ("group_size", "search")):
-                raise ConfigError(f"int8 has one scale for each row; {option} goes with --scheme int4, int3, int2")
             return Int8(**same_fields(self, Int8))
         kind = SCHEMES[self.scheme]
         own: dict[str, Any] = {} if self.format == "compressed-tensors" else {"scale_dtype": "float16"}
@@ -171,19 +171,11 @@ class Quantize(JsonOption):
         return scheme
 
     def method_of(self) -> BlockMethod | None:
-        """The library's method. Raises ConfigError for options that belong to another one."""
+        """The library's method, with what was given of it."""
         from hasten.quantization import AWQ, GPTQ, SignRounding
 
-        methods: dict[str, tuple[type[GPTQ | AWQ | SignRounding] | None, tuple[str, ...]]] = {
-            "rtn": (None, CALIBRATION[:-1] if self.bits is not None else ()),
-            "gptq": (GPTQ, (*CALIBRATION, "order", "damping", "gptaq")),
-            "awq": (AWQ, CALIBRATION),
-            "sign": (SignRounding, (*CALIBRATION, "steps", "batch")),
-        }
-        kind, allowed = methods[self.method]
-        for wrong in given(self, {name for _, names in methods.values() for name in names} - set(allowed)):
-            fits = " and ".join(name for name, (_, names) in methods.items() if wrong in given(self, names))
-            raise ConfigError(f"{wrong} goes with --method {fits}; found {self.method}")
+        methods: dict[str, type[GPTQ | AWQ | SignRounding]] = {"gptq": GPTQ, "awq": AWQ, "sign": SignRounding}
+        kind = methods.get(self.method)
         return None if kind is None else kind(**same_fields(self, kind))
 
     def calibration_of(self, model: Transformer) -> Tensor:
@@ -221,7 +213,7 @@ class Quantize(JsonOption):
     def run(self) -> None:
         from time import perf_counter
 
-        from hasten.model.load import load, resolve_model
+        from hasten.model.load import resolve_model
         from hasten.planning.memory import PROCESS_BYTES
         from hasten.quantization import quantize_to_folder
         from hasten.quantization.automatic import budget
@@ -235,13 +227,13 @@ class Quantize(JsonOption):
         output = self.output
         if self.format == "gguf":
             others = (self.json, self.picture)
-            output = place_of_gguf(output, folder, overwrite=self.overwrite, others=others)
+            output = place_of_gguf(output, folder, overwrite=self.overwrite, others=others, dtype=self.dtype)
         elif output.suffix == ".gguf":
             raise ConfigError(f"--output {output} looks like a file, which --format gguf writes; name a folder without")
         require_new_folder(output, folder, option="--output", overwrite=self.overwrite)
         device = resolve_device(self.device)
         base = max(process_memory(), PROCESS_BYTES)  # the libraries take memory once they are used
-        model = load(folder, dtype="stored" if self.dtype == "auto" else self.dtype)
+        model = load_to_write(folder, "stored" if self.dtype == "auto" else self.dtype)
         before = sum(parameter.nbytes for parameter in model.parameters())
         held = base + before if device == model.device else 0
         if self.bits is not None:

@@ -10,31 +10,45 @@ from pathlib import Path
 from hasten.errors import ConfigError, HastenError, HastenWarning
 
 
-def place_of_gguf(file: Path, source: Path, *, overwrite: bool, others: Iterable[str | Path | None]) -> Path:
-    """The folder where the quantized model stands until its file is whole.
+def place_of_gguf(
+    file: Path,
+    source: Path,
+    *,
+    overwrite: bool,
+    others: Iterable[str | Path | None],
+    dtype: str,
+    option: str = "--output",
+) -> Path:
+    """The folder that holds the model until its file is whole.
 
-    source: the model's folder or file. others: files that are written too. Raises ConfigError for a name that is none
-    of a GGUF file, and where something would be lost.
+    source: the model's folder or file. others: files that are written too. dtype: of the command's --dtype.
+    option: what names the file. Raises ConfigError for a name that is none of a GGUF file, for a dtype that the file
+    cannot hold, and where something would be lost.
     """
     if file.suffix != ".gguf" or file.is_dir():
-        raise ConfigError(f"--format gguf writes a file: --output names one that ends in .gguf; found {file}")
+        raise ConfigError(f"--format gguf writes a file: {option} names one that ends in .gguf; found {file}")
+    if dtype == "float32":
+        raise ConfigError(
+            f"--dtype float32 is not possible in {file}: the plain matrices of a GGUF file are bfloat16 or float16; "
+            "choose one of these, or write a folder"
+        )
     if file.exists() and file.resolve().is_relative_to(source.resolve()):
-        raise ConfigError(f"--output {file} is the model itself, which would be lost; name another file")
+        raise ConfigError(f"{option} {file} is the model itself, which would be lost; name another file")
     if file.exists() and not overwrite:
-        raise ConfigError(f"--output {file} is there already; --overwrite replaces it")
+        raise ConfigError(f"{option} {file} is there already; --overwrite replaces it")
     if any(other and file.resolve() == Path(other).resolve() for other in others):
-        raise ConfigError(f"--output {file} is also where --json or --picture is to be written; name another file")
+        raise ConfigError(f"{option} {file} is also where --json or --picture is to be written; name another file")
     folder = file.with_name(f"{file.name}.folder")
     if os.path.lexists(folder):
         raise ConfigError(
-            f"{folder}, where the quantized model would stand for the while, is there already. If an earlier run left "
+            f"{folder}, which would hold the model until its file is written, is there already. If an earlier run left "
             f"it, hasten export {folder} {file} writes the file; else move it away"
         )
     return folder
 
 
 def folder_to_gguf(folder: Path, file: Path) -> float:
-    """Write the quantized folder as a file, and remove it; the file's bits per weight in all.
+    """Write a folder as a file, and remove it; the file's bits per weight in all.
 
     Where that fails the folder stays, and the error names it.
     """
@@ -48,7 +62,7 @@ def folder_to_gguf(folder: Path, file: Path) -> float:
         model = load(folder, dtype="stored")
         write_gguf(model, file, "F16" if model.dtype == torch.float16 else "BF16")
     except HastenError as error:
-        raise type(error)(f"{error}. The quantized model is in {folder}: hasten export {folder} {file}") from None
+        raise type(error)(f"{error}. The model is in {folder}: hasten export {folder} {file}") from None
     del model
     try:
         shutil.rmtree(folder)

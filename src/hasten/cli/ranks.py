@@ -44,9 +44,13 @@ def run(command: Any, arguments: list[str]) -> None:
     from hasten.distributed.tensor_parallel import tensor_parallel
 
     if alone:
+        from hasten.cli.room import require_room
+        from hasten.machine import resolve_device
         from hasten.model.load import open_checkpoint, shares_of
 
-        shares_of(open_checkpoint(command.model), degree)  # so many as there can be, before any is started
+        source = open_checkpoint(command.model)
+        shares_of(source, degree)  # as many as there can be, before any is started
+        require_room(command, source, str(resolve_device(command.device)), ranks=degree)
         if command.device in ("auto", "cpu") and degree > (cores := available_cores().physical):
             text = f"{degree} ranks on {cores} cores: a rank waits for others that wait for its core"
             warnings.warn(text, HastenWarning, stacklevel=1)

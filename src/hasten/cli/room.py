@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hasten.machine import available_memory, resolve_dtype
 from hasten.planning.held import held_bytes, plain_tensors
-from hasten.planning.memory import LARGEST_PREFILL, InferenceUse, inference_memory
+from hasten.planning.memory import LARGEST_PREFILL, PROCESS_BYTES, InferenceUse, Memory, inference_memory
 
 if TYPE_CHECKING:
     from hasten.model.source import ModelSource
 
+TOKENIZER = 15  # bytes that it takes for each of its file (SmolLM2 15, Gemma 3 13)
 PROMPT = 512  # tokens that are counted on where nobody knows the prompt
 
 
-def require_room(command: Any, device: str) -> None:
-    """Raise ResourceError, with the parts, where the model of a command (LoadOptions) and its cache do not fit."""
-    from hasten.model.load import open_checkpoint
+def require_room(command: Any, source: ModelSource, device: str, *, ranks: int = 1) -> None:
+    """Raise ResourceError, with the parts, where the model of a command (LoadOptions) and its cache do not fit.
 
-    source = open_checkpoint(command.model)
-    memory = inference_memory(source.config, use_of(command, source, device))
+    ranks: processes that hold the model together; on a CPU they share its memory.
+    """
     free = available_memory(device)
+    if device == "cpu" and ranks > 1:
+        free = free // ranks - PROCESS_BYTES
+
+    memory = _needed(command, source, device, ranks)
     if memory.peak <= free:
         return
     tries = {"leave --dtype out": {"dtype": "auto"}} if command.dtype != "auto" else {}
@@ -31,13 +36,19 @@ def require_room(command: Any, device: str) -> None:
             "dtype": "auto",
             "quantize": name,
         }
-    smaller = (
-        advice
-        for advice, changes in tries.items()
-        if inference_memory(source.config, use_of(command, source, device, **changes)).peak <= free
-    )
+    smaller = (a for a, changes in tries.items() if _needed(command, source, device, ranks, **changes).peak <= free)
     remedy = next(smaller, "take a smaller or a quantized model, or a machine with more memory")
-    memory.require(f"running {command.model}", free, device, remedy=remedy)
+    what = f"running {command.model}" if ranks == 1 else f"each of {ranks} ranks of {command.model}"
+    memory.require(what, max(0, free), device, remedy=remedy)
+
+
+def _needed(command: Any, source: ModelSource, device: str, ranks: int, **changes: str) -> Memory:
+    """The command's memory, and on a CPU that of a tokenizer which has not been read yet."""
+    memory = inference_memory(source.config, replace(use_of(command, source, device, **changes), degree=ranks))
+    if device != "cpu" or "tokenizer" in vars(source):
+        return memory
+    file = source.path / "tokenizer.json"
+    return memory.beside(tokenizer=int(TOKENIZER * file.stat().st_size) if file.is_file() else 0)
 
 
 def use_of(
@@ -48,7 +59,6 @@ def use_of(
     quantize, dtype: instead of what the command says. Weights in their own dtype are mapped, and make room as they are
     rounded; those that are converted stay until all of them are.
     """
-    from hasten.bench.plan import weight_bytes
     from hasten.generation.cache import row_format
     from hasten.model.inference import inference_dtype
     from hasten.model.load import own_dtype
@@ -59,6 +69,8 @@ def use_of(
     kept = inference_dtype(source.config, own, torch.device(device)) if wanted == "auto" else resolve_dtype(wanted)
     weights = held_bytes(source, itemsize=None if kept == own else kept.itemsize)
     if quantize != "none":
+        from hasten.bench.plan import weight_bytes
+
         weights = weight_bytes(source.config, quantize) + weights * (kept != own)
     texts = [len(text.encode()) // 4 for text in getattr(command, "prompt", ()) if text != "-"]
     prompt = max([len(getattr(command, "prompt_ids", ())), *texts], default=0) or PROMPT

@@ -9,12 +9,13 @@ import time
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 
 from hasten.cli.options import DeviceOptions, DraftOptions, EngineOptions, LoadOptions, with_chat_template
 from hasten.distributed import launched
+from hasten.effects import Holds, Needs
 from hasten.errors import CheckpointError, ConfigError, HastenError, HastenWarning
 from hasten.generation.params import recommended
 from hasten.replicas.settings import ReplicaSettings
@@ -39,7 +40,9 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
     """0 takes a free one."""
     api_key: tuple[str, ...] = ()
     """Keys, any of which a client must give; also read from HASTEN_API_KEY, which no list of processes shows."""
-    allowed_host: tuple[str, ...] = ()
+    allowed_host: Annotated[
+        tuple[str, ...], Holds("checks_hosts", "with an API key, or on an address that is not loopback")
+    ] = ()
     """Further names that the Host header may carry; "*" allows all. Checked only without keys and on loopback."""
     served_model_name: str | None = None
     """The name that requests give; by default the hub id, or the name of the folder or file."""
@@ -55,6 +58,18 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
     """Largest request body in MiB."""
     log: Literal["debug", "info", "warning", "error"] = "info"
     """JSON lines on standard error: info has one for each request."""
+
+    EFFECTS: ClassVar = {
+        **dict.fromkeys(("max_replicas", "ray_address", "restart_seconds"), Needs("replicas")),
+        **dict.fromkeys(("requests_each", "shrink_seconds"), (Needs("replicas"), Needs("max_replicas"))),
+    }
+
+    @property
+    def checks_hosts(self) -> bool:
+        """Whether the Host header is checked: of a server without keys that only this machine reaches."""
+        from hasten.serving.api.server import is_loopback
+
+        return not (self.api_key or os.environ.get("HASTEN_API_KEY")) and is_loopback(self.host)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,7 +260,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
 
     def _settings(self) -> ServerSettings:
         from hasten.model.chat import parse_template_kwargs
-        from hasten.serving.api.server import LOOPBACK, is_loopback
+        from hasten.serving.api.server import LOOPBACK
 
         keys = self.api_key
         if (key := os.environ.get("HASTEN_API_KEY")) is not None:
@@ -255,7 +270,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         if not 0 < self.max_body_mib < math.inf:
             raise ConfigError(f"--max-body-mib is {self.max_body_mib}; it must be above 0 and finite")
         hosts: tuple[str, ...] = ()
-        if not keys and is_loopback(self.host):
+        if self.checks_hosts:
             hosts = (*LOOPBACK, self.host.lower(), *(host.lower() for host in self.allowed_host))
         return replace(
             self.server,

@@ -11,9 +11,7 @@ import tyro
 from hasten.cli.options import JsonOption, together
 from hasten.cli.train_help import first_screen
 from hasten.distributed import launched
-from hasten.effects import Unless, given_options, refuse_ignored
-from hasten.errors import ConfigError
-from hasten.training.conditions import facts_of
+from hasten.effects import Facts, Needs, Unless, facts_of, given_options, refuse_ignored
 from hasten.training.recipe import Recipe
 from hasten.training.recipes import DESCRIPTIONS, RECIPES, as_asked
 
@@ -36,10 +34,14 @@ class Train(JsonOption):
     """Print the recipe as JSON and end."""
     processes: Annotated[int, TRAINS] = 0
     """Train in so many processes of this machine, which share the work as --parallel says (0: in this one)."""
-    max_restarts: Annotated[int, TRAINS] = 0
+    max_restarts: Annotated[int, TRAINS, Needs("processes")] = 0
     """With --processes: start all of them again, so many times, when one has died."""
     progress: Annotated[bool, TRAINS] = True
     """Show the progress on standard error: a bar, or a line about every 30 seconds where it is no terminal."""
+
+    def facts(self) -> Facts:
+        """What conditions of options depend on beside other options."""
+        return facts_of(self.recipe.run.device)
 
     def run(self) -> None:
         if self.print_config:
@@ -76,10 +78,8 @@ class Train(JsonOption):
             description="Train a recipe. `hasten train RECIPE --help` has what people use, `--help-all` every field.",
             args=argv,
         )
-        refuse_ignored(command, argv, facts=facts_of(command.recipe.run.device))
+        refuse_ignored(command, argv, usual=Train(recipe=RECIPES[argv[0]]))
         command = replace(command, recipe=as_asked(command.recipe, given_options(argv, Recipe)))
-        if command.max_restarts and not command.processes and not launched():
-            raise ConfigError("--max-restarts goes with --processes; torchrun has an option of its own")
         if command.processes and not command.print_config and not launched():
             from hasten.distributed.launch import start
 

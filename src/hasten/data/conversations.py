@@ -1,7 +1,6 @@
 """From the records of a data set to conversations: OpenAI's messages, ShareGPT's turns, Alpaca's instructions.
 
-Messages come out as a chat template takes them, and as the server makes them: the text in one piece, "" beside tool
-calls, "developer" by its older name "system", a call's arguments as values.
+Messages come out as a chat template takes them, and as the server makes them (`hasten.model.chat.plain_messages`).
 """
 
 import json
@@ -9,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hasten.data.documents import Conversation
-from hasten.errors import DataError
-from hasten.model.chat import call_arguments
+from hasten.errors import ConfigError, DataError
+from hasten.model.chat import plain_messages
 
 SHARE_GPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 # The fields of each kind of record, those that it must have first.
@@ -84,50 +83,15 @@ def _instruction(record: Mapping[str, Any], *, name: str) -> list[dict[str, Any]
 def _checked(messages: object, *, name: str, field: str) -> tuple[dict[str, Any], ...]:
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{name}: {field!r} must be a list with at least one message, found {messages!r:.60}")
-    found = tuple(_plain(message, name=f"{name}: {field}[{number}]") for number, message in enumerate(messages))
+    try:
+        found = plain_messages(messages, where=f"{name}: {field}", complete=True)
+    except ConfigError as error:
+        raise DataError(str(error)) from None
+    for number, message in enumerate(found):
+        check_unicode(message["content"], name=f"{name}: {field}[{number}]")
     if not any(message["role"] == "assistant" for message in found):
         raise DataError(f"{name}: no message has the role 'assistant', so there is nothing to learn; leave it out")
-    return found
-
-
-def _plain(message: object, *, name: str) -> dict[str, Any]:
-    """A message as templates know it; the fields that are null are gone."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f"{name} must be an object with 'role' and 'content', found {message!r:.60}")
-    plain = {key: value for key, value in message.items() if value is not None}
-    calls = plain.get("tool_calls") or []
-    content = plain.get("content", "" if calls else None)
-    if isinstance(content, list):
-        content = "\n".join(_text_part(part, name=f"{name}.content[{number}]") for number, part in enumerate(content))
-    if not isinstance(content, str):
-        raise DataError(f"{name} must have text or text parts in 'content' (or 'tool_calls'), found {content!r:.60}")
-    check_unicode(content, name=name)
-    plain["content"] = content
-    if plain["role"] == "developer":
-        plain["role"] = "system"
-    if calls:
-        plain["tool_calls"] = [_call(call, name=f"{name}.tool_calls[{number}]") for number, call in enumerate(calls)]
-    else:
-        plain.pop("tool_calls", None)
-    return plain
-
-
-def _text_part(part: object, *, name: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise DataError(
-            f"{name} must be {{'type': 'text', 'text': …}}, the only kind that is trained; found {part!r:.60}"
-        )
-    return str(part["text"])
-
-
-def _call(call: object, *, name: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{name} must be an object with a 'function' that has a 'name', found {call!r:.60}")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = call_arguments(arguments)
-    return {"id": "", "type": "function"} | call | {"function": function | {"arguments": arguments}}
+    return tuple(found)
 
 
 def _tools(tools: object, *, name: str) -> tuple[Mapping[str, Any], ...] | None:

@@ -4,6 +4,7 @@ import codecs
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def _read_json(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
     """A list of objects, or an object on each line. Raises DataError for anything else, with what it begins with."""
     with reading(path), path.open("rb") as file:
         begin = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
-    if begin[:1] == b"{" and not _is_one_object(path):
+    if begin[:1] == b"{" and not _is_one_object(path, text_field=text_field):
         yield from _read_jsonl(path, name=name, text_field=text_field)
         return
     try:
@@ -128,25 +129,36 @@ def _read_json(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: is not JSON ({error}); repair it, or name a text file") from error
     if not isinstance(records, list):
-        found = (
-            f"an object with {', '.join(map(repr, records)):.60}" if isinstance(records, dict) else f"{records!r:.40}"
+        raise DataError(
+            f"{path}: is {_words(records)}; expected a list of objects [{{...}}, ...], or an object on each line"
         )
-        raise DataError(f"{path}: is {found}; expected a list of objects [{{...}}, ...], or an object on each line")
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict):
             raise DataError(f"{path}, item {number}: is {record!r:.40}, expected an object {{...}}")
         yield from items_of_record(record, name=f"{name}:{number}", text_field=text_field)
 
 
-def _is_one_object(path: Path) -> bool:
-    """Whether a file that begins with an object has it on several lines, and so is no file of JSON lines."""
+def _words(found: Any) -> str:
+    """What a file of JSON holds that is no list of objects, and where one is in it."""
+    if not isinstance(found, dict):
+        return f"{found!r:.40}"
+    lists = [name for name, value in found.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    inside = f" (write the list in {lists[0]!r} alone)" if lists else ""
+    return f"an object with {', '.join(map(repr, found)):.60}{inside}"
+
+
+def _is_one_object(path: Path, *, text_field: str) -> bool:
+    """Whether a file that begins with an object is no file of JSON lines: it has that object on several lines, or
+    alone on one and no record in it.
+    """
     with reading(path), path.open("rb") as file:
-        line = next((line for line in file if line.strip(codecs.BOM_UTF8 + b" \t\r\n")), b"")
+        first, *more = islice((line for line in file if line.strip(codecs.BOM_UTF8 + b" \t\r\n")), 2)
     try:
-        json.loads(line.decode("utf-8-sig"))
+        record = json.loads(first.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return True
-    return False
+    holds = any(isinstance(value, list) for value in record.values())
+    return not more and holds and text_field not in record and chat_kind(record) is None
 
 
 def _read_parquet(path: Path, *, name: str, text_field: str) -> Iterator[Item]:

@@ -7,33 +7,20 @@ method can still pad a text to any width), so treat the template of a stranger a
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
-
-from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, UndefinedError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from hasten.errors import CheckpointError, ConfigError
 
-# Far above what a real template counts or repeats in one rendering (tens), far below what would hang a machine.
-MAX_LOOP_STEPS = 1_000_000
-MAX_REPEATED = 1_000_000
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 # What a template gets by these names is decided by the conversation or by this file.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "range")
-
-
-class _RaisedByTemplate(TemplateError):
-    """The template called `raise_exception`: it refuses these messages."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +41,13 @@ class ChatTemplate:
         _ = self._compiled
 
     @cached_property
-    def _compiled(self) -> Template:
+    def _compiled(self) -> "Template":
+        from jinja2 import TemplateSyntaxError
+
+        from hasten.model.chat_sandbox import environment
+
         try:
-            return _environment().from_string(self.source)
+            return environment().from_string(self.source)
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"chat template of {self.origin}: syntax error in line {error.lineno}: {error.message}; "
@@ -87,7 +78,9 @@ class ChatTemplate:
         chat = check_messages(messages)
         schemas = None if tools is None else [_as_json(tool, where=f"tools[{i}]") for i, tool in enumerate(tools)]
         variables: dict[str, Any] = {**special_tokens, **check_template_kwargs(chat_template_kwargs or {})}
-        variables |= {"messages": chat, "tools": schemas, "documents": None, "range": _bounded_range()}
+        from hasten.model.chat_sandbox import bounded_range
+
+        variables |= {"messages": chat, "tools": schemas, "documents": None, "range": bounded_range()}
         variables["add_generation_prompt"] = add_generation_prompt
         if not continue_final_message:
             return self._render(variables)
@@ -110,10 +103,15 @@ class ChatTemplate:
         return text[:end] if text.startswith(" ", end + len(mark)) else text[:end].rstrip()
 
     def _render(self, variables: dict[str, Any]) -> str:
+        from jinja2 import UndefinedError
+        from jinja2.exceptions import SecurityError
+
+        from hasten.model.chat_sandbox import RaisedByTemplate
+
         compiled = self._compiled
         try:
             return compiled.render(variables)
-        except _RaisedByTemplate as error:
+        except RaisedByTemplate as error:
             raise ConfigError(f"the chat template of {self.origin} refuses these messages: {error.message}") from error
         except SecurityError as error:
             raise CheckpointError(f"chat template of {self.origin}: refused by the sandbox: {error}") from error
@@ -129,29 +127,29 @@ class ChatTemplate:
             ) from error
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def check_messages(messages: Sequence[Mapping[str, Any]], *, where: str = "messages") -> list[dict[str, Any]]:
     """Messages rebuilt from plain JSON values, so that a template never meets an object with methods of its own.
 
     Keys whose value is None are dropped and the names of a reasoning field are completed, both as transformers does.
-    Raises ConfigError for anything that is not a non-empty list of mappings of JSON values.
+    Raises ConfigError, which calls them `where`, for anything that is not a non-empty list of mappings of JSON values.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
-        raise ConfigError(f"messages must be a list of {{'role', 'content'}} mappings, found {type(messages).__name__}")
+        raise ConfigError(f"{where} must be a list of {{'role', 'content'}} mappings, found {type(messages).__name__}")
     plain = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise ConfigError(f"messages[{i}] must be a mapping with 'role' and 'content', found {message!r:.80}")
+            raise ConfigError(f"{where}[{i}] must be a mapping with 'role' and 'content', found {message!r:.80}")
         given = {name: value for name, value in message.items() if value is not None}
         try:
-            fields: dict[str, Any] = _as_json(given, where=f"messages[{i}]")
+            fields: dict[str, Any] = _as_json(given, where=f"{where}[{i}]")
         except RecursionError:
-            raise ConfigError(f"messages[{i}] is nested too deeply") from None
+            raise ConfigError(f"{where}[{i}] is nested too deeply") from None
         reasoning = next((fields[name] for name in _REASONING_NAMES if name in fields), None)
         if reasoning is not None:
             fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
         plain.append(fields)
     if not plain:
-        raise ConfigError("messages is empty: a chat needs at least one message")
+        raise ConfigError(f"{where} is empty: a chat needs at least one message")
     return plain
 
 
@@ -182,37 +180,65 @@ def parse_template_kwargs(text: str | None, *, option: str) -> dict[str, Any]:
         raise ConfigError(f"{option}: {error}") from None
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def plain_messages(
+    messages: Sequence[Mapping[str, Any]], *, where: str = "messages", complete: bool = False
+) -> list[dict[str, Any]]:
     """OpenAI's messages as most templates expect them. Raises ConfigError as `check_messages` does.
 
     Content is one text (parts joined by line ends, missing content empty), "developer" is "system", and the arguments
-    of tool calls are objects, where OpenAI's API has their JSON text.
+    of tool calls are objects, where OpenAI's API has their JSON text. complete: each message must have a role, and text
+    or calls of named functions, as text to train on.
     """
     plain = []
-    for i, message in enumerate(check_messages(messages)):
-        content = message.get("content", "")
-        if isinstance(content, list):
-            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-            texts = [text for text in parts if isinstance(text, str)]
-            if len(texts) < len(parts):
-                raise ConfigError(f"messages[{i}] has a part that is not text; only text can be in a chat")
-            content = "\n".join(texts)
-        fields: dict[str, Any] = {**message, "content": content}
+    for i, message in enumerate(check_messages(messages, where=where)):
+        name = f"{where}[{i}]"
+        fields = {**message, "content": _text(message.get("content", ""), name=name)}
         if fields.get("role") == "developer":
             fields["role"] = "system"
         calls = fields.pop("tool_calls", None) or []
         if not isinstance(calls, list):
-            raise ConfigError(f"messages[{i}]['tool_calls'] must be a list of calls, found {calls!r:.80}")
+            raise ConfigError(f"{name}['tool_calls'] must be a list of calls, found {calls!r:.80}")
+        if complete:
+            _check_complete(message, calls, name=name)
         if calls:
             fields["tool_calls"] = calls
         for call in calls:
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict):
-                call.setdefault("id", "")
+                call |= {"id": "", "type": "function"} | call
                 if isinstance(function.get("arguments"), str):
                     function["arguments"] = call_arguments(function["arguments"])
         plain.append(fields)
     return plain
+
+
+def _text(content: Any, *, name: str) -> Any:
+    """A message's content, its text parts joined."""
+    if not isinstance(content, list):
+        return content
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"{name}.content[{number}] must be {{'type': 'text', 'text': …}}, the only kind of part that is read; "
+                f"found {content[number]!r:.60}"
+            )
+    return "\n".join(texts)
+
+
+def _check_complete(message: Mapping[str, Any], calls: Sequence[Any], *, name: str) -> None:
+    if not isinstance(message.get("role"), str):
+        raise ConfigError(f"{name} must be an object with 'role' and 'content', found {message!r:.60}")
+    content = message.get("content", "" if calls else None)
+    if not isinstance(content, str | list):
+        raise ConfigError(f"{name} must have text or text parts in 'content' (or 'tool_calls'), found {content!r:.60}")
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ConfigError(
+                f"{name}.tool_calls[{number}] must be an object with a 'function' that has a 'name', found {call!r:.60}"
+            )
+        function.setdefault("arguments", {})
 
 
 def call_arguments(text: str) -> Any:
@@ -238,92 +264,3 @@ def _as_json(value: Any, *, where: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_as_json(item, where=f"{where}[{i}]") for i, item in enumerate(value)]
     raise ConfigError(f"{where} is a {type(value).__name__}: only text, numbers, lists and mappings can be in a chat")
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also bounds repetition and powers: 'a' * 10**12 would take all memory in one step."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and isinstance(right, int) and abs(right) > 64:
-            raise SecurityError(f"a power of {right} is too large")
-        for times, repeated in ((left, right), (right, left)):
-            if not isinstance(times, int):
-                continue
-            if times.bit_length() > 4096:
-                raise SecurityError("a number has grown too large")
-            if isinstance(repeated, (str, list, tuple)) and times * len(repeated) > MAX_REPEATED:
-                raise SecurityError(f"repeating {len(repeated)} items {times} times is too much")
-        return super().call_binop(context, operator, left, right)
-
-
-class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for training; the text is unchanged."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)  # its own scope, as the call block that transformers makes of it
-
-
-class _Namespace(Namespace):
-    """Jinja's `namespace` without underscored names, which would reach Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        # Jinja's own signature: a template may call namespace(self=...).
-        self, values = args[0], dict(*args[1:], **kwargs)
-        Namespace.__init__(self)
-        for name, value in values.items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if str(name).startswith("_"):
-            raise SecurityError(f"the namespace attribute {name!r} begins with an underscore")
-        super().__setitem__(name, value)
-
-
-def _environment() -> Environment:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = _tojson
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-        "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # a function: the type itself would show its attributes
-        "namespace": _Namespace,
-    }
-    return environment
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML, which a model was not trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: Any) -> NoReturn:
-    raise _RaisedByTemplate(str(message))
-
-
-def _bounded_range() -> Callable[..., range]:
-    left = MAX_LOOP_STEPS
-
-    def bounded(*args: int) -> range:
-        nonlocal left
-        numbers = range(*args)
-        try:
-            left -= len(numbers)
-        except OverflowError:
-            left = -1
-        if left < 0:
-            raise SecurityError(f"range({', '.join(map(str, args))}) passes {MAX_LOOP_STEPS:,} loop steps")
-        return numbers
-
-    return bounded

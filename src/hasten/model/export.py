@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine.files import locked, save_json
+from hasten.model.advice import export_plain
 from hasten.model.binding import kernels
 from hasten.model.checkpoint import DTYPES
 from hasten.model.families import FAMILIES
@@ -122,7 +123,10 @@ def check_layers(model: Transformer, layers: Mapping[str, LayerFormat], format: 
     if format == "gptq" and ("embedding" in layers or (model.tied and "head" in layers)):
         instead = "leave the tied matrix as it is (--lm-head none)" if model.tied else "leave it out (--embedding none)"
         raise ConfigError(f"GPTQ's layout holds no quantized embedding: {instead}")
-    writer(format).check(layers)
+    try:
+        writer(format).check(layers)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {export_plain(model.origin)} writes plain weights") from None
     fused: dict[str, list[str]] = {}
     for ours, piece in FAMILIES[model.config.family].places(model.config):
         if ours.endswith(".weight"):
@@ -250,8 +254,8 @@ class _Plan:
             elif self.embedding is not None:
                 reason = (
                     "it reads quantized embeddings only with dequantize=True and all layers quantized alike "
-                    f"({'lm_head: none leaves the tied matrix as it is' if self.tied else 'embedding: none'}; hasten "
-                    "export MODEL DIR --dequantize writes plain weights)"
+                    f"({'lm_head: none leaves the tied matrix as it is' if self.tied else 'embedding: none'}; "
+                    f"{export_plain(self.model.origin)} writes plain weights)"
                 )
             if reason is not None:
                 text = f"hasten reads this quantized model; transformers does not: {reason}"

@@ -19,11 +19,16 @@ from hasten.ops.linear.weights import PLAIN
 from hasten.ops.native import obtainable
 
 
+def runs_fused(config: ModelConfig, device: torch.device) -> bool:
+    """Whether the native fused steps of a CPU can run a model of this shape, in 16 bits or quantized."""
+    return device.type == "cpu" and native_shape_refusal(config) is None and obtainable("inference")
+
+
 def inference_dtype(config: ModelConfig, stored: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype to generate in, of a checkpoint stored in `stored`."""
     if stored == torch.bfloat16 or (stored == torch.float16 and device.type != "cpu"):
         return stored
-    if device.type == "cpu" and native_shape_refusal(config) is None and obtainable("inference"):
+    if runs_fused(config, device):
         return stored if stored in PLAIN else torch.bfloat16
     if stored == torch.float16 or emulated(torch.bfloat16, device) is None:
         return torch.bfloat16

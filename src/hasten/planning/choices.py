@@ -4,14 +4,18 @@ A candidate is a degree of tensor parallelism, a number of replicas, a format of
 bytes are those of the plan of one rank (`plan.py`); a goal puts the candidates that are allowed in an order.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hasten.errors import ConfigError, ResourceError
-from hasten.planning.memory import InferenceUse
-from hasten.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from hasten.planning.memory import InferenceUse
+    from hasten.planning.plan import Plan
 
 Goal = Literal["latency", "throughput", "cost"]
 READING = 100.0  # milliseconds a token: as fast as most people read
@@ -62,6 +66,8 @@ class Candidate:
 
     @property
     def use(self) -> InferenceUse:
+        from hasten.planning.memory import InferenceUse
+
         assert isinstance(self.plan.use, InferenceUse)
         return self.plan.use
 

@@ -31,8 +31,6 @@ class ReplicaSettings:
 
     def __post_init__(self) -> None:
         require(self)
-        if not self.replicas and (self.max_replicas is not None or self.ray_address is not None):
-            raise ConfigError("--max-replicas and --ray-address are for --replicas 1 or more")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ConfigError(f"max_replicas is {self.max_replicas}, below replicas, which is {self.replicas}")
 

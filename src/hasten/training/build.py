@@ -13,6 +13,7 @@ from hasten.distributed.ranks import ALONE, Ranks
 from hasten.distributed.tensor_training import check_split, split
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
+from hasten.model.advice import export_plain, plain_folder
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
 from hasten.model.lora import Factors, attach, new_adapter
@@ -96,7 +97,7 @@ def pretrained_model(source: str, recipe: Recipe, *, device: torch.device) -> Tr
     if model.quantization and not frozen:
         raise ConfigError(
             f"{source} is quantized, and such weights are not trained: train an adapter beside them (--lora.rank 16), "
-            f"or all of its weights after hasten export {source} DIR --dequantize (then --init DIR)"
+            f"or all of its weights after {export_plain(source)} (then --init {plain_folder(source)})"
         )
     for parameter in () if frozen else model.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)

@@ -160,7 +160,8 @@ class CapturedStep(TrainStep):
         random.restore(self.device)
 
     def _take(self, name: str, run: Callable[[], Any]) -> None:
-        self.replays[name], self.pool = self.capture(run, self.pool)
+        with torch.cuda.device_of(self.total):
+            self.replays[name], self.pool = self.capture(run, self.pool)
         assert self.updater is not None
         self.updater.flush()
 

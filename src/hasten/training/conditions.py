@@ -1,26 +1,13 @@
 """Conditions under which an option of a recipe has an effect (`hasten.effects`)."""
 
-from hasten.effects import Facts, Needs, Unless
+from hasten.effects import Needs, Unless
 
-KIND = "a device of kind"  # cpu or cuda, what run.device comes to
 SCRATCH = Unless("init")
 TOKENIZER_TRAINED = Unless("data.tokenizer")
 LLAMA, MUON, WSD = Needs("model.family", "llama"), Needs("optimizer.kind", "muon"), Needs("schedule.kind", "wsd")
-ON_CPU, ON_CUDA = Needs(KIND, "cpu"), Needs(KIND, "cuda")
 VALIDATED = Needs("data.validation_fraction")
 WITH_LORA, ROUNDED, FALLING = Needs("lora.rank"), Needs("qat.bits"), Needs("qat.start_bits")
 APART, SHARED = Needs("diloco.sync_every"), Needs("parallel.zero")
 DROPPED, ONEBIT = Needs("techniques.layer_drop"), Needs("optimizer.kind", "onebit-adam", "onebit-lamb")
 # Those that a recipe keeps too, not only a command line: who varies another recipe does not carry these along.
 KEPT_BY_RECIPES = (WITH_LORA, ROUNDED, FALLING, APART, SHARED, DROPPED, ONEBIT)
-
-
-def facts_of(device: str) -> Facts:
-    """What conditions depend on beside other options. device: as options name it; torch is imported when one asks."""
-
-    def kind() -> str:
-        from hasten.machine import resolve_device
-
-        return resolve_device(device).type
-
-    return {KIND: kind}

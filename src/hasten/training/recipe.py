@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import arg
 
 from hasten.checks import ABOVE_0, AT_LEAST_0, BELOW_1, SHARE, SHARE_ABOVE_0, mistakes
-from hasten.effects import Needs, Unless, ignored, options_of
+from hasten.effects import ON_CPU, ON_CUDA, Holds, Needs, Unless, ignored, options_of
 from hasten.errors import ConfigError
 from hasten.machine.threads import Threads
 from hasten.training.conditions import (
@@ -23,8 +23,6 @@ from hasten.training.conditions import (
     KEPT_BY_RECIPES,
     LLAMA,
     MUON,
-    ON_CPU,
-    ON_CUDA,
     ONEBIT,
     ROUNDED,
     SCRATCH,
@@ -95,7 +93,9 @@ class Data:
     """Tokens of a trained BPE tokenizer, at most."""
     validation_fraction: Annotated[float, BELOW_1] = 0.05
     """Share of the documents that is held out (0: no validation)."""
-    text_field: Annotated[str, Needs("data.form", "records")] = "text"
+    text_field: Annotated[
+        str, Holds("data.has_fields", "with a source of plain text; give --data.source FILE.jsonl or another one")
+    ] = "text"
     """The field of .jsonl and .parquet rows that holds the text."""
     limit_bytes: Annotated[int | None, ABOVE_0] = None
     """Take only the first documents, up to so many bytes."""
@@ -113,9 +113,9 @@ class Data:
     """Threads that prepare batches ahead (0: made when they are needed)."""
 
     @property
-    def form(self) -> str:
-        """What the source's name says that it holds: text, or (perhaps) records with fields."""
-        return "text" if self.source in TEXT_SOURCES or self.source.lower().endswith(TEXT_FILES) else "records"
+    def has_fields(self) -> bool:
+        """Whether the source's name leaves it possible that it holds records with fields."""
+        return self.source not in TEXT_SOURCES and not self.source.lower().endswith(TEXT_FILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +306,8 @@ class Run:
     export: Annotated[Literal["best", "last"], VALIDATED, Unless("qat.start_bits")] = "best"
     """Which weights become runs/NAME/model: those with the best validation loss, or the last ones."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the weights in runs/NAME/model (auto: bfloat16 if it trained in bfloat16, else float32)."""
+    """Dtype of the weights in runs/NAME/model (auto: bfloat16 if it trained in bfloat16, else float32), or of an
+    adapter's (auto: float32)."""
     device: Annotated[str, arg(aliases=["--device"])] = "auto"
     """auto, cpu, cuda or cuda:<index>."""
     threads: Annotated[Threads | None, arg(aliases=["--threads"])] = None

@@ -237,7 +237,10 @@ def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> float | None:
         stored_bytes = sum(file.stat().st_size for file in folder.model.glob("*.safetensors"))
         return 8 * stored_bytes / sum(weight.numel() for weight in stored_weights(model).values())
     if recipe.lora.rank is not None:
-        save_adapter(folder.adapter, attached(model), model.config, base=recipe.init, dropout=recipe.lora.dropout)
+        adapter = attached(model)
+        if dtype is not None:
+            adapter = {name: replace(own, a=own.a.to(dtype), b=own.b.to(dtype)) for name, own in adapter.items()}
+        save_adapter(folder.adapter, adapter, model.config, base=recipe.init, dropout=recipe.lora.dropout)
     else:
         if dtype is None and recipe.techniques.precision == "bfloat16":
             dtype = torch.bfloat16

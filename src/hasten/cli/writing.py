@@ -1,0 +1,35 @@
+"""What the commands that write a model share: reading it without warnings about running it, and checking the output."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hasten.errors import ConfigError, HastenWarning
+
+if TYPE_CHECKING:
+    from hasten.model.transformer import Transformer
+
+NO_KERNEL = "no kernel takes a quantized weight"  # how that warning begins
+WeightLayout = Literal["compressed-tensors", "gptq"]  # of quantized folders that are written
+
+
+def load_to_write(source: str | Path, dtype: str = "stored") -> Transformer:
+    """Load a model that is only written again, so that nobody need hear which of its formats has no kernel."""
+    from hasten.model.load import load
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", NO_KERNEL, HastenWarning)
+        return load(source, dtype=dtype)
+
+
+def require_new_folder(output: Path, source: Path, *, option: str, overwrite: bool) -> None:
+    """Raise ConfigError, before any work, for an output folder whose files would be lost, or that is a file."""
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{option} {output} is a file; name a folder")
+    if output.resolve() == source.resolve():
+        raise ConfigError(f"{option} {output} is the model itself, which would be lost; name another folder")
+    stands = [name for name in ("config.json", "model.safetensors") if (output / name).exists()]
+    if stands and not overwrite:
+        raise ConfigError(f"{option} {output} holds a model already ({stands[0]}); --overwrite replaces it")
