@@ -7,7 +7,6 @@ Names are imported when first used: `import hasten` itself is quick and does not
 """
 
 from importlib import import_module
-from importlib.metadata import version as _version
 from typing import Any
 
 _NAMES = {  # by their module
@@ -36,10 +35,10 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 
 __all__ = ["__version__", *_HOMES]
 
-__version__ = _version("hasten")
-
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("hasten")
     if name not in _HOMES:
         raise AttributeError(f"module 'hasten' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -23,6 +23,7 @@ from hasten.ops.native import library
 from quantized_folders import exact, full_disk
 from references import CASES, make_reference
 from tiny_model import tiny_llama
+from triton_cases import needs_gpu
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (hasten[gguf])")
 quants = pytest.importorskip("gguf.quants")
@@ -193,6 +194,33 @@ def finite(name, blocks):
     if name == "MXFP4":
         blocks[..., 0] = 100 + blocks[..., 0] % 20
     return blocks
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_file_of_several_types_generates_on_a_gpu(tmp_path):
+    """A Q4_K_M file mixes Q4_K and Q6_K in the projections that a fused block would join: one warning says so."""
+    write_gguf(tiny_llama(hidden_size=256, intermediate_size=256), tmp_path / "plain.gguf", "F16")
+    retyped(tmp_path / "model.gguf", tmp_path / "plain.gguf", mixed)
+    model, prompt = hasten.load(tmp_path / "model.gguf", device="cuda"), list(range(7, 31))
+    params = hasten.SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True)
+    with pytest.warns(HastenWarning, match="its q, k and v are one product, and those of block 0 differ"):
+        found = hasten.generate(model, prompt, params)[0].tokens
+    assert len(found) == len(hasten.LLM(model).generate([prompt], params)[0].tokens) == 8
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    with torch.no_grad():
+        there = model(PROMPT.cuda(), torch.arange(PROMPT.shape[1]).cuda()[None], context)[0]
+    assert there.isfinite().all()
+
+
+def mixed(name, values):
+    """For `retyped`: random K-quants, as in a Q4_K_M file, each with small scales."""
+    if values.ndim < 2:
+        return None
+    kind = "Q6_K" if any(part in name for part in ("attn_v", "ffn_down", "output.weight")) else "Q4_K"
+    size = (len(values), values.shape[1] // TYPES[kind].elements, TYPES[kind].bytes)
+    raw = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+    return gguf.GGMLQuantizationType[kind], finite(kind, raw).reshape(len(values), -1)
 
 
 @pytest.mark.filterwarnings("ignore:no kernel takes")

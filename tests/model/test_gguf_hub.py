@@ -5,16 +5,21 @@ import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 import torch
 
 import hasten
 from gguf_files import retyped
+from hasten.cli.main import main
+from hasten.cli.serve import Serve
 from hasten.errors import CheckpointError, ResourceError
 from hasten.model.gguf.choose import models_of, parts_of, tagged
 from hasten.model.gguf.header import read_gguf
 from hasten.model.gguf.write import write_gguf
 from hasten.model.hub import resolve_model
+from hasten.serving.api.settings import ServerSettings
+from server_case import serving
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (hasten[gguf])")
 
@@ -172,3 +177,21 @@ def test_a_hub_id_with_a_tag_downloads_that_file_alone(hub, split, tiny, tmp_pat
     with pytest.raises(ResourceError, match="owner/other is not a folder here"):
         hasten.load("owner/other:Q8_0")
     assert read_gguf(resolve_model("owner/tiny-GGUF:BF16")).tensors
+
+
+def test_a_hub_id_with_a_tag_is_planned_and_served(hub, tiny, tmp_path, capsys):
+    write_gguf(tiny, tmp_path / "tiny-F16.gguf", "F16")
+    name = "owner/tiny-GGUF:F16"
+    hub[0]["owner/tiny-GGUF"] = {"tiny-F16.gguf": (tmp_path / "tiny-F16.gguf").read_bytes(), "tiny-Q2_K.gguf": b""}
+    plans = []
+    for model in (name, str(tmp_path / "tiny-F16.gguf")):
+        main(["plan", model, "--device", "epyc", "--json", "-"])
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[0]["parts"] == plans[1]["parts"]
+    assert plans[0]["model"] == "tiny-GGUF:F16"
+    command = Serve(model=name, draft="none", cache_gib=0.01)
+    asked = {"model": name, "prompt": "def", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    with serving(command._app(command.load(), ServerSettings())) as (url, _):
+        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=30).json()
+    assert answer["usage"]["completion_tokens"] == 2
+    assert answer["model"] == name

@@ -21,9 +21,10 @@ def by_trying(vocabulary, scores):
     return [(names[left], names[right]) for _, left, right in found]
 
 
-@pytest.mark.parametrize("chunk", [1, 50, merges.CHUNK])
-def test_merges_are_those_of_every_way_to_divide_a_token(chunk, monkeypatch):
+@pytest.mark.parametrize(("chunk", "alike"), [(1, 64), (50, 64), (merges.CHUNK, 64), (merges.CHUNK, 0)])
+def test_merges_are_those_of_every_way_to_divide_a_token(chunk, alike, monkeypatch):
     monkeypatch.setattr(merges, "CHUNK", chunk)
+    monkeypatch.setattr(merges, "MOST_ALIKE", alike)  # 0: by halves, as in a file whose hashes begin alike
     draw = random.Random(0)
     words = {"".join(draw.choices("ab é🙂", k=draw.randint(1, 6))) for _ in range(600)}
     words |= {"a" * MAX_TOKEN, "a" * (MAX_TOKEN + 1), ""}

@@ -38,6 +38,7 @@ def refusal(model: Transformer) -> str | None:
 def cuda_graph(step: Callable[[], None], reset: Callable[[], None], *, pool: Any = None) -> Callable[[], None]:
     """Warm `step` up on a stream of its own, as capturing wants it, then capture it; returns what runs it again.
 
+    Its device has to be the current one.
     reset is called before each step that warms up. pool: of the memory of graphs of which one runs at a time.
     """
     aside = torch.cuda.Stream()
@@ -192,7 +193,8 @@ class GraphDecoder(Decoder):
         if width not in self._captured:
             step = FixedStep(self.cache, width)
             # Warming up writes the same keys to the same places again and again, never beyond the cache.
-            replay = self.capture(lambda: step(self.model), lambda: step.set(self.lengths, counts))
+            with torch.cuda.device_of(step.tokens):
+                replay = self.capture(lambda: step(self.model), lambda: step.set(self.lengths, counts))
             self._captured[width] = step, replay
         step, replay = self._captured[width]
         step.tokens.copy_(tokens)

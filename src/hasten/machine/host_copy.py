@@ -13,7 +13,7 @@ class HostCopy:
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(tensor.device))  # which need not be the current device
         else:
             self._tensor = tensor.clone()  # captured steps overwrite it
 

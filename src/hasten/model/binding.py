@@ -1,6 +1,6 @@
 """Which kernel each layer runs: said by `explain`, forced for a while by `kernels`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.model.fused import FusedSteps, fuse, refusal, take_apart, waits
+from hasten.model.fused import FusedSteps, fuse, listed, refusal, take_apart, waits
 from hasten.model.transformer import Attention, Transformer, require_model
 from hasten.ops import attention as attention_operator
 from hasten.ops import picker
@@ -17,6 +17,7 @@ from hasten.ops.attention.layer import layer_requests
 from hasten.ops.attention.paged import PAGED_KERNELS
 from hasten.ops.linear import LinearRequest, PackedLinear, request_of
 from hasten.ops.linear import operator as linear_operator
+from hasten.ops.linear.weights import WeightFormat
 from hasten.ops.linear.wide import WideLinear
 
 # The forms of a layer's calls of attention (ops/attention/layer.py), as explain names them.
@@ -75,8 +76,8 @@ def explain(model: Transformer) -> list[Binding]:
             sparse = model.config.attention_pattern is not None
             request = replace(block.attention.request(), dtype=model.compute_dtype, block_mask=sparse)
             bindings.append(_binding(layer, "paged attention", PAGED_KERNELS, request))
-        bindings += _linear_bindings(layer, block)
-    return bindings + _linear_bindings(-1, model.head)
+        bindings += _linear_bindings(layer, block, _types_of(model, f"blocks.{layer}."))
+    return bindings + _linear_bindings(-1, model.head, _types_of(model, "head"))
 
 
 def _binding(
@@ -100,15 +101,27 @@ def _attention_bindings(layer: int, attention: Attention) -> list[Binding]:
     return found
 
 
-def _linear_bindings(layer: int, part: nn.Module) -> list[Binding]:
-    """One entry for each kind of product in a part of the model."""
+def _types_of(model: Transformer, prefix: str) -> dict[WeightFormat | None, str]:
+    """The names of a GGUF file's types in a part of the model, by the format that layers hold; None: plain weights."""
+    found: dict[WeightFormat | None, set[str]] = {}
+    for name, stored in model.stored_types.items():
+        if name.startswith(prefix):
+            layer = (model.quantization or {}).get(name)
+            found.setdefault(None if layer is None else layer.weight, set()).add(stored)
+    return {format: listed(sorted(names)) for format, names in found.items()}
+
+
+def _linear_bindings(layer: int, part: nn.Module, types: Mapping[WeightFormat | None, str]) -> list[Binding]:
+    """One entry for each kind of product in a part of the model. types: what the file calls each format."""
     found: dict[tuple, Binding] = {}
     for module in part.modules():
         if not isinstance(module, nn.Linear | PackedLinear):
             continue
         unpacked = "float32" if isinstance(module, WideLinear) else "pytorch"
         request, current = request_of(module), module.kernel if isinstance(module, PackedLinear) else unpacked
-        binding = _binding(layer, f"linear ({request.format.name})", linear_operator.KERNELS, request, current)
+        held, stored = request.format.name, types.get(request.format if request.format.scales else None)
+        weights = held if stored in (None, held) else f"{stored} as {held}"
+        binding = _binding(layer, f"linear ({weights})", linear_operator.KERNELS, request, current)
         if isinstance(module, nn.Linear):
             binding = replace(binding, others=[Refusal(o.kernel, _unpacked(o, request)) for o in binding.others])
         found.setdefault((binding.kernel, request.format, *binding.others), binding)

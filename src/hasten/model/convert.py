@@ -26,6 +26,7 @@ def convert(source: str | Path, output: str | Path, *, format: str = "compressed
     exactly; CheckpointError as `hasten.load` and `export_model` do.
     """
     model, _, pieces, folder = fill_plain(open_checkpoint(source), keep_dtypes=True)
+    model.origin = str(source)
     if folder is None:
         raise ConfigError(
             f"{source} is not quantized: `hasten quantize --format {format}` quantizes it, `hasten export` writes it "

@@ -1,5 +1,6 @@
 """Filling a model's skeleton with the layers of a quantized folder."""
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +18,8 @@ from hasten.model.shares import Cut, Share
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.ops.pages import release_pages, return_freed_memory
+
+MOST_UNPACKED = 1 << 24  # numbers of several layers, a byte or two each, before their memory is given back
 
 
 def fill_quantized(
@@ -42,6 +45,7 @@ def fill_quantized(
     if tied:  # one matrix, which the head holds
         pieces = {"head.weight" if ours == "embedding.weight" else ours: piece for ours, piece in pieces.items()}
     module: QuantizedModule | None = None
+    unpacked = 0  # numbers since memory was given back
     # The head first: it is the largest, and little else is held yet.
     for ours, piece in sorted(pieces.items(), key=lambda one: one[0] != "head.weight"):
         name = ours.removesuffix(".weight")
@@ -50,6 +54,8 @@ def fill_quantized(
             # Several layers may share one (Phi-3): its numbers are kept until the next one's turn.
             dequantize, read = lru_cache(1)(folder.dequantize), lru_cache(1)(folder.read)
         place: Any = model.get_submodule(name)
+        if module.type:
+            model.stored_types[name] = module.type
         cut = None if share is None else share.cut(ours)
         own = partial(_own, piece=piece, cut=cut, device=device)  # what belongs to this layer, and this rank
         if module.layer is None:
@@ -58,7 +64,7 @@ def fill_quantized(
             place.weight = nn.Parameter(weight if cut is None else cut.of(weight))
             plain_bytes += place.weight.nbytes
             stored_bytes += folder.values(module).nbytes * place.weight.numel() / whole.numel()
-            plain.append(f"{module.name} ({module.stored})")
+            plain.append(f"{module.name} ({module.type or module.stored})")
             data: Tensor = place.weight
         elif name == "embedding":
             layers[name] = replace(module.layer, activations="none")
@@ -82,7 +88,11 @@ def fill_quantized(
         for stored in folder.stored:  # its scales and zeros; should a kernel read them there, they are read anew
             if stored != module.values and stored.rpartition(".")[0] == module.name:
                 release_pages(folder.tensor(stored))
-        return_freed_memory()  # what was unpacked, or copied of a share, is gone
+        unpacked += math.prod(module.shape)
+        if unpacked > MOST_UNPACKED:
+            return_freed_memory()  # what was unpacked, or copied of a share, is gone
+            unpacked = 0
+    return_freed_memory()
     if tied:
         model.tie()
     if layers:

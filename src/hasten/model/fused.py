@@ -5,7 +5,7 @@ The readable `Block` stays the reference of both kinds: native code on a CPU (fu
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -120,8 +120,10 @@ def fuse_where_it_fits(model: Transformer) -> Transformer:
 def path_of(model: Transformer) -> str:
     """The weights that a model generates with and the code that multiplies them, in one line."""
     dtype = str(model.dtype).removeprefix("torch.")
-    kinds = {layer.weight.element for layer in (model.quantization or {}).values()}
-    weights = " and ".join(sorted(kinds)) or dtype
+    layers = model.quantization or {}
+    kinds = {layer.weight.element for name, layer in layers.items() if name not in model.stored_types}
+    kinds |= {kind if name in layers else f"{kind} as {dtype}" for name, kind in model.stored_types.items()}
+    weights = listed(sorted(kinds)) or dtype
     if not kinds and model.stored_dtype not in (None, model.dtype):
         weights += f" ({str(model.stored_dtype).removeprefix('torch.')} in the file)"
     if model.stack is not None or is_fused(model):
@@ -131,7 +133,7 @@ def path_of(model: Transformer) -> str:
         return f"{weights}, compiled blocks"
     weights += f" in {dtype}" if kinds else ""
     if model.dtype == torch.float32 and model.dtype_asked:
-        return f"{weights}, not fused: in float32 as asked for"
+        return f"{weights} as asked for, not fused"
     if not model.auto_fuse:
         return f"{weights}, not fused"
     if _no_kernels(model):
@@ -139,6 +141,11 @@ def path_of(model: Transformer) -> str:
     if waits(model) is None:  # only until it generates
         return f"{weights}, not fused yet"
     return f"{weights}, not fused: PyTorch's products are faster here"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence: "a, b and c"."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
 def _no_kernels(model: Transformer) -> bool:

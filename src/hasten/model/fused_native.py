@@ -105,6 +105,7 @@ class FusedBlock(FusedSteps):
             else:
                 self.inner = settled(packed(up) if gate is None else interleave_gate_up(gate, up))
             self.down = settled(packed(block.mlp.down))
+        return_freed_memory()
         self.bind()
 
     def rows(self) -> dict[str, dict[str, Tensor]]:
@@ -240,5 +241,4 @@ def settled(linear: PackedLinear) -> PackedLinear:
     storage = linear.data.untyped_storage()
     own = sys.getrefcount(linear.data) == 2 and torch._C._storage_Use_Count(storage._cdata) == 2
     linear.data = in_large_pages(linear.data, taken=own)
-    return_freed_memory()
     return linear

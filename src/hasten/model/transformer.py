@@ -28,14 +28,11 @@ from hasten.model.wide import check_trainable, choose_width
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
 from hasten.ops.linear import PackedEmbedding, PackedLinear, request_of
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
-from hasten.ops.loss import IGNORED, linear_cross_entropy, rows_of_a_chunk
-from hasten.ops.loss import KERNELS as LOSS_KERNELS
 
 if TYPE_CHECKING:
     from hasten.model.lora import AdapterChoice
     from hasten.model.tokenizer import Tokenizer
     from hasten.ops.attention.pattern_layout import Pattern
-
 
 Linear = nn.Linear | PackedLinear  # a quantized or packed layer may stand in the place of a plain one
 
@@ -175,13 +172,14 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.tokenizer = None
+        self.tokenizer = self.quantization = None
         self.generation = {}
-        self.quantization = None
         self.loss_kernel: str | None = None
         self.auto_fuse = True  # what generates may swap the blocks for fused ones (hasten.model.fused)
         self.dtype_asked = True  # the caller named the dtype, or made the weights
         self.stored_dtype: torch.dtype | None = None  # of the checkpoint's plain weights, where there is one
+        self.origin: str | None = None  # the folder, file or hub id that it was loaded from
+        self.stored_types: dict[str, str] = {}  # of a GGUF file's quantized layers, by name: Q4_K
         self.was_trained = False
         self.stack: Stack | None = None  # all blocks in one call, where the model is fused
         self.adapters: AdapterChoice | None = None  # which of its adapters a step's rows take, where it has any
@@ -271,6 +269,8 @@ class Transformer(nn.Module):
         plain |= isinstance(self.head, WideLinear) and torch.is_grad_enabled()
         if not plain:
             return self.loss_by_logits(x, targets)
+        from hasten.ops.loss import linear_cross_entropy  # here, as below: what generates needs no loss
+
         return linear_cross_entropy(
             x,
             self.head.weight.to(self.compute_dtype),
@@ -283,6 +283,7 @@ class Transformer(nn.Module):
 
     def loss_by_logits(self, x: Tensor, targets: Tensor) -> Tensor:
         """`loss` by whatever makes the logits, of a few rows at a time."""
+        from hasten.ops.loss import IGNORED
 
         def own(x: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(self.logits(x), targets, ignore_index=IGNORED, reduction="sum")
@@ -291,6 +292,7 @@ class Transformer(nn.Module):
 
     def divergence(self, x: Tensor, soft: SoftTargets) -> Tensor:
         """KL(other || this), summed over the tokens to be learned, of normalised states x (B, T, C)."""
+        from hasten.ops.loss import IGNORED
 
         def own(x: Tensor, targets: Tensor, states: Tensor) -> Tensor:
             with torch.no_grad():
@@ -302,6 +304,8 @@ class Transformer(nn.Module):
 
     def _by_rows(self, loss: Callable[..., Tensor], *rows: Tensor) -> Tensor:
         """The sum of a loss over pieces of some rows, whose logits are made again for the backward pass."""
+        from hasten.ops.loss import rows_of_a_chunk
+
         kind, size = rows[0].device.type, rows_of_a_chunk(self.config.vocab_size)
         parts = zip(*(one.split(size) for one in rows), strict=True)
         # Each piece has a cast of the head's weight of its own, so that their gradients are added up in float32.
@@ -377,9 +381,11 @@ class Transformer(nn.Module):
         Where none is named here, the loss's is the first that fits each call, whose dtype autocast decides; one that
         was named before is forgotten.
         """
-        known = [kernel.name for kernel in LOSS_KERNELS]
-        if loss is not None and loss not in known:
-            raise ConfigError(f"there is no loss kernel {loss!r}; known: {', '.join(known)}")
+        if loss is not None:
+            from hasten.ops.loss import KERNELS
+
+            if loss not in (known := [kernel.name for kernel in KERNELS]):
+                raise ConfigError(f"there is no loss kernel {loss!r}; known: {', '.join(known)}")
         self.loss_kernel = loss
         choose_width(self)
         for layer in self.modules():

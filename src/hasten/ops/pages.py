@@ -6,10 +6,11 @@ that lie apart cost a walk through the page tables each, and attention over 2,04
 
 import contextlib
 import ctypes
+import itertools
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,10 +25,11 @@ MADV_DONTNEED = 4  # of Linux, on every architecture it runs torch on
 def in_large_pages(tensor: Tensor, *, taken: bool = False) -> Tensor:
     """The same values in memory that begins at a large page, of large pages if the system has them to give.
 
-    Returns the tensor itself where that means nothing: on another device, on another system, below 2 MB. taken: nobody
-    reads the tensor any more, whose memory goes back piece by piece, so that it is never there twice.
+    Returns the tensor itself where it is there already, and where that means nothing: on another device, on another
+    system, below 2 MB. taken: nobody reads the tensor any more, whose memory goes back piece by piece, so that it is
+    never there twice.
     """
-    if tensor.device.type != "cpu" or not _worthwhile(tensor.nbytes):
+    if tensor.device.type != "cpu" or not _worthwhile(tensor.nbytes) or tensor.data_ptr() % LARGE_PAGE == 0:
         return tensor
     moved = _empty(tensor.shape, tensor.dtype)
     if not (taken and tensor.is_contiguous()):
@@ -36,6 +38,23 @@ def in_large_pages(tensor: Tensor, *, taken: bool = False) -> Tensor:
         place.copy_(piece)
         release_pages(piece)
     return moved
+
+
+def joined_in_large_pages(parts: Iterable[Tensor], count: int) -> Tensor:
+    """Tensors of the CPU joined along their first dimension, `count` in all, each made when it is its turn.
+
+    The whole is never there twice, and a part may find its memory in the processor's cache.
+    """
+    rest = iter(parts)
+    first = next(rest)
+    shape = (count, *first.shape[1:])
+    large = _worthwhile(math.prod(shape) * first.itemsize)
+    joined = _empty(shape, first.dtype) if large else first.new_empty(shape)
+    start = 0
+    for part in itertools.chain([first], rest):
+        joined[start : start + len(part)] = part
+        start += len(part)
+    return joined
 
 
 def zeros_in_large_pages(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -22,7 +22,7 @@ MOST = 16  # tokens of a draft, unless said otherwise
 _PRIOR = 3.0  # proposed tokens that a proposer's own belief counts for
 _MEMORY = 200.0  # proposed tokens of a kind after which older ones count for less
 _PROBE = 32  # of so many steps without a draft, one has a draft all the same: texts change
-_PLAIN = 4  # steps without drafts at first: they say what plain ones take
+PLAIN_STEPS = 4  # steps without drafts at first: they say what plain ones take
 _PLAIN_AGAIN = 64  # and one of so many later, as after each rest
 _SEEN = 8  # of so many plain steps one bends the table of costs: a small model's step is short
 _CREDIT = 1.0  # plain steps that drafts may lose at first
@@ -165,7 +165,7 @@ class Speculator:
         self._credit = max(self._credit, min(_CREDIT, self._credit + _INTEREST))
         steps, rested = self.stats.steps, self._rested
         self._rested = False
-        quiet = rested or self._credit < 0 or steps < _PLAIN or steps % _PLAIN_AGAIN == 0
+        quiet = rested or self._credit < 0 or steps < PLAIN_STEPS or steps % _PLAIN_AGAIN == 0
         if not texts or (quiet and not self.always):
             return [[] for _ in texts]
         self._texts = len(texts)

@@ -200,17 +200,20 @@ class _Reader:
     def texts(self, count: int) -> list[str]:
         """Several texts in a row, in one loop: a vocabulary has a quarter of a million."""
         found, raw, at, length = [], self.raw, self.at, struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            self.at = at
-            try:
-                (size,) = length(raw, at)
-                if size > min(MAX_TEXT_BYTES, len(raw) - at - 8):
-                    self.text()  # says what is wrong with it
-                found.append(str(raw[at + 8 : at + 8 + size], "utf-8"))
-            except (struct.error, UnicodeDecodeError):
-                self.text()
-            at += 8 + size
+        end = len(raw)
+        try:
+            for _ in range(count):
+                start = at + 8
+                stop = start + length(raw, at)[0]
+                if stop > end or stop - start > MAX_TEXT_BYTES:
+                    break
+                found.append(str(raw[start:stop], "utf-8"))
+                at = stop
+        except (struct.error, UnicodeDecodeError):
+            pass
         self.at = at
+        if len(found) < count:
+            self.text()  # says what is wrong with the next one
         return found
 
     def value(self, key: str, kind: int) -> Any:

@@ -1,7 +1,8 @@
 """The merges of a sentencepiece vocabulary, which a GGUF file leaves out: they follow from the tokens and their scores.
 
 Every way to make a token of two others is a merge. A vocabulary of 262,144 tokens has 1.2 million ways to divide one,
-so the parts are looked up by their hashes, in numpy; what is found is compared as text.
+so the parts are looked up by their hashes, in numpy. These have 64 bits: two texts of one hash do not come up by
+chance, and the library refuses a merge whose parts together are no token.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from hasten.errors import ConfigError
 
 MAX_TOKEN = 1024  # characters of a token whose merges are looked for; that takes their square
 MAX_MERGES = 1 << 26  # characters that all merges make, and 16 more for each: half a million of 8 take a fifth
+MOST_ALIKE = 64  # hashes that begin with the same bits: a file that is made to have more is searched by halves
 CHUNK = 1 << 17  # characters that are hashed at once
 BASE = 0x9E3779B97F4A7C15  # of the hashes, odd, so that it has an inverse
 
@@ -46,8 +48,8 @@ def merges_of(vocabulary: Mapping[str, int], scores: Sequence[float] | np.ndarra
     of, a, b = map(np.concatenate, (whole, left, right))
     score = np.asarray(scores, dtype=np.float64)[np.fromiter(vocabulary.values(), np.int64, len(names))[of]]
     order = np.lexsort((-sizes[b], -sizes[a], -score))  # stable: equals stay in the order of the vocabulary
-    places = zip(of[order].tolist(), a[order].tolist(), b[order].tolist(), strict=True)
-    return [(names[i], names[j]) for token, i, j in places if names[i] + names[j] == names[token]]
+    texts = np.array(names, dtype=object)
+    return list(zip(texts[a[order]].tolist(), texts[b[order]].tolist(), strict=True))
 
 
 class _Hashed:
@@ -59,7 +61,8 @@ class _Hashed:
         characters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64) + np.uint64(1)
         sums = np.cumsum(characters * _powers(BASE, len(characters)), dtype=np.uint64)
         self._sums = np.concatenate((np.zeros(1, np.uint64), sums))
-        self._shift = _powers(pow(BASE, -1, 1 << 64), len(characters) + 1)
+        # Times BASE: the first bits of a single character's hash then differ as those of others do.
+        self._shift = _powers(pow(BASE, -1, 1 << 64), len(characters) + 1) * np.uint64(BASE)
 
     def between(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """The hashes of the characters from `starts` to before `ends`."""
@@ -67,17 +70,26 @@ class _Hashed:
 
 
 class _Table:
-    """Where a token of a hash is."""
+    """Where a token of a hash is: among those that begin with the same bits, a few, behind one another."""
 
     def __init__(self, hashes: np.ndarray, places: np.ndarray) -> None:
-        self._places = places[np.argsort(hashes[places], kind="stable")]
-        self._hashes = hashes[self._places]
+        order = places[np.argsort(hashes[places], kind="stable")]
+        bits = max(1, len(order)).bit_length()
+        self._shift = np.uint64(64 - bits)
+        self._first = np.searchsorted(hashes[order], np.arange(1 << bits, dtype=np.uint64) << self._shift)
+        self._most = int(np.diff(self._first, append=len(order)).max())
+        self._hashes = np.append(hashes[order], np.uint64(0))  # behind the last one
+        self._places = np.append(order, -1)
 
     def find(self, hashes: np.ndarray) -> np.ndarray:
         """The token of each hash, -1 where there is none."""
-        if not len(self._hashes):
-            return np.full(len(hashes), -1)
-        at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        if self._most > MOST_ALIKE:
+            at = np.searchsorted(self._hashes[:-1], hashes)
+        else:
+            at = self._first[hashes >> self._shift]
+            for _ in range(self._most):
+                at += self._hashes[at] < hashes
+                np.minimum(at, len(self._hashes) - 1, out=at)
         return np.where(self._hashes[at] == hashes, self._places[at], -1)
 
 

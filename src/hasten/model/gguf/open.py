@@ -39,7 +39,7 @@ def open_gguf(path: Path) -> ModelSource:
         quantized=weights if weights.modules else None,
         dtype=weights.dtype(),
         generation={name: values[name] for name in ("bos_token_id", "eos_token_id") if name in values},
-        tokenizer=tokenizer,
+        read_tokenizer=lambda: tokenizer,
     )
 
 
@@ -91,7 +91,7 @@ class GGUFWeights(QuantizedFolder):
             self.logical[name] = seen
         else:
             # Activations are rounded, as llama.cpp does.
-            self.add(seen, (shape[0], shape[1]), stored, activations="int8")
+            self.add(seen, (shape[0], shape[1]), stored, activations="int8", type=tensor.type.name)
 
     def dtype(self) -> torch.dtype:
         """bfloat16 where most is quantized, else the dtype of most bytes of the matrices; norms are always float32."""

@@ -35,6 +35,7 @@ TYPE_NAMES: tuple[str, ...] = tuple(NAMES.split())
 
 NIBBLES, PAIRS, BITS = (0, 4), (0, 2, 4, 6), range(8)  # where in a byte the parts of a value begin
 THREES = (1, 3, 9, 27, 81)
+_OF_PARTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as that many bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,20 @@ class TensorType:
 
 def _parts(data: Tensor, shifts: Sequence[int], width: int, mask: int) -> Tensor:
     """uint8 (B, n) -> (B, n · shifts): of every `width` bytes the parts at the first shift, then those at the next."""
-    places = torch.tensor(shifts, dtype=torch.uint8).view(-1, 1)
-    return (data.reshape(len(data), -1, 1, width) >> places & mask).flatten(1)
+    if width == 1:  # looked up: a byte's parts stand side by side
+        every = torch.arange(256, dtype=torch.uint8).view(-1, 1) >> torch.tensor(shifts, dtype=torch.uint8) & mask
+        table = every.view(_OF_PARTS[len(shifts)]).flatten()
+        return table.index_select(0, data.flatten().int()).view(torch.uint8).view(len(data), -1)
+    split = data.reshape(len(data), -1, width)
+    parts = data.new_empty(*split.shape[:2], len(shifts), width)
+    for place, shift in enumerate(shifts):
+        # One operation for each, by a number: several times as fast as one for all, by a tensor of shifts.
+        part = parts[:, :, place]
+        if shift:
+            torch.bitwise_right_shift(split, shift, out=part)
+        if not shift or 255 >> shift > mask:
+            torch.bitwise_and(part if shift else split, mask, out=part)
+    return parts.flatten(1)
 
 
 def _half(data: Tensor) -> Tensor:

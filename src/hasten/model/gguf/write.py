@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError, ConfigError, HastenWarning, ResourceError
 from hasten.machine.files import replacing
+from hasten.model.advice import export_plain
 from hasten.model.binding import kernels
 from hasten.model.checkpoint import check_finite
 from hasten.model.config import ModelConfig, RopeConfig
@@ -91,7 +92,7 @@ def check_gguf(model: Transformer, layers: Mapping[str, LayerFormat], path: Path
     _contents(model, "BF16", path)
     for name, layer in layers.items():
         module: Any = model.get_submodule(name)
-        _type_of(f"{name}.weight", layer.weight, module.weight.shape[1], ordered=False)
+        _type_of(f"{name}.weight", layer.weight, module.weight.shape[1], ordered=False, origin=model.origin)
 
 
 def _contents(model: Transformer, kind: Kind, target: Path) -> tuple[list[_Item], dict[str, Any]]:
@@ -184,7 +185,7 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
         rows = rows if place.order is None else place.order
         if isinstance(module, PackedLinear) and leaf == "weight":
             shape, ordered = (module.out_features, module.in_features), module.order is not None
-            type_name = _type_of(ours, module.format, module.in_features, ordered=ordered)
+            type_name = _type_of(ours, module.format, module.in_features, ordered=ordered, origin=model.origin)
             rounded += [ours] * (module.format == INT8)
             make = partial(_blocks, module, rows, ours)
         else:
@@ -220,7 +221,7 @@ def _joined(parts: list[_Item], *, stack: bool) -> _Item:
     return _Item(replace(first, shape=shape), lambda: np.concatenate([part.make() for part in parts]))
 
 
-def _type_of(ours: str, stored: WeightFormat, in_features: int, *, ordered: bool) -> str:
+def _type_of(ours: str, stored: WeightFormat, in_features: int, *, ordered: bool, origin: str | None) -> str:
     """The type whose blocks hold a quantized layer's integers."""
     if ordered:
         raise ConfigError(
@@ -230,8 +231,8 @@ def _type_of(ours: str, stored: WeightFormat, in_features: int, *, ordered: bool
     if stored.element in types and stored.symmetric and len(stored.scales) == 1 and not uneven:
         return types[stored.element]
     raise ConfigError(
-        f"{ours} is quantized in {stored}, which hasten writes as no type of GGUF: write its plain weights (hasten "
-        "export MODEL DIR --dequantize), then those as a file, or quantize them with --scheme int4 --group-size 32 "
+        f"{ours} is quantized in {stored}, which hasten writes as no type of GGUF: write its plain weights "
+        f"({export_plain(origin)}), then those as a file, or quantize them with --scheme int4 --group-size 32 "
         "--symmetric"
     )
 
