@@ -6,6 +6,7 @@ import subprocess
 import sys
 import urllib.request
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -16,6 +17,7 @@ from hasten.generation.chat import Chat
 from hasten.machine import cache_folder
 from hasten.machine.files import locked
 from hasten.model.adapter_files import load_adapter
+from hasten.model.fused import is_fused
 from hasten.model.gguf.write import write_gguf
 from hasten.quantization.merge import merge
 from hasten.serving.async_engine import AsyncEngine
@@ -24,7 +26,7 @@ from hasten.training.journal import read
 from hasten.training.recipe import Lora
 from hasten.training.recipes import RECIPES
 from hasten.training.session import train
-from real_models import TEXT, load_file
+from real_models import TEXT, load_file, real_model
 from server_case import app_of, serving
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -75,9 +77,30 @@ def test_server_and_llm_give_the_commands_text(smollm2, model):
     engine.thread.close()
 
 
+def test_the_readmes_python_runs_fused(smollm2, capsys):
+    _, _, rest = (Path(__file__).parents[2] / "README.md").read_text().partition("\n    import hasten\n")
+    lines = [line.removeprefix("    ") for line in rest.partition("\n\n")[0].splitlines()]
+    code = "\n".join(lines).replace("folder-or-hub-id", str(smollm2.file))
+    assert str(smollm2.file) in code
+    found = {"hasten": hasten}
+    exec(code, found)
+    assert len(capsys.readouterr().out) > 100
+    assert all(answer.text for answer in found["answers"])
+    assert is_fused(found["model"])
+
+
 @pytest.mark.parametrize("draft", ["suffix", "self:6-layers"])
 def test_drafts_change_nothing(model, draft):
     prompt = f"{TEXT[:400]}\n\nThe same again:\n\n{TEXT[:100]}"
+    assert_drafts_change_nothing(model, prompt, draft)
+
+
+def test_drafts_change_nothing_of_a_file_of_four_formats():
+    prompt = f"{TEXT[:400]}\n\nThe same again:\n\n{TEXT[:100]}"
+    assert_drafts_change_nothing(load_file(real_model("gemma3-270m")), prompt, "suffix")
+
+
+def assert_drafts_change_nothing(model, prompt, draft):
     params = replace(GREEDY, max_new_tokens=48)
     (plain,), (drafted,) = (hasten.generate(model, prompt, params, draft=how) for how in ("none", draft))
     assert drafted.tokens == plain.tokens

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 import time
 
 import openai
@@ -98,6 +99,37 @@ def test_a_grammar_that_goes_on_being_slow_ends(engine, monkeypatch):
     constraint.mask(row)
     assert "ms of computing" in constraint.error
     assert torch.isfinite(row).nonzero().flatten().tolist() == sorted(tokenizer.eos_ids)
+
+
+def test_the_vocabulary_is_prepared_once_and_by_no_thread_that_gives_way(engine, monkeypatch):
+    """It holds Python's lock: at a low priority, on a busy machine, the whole server would wait for it."""
+    threads, real = [], structured.LLTokenizer
+
+    def slow(*args, **options):
+        threads.append(threading.current_thread().name)
+        time.sleep(0.2)
+        return real(*args, **options)
+
+    monkeypatch.setattr(structured, "LLTokenizer", slow)
+    settings, tokenizer = ServerSettings(grammar_timeout=0.15), engine.tokenizer
+    grammars = Grammars(tokenizer, vocabulary=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids, settings=settings)
+    monkeypatch.setattr(structured, "rehearse", lambda *_, **__: None)
+
+    async def together():
+        return await asyncio.gather(*(grammars.constraint({"const": i}, param="tools") for i in range(3)))
+
+    assert len(asyncio.run(together())) == 3  # that time is not the schemas'
+    grammars.close()
+    assert len(threads) == 1
+    assert not threads[0].startswith("grammar")
+
+
+def test_a_conversation_is_refused_before_its_schema_is_compiled(client, monkeypatch):
+    monkeypatch.setattr(Grammars, "_compile", lambda *_: pytest.fail("compiled"))
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 17}}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 20_000}], "response_format": form}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded"), answer.text
 
 
 def test_equal_schemas_that_arrive_together_are_compiled_once(engine, monkeypatch):

@@ -203,8 +203,8 @@ def test_chats(tiny):
     ("words", "error"),
     [
         (["--tasks", "no_such_task"], "lm-eval has no task no_such_task"),
-        (["--tasks", "tiny_choice", "--stride", "4"], "--stride goes with --text"),
-        (["--text", "stdlib", "--limit", "4"], "--limit goes with --tasks"),
+        (["--tasks", "tiny_choice", "--stride", "4"], "--stride has no effect without --text"),
+        (["--text", "stdlib", "--limit", "4"], "--limit has no effect without --tasks"),
         ([], "give --text FILE, or --tasks"),
     ],
 )

@@ -45,9 +45,6 @@ class _ChatCompletion(AnswerBuilder[ChatBody]):
     async def requests(self, name: str) -> list[Request]:
         body, service = self.body, self.service
         self.id = f"chatcmpl-{name}-{service.number()}"
-        constraint = await self.tools.constraint()
-        if constraint is None:
-            constraint = await constraint_of(body.response_format, service)
         special = body.add_special_tokens is True  # the template writes them itself
         ids = await encode_conversation(
             body.messages, body, service, tools=self.tools.shown, add_special_tokens=special
@@ -57,12 +54,17 @@ class _ChatCompletion(AnswerBuilder[ChatBody]):
         wanted = getattr(body, name_of)
         if wanted == 0:
             raise ApiError(f"{name_of} is 0: an answer has at least one token", param=name_of)
+        most = room(prompt, wanted, service, param="messages", wanted_by=name_of, default=None)
+        # Last: a schema takes longer to compile than anything here takes to be refused.
+        constraint = await self.tools.constraint()
+        if constraint is None:
+            constraint = await constraint_of(body.response_format, service)
         request = build_request(
             body,
             service,
             id=self.id,
             prompt=prompt,
-            max_tokens=room(prompt, wanted, service, param="messages", wanted_by=name_of, default=None),
+            max_tokens=most,
             **self.samples,
             constraint=constraint,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,

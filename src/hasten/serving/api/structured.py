@@ -239,8 +239,12 @@ class Grammars:
         if not self._eos_ids:
             message = "structured output needs an end-of-text token, which this model does not have"
             raise ApiError(message, param=param)
-        work = self._compiled(text)
         try:
+            if "_tokens" not in vars(self):
+                # Takes seconds for 262,144 words and holds Python's lock meanwhile. So not on a thread that gives way,
+                # for which the whole server would wait, and not within the schema's time.
+                await asyncio.to_thread(self._prepare)
+            work = self._compiled(text)
             matcher = await asyncio.wait_for(asyncio.shield(work), self._settings.grammar_timeout)
         except TimeoutError:
             seconds = self._settings.grammar_timeout
@@ -274,9 +278,12 @@ class Grammars:
         backend = self._tokenizer.backend.to_str()
         return LLTokenizer(backend, n_vocab=self._vocabulary, eos_token=list(self._eos_ids))
 
-    def _compile(self, text: str) -> LLMatcher:
+    def _prepare(self) -> None:
         with self._lock:
-            tokens = self._tokens
+            self._tokens  # noqa: B018
+
+    def _compile(self, text: str) -> LLMatcher:
+        tokens = self._tokens
         schema = without_unknown_formats(json.loads(text))
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)
         matcher = LLMatcher(tokens, grammar, limits=LLParserLimits(**LIMITS), log_level=0)
