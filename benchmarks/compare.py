@@ -246,7 +246,7 @@ def summarise(
         "machine": describe().to_json(),
         "hasten": switches(),
         "threads": threads,
-        "what": str(work),
+        "what": f"{work}; medians of {len(rounds)} round{'s' * (len(rounds) > 1)}",
         "protocol": asdict(work),
         "pairs": rows,
     }

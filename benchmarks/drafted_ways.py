@@ -1,9 +1,12 @@
 """Ways to decode with and without drafts, each timed: after real texts, over real edits, and in the engine."""
 
+import atexit
 import random
 import subprocess
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
 from math import log
 from pathlib import Path
@@ -15,6 +18,7 @@ import torch
 from quantize_perplexity import held_out
 
 import hasten
+from hasten.bench.models import BenchmarkModel
 from hasten.generation.generate import Generation, Timing
 from hasten.generation.graphs import fastest_decoder
 from hasten.generation.params import SamplingParams
@@ -36,15 +40,26 @@ TURN, UNCOUNTED = 16, 6
 Result = dict[str, float]
 
 
-def load(folder: Path, scheme: str | None) -> Any:
-    """A model as it is served: bfloat16 or quantized, fused."""
-    model = hasten.load(folder, dtype="bfloat16")
-    if scheme is not None:
+def load(source: str | Path, scheme: str | None) -> Any:
+    """A model as it is served: bfloat16 or quantized, fused; "file": in the formats of its GGUF file."""
+    model = hasten.load(source if scheme == "file" else plain(str(source)), dtype="bfloat16")
+    if scheme not in (None, "file"):
         hasten.quantize(model, hasten.Int8() if scheme == "int8" else hasten.Int4(group_size=32))
     return fuse_where_it_fits(model)
 
 
-def losses(target: Path, draft: Path | None, recipe: str) -> dict[str, float]:
+@lru_cache
+def plain(source: str) -> str:
+    """A model with plain weights: itself, or a folder of a GGUF file's dequantized weights, until the process ends."""
+    model = BenchmarkModel(model=source)
+    if not model.is_gguf():
+        return source
+    place = tempfile.TemporaryDirectory(prefix="hasten-plain-")
+    atexit.register(place.cleanup)
+    return str(model.dequantized(Path(place.name) / "model").model)
+
+
+def losses(target: str | Path, draft: Path | None, recipe: str) -> dict[str, float]:
     """Of target and draft, nats per token on 100 KB of held-out files."""
     texts, folders = held_out(100_000, recipe), {"target": target} | ({} if draft is None else {"draft": draft})
     return {name: log(hasten.perplexity(load(folder, None), texts).perplexity) for name, folder in folders.items()}
@@ -59,6 +74,15 @@ def beginnings(model: Any, recipe: str, count: int, tokens: int) -> list[list[in
             found.append(ids[:tokens])
     random.Random(0).shuffle(found)
     return found[:count]
+
+
+def pieces(model: Any, text: str, count: int, tokens: int) -> list[list[int]]:
+    """So many pieces of a text, spread over it, each beginning at a line."""
+    lines = text.splitlines(keepends=True)
+    starts = ("".join(lines[number * len(lines) // count :]) for number in range(count))
+    found = [model.tokenizer.encode(start)[:tokens] for start in starts]
+    assert all(len(piece) == tokens for piece in found), "the text is too short"
+    return found
 
 
 def scores(model: Any, text: list[int]) -> torch.Tensor:

@@ -48,6 +48,26 @@ def speculation(report: Report) -> str:
     return markdown(["", "weights", "draft", "speed", "predicted", "accepted", "tokens per pass"], body, left=3)
 
 
+KINDS = {"alice": "a book", "chat": "a chat", "code": "code", "german": "German"}
+
+
+def kinds(report: Report) -> str:
+    """`speculation.py --parts kinds`: speed with each proposer over that without, in brackets the share taken."""
+    found = {(one["weights"], one["kind"], one["draft"], one["temperature"]): one for one in report["rows"]}
+    drafts = [draft for draft in dict.fromkeys(key[2] for key in found) if draft != "none"]
+    body = []
+    for weights, kind in dict.fromkeys(key[:2] for key in found):
+        cells = [KINDS[kind], weights]
+        for draft in drafts:
+            for temperature in (0.0, 0.8):
+                one = found.get((weights, kind, draft, temperature))
+                taken = f"{one['acceptance']:.0%}" if one and one["proposed_per_pass"] else "none proposed"
+                cells.append("" if one is None else f"{one['ratio']:.2f}× ({taken})")
+        body.append(cells)
+    heads = [head for draft in drafts for head in (f"`{draft}`", "at 0.8")]
+    return markdown(["text", "weights", *heads], body, left=2)
+
+
 def streams(report: Report) -> str:
     """`speculation.py --parts many`: the engine with each proposer over that without, by requests at once."""
     counts = list(dict.fromkeys(one["streams"] for one in report["rows"]))
@@ -102,6 +122,7 @@ def cost_table(report: Report) -> str:
 TABLES = {
     "speculation": speculation,
     "speculation-server": streams,
+    "speculation-real": kinds,
     "llama-cpp-drafts": beside_llama_cpp,
     "trees": trees,
     "shared-noise": shared_noise,

@@ -2,7 +2,11 @@
 
     python benchmarks/speculation.py --model runs/code-45m/model --draft runs/code-4m/model \\
         --output benchmarks/results/speculation.json --picture benchmarks/results/speculation.png
+    python benchmarks/speculation.py --model smollm2-135m --parts kinds --weights bfloat16 file --own-layers 10 \\
+        --prompts 2 --prompt-tokens 150 --new-tokens 96 --rounds 2 --output benchmarks/results/speculation-real.json
 
+- `kinds`: a published model goes on from pieces of `hasten.data.book.texts`: a book, a chat, code, German; greedy and
+  at temperature 0.8. A GGUF file is measured as it is ("file") and dequantized (the other weights).
 - `texts`: the model goes on from the beginnings of held-out files, greedy and at temperature 0.8, with weights in
   bfloat16, int8 and int4. Every answer is checked to be the one without drafts.
 - `edits`: a file as it was stands in the prompt, and the model is made to write it as it is after a commit of this
@@ -19,22 +23,25 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from drafted_ways import EDITS, beginnings, changed, generated, load, losses, served, written
+from drafted_ways import EDITS, beginnings, changed, generated, load, losses, pieces, served, written
 
 import hasten
+from hasten.bench.models import folder_name
+from hasten.data.book import texts
 from hasten.generation.speculation.cost import MOST_SECONDS, measure_step_cost
 
 USELESS = "useless model"
 AGAIN = {"none again": "none"}  # what the ratios' medians are worth
-WEIGHTS = {"bfloat16": None, "int8": "int8", "int4": "int4"}
+WEIGHTS = {"bfloat16": None, "int8": "int8", "int4": "int4", "file": "file"}
+TEMPERATURES = 0.0, 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
     """Measure drafts for a model."""
 
-    model: Path
-    """The target's folder."""
+    model: str
+    """The target: a folder, a GGUF file or a short name."""
 
     draft: Path | None = None
     """A smaller model of the same vocabulary."""
@@ -45,8 +52,11 @@ class Speculation:
     parts: tuple[str, ...] = ("texts", "edits", "many")
     """What to measure."""
 
-    weights: tuple[str, ...] = tuple(WEIGHTS)
-    """Of the target."""
+    weights: tuple[str, ...] = ("bfloat16", "int8", "int4")
+    """Of the target; also file, a GGUF file's own."""
+
+    own_layers: int | None = None
+    """Draft with so many first layers of the target, too."""
 
     prompts: int = 8
     """Files."""
@@ -86,11 +96,9 @@ class Speculation:
                 tables = before.get("cost_table_seconds", {})
         rows = [*kept, *(row for weights in self.weights for row in self.of(weights))]
         rows.sort(key=lambda row: list(WEIGHTS).index(row["weights"]))
-        report |= {
-            "held_out_loss": losses(self.model, self.draft, self.recipe),
-            "cost_table_seconds": tables | self.table_seconds(),
-            "rows": rows,
-        }
+        if set(self.parts) != {"kinds"}:
+            report["held_out_loss"] = losses(self.model, self.draft, self.recipe)
+        report |= {"cost_table_seconds": tables | self.table_seconds(), "rows": rows}
         if self.output is not None:
             write_json(self.output, report)
         if self.picture is not None:
@@ -100,7 +108,10 @@ class Speculation:
         """All but where things lie, and the weights, which each row names."""
         found = {name: value for name, value in asdict(self).items() if not isinstance(value, Path | None)}
         found.pop("weights")
-        return found | {"model": self.model.parent.name, "draft": self.draft and self.draft.parent.name}
+        return found | {
+            "model": folder_name(self.model).removesuffix("/model"),
+            "draft": self.draft and self.draft.parent.name,
+        }
 
     def table_seconds(self) -> dict[str, float]:
         """What it takes to measure the table of costs, by the target's weights."""
@@ -117,7 +128,10 @@ class Speculation:
         if self.draft is not None:
             drafts["draft model"] = load(self.draft, "int8")  # it need not be exact, and is read from memory each time
             drafts[USELESS] = useless(drafts["draft model"])  # what drafts may lose
-        if weights != "int4":
+        if self.own_layers is not None:
+            own = f"self:{self.own_layers}-layers"
+            drafts[own] = own
+        if weights in ("bfloat16", "int8"):
             drafts["self:int4"] = load(self.model, "int4")
         rows = []
         for part in self.parts:
@@ -128,17 +142,29 @@ class Speculation:
                 rows.append(row)
         return rows
 
+    def kinds(self, model: Any, drafts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Short texts of several kinds, gone on with."""
+        rows = []
+        for kind, text in texts().items():
+            prompts = pieces(model, text, self.prompts, self.prompt_tokens)
+            rows += [{"kind": kind, **row} for row in self.continued(model, drafts, prompts)]
+        return rows
+
     def texts(self, model: Any, drafts: dict[str, Any]) -> list[dict[str, Any]]:
         """Held-out files, gone on with."""
         prompts = beginnings(model, self.recipe, self.prompts, self.prompt_tokens)
+        return self.continued(model, drafts | AGAIN, prompts)
+
+    def continued(self, model: Any, drafts: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:
+        """Prompts gone on with, at each temperature."""
         rows = []
-        for temperature in (0.0, 0.8):
+        for temperature in TEMPERATURES:
             settings = {"temperature": temperature, "seed": self.seed, "max_new_tokens": self.new_tokens}
 
             def measure(some: dict[str, Any], settings: dict[str, Any] = settings) -> Any:
                 return generated(model, some, prompts, settings)
 
-            found = contest(self.rounds, drafts | AGAIN, measure)
+            found = contest(self.rounds, drafts, measure)
             rows += [{"temperature": temperature, **row} for row in found]
         return rows
 

@@ -8,6 +8,8 @@ shown in several ways, the way:
 
     <!-- table: compare-avx2 -->
     <!-- /table -->
+
+Where there is no such file, the page says "Not measured yet." in its place.
 """
 
 import json
@@ -15,6 +17,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent))
 import article_tables
@@ -25,7 +28,9 @@ import replica_kills
 import replica_routing
 import replica_throughput
 import scaling
+import sentences
 import slow_link
+import start
 import tensor_parallel
 import zero_profile
 from drafting_tables import TABLES as DRAFTING
@@ -38,6 +43,7 @@ from renderers import RENDERERS, Report, committed, markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+NOT_MEASURED = "Not measured yet."
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLES = RENDERERS | profile_tables.TABLES | article_tables.TABLES | DRAFTING
 TABLES |= {"lora": lora, "lora cost": lora_cost}
@@ -53,11 +59,13 @@ for name, table in {
     "slow-link": slow_link.table,
     "tensor-parallel": tensor_parallel.table,
     "slow-link-long": slow_link.long_table,
+    "start": start.table,
     "zero-profile": zero_profile.table,
 }.items():
     TABLES[name] = lambda report, table=table: markdown(*table(report))
 for name, table in GPU.items():
     TABLES[f"gpu {name}"] = lambda report, table=table: markdown(*table(report["results"]))
+TABLES |= {"gpu sentence": sentences.gpu, "real-files sentence": sentences.real_files}
 TABLES["gpu aims"] = lambda report: markdown(*gpu_aims(report["results"]))
 TABLES["gpu-status"] = lambda by_hand: markdown(*gpu_status(committed("gpu"), by_hand), left=5)
 TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -107,13 +115,34 @@ def their_format(model: str) -> str:
     return name.upper() if model.endswith(".gguf") else name
 
 
-def ladder(report: Report) -> str:
-    """`hasten bench generate`, `train` and `heads`, as they print it."""
+def by_bytes(report: Report) -> str:
+    """`real_files.py --beside uniform`: what a token of a mixed file takes over what its bytes predict."""
+    rows = []
+    for one in report["by_bytes"]:
+        pairs = [pair for pair in report["pairs"] if pair["hasten"] == one["hasten"]]
+        ours = pairs[0]["median"]["hasten"]["decode"]
+        size = pairs[0]["weight_bytes_per_token"]["hasten"]
+        cells = [f"{one['hasten']}", f"{size / 1e6:.0f} MB, {ours:.1f} tokens/s"]
+        for pair in pairs:
+            size, speed = pair["weight_bytes_per_token"]["peer"], pair["median"]["peer"]["decode"]
+            cells.append(f"{size / 1e6:.0f} MB, {speed:.1f}")
+        rows.append([*cells, f"{one['ratio']:.2f}×", " ".join(f"{ratio:.2f}" for ratio in one["ratios"])])
+    kinds = [their_format(pair["model"]) for pair in report["pairs"][:2]]
+    head = ["", "the mixed file", *(f"{kind} throughout" for kind in kinds), "time / predicted", "in each round"]
+    return markdown(head, rows)
+
+
+SHORT = ("decode_tokens_per_second", "speedup", "mbu", "perplexity", "kl_mean", "peak_memory_bytes")
+
+
+def ladder(report: Report, only: tuple[str, ...] = ()) -> str:
+    """`hasten bench generate`, `train` and `heads`, as they print it. only: these columns."""
     from hasten.bench.report import SPEED_METRICS
     from hasten.bench.table import COLUMNS, cell, format_value, limits_line, machine_line
 
     rows, speed = report["rows"], SPEED_METRICS[report["kind"]]
     columns = [column for column in COLUMNS if any(row.get(column[1]) is not None for row in rows)]
+    columns = [column for column in columns if not only or column[1] in only]
     body = []
     for row in rows:
         cells = [row["name"]]
@@ -125,6 +154,26 @@ def ladder(report: Report) -> str:
     settings, machine = report["settings"], machine_line(report["machine"], report["limits"]["device"])
     end = f"{machine}, {settings['threads']} threads; {settings['rounds']} rounds; {limits_line(report)}."
     return f"{markdown(['rung', *(heading for heading, _, _ in columns)], body)}\n\n{end}"
+
+
+def formats(report: Report) -> str:
+    """`hasten bench generate`: what each format of the weights costs and gives, beside bfloat16."""
+    from hasten.bench.generate import RUNGS
+    from hasten.bench.table import format_value
+
+    rows = {row["name"]: row for row in report["rows"] if "kl_mean" in row}
+    plain, body = rows["native-bf16"], []
+    for name, row in rows.items():
+        mode = RUNGS.get(name)  # none: a rung's further row
+        if mode is None or not mode.fused or mode.drafted or mode.file:
+            continue
+        speed, base = row["decode_tokens_per_second"], zip(row["rounds"], plain["rounds"], strict=False)
+        ratio = median(own["decode_tokens_per_second"] / one["decode_tokens_per_second"] for own, one in base)
+        cells = [f"`{name}`", f"{row['bytes_per_token'] / 1e6:.0f}", format_value(speed, "speed"), f"{ratio:.2f}×"]
+        loss = row["perplexity"] / plain["perplexity"] - 1
+        body.append([*cells, f"{row['mbu']:.0%}", f"{row['kl_mean']:.4f}", f"{loss:+.1%}", f"{row['top1']:.1%}"])
+    head = ["rung", "MB a token", "tokens/s", "beside bf16", "MBU", "KL divergence", "perplexity", "same top token"]
+    return markdown(head, body)
 
 
 def limits(report: Report) -> str:
@@ -198,15 +247,22 @@ def versions(report: Report) -> str:
 
 def render(name: str, way: str) -> str:
     """One result of benchmarks/results as Markdown."""
-    report = json.loads((RESULTS / f"{name}.json").read_text())
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return NOT_MEASURED
+    report = json.loads(path.read_text())
     if shown := TABLES.get(f"{name} {way}".strip()):
         return shown(report)
     if way == "limits":
         return limits(report)
+    if way == "bytes":
+        return by_bytes(report)
+    if way == "formats":
+        return formats(report)
     if "pairs" in report:
         return ratios(report) if way == "short" else beside_others(report)
     if "kind" in report:
-        return ladder(report)
+        return ladder(report, SHORT if way == "short" else ())
     if "commits" in report:
         return versions(report)
     if "losses" in report:

@@ -27,8 +27,8 @@ class Work:
 
     def __str__(self) -> str:
         return (
-            f"prefill of {self.prefill} random tokens; decode of {self.decode} after {self.before}; batch 1; medians "
-            f"of {self.repeats}; tokens/s; each program in a process of its own"
+            f"prefill of {self.prefill} random tokens; decode of {self.decode} after {self.before}; batch 1; tokens/s; "
+            f"each program in a process of its own, its figure the median of {self.repeats} repeats"
         )
 
 

@@ -5,6 +5,7 @@ Only headers are read. A tied embedding is the head's matrix too, and then is co
 
 import json
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,16 +15,17 @@ from xml.etree import ElementTree
 def bytes_read(model: Path) -> int:
     """Of a GGUF file, an OpenVINO export, or a folder of safetensors (as on disk: scales are counted)."""
     if model.is_file():
-        return _without_embedding(gguf(model), "token_embd.", "output.")
+        return _without_embedding(gguf(model), "token_embd.", r"^output\.")
     if (model / "openvino_model.xml").exists():
-        return _without_embedding(openvino(model / "openvino_model.xml"), "embed_tokens.", "lm_head.")
+        return _without_embedding(openvino(model / "openvino_model.xml"), "embed_tokens.", r"lm_head\.")
     sizes = {name: size for file in model.glob("*.safetensors") for name, size in safetensors(file).items()}
-    return _without_embedding(sizes, "embed_tokens.", "lm_head.")
+    return _without_embedding(sizes, "embed_tokens.", r"lm_head\.")
 
 
 def _without_embedding(sizes: dict[str, int], embedding: str, head: str) -> int:
+    """All sizes, without the embedding's where a name matches the pattern `head`."""
     assert sizes, "no weights were found"
-    tied = not any(head in name for name in sizes)
+    tied = not any(re.search(head, name) for name in sizes)
     return sum(size for name, size in sizes.items() if tied or embedding not in name)
 
 

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 import hasten
-from hasten.bench.generate import GPTQ_RUNG, OF_CHECKPOINT, GenerateLadder
+from hasten.bench.generate import GGUF_RUNG, GPTQ_RUNG, OF_CHECKPOINT, RUNGS, GenerateLadder
+from hasten.bench.generate_rung import GenerateRung
 from hasten.bench.measure import Ladder
+from hasten.bench.models import BenchmarkModel
 from hasten.cli.main import main
 from hasten.errors import ConfigError
 from hasten.generation.divergence import divergence
+from hasten.model.gguf.write import write_gguf
 from instruction_sets import needs_native
 
 TEXT = "def add(a, b):\n    return a + b\n" * 5
@@ -84,6 +87,32 @@ def run_without_measuring(model: Path, **options: Any) -> dict[str, Any]:
         patch.setattr(Ladder, "measure", lambda ladder, made, **more: found.update(more, made=made) or {})
         GenerateLadder(model=str(model), device="cpu", prompt_tokens=8, new_tokens=2, **options).run()
     return found
+
+
+@needs_native
+def test_a_gguf_file_has_all_rungs_from_its_dequantized_weights(tiny_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(hasten.load(tiny_folder, dtype="stored"), file, "Q8_0")
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ladder, "measure", lambda ladder, made, **more: found.update(more, made=made) or {})
+        ladder = ["bench", "generate", str(file), "--prompt-tokens", "8", "--new-tokens", "4"]
+        patch.setattr("hasten.bench.generate.GenerateLadder.show", lambda self, report: True)
+        main([*ladder, "--rungs", "native-bf16,gguf-file,native-int8,speculation"])
+        rungs = {rung.name: rung for rung in found["made"]}
+    assert list(rungs) == ["native-bf16", GGUF_RUNG, "native-int8", "speculation"]
+    assert found["settings"]["model"] == "tiny.gguf (dequantized), bfloat16, 8 prompt tokens"
+    assert found["settings"]["draft"] == "suffix"
+    assert rungs[GGUF_RUNG].arguments["source"].model == str(file)
+    assert rungs["native-int8"].arguments["source"].model == rungs["speculation"].arguments["ladder"].model != str(file)
+    with pytest.raises(ConfigError, match=r"gguf-file is measured of a GGUF file, and \S+ is none"):
+        run_without_measuring(tiny_folder, rungs=(GGUF_RUNG,))
+    # What a rung makes of the file, beside the dequantized weights.
+    plain = GenerateLadder(model=str(file)).source.dequantized(tmp_path / "plain")
+    kept = GenerateLadder(model=plain.model, device="cpu", dtype="bfloat16", prompt_tokens=8, new_tokens=4)
+    rung = GenerateRung(ladder=kept, mode=RUNGS[GGUF_RUNG], source=BenchmarkModel(model=str(file)))
+    assert 8.5 / 8 <= rung.weight_bytes < 1.5, "a byte for each weight and its scales; 2 if it had been dequantized"
+    assert rung.measure()["decode_tokens_per_second"] > 0
 
 
 def test_what_is_left_out_says_why(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,9 @@ def test_bytes_that_are_read_of_a_gguf_file(scripts: dict[str, ModuleType], tmp_
         "blk.0.attn_q.weight": 128,
     }
     assert scripts["weights"].bytes_read(file) == 448, "of the embedding one row is read"
+    header = header.replace(text("output.weight"), text("blk.0.attn_output.weight"))
+    file.write_bytes(header + bytes(-len(header) % 64 + 448 + 128))
+    assert scripts["weights"].bytes_read(file) == 128 + 320 + 128, "the embedding is the head"
 
 
 def test_bytes_that_are_read_of_folders(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -163,6 +166,7 @@ def test_a_short_comparison_from_end_to_end(
     report = json.loads((models / "report.json").read_text())
     assert report["protocol"] == {"prefill": 128, "decode": 24, "before": 8, "repeats": 3}
     assert report["what"].startswith("prefill of 128 random tokens; decode of 24 after 8;")
+    assert report["what"].endswith("its figure the median of 3 repeats; medians of 2 rounds")
     assert [row["hasten"] for row in report["pairs"]] == ["int4", "int4-g32"]
     for row in report["pairs"]:
         for settings in row["settings"].values():

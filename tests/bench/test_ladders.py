@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from hasten.bench.generate import COMPILED_QUANTIZED, NATIVE, OF_CHECKPOINT, RUNGS, GenerateLadder, HeadsLadder, grouped
+from hasten.bench.generate import COMPILED_QUANTIZED, NATIVE, OF_CHECKPOINT, RUNGS, GenerateLadder
 from hasten.bench.generate_rung import GenerateRung
+from hasten.bench.heads import HeadsLadder, grouped
 from hasten.bench.measure import Ladder
 from hasten.bench.models import BenchmarkModel
 from hasten.bench.process import Rung

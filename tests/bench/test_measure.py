@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -138,6 +139,20 @@ def test_rungs_that_do_not_fit_together_are_restarted(log: Path, monkeypatch: py
     assert events(log) == ["a set-up", "a measure", "a measure", "b set-up", "b measure", "b measure"]
     assert report["settings"]["interleaving"] == "processes restarted"
     assert [row["decode_tokens_per_second"] for row in report["rows"]] == [2, 4]
+
+
+def test_after_the_time_to_set_up_rungs_are_skipped_and_say_so(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr("hasten.bench.process.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    runs = run_interleaved([rung(log, name) for name in "abc"], rounds=1, seconds=25)
+    assert events(log) == ["a set-up", "b set-up", "a measure", "b measure"]
+    assert [run.error for run in runs] == [
+        None,
+        None,
+        "skipped: the rungs before it took more than 25 s to set up",
+    ]
+    with pytest.raises(ConfigError, match="--setup-seconds is 0; it must be above 0"):
+        Ladder(setup_seconds=0)
 
 
 def test_rungs_of_a_gpu_are_prepared_together_as_its_memory_allows(log: Path) -> None:

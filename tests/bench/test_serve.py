@@ -138,17 +138,34 @@ def test_the_command_in_process(tmp_path, capsys, monkeypatch):
     assert "time to first token" in capsys.readouterr().err
 
 
+def test_a_model_is_also_measured_as_loaded_from_files_in_other_dtypes(tmp_path, capsys):
+    report = tmp_path / "r.json"
+    options = ["--shape", "tiny", "--cache-gib", "0.01", "--requests", "2", "--prompt-tokens", "8"]
+    options += ["--output-tokens", "4", "--warmup", "0", "--file-dtypes", "float32,float16"]
+    main(["bench", "serve", *options, "--json", str(report)])
+    found = json.loads(report.read_text())
+    assert [entry.get("row") for entry in found["summary"]] == [None, "float32-file", "float16-file"]
+    assert [entry["completed"] for entry in found["summary"]] == [2, 2, 2]
+    assert sorted(entry["load"] for entry in found["requests"]) == [0, 0, 1, 1, 2, 2]
+    assert "float16-file, all at once: 2 completed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ([], "--url"),
+        (
+            ["--shape", "tiny", "--file-dtypes", "int8"],
+            "takes float32, float16 and bfloat16; found 'int8'",
+        ),
+        (["--url", "http://127.0.0.1:9", "--file-dtypes", "float32"], "--file-dtypes has no effect with --url"),
         (["--shape", "tiny", "--model", "x"], "one of --model and --shape"),
         (["--shape", "tiny", "--rates", "0"], "--rates takes numbers above 0"),
-        (["--shape", "tiny", "--speculate", "4"], "--speculate and --accept are about drafts; give --draft too"),
+        (["--shape", "tiny", "--speculate", "4"], "--speculate has no effect with --draft none"),
         (["--shape", "tiny", "--warmup", "-1"], "--warmup is -1; it must be at least 0"),
-        (["--url", "http://127.0.0.1:9", "--block-size", "32"], "the server at --url has its own"),
-        (["--url", "http://127.0.0.1:9", "--cache-gib", "1"], "the server at --url has its own"),
-        (["--url", "http://127.0.0.1:9", "--draft", "suffix"], "the server at --url has its own"),
+        (["--url", "http://127.0.0.1:9", "--block-size", "32"], "has no effect with --url http://127.0.0.1:9"),
+        (["--url", "http://127.0.0.1:9", "--cache-gib", "1"], "has no effect with --url http://127.0.0.1:9"),
+        (["--url", "http://127.0.0.1:9", "--draft", "suffix"], "has no effect with --url http://127.0.0.1:9"),
         (["--url", "http://127.0.0.1:9"], "does not answer"),
     ],
 )

@@ -31,6 +31,30 @@ def test_a_table_that_differs_is_noticed_and_mended(tmp_path, monkeypatch):
     assert list(tables.stale()) == []
 
 
+def test_what_is_not_measured_yet_says_so_and_is_not_stale(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: no-such-result -->\n\nNot measured yet.\n\n<!-- /table -->\n")
+    monkeypatch.setattr(tables, "PAGES", [page])
+    assert list(tables.stale()) == []
+    page.write_text("<!-- table: no-such-result -->\n\n| 9.99× |\n\n<!-- /table -->\n")
+    assert list(tables.stale()) == [page], "figures of a result that is not committed"
+
+
+def test_a_mixed_file_is_held_against_the_line_through_uniform_ones():
+    import real_files
+
+    def pair(kind, size, seconds):
+        decode = {"peer": {"decode": 1 / seconds}, "hasten": {"decode": 1 / 1.65}}
+        sizes = {"peer": size, "hasten": 150 * 10**6}
+        names = {"peer": "hasten, uniform", "hasten": "small", "model": f"small-{kind}.gguf"}
+        return names | {"weight_bytes_per_token": sizes, "median": decode, "rounds": [decode, {"peer": {"error": "x"}}]}
+
+    report = {"pairs": [pair("Q8_0", 200 * 10**6, 2.0), pair("Q4_0", 100 * 10**6, 1.0)]}
+    report["by_bytes"] = [real_files.by_bytes(report, "small")]
+    assert report["by_bytes"] == [{"hasten": "small", "ratio": pytest.approx(1.1), "ratios": [pytest.approx(1.1)]}]
+    assert "| small | 150 MB, 0.6 tokens/s | 200 MB, 0.5 | 100 MB, 1.0 | 1.10× | 1.10 |" in tables.by_bytes(report)
+
+
 def test_plans_in_the_wrong_order_and_far_off_are_named():
     from plan_ranks import order
     from plan_tables import plan_ranks

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hasten.cli import demo
+from hasten.cli import demo, demo_published
 from hasten.cli.demo import Demo
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, ResourceError
 from hasten.training import recipes, setup
 from hasten.training.journal import read
 from hasten.training.recipe import Data, Recipe, Run, Schedule, Shape, Techniques
@@ -127,7 +127,9 @@ def test_stopped_it_goes_on_from_there(run, monkeypatch, capsys):
 
 def test_the_ladder_is_measured_on_the_trained_model_when_asked(run, monkeypatch):
     measured = []
-    monkeypatch.setattr(demo, "_measure", lambda folder, run, text, *, threads: measured.append((folder, run, threads)))
+    monkeypatch.setattr(
+        demo, "_measure", lambda folder, run, text, budget, *, threads: measured.append((folder, run, threads))
+    )
     folder = run(ladder=True)
     assert measured == [(folder / "model", folder, 1)]
 
@@ -170,14 +172,12 @@ def test_it_begins_with_a_published_model_and_measures_what_fits(run, monkeypatc
 
 
 def test_without_a_published_model_it_says_why_and_goes_on(run, monkeypatch, capsys):
-    from hasten.cli import demo_published
-    from hasten.errors import ResourceError
-
-    def fail(name):
+    def fail(function, name):
         raise ResourceError("no index")
 
-    monkeypatch.setattr(demo_published, "_hub_answers", lambda hub_id: False)
-    monkeypatch.setattr("hasten.model.published.published_file", fail)
+    monkeypatch.setattr(demo_published, "hub_answers", lambda hub_id: False)
+    monkeypatch.setattr(demo_published, "fetch", fail)
+    monkeypatch.setattr("hasten.machine.caches.find_cached", lambda *place: None)
     monkeypatch.setattr(demo, "_measure", lambda *arguments, **options: print("the trained model's ladder"))
     assert (run(published=True, ladder=True) / "model").exists()
     said = capsys.readouterr().out
@@ -186,10 +186,36 @@ def test_without_a_published_model_it_says_why_and_goes_on(run, monkeypatch, cap
 
 
 def test_rungs_that_fit():
-    from hasten.cli.demo_published import RUNG_SECONDS, fitting
-
-    assert fitting(1000, 1.0) == (list(RUNG_SECONDS), {})
-    rungs, skipped = fitting(60, 2.0)
+    known, fitting = demo_published.RUNG_SECONDS, demo_published.fitting
+    assert fitting(known, 1000, 1.0) == (list(known), {})
+    rungs, skipped = fitting(known, 60, 2.0)
     assert rungs == ["native-bf16", "native-int8"]
-    assert skipped["gptq-int4-g32"] == 2 * RUNG_SECONDS["gptq-int4-g32"]
-    assert fitting(-5, 1.0)[0] == []
+    assert skipped["gptq-int4-g32"] == 2 * known["gptq-int4-g32"]
+    assert fitting(known, -5, 1.0)[0] == []
+
+
+def test_the_trained_models_ladder_keeps_to_the_budget_too(run, monkeypatch, capsys):
+    monkeypatch.setattr("hasten.bench.generate.GenerateLadder.run", lambda self: pytest.fail("no time is left"))
+    folder = run(ladder=True, budget=1.0, spent=59.0)
+    assert "skipped: native-bf16, about 8 s here, would break the budget" in capsys.readouterr().out
+    assert not (folder / "ladder.json").exists()
+
+
+def test_a_slow_hub_and_a_slow_index_cost_a_bounded_time(monkeypatch, tmp_path):
+    import time
+
+    monkeypatch.setattr(demo_published, "HUB_SECONDS", 0.2)
+    monkeypatch.setattr("huggingface_hub.model_info", lambda *given, **more: time.sleep(30))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    slow = "import time\ndef get(name):\n    time.sleep(30)\ndef broken(name):\n    raise OSError(f'no {name}')\n"
+    (tmp_path / "slow_download.py").write_text(slow + "def there(name):\n    return f'/models/{name}'\n")
+    begun = time.monotonic()
+    assert not demo_published.hub_answers("owner/name")
+    assert demo_published.fetch("slow_download:there", "x") == Path("/models/x")
+    with pytest.raises(ResourceError, match=r"^no x$"):
+        demo_published.fetch("slow_download:broken", "x")
+    monkeypatch.setattr(demo_published, "DOWNLOAD_SECONDS", 0.2)
+    with pytest.raises(ResourceError, match=r"x was not there within 0 s; hasten chat x downloads it"):
+        demo_published.fetch("slow_download:get", "x")
+    assert time.monotonic() - begun < 25

@@ -6,18 +6,15 @@ Cumulative rungs; their names never change:
 - static-cache-compiled: the same with torch.compile for the decode step; -int8 and -int4: on quantized weights, with
   activations rounded to int8.
 - native-bf16, native-int8, native-int4: the fused native steps instead, on bfloat16, int8 and int4 (groups of 128)
-  weights, the head quantized like the rest; with int8 and int4, activations are rounded to int8. On a CPU.
+  weights, the head quantized like the rest (with --text: as `--quantize` does it); with int8 and int4, activations are
+  rounded to int8. On a CPU.
 - int8-weight-only, gptq-int4-g32: int8 weights with activations of 16 bits, and int4 weights in groups of 32 by GPTQ
   (arXiv 2210.17323), of a checkpoint; with the native steps on a CPU, else compiled.
+- gguf-file: a GGUF file's own formats with the native steps.
 - speculation, all-together: bfloat16 and the GPTQ folder's weights with drafts (arXiv 2211.17192), after --text.
 
-A checkpoint that is quantized already is measured as it is: by default static-cache and the native rung of its format.
-
-The heads' ladder is one shape with all, some and one key/value head, at a context where the cache counts. Its rungs:
-- heads-mha: as many key/value heads as query heads (multi-head attention, arXiv 1706.03762).
-- heads-gqa: groups of query heads share one (grouped-query, arXiv 2305.13245).
-- heads-mqa: one for all (multi-query, arXiv 1911.02150).
-Each is a model of its own: with fewer key/value heads the k and v projections are smaller as well.
+All other rungs of a GGUF file are made from its weights dequantized to bfloat16. A folder that is quantized already is
+measured as it is: by default static-cache and the native rung of its format.
 
 A rung with a cache may also be measured with several sequences at once (`-x8`) and after prompts of other lengths
 (`-c2048`): further rows, measured in the same process in the same rounds.
@@ -27,14 +24,13 @@ import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-from tyro.conf import Suppress
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from hasten.bench.gptq_folder import gptq_folder
 from hasten.bench.measure import Ladder, say
 from hasten.bench.models import BenchmarkModel, check_fits, check_least, choose_rungs, folder_name
 from hasten.bench.process import Rung
+from hasten.effects import Holds
 from hasten.errors import ConfigError
 from hasten.generation.params import KVCacheDtype
 from hasten.machine import emulated, resolve_device, resolve_dtype
@@ -49,7 +45,7 @@ class DecodeMode:
 
     activations: of products with int8 and int4 weights, as in `hasten quantize`. kv_heads: key/value heads in place of
     the shape's. drafted: with the ladder's draft. gptq: of the ladder's GPTQ folder. ranks: with a share each. file:
-    the dtype of a folder that the model is written to and loaded from, as a user loads one.
+    the dtype of a folder that the model is written to and loaded from, as a user loads one. gguf: the GGUF file itself.
     """
 
     techniques: tuple[str, ...]
@@ -63,6 +59,7 @@ class DecodeMode:
     gptq: bool = False
     ranks: int = 1
     file: str | None = None
+    gguf: bool = False
 
 
 COMPILED = ("static cache", "torch.compile")
@@ -83,6 +80,7 @@ RUNGS: Mapping[str, DecodeMode] = {
     "float16-file": DecodeMode(
         techniques=(*NATIVE_STEPS, "a float16 checkpoint"), fused=True, weights="bfloat16", file="float16"
     ),
+    "gguf-file": DecodeMode(techniques=(*NATIVE_STEPS, "the file's own formats"), fused=True, gguf=True),
     "native-int8": DecodeMode(techniques=(*NATIVE_STEPS, "int8"), fused=True, weights="int8", activations="int8"),
     "native-int4": DecodeMode(techniques=(*NATIVE_STEPS, "int4"), fused=True, weights="int4"),
     "int8-weight-only": DecodeMode(
@@ -94,12 +92,12 @@ RUNGS: Mapping[str, DecodeMode] = {
         techniques=(*NATIVE_STEPS, *GPTQ, "drafts"), fused=True, weights="int4", gptq=True, drafted=True
     ),
 }
-GPTQ_RUNG = "gptq-int4-g32"
-OF_CHECKPOINT = {"int8-weight-only", GPTQ_RUNG, "speculation", "all-together"}  # made of one that is not quantized
+GPTQ_RUNG, GGUF_RUNG = "gptq-int4-g32", "gguf-file"
+# Made of a checkpoint that is not a quantized folder; the last one only of a GGUF file.
+OF_CHECKPOINT = {"int8-weight-only", GPTQ_RUNG, "speculation", "all-together", GGUF_RUNG}
 NATIVE = tuple(name for name, mode in RUNGS.items() if mode.fused and name not in OF_CHECKPOINT)
 # Where the native steps are, the compiler's rungs on quantized weights are measured only when they are asked for.
 COMPILED_QUANTIZED = tuple(name for name, mode in RUNGS.items() if mode.compiled and mode.weights)
-HEADS = {"heads-mha": "multi-head", "heads-gqa": "grouped-query", "heads-mqa": "multi-query"}
 TEXT_BYTES = 200_000  # of a text that is scored
 # Told as they are given.
 SETTINGS = ("dtype", "batches", "prompt_tokens", "contexts", "new_tokens", "kv_cache_dtype", "speculate")
@@ -113,7 +111,8 @@ class GenerateLadder(Ladder):
     shape: str | None = None
     """A named shape with random weights: llama-120m, llama-1.1b, gpt2-124m, qwen3-0.6b, llama-7b, llama-70b, tiny."""
     model: str | None = None
-    """A Hugging Face folder or hub id instead of a shape."""
+    """A Hugging Face folder, a GGUF file, a hub id or a short name such as smollm2-135m instead of a shape; it may also
+    be the first argument. The rungs of a GGUF file are made from its dequantized weights, but for gguf-file."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights (auto: bfloat16); products are in it too, or in float32 where the processor only emulates it."""
     prompt_tokens: int = 512
@@ -128,18 +127,39 @@ class GenerateLadder(Ladder):
     """Of the rungs' caches: the model's dtype, or int8 or int4 after a rotation; -plain: not rotated."""
     text: str | None = None
     """Also report each rung's perplexity on this text (a file, folder, glob or stdlib), and its KL divergence from the
-    model in bfloat16; needs --model."""
+    model in bfloat16; needs --model. For a GGUF file by default four short texts: a book, a chat, code, German."""
     gptq: str | None = None
     """Also measure gptq-int4-g32, of this folder; if there is none, the model is first quantized there (with stdlib as
     the calibration text). Without it the rung is measured only if --rungs names it, and its folder is not kept."""
-    draft: str = "none"
-    """Unless none: also measure speculation and, with --gptq, all-together, with drafts by this: suffix, a FOLDER with
-    a smaller model, self:N-layers or self:int4. Needs --text, whose documents are the prompts of these rungs."""
-    speculate: int | None = None
+    gptq_samples: Annotated[int, Holds("quantizes", "without a folder to make; give --gptq")] = 128
+    """Pieces of 512 tokens of the calibration text, where the folder is made."""
+    draft: str | None = None
+    """Unless none (the default; of a GGUF file suffix): also measure speculation and, with --gptq, all-together, with
+    drafts by this: suffix, a FOLDER with a smaller model, self:N-layers or self:int4. Needs --text, whose documents are
+    the prompts of these rungs."""
+    speculate: Annotated[int | None, Holds("drafts", "without drafts; give --draft")] = None
     """The most tokens of a draft."""
     tensor_parallel: int = 1
     """Also measure the rungs that are not compiled and draft nothing in so many processes on the same cores, each with
     a share of the model (NAME-tpN); needs --model."""
+
+    def settled(self) -> Self:
+        """The ladder with the defaults that depend on the model."""
+        if not self.source.is_gguf():
+            return replace(self, draft=self.draft or "none")
+        from hasten.data.book import TEXTS
+
+        return replace(self, text=self.text or TEXTS, draft=self.draft or "suffix")
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a rung drafts, with the model's own default."""
+        return self.settled().draft != "none"
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether a rung by GPTQ is asked for."""
+        return self.gptq is not None or any(name in RUNGS and RUNGS[name].gptq for name in self.rungs)
 
     @property
     def source(self) -> BenchmarkModel:
@@ -164,7 +184,10 @@ class GenerateLadder(Ladder):
 
     def modes(self) -> dict[str, DecodeMode]:
         """The rungs to run, by name. Raises ConfigError for those that cannot be."""
-        names, stored = choose_rungs(RUNGS, self.rungs), self.source.quantized()
+        names, stored, gguf = choose_rungs(RUNGS, self.rungs), self.source.only_format(), self.source.is_gguf()
+        if GGUF_RUNG in self.rungs and not gguf:
+            raise ConfigError(f"{GGUF_RUNG} is measured of a GGUF file, and {self.source.name} is none")
+        names = [name for name in names if gguf or name != GGUF_RUNG]
         on_cpu = resolve_device(self.device).type == "cpu"
         if stored is not None:  # what runs it as it is; by default eager, and the native or compiled steps
             possible = [name for name in RUNGS if RUNGS[name].weights in (None, stored) and name not in OF_CHECKPOINT]
@@ -191,7 +214,7 @@ class GenerateLadder(Ladder):
             found |= {
                 f"{name}-tp{ranks}": replace(mode, ranks=ranks, techniques=(*mode.techniques, words))
                 for name, mode in found.items()
-                if mode.cache and not (mode.compiled or mode.drafted or mode.gptq or mode.file)
+                if mode.cache and not (mode.compiled or mode.drafted or mode.gptq or mode.file or mode.gguf)
             }
         return found
 
@@ -211,7 +234,7 @@ class GenerateLadder(Ladder):
 
     def _can_draft(self, mode: DecodeMode) -> bool:
         """Whether the rung has no drafts, or there is what proposes them."""
-        return not mode.drafted or (self.draft != "none" and not (mode.gptq and self.draft == "self:int4"))
+        return not mode.drafted or (self.draft not in (None, "none") and not (mode.gptq and self.draft == "self:int4"))
 
     def show(self, report: Mapping[str, Any]) -> bool:
         """Print the table, and what is not in it, to standard error; whether any rung could be measured."""
@@ -224,22 +247,29 @@ class GenerateLadder(Ladder):
 
     def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
-        with tempfile.TemporaryDirectory(prefix="hasten-gptq-") as place:
-            return self._run(self.gptq or f"{place}/model")
+        with tempfile.TemporaryDirectory(prefix="hasten-ladder-") as place:
+            return self.settled()._run(Path(place))
 
-    def _run(self, gptq: str) -> dict[str, Any]:
-        rungs, device = self.modes(), str(resolve_device(self.device))
+    def _run(self, place: Path) -> dict[str, Any]:
+        rungs, device, source = self.modes(), str(resolve_device(self.device)), self.source
         ladder = replace(self, device=device, dtype="bfloat16" if self.dtype == "auto" else self.dtype)
         _check(ladder)
+        gptq, told = self.gptq or str(place / "gptq"), ""
+        if source.is_gguf():
+            told = " (dequantized)"
+            ladder = replace(ladder, model=source.dequantized(place / "model").model)
         from_gptq = any(mode.gptq for mode in rungs.values())
-        made_gptq = gptq_folder(ladder.source, Path(gptq), threads=self.threads) if from_gptq else None
+        made_gptq = None
+        if from_gptq:
+            made_gptq = gptq_folder(ladder.source, Path(gptq), threads=self.threads, samples=self.gptq_samples)
         wide = emulated(ladder.dtype, device) is not None
-        quantized = ladder.source.quantized() is not None
+        quantized = ladder.source.only_format() is not None
         made = []
         for name, mode in rungs.items():
-            model = BenchmarkModel(model=gptq) if mode.gptq else replace(ladder.source, kv_heads=mode.kv_heads)
+            model = source if mode.gguf else replace(ladder.source, kv_heads=mode.kv_heads)
+            model = BenchmarkModel(model=gptq) if mode.gptq else model
             config, size = model.config(), resolve_dtype(ladder.dtype).itemsize
-            weights = model.held_bytes() if quantized or mode.gptq else size * parameters(config).total
+            weights = model.held_bytes() if quantized or mode.gptq or mode.gguf else size * parameters(config).total
             need = _memory(config, ladder, ladder.rows(mode).values(), weights=weights, wide=wide)
             if mode.file:
                 need = need.beside(written=resolve_dtype(mode.file).itemsize * parameters(config).total)
@@ -257,13 +287,13 @@ class GenerateLadder(Ladder):
             made,
             kind="generate",
             settings={
-                "model": f"{ladder.source.name}, {ladder.dtype}, {ladder.prompt_tokens} prompt tokens",
+                "model": f"{source.name}{told}, {ladder.dtype}, {ladder.prompt_tokens} prompt tokens",
                 "weights": "checkpoint" if ladder.model else "random",
                 "batch": ladder.batches[0],
                 **{name: getattr(ladder, name) for name in SETTINGS},
                 "text_bytes": None if ladder.text is None else TEXT_BYTES,
                 "gptq": made_gptq,
-                "draft": None if ladder.draft == "none" else folder_name(ladder.draft),
+                "draft": folder_name(ladder.draft) if ladder.draft and ladder.draft != "none" else None,
                 "left_out": {name: why for name, why in self.left_out().items() if name not in rungs},
             },
             dtypes=("float32" if wide else ladder.dtype, *(("int8",) if integers else ())),
@@ -275,15 +305,14 @@ def _check(ladder: GenerateLadder) -> None:
     config = ladder.source.config()
     if ladder.text is not None and ladder.model is None:
         raise ConfigError("random weights predict no text; give --text with --model")
-    if ladder.gptq and (ladder.model is None or ladder.source.quantized() is not None):
+    if ladder.gptq and (ladder.model is None or ladder.source.only_format() is not None):
         raise ConfigError("--gptq quantizes a checkpoint that is not quantized; give it with --model")
+    check_least("--gptq-samples", ladder.gptq_samples)
     check_least("--speculate", ladder.speculate)
-    if ladder.speculate is not None and ladder.draft == "none":
-        raise ConfigError("--speculate says how long a draft may be; give --draft too")
     if ladder.draft != "none":
         if ladder.text is None:
             raise ConfigError("--draft takes suffix, a folder, self:N-layers or self:int4, and --text for its prompts")
-        if ladder.source.quantized() is not None:
+        if ladder.source.only_format() is not None:
             raise ConfigError("--draft is measured on a checkpoint that is not quantized, which has all rungs")
     check_least("--tensor-parallel", ladder.tensor_parallel)
     if ladder.tensor_parallel > 1:
@@ -323,51 +352,3 @@ def _memory(
     memory = inference_memory(config, use)
     caches = sum(row["batch"] * own for row, own in zip(rows, each, strict=True))
     return replace(memory, parts={**memory.parts, "cache": caches})
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadsLadder(GenerateLadder):
-    """Attention heads: one shape with all, grouped and one key/value head; bytes of cache per token, and speed."""
-
-    title: ClassVar[str] = "Attention heads"
-    model: Suppress[str | None] = None  # a shape only: with other heads a checkpoint is no model
-    text: Suppress[str | None] = None
-    gptq: Suppress[str | None] = None
-    draft: Suppress[str] = "none"
-    speculate: Suppress[int | None] = None
-    tensor_parallel: Suppress[int] = 1
-    prompt_tokens: int = 2048
-    """The context after which every rung decodes."""
-    eager: bool = False
-    """Do not compile."""
-
-    def left_out(self) -> dict[str, str]:
-        """None: it has no rungs for checkpoints."""
-        return {}
-
-    def modes(self) -> dict[str, DecodeMode]:
-        """The rungs to run, by name. Raises ConfigError for those that cannot be."""
-        if self.model is not None or self.shape is None:
-            raise ConfigError("the heads ladder builds the same model three times with other heads: use --shape")
-        config = self.source.config()
-        counts = dict(zip(HEADS, (config.heads, grouped(config.heads, config.kv_heads), 1), strict=True))
-        names, how = choose_rungs(HEADS, self.rungs), "eager" if self.eager else "torch.compile"
-        return {
-            name: DecodeMode(
-                techniques=(how, "static cache", f"{HEADS[name]}: {heads} key/value head{'s' * (heads > 1)}"),
-                compiled=not self.eager,
-                kv_heads=heads,
-            )
-            for name, heads in counts.items()
-            if name in names
-        }
-
-
-def grouped(heads: int, kv_heads: int) -> int:
-    """Key/value heads of the grouped rung: the shape's own where it groups, else a fourth, third or half of all."""
-    if 1 < kv_heads < heads:
-        return kv_heads
-    for share in (4, 3, 2):
-        if heads % share == 0 and heads > share:
-            return heads // share
-    raise ConfigError(f"{heads} query heads cannot be grouped: their number has no useful divisor")

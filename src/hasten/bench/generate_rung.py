@@ -58,7 +58,7 @@ class GenerateRung:
         self.config = source.config()  # the whole model's, whatever a rank holds of it
         self.weight_bytes: float = resolve_dtype(dtype).itemsize
         if mode.weights is not None or self.model.quantization is not None:
-            self.pack(mode)
+            self.pack(mode, scored=ladder.text is not None)
         self.matrix_dtype = product_dtype(self.model)
         self.kv_cache_dtype = ladder.kv_cache_dtype if mode.cache else "auto"
         documents = [] if ladder.text is None else list(read_documents(ladder.text, limit_bytes=TEXT_BYTES))
@@ -68,20 +68,21 @@ class GenerateRung:
         self.new_tokens = ladder.new_tokens  # the same for all rungs, where the bytes of a mean token are counted
         self.rows, self.streams = ladder.rows(mode), dict[str, Stream | DraftedStream]()
         if mode.drafted:
-            draft = load_draft(ladder.draft, ladder.source, self.model)
+            draft = load_draft(ladder.draft or "none", ladder.source, self.model)
             prompts = real_prompts(self.model, documents, ladder.prompt_tokens)
             self.streams[""] = DraftedStream(self.model, mode, ladder, draft, prompts)
             return
         for ending, row in self.rows.items():
             self.streams[ending] = Stream(self.model, mode, ladder, row, keep_prompt=bool(ending))
 
-    def pack(self, mode: DecodeMode) -> None:
+    def pack(self, mode: DecodeMode, *, scored: bool) -> None:
         """Quantize, where the checkpoint is not, and fuse as the rung says; count the bytes that a weight now takes.
 
-        Scales are among them.
+        Scales are among them. scored: as `--quantize` does it, since the perplexity is measured; else the head like the
+        other layers, by the scales that are found fastest.
         """
-        int4 = Int4(lm_head="same", search="minmax")  # which scales are chosen changes the error, not the speed
-        int8 = Int8(lm_head="same", activations=mode.activations)
+        int4 = Int4() if scored else Int4(lm_head="same", search="minmax")
+        int8 = Int8(activations=mode.activations) if scored else Int8(lm_head="same", activations=mode.activations)
         schemes: dict[str | None, Scheme] = {"int8": int8, "int4": int4}
         if mode.weights in schemes and self.model.quantization is None:  # else in this rung's format already
             quantize(self.model, schemes[mode.weights])
@@ -98,7 +99,7 @@ class GenerateRung:
         """Perplexity of the beginning of a text, computed by what the rung runs, and how far that is from the model in
         bfloat16 (where it is at hand), on a CPU with the native steps.
         """
-        if ladder.source.quantized() is not None:
+        if ladder.source.only_format() is not None:
             return {"perplexity": perplexity(self.model, documents, kv_cache_dtype=self.kv_cache_dtype).perplexity}
         same: dict[str, Any] = {"device": ladder.device, "seed": ladder.seed, "group": self.group}
         plain = ladder.source.build(dtype=resolve_dtype("bfloat16"), **same)
@@ -150,9 +151,9 @@ class GenerateRung:
 
 
 def from_file(model: Transformer, device: str) -> Transformer:
-    """The model as a user has it, who loads it from a folder in its dtype."""
+    """The model as a user has it, who loads it from a folder of plain weights in its dtype."""
     with tempfile.TemporaryDirectory(prefix="hasten-file-", ignore_cleanup_errors=True) as place:
-        export_model(model, Path(place) / "model")
+        export_model(model, Path(place) / "model", dequantize=True)
         return load(Path(place) / "model", device=device)
 
 

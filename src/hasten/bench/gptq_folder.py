@@ -17,7 +17,7 @@ def gptq_folder(source: BenchmarkModel, folder: Path, *, threads: Threads, sampl
     """Make sure that `folder` holds `source` in int4 by groups of 32; what the report says of how it came there.
 
     samples: pieces of calibration text.
-    Made as `hasten quantize --scheme int4 --group-size 32 --lm-head same --method gptq` makes it: after an interruption
+    Made as `hasten quantize --scheme int4 --group-size 32 --method gptq` makes it: after an interruption
     the next call goes on. Raises ConfigError for a folder that holds something else.
     """
     if (folder / "config.json").exists():
@@ -34,7 +34,7 @@ def gptq_folder(source: BenchmarkModel, folder: Path, *, threads: Threads, sampl
         raise ConfigError(f"GPTQ looks at text, and {source.name} has no tokenizer to read it: leave gptq-int4-g32 out")
     length = min(512, model.config.max_positions)
     tokens = calibration_tokens(model.tokenizer, read_documents(TEXT), samples=samples, length=length)
-    scheme, done = Int4(group_size=GROUP, lm_head="same"), count(1)
+    scheme, done = Int4(group_size=GROUP), count(1)
     with share("layers quantized by GPTQ") as progress:
 
         def tell(_: object) -> None:

@@ -7,18 +7,20 @@ A shared machine changes its speed two-fold within minutes. Rounds that interlea
 weather; ratios and utilisation are formed within a round and only then is the median taken over the rounds.
 """
 
+import math
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from hasten.bench.draw import draw_ladder
 from hasten.bench.models import check_finite, check_least
 from hasten.bench.process import Rung, run_interleaved
 from hasten.bench.report import build_report
 from hasten.bench.table import print_ladder
+from hasten.effects import ON_CPU
 from hasten.errors import ConfigError
 from hasten.machine import Threads, available_cores, available_memory, describe, resolve_device, thread_count
 from hasten.machine.progress import bars
@@ -78,11 +80,15 @@ class Ladder(BenchmarkOptions):
     """Rounds before them that are not counted."""
     limit_seconds: float = 0.3
     """How long each of the machine's limits is measured in each round."""
+    setup_seconds: Annotated[float, ON_CPU] = math.inf
+    """On a CPU: after this time no further rung is set up; those that are left are skipped, which the report says."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_finite("--limit-seconds", self.limit_seconds)
         check_least("--rounds", self.rounds)
+        if not self.setup_seconds > 0:
+            raise ConfigError(f"--setup-seconds is {self.setup_seconds:g}; it must be above 0")
         check_least("--warmup", self.warmup, 0)
 
     def measure(
@@ -134,6 +140,7 @@ class Ladder(BenchmarkOptions):
                 warmup=self.warmup,
                 keep=keep,
                 room=room,
+                seconds=self.setup_seconds,
                 tell=lambda text: progress.update(bar, description=text, advance=1),
             )
         return build_report(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import ConfigError, ResourceError
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkModel:
-    """A shape's config, or a checkpoint: its folder or hub id (`model`). Pickles into child processes.
+    """A shape's config, or a checkpoint: its folder, GGUF file, hub id or short name (`model`). Pickles into children.
 
     kv_heads: replaces the number of key/value heads (a shape only).
     """
@@ -39,7 +40,7 @@ class BenchmarkModel:
 
     def __post_init__(self) -> None:
         if (self.shape is None) == (self.model is None):
-            raise ConfigError("give one of --shape NAME and --model FOLDER")
+            raise ConfigError("give one of --shape NAME and --model MODEL, a folder, file, hub id or short name")
         if self.shape is not None:
             check_shape(self.shape)
         if self.model is not None and self.kv_heads is not None:
@@ -66,6 +67,27 @@ class BenchmarkModel:
         """
         found = min(self.weight_formats(), key=lambda weight: weight.bits, default=None)
         return None if found is None else found.element
+
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file, from which a ladder makes plain weights for the other rungs."""
+        from hasten.model.hub import resolve_model
+
+        return self.model is not None and resolve_model(self.model).suffix == ".gguf"
+
+    def only_format(self) -> str | None:
+        """The format of a quantized folder, which is measured as nothing else; None for what has all rungs."""
+        return None if self.is_gguf() else self.quantized()
+
+    def dequantized(self, folder: Path) -> BenchmarkModel:
+        """The model with plain bfloat16 weights, written into `folder` unless it is there already."""
+        import torch
+
+        from hasten.model.export import export_model
+        from hasten.model.load import load
+
+        if not (folder / "config.json").exists():
+            export_model(load(str(self.model), dtype="bfloat16"), folder, dtype=torch.bfloat16, dequantize=True)
+        return BenchmarkModel(model=str(folder))
 
     def weight_formats(self) -> Sequence[WeightFormat]:
         """How the checkpoint's quantized layers are stored; none of a shape, or of plain weights."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from hasten.bench.models import BenchmarkModel, check_least
-from hasten.effects import Facts, Needs, Reads, Unless
+from hasten.effects import KIND, Facts, Needs, Reads, Unless
 from hasten.errors import ConfigError
 from hasten.generation.params import KVCacheDtype
 from hasten.machine import available_memory, measure_limits, resolve_device, resolve_dtype, training_precision
@@ -20,7 +20,6 @@ from hasten.planning.memory import ITEMSIZE, LARGEST_PREFILL, PROCESS_BYTES, Inf
 from hasten.planning.plan import Phase, Plan, inference_phases, training_phase
 from hasten.planning.shapes import SHAPES, shape_config
 from hasten.serving.settings import EngineSettings
-from hasten.training.conditions import KIND
 from hasten.training.recipe import Data, Lora, Optimizer, Parallel, Recipe, Run, Techniques
 
 if TYPE_CHECKING:
@@ -188,8 +187,8 @@ def settle(model: str, options: PlanOptions) -> Subject:
     if not 2 <= length <= config.max_positions:
         raise ConfigError(f"--length is {length}; {name} takes from 2 to {config.max_positions}")
     options = replace(options, length=length)
-    if not options.training and options.techniques.precision == "auto":
-        own = _generated_in(config, own, options.device)
+    if not options.training:
+        own = _generated_in(config, own, options)
     if own == "float32" and options.techniques.precision == "auto" and not options.training:
         options = replace(options, techniques=replace(options.techniques, precision="float32"))
     device, precision = _device(options, options.weights.replace("auto", own))
@@ -205,17 +204,39 @@ def settle(model: str, options: PlanOptions) -> Subject:
     return Subject(name=name, config=config, checkpoint=checkpoint, options=options, device=device, own=own)
 
 
-def _generated_in(config: ModelConfig, own: str, device: str) -> str:
-    """The format that `hasten.load` holds the weights of a checkpoint in."""
-    if own not in ("float32", "float16"):
+def _generated_in(config: ModelConfig, own: str, options: PlanOptions) -> str:
+    """The format that a command holds the weights of a checkpoint in: as asked for, or as `hasten.load` chooses."""
+    if own not in ITEMSIZE:
         return own
-    if device.partition(":")[0] not in ("auto", "cpu", "cuda"):
-        return "bfloat16" if own == "float32" else own
+    if options.techniques.precision != "auto":
+        return options.techniques.precision
+    if own == "bfloat16" or not _here(options):
+        return own.replace("float32", "bfloat16")
     import torch
 
     from hasten.model.inference import inference_dtype
 
-    return str(inference_dtype(config, getattr(torch, own), resolve_device(device))).removeprefix("torch.")
+    found = inference_dtype(config, getattr(torch, own), resolve_device(options.device))
+    return str(found).removeprefix("torch.")
+
+
+def _here(options: PlanOptions) -> bool:
+    """Whether the device is one of this machine's."""
+    return options.device.partition(":")[0] in ("auto", "cpu", "cuda")
+
+
+def _cache_dtype(subject: Subject) -> str:
+    """The dtype of keys and values: that of the path which generates, bfloat16 in fused steps."""
+    from hasten.model.inference import runs_fused
+
+    options = subject.options
+    if (
+        not _here(options)
+        or subject.weights == "float32"
+        or not runs_fused(subject.config, resolve_device(options.device))
+    ):
+        return options.techniques.precision
+    return "bfloat16"
 
 
 def _integers(options: PlanOptions, weights: str, kind: str, dtype: str) -> bool:
@@ -338,7 +359,7 @@ def _inference(subject: Subject) -> InferenceUse:
         weights=weight_bytes(config, subject.weights) if stored is None else stored.held_bytes(),
         dtype=dtype,
         integers=_integers(options, subject.weights, subject.device.kind, dtype),
-        row_bytes=row_format(options.kv_cache_dtype).bytes(config.head_dim, resolve_dtype(dtype)),
+        row_bytes=row_format(options.kv_cache_dtype).bytes(config.head_dim, resolve_dtype(_cache_dtype(subject))),
         block_size=settings.block_size if served else 1,
         degree=options.tensor_parallel,
     )

@@ -5,6 +5,7 @@ They measure in turns, round after round, so that all of them see the same state
 """
 
 import contextlib
+import math
 import multiprocessing
 import os
 import pkgutil
@@ -184,19 +185,25 @@ def run_interleaved(
     warmup: int = 0,
     keep: bool = True,
     room: int | None = None,
+    seconds: float = math.inf,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[RungRun]:
     """What came of each rung. The warm-up's rounds are not counted; one that fails is left out from there on.
 
     keep: all processes stay alive until the end; else each is started again for each round. room: bytes of a GPU;
     rungs that fit there together are prepared side by side, measured in turns, and end before the next ones start.
+    seconds: after which no further process is set up where all are kept; its rung has an error that says so.
     tell: called with a line about each step.
     """
+    begun = time.monotonic()
     runs = [RungRun(rung, timeout) for rung in rungs]
     if room is not None:
         return _in_groups(runs, room, rounds=rounds, warmup=warmup, tell=tell)
     try:
         for run in runs if keep else ():
+            if time.monotonic() - begun > seconds:
+                run.error = f"skipped: the rungs before it took more than {seconds:.0f} s to set up"
+                continue
             tell(f"setting up: {run.rung.name}")
             run.start()
         for number in range(1 - warmup if keep else 1, rounds + 1):  # rounds 0, -1, … are the warm-up

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from hasten.cli.demo_published import NAME, Budget, answer, find, measure
+from hasten.cli.demo_published import NAME, SMALL_RUNG_SECONDS, Budget, answer, find, measure, run_ladder
+from hasten.effects import Needs
 from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
 from hasten.machine import configure
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 PROMPT = 'def read_lines(path):\n    """'
 # Seconds on two Zen 4 cores that do nothing else.
 AROUND_TRAINING = 35  # text, evaluation, writing
+AROUND = 4.5  # minutes of everything but the training
 TRAIN_LADDER = 55
 TRAIN_RUNGS = ("explicit-float32", "memory-efficient", "native-kernels")
 EVALUATION_BYTES = 200_000
@@ -42,8 +44,8 @@ class Demo:
 
     minutes: float = 1.5
     """Minutes of training."""
-    budget: float = 6.0
-    """Minutes for everything: what would exceed them is not measured, which is said."""
+    budget: Annotated[float | None, Needs("ladder")] = None
+    """Minutes for everything: what would exceed them is not measured, which is said. By default 4.5 and --minutes."""
     spent: float = 0.0
     """Seconds of the budget that are gone already (make demo: for setting up)."""
     published: bool = True
@@ -58,7 +60,8 @@ class Demo:
     """Measure each technique of generation, and of training."""
 
     def run(self) -> None:
-        budget = Budget(seconds=60 * self.budget, started=time.perf_counter() - self.spent)
+        minutes = AROUND + self.minutes if self.budget is None else self.budget
+        budget = Budget(seconds=60 * minutes, started=time.perf_counter() - self.spent)
         from hasten.training.recipes import RECIPES
 
         recipe = RECIPES["demo"]
@@ -103,7 +106,7 @@ class Demo:
             _say(next(steps), f"no text is shown: {wrong}")
         if self.ladder and not begun:
             _say(next(steps), "measure each technique of generation on it")
-            _measure(result.model_folder, run, held_out, threads=self.threads)
+            _measure(result.model_folder, run, held_out, budget, threads=self.threads)
         if self.ladder and begun:
             _say(next(steps), "measure techniques of training")
             _measure_training(run, budget, threads=self.threads)
@@ -199,20 +202,14 @@ def _write(model: Any) -> None:
     print()
 
 
-def _measure(folder: Path, run: Path, documents: list[str], *, threads: Threads) -> None:
+def _measure(folder: Path, run: Path, documents: list[str], budget: Budget, *, threads: Threads) -> None:
     """The ladder; each rung also scores the beginning of what was held out, so that speed has its price beside it."""
-    from hasten.bench.draw import draw_ladder
-    from hasten.bench.generate import GenerateLadder
-    from hasten.bench.table import print_ladder
-
     with tempfile.TemporaryDirectory(prefix="hasten-demo-") as place:
         text = Path(place) / "held-out.txt"
         text.write_text("\n".join(documents).encode()[:LADDER_TEXT_BYTES].decode(errors="ignore"))
         options: dict[str, Any] = {"rounds": LADDER_ROUNDS, "threads": threads, "text": str(text)}
-        report = GenerateLadder(model=str(folder), prompt_tokens=128, new_tokens=64, **options).run()
-    write_json(run / "ladder.json", report)
-    draw_ladder(report, run / "ladder.png", title="Generation ladder of the demo model")
-    print_ladder(report)
+        title = "Generation ladder of the demo model"
+        run_ladder(folder, run, budget, SMALL_RUNG_SECONDS, reserved=0, title=title, options=options)
 
 
 def _measure_training(run: Path, budget: Budget, *, threads: Threads) -> None:
@@ -254,6 +251,7 @@ next:
   hasten chat {NAME}
   hasten serve {NAME}
   hasten generate gemma3-270m --prompt "Once upon a time"
+  hasten bench generate {NAME}
   hasten explain {NAME}"""
         )
     print(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +29,7 @@ QUESTIONS = (
 )
 ANSWER_TOKENS = 60
 HUB_SECONDS = 3.0  # in which the hub has to answer
+DOWNLOAD_SECONDS = 60.0  # in which the model has to be there, from each place
 # About the seconds of each rung on two idle Zen 4 cores, in the order of what is worth seeing; they are scaled by how
 # much slower than PACE tokens/s the answers came.
 RUNG_SECONDS = {
@@ -31,10 +37,20 @@ RUNG_SECONDS = {
     "static-cache": 20,
     "native-int8": 14,
     "native-int4": 14,
+    "gguf-file": 14,
     "speculation": 18,
     "gptq-int4-g32": 50,
     "static-cache-compiled": 60,
 }
+SMALL_RUNG_SECONDS = {  # of the model that the demo trains
+    "native-bf16": 8,
+    "static-cache": 8,
+    "native-int8": 8,
+    "native-int4": 8,
+    "no-cache": 10,
+    "static-cache-compiled": 40,
+}
+SETTING_UP = 0.7  # the share of a ladder's time after which it sets no further rung up
 PACE = 100.0
 CALIBRATION_SAMPLES = 8  # of 512 tokens, for GPTQ
 ROUNDS = 2
@@ -58,19 +74,20 @@ def find() -> Path | None:
 
     None, with the reason printed, where neither has it.
     """
-    from hasten.model.hub import resolve_folder
-    from hasten.model.published import PUBLISHED, published_file
+    from hasten.machine.caches import find_cached
+    from hasten.model.published import PUBLISHED
 
     hub_id = PUBLISHED[NAME].hub_id
-    try:
-        if _hub_answers(hub_id):
-            path = resolve_folder(hub_id)
+    if hub_answers(hub_id):
+        try:
+            path = fetch("hasten.model.hub:resolve_folder", hub_id)
             print(f"  {hub_id} from the hub, {PUBLISHED[NAME].licence}")
             return path
-    except ResourceError as error:
-        print(f"  {error}", file=sys.stderr)
+        except ResourceError as error:
+            print(f"  the hub: {error}", file=sys.stderr)
     try:
-        path = published_file(NAME)
+        there = find_cached("models", PUBLISHED[NAME].file)
+        path = there or fetch("hasten.model.published:published_file", NAME)
     except ResourceError as error:
         print(f"  skipped: {error}")
         return None
@@ -78,14 +95,46 @@ def find() -> Path | None:
     return path
 
 
-def _hub_answers(hub_id: str) -> bool:
+def hub_answers(hub_id: str) -> bool:
+    """Whether the hub says within HUB_SECONDS that it has the model."""
     import huggingface_hub
 
-    try:
-        huggingface_hub.model_info(hub_id, timeout=HUB_SECONDS)
-    except Exception:  # the hub's client raises many kinds; each means that there is none to download from
-        return False
-    return True
+    answers: list[object] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # of many kinds; each means that there is none to download from
+            answers.append(huggingface_hub.model_info(hub_id, timeout=HUB_SECONDS))
+
+    asking = threading.Thread(target=ask, daemon=True)  # its timeout is that of each single read
+    asking.start()
+    asking.join(HUB_SECONDS)
+    return bool(answers)
+
+
+def fetch(function: str, name: str) -> Path:
+    """What `function` ("module:function") gives for a name, in a process that has DOWNLOAD_SECONDS.
+
+    Raises ResourceError with its message, or where the time is not enough.
+    """
+    module, _, attribute = function.partition(":")
+    code = f"import sys; from {module} import {attribute} as get\ntry: print(get(sys.argv[1]))\n"
+    code += "except Exception as error: sys.exit(str(error))"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code, name], stdout=pipe, stderr=pipe, text=True) as child:
+        try:
+            found, said = child.communicate(timeout=DOWNLOAD_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGINT)  # so that it removes what it has begun
+            try:
+                child.communicate(timeout=5)
+            except subprocess.TimeoutExpired:
+                child.kill()
+            raise ResourceError(
+                f"{name} was not there within {DOWNLOAD_SECONDS:.0f} s; hasten chat {name} downloads it without a limit"
+            ) from None
+    if child.returncode:
+        raise ResourceError((said.strip().splitlines() or ["no message"])[-1])
+    return Path(found.strip().splitlines()[-1])
 
 
 def answer(path: Path, budget: Budget, *, threads: Threads) -> None:
@@ -121,56 +170,62 @@ def measure(path: Path, folder: Path, budget: Budget, *, reserved: float, thread
 
     reserved: seconds that the rest of the demo needs.
     """
-    from hasten.bench.draw import draw_ladder
-    from hasten.bench.generate import GPTQ_RUNG, GenerateLadder
-    from hasten.bench.gptq_folder import gptq_folder
-    from hasten.bench.models import BenchmarkModel
-    from hasten.bench.table import print_ladder
+    from hasten.bench.generate import GGUF_RUNG, GPTQ_RUNG
     from hasten.data.book import BOOK
 
-    rungs, skipped = fitting(budget.left() - reserved, budget.pace)
+    known = {name: seconds for name, seconds in RUNG_SECONDS.items() if name != GGUF_RUNG or path.is_file()}
+    options: dict[str, Any] = {"rounds": ROUNDS, "threads": threads, "text": str(BOOK), "draft": "suffix"}
+    options |= {"gptq": str(folder / GPTQ_RUNG), "gptq_samples": CALIBRATION_SAMPLES}
+    title = f"Generation ladder of {NAME}"
+    run_ladder(path, folder, budget, known, reserved=reserved, title=title, options=options)
+
+
+def run_ladder(
+    model: Path,
+    folder: Path,
+    budget: Budget,
+    known: Mapping[str, float],
+    *,
+    reserved: float,
+    title: str,
+    options: dict[str, Any],
+) -> None:
+    """Measure the rungs of `known` (with their seconds) that fit what is left of the budget, and say which do not.
+
+    Leaves ladder.json and ladder.png in `folder`. reserved: seconds that the rest of the demo needs.
+    """
+    from hasten.bench.draw import draw_ladder
+    from hasten.bench.generate import GenerateLadder
+    from hasten.bench.table import print_ladder
+
+    left = budget.left() - reserved
+    rungs, skipped = fitting(known, left, budget.pace)
     for name, seconds in skipped.items():
         print(f"  skipped: {name}, about {seconds:.0f} s here, would break the budget (--budget gives it more minutes)")
     if not rungs:
         return
-    source = _as_folder(path, folder / "model")
-    options: dict[str, Any] = {"rounds": ROUNDS, "threads": threads, "text": str(BOOK)}
-    if "speculation" in rungs:
-        options["draft"] = "suffix"
-    if GPTQ_RUNG in rungs:
-        options["gptq"] = str(folder / "gptq-int4")
-        made = BenchmarkModel(model=str(source))
-        gptq_folder(made, folder / "gptq-int4", threads=threads, samples=CALIBRATION_SAMPLES)
-    ladder = GenerateLadder(model=str(source), rungs=tuple(rungs), prompt_tokens=128, new_tokens=64, **options)
+    ladder = GenerateLadder(
+        model=str(model),
+        rungs=tuple(rungs),
+        prompt_tokens=128,
+        new_tokens=64,
+        setup_seconds=SETTING_UP * left,
+        **options,
+    )
     report = ladder.run()
     write_json(folder / "ladder.json", report)
-    draw_ladder(report, folder / "ladder.png", title=f"Generation ladder of {NAME}")
+    draw_ladder(report, folder / "ladder.png", title=title)
     print_ladder(report)
 
 
-def fitting(seconds: float, pace: float) -> tuple[list[str], dict[str, float]]:
-    """The rungs that fit into `seconds`, in the order of RUNG_SECONDS; the others with what they take."""
+def fitting(known: Mapping[str, float], seconds: float, pace: float) -> tuple[list[str], dict[str, float]]:
+    """The rungs that fit into `seconds`, in the order of `known`; the others with what they take."""
     rungs: list[str] = []
     skipped: dict[str, float] = {}
-    for name, own in RUNG_SECONDS.items():
+    for name, own in known.items():
         if pace * own <= seconds:
             rungs.append(name)
             seconds -= pace * own
         else:
             skipped[name] = pace * own
     return rungs, skipped
-
-
-def _as_folder(path: Path, folder: Path) -> Path:
-    """The model as a folder of plain bfloat16 weights, which every rung can be made of."""
-    if path.is_dir():
-        return path
-    if not (folder / "config.json").exists():
-        import torch
-
-        from hasten.model.export import export_model
-        from hasten.model.load import load
-
-        print(f"  {path.name} with its weights dequantized to bfloat16: {folder}")
-        export_model(load(path, dtype="bfloat16"), folder, dtype=torch.bfloat16, dequantize=True)
-    return folder

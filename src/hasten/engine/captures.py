@@ -97,7 +97,8 @@ class Captures:
         try:
             if self._pool is None and self.device.type == "cuda":
                 self._pool = torch.cuda.graph_pool_handle()
-            run = cuda_graph(step, reset, pool=self._pool)
+            with torch.cuda.device(self.device if self.device.type == "cuda" else -1):
+                run = cuda_graph(step, reset, pool=self._pool)
             piece = Piece(run, results[0])
         except Exception as error:
             lines = traceback.format_exc().splitlines()[-12:]

@@ -36,9 +36,8 @@ class Meter:
         if isinstance(model.stack, FusedStack):
             self.names = [f"model.blocks.{i}.{part}" for i in range(len(model.blocks)) for part in FusedStack.PARTS]
             self.times = torch.zeros(1 + len(self.names), dtype=torch.int64)
-            self.calls.append((model.stack, "run", "model.blocks"))
         if model.stack is not None:
-            self.calls.append((model.stack, "scores", "model.head"))
+            self.calls += [(model.stack, "run", "model.blocks"), (model.stack, "scores", "model.head")]
         self.restart()
 
     def restart(self) -> None:

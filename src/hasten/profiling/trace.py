@@ -1,6 +1,7 @@
 """One step under torch's profiler: its operators, the time in none, the memory over time, a trace for Perfetto."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ class TracedStep:
 
 def traced(meter: Meter, step: Callable[[], object], path: Path) -> TracedStep:
     """Take a step in a meter's sight and write its trace, with our parts as a track of their own."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports its own start and stop to stderr
     cuda = meter.cuda
     if cuda:
         torch.cuda.memory._record_memory_history()
