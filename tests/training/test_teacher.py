@@ -42,7 +42,6 @@ def divergence(teacher, student, batch):
 
 
 def test_the_loss_is_the_divergence_by_its_definition(recipe, folder, monkeypatch):
-    from hasten.model import transformer
 
     setup = set_up(recipe(name="student", teacher=folder, tokenizer=folder), progress=False)
     batch, step = setup.batches.batch(0), setup.step
@@ -51,7 +50,7 @@ def test_the_loss_is_the_divergence_by_its_definition(recipe, folder, monkeypatc
     count = int((batch.targets != IGNORED).sum())
     gradients = []
     for rows in (1 << 20, 50):  # all at once, and in pieces of which the last is smaller
-        monkeypatch.setattr(transformer, "rows_of_a_chunk", lambda width, rows=rows: rows)
+        monkeypatch.setattr("hasten.ops.loss.rows_of_a_chunk", lambda width, rows=rows: rows)
         step.model.zero_grad()
         loss = step.loss(batch, teacher=step.teacher) / count
         torch.testing.assert_close(loss.detach().double(), expected, rtol=1e-5, atol=1e-6)
@@ -176,13 +175,12 @@ def test_a_teacher_that_does_not_fit_is_refused(recipe, folder, tmp_path):
 
 def test_the_heads_gradient_is_summed_in_float32(recipe, folder, monkeypatch):
     """Under autocast, over many pieces: as near to float64's as with all rows at once."""
-    from hasten.model import transformer
 
     setup = set_up(recipe(name="student", teacher=folder, tokenizer=folder, precision="bfloat16"), progress=False)
     batch, step = setup.batches.batch(0), setup.step
     errors = []
     for rows in (1 << 20, 2):
-        monkeypatch.setattr(transformer, "rows_of_a_chunk", lambda width, rows=rows: rows)
+        monkeypatch.setattr("hasten.ops.loss.rows_of_a_chunk", lambda width, rows=rows: rows)
         step.model.zero_grad()
         step.loss(batch, teacher=step.teacher).backward()
         errors.append(step.model.head.weight.grad.double())
