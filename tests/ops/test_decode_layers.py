@@ -149,8 +149,7 @@ def test_machine_code(kernels, monkeypatch, tmp_path, shape, page):
     even = ("row_stride", "head_stride")
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in pointers or name in even}
     source = GluonASTSource(kernel, signature, values, aligned)
-    options = {"num_warps": cut.warps} | ({} if cut.registers is None else {"maxnreg": cut.registers})
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": cut.warps})
     assert result.metadata.shared <= decode.SHARED
     assert result.asm["ptx"].count("cp.async.cg.shared.global") == len(
         re.findall(r"cp\.async\.\w+\.shared", result.asm["ptx"])

@@ -254,9 +254,9 @@ class GenerateLadder(Ladder):
         rungs, device, source = self.modes(), str(resolve_device(self.device)), self.source
         ladder = replace(self, device=device, dtype="bfloat16" if self.dtype == "auto" else self.dtype)
         _check(ladder)
-        gptq, told = self.gptq or str(place / "gptq"), ""
+        gptq, note = self.gptq or str(place / "gptq"), ""
         if source.is_gguf():
-            told = " (dequantized)"
+            note = " (dequantized)"
             ladder = replace(ladder, model=source.dequantized(place / "model").model)
         from_gptq = any(mode.gptq for mode in rungs.values())
         made_gptq = None
@@ -287,7 +287,7 @@ class GenerateLadder(Ladder):
             made,
             kind="generate",
             settings={
-                "model": f"{source.name}{told}, {ladder.dtype}, {ladder.prompt_tokens} prompt tokens",
+                "model": f"{source.name}{note}, {ladder.dtype}, {ladder.prompt_tokens} prompt tokens",
                 "weights": "checkpoint" if ladder.model else "random",
                 "batch": ladder.batches[0],
                 **{name: getattr(ladder, name) for name in SETTINGS},

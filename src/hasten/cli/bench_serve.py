@@ -192,7 +192,7 @@ class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
 
 
 def show_load(summary: dict[str, Any], name: str = "") -> None:
-    """One load, to standard error. name: what stands before its rate."""
+    """One load, to standard error. name: printed before its rate."""
     if "error" in summary:
         say(f"{name}all {summary['failed']} requests failed: {summary['error']}")
         return

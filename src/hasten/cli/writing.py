@@ -30,6 +30,6 @@ def require_new_folder(output: Path, source: Path, *, option: str, overwrite: bo
         raise ConfigError(f"{option} {output} is a file; name a folder")
     if output.resolve() == source.resolve():
         raise ConfigError(f"{option} {output} is the model itself, which would be lost; name another folder")
-    stands = [name for name in ("config.json", "model.safetensors") if (output / name).exists()]
-    if stands and not overwrite:
-        raise ConfigError(f"{option} {output} holds a model already ({stands[0]}); --overwrite replaces it")
+    present = [name for name in ("config.json", "model.safetensors") if (output / name).exists()]
+    if present and not overwrite:
+        raise ConfigError(f"{option} {output} holds a model already ({present[0]}); --overwrite replaces it")

@@ -53,7 +53,6 @@ class Tiling:
     splits: int
     keys: int = 64
     warps: int = 8
-    registers: int | None = None
 
 
 def cut_for(sizes: Sizes, multiprocessors: int) -> Tiling | None:
@@ -145,11 +144,8 @@ class DecodeLayers:
         from hasten.ops.block.decode_kernels import decode_layers  # imports Gluon
 
         cut = self.cut
-        options = {} if cut.registers is None else {"maxnreg": cut.registers}
         known |= constants(self.sizes, cut)
-        decode_layers[(cut.programs,)](
-            *arguments, **known, num_warps=cut.warps, launch_cooperative_grid=True, **options
-        )
+        decode_layers[(cut.programs,)](*arguments, **known, num_warps=cut.warps, launch_cooperative_grid=True)
 
     def arguments(self, x: Tensor, cos: Tensor, sin: Tensor, views: Sequence[KVView], table: Tensor) -> tuple[Any, ...]:
         """The kernel's arguments, for all layers."""
