@@ -80,8 +80,8 @@ class CacheFormats:
     def quality(self, texts: list[str]) -> list[dict[str, Any]]:
         """Of the model in float32, and over a cache of each format."""
         import hasten
-        from hasten.generation.cache import ROW_FORMATS
-        from hasten.generation.divergence import divergence
+        from hasten.engine.cache import ROW_FORMATS
+        from hasten.evaluation.divergence import divergence
 
         base = hasten.fuse(hasten.load(self.model, dtype="bfloat16"))
         models = {
@@ -104,8 +104,8 @@ class CacheFormats:
         import torch
 
         import hasten
-        from hasten.generation.cache import ROW_FORMATS
-        from hasten.generation.decoder import Decoder
+        from hasten.engine.cache import ROW_FORMATS
+        from hasten.engine.decoder import Decoder
         from hasten.model.families import read_config
         from hasten.model.initialize import initialize
         from hasten.ops.native import library
@@ -174,8 +174,8 @@ def tokens_that_fit() -> dict[str, dict[str, float]]:
     """Tokens in one GiB of cache, by shape (Hugging Face's names of sizes) and format."""
     import torch
 
-    from hasten.generation.cache import ROW_FORMATS
-    from hasten.generation.paged import PagedCache
+    from hasten.engine.cache import ROW_FORMATS
+    from hasten.engine.paged import PagedCache
     from hasten.model.families import read_config
     from hasten.planning.shapes import SHAPES
 

@@ -76,7 +76,7 @@ class CostTable:
         from rows import fused_shape, steps_of
         from timing import interleaved
 
-        from hasten.generation.speculation.cost import MOST_SECONDS, measure_step_cost
+        from hasten.engine.speculation.cost import MOST_SECONDS, measure_step_cost
 
         torch.set_num_threads(self.threads[0])
         model = fused_shape(self.shape, FORMATS[weights])

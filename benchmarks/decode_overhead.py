@@ -42,7 +42,7 @@ class DecodeOverhead:
         import torch
 
         import hasten
-        from hasten.generation.decoder import Decoder
+        from hasten.engine.decoder import Decoder
         from hasten.machine import configure, describe
         from hasten.machine.files import write_json
         from hasten.profiling.meter import Meter

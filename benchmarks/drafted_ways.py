@@ -19,16 +19,16 @@ from quantize_perplexity import held_out
 
 import hasten
 from hasten.bench.models import BenchmarkModel
-from hasten.generation.generate import Generation, Timing
-from hasten.generation.graphs import fastest_decoder
-from hasten.generation.params import SamplingParams
-from hasten.generation.speculation import Text, make_speculator
-from hasten.generation.speculation.build import step_cost
-from hasten.generation.speculation.draft_model import DraftModel
+from hasten.engine.engine import Engine, EngineSettings
+from hasten.engine.generate import Generation, Timing
+from hasten.engine.graphs import fastest_decoder
+from hasten.engine.params import SamplingParams
+from hasten.engine.request import Request
+from hasten.engine.speculation import Text, make_speculator
+from hasten.engine.speculation.build import step_cost
+from hasten.engine.speculation.draft_model import DraftModel
 from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse_where_it_fits
-from hasten.serving.engine import Engine, EngineSettings
-from hasten.serving.request import Request
 
 REPOSITORY = Path(__file__).parent.parent
 EDITED = "783f8354"  # the last commit whose edits are taken

@@ -2,7 +2,7 @@
 
     python benchmarks/draw_paging.py [FILE]
 
-The tables are those of `hasten.generation.blocks.BlockManager`, which is driven here as the engine drives it.
+The tables are those of `hasten.engine.blocks.BlockManager`, which is driven here as the engine drives it.
 """
 
 import sys
@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from hasten.generation.blocks import BlockManager
+from hasten.engine.blocks import BlockManager
 
 BLOCKS, SIZE = 6, 4
 PROMPT = ["the", "cat", "sat", "on", "the", "mat", "and"]

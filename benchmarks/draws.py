@@ -64,8 +64,8 @@ class Draws:
         """Draws with other noise in each call."""
         import torch
 
-        from hasten.generation.params import SamplingParams
-        from hasten.generation.sampling import RowParams, next_tokens
+        from hasten.engine.params import SamplingParams
+        from hasten.engine.sampling import RowParams, next_tokens
         from hasten.ops import draw
 
         generator = torch.Generator().manual_seed(0)

@@ -76,9 +76,9 @@ class EvalRate:
 
 def flops_of(model_folder: Path, size: int) -> float:
     """FLOPs of evaluating so many bytes with the default context and stride, window by window."""
+    from hasten.checkpoints.load import load
     from hasten.data import read_documents
-    from hasten.generation.perplexity import windows
-    from hasten.model.load import load
+    from hasten.evaluation.perplexity import windows
     from hasten.planning.cost import forward_flops_per_token
 
     model, flops = load(model_folder), 0.0
@@ -96,8 +96,8 @@ def flops_of(model_folder: Path, size: int) -> float:
 
 def make_model(recipe: str, folder: Path) -> None:
     """A folder with the recipe's model, untrained, and its tokenizer."""
+    from hasten.checkpoints.export import save
     from hasten.data import prepare
-    from hasten.model.export import save
     from hasten.model.initialize import initialize
     from hasten.training import RECIPES, build
 

@@ -189,9 +189,9 @@ class LlamaCpp:
     """A rung of the ladder: llama.cpp decodes one of its files, in a process of its Python."""
 
     def __init__(self, *, python: Path, file: Path, plain: Path, text: str | None) -> None:
+        from hasten.checkpoints.gguf.header import read_gguf
+        from hasten.checkpoints.load import open_checkpoint
         from hasten.machine import available_cores
-        from hasten.model.gguf.header import read_gguf
-        from hasten.model.load import open_checkpoint
         from hasten.planning.cost import kv_bytes_per_token
 
         self.scores = {} if text is None else scores(file, plain, text)
@@ -230,7 +230,7 @@ def scores(file: Path, plain: Path, text: str) -> dict[str, float]:
     import hasten
     from hasten.bench.generate import TEXT_BYTES
     from hasten.data import read_documents
-    from hasten.generation.divergence import divergence
+    from hasten.evaluation.divergence import divergence
     from hasten.model.fused import fuse_where_it_fits
 
     models = [fuse_where_it_fits(hasten.load(one, dtype="bfloat16")) for one in (file, plain)]
@@ -247,7 +247,7 @@ def paired(nearest: Path, gptq: Path, rounds: int) -> dict[str, Any]:
     import torch
 
     import hasten
-    from hasten.generation.graphs import fastest_decoder
+    from hasten.engine.graphs import fastest_decoder
     from hasten.model.fused import fuse
 
     prompt = torch.randint(3, 256, (1, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()

@@ -86,7 +86,7 @@ class LlamaCppDrafts:
     def of(self, weights: str) -> list[dict[str, Any]]:
         """The rows of one format of the target's weights."""
         import hasten
-        from hasten.model.gguf.write import write_gguf
+        from hasten.checkpoints.gguf.write import write_gguf
 
         model = load(self.model, None if weights == "bfloat16" else weights)
         small = load(self.draft, "int8")

@@ -93,7 +93,7 @@ class LoraBenchmark:
 
     def quality(self, folder: Path) -> list[dict[str, Any]]:
         import hasten
-        from hasten.model.adapter_files import load_adapter
+        from hasten.checkpoints.adapter_files import load_adapter
         from hasten.quantization import Int4, quantize
         from hasten.quantization.merge import merge
         from hasten.training.recipe import Lora
@@ -164,7 +164,7 @@ class LoraBenchmark:
         import torch
 
         import hasten
-        from hasten.model.export import export_model
+        from hasten.checkpoints.export import export_model
         from hasten.model.initialize import initialize
         from hasten.quantization import Int4, Int8, quantize
         from hasten.training.build import shape_config

@@ -77,10 +77,10 @@ class PagedDecode:
     def measure(self, model: Any, batch: int) -> list[dict[str, Any]]:
         import torch
 
-        from hasten.generation.cache import row_format
-        from hasten.generation.decoder import Decoder
-        from hasten.generation.layout import Rows
-        from hasten.generation.paged import PagedCache
+        from hasten.engine.cache import row_format
+        from hasten.engine.decoder import Decoder
+        from hasten.engine.layout import Rows
+        from hasten.engine.paged import PagedCache
         from hasten.ops.native import library
 
         native = library()

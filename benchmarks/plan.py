@@ -160,7 +160,7 @@ class Generating:
         return self.served(prompts) if self.options.use == "serve" else self.generated(prompts)
 
     def generated(self, prompts: list[list[int]]) -> dict[str, float]:
-        from hasten.generation.decoder import Decoder
+        from hasten.engine.decoder import Decoder
 
         new, cache = self.options.new_tokens, self.options.kv_cache_dtype
         decoder = Decoder(self.model, batch=self.batch, capacity=self.options.length, kv_cache_dtype=cache)
@@ -174,10 +174,10 @@ class Generating:
         return {"prompt": middle - start, "token": median(times)}
 
     def served(self, prompts: list[list[int]]) -> dict[str, float]:
-        from hasten.generation.params import SamplingParams
-        from hasten.serving.engine import Engine
-        from hasten.serving.request import Request
-        from hasten.serving.settings import EngineSettings
+        from hasten.engine.engine import Engine
+        from hasten.engine.params import SamplingParams
+        from hasten.engine.request import Request
+        from hasten.engine.settings import EngineSettings
 
         settings = EngineSettings(max_length=self.options.length, max_sequences=self.batch)
         engine = Engine(self.model, None, settings)

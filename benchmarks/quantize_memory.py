@@ -106,7 +106,7 @@ def write_checkpoint(shape: str, folder: Path) -> tuple[int, int]:
     import torch
 
     from hasten.bench.models import BenchmarkModel
-    from hasten.model.export import save
+    from hasten.checkpoints.export import save
 
     model = BenchmarkModel(shape=shape).build(dtype=torch.bfloat16, device="cpu", seed=0)
     save(model, folder)

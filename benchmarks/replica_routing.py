@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hasten.generation.blocks import BlockManager, prefix_keys
+from hasten.engine.blocks import BlockManager, prefix_keys
 from hasten.machine import describe
 from hasten.machine.files import save_json
 from hasten.replicas.routing import Ask, Board, ReplicaState, soonest
@@ -298,13 +298,13 @@ def measure(shape: str, bits: int, *, threads: int, rounds: int) -> dict[str, An
     import torch
 
     import hasten
+    from hasten.engine.engine import Engine
+    from hasten.engine.request import Request
+    from hasten.engine.settings import EngineSettings
     from hasten.model.families import read_config
     from hasten.model.initialize import initialize
     from hasten.planning.shapes import SHAPES
     from hasten.quantization import Int4, Int8
-    from hasten.serving.engine import Engine
-    from hasten.serving.request import Request
-    from hasten.serving.settings import EngineSettings
 
     torch.set_num_threads(threads)
     model = initialize(read_config(SHAPES[shape]), seed=0, dtype=torch.bfloat16).eval()

@@ -135,7 +135,7 @@ def fused_shape(shape: str, name: str, *, layers: int | None = None) -> Any:
 
 def steps_of(model: Any, context: int, counts: Sequence[int]) -> dict[int, Callable[[], object]]:
     """Steps of so many rows of one sequence, after so many tokens."""
-    from hasten.generation.decoder import Decoder
+    from hasten.engine.decoder import Decoder
 
     decoder = Decoder(model, batch=1, capacity=context + max(counts))
     decoder.prefill([[token % model.config.vocab_size for token in range(3, 3 + context)]])

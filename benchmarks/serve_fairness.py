@@ -81,10 +81,10 @@ class Fairness:
         """Seconds: token (the median step before), pause (the longest one meanwhile), first_token (of the prompt)."""
         import random
 
-        from hasten.generation.params import SamplingParams
-        from hasten.serving.engine import Engine
-        from hasten.serving.request import Request
-        from hasten.serving.settings import EngineSettings
+        from hasten.engine.engine import Engine
+        from hasten.engine.params import SamplingParams
+        from hasten.engine.request import Request
+        from hasten.engine.settings import EngineSettings
 
         draw = random.Random(seed)
         engine = Engine(

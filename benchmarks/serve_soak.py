@@ -23,15 +23,15 @@ from typing import Any
 import httpx
 import psutil
 
+from hasten.engine.async_engine import AsyncEngine
+from hasten.engine.engine import Engine
+from hasten.engine.settings import EngineSettings
 from hasten.machine import configure, describe
 from hasten.machine.files import write_json
-from hasten.serving.api.app import make_app
-from hasten.serving.api.server import Server, bind, url_of
-from hasten.serving.api.service import Service
-from hasten.serving.api.settings import ServerSettings
-from hasten.serving.async_engine import AsyncEngine
-from hasten.serving.engine import Engine
-from hasten.serving.settings import EngineSettings
+from hasten.server.app import make_app
+from hasten.server.server import Server, bind, url_of
+from hasten.server.service import Service
+from hasten.server.settings import ServerSettings
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from tiny_model import tiny_llama

@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 import tyro
 
-from hasten.generation.blocks import BlockManager
-from hasten.serving.scheduler import ScheduledSequence, Scheduler
+from hasten.engine.blocks import BlockManager
+from hasten.engine.scheduler import ScheduledSequence, Scheduler
 
 BLOCK, SLOTS, SEQUENCES = 16, 15_700, 256
 LONGEST = 2048  # tokens of prompt and answer, not reached

@@ -112,7 +112,7 @@ class SharingSpeed:
 
     def gguf(self, config: Any, folder: Path) -> Path:
         """Random weights of the shape as llama.cpp reads them."""
-        from hasten.model.gguf.write import write_gguf
+        from hasten.checkpoints.gguf.write import write_gguf
         from hasten.model.initialize import initialize
 
         write_gguf(initialize(config, seed=0, dtype=torch.bfloat16), folder / "model.gguf", "BF16")
@@ -142,10 +142,10 @@ class Engines:
         self.prompts = torch.randint(3, model.config.vocab_size, shape, generator=generator).tolist()
 
     def engine(self, *, prefix_cache: bool = True) -> Any:
-        from hasten.generation.cache import row_format
+        from hasten.engine.cache import row_format
+        from hasten.engine.engine import Engine
+        from hasten.engine.settings import EngineSettings
         from hasten.planning.cost import kv_bytes_per_token
-        from hasten.serving.engine import Engine
-        from hasten.serving.settings import EngineSettings
 
         config = self.model.config
         row = row_format("auto").bytes(config.head_dim, torch.bfloat16)
@@ -168,8 +168,8 @@ class Engines:
         return self.drained(self.engine(), made)
 
     def request(self, prompt: int, copy: int = 0, **options: int) -> Any:
-        from hasten.generation.params import SamplingParams
-        from hasten.serving.request import Request
+        from hasten.engine.params import SamplingParams
+        from hasten.engine.request import Request
 
         beams = "beam_width" in options
         params = SamplingParams(
@@ -204,8 +204,8 @@ class Engines:
 
     def beams_by_requests(self, n: int) -> dict[str, float]:
         """Beam search by its caller: a request for the next token of each beam, the likeliest of all go on."""
-        from hasten.generation.params import SamplingParams
-        from hasten.serving.request import Request
+        from hasten.engine.params import SamplingParams
+        from hasten.engine.request import Request
 
         engine, params = self.engine(), SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
         beams = {i: [(0.0, tuple(prompt))] for i, prompt in enumerate(self.prompts)}

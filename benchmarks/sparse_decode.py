@@ -71,7 +71,7 @@ class SparseDecode:
         """Of a model with the pattern."""
         import torch
 
-        from hasten.generation.decoder import Decoder
+        from hasten.engine.decoder import Decoder
         from hasten.model.families import read_config
         from hasten.model.fused import fuse_where_it_fits, is_fused
         from hasten.model.initialize import initialize

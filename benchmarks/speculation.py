@@ -28,7 +28,7 @@ from drafted_ways import EDITS, beginnings, changed, generated, load, losses, pi
 import hasten
 from hasten.bench.models import folder_name
 from hasten.data.book import texts
-from hasten.generation.speculation.cost import MOST_SECONDS, measure_step_cost
+from hasten.engine.speculation.cost import MOST_SECONDS, measure_step_cost
 
 USELESS = "useless model"
 AGAIN = {"none again": "none"}  # what the ratios' medians are worth

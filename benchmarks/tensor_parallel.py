@@ -257,12 +257,12 @@ def child(folder: str, prompt: int, tokens: int, threads: int, batch: int = 1) -
     """Load, say how much memory that took, and measure a round for each line of standard input."""
     import torch
 
+    from hasten.checkpoints.load import load
     from hasten.distributed.launch import joined
     from hasten.distributed.tensor_parallel import tensor_parallel
-    from hasten.generation.decoder import Decoder
+    from hasten.engine.decoder import Decoder
     from hasten.machine import peak_memory, process_memory, reset_peak_memory
     from hasten.model.fused import fuse
-    from hasten.model.load import load
     from hasten.ops.collective import RankGroup
     from hasten.ops.native import library
 

@@ -123,7 +123,7 @@ def serve(folder: Path) -> None:
     import torch
 
     import hasten
-    from hasten.generation.decoder import Decoder
+    from hasten.engine.decoder import Decoder
 
     model = hasten.fuse(hasten.load(folder, dtype="bfloat16"))
     decoder = Decoder(model, batch=1, capacity=256)

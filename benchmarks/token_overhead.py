@@ -74,8 +74,8 @@ class TokenOverhead:
         from torch.profiler import ProfilerActivity, profile, record_function
 
         import hasten
-        from hasten.generation.compiled import compile_blocks
-        from hasten.generation.graphs import fastest_decoder
+        from hasten.engine.compiled import compile_blocks
+        from hasten.engine.graphs import fastest_decoder
         from hasten.profiling.trace import covered
 
         inductor.cpp.enable_kernel_profile = True  # its loops are named in a trace
@@ -117,7 +117,7 @@ class TokenOverhead:
         """Prompts by blocks that are eager, compiled for one length, and for any."""
         import torch
 
-        from hasten.generation.decoder import Decoder
+        from hasten.engine.decoder import Decoder
 
         lengths = (self.prompt_tokens, self.prompt_tokens - 37)
         calls: dict[Any, Callable[[], object]] = {}

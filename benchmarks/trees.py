@@ -43,7 +43,7 @@ class Trees:
     def run(self) -> None:
         from drafted_ways import load
 
-        from hasten.generation.speculation.build import step_cost
+        from hasten.engine.speculation.build import step_cost
         from hasten.machine import configure, describe
         from hasten.machine.files import write_json
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from hasten.generation.blocks import BlockManager, OutOfBlocks
-from hasten.generation.layout import Rows
-from hasten.generation.paged import PagedCache
+from hasten.engine.blocks import BlockManager, OutOfBlocks
+from hasten.engine.layout import Rows
+from hasten.engine.paged import PagedCache
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.ops.attention import AttentionSpec
 from hasten.ops.attention.cache_rows import PLAIN

@@ -1,6 +1,6 @@
 """Proposers for tests."""
 
-from hasten.generation.speculation import Draft, Speculator, StepCost, speculator
+from hasten.engine.speculation import Draft, Speculator, StepCost, speculator
 
 FREE = StepCost((1, 64), (1.0, 1.0), (0.0, 0.0))  # further rows cost nothing
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
-from hasten.generation.stopping import TextStream
-from hasten.serving.request import EngineFailed, RequestOutput, TokenLogprob
-from hasten.serving.settings import ModelFacts, Stats
+from hasten.engine.request import EngineFailed, RequestOutput, TokenLogprob
+from hasten.engine.settings import ModelFacts, Stats
+from hasten.engine.stopping import TextStream
 
 
 class FakeEngine:

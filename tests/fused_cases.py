@@ -3,9 +3,9 @@
 import torch
 
 import hasten
-from hasten.generation.decoder import Decoder
-from hasten.generation.layout import Rows
-from hasten.generation.paged import PagedCache
+from hasten.engine.decoder import Decoder
+from hasten.engine.layout import Rows
+from hasten.engine.paged import PagedCache
 from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse
 from references import make_reference

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hasten.model.gguf.header import read_gguf
+from hasten.checkpoints.gguf.header import read_gguf
 
 
 def retyped(path, source, change, *, beside=(), tensors_a_part=0):

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import hasten
+from hasten.checkpoints.published import published_file
 from hasten.data.book import book
 from hasten.errors import HastenWarning, ResourceError
 from hasten.machine import cache_folder
 from hasten.machine.files import locked
 from hasten.model.fused import fuse_where_it_fits
-from hasten.model.published import published_file
 
 TEXT = book()
 

@@ -4,10 +4,10 @@ import threading
 import time
 from contextlib import contextmanager
 
-from hasten.serving.api.app import make_app
-from hasten.serving.api.server import Server, bind, url_of
-from hasten.serving.api.service import Service
-from hasten.serving.api.settings import ServerSettings
+from hasten.server.app import make_app
+from hasten.server.server import Server, bind, url_of
+from hasten.server.service import Service
+from hasten.server.settings import ServerSettings
 
 PROMPT = {"model": "tiny", "prompt": "def", "max_tokens": 3}
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"

@@ -2,12 +2,12 @@
 
 import math
 
-from hasten.generation.cache import row_format
-from hasten.generation.paged import PagedCache
-from hasten.generation.params import SamplingParams
-from hasten.serving.engine import Engine
-from hasten.serving.request import Request, RequestOutput
-from hasten.serving.settings import EngineSettings
+from hasten.engine.cache import row_format
+from hasten.engine.engine import Engine
+from hasten.engine.paged import PagedCache
+from hasten.engine.params import SamplingParams
+from hasten.engine.request import Request, RequestOutput
+from hasten.engine.settings import EngineSettings
 
 
 def make_engine(model, *, blocks: int = 200, block_size: int = 4, **settings) -> Engine:

@@ -28,9 +28,9 @@ PEER_SHAPES = {
 
 
 def hasten(shape: str, format: str, group: int = 0) -> None:
-    from hasten.generation.decoder import Decoder
-    from hasten.generation.generate import Timing, generate
-    from hasten.generation.params import SamplingParams
+    from hasten.engine.decoder import Decoder
+    from hasten.engine.generate import Timing, generate
+    from hasten.engine.params import SamplingParams
 
     model = fastest(random_model(shape, format=format, group=group))
     prompt = torch.randint(model.config.vocab_size, (CONTEXT,)).tolist()

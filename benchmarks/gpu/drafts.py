@@ -18,9 +18,9 @@ REPEATED, TIMES, NEW = (64, 8, 192) if not TINY else (8, 4, 12)
 
 
 def compare(shape: str, format: str = "bfloat16", group: int = 0) -> None:
-    from hasten.generation.generate import Timing, generate
-    from hasten.generation.params import SamplingParams
-    from hasten.serving.llm import LLM
+    from hasten.engine.generate import Timing, generate
+    from hasten.engine.llm import LLM
+    from hasten.engine.params import SamplingParams
 
     model = fastest(random_model(shape, format=format, group=group))
     part = torch.randint(5, model.config.vocab_size, (REPEATED,), generator=torch.Generator().manual_seed(0)).tolist()

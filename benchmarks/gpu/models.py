@@ -47,7 +47,7 @@ def _random_packed(layer: nn.Linear, format: str, group: int) -> PackedLinear:
 
 def fastest(model: Any) -> Any:
     """The model as a user has it with `--compile`: fused where that fits, else its blocks compiled."""
-    from hasten.generation.compiled import compile_blocks
+    from hasten.engine.compiled import compile_blocks
     from hasten.model.fused import fuse_where_it_fits
 
     if DEVICE == "cpu":  # a dry run measures nothing, and compiling takes its time
@@ -60,7 +60,7 @@ def fastest(model: Any) -> Any:
 
 def decoder_of(model: Any, *, batch: int, capacity: int) -> Any:
     """The captured static step."""
-    from hasten.generation.graphs import fastest_decoder
+    from hasten.engine.graphs import fastest_decoder
 
     return fastest_decoder(model, batch=batch, capacity=capacity, compiled=DEVICE != "cpu")
 

@@ -17,8 +17,8 @@ def engine(shape: str, format: str = "bfloat16", group: int = 0) -> None:
 
     A run of NEW tokens and one of a quarter of them: their difference is decode steps only.
     """
-    from hasten.generation.params import SamplingParams
-    from hasten.serving.llm import LLM
+    from hasten.engine.llm import LLM
+    from hasten.engine.params import SamplingParams
 
     model = fastest(random_model(shape, format=format, group=group))
     most = max(COUNTS)

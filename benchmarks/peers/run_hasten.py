@@ -4,7 +4,7 @@ import protocol
 import torch
 
 import hasten
-from hasten.generation.decoder import Decoder
+from hasten.engine.decoder import Decoder
 from hasten.machine import configure
 from hasten.ops.native import library
 

@@ -11,10 +11,10 @@ from hasten.bench.generate import GGUF_RUNG, GPTQ_RUNG, OF_CHECKPOINT, RUNGS, Ge
 from hasten.bench.generate_rung import GenerateRung
 from hasten.bench.measure import Ladder
 from hasten.bench.models import BenchmarkModel
+from hasten.checkpoints.gguf.write import write_gguf
 from hasten.cli.main import main
 from hasten.errors import ConfigError
-from hasten.generation.divergence import divergence
-from hasten.model.gguf.write import write_gguf
+from hasten.evaluation.divergence import divergence
 from instruction_sets import needs_native
 
 TEXT = "def add(a, b):\n    return a + b\n" * 5

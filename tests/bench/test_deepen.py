@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hasten
-from hasten.generation.decoder import Decoder
+from hasten.engine.decoder import Decoder
 from tiny_model import tiny_llama
 
 

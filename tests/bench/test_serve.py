@@ -14,8 +14,8 @@ from hasten.bench.serve import LatencyLimits, Load, figures, measure
 from hasten.bench.serve_targets import HttpTarget, RequestOutcome
 from hasten.bench.serve_workload import MEANS, Planned, Workload, plan
 from hasten.cli.main import main
+from hasten.engine.speculation import make_speculator
 from hasten.errors import ConfigError
-from hasten.generation.speculation import make_speculator
 from server_case import app_of, serving
 
 
@@ -120,7 +120,7 @@ def test_a_server_is_measured_over_http(engine):
 def test_the_command_in_process(tmp_path, capsys, monkeypatch):
     drafts = []
     monkeypatch.setattr(
-        "hasten.serving.llm.make_speculator", lambda *a, **k: drafts.append(a[1]) or make_speculator(*a, **k)
+        "hasten.engine.llm.make_speculator", lambda *a, **k: drafts.append(a[1]) or make_speculator(*a, **k)
     )
     report, picture = tmp_path / "r.json", tmp_path / "r.png"
     options = ["--shape", "tiny", "--dtype", "float32", "--cache-gib", "0.01", "--requests", "4", "--rates", "200,inf"]

@@ -11,9 +11,9 @@ import pytest
 
 import hasten
 from hasten.cli.main import COMMANDS, main
+from hasten.engine.params import SamplingParams
+from hasten.engine.speculation import Speculator
 from hasten.errors import ConfigError
-from hasten.generation.params import SamplingParams
-from hasten.generation.speculation import Speculator
 
 
 def run(*arguments, **settings):
@@ -260,7 +260,7 @@ def test_eval_without_overlap(tiny_folder, tmp_path, capfd):
 
 
 def test_generate_with_drafts_says_the_same(tiny_folder, capfd, monkeypatch):
-    monkeypatch.setattr("hasten.generation.speculation.build.Speculator", partial(Speculator, always=True))
+    monkeypatch.setattr("hasten.engine.speculation.build.Speculator", partial(Speculator, always=True))
     arguments = ["generate", str(tiny_folder), "--prompt", "def add", "--max-new-tokens", "24", "--seed", "3"]
     found = []
     for draft in (
@@ -293,7 +293,7 @@ def test_generate_with_drafts_says_the_same(tiny_folder, capfd, monkeypatch):
 
 def test_chat_with_drafts_says_the_same(tiny_folder, monkeypatch, capsys):
     found, told = [], []
-    monkeypatch.setattr("hasten.generation.speculation.build.Speculator", partial(Speculator, always=True))
+    monkeypatch.setattr("hasten.engine.speculation.build.Speculator", partial(Speculator, always=True))
     ways = (["none"], ["auto"], [str(tiny_folder), "--speculate", "4"], ["self:1-layers"])
     for draft in (["--draft", *way] for way in ways):
         monkeypatch.setattr("sys.stdin", io.StringIO("hello\nfor name in names\n"))
@@ -308,7 +308,7 @@ def test_chat_with_drafts_says_the_same(tiny_folder, monkeypatch, capsys):
 
 @pytest.mark.parametrize("draft", ["suffix", "self:1-layers"])
 def test_stream_and_llm_take_drafts(tiny_folder, draft, monkeypatch):
-    monkeypatch.setattr("hasten.generation.speculation.build.Speculator", partial(Speculator, always=True))
+    monkeypatch.setattr("hasten.engine.speculation.build.Speculator", partial(Speculator, always=True))
     options = {"max_new_tokens": 16, "temperature": 0.8, "seed": 3, "ignore_eos": True}
     model = hasten.load(tiny_folder)
     plain = "".join(hasten.stream(model, "def add", **options))

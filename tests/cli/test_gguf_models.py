@@ -8,11 +8,11 @@ import torch
 
 import hasten
 from gguf_files import retyped
+from hasten.checkpoints import hub, published
+from hasten.checkpoints.adapter_files import load_adapter
+from hasten.checkpoints.gguf.write import write_gguf
 from hasten.cli.main import main
 from hasten.errors import ConfigError, HastenWarning
-from hasten.model import hub, published
-from hasten.model.adapter_files import load_adapter
-from hasten.model.gguf.write import write_gguf
 from hasten.ops.linear import PackedLinear
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (hasten[gguf])")

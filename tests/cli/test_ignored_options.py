@@ -46,9 +46,9 @@ from hasten.effects import (
     refuse_ignored,
     value_at,
 )
+from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError, HastenError
 from hasten.quantization.schemes import Mixed
-from hasten.serving.settings import EngineSettings
 from hasten.training.recipe import TEXT_FILES, TEXT_SOURCES, Recipe
 
 # Values of the fields that conditions look at: one that is set, and one that no condition wants.

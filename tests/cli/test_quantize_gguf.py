@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import hasten
+from hasten.checkpoints.gguf.header import read_gguf
 from hasten.cli.main import main
-from hasten.model.gguf.header import read_gguf
 from hasten.ops.linear import PackedLinear
 
 pytest.importorskip("gguf")
@@ -82,7 +82,7 @@ def test_where_the_file_cannot_be_written_the_folder_stays(tiny_folder, tmp_path
     def full(*_):
         raise OSError(28, "No space left")
 
-    monkeypatch.setattr("hasten.model.gguf.write._blocks", full)
+    monkeypatch.setattr("hasten.checkpoints.gguf.write._blocks", full)
     refused(capfd, "No space left", "hasten export", call=(tiny_folder, file, *INT4))
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf.folder"]

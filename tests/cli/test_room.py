@@ -7,18 +7,18 @@ import pytest
 import torch
 
 import hasten
+from hasten.checkpoints.load import open_checkpoint
 from hasten.cli import room
 from hasten.cli.generate import Generate
 from hasten.cli.main import main
 from hasten.cli.room import use_of
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
-from hasten.model.load import open_checkpoint
-from hasten.model.tokenizer import Tokenizer
 from hasten.planning.held import held_bytes
 from hasten.planning.memory import inference_memory
 from hasten.planning.shapes import shape_config
 from hasten.quantization import Int8, quantize
+from hasten.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

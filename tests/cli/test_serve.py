@@ -13,14 +13,14 @@ import pytest
 import tyro
 
 from hasten.cli.serve import Serve
+from hasten.engine import admission
+from hasten.engine.engine import Engine
+from hasten.engine.paged import PagedCache
+from hasten.engine.request import RequestRefused
+from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError, HastenWarning, ResourceError
-from hasten.generation.paged import PagedCache
 from hasten.planning.memory import InferenceUse, inference_memory
-from hasten.serving import admission
-from hasten.serving.api.settings import ServerSettings
-from hasten.serving.engine import Engine
-from hasten.serving.request import RequestRefused
-from hasten.serving.settings import EngineSettings
+from hasten.server.settings import ServerSettings
 from references import tiny_llama
 from serving_cases import request, run, tokens_of
 

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
+from hasten.checkpoints import load as loading
+from hasten.checkpoints.export import export_model
+from hasten.checkpoints.gguf import open as gguf_open
+from hasten.checkpoints.gguf.write import write_gguf
 from hasten.cli.main import main
-from hasten.model import load as loading
-from hasten.model.export import export_model
-from hasten.model.gguf import open as gguf_open
-from hasten.model.gguf.write import write_gguf
 from tiny_model import tiny_llama
 
 # What other commands, other machines and other options need. Each takes from 10 ms to seconds to import.
@@ -33,10 +33,10 @@ NOT_NEEDED = [
         "hasten.bench.plan",
         "hasten.data",
         "hasten.engine",
-        "hasten.model.chat_sandbox",
+        "hasten.text.chat_sandbox",
     ),
     *("hasten.ops.fp8", "hasten.ops.loss", "hasten.planning.plan", "hasten.profiling", "hasten.quantization"),
-    *("hasten.serving.engine", "hasten.training"),
+    *("hasten.engine.engine", "hasten.training"),
 ]
 
 
@@ -57,7 +57,7 @@ def test_generate_imports_only_what_it_runs(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     imported = set(done.stderr.splitlines()[-1].split())
-    assert {"torch", "hasten.model.load", "hasten.generation.generate"} <= imported
+    assert {"torch", "hasten.checkpoints.load", "hasten.engine.generate"} <= imported
     assert not imported & set(NOT_NEEDED)
 
 

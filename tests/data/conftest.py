@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hasten.data import train_bpe
-from hasten.model.tokenizer import Tokenizer
+from hasten.text.tokenizer import Tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -156,7 +156,7 @@ def test_a_cache_folder_that_cannot_be_made(corpus, quick, tmp_path):
 
 
 def test_a_tokenizer_that_cannot_be_saved_leaves_nothing(corpus, quick, monkeypatch):
-    from hasten.model.tokenizer import Tokenizer
+    from hasten.text.tokenizer import Tokenizer
 
     def refuse(self, folder):
         raise CheckpointError(f"{folder}: cannot be written")

@@ -7,13 +7,13 @@ import sys
 import pytest
 
 import hasten
+from hasten.checkpoints.load import load
 from hasten.cli.main import main
+from hasten.engine.compiled import compile_blocks
+from hasten.engine.following import END
+from hasten.engine.generate import Generation
 from hasten.errors import ConfigError
-from hasten.generation.compiled import compile_blocks
-from hasten.generation.generate import Generation
-from hasten.model.load import load
 from hasten.ops.collective import RankGroup
-from hasten.serving.following import END
 from tiny_model import tiny_llama
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "hasten"]

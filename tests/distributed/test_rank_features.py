@@ -12,15 +12,15 @@ import torch
 
 import hasten
 import ranks
+from hasten.checkpoints.adapter_files import save_adapter
+from hasten.checkpoints.adapters import load_adapters
+from hasten.checkpoints.load import load
 from hasten.cli.serve import Serve
+from hasten.engine.params import SamplingParams
+from hasten.engine.speculation import make_speculator
 from hasten.errors import ConfigError
-from hasten.generation.params import SamplingParams
-from hasten.generation.speculation import make_speculator
-from hasten.model.adapter_files import save_adapter
-from hasten.model.adapters import load_adapters
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
-from hasten.model.load import load
 from hasten.model.lora import new_adapter
 from hasten.ops.collective import RankGroup
 from hasten.quantization import Int4, quantize
@@ -45,14 +45,14 @@ import torch
 import hasten
 from hasten.distributed.launch import joined
 from hasten.distributed.tensor_parallel import tensor_parallel
-from hasten.generation.generate import Generation
-from hasten.generation.speculation import make_speculator
-from hasten.model.adapters import load_adapters
+from hasten.engine.generate import Generation
+from hasten.engine.speculation import make_speculator
+from hasten.checkpoints.adapters import load_adapters
 from hasten.model.fused import fuse_where_it_fits
-from hasten.model.load import load
-from hasten.serving.engine import Engine
-from hasten.serving.following import follow
-from hasten.serving.settings import EngineSettings
+from hasten.checkpoints.load import load
+from hasten.engine.engine import Engine
+from hasten.engine.following import follow
+from hasten.engine.settings import EngineSettings
 torch.set_num_threads(1)
 folder, adapters, draft, prompts, settings = sys.argv[1:4] + [json.loads(one) for one in sys.argv[4:6]]
 adapters = json.loads(adapters)

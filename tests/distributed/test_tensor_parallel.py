@@ -58,11 +58,11 @@ import torch
 import hasten
 from hasten.distributed.launch import joined
 from hasten.distributed.tensor_parallel import tensor_parallel
-from hasten.generation.cache import StaticCache
-from hasten.serving.following import follow
-from hasten.serving.settings import EngineSettings
+from hasten.engine.cache import StaticCache
+from hasten.engine.following import follow
+from hasten.engine.settings import EngineSettings
 from hasten.model.fused import fuse_where_it_fits
-from hasten.model.load import load
+from hasten.checkpoints.load import load
 torch.set_num_threads(1)
 folder, cases, prompts, settings, served = sys.argv[1], *map(json.loads, sys.argv[2:])
 found = {}
@@ -123,7 +123,7 @@ def make(changes):
 
 def states_of(model):
     """Logits (T, V) of the second prompt, and greedy tokens of both."""
-    from hasten.generation.cache import StaticCache
+    from hasten.engine.cache import StaticCache
 
     ids = torch.tensor([PROMPTS[1]])
     cache = StaticCache(model.config, batch=1, capacity=ids.shape[1], dtype=model.compute_dtype, device=model.device)

@@ -5,11 +5,9 @@ import torch
 
 from captured_steps import Capturer
 from drafting import proposing
-from hasten.engine import captures
-from hasten.engine import prompts as prompt_steps
-from hasten.engine.prompts import PromptShape
+from hasten.engine import captures, following, prompt_steps
+from hasten.engine.prompt_steps import PromptShape
 from hasten.model.fused import fuse_where_it_fits
-from hasten.serving import following
 from serving_cases import make_engine, request, run, tokens_of
 from tiny_model import tiny_llama
 

@@ -7,10 +7,9 @@ import pytest
 
 import hasten
 from captured_steps import Capturer
-from hasten.engine import captures
-from hasten.generation.params import SamplingParams
-from hasten.serving import ahead as serving_ahead
-from hasten.serving import following
+from hasten.engine import ahead as serving_ahead
+from hasten.engine import captures, following
+from hasten.engine.params import SamplingParams
 from references import make_reference
 from serving_cases import make_engine, request, tokens_of
 

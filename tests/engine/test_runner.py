@@ -9,10 +9,9 @@ import torch
 import hasten
 from captured_steps import Capturer
 from drafting import proposing
-from hasten.engine import captures
+from hasten.engine import ahead, captures, following, scheduler
 from hasten.model.lora import attach, new_adapter
 from hasten.ops.native import library
-from hasten.serving import ahead, following, scheduler
 from references import make_reference, tiny_llama
 from serving_cases import Counting, make_engine, reason_of, request, run, text_of, tokens_of
 from triton_cases import run_interpreted

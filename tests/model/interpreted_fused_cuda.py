@@ -10,11 +10,11 @@ import torch
 import hasten
 from captured_steps import Capturer
 from fused_cases import FAMILIES, decoded, errors, paged_logits, whole
+from hasten.engine import graphs
+from hasten.engine.cache import StaticCache
+from hasten.engine.decoder import Decoder
+from hasten.engine.graphs import GraphDecoder
 from hasten.errors import ConfigError, HastenWarning
-from hasten.generation import graphs
-from hasten.generation.cache import StaticCache
-from hasten.generation.decoder import Decoder
-from hasten.generation.graphs import GraphDecoder
 from hasten.model.binding import explain, kernels
 from hasten.model.fused import CudaBlock, fuse, is_fused, refusal, unfuse
 from references import make_reference

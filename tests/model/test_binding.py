@@ -155,7 +155,7 @@ def test_a_kernel_by_name_runs_every_form_that_it_serves():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_of_a_paged_cache_is_the_one_that_is_explained(dtype):
-    from hasten.generation.paged import PagedCache
+    from hasten.engine.paged import PagedCache
 
     model = hasten.load(make_reference("llama"), dtype=dtype)
     cache = PagedCache(model.config, blocks=2, block_size=16, dtype=model.compute_dtype, device="cpu")

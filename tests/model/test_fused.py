@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hasten
+from hasten.engine.cache import StaticCache
+from hasten.engine.decoder import Decoder
 from hasten.errors import ConfigError
-from hasten.generation.cache import StaticCache
-from hasten.generation.decoder import Decoder
 from hasten.model.binding import explain, kernels
 from hasten.model.context import TrainingContext
 from hasten.model.fused import FusedBlock, fuse, refusal, unfuse

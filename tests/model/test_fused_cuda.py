@@ -5,8 +5,8 @@ import torch
 
 import hasten
 from fused_cases import FAMILIES, decoded, errors
-from hasten.generation.decoder import Decoder
-from hasten.generation.graphs import GraphDecoder
+from hasten.engine.decoder import Decoder
+from hasten.engine.graphs import GraphDecoder
 from hasten.model.fused import CudaBlock, fuse, refusal
 from hasten.quantization import Int4, Int8, quantize
 from references import tiny_llama
@@ -61,7 +61,7 @@ def test_captured_steps_are_the_plain_ones(scheme):
     "settings", [{"temperature": 0}, {"temperature": 0.8, "top_k": 20, "seed": 1}, {"top_p": 0.9, "seed": 2}]
 )
 def test_running_ahead_changes_no_text(settings, monkeypatch):
-    from hasten.generation import generate
+    from hasten.engine import generate
 
     model = on_gpu()
     prompts = [[5, 9, 40, 3], [8, 90]]

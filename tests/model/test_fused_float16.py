@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hasten
-from hasten.generation.decoder import Decoder
+from hasten.engine.decoder import Decoder
 from hasten.machine import find_compiler
 from hasten.model.fused import FusedBlock, fuse
 from hasten.ops.linear import PackedLinear

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hasten
+from hasten.checkpoints.adapter_files import load_adapter, save_adapter
 from hasten.errors import CheckpointError, ConfigError
-from hasten.model.adapter_files import load_adapter, save_adapter
 from hasten.model.context import training_context
 from hasten.model.lora import Factors, adaptable, attach, layer_size, new_adapter
 from references import make_reference
@@ -114,7 +114,7 @@ from pathlib import Path
 from peft import LoraConfig, PeftModel, get_peft_model
 from references import make_reference
 import hasten
-from hasten.model.adapter_files import load_adapter, save_adapter
+from hasten.checkpoints.adapter_files import load_adapter, save_adapter
 from hasten.model.lora import attach, new_adapter
 from test_lora import logits
 folder = Path(sys.argv[3])

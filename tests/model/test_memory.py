@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hasten.model.export import export_model
-from hasten.model.gguf.write import write_gguf
+from hasten.checkpoints.export import export_model
+from hasten.checkpoints.gguf.write import write_gguf
 from hasten.ops.native import library
 from hasten.quantization import Int4, quantize_to_folder
 from references import make_reference

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hasten
-from hasten.generation.cache import StaticCache
+from hasten.engine.cache import StaticCache
 from hasten.model.context import TrainingContext
 from references import make_reference
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hasten.engine.forward import places_of
-from hasten.generation.params import SamplingParams
-from hasten.generation.sampling import RowParams, keep_most_likely, next_tokens, process, sample
+from hasten.engine.params import SamplingParams
+from hasten.engine.sampling import RowParams, keep_most_likely, next_tokens, process, sample
 from hasten.ops.draw import draw, reference_draw, triton_draw
 
 

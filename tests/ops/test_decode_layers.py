@@ -168,7 +168,7 @@ def test_machine_code(kernels, monkeypatch, tmp_path, shape, page):
 def test_the_step_on_a_gpu(monkeypatch, size):
     """What the blocks do one by one, the same bits each time, captured."""
     import hasten
-    from hasten.generation.graphs import GraphDecoder
+    from hasten.engine.graphs import GraphDecoder
     from hasten.model import fused_cuda
     from tiny_model import tiny_llama
 

@@ -5,8 +5,8 @@ import importlib
 import pytest
 import torch
 
-from hasten.generation.params import SamplingParams
-from hasten.generation.sampling import RowParams, next_tokens
+from hasten.engine.params import SamplingParams
+from hasten.engine.sampling import RowParams, next_tokens
 from hasten.ops.draw.splitmix import FIRST, GOLDEN, SECOND
 from triton_cases import compile_for_hopper, needs_gpu, run_interpreted
 

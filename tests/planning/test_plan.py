@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import hasten
 from hasten.bench.plan import PlanOptions, inference_plan, make_plan, settle, weight_bytes
 from hasten.bench.predict import step_seconds
+from hasten.checkpoints.gguf.write import write_gguf
 from hasten.cli.main import main
+from hasten.engine.speculation.cost import StepCost
 from hasten.errors import ConfigError
-from hasten.generation.speculation.cost import StepCost
 from hasten.machine.limits import Limits
 from hasten.model.families import read_config
-from hasten.model.gguf.write import write_gguf
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.planning.cost import kv_bytes_per_token, parameters, training_flops_per_token
 from hasten.planning.devices import DEVICES
@@ -181,7 +181,7 @@ def test_of_a_hub_id_only_the_config_is_downloaded(tmp_path, monkeypatch, capsys
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr("hasten.model.hub._hub_file", lambda name, tag, *, otherwise=None: otherwise)
+    monkeypatch.setattr("hasten.checkpoints.hub._hub_file", lambda name, tag, *, otherwise=None: otherwise)
     main(["plan", "owner/name", "--use", "train", "--device", "h100"])
     assert "owner/name" in capsys.readouterr().out
     assert asked == [("owner/name", ["config.json"])]

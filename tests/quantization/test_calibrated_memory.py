@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hasten.model.export import export_model
+from hasten.checkpoints.export import export_model
 from tiny_model import tiny_llama
 
 # With matrices of 11 MB copies come from the C library's heap, with those of 46 MB from the system.

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 import hasten
+from hasten.checkpoints.adapter_files import load_adapter, save_adapter
+from hasten.checkpoints.export import export_model
 from hasten.cli.main import main
 from hasten.errors import ConfigError
-from hasten.model.adapter_files import load_adapter, save_adapter
-from hasten.model.export import export_model
 from hasten.model.lora import attach, new_adapter
 from hasten.quantization import Int4, quantize
 from hasten.quantization.rounding import round_weight

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.model.formats.record import held_format, regrouped
+from hasten.model.layer_format import held_format, regrouped
 from hasten.ops.linear import PackedLinear
 from hasten.ops.linear.weights import INT8
 from hasten.quantization.qat import FakeQuantized, FakeRounding, bits_at, fake_layers, fake_quantize, set_bits

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hasten.checkpoints.gguf.header import read_gguf
 from hasten.cli.main import main
-from hasten.model.gguf.header import read_gguf
 from real_models import TEXT
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]  # a HastenWarning is an error in every test

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import hasten
+from hasten.checkpoints.gguf.open import open_gguf
 from hasten.model.context import TrainingContext
-from hasten.model.gguf.open import open_gguf
 from real_models import TEXT
 
 transformers = pytest.importorskip("transformers")

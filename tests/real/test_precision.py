@@ -7,8 +7,8 @@ import torch
 
 import hasten
 from hasten.data import read_documents
-from hasten.generation.divergence import divergence
-from hasten.generation.perplexity import perplexity
+from hasten.evaluation.divergence import divergence
+from hasten.evaluation.perplexity import perplexity
 from hasten.model.fused import fuse_where_it_fits
 from hasten.quantization import GPTQ, Int4, Int8, calibration_tokens, quantize
 from real_models import TEXT, load_file

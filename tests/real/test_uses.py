@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import hasten
-from hasten.generation.chat import Chat
+from hasten.checkpoints.adapter_files import load_adapter
+from hasten.checkpoints.gguf.write import write_gguf
+from hasten.engine.async_engine import AsyncEngine
+from hasten.engine.chat import Chat
+from hasten.engine.llm import make_engine
 from hasten.machine import cache_folder
 from hasten.machine.files import locked
-from hasten.model.adapter_files import load_adapter
 from hasten.model.fused import is_fused
-from hasten.model.gguf.write import write_gguf
 from hasten.quantization.merge import merge
-from hasten.serving.async_engine import AsyncEngine
-from hasten.serving.llm import make_engine
 from hasten.training.journal import read
 from hasten.training.recipe import Lora
 from hasten.training.recipes import RECIPES

@@ -8,18 +8,18 @@ import pytest
 from starlette.testclient import TestClient
 
 import hasten
-from hasten.generation.params import SamplingParams
+from hasten.engine.async_engine import AsyncEngine
+from hasten.engine.engine import Engine
+from hasten.engine.params import SamplingParams
+from hasten.engine.request import EngineFailed, QueueFull, Request, RequestRefused
+from hasten.engine.settings import EngineSettings
 from hasten.replicas import engine as module
 from hasten.replicas.engine import RETRIES, ReplicaDied, ReplicatedEngine
 from hasten.replicas.replica import Replica
 from hasten.replicas.routing import Board
-from hasten.serving.api.app import make_app
-from hasten.serving.api.service import Service
-from hasten.serving.api.settings import ServerSettings
-from hasten.serving.async_engine import AsyncEngine
-from hasten.serving.engine import Engine
-from hasten.serving.request import EngineFailed, QueueFull, Request, RequestRefused
-from hasten.serving.settings import EngineSettings
+from hasten.server.app import make_app
+from hasten.server.service import Service
+from hasten.server.settings import ServerSettings
 from references import tiny_llama
 
 SECRET = b"of both"

@@ -10,7 +10,7 @@ import hasten
 from hasten.cli.main import main
 from hasten.data import train_bpe
 from hasten.model.initialize import initialize
-from hasten.model.tokenizer import Tokenizer
+from hasten.text.tokenizer import Tokenizer
 from hasten.training.build import shape_config
 from hasten.training.recipe import Shape
 from hasten.training.recipes import RECIPES, as_asked

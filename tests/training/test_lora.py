@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import hasten
+from hasten.checkpoints.export import export_model
 from hasten.errors import ConfigError
-from hasten.model.export import export_model
 from hasten.model.lora import LoRALinear, attached
 from hasten.ops.linear import PackedLinear
 from hasten.quantization import Int4, Int8, quantize

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hasten
+from hasten.checkpoints.load import open_checkpoint
 from hasten.cli.train import summary
 from hasten.errors import ConfigError, HastenError
-from hasten.model.load import open_checkpoint
 from hasten.ops.native import library
 from hasten.quantization import GPTQ, Int3, Int4, quantize_to_folder
 from hasten.quantization.qat import fake_layers, set_bits

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 import hasten
 import ranks
+from hasten.checkpoints.export import export_model
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
-from hasten.model.export import export_model
 from hasten.quantization import Int4, Int8, quantize
 from hasten.training.checkpoint_state import find
 from hasten.training.journal import read

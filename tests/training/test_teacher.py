@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import hasten
+from hasten.checkpoints.export import export_model
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.context import training_context
-from hasten.model.export import export_model
 from hasten.model.transformer import Transformer
 from hasten.model.vocabulary import check_vocabulary
 from hasten.profiling.profile import profile

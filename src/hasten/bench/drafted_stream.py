@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from hasten.bench.generate import DecodeMode, GenerateLadder
 from hasten.bench.models import BenchmarkModel
+from hasten.engine.generate import Generation, Timing
+from hasten.engine.speculation import make_speculator, measure_step_cost, small_model
+from hasten.engine.speculation.build import automatic
 from hasten.errors import ConfigError
-from hasten.generation.generate import Generation, Timing
-from hasten.generation.speculation import make_speculator, measure_step_cost, small_model
-from hasten.generation.speculation.build import automatic
 from hasten.model.fused import fuse_where_it_fits
 from hasten.model.transformer import Transformer
 from hasten.quantization import Int4, quantize

@@ -31,8 +31,8 @@ from hasten.bench.measure import Ladder, say
 from hasten.bench.models import BenchmarkModel, check_fits, check_least, choose_rungs, folder_name
 from hasten.bench.process import Rung
 from hasten.effects import Holds
+from hasten.engine.params import KVCacheDtype
 from hasten.errors import ConfigError
-from hasten.generation.params import KVCacheDtype
 from hasten.machine import emulated, resolve_device, resolve_dtype
 from hasten.model.config import ModelConfig
 from hasten.planning.cost import parameters
@@ -316,7 +316,7 @@ def _check(ladder: GenerateLadder) -> None:
             raise ConfigError("--draft is measured on a checkpoint that is not quantized, which has all rungs")
     check_least("--tensor-parallel", ladder.tensor_parallel)
     if ladder.tensor_parallel > 1:
-        from hasten.model.load import open_checkpoint, shares_of
+        from hasten.checkpoints.load import open_checkpoint, shares_of
 
         if ladder.model is None:
             raise ConfigError("ranks load their shares from files; give --tensor-parallel with --model")
@@ -341,7 +341,7 @@ def _memory(
     config: ModelConfig, ladder: GenerateLadder, rows: Collection[Mapping[str, Any]], *, weights: int, wide: bool
 ) -> Memory:
     """Of one rung, whose rows are all there. wide: readable blocks compute in float32, and keep their cache in it."""
-    from hasten.generation.cache import row_format
+    from hasten.engine.cache import row_format
 
     dtype = resolve_dtype("float32" if wide else ladder.dtype)
     longest = min(max(row["batch"] * row["prompt_tokens"] for row in rows), LARGEST_PREFILL)

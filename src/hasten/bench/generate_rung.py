@@ -13,21 +13,21 @@ from torch import nn
 from hasten.bench.drafted_stream import DraftedStream, load_draft, real_prompts
 from hasten.bench.generate import TEXT_BYTES, DecodeMode, GenerateLadder
 from hasten.bench.models import BenchmarkModel, require_compiler
+from hasten.checkpoints.export import export_model
+from hasten.checkpoints.load import load
 from hasten.data import read_documents
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.distributed.tensor_parallel import tensor_parallel
-from hasten.generation.cache import row_format
-from hasten.generation.compiled import compile_blocks
-from hasten.generation.decoder import Decoder
-from hasten.generation.divergence import divergence
-from hasten.generation.graphs import fastest_decoder
-from hasten.generation.perplexity import perplexity
-from hasten.generation.speculation import measure_step_cost
+from hasten.engine.cache import row_format
+from hasten.engine.compiled import compile_blocks
+from hasten.engine.decoder import Decoder
+from hasten.engine.graphs import fastest_decoder
+from hasten.engine.speculation import measure_step_cost
+from hasten.evaluation.divergence import divergence
+from hasten.evaluation.perplexity import perplexity
 from hasten.machine import reset_peak_memory, resolve_dtype
 from hasten.model.context import TrainingContext
-from hasten.model.export import export_model
 from hasten.model.fused import fuse, fuse_where_it_fits
-from hasten.model.load import load
 from hasten.model.transformer import Transformer
 from hasten.model.wide import precision_of, product_dtype
 from hasten.ops.linear.modules import PackedLinear

@@ -23,8 +23,8 @@ def gptq_folder(source: BenchmarkModel, folder: Path, *, threads: Threads, sampl
     if (folder / "config.json").exists():
         _check(source, BenchmarkModel(model=str(folder)))
         return {"found": True}
+    from hasten.checkpoints.load import load, resolve_model
     from hasten.data import read_documents
-    from hasten.model.load import load, resolve_model
     from hasten.quantization import GPTQ, Int4, calibration_tokens, quantize_to_folder
 
     configure(threads=threads)

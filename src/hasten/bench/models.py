@@ -21,7 +21,7 @@ from hasten.planning.shapes import check_shape, shape_config
 if TYPE_CHECKING:
     import torch
 
-    from hasten.model.source import ModelSource
+    from hasten.checkpoints.source import ModelSource
     from hasten.model.transformer import Transformer
     from hasten.ops.collective import RankGroup
     from hasten.ops.linear import WeightFormat
@@ -70,7 +70,7 @@ class BenchmarkModel:
 
     def is_gguf(self) -> bool:
         """Whether it is a GGUF file, from which a ladder makes plain weights for the other rungs."""
-        from hasten.model.hub import resolve_model
+        from hasten.checkpoints.hub import resolve_model
 
         return self.model is not None and resolve_model(self.model).suffix == ".gguf"
 
@@ -82,8 +82,8 @@ class BenchmarkModel:
         """The model with plain bfloat16 weights, written into `folder` unless it is there already."""
         import torch
 
-        from hasten.model.export import export_model
-        from hasten.model.load import load
+        from hasten.checkpoints.export import export_model
+        from hasten.checkpoints.load import load
 
         if not (folder / "config.json").exists():
             export_model(load(str(self.model), dtype="bfloat16"), folder, dtype=torch.bfloat16, dequantize=True)
@@ -96,7 +96,7 @@ class BenchmarkModel:
 
     def weights(self) -> str:
         """The format of the weights: a checkpoint's own; bfloat16 for a shape."""
-        from hasten.model.load import own_dtype
+        from hasten.checkpoints.load import own_dtype
 
         if self.model is None:
             return "bfloat16"
@@ -110,15 +110,15 @@ class BenchmarkModel:
 
     def build(self, *, dtype: torch.dtype, device: str, seed: int, group: RankGroup | None = None) -> Transformer:
         """The model, ready for inference: random weights made on the device, or the checkpoint's, or a rank's share."""
+        from hasten.checkpoints.load import load
         from hasten.model.initialize import initialize
-        from hasten.model.load import load
 
         if self.model is not None:
             return load(self.model, dtype=dtype, device=device, group=group)
         return initialize(self.config(), seed=seed, dtype=dtype, device=device).eval()
 
     def _checkpoint(self) -> ModelSource:
-        from hasten.model.load import open_checkpoint
+        from hasten.checkpoints.load import open_checkpoint
 
         return open_checkpoint(str(self.model))
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from hasten.bench.models import BenchmarkModel, check_least
 from hasten.effects import KIND, Facts, Needs, Reads, Unless
+from hasten.engine.params import KVCacheDtype
+from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
-from hasten.generation.params import KVCacheDtype
 from hasten.machine import available_memory, measure_limits, resolve_device, resolve_dtype, training_precision
 from hasten.model.config import ModelConfig
 from hasten.planning.choices import Wanted
@@ -19,11 +20,10 @@ from hasten.planning.devices import DEVICES, LINKS, Device, known_device
 from hasten.planning.memory import ITEMSIZE, LARGEST_PREFILL, PROCESS_BYTES, InferenceUse, TrainingUse
 from hasten.planning.plan import Phase, Plan, inference_phases, training_phase
 from hasten.planning.shapes import SHAPES, shape_config
-from hasten.serving.settings import EngineSettings
 from hasten.training.recipe import Data, Lora, Optimizer, Parallel, Recipe, Run, Techniques
 
 if TYPE_CHECKING:
-    from hasten.generation.speculation.cost import StepCost
+    from hasten.engine.speculation.cost import StepCost
 
 
 TRAINING = ("train", "finetune", "lora")
@@ -113,9 +113,9 @@ def config_of(model: str) -> tuple[str, ModelConfig, BenchmarkModel | None, str]
 
     Of a hub id the config is downloaded; the rest too where it is quantized: the headers of its files say how.
     """
-    from hasten.model.checkpoint import read_json
+    from hasten.checkpoints.hub import names_hub_folder, resolve_folder
+    from hasten.machine.regular_files import read_json
     from hasten.model.families import read_config
-    from hasten.model.hub import names_hub_folder, resolve_folder
 
     if model in SHAPES:
         return model, shape_config(model), None, "bfloat16"
@@ -342,7 +342,7 @@ def inference_plan(subject: Subject, *, replicas: int = 1, cost: StepCost | None
 
 
 def _inference(subject: Subject) -> InferenceUse:
-    from hasten.generation.cache import row_format
+    from hasten.engine.cache import row_format
 
     options, config, settings = subject.options, subject.config, EngineSettings()
     assert options.length is not None

@@ -9,9 +9,12 @@ from statistics import median
 import torch
 
 from hasten.bench.train import TrainRung
-from hasten.generation.decoder import Decoder
-from hasten.generation.params import KVCacheDtype, SamplingParams
-from hasten.generation.speculation.cost import StepCost, measure_step_cost
+from hasten.engine.decoder import Decoder
+from hasten.engine.engine import Engine
+from hasten.engine.params import KVCacheDtype, SamplingParams
+from hasten.engine.request import Request
+from hasten.engine.settings import EngineSettings
+from hasten.engine.speculation.cost import StepCost, measure_step_cost
 from hasten.machine import available_memory, resolve_dtype
 from hasten.machine.processor import last_level_cache_bytes
 from hasten.model.config import ModelConfig
@@ -21,9 +24,6 @@ from hasten.model.transformer import Transformer
 from hasten.planning.cost import kv_bytes_per_token, matrices, parameters
 from hasten.planning.memory import InferenceUse
 from hasten.quantization import Int4, Int8, quantize
-from hasten.serving.engine import Engine
-from hasten.serving.request import Request
-from hasten.serving.settings import EngineSettings
 from hasten.training.layer_drop import keep_probabilities
 from hasten.training.memory import step_memory
 from hasten.training.recipe import Parallel, Recipe

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hasten.bench.serve_workload import Planned, Workload
+from hasten.engine.params import SamplingParams
+from hasten.engine.request import Request
+from hasten.engine.settings import COUNTERS, GAUGES
 from hasten.errors import ConfigError, HastenError
-from hasten.generation.params import SamplingParams
-from hasten.serving.request import Request
-from hasten.serving.settings import COUNTERS, GAUGES
 
 if TYPE_CHECKING:
-    from hasten.serving.async_engine import AsyncEngine
+    from hasten.engine.async_engine import AsyncEngine
 
 # field of Stats -> name of the metric, behind `hasten:` or `vllm:`
 METRICS = {field: name for name, (field, _) in GAUGES.items()}

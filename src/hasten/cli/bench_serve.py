@@ -18,10 +18,10 @@ from hasten.bench.serve_workload import Workload
 from hasten.bench.table import machine_line
 from hasten.cli.options import DraftOptions, EngineOptions, LoadOptions
 from hasten.effects import Needs, Unless
+from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
 from hasten.machine import describe
 from hasten.machine.progress import share
-from hasten.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
     from hasten.model.transformer import Transformer
@@ -74,7 +74,7 @@ class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
 
     def run(self) -> dict[str, Any]:
         """Send the loads and return the report. Raises ConfigError for options that do not go together."""
-        from hasten.serving.api import require_packages
+        from hasten.server import require_packages
 
         if self.url is None and (self.model is None) == (self.shape is None):
             raise ConfigError(

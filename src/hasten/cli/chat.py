@@ -23,12 +23,12 @@ class ChatInTerminal(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
     """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'."""
 
     def run(self) -> None:
-        from hasten.model.chat import parse_template_kwargs
+        from hasten.text.chat import parse_template_kwargs
 
         variables = parse_template_kwargs(self.chat_template_kwargs, option="--chat-template-kwargs")
         model = self.load()
-        from hasten.generation.chat import Chat
-        from hasten.generation.generate import Timing
+        from hasten.engine.chat import Chat
+        from hasten.engine.generate import Timing
 
         if self.template is not None and model.tokenizer is not None:
             model.tokenizer = with_chat_template(model.tokenizer, self.template, option="--template")

@@ -31,8 +31,8 @@ class Convert(JsonOption):
     """Replace a model that stands in the output folder already."""
 
     def run(self) -> None:
-        from hasten.model.convert import convert
-        from hasten.model.load import resolve_model
+        from hasten.checkpoints.convert import convert
+        from hasten.checkpoints.load import resolve_model
 
         source = resolve_model(self.model)
         require_new_folder(self.output, source, option="OUTPUT", overwrite=self.overwrite)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from hasten.cli.demo_published import NAME, SMALL_RUNG_SECONDS, Budget, answer, find, measure, run_ladder
 from hasten.effects import Needs
+from hasten.engine.params import SamplingParams
 from hasten.errors import ConfigError
-from hasten.generation.params import SamplingParams
 from hasten.machine import configure
 from hasten.machine.files import write_json
 from hasten.machine.progress import share
@@ -72,8 +72,8 @@ class Demo:
         begun = self.published and self._begin(recipe, budget, steps)
         _say(next(steps), "train a small model on the standard library of this Python")
         recipe = _chosen(recipe, resume=self.again == "resume")
+        from hasten.checkpoints.load import load
         from hasten.model.fused import fuse_where_it_fits, path_of
-        from hasten.model.load import load
         from hasten.training.session import train
         from hasten.training.setup import prepare_data
 
@@ -180,7 +180,7 @@ def _evaluate(model: Any, documents: list[str], data: TokenData, run: Path) -> d
     from dataclasses import asdict
 
     from hasten.data.bigram import bigram_loss
-    from hasten.generation.perplexity import perplexity
+    from hasten.evaluation.perplexity import perplexity
 
     with share("scored tokens") as progress:
         scores = asdict(perplexity(model, documents, progress=progress))
@@ -193,7 +193,7 @@ def _evaluate(model: Any, documents: list[str], data: TokenData, run: Path) -> d
 
 
 def _write(model: Any) -> None:
-    from hasten.generation.generate import stream
+    from hasten.engine.generate import stream
 
     params = SamplingParams(temperature=0.7, top_p=0.95, max_new_tokens=120, seed=0)
     print(PROMPT, end="")

@@ -74,20 +74,20 @@ def find() -> Path | None:
 
     None, with the reason printed, where neither has it.
     """
+    from hasten.checkpoints.published import PUBLISHED
     from hasten.machine.caches import find_cached
-    from hasten.model.published import PUBLISHED
 
     hub_id = PUBLISHED[NAME].hub_id
     if hub_answers(hub_id):
         try:
-            path = fetch("hasten.model.hub:resolve_folder", hub_id)
+            path = fetch("hasten.checkpoints.hub:resolve_folder", hub_id)
             print(f"  {hub_id} from the hub, {PUBLISHED[NAME].licence}")
             return path
         except ResourceError as error:
             print(f"  the hub: {error}", file=sys.stderr)
     try:
         there = find_cached("models", PUBLISHED[NAME].file)
-        path = there or fetch("hasten.model.published:published_file", NAME)
+        path = there or fetch("hasten.checkpoints.published:published_file", NAME)
     except ResourceError as error:
         print(f"  skipped: {error}")
         return None
@@ -139,9 +139,9 @@ def fetch(function: str, name: str) -> Path:
 
 def answer(path: Path, budget: Budget, *, threads: Threads) -> None:
     """Stream the answers to QUESTIONS, with the tokens per second of each."""
-    from hasten.generation.chat import Chat
-    from hasten.generation.generate import Timing
-    from hasten.generation.params import SamplingParams
+    from hasten.engine.chat import Chat
+    from hasten.engine.generate import Timing
+    from hasten.engine.params import SamplingParams
 
     configure(threads=threads)
     model = _fused(path)
@@ -159,8 +159,8 @@ def answer(path: Path, budget: Budget, *, threads: Threads) -> None:
 
 
 def _fused(path: Path) -> Transformer:
+    from hasten.checkpoints.load import load
     from hasten.model.fused import fuse_where_it_fits
-    from hasten.model.load import load
 
     return fuse_where_it_fits(load(path, dtype="bfloat16"))
 

@@ -65,7 +65,7 @@ class Eval(JsonOption, CacheOptions, RankOptions, AdapterOptions):
 
     def run_tasks(self) -> None:
         """lm-eval's tasks."""
-        from hasten.serving.lm_eval import HastenLM, make_table, run_tasks
+        from hasten.evaluation.lm_eval import HastenLM, make_table, run_tasks
 
         lm = HastenLM(self.prepared(), max_length=self.context)
         names = [name for word in self.tasks for name in word.split(",") if name]
@@ -79,8 +79,8 @@ class Eval(JsonOption, CacheOptions, RankOptions, AdapterOptions):
 
         documents = list(read_documents(text, limit_bytes=self.limit_bytes))
         model = self.prepared()
-        from hasten.generation.divergence import divergence
-        from hasten.generation.perplexity import DEFAULT_CONTEXT, perplexity
+        from hasten.evaluation.divergence import divergence
+        from hasten.evaluation.perplexity import DEFAULT_CONTEXT, perplexity
         from hasten.model.fused import path_of
 
         other = None

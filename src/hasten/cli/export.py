@@ -58,8 +58,8 @@ class Export(JsonOption):
     def run(self) -> None:
         from rich.console import Console
 
-        from hasten.model.advice import export_plain, plain_folder
-        from hasten.model.export import export_model
+        from hasten.checkpoints.advice import export_plain, plain_folder
+        from hasten.checkpoints.export import export_model
 
         is_file = self.writes_file
         if self.dequantize and is_file:
@@ -74,7 +74,7 @@ class Export(JsonOption):
         dtype = resolve_dtype(self.dtype, auto=model.dtype)
         with console.status(f"writing {self.output}"):
             if is_file:
-                from hasten.model.gguf.write import write_gguf
+                from hasten.checkpoints.gguf.write import write_gguf
 
                 name = write_gguf(model, self.output, self.gguf or "BF16")
             else:

@@ -11,7 +11,7 @@ from hasten.effects import Holds, Needs, Unless
 from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hasten.generation.generate import Generation
+    from hasten.engine.generate import Generation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOp
         return self.draft != "none" and not (self.compile and self.draft == "auto")
 
     def run(self) -> None:
-        from hasten.model.chat import parse_template_kwargs
+        from hasten.text.chat import parse_template_kwargs
 
         if bool(self.prompt) == bool(self.prompt_ids):
             raise ConfigError("give one of --prompt TEXT and --prompt-ids ID …, and not both")
@@ -51,8 +51,8 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOp
         # Compiled blocks are PyTorch's path; the fused ones are the other. On a GPU those come first.
         readable = self.compile and resolve_device(self.device).type == "cpu"
         model = (replace(self, fuse=False) if readable else self).load()
-        from hasten.generation.generate import Generation, Timing
-        from hasten.generation.speculation import PLAIN_STEPS, make_speculator
+        from hasten.engine.generate import Generation, Timing
+        from hasten.engine.speculation import PLAIN_STEPS, make_speculator
 
         if self.chat:
             if model.tokenizer is None:
@@ -65,7 +65,7 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOp
         options = self if self.drafts and not short else replace(self, draft="none")
         speculator = make_speculator(model, **options.drafting(model))
         if self.compile:
-            from hasten.generation.compiled import compile_blocks
+            from hasten.engine.compiled import compile_blocks
             from hasten.model.fused import CudaStack
 
             if isinstance(model.stack, CudaStack):

@@ -12,7 +12,7 @@ from hasten.errors import HastenError
 def main() -> None:
     """Run it. Exit status 2 for an error of hasten's, told in one line; else lm-eval's own."""
     try:
-        import_module("hasten.serving.lm_eval")  # adds the model; says what to install where lm-eval is not there
+        import_module("hasten.evaluation.lm_eval")  # adds the model; says what to install where lm-eval is not there
         from lm_eval.__main__ import cli_evaluate
 
         cli_evaluate()

@@ -40,9 +40,9 @@ class Merge(JsonOption):
     """Replace a model that stands in the output folder already."""
 
     def run(self) -> None:
+        from hasten.checkpoints.adapter_files import load_adapter
+        from hasten.checkpoints.load import load, resolve_model
         from hasten.data import read_documents
-        from hasten.model.adapter_files import load_adapter
-        from hasten.model.load import load, resolve_model
         from hasten.model.lora import attach
         from hasten.quantization.merge import merge
 
@@ -70,7 +70,7 @@ class Merge(JsonOption):
                 "adapter adds (medians)"
             )
         if documents:
-            from hasten.generation.perplexity import perplexity
+            from hasten.evaluation.perplexity import perplexity
 
             attach(model, [adapter])
             done["perplexity"] = perplexity(model, documents).perplexity

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import tyro
 
 from hasten.effects import ON_CUDA, Needs, Neutral, Unless, refuse_ignored
+from hasten.engine.params import KVCacheDtype, SamplingParams, recommended
+from hasten.engine.settings import EngineSettings
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
-from hasten.generation.params import KVCacheDtype, SamplingParams, recommended
 from hasten.machine import configure, resolve_device
 from hasten.machine.files import require_writable, write_json
 from hasten.machine.threads import Threads
 from hasten.planning.choices import Wanted
-from hasten.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from hasten.model.tokenizer import Tokenizer
+    from hasten.engine.async_engine import AsyncEngine
     from hasten.model.transformer import Transformer
-    from hasten.serving.async_engine import AsyncEngine
+    from hasten.text.tokenizer import Tokenizer
 
 
 DRAWN = Unless("temperature", 0)
@@ -218,9 +218,9 @@ class LoadOptions:
 
     def read_model(self, device: str) -> Transformer:
         """The model as it lies in its folder. Raises ResourceError, before loading it, where it will not fit."""
+        from hasten.checkpoints.load import load, open_checkpoint
         from hasten.cli.room import require_room
         from hasten.distributed.tensor_parallel import current_group
-        from hasten.model.load import load, open_checkpoint
 
         group, source = current_group(), open_checkpoint(self.model)
         if group is None:  # ranks load their shares side by side, each from what the others leave
@@ -245,7 +245,7 @@ class DraftOptions:
     def drafting(self, model: Transformer) -> dict[str, Any]:
         """The same, as the library's functions take it."""
         from hasten.distributed.tensor_parallel import current_group
-        from hasten.generation.speculation.build import automatic
+        from hasten.engine.speculation.build import automatic
 
         draft: str | Transformer = self.draft
         if draft == "auto" and self.speculate is not None and automatic(model) == "none":
@@ -287,9 +287,9 @@ class EngineOptions:
         """The engine of a loaded model, with its cache and its thread. adapters: folders by their names. secret: of
         the keys of its blocks.
         """
+        from hasten.engine.async_engine import AsyncEngine
         from hasten.engine.batch import SIZES
-        from hasten.serving.async_engine import AsyncEngine
-        from hasten.serving.llm import make_engine
+        from hasten.engine.llm import make_engine
 
         settings = self.engine
         if self.cache_gib is not None:
@@ -310,7 +310,7 @@ class AdapterOptions(LoadOptions):
     def check_inputs(self) -> None:
         """What can be refused before anything is measured, started or loaded."""
         if self.adapter is not None:
-            from hasten.model.adapter_files import adapter_config
+            from hasten.checkpoints.adapter_files import adapter_config
 
             adapter_config(self.adapter.expanduser())
 
@@ -318,7 +318,7 @@ class AdapterOptions(LoadOptions):
         """As every command does, and give the model its adapter."""
         model = super().load()
         if self.adapter is not None:
-            from hasten.model.adapters import load_adapters
+            from hasten.checkpoints.adapters import load_adapters
 
             load_adapters(model, [self.adapter])
         return model

@@ -129,7 +129,7 @@ class Quantize(JsonOption):
 
     def scheme_of(self) -> Scheme | None:
         """The library's scheme; None: it is to be chosen. Raises ConfigError for options that contradict each other."""
-        from hasten.model.checkpoint import read_json
+        from hasten.machine.regular_files import read_json
         from hasten.quantization.schemes import SCHEMES, Int8, Mixed
 
         if self.scheme is None:
@@ -213,7 +213,7 @@ class Quantize(JsonOption):
     def run(self) -> None:
         from time import perf_counter
 
-        from hasten.model.load import resolve_model
+        from hasten.checkpoints.load import resolve_model
         from hasten.planning.memory import PROCESS_BYTES
         from hasten.quantization import quantize_to_folder
         from hasten.quantization.automatic import budget
@@ -242,7 +242,7 @@ class Quantize(JsonOption):
         scheme = self.fitted(scheme, model) if scheme else self.choose(model, calibration, device)
         layers = scheme.layers(model)
         if self.format == "gguf":
-            from hasten.model.gguf.write import check_gguf
+            from hasten.checkpoints.gguf.write import check_gguf
 
             check_gguf(model, layers, self.output)
         result: dict[str, Any] = {
@@ -300,7 +300,7 @@ class Quantize(JsonOption):
         """Say what will be looked at and what it takes; returns the same for the JSON. held: bytes of process and
         checkpoint, 0 where only blocks come to the device.
         """
-        from hasten.model.formats.record import activation_group
+        from hasten.model.layer_format import activation_group
         from hasten.quantization import SignRounding
         from hasten.quantization.cost import predicted_bytes, tuning_seconds
 

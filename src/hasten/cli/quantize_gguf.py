@@ -54,9 +54,9 @@ def folder_to_gguf(folder: Path, file: Path) -> float:
     """
     import torch
 
-    from hasten.model.gguf.header import read_gguf
-    from hasten.model.gguf.write import write_gguf
-    from hasten.model.load import load
+    from hasten.checkpoints.gguf.header import read_gguf
+    from hasten.checkpoints.gguf.write import write_gguf
+    from hasten.checkpoints.load import load
 
     try:
         model = load(folder, dtype="stored")

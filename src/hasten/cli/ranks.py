@@ -44,9 +44,9 @@ def run(command: Any, arguments: list[str]) -> None:
     from hasten.distributed.tensor_parallel import tensor_parallel
 
     if alone:
+        from hasten.checkpoints.load import open_checkpoint, shares_of
         from hasten.cli.room import require_room
         from hasten.machine import resolve_device
-        from hasten.model.load import open_checkpoint, shares_of
 
         source = open_checkpoint(command.model)
         shares_of(source, degree)  # as many as there can be, before any is started

@@ -12,7 +12,7 @@ from hasten.planning.held import held_bytes, plain_tensors
 from hasten.planning.memory import LARGEST_PREFILL, PROCESS_BYTES, InferenceUse, Memory, inference_memory
 
 if TYPE_CHECKING:
-    from hasten.model.source import ModelSource
+    from hasten.checkpoints.source import ModelSource
 
 TOKENIZER = 15  # bytes that it takes for each of its file (SmolLM2 15, Gemma 3 13)
 PROMPT = 512  # tokens that are counted on where nobody knows the prompt
@@ -59,9 +59,9 @@ def use_of(
     quantize, dtype: instead of what the command says. Weights in their own dtype are mapped, and make room as they are
     rounded; those that are converted stay until all of them are.
     """
-    from hasten.generation.cache import row_format
+    from hasten.checkpoints.load import own_dtype
+    from hasten.engine.cache import row_format
     from hasten.model.inference import inference_dtype
-    from hasten.model.load import own_dtype
 
     quantize = command.quantize if quantize is None else quantize
     own = source.dtype or own_dtype(plain_tensors(source))

@@ -16,18 +16,18 @@ import tyro
 from hasten.cli.options import DeviceOptions, DraftOptions, EngineOptions, LoadOptions, with_chat_template
 from hasten.distributed import launched
 from hasten.effects import Holds, Needs
+from hasten.engine.params import recommended
 from hasten.errors import CheckpointError, ConfigError, HastenError, HastenWarning
-from hasten.generation.params import recommended
 from hasten.replicas.settings import ReplicaSettings
-from hasten.serving.api.settings import ServerSettings
+from hasten.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from hasten.model.source import ModelSource
-    from hasten.model.tokenizer import Tokenizer
+    from hasten.checkpoints.source import ModelSource
+    from hasten.engine.async_engine import AsyncEngine
     from hasten.model.transformer import Transformer
-    from hasten.serving.async_engine import AsyncEngine
+    from hasten.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
     @property
     def checks_hosts(self) -> bool:
         """Whether the Host header is checked: of a server without keys that only this machine reaches."""
-        from hasten.serving.api.server import is_loopback
+        from hasten.server.server import is_loopback
 
         return not (self.api_key or os.environ.get("HASTEN_API_KEY")) and is_loopback(self.host)
 
@@ -80,11 +80,11 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
 
     def check_inputs(self) -> None:
         """What can be refused before anything is measured, started or loaded."""
-        from hasten.model.adapter_files import adapter_config
-        from hasten.serving.api import require_packages
+        from hasten.checkpoints.adapter_files import adapter_config
+        from hasten.server import require_packages
 
         require_packages()
-        from hasten.serving.api.server import bind
+        from hasten.server.server import bind
 
         self._settings()
         for folder in self.adapters().values():
@@ -97,7 +97,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
     def run(self) -> None:
         start = time.perf_counter()
         from hasten.distributed.tensor_parallel import current_group
-        from hasten.serving.api.server import Server, bind, curl_line, url_of
+        from hasten.server.server import Server, bind, curl_line, url_of
 
         settings = self._settings()
         group = current_group()
@@ -125,8 +125,8 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
 
     def _follow(self) -> None:
         """As a rank that is not the first: compute what that one serves, until it has drained."""
+        from hasten.engine.following import follow
         from hasten.model.sharded import ShardedTransformer
-        from hasten.serving.following import follow
 
         model = self.load()
         assert isinstance(model, ShardedTransformer)
@@ -147,10 +147,10 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         return found
 
     def _app(self, model: Transformer, settings: ServerSettings) -> FastAPI:
-        from hasten.serving.admission import room
-        from hasten.serving.api.app import make_app
-        from hasten.serving.api.logs import configure_logs
-        from hasten.serving.api.service import Service
+        from hasten.engine.admission import room
+        from hasten.server.app import make_app
+        from hasten.server.logs import configure_logs
+        from hasten.server.service import Service
 
         tokenizer = self._tokenizer(model)
         configure_logs(self.log)
@@ -165,11 +165,11 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         import signal
         import threading
 
-        from hasten.model.load import open_checkpoint
+        from hasten.checkpoints.load import open_checkpoint
         from hasten.replicas.ray_serve import Replicas
-        from hasten.serving.api.app import make_app
-        from hasten.serving.api.logs import configure_logs
-        from hasten.serving.api.service import Service
+        from hasten.server.app import make_app
+        from hasten.server.logs import configure_logs
+        from hasten.server.service import Service
 
         checkpoint = open_checkpoint(self.model)  # what is wrong with a folder is told before anything is started
         tokenizer = self._tokenizer(checkpoint)
@@ -241,7 +241,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         return tokenizer
 
     def _warn_of_strangers(self, settings: ServerSettings) -> None:
-        from hasten.serving.api.server import is_loopback
+        from hasten.server.server import is_loopback
 
         if not settings.api_keys and not is_loopback(self.host):
             warnings.warn(
@@ -259,8 +259,8 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
             )
 
     def _settings(self) -> ServerSettings:
-        from hasten.model.chat import parse_template_kwargs
-        from hasten.serving.api.server import LOOPBACK
+        from hasten.server.server import LOOPBACK
+        from hasten.text.chat import parse_template_kwargs
 
         keys = self.api_key
         if (key := os.environ.get("HASTEN_API_KEY")) is not None:

@@ -17,7 +17,7 @@ WeightLayout = Literal["compressed-tensors", "gptq"]  # of quantized folders tha
 
 def load_to_write(source: str | Path, dtype: str = "stored") -> Transformer:
     """Load a model that is only written again, so that nobody need hear which of its formats has no kernel."""
-    from hasten.model.load import load
+    from hasten.checkpoints.load import load
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", NO_KERNEL, HastenWarning)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hasten.data.documents import Conversation
 from hasten.errors import DataError, HastenError
-from hasten.model.tokenizer import Tokenizer
+from hasten.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """From the records of a data set to conversations: OpenAI's messages, ShareGPT's turns, Alpaca's instructions.
 
-Messages come out as a chat template takes them, and as the server makes them (`hasten.model.chat.plain_messages`).
+Messages come out as a chat template takes them, and as the server makes them (`hasten.text.chat.plain_messages`).
 """
 
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 from hasten.data.documents import Conversation
 from hasten.errors import ConfigError, DataError
-from hasten.model.chat import plain_messages
+from hasten.text.chat import plain_messages
 
 SHARE_GPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 # The fields of each kind of record, those that it must have first.

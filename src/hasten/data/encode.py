@@ -15,7 +15,7 @@ from hasten.data.shards import ShardWriter
 from hasten.data.sources import item_bytes
 from hasten.data.splits import SplitName, SplitPlan
 from hasten.errors import DataError
-from hasten.model.tokenizer import Tokenizer
+from hasten.text.tokenizer import Tokenizer
 
 # Text that is encoded at once: the tokenizer's threads share it. An encoding takes about 30 bytes a byte of text.
 _BATCH_CHARACTERS = 1 << 21

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hasten.checkpoints.load import open_checkpoint
 from hasten.checks import whole
 from hasten.data.documents import Source
 from hasten.data.encode import Encoder, training_texts
@@ -21,8 +22,7 @@ from hasten.errors import ConfigError, DataError, ResourceError
 from hasten.machine.caches import cache_folder, find_cached
 from hasten.machine.files import locked, save_json
 from hasten.machine.progress import byte_counter
-from hasten.model.load import open_checkpoint
-from hasten.model.tokenizer import Tokenizer
+from hasten.text.tokenizer import Tokenizer
 
 TokenizerKind = Literal["bpe", "character"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from hasten.data.encode import VALIDATION_FILE
 from hasten.data.shards import TokenSplit, open_split, remedy
 from hasten.errors import DataError
-from hasten.model.tokenizer import Tokenizer
+from hasten.text.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2  # 2: .json holds records, conversations come in more forms
 MANIFEST_FILE = "manifest.json"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from hasten.errors import ConfigError, DataError
-from hasten.model.tokenizer import Tokenizer
+from hasten.text.tokenizer import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 _BYTES = 256  # the initial alphabet of byte-level BPE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hasten.model.formats.stream import write_file
+from hasten.checkpoints.formats.stream import write_file
 
 PLACES = "hasten_parts"  # in a header, as JSON: {name: [shape of the whole, offsets]}; a tensor that it lacks is whole
 

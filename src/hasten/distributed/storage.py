@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from hasten.checkpoints.checkpoint import DTYPES, read_header
+from hasten.checkpoints.formats.stream import NAMES
 from hasten.distributed.parts import PLACES, Part
 from hasten.errors import CheckpointError
-from hasten.model.checkpoint import DTYPES, read_header
-from hasten.model.formats.stream import NAMES
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()} | DTYPES
 

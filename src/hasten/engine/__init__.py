@@ -1,1 +1,1 @@
-"""The engine's step: what it computes as tensors of fixed addresses (`batch`), and what runs it (`runner`)."""
+"""The engine: requests in, one step of the model for all of them together, tokens and text out."""

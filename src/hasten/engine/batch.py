@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.generation.blocks import SequenceBlocks
-from hasten.generation.paged import PagedCache
+from hasten.engine.blocks import SequenceBlocks
+from hasten.engine.paged import PagedCache
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # sequences of a captured step
 WIDTHS = (1, 2, 4, 8, 16, 32)  # tokens of each: one, and those of a draft

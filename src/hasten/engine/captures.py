@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.generation.graphs import cuda_graph
+from hasten.engine.graphs import cuda_graph
 
 _log = logging.getLogger("hasten.engine")
 _FREE = 1 << 29  # bytes of the device that a capture leaves free

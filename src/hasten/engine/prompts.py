@@ -1,140 +1,101 @@
-"""Steps that read prompts as CUDA graphs: any tokens of any sequences end to end, padded to a few sizes.
-
-Launched from Python, the operations of such a step take the host longer than they take a GPU.
-"""
-
-from __future__ import annotations
+"""What generation and serving are asked: prompts as token ids, the parameters of each, and what ends a text."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from hasten.engine.captures import Captures, LogitsBuffer
-from hasten.generation.layout import RaggedLayout, Rows
-from hasten.generation.paged import PagedCache, PagedStep
+from hasten.engine.params import SamplingParams
+from hasten.errors import ConfigError
 from hasten.model.transformer import Transformer
-from hasten.ops.attention.view import AttentionMetadata, StackView
 
-TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-SEQUENCES = (16, 64, 256, 512)  # and rows that are scored
-_REACHES, _SHORTEST = 4, 512  # of the longest sequence, as `DecodeBatch.shape` has them
-_ALIGNED = 16  # values: parts of the buffer begin at multiples
-_ROUNDED = 256  # tokens of the largest step: a multiple
-_SEEN = 2  # steps of a shape, after which it is captured
+Prompt = str | Sequence[int]
 
 
-class PromptShape(NamedTuple):
-    """The padded size of a step: tokens, sequences (and scored rows), and the most tokens of one sequence in all."""
+def check_ids(model: Transformer, ids: object) -> None:
+    """Raise ConfigError unless ids are integers inside the model's vocabulary."""
+    if not isinstance(ids, Sequence):
+        raise ConfigError(f"token ids must be a list of integers; found {ids!r:.40}")
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < model.config.vocab_size:
+        return
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ConfigError(f"token ids must be integers; found {token!r:.40}")
+        if not 0 <= token < model.config.vocab_size:
+            raise ConfigError(f"token id {token} is outside the vocabulary of {model.config.vocab_size}")
 
-    tokens: int
-    sequences: int
-    longest: int
+
+def encode_prompts(model: Transformer, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of one or several prompts, checked against the vocabulary. Tensors and arrays of ids are taken too."""
+    given = _plain(prompts)
+    if isinstance(given, str) or (isinstance(given, list) and given and not isinstance(given[0], str | list)):
+        given = [given]
+    if not isinstance(given, list):
+        raise ConfigError(f"prompts must be text, token ids, or a list of either; found {type(prompts).__name__}")
+    if not given:
+        raise ConfigError("no prompt was given")
+    encoded = []
+    for prompt in given:
+        if isinstance(prompt, str):
+            if model.tokenizer is None:
+                raise ConfigError("this model's folder has no tokenizer: give the prompt as token ids")
+            ids = model.tokenizer.encode(prompt)
+            if not ids and model.tokenizer.bos_id is not None:
+                ids = [model.tokenizer.bos_id]  # an empty prompt starts a text
+        else:
+            ids = prompt
+        check_ids(model, ids)
+        if not ids:
+            raise ConfigError("a prompt is empty, and the tokenizer has no beginning-of-text token to start from")
+        encoded.append(ids)
+    return encoded
 
 
-class PromptSteps:
-    """The captured steps, and the tensors that they read."""
+def _plain(value: Any) -> Any:
+    """Tensors, arrays and tuples as lists, also inside a list."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, list | tuple) and set(map(type, value)) == {int}:
+        return list(value)
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def __init__(
-        self,
-        model: Transformer,
-        cache: PagedCache,
-        captures: Captures,
-        logits: LogitsBuffer,
-        *,
-        sequences: int,
-        longest: int,
-        tokens: int,
-    ) -> None:
-        """sequences, tokens: the most of a step. longest: the most tokens of one sequence."""
-        self.model, self.cache, self.captures, self.longest = model, cache, captures, longest
-        self.logits_buffer = logits
-        device = cache.device
-        self.tokens = [size for size in TOKENS if size < tokens] + [-(-tokens // _ROUNDED) * _ROUNDED]
-        self.sequences = [size for size in SEQUENCES if size < sequences] + [sequences]
-        self.buffer = torch.zeros(_places(self.tokens[-1], sequences)[-1], dtype=torch.int64, device=device)
-        self.block_table = torch.zeros(sequences, -(-longest // cache.block_size), dtype=torch.int64, device=device)
 
-    def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor | None:
-        """As `ModelRunner.logits`, valid until the next step; None: it is to be run plainly."""
-        choice = self.model.adapters
-        if self.cache.kernel.name != "triton" or (
-            choice is not None and (choice.rows is not None or choice.every >= 0)
-        ):
-            return None
-        shape = self._shape(len(tokens), max(len(rows), len(wanted)), max(row.start + row.count for row in rows))
-        if shape is None or (shape not in self.captures.pieces and not self.captures.due(shape, after=_SEEN)):
-            return None
-        self._fill(shape, tokens, rows, wanted)
-        piece = self.captures.pieces.get(shape)
-        if piece is None:
-            out = self.logits_buffer.rows(shape.sequences)
-            piece = self.captures.capture(shape, lambda: self._compute(shape, out))
-        if piece is None:
-            return None
-        piece.run()
-        found: Tensor = piece.result
-        return found[: len(wanted)]
+def params_of(
+    params: SamplingParams | Sequence[SamplingParams] | None, *, prompts: int, **settings: Any
+) -> list[SamplingParams]:
+    """The parameters of each prompt: given for all of them, one for each, or by default; settings replace fields."""
+    given: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * prompts
+    rows: list[SamplingParams] = [SamplingParams() if row is None else row for row in given]
+    if len(rows) != prompts:
+        raise ConfigError(f"{len(rows)} sampling parameters were given for {prompts} prompts")
+    if not all(isinstance(row, SamplingParams) for row in rows):
+        raise ConfigError(f"params must be SamplingParams, or a list of them; found {params!r:.80}")
+    try:
+        return [replace(row, **settings) for row in rows] if settings else rows
+    except TypeError as error:
+        raise ConfigError(f"unknown sampling setting: {error}") from None
 
-    def _shape(self, tokens: int, sequences: int, longest: int) -> PromptShape | None:
-        if tokens > self.tokens[-1] or sequences > self.sequences[-1] or longest > self.longest:
-            return None
-        reach = _SHORTEST
-        while reach < longest:
-            reach *= _REACHES
-        sizes = (next(n for n in self.tokens if n >= tokens), next(n for n in self.sequences if n >= sequences))
-        return PromptShape(*sizes, min(reach, self.longest))
 
-    def _fill(self, shape: PromptShape, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> None:
-        layout = RaggedLayout(rows, self.cache.block_size)
-        staged = np.zeros(_places(*shape[:2])[-1], dtype=np.int64)
-        ids, positions, slots, query_start_loc, seq_lens, scored = _parts(staged, shape)
-        slots[:], query_start_loc[:] = -1, len(tokens)  # padding belongs to nobody and is written nowhere
-        ids[: len(tokens)] = tokens
-        own = (layout.positions, layout.slots, layout.query_start_loc, layout.seq_lens, np.array(wanted))
-        for part, values in zip((positions, slots, query_start_loc, seq_lens, scored), own, strict=True):
-            part[: len(values)] = values
-        columns = min(layout.table.shape[1], self.block_table.shape[1])
-        table = torch.from_numpy(np.ascontiguousarray(layout.table[:, :columns]))
-        whole = torch.from_numpy(staged)
-        if self.buffer.is_cuda:
-            table, whole = table.pin_memory().to(self.buffer.device, non_blocking=True), whole.pin_memory()
-        self.buffer[: len(staged)].copy_(whole, non_blocking=True)
-        self.block_table[: len(rows), :columns] = table
+def end_ids(model: Transformer) -> frozenset[int]:
+    """The ids that end a text: the tokenizer's, generation_config.json's and config.json's."""
+    found: set[int] = set(model.tokenizer.eos_ids) if model.tokenizer is not None else set()
+    for source in (model.generation, model.config.source):
+        value = source.get("eos_token_id")
+        found.update([value] if isinstance(value, int) else value if isinstance(value, list) else [])
+    return frozenset(token for token in found if isinstance(token, int) and 0 <= token < model.config.vocab_size)
 
-    def _compute(self, shape: PromptShape, out: Tensor) -> Tensor:
-        cache = self.cache
-        ids, positions, slots, query_start_loc, seq_lens, scored = _parts(self.buffer, shape)
-        metadata = AttentionMetadata(
-            slots,
-            query_start_loc,
-            seq_lens,
-            first_slots=None,
-            block_table=self.block_table[: shape.sequences],
-            block_size=cache.block_size,
-            rows=cache.row_format,
-            max_query=shape.tokens,
-            longest=shape.longest,
+
+def fit(params: SamplingParams, prompt: int, model: Transformer, *, length: int | None = None) -> SamplingParams:
+    """Shorten max_new_tokens to what is left of `length` tokens (by default the model's positions).
+
+    ConfigError if the prompt takes them all, or for stop strings without a tokenizer.
+    """
+    if params.stop and model.tokenizer is None:
+        raise ConfigError("stop strings need text, and this model's folder has no tokenizer; use stop_token_ids")
+    left = (length or model.config.max_positions) - prompt
+    if left < 1:
+        raise ConfigError(
+            f"the prompt has {prompt} tokens and the model {model.config.max_positions} positions; shorten the prompt"
         )
-        if self.model.adapters is not None:
-            self.model.adapters.every, self.model.adapters.rows, self.model.adapters.groups = -1, None, []
-        view = StackView(cache.k, cache.v, metadata)
-        step = PagedStep(view, positions[None], cache.kernel.run, [list] * len(cache.k))
-        return self.model.scores(self.model.states(ids[None], step.positions, step)[0, scored], out=out)
-
-
-def _places(tokens: int, sequences: int) -> list[int]:
-    """Where the parts begin in the buffer, and where it ends."""
-    found = [0]
-    for size in (tokens, tokens, tokens, sequences + 1, sequences, sequences):
-        found.append(found[-1] + -(-size // _ALIGNED) * _ALIGNED)
-    return found
-
-
-def _parts(buffer: Tensor | np.ndarray, shape: PromptShape) -> list:
-    """Tokens, positions and slots (N,), query_start_loc (S + 1,), seq_lens and scored rows (S,)."""
-    tokens, sequences, _ = shape
-    sizes = (tokens, tokens, tokens, sequences + 1, sequences, sequences)
-    return [buffer[at : at + size] for at, size in zip(_places(tokens, sequences), sizes, strict=False)]
+    if params.max_new_tokens <= left:
+        return params
+    return replace(params, max_new_tokens=left, min_new_tokens=min(params.min_new_tokens, left))

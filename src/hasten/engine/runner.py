@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hasten.engine import graphs
 from hasten.engine.batch import DecodeBatch, StepPart, StepShape
+from hasten.engine.blocks import SequenceBlocks
 from hasten.engine.captures import Captures, LogitsBuffer
 from hasten.engine.forward import forward
-from hasten.engine.prompts import PromptSteps
+from hasten.engine.layout import Rows, to_device
+from hasten.engine.paged import PagedCache
+from hasten.engine.prompt_steps import PromptSteps
 from hasten.engine.sampler import DeviceSampler, DrawKind, DrawnRow
-from hasten.generation import graphs
-from hasten.generation.blocks import SequenceBlocks
-from hasten.generation.layout import Rows, to_device
-from hasten.generation.paged import PagedCache
 from hasten.machine.host_copy import HostCopy
 from hasten.model.context import training_context
 from hasten.model.sharded import ShardedTransformer
@@ -31,7 +31,7 @@ _GATHERED = 1 << 28  # bytes of the keys that a captured step of a kernel which 
 
 
 class ModelRunner:
-    """A model over its cache: what a step, or a text to embed, has it compute. (`serving/following.py` has another.)
+    """A model over its cache: what a step, or a text to embed, has it compute. (`engine/following.py` has another.)
 
     decoder: what runs decode steps as captured ones; None where nothing is captured, and `uncaptured` says why.
     """

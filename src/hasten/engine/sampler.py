@@ -1,6 +1,6 @@
 """The next tokens of a `DecodeBatch`, drawn on the device from its logits: a run of steps needs nothing of the host.
 
-The rules are `hasten.generation.sampling`'s, over tensors of fixed addresses. Which of them a batch needs is its
+The rules are `hasten.engine.sampling`'s, over tensors of fixed addresses. Which of them a batch needs is its
 `DrawKind`; each kind is captured by itself. Rows that want more than that (constraints, log-probabilities, beams) are
 drawn for by the host.
 """
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hasten.engine.batch import DecodeBatch, StepShape
-from hasten.generation.params import SamplingParams
-from hasten.generation.sampling import History, RowParams, next_tokens
+from hasten.engine.params import SamplingParams
+from hasten.engine.sampling import History, RowParams, next_tokens
 from hasten.ops import triton_support
 
 _TOP_KS = (64, 512)  # a batch's largest top-k is rounded up to one of these, or is the vocabulary

@@ -20,8 +20,8 @@ from hasten.errors import ConfigError
 from hasten.model.activations import ACTIVATIONS
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
-from hasten.model.formats.record import LayerFormat
 from hasten.model.interfaces import Context, LayerContext, SoftTargets, Stack
+from hasten.model.layer_format import LayerFormat
 from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
 from hasten.model.wide import check_trainable, choose_width
@@ -31,8 +31,8 @@ from hasten.ops.linear.wide import WideEmbedding, WideLinear
 
 if TYPE_CHECKING:
     from hasten.model.lora import AdapterChoice
-    from hasten.model.tokenizer import Tokenizer
     from hasten.ops.attention.pattern_layout import Pattern
+    from hasten.text.tokenizer import Tokenizer
 
 Linear = nn.Linear | PackedLinear  # a quantized or packed layer may stand in the place of a plain one
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hasten.checks import whole
 from hasten.errors import ConfigError
-from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
+from hasten.text.tokenizer import Tokenizer
 
 LARGEST_MULTIPLE = 1 << 16  # far above any tile of a product
 

@@ -2,8 +2,8 @@
 
 from math import prod
 
-from hasten.model.checkpoint import StoredTensor
-from hasten.model.source import ModelSource
+from hasten.checkpoints.checkpoint import StoredTensor
+from hasten.checkpoints.source import ModelSource
 
 
 def held_bytes(source: ModelSource, *, itemsize: int | None = None) -> int:

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from hasten.data import Batch
+from hasten.engine.batch_sampler import BatchSampler
+from hasten.engine.compiled import CompiledForOneToken
+from hasten.engine.engine import Engine
+from hasten.engine.generate import Generation
+from hasten.engine.params import SamplingParams
+from hasten.engine.request import EngineFailed, Request
+from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
-from hasten.generation.batch_sampler import BatchSampler
-from hasten.generation.compiled import CompiledForOneToken
-from hasten.generation.generate import Generation
-from hasten.generation.params import SamplingParams
 from hasten.model.config import ModelConfig
 from hasten.model.fused import FusedSteps
 from hasten.model.transformer import Attention, Linear, Transformer
 from hasten.planning.cost import attended_by_pattern
 from hasten.profiling.walk import parts_of
-from hasten.serving.engine import Engine
-from hasten.serving.request import EngineFailed, Request
-from hasten.serving.settings import EngineSettings
 from hasten.training.setup import Setup
 
 NEW_TOKENS = 64  # of an answer, before the prompts are read anew

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hasten.generation.compiled import CompiledForOneToken
+from hasten.engine.compiled import CompiledForOneToken
 from hasten.model.fused import FusedBlock, FusedStack, FusedSteps
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.embedding import PackedEmbedding

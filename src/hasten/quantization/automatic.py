@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError
-from hasten.model.formats.record import LayerFormat
+from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import WeightFormat, empty_weight
 from hasten.quantization.blocks import on_one_thread

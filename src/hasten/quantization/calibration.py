@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hasten.checks import LARGEST_SEED, whole
 from hasten.errors import ConfigError
-from hasten.model.tokenizer import Tokenizer
+from hasten.text.tokenizer import Tokenizer
 
 SPREAD = 4  # so many times the wanted tokens are read, for the samples to be drawn from
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten.checkpoints.export import Quantized, export_model, held_layers
 from hasten.errors import ConfigError
-from hasten.model.export import Quantized, export_model, held_layers
 from hasten.model.lora import Adapter
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedLinear, QuantizedWeight

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.checkpoints.export import Quantized
 from hasten.errors import ConfigError
-from hasten.model.export import Quantized
-from hasten.model.formats.record import LayerFormat, activation_group
+from hasten.model.layer_format import LayerFormat, activation_group
 from hasten.model.lora import LoRALinear, attached
 from hasten.model.swap import take_over
 from hasten.model.transformer import Transformer

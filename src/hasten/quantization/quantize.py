@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.checkpoints.advice import export_plain
+from hasten.checkpoints.export import Quantized, check_layers, export_model
 from hasten.errors import ConfigError, HastenWarning
-from hasten.model.advice import export_plain
-from hasten.model.export import Quantized, check_layers, export_model
-from hasten.model.formats.record import LayerFormat
 from hasten.model.fused import fuse, is_fused, refusal, take_apart
+from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer, require_model
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.quantization.calibration import check_calibration

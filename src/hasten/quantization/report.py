@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.model.formats.record import LayerFormat
+from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import QuantizedWeight
 from hasten.quantization.blocks import each_block, root_of_shares

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.machine.files import locked, replacing, save_json
-from hasten.model.formats.record import LayerFormat
+from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import QuantizedWeight
 from hasten.quantization.report import LayerReport

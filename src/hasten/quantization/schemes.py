@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.model.formats.record import LayerFormat
+from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import INT8, WeightFormat, int4_format
 from hasten.quantization.rounding import GROUP_SIZES, Search

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError
-from hasten.model.formats.record import LayerFormat, held_format, regrouped
+from hasten.model.layer_format import LayerFormat, held_format, regrouped
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.ops.pages import return_freed_memory

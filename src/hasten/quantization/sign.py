@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from hasten.checks import whole
 from hasten.errors import ConfigError
-from hasten.model.formats.record import activation_group
+from hasten.model.layer_format import activation_group
 from hasten.ops.linear import QuantizedWeight, empty_weight
 from hasten.quantization.gptq import InputStatistics, output_error
 from hasten.quantization.rounding import Grid, rounded_activations

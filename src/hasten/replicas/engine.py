@@ -10,11 +10,11 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hasten.generation.blocks import prefix_keys
+from hasten.engine.blocks import prefix_keys
+from hasten.engine.request import EngineFailed, Request, RequestOutput
+from hasten.engine.settings import ModelFacts, Stats
 from hasten.replicas.replica import Answer, packed
 from hasten.replicas.routing import KEY_BYTES, Ask, Board
-from hasten.serving.request import EngineFailed, Request, RequestOutput
-from hasten.serving.settings import ModelFacts, Stats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ class Channel(Protocol):
 
 
 class ReplicatedEngine:
-    """`hasten.serving.async_engine.AsyncEngine`'s methods, over replicas."""
+    """`hasten.engine.async_engine.AsyncEngine`'s methods, over replicas."""
 
     def __init__(self, channel: Channel, board: Board, facts: ModelFacts, *, block_size: int, secret: bytes) -> None:
         self.facts, self.board = facts, board

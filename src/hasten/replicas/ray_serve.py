@@ -32,10 +32,10 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
 if TYPE_CHECKING:
-    from hasten.model.tokenizer import Tokenizer
+    from hasten.engine.async_engine import AsyncEngine
+    from hasten.engine.request import Request
     from hasten.replicas.replica import Answer
-    from hasten.serving.async_engine import AsyncEngine
-    from hasten.serving.request import Request
+    from hasten.text.tokenizer import Tokenizer
 
 REPORT_EVERY = 1.0  # seconds
 STARTING = 900.0  # seconds for all replicas to load

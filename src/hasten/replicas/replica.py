@@ -10,18 +10,18 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from hasten.engine.request import Request, RequestOutput
+from hasten.engine.settings import ModelFacts, Stats
 from hasten.errors import HastenError
 from hasten.replicas.routing import KEY_BYTES, Ask
-from hasten.serving.api.responses import ApiError
-from hasten.serving.api.settings import ServerSettings
-from hasten.serving.api.structured import Grammar, Grammars
-from hasten.serving.request import Request, RequestOutput
-from hasten.serving.settings import ModelFacts, Stats
+from hasten.server.responses import ApiError
+from hasten.server.settings import ServerSettings
+from hasten.server.structured import Grammar, Grammars
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hasten.serving.async_engine import AsyncEngine
+    from hasten.engine.async_engine import AsyncEngine
 
 Answer = list[RequestOutput] | HastenError  # what came since the last one, or why nothing more comes
 

@@ -1,6 +1,6 @@
 """Which replica serves a request: the one where its answer begins soonest.
 
-Replicas report the keys of the blocks that they hold (`hasten.generation.blocks.prefix_keys`). The cost of sending a
+Replicas report the keys of the blocks that they hold (`hasten.engine.blocks.prefix_keys`). The cost of sending a
 request somewhere is counted in prompt tokens: those of its own that are not held there, those of others that are to be
 read before, and a few for each request that is being answered, which slows reading down. So a replica that holds the
 beginning is taken until what waits there costs more than reading the beginning anew elsewhere: no threshold.

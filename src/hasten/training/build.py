@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from hasten.checkpoints.advice import export_plain, plain_folder
 from hasten.distributed.placement import Apart, Placement, Replicated, Sharded
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.distributed.tensor_training import check_split, split
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
-from hasten.model.advice import export_plain, plain_folder
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
 from hasten.model.lora import Factors, attach, new_adapter
 from hasten.model.swap import replace_modules, swap_kinds
-from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.model.vocabulary import pad_vocabulary
 from hasten.ops import fp8, triton_support
@@ -28,6 +27,7 @@ from hasten.ops.linear.gradient import outside_graphs
 from hasten.ops.native import library, obtainable
 from hasten.ops.picker import explain
 from hasten.planning.shapes import gpt2, llama
+from hasten.text.tokenizer import Tokenizer
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
 from hasten.training.capture import CapturedStep
@@ -90,7 +90,7 @@ def pretrained_model(source: str, recipe: Recipe, *, device: torch.device) -> Tr
     Under LoRA they are only read, and are as the folder has them, or in `lora.base`. Otherwise raises ConfigError for
     quantized ones.
     """
-    from hasten.model.load import load
+    from hasten.checkpoints.load import load
 
     frozen = recipe.lora.rank is not None
     model = load(source, dtype=recipe.lora.base.replace("auto", "stored") if frozen else "float32", device=str(device))

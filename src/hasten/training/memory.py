@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
+from hasten.checkpoints.load import open_checkpoint
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.machine import available_memory, resolve_dtype
 from hasten.model.config import ModelConfig
-from hasten.model.load import open_checkpoint
 from hasten.ops.loss import KERNELS, LossRequest, rows_of_a_chunk
 from hasten.ops.picker import pick
 from hasten.planning.cost import matrices, parameters

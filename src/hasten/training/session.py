@@ -10,14 +10,14 @@ from typing import Any, get_args
 
 import torch
 
+from hasten.checkpoints.adapter_files import save_adapter
+from hasten.checkpoints.export import export_model
 from hasten.distributed.launch import joined, remember, remembered
 from hasten.distributed.placement import Placement, Sharded
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
 from hasten.machine import measured, resolve_dtype
 from hasten.machine.files import code_digest, locked, save_json
-from hasten.model.adapter_files import save_adapter
-from hasten.model.export import export_model
 from hasten.model.lora import attach, attached
 from hasten.model.transformer import Transformer
 from hasten.quantization.qat import as_stored

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from hasten.checkpoints.load import open_checkpoint, resolve_model
 from hasten.data import Batches, TokenData, prepare
 from hasten.data.packing import longest_document
 from hasten.distributed.ranks import ALONE, Ranks
@@ -14,7 +15,6 @@ from hasten.errors import ConfigError, HastenError
 from hasten.machine import configure, matrix_rate, resolve_device
 from hasten.model.config import ModelConfig
 from hasten.model.initialize import initialize
-from hasten.model.load import open_checkpoint, resolve_model
 from hasten.model.transformer import Transformer
 from hasten.planning.cost import training_flops_per_token
 from hasten.training import build

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hasten.checkpoints.load import load, resolve_model
 from hasten.data import Batch
 from hasten.errors import CheckpointError, ConfigError, ResourceError
 from hasten.model.context import TrainingContexts
 from hasten.model.interfaces import SoftTargets
-from hasten.model.load import load, resolve_model
 from hasten.model.transformer import Transformer
 from hasten.model.vocabulary import check_vocabulary
 

@@ -65,7 +65,7 @@ def draw_at_once(
 ) -> Tensor | None:
     """The tokens (B,) of logits (B, V) after temperature, top-k, top-p and min-p; None where no kernel does it at once.
 
-    The settings are `hasten.generation.sampling.RowParams`' own. drawn: False where all rows are greedy.
+    The settings are `hasten.engine.sampling.RowParams`' own. drawn: False where all rows are greedy.
     """
     if not _on_triton(logits):
         return None

@@ -1,0 +1,114 @@
+"""Filling a model's skeleton with the layers of a quantized folder."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.checkpoints.formats.file_format import QuantizedFolder, QuantizedModule
+from hasten.errors import HastenWarning
+from hasten.model.families.family import TensorSlice
+from hasten.model.layer_format import LayerFormat
+from hasten.model.shares import Cut, Share
+from hasten.model.transformer import Transformer
+from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
+from hasten.ops.pages import release_pages, return_freed_memory
+
+MOST_UNPACKED = 1 << 24  # numbers of several layers, a byte or two each, before their memory is given back
+
+
+def fill_quantized(
+    model: Transformer,
+    pieces: Mapping[str, TensorSlice],
+    folder: QuantizedFolder,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    share: Share | None = None,
+) -> None:
+    """Fill each layer whose weight stands in `pieces` straight from the mapped tensors: with a packed one, or, where
+    no kernel takes its format, with its plain weight, of which one warning tells.
+
+    Its bias, where it has one, is in place already. dtype: of the activations to come. One module at a time is unpacked
+    (none of int4: its words go to the kernel's layout as they are). share: the part that this rank holds.
+    """
+    layers: dict[str, LayerFormat] = {}
+    plain: list[str] = []
+    plain_bytes, stored_bytes = 0, 0.0  # of those
+    embedding, head = pieces.get("embedding.weight"), pieces.get("head.weight")
+    tied = embedding is not None and (head == embedding or (head is None and model.head.weight.is_meta))
+    if tied:  # one matrix, which the head holds
+        pieces = {"head.weight" if ours == "embedding.weight" else ours: piece for ours, piece in pieces.items()}
+    module: QuantizedModule | None = None
+    unpacked = 0  # numbers since memory was given back
+    # The head first: it is the largest, and little else is held yet.
+    for ours, piece in sorted(pieces.items(), key=lambda one: one[0] != "head.weight"):
+        name = ours.removesuffix(".weight")
+        if folder.modules[piece.name] is not module:
+            module = folder.modules[piece.name]
+            # Several layers may share one (Phi-3): its numbers are kept until the next one's turn.
+            dequantize, read = lru_cache(1)(folder.dequantize), lru_cache(1)(folder.read)
+        place: Any = model.get_submodule(name)
+        if module.type:
+            model.stored_types[name] = module.type
+        cut = None if share is None else share.cut(ours)
+        own = partial(_own, piece=piece, cut=cut, device=device)  # what belongs to this layer, and this rank
+        if module.layer is None:
+            whole = dequantize(module, dtype)
+            weight = piece.of(whole).to(device)
+            place.weight = nn.Parameter(weight if cut is None else cut.of(weight))
+            plain_bytes += place.weight.nbytes
+            stored_bytes += folder.values(module).nbytes * place.weight.numel() / whole.numel()
+            plain.append(f"{module.name} ({module.type or module.stored})")
+            data: Tensor = place.weight
+        elif name == "embedding":
+            layers[name] = replace(module.layer, activations="none")
+            model.embedding = PackedEmbedding.from_weight(own(read(module)), dtype=dtype)
+            data = model.embedding.table.data
+        else:
+            layers[name] = module.layer
+            options: dict[str, Any] = {"activations": module.layer.activations, "dtype": dtype}
+            if (words := folder.int4_words(module)) is None:
+                packed = PackedLinear.from_weight(own(read(module)), place.bias, **options)
+            else:
+                options["in_features"] = place.in_features
+                packed = PackedLinear.from_int4_words(own(words), place.bias, **options)
+            model.set_submodule(name, packed.eval())
+            data = packed.data
+        # Let go of the file's pages, unless the layer's kernel reads rows as they stand in the file. (Read anew from
+        # the mapping: were it ever a copy instead, nobody else would hold it.)
+        mapped = folder.values(module)
+        if data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
+            release_pages(mapped)
+        for stored in folder.stored:  # its scales and zeros; should a kernel read them there, they are read anew
+            if stored != module.values and stored.rpartition(".")[0] == module.name:
+                release_pages(folder.tensor(stored))
+        unpacked += math.prod(module.shape)
+        if unpacked > MOST_UNPACKED:
+            return_freed_memory()  # what was unpacked, or copied of a share, is gone
+            unpacked = 0
+    return_freed_memory()
+    if tied:
+        model.tie()
+    if layers:
+        model.quantization = layers
+    if plain:
+        warnings.warn(
+            f"no kernel takes a quantized weight like {plain[0]}: {len(plain)} of {len(pieces)} are held as plain "
+            f"{str(dtype).removeprefix('torch.')}: {plain_bytes / 1e9:.2f} GB, {plain_bytes / stored_bytes:.1f} times "
+            "as stored, which every token reads; --quantize int8 rounds them to 8 bits, with one scale a row",
+            HastenWarning,
+            stacklevel=4,
+        )
+
+
+def _own(
+    weight: QuantizedWeight, *, piece: TensorSlice, cut: Cut | None, device: torch.device | None
+) -> QuantizedWeight:
+    part = weight.map(lambda tensor: piece.of(tensor).to(device))
+    return part if cut is None else cut.of_weight(part)

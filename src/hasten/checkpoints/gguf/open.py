@@ -1,0 +1,153 @@
+"""A GGUF file as a checkpoint: its tensors under the names that Hugging Face gives them, in its order of rows."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hasten.checkpoints.checkpoint import StoredTensor, StoredTensors, check_finite
+from hasten.checkpoints.formats.file_format import QuantizedFolder, QuantizedModule
+from hasten.checkpoints.gguf.config import config_values
+from hasten.checkpoints.gguf.grids import table
+from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, read_gguf
+from hasten.checkpoints.gguf.names import FREQUENCIES, LONG_ROPE, Place, place_of
+from hasten.checkpoints.gguf.tokenizer import read_tokenizer
+from hasten.checkpoints.gguf.types import TYPES
+from hasten.checkpoints.source import ModelSource
+from hasten.errors import CheckpointError
+from hasten.model.config import ModelConfig
+from hasten.model.families import FAMILIES, read_config
+from hasten.ops.linear import QuantizedWeight
+
+
+def open_gguf(path: Path) -> ModelSource:
+    """The model of a GGUF file. CheckpointError for what is damaged, hostile, or of an unknown architecture."""
+    file = read_gguf(path)
+    values = config_values(file)
+    tokenizer = read_tokenizer(file)
+    if tokenizer is not None:
+        special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids) or None}
+        values |= {name: value for name, value in special.items() if value is not None}
+    weights = GGUFWeights(file, read_config(values, str(path)))
+    return ModelSource(
+        path=path,
+        config=weights.config,
+        stored=weights.logical,
+        read=weights.plain,
+        quantized=weights if weights.modules else None,
+        dtype=weights.dtype(),
+        generation={name: values[name] for name in ("bos_token_id", "eos_token_id") if name in values},
+        read_tokenizer=lambda: tokenizer,
+    )
+
+
+def _scales_of(weight: str) -> tuple[str, str]:
+    """Names of the float32 scales that may accompany an NVFP4 weight: its own and its activations' (not used here)."""
+    name = weight.removesuffix(".weight")
+    return f"{name}.scale", f"{name}.input_scale"
+
+
+class GGUFWeights(QuantizedFolder):
+    """The plain tensors, and the quantized modules."""
+
+    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
+        super().__init__(StoredTensors())
+        self.file, self.config = file, config
+        self.places: dict[str, Place] = {}
+        self._check_experts()
+        named = {FREQUENCIES, *LONG_ROPE}
+        for ours, piece in FAMILIES[config.family].places(config):
+            place = place_of(ours, config)
+            if place.name in file.tensors:
+                self.places[piece.name] = place
+                named |= {place.name, *_scales_of(place.name)}
+                self._add(piece.name)
+        for name in file.tensors.keys() - named:  # for the warning that they stay unread
+            self.places[name] = Place(name)
+            self.logical[name] = StoredTensor(name, "F32", file.tensors[name].shape, file.path)
+
+    def _check_experts(self) -> None:
+        """Raise CheckpointError, before their names are made, unless each matrix of all experts is one tensor."""
+        layers = range(len(self.config.layers) if self.config.experts else 0)
+        for name in (f"blk.{i}.ffn_{part}_exps.weight" for i in layers for part in ("gate", "up", "down")):
+            tensor = self.file.tensors.get(name)
+            if tensor is None or len(tensor.shape) != 3 or tensor.shape[0] != self.config.experts:
+                found = "none" if tensor is None else list(tensor.shape)
+                raise CheckpointError(
+                    f"{self.file.path}: {name} must be the matrices of {self.config.experts} experts; found {found}: "
+                    "convert the model again with today's llama.cpp (before April 2024 each expert was a tensor)"
+                )
+
+    def _add(self, name: str) -> None:
+        place = self.places[name]
+        tensor = self.file.tensors[place.name]
+        shape = tensor.shape if place.expert is None else tensor.shape[1:]
+        seen, stored = StoredTensor(name, tensor.type.name, shape, self.file.path), tensor.type.format
+        if tensor.type.name.startswith(("IQ1", "IQ2", "IQ3")):
+            table(tensor.type.name)  # refused before anything is read
+        if stored is None or len(shape) != 2:
+            self.logical[name] = seen
+        else:
+            # Activations are rounded, as llama.cpp does.
+            self.add(seen, (shape[0], shape[1]), stored, activations="int8", type=tensor.type.name)
+
+    def dtype(self) -> torch.dtype:
+        """bfloat16 where most is quantized, else the dtype of most bytes of the matrices; norms are always float32."""
+        counts: Counter[torch.dtype] = Counter()
+        for place in self.places.values():
+            tensor = self.file.tensors[place.name]
+            if len(tensor.shape) > 1:
+                counts[tensor.type.dtype or torch.bfloat16] += tensor.bytes
+        return counts.most_common(1)[0][0] if counts else torch.float32
+
+    def plain(self, name: str) -> Tensor:
+        """A plain tensor: a view of the file, unless llama.cpp keeps it otherwise."""
+        place = self.places[name]
+        stored = self.file.tensors[place.name]
+        assert stored.type.dtype is not None
+        shape = stored.shape if place.expert is None else stored.shape[1:]
+        tensor = self._rows(name, self._raw(place).view(stored.type.dtype).view(shape))
+        return tensor - place.offset if place.offset else tensor
+
+    def values(self, module: QuantizedModule) -> Tensor:
+        """The blocks as they stand in the file, uint8 (N, bytes of a row)."""
+        return self._raw(self.places[module.values])
+
+    def _raw(self, place: Place) -> Tensor:
+        """The bytes of a place: of an expert, its rows alone."""
+        rows = self.file.raw(place.name)
+        return rows if place.expert is None else rows.chunk(self.config.experts)[place.expert]
+
+    def int4_words(self, module: QuantizedModule) -> QuantizedWeight | None:
+        """The nibbles of Q4_0, which has the values 0 to 15 of a block in its low ones, in the order of the words."""
+        if module.stored != TYPES["Q4_0"].format:
+            return None
+        scales, values = self._our_rows(module).unflatten(1, (-1, 18)).split((2, 16), 2)  # (N, G, 2), (N, G, 16)
+        halves = [half[..., ::2] | half[..., 1::2] << 4 for half in (values & 15, values >> 4)]  # (N, G, 8) each
+        found = scales.flatten(1).view(torch.float16)
+        check_finite(self._tensor(module).name, found, self.file.path)
+        words = torch.cat(halves, 2).flatten(1).view(torch.int32)
+        return QuantizedWeight(format=module.stored, values=words, scales=found)
+
+    def weight(self, module: QuantizedModule) -> QuantizedWeight:
+        """The integers and their scales, which a layer holds as they stand in the file."""
+        tensor = self._tensor(module)
+        weight = tensor.type.weight(self._our_rows(module))
+        if (scale := self.file.tensors.get(_scales_of(tensor.name)[0])) is not None:
+            weight = replace(weight, scales=weight.scales * self.file.raw(scale.name).view(torch.float32).item())
+        for part in (weight.scales, weight.zeros, weight.outer):
+            if part is not None and part.is_floating_point() and part.itemsize > 1:
+                check_finite(tensor.name, part, self.file.path)
+        return weight
+
+    def _tensor(self, module: QuantizedModule) -> GGUFTensor:
+        return self.file.tensors[self.places[module.values].name]
+
+    def _our_rows(self, module: QuantizedModule) -> Tensor:
+        return self._rows(f"{module.name}.weight", self.values(module))
+
+    def _rows(self, name: str, rows: Tensor) -> Tensor:
+        order = self.places[name].order
+        return rows if order is None else rows[order.argsort()]

@@ -1,0 +1,243 @@
+"""The tokenizer in a GGUF file's metadata: as the `tokenizers` library runs it, and such a one as metadata.
+
+`tokenizer.ggml.model` "gpt2" is byte-level BPE whose split into words `tokenizer.ggml.pre` names; "llama" is
+sentencepiece's BPE, whose merges follow from its scores.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from hasten.checkpoints.gguf.header import GGUFFile
+from hasten.checkpoints.gguf.merges import merges_of
+from hasten.errors import CheckpointError, ConfigError
+from hasten.text.chat import ChatTemplate
+from hasten.text.tokenizer import Tokenizer
+from hasten.text.tokenizer_files import add_bos_eos, add_tokens, finish_backend
+
+_Entries = Mapping[str, Any]  # of the metadata that begin with "tokenizer.ggml."
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
+# Ends of a turn that llama.cpp knows by their text, whatever the metadata say.
+ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a text is split into words: by patterns, one after the other, digit by digit, as GPT-2 does.
+
+    ignore_merges: a word that is a token stays whole. bos: a text begins with BOS unless the metadata say otherwise.
+    nfc: composed first, which llama.cpp leaves out.
+    """
+
+    patterns: tuple[str, ...] = ()
+    digits: bool = False
+    gpt2: bool = False
+    ignore_merges: bool = False
+    bos: bool = False
+    nfc: bool = False
+
+    def apply(self, backend: tokenizers.Tokenizer) -> None:
+        """Split and decode byte by byte, as the published tokenizer.json of such models says it."""
+        steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        steps += [pre_tokenizers.Digits(individual_digits=True)] * self.digits
+        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.gpt2)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, last]) if steps else last
+        backend.normalizer = normalizers.NFC() if self.nfc else None
+        backend.decoder = decoders.ByteLevel()
+
+
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3, _QWEN2 = _ENGLISH + r"\p{N}{1,3}" + _SPACES, _ENGLISH + r"\p{N}" + _SPACES
+_LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}*{_LETTERS[1]}+|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}+{_LETTERS[1]}*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_BY_SPLIT = {
+    Split(gpt2=True): "gpt-2 phi-2 mpt olmo jais trillion",
+    Split(digits=True, gpt2=True): "smollm starcoder refact command-r codeshell exaone",
+    Split((_LLAMA3,), ignore_merges=True, bos=True): "llama-bpe llama3 llama-v3 falcon3 pixtral",
+    Split((_LLAMA3,)): "dbrx smaug-bpe",
+    Split((_QWEN2,), nfc=True): "qwen2 deepseek-r1-qwen megrez",
+    Split((_QWEN2,)): "stablelm2 hunyuan",
+    Split((_TEKKEN,), ignore_merges=True, bos=True): "tekken",
+    Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")): "default",
+}
+SPLITS = {name: split for split, names in _BY_SPLIT.items() for name in names.split()}
+
+
+def read_tokenizer(file: GGUFFile) -> Tokenizer | None:
+    """The tokenizer, None where there is none. CheckpointError for an unknown or a damaged one."""
+    own = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
+    model, where = own.get("model"), file.path
+    texts = ("tokenizer.ggml.model", str), ("tokenizer.chat_template", str)
+    for key, kind in (*texts, ("tokenizer.ggml.add_bos_token", bool), ("tokenizer.ggml.add_eos_token", bool)):
+        if not isinstance(file.metadata.get(key, kind()), kind):
+            raise CheckpointError(f"{where}: {key} is {file.metadata[key]!r:.60}, and no {kind.__name__}")
+    if model in (None, "no_vocab", "none"):
+        return None
+    if model not in ("gpt2", "llama"):
+        raise CheckpointError(f"{where}: tokenizer.ggml.model is {model!r:.60}; gpt2 and llama are read")
+    tokens: Any = own.get("tokens")
+    vocabulary = {token: i for i, token in enumerate(tokens)} if isinstance(tokens, list) else {}
+    if not vocabulary or len(vocabulary) != len(tokens):
+        raise CheckpointError(f"{where}: tokenizer.ggml.tokens must be a list of texts, none of them twice")
+    kinds = _numbers(own, "token_type", len(tokens), where, default=NORMAL)
+    try:
+        backend, defaults = (_byte_level if model == "gpt2" else _sentencepiece)(own, vocabulary, where)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # of the library, which has no kind of its own
+        raise CheckpointError(f"{where}: its tokenizer does not fit together ({error!s:.200})") from None
+    own = {**defaults, **own}
+    special = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        if (place := _id(own, f"{key}_token_id", len(tokens), where)) is not None:
+            special[f"{name}_token"] = tokens[place]
+    added = [(tokens[i], bool(kinds[i] == CONTROL)) for i in np.flatnonzero(np.isin(kinds, (CONTROL, USER_DEFINED)))]
+    whole = [AddedToken(token, special=control, normalized=False) for token, control in added if token]
+    add_tokens(backend, tokens=whole, special_tokens=special.values())
+    finish_backend(backend)
+    add_bos_eos(backend, special, own)
+    ends = [_id(own, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
+    ends += [vocabulary[text] for text in ENDS if (text, True) in added]
+    template = file.metadata.get("tokenizer.chat_template")
+    return Tokenizer(
+        backend=backend,
+        bos_id=_id(own, "bos_token_id", len(tokens), where),
+        eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
+        pad_id=_id(own, "padding_token_id", len(tokens), where),
+        special_tokens=special,
+        templates={} if template is None else {"default": ChatTemplate(template, origin=str(where))},
+    )
+
+
+def _byte_level(own: _Entries, vocabulary: dict[str, int], where: Path) -> tuple[tokenizers.Tokenizer, _Entries]:
+    name = own.get("pre", "default")
+    split = SPLITS.get(name) if isinstance(name, str) else None
+    if split is None:
+        raise CheckpointError(f"{where}: tokenizer.ggml.pre is {name!r:.60}; known are {', '.join(SPLITS)}")
+    merges = own.get("merges", [])
+    pairs = [tuple(merge.split(" ")) for merge in merges] if isinstance(merges, list) else None
+    if pairs is None or any(len(pair) != 2 for pair in pairs):
+        raise CheckpointError(f"{where}: tokenizer.ggml.merges must be a list of two tokens each")
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=split.ignore_merges))
+    split.apply(backend)
+    return backend, {"add_bos_token": split.bos}
+
+
+def _sentencepiece(own: _Entries, vocabulary: dict[str, int], where: Path) -> tuple[tokenizers.Tokenizer, _Entries]:
+    scores = _numbers(own, "scores", len(vocabulary), where, default=0)
+    defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_bos_token": True}
+    unknown = _id({**defaults, **own}, "unknown_token_id", len(vocabulary), where)
+    named = {} if unknown is None else {"unk_token": list(vocabulary)[unknown]}
+    merges = merges_of(vocabulary, scores)
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True, **named))
+    # As llama.cpp: a space before a text, and after every special token.
+    prefix = own.get("add_space_prefix") is not False
+    spaces = [normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if prefix else spaces)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
+    return backend, defaults
+
+
+def _numbers(own: _Entries, key: str, count: int, where: Path, *, default: int) -> np.ndarray:
+    """One number for each token."""
+    values = own.get(key)
+    if values is None:
+        return np.full(count, default)
+    if not isinstance(values, np.ndarray) or len(values) != count or not np.isfinite(values).all():
+        raise CheckpointError(f"{where}: tokenizer.ggml.{key} must be {count:,} numbers, one for each token")
+    return values
+
+
+def _id(own: _Entries, key: str, count: int, where: Path) -> int | None:
+    value = own.get(key)
+    if value is not None and not (type(value) is int and 0 <= value < count):
+        raise CheckpointError(f"{where}: tokenizer.ggml.{key} is {value!r:.40}; there are {count:,} tokens")
+    return value
+
+
+def tokenizer_entries(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
+    """The metadata. rows: of the embedding; llama.cpp wants a token for each. ConfigError for what it does not have."""
+    if tokenizer is None:
+        return {"tokenizer.ggml.model": "no_vocab"}
+    backend = tokenizer.backend
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    if tokenizer.vocab_size > rows:
+        raise ConfigError(f"the tokenizer has {tokenizer.vocab_size:,} tokens and the embedding {rows:,} rows")
+    added = backend.get_added_tokens_decoder()
+    tokens, kinds = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows
+    for text, i in vocabulary.items():
+        token = added.get(i)
+        tokens[i], kinds[i] = text, NORMAL if token is None else CONTROL if token.special else USER_DEFINED
+    own: dict[str, Any] = {"tokens": tokens, "token_type": kinds} | _model(backend, tokens, kinds)
+    around = tokenizer.encode("")
+    own["add_bos_token"] = around[:1] == [tokenizer.bos_id]
+    own["add_eos_token"] = bool(around[own["add_bos_token"] :])
+    ends = zip(("eos", "eot", "eom"), tokenizer.eos_ids, strict=False)
+    special = {"bos": tokenizer.bos_id, "padding": tokenizer.pad_id} | dict(ends)
+    own |= {f"{name}_token_id": value for name, value in special.items() if value is not None}
+    entries = {f"tokenizer.ggml.{key}": value for key, value in own.items() if value != []}
+    template = tokenizer.chat_template
+    return entries | ({} if template is None else {"tokenizer.chat_template": template})
+
+
+def _model(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+    """What turns words into tokens, and text into words; marks the tokens of single bytes among the kinds."""
+    spec = json.loads(backend.to_str())
+    model = spec["model"]
+    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model.get("merges", ())]
+    for name, split in SPLITS.items():
+        scratch = tokenizers.Tokenizer(models.BPE())
+        split.apply(scratch)
+        wanted = json.loads(scratch.to_str())
+        same = all(_steps(spec[part]) == _steps(wanted[part]) for part in ("normalizer", "pre_tokenizer"))
+        if same and split.ignore_merges == model.get("ignore_merges"):
+            return {"model": "gpt2", "pre": name, "merges": [" ".join(pair) for pair in pairs]}
+    spaces = _spaces(spec)
+    if model["type"] == "BPE" and model.get("byte_fallback") and spaces is not None:
+        scores = [0.0] * len(tokens)
+        for place, (left, right) in reversed(list(enumerate(pairs))):
+            scores[model["vocab"][left + right]] = -float(place)
+        if merges_of(model["vocab"], scores) == pairs:
+            for i, token in enumerate(tokens):
+                if len(token) == 6 and token.startswith("<0x"):
+                    kinds[i] = BYTE
+            entries = {"model": "llama", "scores": scores, "add_space_prefix": spaces}
+            unknown = model["vocab"].get(model.get("unk_token"))
+            if unknown is None:
+                return entries
+            kinds[unknown] = UNKNOWN
+            return entries | {"unknown_token_id": unknown}
+    raise ConfigError(
+        "llama.cpp has no tokenizer that splits text as this one does: it has sentencepiece's BPE, and byte-level BPE "
+        f"as in {', '.join(SPLITS)}. Write a folder instead (hasten export)"
+    )
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, without what changes no token."""
+    steps = [] if part is None else part.get("pretokenizers", part.get("normalizers", [part]))
+    return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
+
+
+def _spaces(spec: dict[str, Any]) -> bool | None:
+    """Whether sentencepiece's spaces begin a text with one; None where it is split otherwise."""
+    before, words = _steps(spec["normalizer"]), _steps(spec["pre_tokenizer"])
+    if not before and len(words) == 1 and words[0]["type"] == "Metaspace" and not words[0]["split"]:
+        return words[0]["prepend_scheme"] != "never"
+    kinds = [step["type"] for step in before]
+    whole = all(step["type"] == "Split" for step in words)  # at spaces, of which none is left
+    if kinds in (["Prepend", "Replace"], ["Replace"]) and before[-1]["content"] == "▁" and whole:
+        return len(kinds) == 2
+    return None

@@ -1,0 +1,270 @@
+"""Writing a model as a GGUF file that llama.cpp loads, one tensor at a time in memory; it takes the package gguf."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hasten.checkpoints.advice import export_plain
+from hasten.checkpoints.checkpoint import check_finite
+from hasten.checkpoints.formats.file_format import BLOCK_ELEMENTS
+from hasten.checkpoints.gguf.config import config_values
+from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, shortest
+from hasten.checkpoints.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES, LONG_ROPE, place_of
+from hasten.checkpoints.gguf.tokenizer import tokenizer_entries
+from hasten.checkpoints.gguf.types import TYPES
+from hasten.errors import CheckpointError, ConfigError, HastenWarning, ResourceError
+from hasten.machine.files import replacing
+from hasten.model.binding import kernels
+from hasten.model.config import ModelConfig, RopeConfig
+from hasten.model.families import read_config
+from hasten.model.families.family import parameter_names
+from hasten.model.layer_format import LayerFormat
+from hasten.model.rope import frequencies
+from hasten.model.transformer import Transformer, require_model
+from hasten.ops.linear import INT8, PackedEmbedding, PackedLinear, WeightFormat
+
+Kind = Literal["BF16", "F16", "Q8_0", "Q4_0"]
+_FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # `general.file_type`, which says what most of it is
+_NAMES = {family: name for name, family in ARCHITECTURES.items()} | {"mistral": "llama", "mixtral": "llama"}
+_ROUNDED = 5e-4  # by how much float16 may change the scale of a row in int8: half a unit in its last place
+_FREE = ("family", "initializer_range", "source")  # of a ModelConfig, what a GGUF file need not say
+
+
+class _Item(NamedTuple):
+    """A tensor to be written: name, type and shape (outermost first) in the file, and what makes its bytes."""
+
+    tensor: GGUFTensor
+    make: Callable[[], np.ndarray]
+
+
+def write_gguf(model: Transformer, path: str | Path, kind: Kind = "BF16") -> str:
+    """Write a GGUF file with the model's tokenizer, whole or not at all; returns the type that most of it has.
+
+    kind: of the plain matrices; norms and biases are F32. In a Q4_0 file the head (or the embedding, if they are one
+    matrix) is Q8_0, and rows that 32 does not divide are F16. Layers that are quantized already keep their integers:
+    int4 as Q4_0; int8 as Q8_0, where a scale for each row is rounded to float16, with a warning.
+
+    Raises ConfigError for a model that a GGUF file cannot state, or whose quantized weights no type of GGUF holds;
+    CheckpointError where the file cannot be written; ResourceError without the package gguf.
+    """
+    require_model(model, "write_gguf")
+    target = Path(path)
+    with kernels(model, block="readable"):
+        items, entries = _contents(model, kind, target)
+        from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+
+        sizes = {name: sum(prod(t.shape) for t, _ in items if t.type.name == name) for name in _FILE_TYPES}
+        most = max(sizes, key=lambda name: sizes[name])
+        entries |= {"general.file_type": _FILE_TYPES[most]}
+        try:
+            with replacing(target) as temporary:
+                writer = GGUFWriter(temporary, entries["general.architecture"])
+                for key, value in entries.items():
+                    number = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+                    if key != "general.architecture":  # which the writer has put there
+                        writer.add_key_value(key, value, number)
+                for tensor, _ in items:
+                    size = (*tensor.shape[:-1], tensor.row_bytes)
+                    stored = GGMLQuantizationType[tensor.type.name]
+                    writer.add_tensor_info(tensor.name, size, np.dtype(np.uint8), tensor.bytes, stored)
+                writer.write_header_to_file()
+                writer.write_kv_data_to_file()
+                writer.write_ti_data_to_file()
+                for _, make in items:
+                    writer.write_tensor_data(make())
+                writer.close()
+        except OSError as error:
+            why = error.strerror or f"the disk may be full ({error})"  # numpy says how many items were written
+            raise CheckpointError(f"{target} cannot be written: {why}") from None
+    return most
+
+
+def check_gguf(model: Transformer, layers: Mapping[str, LayerFormat], path: Path) -> None:
+    """Raise, before any work, what `write_gguf` would for the plain model once its layers have these formats."""
+    _contents(model, "BF16", path)
+    for name, layer in layers.items():
+        module: Any = model.get_submodule(name)
+        _type_of(f"{name}.weight", layer.weight, module.weight.shape[1], ordered=False, origin=model.origin)
+
+
+def _contents(model: Transformer, kind: Kind, target: Path) -> tuple[list[_Item], dict[str, Any]]:
+    """The file's tensors, and its metadata but for `general.file_type`."""
+    try:
+        from gguf import GGUFWriter  # noqa: F401
+    except ImportError:
+        raise ResourceError("writing GGUF takes the package gguf: pip install 'hasten[gguf]'") from None
+    if kind not in get_args(Kind):
+        raise ConfigError(f"kind is {kind!r}; use one of {', '.join(get_args(Kind))}")
+    if model.config.family not in _NAMES:
+        raise ConfigError(f"GGUF files of {', '.join(_NAMES)} are written; found {model.config.family}")
+    items = _items(model, kind)
+    entries = config_entries(model.config, items, target) | {"general.quantization_version": 2}
+    return items, entries | tokenizer_entries(model.tokenizer, model.config.vocab_size)
+
+
+def config_entries(config: ModelConfig, items: list[_Item], target: Path) -> dict[str, Any]:
+    """The metadata of a config. ConfigError where they, read back, are another one: llama.cpp would compute that."""
+    rope, windows = config.ropes[-1], [layer.window for layer in config.layers]
+    own: dict[str, Any] = {key: getattr(config, field) for key, (_, field) in FIELDS.items() if field}
+    own = {key: value for key, value in own.items() if value or not key.startswith("expert")}
+    own |= {"block_count": len(windows), "vocab_size": config.vocab_size, "attention.value_length": config.head_dim}
+    own |= {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
+    if config.post_norms:
+        own |= {
+            "attention.sliding_window": max(filter(None, windows), default=1),
+            "rope.freq_base_swa": config.ropes[0].theta,
+        }
+        own["attention.sliding_window_pattern"] = [*windows, None].index(None) + 1
+    if rope.scaling in ("linear", "yarn"):
+        own |= {"rope.scaling.type": rope.scaling, "rope.scaling.factor": rope.factor}
+    if rope.scaling == "yarn":
+        own |= {"rope.scaling.original_context_length": rope.original_positions}
+        own |= {"rope.scaling.yarn_beta_fast": rope.beta_fast, "rope.scaling.yarn_beta_slow": rope.beta_slow}
+    if rope.scaling == "longrope":
+        own |= {"rope.scaling.attn_factor": shortest(rope.attention_factor)}
+        own |= {"rope.scaling.original_context_length": rope.original_positions}
+    if config.family == "phi3" and windows[0] is not None:
+        own["attention.sliding_window"] = windows[0]
+    name = _NAMES[config.family]
+    entries = {f"{name}.{key}": value for key, value in own.items() if value is not None}
+    entries["general.architecture"] = name
+    tensors = {tensor.name: tensor for tensor, _ in items}
+    factors = torch.cat([torch.empty(0), *_factors(rope).values()])
+    read = read_config(config_values(GGUFFile(target, entries, tensors, (factors.view(torch.uint8),))))
+    if rope.scaling == "longrope":  # whose numbers a file has in float32
+        single: dict[str, Any] = {"attention_factor": shortest(rope.attention_factor)}
+        single |= {name: tuple(map(shortest, getattr(rope, name))) for name in ("short_factor", "long_factor")}
+        config = replace(config, ropes=(*config.ropes[:-1], replace(rope, **single)))
+    changed = [f.name for f in fields(read) if f.name not in _FREE and getattr(read, f.name) != getattr(config, f.name)]
+    if changed:
+        raise ConfigError(
+            f"a GGUF file cannot state {', '.join(changed)} of this {config.family}: llama.cpp would compute another "
+            "model; write a folder instead (hasten export)"
+        )
+    return entries
+
+
+def _factors(rope: RopeConfig) -> dict[str, Tensor]:
+    """By what each rotary frequency is divided, float32 (dim / 2,), by the names of such tensors."""
+    if rope.scaling == "llama3":
+        return {FREQUENCIES: frequencies(RopeConfig(theta=rope.theta, dim=rope.dim)) / frequencies(rope)}
+    if rope.scaling == "longrope":
+        return dict(zip(LONG_ROPE, map(torch.tensor, (rope.short_factor, rope.long_factor)), strict=True))
+    return {}
+
+
+def _items(model: Transformer, kind: Kind) -> list[_Item]:
+    """The tensors to write. ConfigError for integers that no type holds.
+
+    A tied head is one matrix with the embedding; experts are one stack, and Phi-3's q, k and v one matrix.
+    """
+    config, tied = model.config, model.tied
+    factors, begin = [], 0
+    for name, tensor in _factors(config.ropes[-1]).items() if config.ropes else ():
+        factors.append(_Item(GGUFTensor(name, TYPES["F32"], tuple(tensor.shape), begin), tensor.numpy))
+        begin += tensor.nbytes
+    parts: dict[str, list[_Item]] = {}
+    stacks: set[str] = set()
+    rounded = []
+    for ours in parameter_names(config):
+        if ours == "head.weight" and tied:
+            continue
+        owner, _, leaf = ours.rpartition(".")
+        module: Any = model.get_submodule(owner)
+        module = module.table if isinstance(module, PackedEmbedding) else module
+        place = place_of(ours, config)
+        rows: Any = slice(config.vocab_size if owner in ("embedding", "head") else None)
+        rows = rows if place.order is None else place.order
+        if isinstance(module, PackedLinear) and leaf == "weight":
+            shape, ordered = (module.out_features, module.in_features), module.order is not None
+            type_name = _type_of(ours, module.format, module.in_features, ordered=ordered, origin=model.origin)
+            rounded += [ours] * (module.format == INT8)
+            make = partial(_blocks, module, rows, ours)
+        else:
+            tensor = getattr(module, leaf).detach()
+            plain = tensor.dim() == 1 or owner.endswith("router")  # llama.cpp keeps routers in float32
+            shape, type_name = tuple(tensor.shape), "F32" if plain else kind
+            if kind == "Q4_0" and owner == ("embedding" if tied else "head"):
+                type_name = "Q8_0"
+            if shape[-1] % TYPES[type_name].elements:
+                type_name = "F16"
+            make = partial(_encoded, tensor, rows, place.offset, type_name)
+        shape = (config.vocab_size, *shape[1:]) if owner in ("embedding", "head") else shape
+        stacks |= {place.name} if place.expert is not None else set()
+        parts.setdefault(place.name, []).append(_Item(GGUFTensor(place.name, TYPES[type_name], shape), make))
+    if rounded:
+        warnings.warn(
+            f"{len(rounded)} int8 layers become Q8_0, such as {rounded[0]}: their integers stay, and the scale of each "
+            "row is rounded to float16, by at most 0.05%",
+            HastenWarning,
+            stacklevel=4,
+        )
+    return factors + [_joined(own, stack=name in stacks) for name, own in parts.items()]
+
+
+def _joined(parts: list[_Item], *, stack: bool) -> _Item:
+    """One tensor of several, their rows after each other; stack: as matrices of a first dimension."""
+    if len(parts) == 1 and not stack:
+        return parts[0]
+    first = parts[0].tensor
+    if len({part.tensor.type for part in parts}) > 1:
+        raise ConfigError(f"{first.name} is one tensor in a GGUF file, and here its parts are quantized differently")
+    shape = (len(parts), *first.shape) if stack else (sum(p.tensor.shape[0] for p in parts), *first.shape[1:])
+    return _Item(replace(first, shape=shape), lambda: np.concatenate([part.make() for part in parts]))
+
+
+def _type_of(ours: str, stored: WeightFormat, in_features: int, *, ordered: bool, origin: str | None) -> str:
+    """The type whose blocks hold a quantized layer's integers."""
+    if ordered:
+        raise ConfigError(
+            f"{ours}: its columns stand in the order of activation, which GGUF cannot state; write the plain model"
+        )
+    types, uneven = {"int4": "Q4_0", "int8": "Q8_0"}, stored.group_size % 32 or in_features % 32
+    if stored.element in types and stored.symmetric and len(stored.scales) == 1 and not uneven:
+        return types[stored.element]
+    raise ConfigError(
+        f"{ours} is quantized in {stored}, which hasten writes as no type of GGUF: write its plain weights "
+        f"({export_plain(origin)}), then those as a file, or quantize them with --scheme int4 --group-size 32 "
+        "--symmetric"
+    )
+
+
+def _blocks(module: PackedLinear, rows: Any, ours: str) -> np.ndarray:
+    """The blocks of a quantized layer, uint8 (N, bytes): of 32 integers each, and their scale."""
+    weight = module.to_weight().rows(rows)
+    k = weight.shape[1]
+    scales = weight.scales.repeat_interleave((weight.format.group_size or k) // 32, 1)[:, : k // 32]
+    half = scales.half()
+    values = weight.values.view(torch.uint8).unflatten(1, (-1, 32))
+    if weight.format.element == "int4":
+        values = values[..., :16] | values[..., 16:] << 4
+    off = (half.float() - scales.float()).abs()
+    if (off > (scales.abs() * _ROUNDED if weight.format == INT8 else 0)).any():
+        raise ConfigError(
+            f"{ours} has scales that float16 does not hold, as in GGUF; quantize with float16 scales, or write "
+            "the plain model"
+        )
+    return torch.cat((half.unsqueeze(2).view(torch.uint8), values), 2).flatten(1).numpy()
+
+
+def _encoded(tensor: Tensor, rows: Any, offset: float, type_name: str) -> np.ndarray:
+    """A plain tensor as a type holds it, quantized as llama.cpp does: uint8 (…, bytes of a row)."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    dtype = TYPES[type_name].dtype
+    if dtype is not None:
+        plain = (tensor[rows].float() + offset if offset else tensor[rows]).to(dtype)
+        check_finite(f"a weight in {type_name}", plain, Path("the model"))
+        return plain.contiguous().view(torch.uint8).numpy()
+    check_finite(f"a weight for {type_name}", tensor, Path("the model"))
+    parts = tensor[rows].split(max(1, BLOCK_ELEMENTS // tensor.shape[-1]))
+    return np.concatenate([quantize(part.float().numpy(), GGMLQuantizationType[type_name]) for part in parts])

@@ -1,0 +1,335 @@
+"""`hasten.load`: a decoder from a folder, a GGUF file, a hub id, or a transformers model already in memory."""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.checkpoints.checkpoint import DTYPES, StoredTensor, check_finite
+from hasten.checkpoints.fill_quantized import fill_quantized
+from hasten.checkpoints.formats.file_format import QuantizedFolder
+from hasten.checkpoints.formats.stream import NAMES
+from hasten.checkpoints.gguf.open import open_gguf
+from hasten.checkpoints.hub import resolve_folder, resolve_model
+from hasten.checkpoints.source import ModelSource, open_folder
+from hasten.checkpoints.upload import Upload
+from hasten.errors import CheckpointError, ConfigError, HastenWarning
+from hasten.machine.device import resolve_device, resolve_dtype
+from hasten.model.config import ModelConfig
+from hasten.model.families import FAMILIES, family_of, read_config
+from hasten.model.families.family import Family, TensorSlice, stacked_experts
+from hasten.model.inference import inference_dtype
+from hasten.model.initialize import unfilled
+from hasten.model.sharded import connect
+from hasten.model.shares import Share, shares, whole_groups
+from hasten.model.transformer import Transformer
+from hasten.ops.collective import RankGroup
+from hasten.ops.pages import release_pages
+
+__all__ = ["load", "open_checkpoint", "resolve_folder", "resolve_model"]
+
+# Buffers that older versions of transformers saved beside the weights.
+_LEFTOVERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+def load(
+    source: str | Path | nn.Module | ModelSource,
+    *,
+    dtype: str | torch.dtype | None = "auto",
+    device: str = "cpu",
+    group: RankGroup | None = None,
+) -> Transformer:
+    """Load a language model, ready for inference.
+
+    Its blocks are the readable ones of `hasten.model.transformer`. What generates (`hasten.generate`, `stream`, `Chat`,
+    `LLM`) swaps them for fused ones where these can run, in place and without changing a weight; `hasten.unfuse`
+    undoes it and keeps the model readable. A model that is being trained or has hooks is not touched.
+
+    source: a folder with config.json and safetensors, a GGUF file or a folder with one, a hub id such as "owner/name"
+    (downloaded with huggingface_hub), a short name (`hasten.checkpoints.published`), what `open_checkpoint` has opened,
+    or a transformers model, whose weights are taken over without a copy. dtype: "float32", "bfloat16" or "float16";
+    "stored" for the checkpoint's own; "auto" (or None) for the one to generate in: bfloat16 for a float32 checkpoint
+    where the fused steps can run (`hasten.model.inference` has the whole rule), and for a transformers model the one it
+    has.
+    device: "auto", "cpu", "cuda", "cuda:0", …. group: the ranks that hold the model together
+    (`hasten.distributed.tensor_parallel`); this one then takes its share of any folder or file, and no more.
+
+    A folder's weights are memory-mapped: in their own dtype on the CPU they cost no second copy. The model carries
+    the folder's tokenizer, or None where it has none: then prompts are token ids.
+
+    Raises CheckpointError for a folder that is damaged, of an unknown family, or not what its config.json says;
+    ResourceError if the device or the hub cannot be reached.
+    """
+    found = resolve_device(device)
+    place = None if found.type == "cpu" else found  # None: where the tensors are
+    auto = dtype is None or dtype == "auto"
+    wanted = None if auto or dtype == "stored" else resolve_dtype(dtype)  # type: ignore[arg-type]
+    if isinstance(source, nn.Module):
+        if group is not None:
+            raise ConfigError("ranks load a model together from a folder or a file; this one is in memory already")
+        model = _from_transformers(source, wanted, place)
+        model.dtype_asked = not auto
+        return model
+    checkpoint = source if isinstance(source, ModelSource) else open_checkpoint(source)
+    held = None if group is None else shares_of(checkpoint, group.size)
+    share = None if group is None or held is None else held[group.rank]
+    model, own, packed, quantized = fill_plain(checkpoint, share, dtype=wanted, device=place, to_generate=auto)
+    if quantized is not None:
+        fill_quantized(model, packed, quantized, dtype=own, device=place, share=share)
+    if group is not None and held is not None:
+        model = connect(model, group, held, checkpoint.config)
+    model.dtype_asked, model.origin = not auto, str(source)
+    _finish(model, place)
+    return model
+
+
+def shares_of(checkpoint: ModelSource, size: int) -> list[Share]:
+    """What each of so many ranks holds of a checkpoint. Raises ConfigError where there cannot be so many."""
+    together = {"output": 1, "down": 1}
+    if checkpoint.quantized is not None:
+        family = FAMILIES[checkpoint.config.family]
+        modules = checkpoint.quantized.modules
+        for role in together:
+            names = {place.name for ours, place in family.places(checkpoint.config) if f".{role}.weight" in ours}
+            formats = (modules[name].layer for name in names & set(modules))
+            together[role] = whole_groups(one.weight for one in formats if one is not None)
+    return shares(checkpoint.config, size, **together)
+
+
+def fill_plain(
+    checkpoint: ModelSource,
+    share: Share | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    keep_dtypes: bool = False,
+    to_generate: bool = False,
+) -> tuple[Transformer, torch.dtype, dict[str, TensorSlice], QuantizedFolder | None]:
+    """A model whose quantized layers are still to be filled, the dtype of the others, and where these stand.
+
+    Everything is checked as `load` does. share: the part that this rank holds. dtype None: the checkpoint's own, or
+    to_generate the one that `inference_dtype` chooses. keep_dtypes: each plain tensor has the one it is stored in.
+    """
+    config, stored, quantized = checkpoint.config, checkpoint.stored, checkpoint.quantized
+    seen, modules = (stored, {}) if quantized is None else (quantized.logical, quantized.modules)
+    family = FAMILIES[config.family]
+    pieces = _locate(config, family, [family.places(config)], seen, str(checkpoint.path))
+    # Where others store a weight transposed, its quantized form is (out, in) all the same.
+    pieces = {o: replace(p, transposed=False) if p.name in modules else p for o, p in pieces.items()}
+    model = _skeleton(config)
+    _check(pieces, seen, model)
+    _warn_of_unused(seen, pieces, checkpoint.path)
+    if share is not None:
+        model = _skeleton(share.config(config))
+    model.generation, model.tokenizer = checkpoint.generation, checkpoint.tokenizer
+    # The weights last: whatever else is wrong with a folder shows before gigabytes are read.
+    plain = {o: p for o, p in pieces.items() if p.name not in modules}
+    model.stored_dtype = checkpoint.dtype or own_dtype([stored[piece.name] for piece in plain.values()])
+    own = dtype or model.stored_dtype
+    if to_generate:
+        own = inference_dtype(config, own, device or torch.device("cpu"))
+    _fill(model, plain, checkpoint.read, stored, dtype=None if keep_dtypes else own, device=device, share=share)
+    return model, own, {ours: piece for ours, piece in pieces.items() if ours not in plain}, quantized
+
+
+def open_checkpoint(source: str | Path) -> ModelSource:
+    """What a folder, a GGUF file or a hub id holds, its headers checked. Raises as `load` does."""
+    path = resolve_model(source)
+    return open_gguf(path) if path.is_file() else open_folder(path)
+
+
+def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: torch.device | None) -> Transformer:
+    to_dict = getattr(getattr(module, "config", None), "to_dict", None)
+    if to_dict is None:
+        raise ConfigError(f"hasten.load takes a folder, hub id or transformers model; found {type(module).__name__}")
+    values = to_dict()
+    family, config = family_of(values), read_config(values)
+    tensors = module.state_dict()
+    where = type(module).__name__
+    layouts = [*([stacked_experts(family, config)] if config.experts else []), family.places(config)]
+    pieces = _locate(config, family, layouts, tensors, where)
+    model = _skeleton(config)
+    stored = {
+        name: StoredTensor(name, NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), Path(where))
+        for name, tensor in tensors.items()
+    }
+    _check(pieces, stored, model)
+    _fill(model, pieces, tensors.__getitem__, stored, dtype=dtype, device=device)
+    _finish(model, device)
+    generation = getattr(module, "generation_config", None)
+    if generation is not None:
+        model.generation = generation.to_dict()
+    return model
+
+
+def _skeleton(config: ModelConfig) -> Transformer:
+    with unfilled():
+        return Transformer(config).eval()
+
+
+def _locate(
+    config: ModelConfig, family: Family, layouts: list, tensors: Mapping[str, Any], where: str
+) -> dict[str, TensorSlice]:
+    """Find every parameter's piece under one of the layouts, or say which tensor is missing."""
+    missing = ""
+    for layout in layouts:
+        pieces: dict[str, TensorSlice] = {}
+        for ours, piece in layout:
+            name = piece.name
+            if name not in tensors:
+                name = name.removeprefix(family.base)  # a checkpoint of the bare model, as GPT-2's on the hub
+            if name not in tensors:
+                if config.tie_embeddings and ours in ("head.weight", "embedding.weight"):
+                    continue
+                missing = missing or piece.name
+                break
+            pieces[ours] = piece if name == piece.name else replace(piece, name=name)
+        else:
+            tied = pieces.get("embedding.weight") or pieces.get("head.weight")
+            if tied is not None:  # of two tied weights a file may hold either
+                return {"embedding.weight": tied} | pieces
+            missing = missing or "model.embed_tokens.weight"
+    raise CheckpointError(
+        f"{where}: the tensor {missing!r} is missing, which a {family.model_type} of {len(config.layers)} layers "
+        f"(config.json) needs; {len(tensors)} tensors are there. Download the folder again, or mend config.json"
+    )
+
+
+def _warn_of_unused(stored: Mapping[str, StoredTensor], pieces: Mapping[str, TensorSlice], folder: Path) -> None:
+    used = {piece.name for piece in pieces.values()}
+    unused = [name for name in stored if name not in used and not name.endswith(_LEFTOVERS)]
+    if unused:
+        warnings.warn(
+            f"{folder}: {len(unused)} tensors are not part of this model type and stay unread, "
+            f"for example {unused[0]!r:.100}: the results may differ from the model they were trained with",
+            HastenWarning,
+            stacklevel=3,
+        )
+
+
+def _check(pieces: Mapping[str, TensorSlice], stored: Mapping[str, StoredTensor], model: Transformer) -> None:
+    """Compare every tensor's dtype and shape with what the config asks for, before any is read."""
+    for ours, piece in pieces.items():
+        _check_piece(ours, piece, stored[piece.name], model)
+    taken: Counter[str] = Counter()  # numbers of each stored tensor
+    for piece, count in {piece: model.get_parameter(ours).numel() for ours, piece in pieces.items()}.items():
+        taken[piece.name] += count  # a tied one once
+    for name, count in taken.items():
+        shape = stored[name].shape
+        if count != math.prod(shape):
+            raise CheckpointError(
+                f"{stored[name].file}: {name} has shape {list(shape)}, {math.prod(shape):,} numbers; config.json asks "
+                f"for {count:,} of them: one of the two belongs to another model"
+            )
+
+
+def _check_piece(ours: str, piece: TensorSlice, stored: StoredTensor, model: Transformer) -> None:
+    if stored.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{stored.file}: {stored.name} is stored as {stored.dtype!s:.20}; expected one of {', '.join(DTYPES)}: "
+            "take a checkpoint that states its quantization_config, or the unquantized one"
+        )
+    expected = tuple(model.get_parameter(ours).shape)
+    try:
+        found: tuple[int, ...] = piece.of(torch.empty(stored.shape, device="meta")).shape
+    except (IndexError, RuntimeError):
+        found = ()  # there is no such part of it
+    if found != expected:
+        raise CheckpointError(
+            f"{stored.file}: {stored.name} has shape {list(stored.shape)}; config.json asks for {list(expected)}"
+            f"{'' if found == stored.shape else f' as a part of it ({ours})'}: one of the two belongs to another model"
+        )
+
+
+def own_dtype(stored: Iterable[StoredTensor]) -> torch.dtype:
+    """The dtype that most of the checkpoint's bytes are in."""
+    counts: Counter[str] = Counter()
+    for tensor in stored:
+        counts[tensor.dtype] += tensor.bytes
+    return DTYPES[counts.most_common(1)[0][0]]
+
+
+def _fill(
+    model: Transformer,
+    pieces: Mapping[str, TensorSlice],
+    read: Callable[[str], Tensor],
+    stored: Mapping[str, StoredTensor],
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    share: Share | None = None,
+) -> None:
+    """Put every tensor, or a share of it, into the skeleton, converting one at a time where dtype or device differ."""
+    if share is None and device is not None and device.type == "cuda":
+        fill_uploaded(model, pieces, read, stored, dtype=dtype, device=device)
+        return
+    checked: set[str] = set()
+    for ours, piece in pieces.items():
+        whole = read(piece.name)
+        cut = None if share is None else share.cut(ours)
+        held = piece.of(whole)
+        if cut is not None:
+            held = cut.of(held)
+            check_finite(piece.name, held, stored[piece.name].file)
+        elif piece.name not in checked:  # a fused tensor once, not once for each of its parts
+            check_finite(piece.name, whole, stored[piece.name].file)
+            checked.add(piece.name)
+        owner, _, leaf = ours.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(held.to(device=device, dtype=dtype)))
+        if cut is not None:  # copied: its pages are the file's again
+            release_pages(whole)
+
+
+def fill_uploaded(
+    model: Transformer,
+    pieces: Mapping[str, TensorSlice],
+    read: Callable[[str], Tensor],
+    stored: Mapping[str, StoredTensor],
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """Put every tensor into the skeleton, on a GPU: each goes there as it is stored, to be cut, converted and checked
+    there. What holds NaN or infinity is found when all are there."""
+    extremes: dict[str, Tensor] = {}
+    parts: dict[str, list[str]] = {}  # of each stored tensor, which goes to the GPU once
+    for ours, piece in pieces.items():
+        parts.setdefault(piece.name, []).append(ours)
+    with Upload(device) as upload:
+        for name, places in parts.items():
+            own = read(name)
+            whole = upload(own) if own.device.type == "cpu" else own.to(device)
+            if whole.numel():
+                extremes[name] = torch.stack(whole.detach().aminmax())
+            for ours in places:
+                held = pieces[ours].of(whole).to(dtype=dtype)
+                if whole is not own and held.numel() != whole.numel():
+                    held = held.clone()  # memory of its own, aligned as kernels want it
+                owner, _, leaf = ours.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, nn.Parameter(held))
+    for name, found in extremes.items():
+        if not torch.isfinite(found).all():
+            check_finite(name, read(name), stored[name].file)
+
+
+def tie(model: Transformer) -> None:
+    """Make head and embedding one matrix where the config says so and the checkpoint does not contradict it."""
+    if model.config.tie_embeddings and not {"head", "embedding"} & set(model.quantization or {}):
+        head, embedding = model.head.weight, model.embedding.weight
+        same = head.is_meta or head.data_ptr() == embedding.data_ptr()
+        if same or (head.dtype == embedding.dtype and torch.equal(head, embedding)):
+            model.head.weight = embedding
+
+
+def _finish(model: Transformer, device: torch.device | None) -> None:
+    """Tie head and embedding, and choose kernels."""
+    tie(model)
+    if device is not None:
+        model.ropes.to(device)
+    model.bind()

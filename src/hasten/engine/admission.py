@@ -1,0 +1,171 @@
+"""Which requests are taken: settings that make sense, a length that fits the model, and blocks that exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+
+from hasten.checks import require
+from hasten.engine.blocks import blocks_of
+from hasten.engine.cache import row_format
+from hasten.engine.graphs import release
+from hasten.engine.paged import PagedCache
+from hasten.engine.params import SamplingParams
+from hasten.engine.prompts import check_ids, fit
+from hasten.engine.request import Request, RequestRefused
+from hasten.engine.settings import EngineSettings
+from hasten.errors import ConfigError, HastenWarning, ResourceError
+from hasten.machine.memory import available_memory
+from hasten.model.sharded import ShardedTransformer
+from hasten.model.transformer import Transformer
+from hasten.planning.memory import InferenceUse, inference_memory
+
+_CAPTURED = 1 << 30  # bytes that stay free for captured steps on a GPU
+
+
+class AdapterNumbers:
+    """The numbers of a model's adapters by their names."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+
+    def number(self, name: str) -> int:
+        """From 0, or -1 for "", which is none. Raises RequestRefused for a name that there is not."""
+        if name and name not in self.names:
+            known = ", ".join(self.names) or "none"
+            raise RequestRefused(f"there is no adapter {name!r:.100} here; loaded: {known}", field="adapter")
+        return self.names.index(name) if name else -1
+
+
+def admitted(
+    request: Request, model: Transformer, settings: EngineSettings, *, max_length: int, blocks: int
+) -> Request:
+    """The request with its answer cut to the length there is; raises RequestRefused, with the numbers."""
+    try:
+        _check_request(request, vocab_size=model.config.vocab_size)
+        check_ids(model, request.prompt)
+        prompt = len(request.prompt)
+        if not prompt:
+            raise ConfigError("the prompt has no tokens; give at least one")
+        if request.samples > settings.max_sequences:
+            raise RequestRefused(
+                f"{request.samples} samples or beams were asked for; the engine runs {settings.max_sequences} at most",
+                field="best_of" if request.samples > request.n else "n",
+            )
+        if prompt >= max_length:
+            raise ConfigError(f"the prompt has {prompt} tokens; prompt and answer may have {max_length} together")
+        params = fit(request.params, prompt, model, length=max_length)
+    except ConfigError as error:
+        raise RequestRefused(str(error)) from error
+    length = prompt + params.max_new_tokens - 1  # the last token's keys are never needed
+    needed = most_blocks(model, settings, length)
+    if request.beam_width:  # beams need each other: all of them at once; the prompt is common while nothing is left
+        whole = needed * settings.block_size >= length
+        common = prompt // settings.block_size if settings.prefix_cache and whole else 0
+        needed = common + request.beam_width * (needed - common)
+    if needed > blocks:
+        raise RequestRefused(
+            f"{prompt} tokens of prompt and {params.max_new_tokens} of answer need {needed} blocks of "
+            f"{settings.block_size} tokens; the cache has {blocks}: ask for less, or enlarge the cache"
+        )
+    return request if params is request.params else dataclasses.replace(request, params=params)
+
+
+def _check_request(request: Request, *, vocab_size: int) -> None:
+    """Raise ConfigError for settings of a wrong type, that exclude each other, or that mean nothing.
+
+    What would be found out in a step is found out here: an exception there ends everybody's requests.
+    """
+    require(request)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(request, name) or 0) > vocab_size:
+            raise ConfigError(f"{name} is {getattr(request, name)}; the vocabulary has {vocab_size} tokens")
+    if request.best_of is not None and request.best_of < request.n:
+        raise ConfigError(f"best_of is {request.best_of}, below n, which is {request.n}")
+    highest = max((*request.params.logit_bias, *request.params.stop_token_ids), default=0)
+    if highest >= vocab_size:
+        raise ConfigError(f"logit_bias or stop_token_ids names token {highest}; the vocabulary has {vocab_size} tokens")
+    if sum(bias == float("-inf") for bias in request.params.logit_bias.values()) >= vocab_size:
+        raise ConfigError(f"logit_bias forbids (-inf) all {vocab_size} tokens of the vocabulary; leave one")
+    if request.beam_width:
+        _check_beams(request)
+
+
+def _check_beams(request: Request) -> None:
+    neutral = SamplingParams(temperature=0)
+    if request.n > request.beam_width:
+        raise ConfigError(f"n is {request.n}, above beam_width, which is {request.beam_width}")
+    if request.best_of is not None:
+        raise ConfigError("beam search keeps the best beams by itself; leave best_of out")
+    if request.params.temperature not in (0, 1):
+        raise ConfigError("beam search draws nothing: temperature must be left out or 0")
+    names = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+    for name in names:
+        if getattr(request.params, name) != getattr(neutral, name):
+            raise ConfigError(f"beam search ranks by the model's own probabilities: leave {name} out")
+    if request.constraint is not None:
+        raise ConfigError("beam search and structured output cannot be combined; draw samples instead")
+    if request.params.stop:
+        raise ConfigError("beam search ends texts at token ids: leave stop out, or use stop_token_ids")
+
+
+def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: int) -> int:
+    """How many blocks the cache gets: what all sequences could need, or as many as the memory allows."""
+    size = bytes_per_block(model, settings)
+    most = settings.max_sequences * most_blocks(model, settings, max_length)
+    if settings.cache_bytes is not None:
+        allowed, whence = settings.cache_bytes, "cache_bytes"
+    else:
+        release(model)
+        free = available_memory(model.device) // (model.group.size if isinstance(model, ShardedTransformer) else 1)
+        allowed, whence = int(free * settings.cache_share), f"{settings.cache_share:.0%} of the free memory"
+        if settings.fit:
+            step = settings.budget
+            use = InferenceUse(batch_size=settings.max_sequences, length=step, step=step, weights=0, row_bytes=0)
+            captured = _CAPTURED if settings.capture and model.device.type == "cuda" else 0
+            allowed, whence = free - inference_memory(model.config, use).peak - captured, "what is free beside a step"
+    if allowed < size:
+        raise ResourceError(f"{whence} is {allowed:,} bytes; one block of {settings.block_size} tokens takes {size:,}")
+    return min(most, allowed // size)
+
+
+def room(model: Transformer, settings: EngineSettings, *, blocks: int, max_length: int) -> str:
+    """A line on the largest batch and the longest context that the cache holds."""
+    tokens, each = blocks * settings.block_size, most_blocks(model, settings, max_length)
+    longest = model.config.max_positions
+    if most_blocks(model, settings, longest) > blocks:
+        longest = min(tokens, longest)
+    size = bytes_per_block(model, settings)
+    more = "" if settings.fit else f"; {available_memory(model.device) // size * settings.block_size:,} more would fit"
+    return (
+        f"the cache ({blocks * size / 1e9:.2f} GB) holds {tokens:,} tokens: {blocks // each:,} sequences of "
+        f"{max_length:,}, or one of {longest:,}{more}"
+    )
+
+
+def most_blocks(model: Transformer, settings: EngineSettings, tokens: int) -> int:
+    """How many blocks a sequence of so many tokens has at once."""
+    return blocks_of(tokens, settings.block_size, reach=model.config.reach, step=settings.budget)
+
+
+def bytes_per_block(model: Transformer, settings: EngineSettings) -> int:
+    """Of the cache, in all layers together."""
+    rows, dtype = row_format(settings.kv_cache_dtype), model.compute_dtype
+    return PagedCache.bytes_per_block(model.config, block_size=settings.block_size, dtype=dtype, row_format=rows)
+
+
+def longest(model: Transformer, settings: EngineSettings) -> int:
+    """Tokens that prompt and answer may have together."""
+    positions = model.config.max_positions
+    stretched = [rope.original_positions for rope in model.config.ropes if rope.scaling == "longrope"]
+    if stretched and min(stretched) < min(positions, settings.max_length or positions):
+        # Beyond, all keys of a sequence would have to be computed anew with other frequencies.
+        positions = min(stretched)
+        warnings.warn(
+            f"this model changes its rotary frequencies at {positions} tokens, which the engine does not follow: "
+            f"prompt and answer may have {positions} tokens together (hasten.generate goes further)",
+            HastenWarning,
+            stacklevel=4,
+        )
+    return min(positions, settings.max_length or positions)

@@ -1,0 +1,298 @@
+"""Decode steps launched before the tokens of the one before are known, so that a GPU does not wait for the host.
+
+The tokens stay on the device (`hasten.engine.runner.BatchRunner`); the host reads them one step late. A text that ended
+has then been computed one token too far: that token is dropped. As the device works in order, its block can be given to
+others at once. Only for steps in which nothing is decided on the host: one token of each sequence, no constraint, no
+log-probabilities, no drafts, no beams.
+
+While prompts are read, a step's tokens are read behind the launch of the next one, which goes on with other prompts.
+Sequences that wait for their token skip that step, so this is done for short steps only. The first step of a run of
+decode steps takes the tokens of the last prompts' step on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hasten.engine.batch import StepPart
+from hasten.engine.blocks import OutOfBlocks
+from hasten.engine.model_runner import Sampler, common_adapter, part_of
+from hasten.engine.request import RequestOutput
+from hasten.engine.request_state import OutputSequence, RequestTable
+from hasten.engine.runner import Drawn, ModelRunner
+from hasten.engine.sampler import DrawnRow
+from hasten.engine.scheduler import ScheduledTokens, Scheduler
+from hasten.engine.stopping import stop_ids
+from hasten.machine.host_copy import HostCopy
+
+_SHORT = 0.025  # seconds of a step behind which another one may be launched that gives nobody a token
+_CAUGHT_UP = 16  # steps in which each text that is given out at its end is decoded once
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched: the sequences that take a token in it, and these tokens on their way.
+
+    group: of which they are; None: a step of its own. last: one of them is full with its token. ended: the table's
+    count at the launch.
+    """
+
+    outputs: list[OutputSequence]
+    drawn: Drawn
+    group: Group | None
+    last: bool
+    ended: int
+    tokens: Tensor | None = None  # on the device, of a step of its own
+
+    def nobody_ends(self, tokens: list[int], table: RequestTable) -> bool:
+        """Whether all sequences go on after these tokens, and have nothing but text to give out."""
+        group = self.group
+        if group is None or self.last or self.ended != table.ended:
+            return False
+        return group.only_ids_end_it and group.end_ids.isdisjoint(tokens)
+
+    def take(self, tokens: list[int]) -> list[RequestOutput]:
+        """Take a token each, where `nobody_ends`; what is given out."""
+        assert self.group is not None
+        for text, token in zip(self.group.texts, tokens, strict=True):
+            text.append(token)
+        if self.group.gathers:
+            return []
+        return [one.show(token) for one, token in zip(self.outputs, tokens, strict=True) if not one.gathers]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first step of a run, launched before its own tokens were read. ended: the table's count then."""
+
+    outputs: list[OutputSequence]
+    drawn: Drawn
+    ended: int
+
+
+class Group:
+    """Sequences that take a token in each of a run of steps, and what is known ahead of all these steps.
+
+    The host's work for a step is for those to which something happens in it: one that ends, or enters a block.
+    """
+
+    def __init__(self, outputs: list[OutputSequence], *, pending: int, ended: int) -> None:
+        """pending: tokens that each has on its way. ended: the table's count of ends that `outputs` follows."""
+        self.outputs, self.ended = outputs, ended
+        self.numbers = [one.sequence.number for one in outputs]
+        self.texts = [one.sequence.tokens for one in outputs]
+        lengths = [len(one.sequence.tokens) + pending for one in outputs]
+        self.longest = max(lengths)  # tokens in the cache after the next step
+        self.steps = min(one.full - length for one, length in zip(outputs, lengths, strict=True))  # until one is full
+        self.end_ids = frozenset[int]().union(*{one.end_ids for one in outputs})
+        self.only_ids_end_it = all(one.only_ids_end_it for one in outputs)
+        self.gathers = self.only_ids_end_it and all(one.gathers for one in outputs)
+
+    def launched(self, drawn: Drawn) -> Flight:
+        """Count a step that was launched."""
+        self.steps -= 1
+        self.longest += 1
+        return Flight(self.outputs, drawn, self, self.steps == 0, self.ended)
+
+
+class Ahead:
+    """The step in flight, if any, and the launch of the one behind it."""
+
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, table: RequestTable, *, eos_ids: frozenset[int]
+    ) -> None:
+        self.runner, self.scheduler, self.blocks, self.eos_ids = runner, scheduler, scheduler.blocks, eos_ids
+        self.table = table
+        self.flight: Flight | None = None
+        self.late: Flight | None = None  # a planned step whose tokens are read when the next, of others, is launched
+        self._short = True  # the latest step with prompts was
+        # Of a run of steps, number `_step`: where each sequence fills a block, in steps counted round the block's size.
+        self._fills: list[list[OutputSequence]] = []
+        self._step = 0
+
+    @property
+    def patient(self) -> bool:
+        """Whether those that wait wait a few steps more, so that the others go on in a run of steps launched ahead."""
+        return self.runner.decoder is not None and self.scheduler.settled
+
+    def begin(self, plan: Sequence[ScheduledTokens]) -> bool | None:
+        """Launch a planned step, whose tokens `flight` has then. False: it is not captured. None: it needs the host."""
+        decoder = self.runner.decoder
+        if decoder is None:
+            return None
+        own: list[OutputSequence] = []
+        outputs = self.table.outputs
+        for entry in plan:
+            output = outputs.get(entry.sequence)  # prompts and beams have none
+            if output is None or entry.count != 1 or not entry.complete or entry.sequence.drafts:
+                return None
+            if _needs_host(output):
+                return None
+            own.append(output)
+        adapter = common_adapter(plan)
+        if adapter is None:
+            return None
+        rows = [self._row(one) for one in own]
+        parts = [part_of(entry, self.blocks) for entry in plan]
+        texts = [output.sequence.tokens for output in own]
+        drawn = decoder.begin(parts, rows, texts, adapter=adapter)
+        if drawn is None:
+            return False
+        self._run(own, drawn, ended=self.table.ended)
+        return True
+
+    def _run(self, own: list[OutputSequence], drawn: Drawn, *, ended: int) -> None:
+        """A run of steps was begun by one of these sequences, all of whose tokens are in the cache with it."""
+        size = self.blocks.block_size
+        self._step, self._fills = 0, [[] for _ in range(size)]
+        for output in own:
+            if self.table.has(output):
+                number, length = output.sequence.number, len(output.sequence.tokens)
+                self.blocks.reserve(number, -(-length // size) * size)  # all of its last block, which is nobody else's
+                self._fills[-length % size].append(output)
+        self.flight = Group(own, pending=0, ended=ended).launched(drawn)
+
+    def begin_behind(self, late: Flight) -> Started | None:
+        """Launch a run's first step behind one whose tokens are on their way; None where the host must plan it.
+
+        Its own tokens are those of `late`, on the device. `arrived` is to be called when they were taken.
+        """
+        decoder, outputs, blocks = self.runner.decoder, self.table.outputs, self.blocks
+        if decoder is None or late.tokens is None or not self.scheduler.settled:
+            return None
+        places = {one: place for place, one in enumerate(late.outputs)}
+        own: list[OutputSequence] = []
+        texts: list[list[int]] = []
+        behind: tuple[list[int], list[int]] = ([], [])  # of those of `late`: numbers, and places of their tokens
+        for sequence in self.scheduler.running:
+            output, at, tokens = outputs.get(sequence), sequence.computed, sequence.tokens
+            if output is None or sequence.drafts or _needs_host(output) or output.params.needs_history:
+                return None
+            if at == len(tokens):
+                if output not in places:
+                    return None
+                if at + 1 >= output.full:
+                    continue  # it ends with the token on its way
+                behind[0].append(sequence.number)
+                behind[1].append(places[output])
+                tokens = [*tokens, 0]
+            elif at != len(tokens) - 1:
+                return None
+            own.append(output)
+            texts.append(tokens)
+        adapters = {one.sequence.adapter for one in own}
+        if len(adapters) != 1 or not self._reserve(own):
+            return None
+        parts = [
+            StepPart(one.sequence.number, blocks.table(one.sequence.number), one.sequence.computed, tokens[-1:])
+            for one, tokens in zip(own, texts, strict=True)
+        ]
+        rows = [self._row(one) for one in own]
+        drawn = decoder.begin(parts, rows, texts, adapter=adapters.pop(), behind=(*behind, late.tokens))
+        return None if drawn is None else Started(own, drawn, self.table.ended)
+
+    def _reserve(self, outputs: Sequence[OutputSequence]) -> bool:
+        """Make room for the next token of each; False where there is not enough."""
+        copies: list[tuple[int, int]] = []
+        try:
+            for one in outputs:
+                copies += self.blocks.reserve(one.sequence.number, one.sequence.computed + 1)
+        except OutOfBlocks:
+            return False
+        finally:
+            if copies:
+                self.runner.copy(copies)
+        return True
+
+    def arrived(self, started: Started) -> None:
+        """The tokens were taken behind which a run was begun: it is in flight."""
+        for output in started.outputs:
+            if self.table.has(output):
+                sequence = output.sequence
+                sequence.computed = len(sequence.tokens)
+                self.blocks.written(sequence.number, sequence.tokens)
+        self.blocks.computed()
+        self.scheduler.steps += 1
+        self._run(started.outputs, started.drawn, ended=started.ended)
+
+    def defer(self, logits: Tensor, growing: Mapping[OutputSequence, int], sampler: Sampler) -> bool:
+        """Have the tokens of a computed step read later; False: they are wanted now. growing: first row of each."""
+        if self.runner.decoder is None or not self._short or not growing or any(map(_needs_host, growing)):
+            return False
+        tokens = sampler.sample_later(logits, list(growing), list(growing.values()))
+        for one in growing:  # it decodes soon: while the device computes
+            self._row(one)
+        drawn = Drawn(list(range(len(growing))), HostCopy(tokens))
+        self.late = Flight(list(growing), drawn, None, True, self.table.ended, tokens)
+        return True
+
+    def _row(self, output: OutputSequence) -> DrawnRow:
+        """How its tokens are drawn."""
+        if output.row is None:
+            prompt, vocab_size = output.state.request.prompt, self.runner.model.config.vocab_size
+            ends = stop_ids(output.params, eos_ids=self.eos_ids)
+            output.row = DrawnRow(output.params, prompt=prompt, end_ids=ends, vocab_size=vocab_size)
+        return output.row
+
+    def took(self, plan: Sequence[ScheduledTokens], seconds: float) -> None:
+        """Record how long a step took until its tokens were there."""
+        if any(entry.count > 1 for entry in plan):
+            self._short = seconds < _SHORT
+
+    def go_on(self) -> Flight | None:
+        """Launch the step behind the one in flight; None where the host must plan it."""
+        decoder, flight, blocks = self.runner.decoder, self.flight, self.blocks
+        assert decoder is not None
+        assert flight is not None
+        if not self.scheduler.settled:
+            return None
+        group, table = flight.group, self.table
+        assert group is not None
+        if flight.last or flight.ended != table.ended:
+            going = [one for one in flight.outputs if len(one.sequence.tokens) + 1 < one.full and table.has(one)]
+            if not going:
+                return None
+            group = Group(going, pending=1, ended=table.ended)
+        copies, grown, size = [], [], blocks.block_size
+        for one in self._fills[self._step % size]:  # the step in flight fills its block: now it enters the next
+            sequence = one.sequence
+            length = len(sequence.tokens) + 1
+            if length < one.full and table.has(one):
+                try:
+                    copies += blocks.reserve(sequence.number, length - 1 + size)
+                except OutOfBlocks:
+                    self.runner.copy(copies)
+                    return None
+                grown.append((sequence.number, blocks.table(sequence.number)))
+        if copies:
+            self.runner.copy(copies)
+        drawn = decoder.go_on(group.numbers, grown, longest=group.longest)
+        self.scheduler.steps += drawn is not None
+        return None if drawn is None else group.launched(drawn)
+
+    def landed(self, following: Flight | None) -> None:
+        """The tokens of the step in flight were taken; `following`, launched behind it, is in flight now."""
+        table, flight, self.flight = self.table, self.flight, following
+        assert flight is not None
+        if following is not None:
+            self._step += 1
+            step, size = self._step, self.blocks.block_size
+            for one in self._fills[step % size]:
+                if table.has(one):  # its block is full: others may find it
+                    self.blocks.written(one.sequence.number, one.sequence.tokens)
+            self.blocks.computed()
+            for one in following.outputs[step % _CAUGHT_UP :: _CAUGHT_UP]:
+                one.catch_up()
+            if following.ended == table.ended or any(table.has(one) for one in following.outputs):
+                return
+            self.flight = None
+        for one in flight.outputs:  # the run is over
+            one.sequence.computed = len(one.sequence.tokens) - 1
+
+
+def _needs_host(output: OutputSequence) -> bool:
+    """Whether its tokens are drawn with something that only the host has."""
+    return output.constraint is not None or output.state.wants_logprobs

@@ -1,0 +1,130 @@
+"""Serving a model that several ranks hold: the first one has the engine, the others compute what it computes.
+
+Everything that only one must decide (which requests, whose turn, which token) is decided there; before each step it
+tells the others the tokens, and where their keys are kept.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.checkpoints.adapters import load_adapters
+from hasten.engine.cache import row_format
+from hasten.engine.layout import Rows
+from hasten.engine.paged import PagedCache
+from hasten.engine.runner import BatchRunner, ModelRunner, capture_refusal
+from hasten.engine.settings import EngineSettings
+from hasten.engine.speculation import make_speculator
+from hasten.errors import ConfigError
+from hasten.model.sharded import ShardedTransformer
+from hasten.model.transformer import Transformer
+
+END, COPY, STEP, STATES = range(4)  # what a message is
+
+
+class LeadingRunner(ModelRunner):
+    """The first rank's part of the model over its part of the cache; the others follow."""
+
+    def __init__(self, model: Transformer, cache: PagedCache) -> None:
+        super().__init__(model, cache)
+        assert isinstance(model, ShardedTransformer)
+        self.group = model.group
+        if self.group.rank:
+            raise ConfigError("the first rank has the engine; the others call hasten.engine.following.follow")
+        self.group.of_first([cache.blocks])  # what the others make theirs of
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.group.of_first([COPY, *(block for pair in pairs for block in pair)])
+        super().copy(pairs)
+
+    def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
+        told = [STEP, *self._tokens(tokens), len(wanted), *wanted]
+        for row in rows:
+            told += [row.start, row.count, len(row.block_table), *row.block_table]
+        self.group.of_first(told)
+        return super().logits(tokens, rows, wanted)
+
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        self.group.of_first([STATES, *self._tokens(tokens), 0])
+        return super().states(tokens)
+
+    def _tokens(self, tokens: Sequence[int]) -> list[int]:
+        """As a part of a message: the tokens, and the adapter of each where any has one."""
+        choice = self.model.adapters
+        chosen: list[int] = [] if choice is None or choice.rows is None else choice.rows.tolist()
+        return [len(tokens), *tokens, len(chosen), *chosen]
+
+    def close(self) -> None:
+        with suppress(RuntimeError):  # one of them has died: the others know
+            self.group.of_first([END])
+
+
+def runner_of(model: Transformer, settings: EngineSettings, *, blocks: int, max_length: int) -> ModelRunner:
+    """What computes an engine's steps, with a cache of so many blocks."""
+    kind = LeadingRunner if isinstance(model, ShardedTransformer) else ModelRunner
+    runner = kind(model, _cache(model, settings, blocks))
+    runner.uncaptured = "--no-capture" if not settings.capture else capture_refusal(model)
+    if runner.uncaptured is None:
+        most = {"sequences": settings.max_sequences, "longest": max_length, "tokens": settings.budget}
+        runner.decoder = BatchRunner(model, runner.cache, **most, sizes=settings.capture_sizes or ())
+    elif model.device.type == "cuda":
+        logging.getLogger("hasten.engine").warning("decode steps are not captured: %s", runner.uncaptured)
+    return runner
+
+
+def _cache(model: Transformer, settings: EngineSettings, blocks: int) -> PagedCache:
+    return PagedCache(
+        model.config,
+        blocks=blocks,
+        block_size=settings.block_size,
+        dtype=model.compute_dtype,
+        device=model.device,
+        row_format=row_format(settings.kv_cache_dtype),
+    )
+
+
+@torch.inference_mode()
+def follow(
+    model: ShardedTransformer,
+    settings: EngineSettings,
+    *,
+    adapters: Mapping[str, str | Path] | None = None,
+    draft: str | Path | Transformer = "none",
+    **drafting: Any,
+) -> None:
+    """Compute what the first rank computes, until it ends: of an engine made with the same adapters and draft.
+
+    RuntimeError where it has died.
+    """
+    if adapters:
+        load_adapters(model, list(adapters.values()))
+    make_speculator(model, draft, **drafting)  # measures what a step costs, together with the first
+    (blocks,) = model.group.of_first()
+    runner = ModelRunner(model, _cache(model, settings, blocks))
+    while True:
+        kind, *told = model.group.of_first()
+        rest = iter(told)
+        if kind == END:
+            return
+        if kind == COPY:
+            runner.copy(list(zip(rest, rest, strict=True)))
+            continue
+        tokens, chosen, wanted = _several(rest), _several(rest), _several(rest)
+        if model.adapters is not None:
+            model.adapters.choose(chosen or [-1], model.device)
+        if kind == STATES:
+            runner.states(tokens)
+            continue
+        rows = [Rows(start=start, count=next(rest), block_table=_several(rest)) for start in rest]
+        runner.logits(tokens, rows, wanted)
+
+
+def _several(told: Iterator[int]) -> list[int]:
+    """The next ones of a message, before which their count stands."""
+    return list(islice(told, next(told)))

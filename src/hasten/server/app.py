@@ -1,0 +1,143 @@
+"""The ASGI app: OpenAI's API, documented by /openapi.json, every endpoint behind the guard; what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from hasten import __version__
+from hasten.server.chat import add_chat
+from hasten.server.completions import add_completions
+from hasten.server.documentation import ERRORS, Model, Models, Status
+from hasten.server.embeddings import add_embeddings
+from hasten.server.guard import Guard
+from hasten.server.responses import ApiError, from_validation, overloaded, reply
+from hasten.server.service import Service
+from hasten.server.tokens import add_tokens
+
+
+def make_app(service: Service) -> FastAPI:
+    """The app that serves one engine under one model name. `app.state.service` is what its endpoints share.
+
+    When the app's lifespan ends, the engine is closed; whoever serves the app waits before for what is in flight
+    (`Service.drain`, as `Server` does).
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.ready = True
+        yield
+        service.ready = False
+        service.draining = True
+        await service.engine.close()
+        service.close()
+
+    # Its pages of documentation would fetch scripts from elsewhere; the description itself is at /openapi.json.
+    app = FastAPI(title="hasten", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.service = service
+    app.add_middleware(Guard, service=service)
+    if origins := service.settings.allowed_origins:  # outside the guard, so that a page can read its refusals too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.lower() for origin in origins],
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,  # a public page that asks a server on this machine
+            expose_headers=("x-request-id", "x-hasten-ignored", "retry-after"),
+        )
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return from_validation(error.errors()).response()
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = {404: f"there is nothing at {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
+        text = message.get(error.status_code, str(error.detail))
+        return ApiError(text, status=error.status_code, headers=error.headers or {}).response()
+
+    router = APIRouter(route_class=_ParsedRoute)
+    for add in (_add_status, add_completions, add_chat, add_embeddings, add_tokens):
+        add(router, service)
+    app.include_router(router)
+    return app
+
+
+UNWELL: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}
+
+
+def _add_status(router: APIRouter, service: Service) -> None:
+
+    @router.get("/health", response_model=Status, responses=UNWELL)
+    async def health() -> Response:
+        """Whether the engine works."""
+        if not service.engine.healthy:
+            raise overloaded("the engine has failed", seconds=30)
+        return reply({"status": "ok"})
+
+    @router.get("/ready", response_model=Status, responses=UNWELL)
+    async def ready() -> Response:
+        """Whether requests are taken now: the model is loaded, the engine works, no shutdown has begun."""
+        if not service.ready or service.draining or not service.engine.healthy:
+            raise overloaded("not ready", seconds=5)
+        return reply({"status": "ready"})
+
+    @router.get(
+        "/metrics",
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+        response_class=Response,
+    )
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.get("/v1/models", response_model=Models)
+    async def models() -> Response:
+        """The served model, and its adapters."""
+        return reply({"object": "list", "data": [_model(service, name) for name in service.models]})
+
+    @router.get("/v1/models/{model:path}", response_model=Model, responses={404: ERRORS[404]})
+    async def model(model: str) -> Response:
+        """The served model or one of its adapters, by its exact name."""
+        service.check_model(model)
+        return reply(_model(service, model))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    parent = {} if name == service.model_name else {"parent": service.model_name}
+    return parent | {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "hasten",
+        "max_model_len": service.max_length,
+        "vocab_size": service.vocabulary,
+    }
+
+
+class _ParsedRequest(Request):
+    async def json(self) -> Any:
+        return self.state.json
+
+
+class _ParsedRoute(APIRoute):
+    """A route whose body is the value that stands in the request's state (the guard put it there)."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_parsed(request: Request) -> Response:
+            return await handle(_ParsedRequest(request.scope, request.receive))
+
+        return handle_parsed

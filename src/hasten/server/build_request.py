@@ -1,0 +1,172 @@
+"""From a checked body to the engine's Request: limits of this server, the model's defaults, tokens of the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hasten.engine.params import RECOMMENDED, SamplingParams
+from hasten.engine.request import Request
+from hasten.errors import ConfigError
+from hasten.server.fields import ResponseFormat, SamplingBody
+from hasten.server.responses import ApiError, check_limit
+from hasten.server.service import Service, too_long
+from hasten.server.settings import ServerSettings
+from hasten.server.structured import Grammar
+
+# What a body and SamplingParams have under one name, beside what a folder recommends.
+_SAME = ("presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "ignore_eos")
+
+
+def build_request(
+    body: SamplingBody,
+    service: Service,
+    *,
+    max_tokens: int,
+    constraint: Grammar | None,
+    **fields: Any,
+) -> Request:
+    """The engine's request. fields: what chat and completions decide for themselves. Raises ApiError naming a field."""
+    return Request(
+        params=sampling_params(body, service, max_tokens=max_tokens, constrained=constraint is not None),
+        priority=body.priority or 0,
+        salt=body.cache_salt or "",
+        adapter=service.check_model(body.model),
+        timeout=service.settings.request_timeout,
+        constraint=constraint,
+        whole=not body.stream,
+        **fields,
+    )
+
+
+def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, constrained: bool) -> SamplingParams:
+    """How the answer is drawn. Raises ApiError naming the field."""
+    # A beam search draws nothing: what the folder recommends for drawing is not meant.
+    defaults: Mapping[str, Any] = {"temperature": 0.0} if body.use_beam_search else service.settings.defaults
+    known = {name: defaults[name] for name in RECOMMENDED if defaults.get(name) is not None}
+    chosen = known | body.model_dump(include={*RECOMMENDED, *_SAME}, exclude_none=True)
+    if chosen.get("top_k") == -1:  # vLLM's way to say all
+        chosen["top_k"] = 0
+    highest = max(body.stop_token_ids or (), default=0)
+    if highest >= service.vocabulary:
+        message = f"stop_token_ids: {highest} is no token id below {service.vocabulary}"
+        raise ApiError(message, param="stop_token_ids")
+    if (body.min_tokens or 0) > max_tokens:
+        raise ApiError(f"min_tokens is {body.min_tokens}, above the {max_tokens} that may come", param="min_tokens")
+    if constrained:
+        for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids"):
+            if getattr(body, name):
+                message = f"{name} cannot be combined with structured output, which decides where it ends"
+                raise ApiError(message, param=name)
+    try:
+        return SamplingParams(
+            **chosen,
+            logit_bias=_biases(body.logit_bias or {}, service),
+            seed=None if body.seed is None else body.seed % 2**62,  # room to number the samples of one seed
+            max_new_tokens=max_tokens,
+            min_new_tokens=body.min_tokens or 0,
+        )
+    except ConfigError as error:
+        raise ApiError(str(error), code="invalid_value") from None
+
+
+def samples(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> dict[str, Any]:
+    """What a Request says of samples, or of beams where they are asked for, within the limits."""
+    n, best_of = body.n or 1, body.best_of
+    if best_of is not None and best_of < n:
+        raise ApiError(f"best_of is {best_of}, below n, which is {n}", param="best_of")
+    if best_of is not None and best_of > n and body.stream:
+        raise ApiError("best_of cannot be streamed: the best are known at the end", param="best_of")
+    drawn = best_of or n
+    check_limit("n" if best_of is None else "best_of", drawn, settings.samples)
+    if drawn * prompts > settings.choices:
+        message = f"{prompts} prompts with {drawn} samples each are {drawn * prompts}; at most {settings.choices}"
+        raise ApiError(message, param="prompt")
+    if body.use_beam_search:
+        penalty = 1.0 if body.length_penalty is None else body.length_penalty
+        early_stopping = bool(body.early_stopping)
+        return {"n": n, "beam_width": drawn, "length_penalty": penalty, "early_stopping": early_stopping}
+    for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(body, name) not in (None, neutral):
+            raise ApiError(f"{name} needs use_beam_search", param=name)
+    return {"n": n, "best_of": None if best_of == n else best_of}
+
+
+def room(
+    prompt: Sequence[int], wanted: int | None, service: Service, *, param: str, wanted_by: str, default: int | None
+) -> int:
+    """How many tokens may follow; 400 if the prompt, or what was asked for beside it, does not fit.
+
+    param, wanted_by: the fields of the prompt, and of `wanted`.
+    """
+    left = service.max_length - len(prompt)
+    if left < 1:
+        raise too_long(len(prompt), service.max_length, param=param)
+    if wanted is None:
+        return left if default is None else min(default, left)
+    if wanted > left:
+        message = (
+            f"the prompt's {len(prompt):,} tokens and {wanted:,} to follow are {len(prompt) + wanted:,}; this server's "
+            f"limit is {service.max_length:,} together"
+        )
+        raise ApiError(message, param=wanted_by, code="context_length_exceeded")
+    return wanted
+
+
+async def constraint_of(wanted: ResponseFormat | None, service: Service) -> Grammar | None:
+    """The constraint, or None for text. Raises ApiError (400) for a schema that is refused."""
+    if wanted is None:
+        return None
+    given = wanted.json_schema
+    if given is not None and wanted.type != "json_schema":
+        message = f"response_format: json_schema stands beside type {wanted.type}; say type json_schema"
+        raise ApiError(message, param="response_format")
+    if wanted.type == "text":
+        return None
+    schema: dict[str, Any] | bool | None = {"type": "object"}
+    if wanted.type == "json_schema":
+        schema = None if given is None else given.json_schema
+    if schema is None:
+        message = "response_format of type json_schema needs json_schema.schema"
+        raise ApiError(message, param="response_format.json_schema")
+    return await service.grammars.constraint(schema, param="response_format")
+
+
+async def prompts_of(
+    given: Any, service: Service, *, param: str, add_special_tokens: bool | None
+) -> list[tuple[int, ...]]:
+    """Token ids of one prompt or several, each a text or its ids (`fields.Prompts`). Raises ApiError naming `param`."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not given:
+        raise ApiError(f"{param} is empty", param=param)
+    found = []
+    for one in given:
+        ids = one
+        if isinstance(one, str):
+            ids = await service.encode(one, add_special_tokens=add_special_tokens is not False, param=param)
+        if len(ids) > service.max_length:
+            raise too_long(len(ids), service.max_length, param=param)
+        found.append(check_ids(ids, service, param=param))
+    return found
+
+
+def check_ids(prompt: Sequence[int], service: Service, *, param: str) -> tuple[int, ...]:
+    """Token ids from a request: not none, and all of them in the vocabulary."""
+    if not prompt:
+        raise ApiError("the prompt is empty: it needs at least one token", param=param)
+    if max(prompt) >= service.vocabulary:
+        raise ApiError(f"token id {max(prompt)}: the vocabulary has {service.vocabulary}", param=param)
+    return tuple(prompt)
+
+
+def _biases(given: Mapping[str, float], service: Service) -> dict[int, float]:
+    biases = {}
+    for key, value in given.items():
+        # Written one way only: "05" beside "5" would be one of them unheard.
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key) or (
+            int(key) >= service.vocabulary
+        ):
+            raise ApiError(f"logit_bias: {key[:40]!r} is no token id below {service.vocabulary}", param="logit_bias")
+        biases[int(key)] = value
+    return biases

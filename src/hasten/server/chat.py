@@ -1,0 +1,118 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+
+from hasten.engine.request import Request, RequestOutput
+from hasten.server.answers import AnswerBuilder, Json, chat_logprobs, join_logprobs
+from hasten.server.build_request import build_request, check_ids, constraint_of, room
+from hasten.server.conversation import ChatBody, encode_conversation
+from hasten.server.documentation import ERRORS, ChatCompletion
+from hasten.server.responses import ApiError, check_limit
+from hasten.server.service import Service
+from hasten.server.tools import ParsedCall, Tools
+
+
+def add_chat(router: APIRouter, service: Service) -> None:
+
+    @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ERRORS)
+    async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
+        """Answer a conversation."""
+        service.check_in(body, http)
+        return await _ChatCompletion(service, body).respond(http)
+
+
+class _ChatCompletion(AnswerBuilder[ChatBody]):
+    """n choices. Each begins with the role; its tool calls come at its end."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, service: Service, body: ChatBody) -> None:
+        super().__init__(service, body, prompts=1)
+        self.tools = Tools(body, service)
+        self.readers = [self.tools.reader() for _ in range(self.n)]
+        self._begun: set[int] = set()
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
+        check_limit("top_logprobs", body.top_logprobs or 0, service.settings.logprobs)
+        limits = (body.max_tokens, body.max_completion_tokens)
+        if None not in limits and limits[0] != limits[1]:
+            raise ApiError("max_tokens and max_completion_tokens differ; give one", param="max_tokens")
+
+    async def requests(self, name: str) -> list[Request]:
+        body, service = self.body, self.service
+        self.id = f"chatcmpl-{name}-{service.number()}"
+        special = body.add_special_tokens is True  # the template writes them itself
+        ids = await encode_conversation(
+            body.messages, body, service, tools=self.tools.shown, add_special_tokens=special
+        )
+        prompt = check_ids(ids, service, param="messages")
+        name_of = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        wanted = getattr(body, name_of)
+        if wanted == 0:
+            raise ApiError(f"{name_of} is 0: an answer has at least one token", param=name_of)
+        most = room(prompt, wanted, service, param="messages", wanted_by=name_of, default=None)
+        # Last: a schema takes longer to compile than anything here takes to be refused.
+        constraint = await self.tools.constraint()
+        if constraint is None:
+            constraint = await constraint_of(body.response_format, service)
+        request = build_request(
+            body,
+            service,
+            id=self.id,
+            prompt=prompt,
+            max_tokens=most,
+            **self.samples,
+            constraint=constraint,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            skip_special_tokens=self.tools.skip_special_tokens(body.skip_special_tokens is not False),
+        )
+        return [request]
+
+    def take(self, which: int, output: RequestOutput) -> list[Json]:
+        reader, text, calls = self.readers[output.index], output.text, list[ParsedCall]()
+        reason: str | None = output.finish_reason
+        if reader is not None:
+            text = reader.push(text)
+            if reason is not None:
+                rest, calls = reader.finish(cut=reason == "length")
+                text += rest
+                if not self.tools.parallel:
+                    calls = calls[:1]
+        if calls and not self.tools.named and reason == "stop":
+            reason = "tool_calls"
+        parts = []
+        if output.index not in self._begun:
+            self._begun.add(output.index)
+            role = {"role": "assistant", "content": ""}
+            parts.append({"index": output.index, "delta": role, "logprobs": None, "finish_reason": None})
+        delta: Json = {}
+        if text:
+            delta["content"] = text
+        if calls:
+            delta["tool_calls"] = [{"index": i, **self._call(call)} for i, call in enumerate(calls)]
+        if not delta and reason is None and not output.logprobs:
+            return parts
+        part: Json = {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        if self.body.logprobs:
+            part["logprobs"] = chat_logprobs(output.logprobs or ())
+        if output.stop_reason is not None:
+            part["stop_reason"] = output.stop_reason
+        return [*parts, part]
+
+    def join(self, index: int, parts: list[Json]) -> Json:
+        content = "".join(part["delta"].get("content", "") for part in parts)
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        calls = [call for part in parts for call in part["delta"].get("tool_calls", ())]
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+        logprobs = join_logprobs(chat_logprobs(()), parts) if self.body.logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs}
+
+    def _call(self, call: ParsedCall) -> Json:
+        number = f"call_{self.id.rsplit('-', 1)[1]}_{self.service.number()}"
+        return {"id": number, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

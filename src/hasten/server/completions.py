@@ -1,0 +1,118 @@
+"""/v1/completions: https://platform.openai.com/docs/api-reference/completions"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+from pydantic import Field
+
+from hasten.engine.request import Request, RequestOutput, TokenLogprob
+from hasten.server.answers import AnswerBuilder, Json, completion_logprobs, join_logprobs
+from hasten.server.build_request import build_request, constraint_of, prompts_of, room
+from hasten.server.documentation import ERRORS, Completion
+from hasten.server.fields import COMMON_NEUTRAL, Count, Neutral, Prompts, SamplingBody
+from hasten.server.responses import ApiError, check_limit
+from hasten.server.service import Service
+
+DEFAULT_TOKENS = 16  # OpenAI's
+
+
+class CompletionBody(SamplingBody):
+    """A prompt, several, or their token ids; each gives n choices."""
+
+    prompt: Prompts
+    max_tokens: Count | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
+    neutral: ClassVar[Neutral] = COMMON_NEUTRAL | {"suffix": ("",), "prompt_embeds": ()}
+
+
+def add_completions(router: APIRouter, service: Service) -> None:
+
+    @router.post("/v1/completions", response_model=Completion, responses=ERRORS)
+    async def completions(body: CompletionBody, http: HttpRequest) -> Response:
+        """Continue a prompt."""
+        service.check_in(body, http)
+        given = await prompts_of(body.prompt, service, param="prompt", add_special_tokens=body.add_special_tokens)
+        return await _Completions(service, body, given).respond(http)
+
+
+class _Completions(AnswerBuilder[CompletionBody]):
+    """n choices for each prompt."""
+
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, service: Service, body: CompletionBody, prompts: list[tuple[int, ...]]) -> None:
+        super().__init__(service, body, prompts=len(prompts))
+        self.prompts = prompts
+        self.nothing = body.max_tokens == 0  # only the prompt is wanted back
+        if self.nothing and not body.echo:
+            raise ApiError("max_tokens is 0: without echo nothing would come back", param="max_tokens")
+        check_limit("logprobs", body.logprobs or 0, service.settings.logprobs)
+        self._offsets: dict[int, int] = {}  # by choice: characters given so far, where the next token's text begins
+        self._scores: dict[int, tuple[TokenLogprob | None, ...]] = {}  # the prompts' log-probabilities
+
+    async def requests(self, name: str) -> list[Request]:
+        body, service = self.body, self.service
+        self.id = f"cmpl-{name}-{service.number()}"
+        constraint = await constraint_of(body.response_format, service)
+        wanted = max(1, body.max_tokens) if body.max_tokens is not None else None
+        return [
+            build_request(
+                body,
+                service,
+                id=f"{self.id}-{index}",
+                prompt=prompt,
+                max_tokens=room(
+                    prompt, wanted, service, param="prompt", wanted_by="max_tokens", default=DEFAULT_TOKENS
+                ),
+                **self.samples,
+                constraint=None if constraint is None else constraint.fork(),
+                logprobs=body.logprobs,
+                prompt_logprobs=body.logprobs if body.echo else None,
+                skip_special_tokens=body.skip_special_tokens is not False,
+            )
+            for index, prompt in enumerate(self.prompts)
+        ]
+
+    def take(self, which: int, output: RequestOutput) -> list[Json]:
+        index = which * self.n + output.index
+        text, tokens, reason = output.text, list[TokenLogprob | None](output.logprobs or ()), output.finish_reason
+        if self.nothing:
+            text, tokens, reason = "", [], reason and "length"
+        if self.body.echo:
+            if output.prompt_logprobs is not None:
+                self._scores[which] = output.prompt_logprobs
+            if index not in self._offsets:
+                text = self._prompt_text(which) + text
+                tokens = [*self._scores.get(which, ()), *tokens]
+        offset = self._offsets.setdefault(index, 0)
+        part: Json = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+        if self.body.logprobs is not None and tokens:
+            texts = [self._text_of(which, place, token) for place, token in enumerate(tokens)]
+            part["logprobs"] = completion_logprobs(tokens, texts=texts, offset=offset)
+            self._offsets[index] += sum(map(len, texts))
+        if output.stop_reason is not None:
+            part["stop_reason"] = output.stop_reason
+        return [part]
+
+    def join(self, index: int, parts: list[Json]) -> Json:
+        logprobs = None
+        if self.body.logprobs is not None:
+            logprobs = join_logprobs(completion_logprobs([], texts=[], offset=0), parts)
+        return {"index": index, "text": "".join(part["text"] for part in parts), "logprobs": logprobs}
+
+    def _prompt_text(self, which: int) -> str:
+        given: Any = self.body.prompt
+        if isinstance(given, str):
+            return given
+        if isinstance(given[which], str):
+            return str(given[which])
+        return self.service.tokenizer.decode(self.prompts[which]) if self.service.has_tokenizer else ""
+
+    def _text_of(self, which: int, place: int, token: TokenLogprob | None) -> str:
+        if token is not None:
+            return token.text
+        return self.service.tokenizer.decode([self.prompts[which][place]], skip_special_tokens=False)

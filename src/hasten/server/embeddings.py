@@ -1,0 +1,64 @@
+"""/v1/embeddings: the mean, or the last, of the final hidden states of a text's tokens."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+from pydantic import Field
+
+from hasten.errors import HastenError
+from hasten.server.build_request import prompts_of
+from hasten.server.documentation import ERRORS
+from hasten.server.documentation import Embeddings as EmbeddingsReply
+from hasten.server.fields import Neutral, Prompts, RequestBody
+from hasten.server.responses import from_library, reply
+from hasten.server.service import Service
+
+
+class EmbeddingBody(RequestBody):
+    """A text, several, or their token ids. pooling and normalize are ours: mean and unit length by default."""
+
+    model: Annotated[str, Field(max_length=512)]
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Literal["mean", "last"] | None = None
+    normalize: bool | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    add_special_tokens: bool | None = None
+    neutral: ClassVar[Neutral] = {"dimensions": (), "truncate_prompt_tokens": (), "priority": (0,)}
+
+
+def add_embeddings(router: APIRouter, service: Service) -> None:
+
+    @router.post("/v1/embeddings", response_model=EmbeddingsReply, responses=ERRORS)
+    async def embeddings(body: EmbeddingBody, http: HttpRequest) -> Response:
+        """Vectors of texts."""
+        import torch
+
+        service.check_in(body, http)
+        given = await prompts_of(body.input, service, param="input", add_special_tokens=body.add_special_tokens)
+        try:
+            limit = service.settings.request_timeout
+            how: Any = {"pooling": body.pooling or "mean", "adapter": service.check_model(body.model), "timeout": limit}
+            vectors = await service.engine.embed(given, **how)  # (N, C)
+        except HastenError as error:
+            raise from_library(error) from None
+        vectors = vectors.float().cpu()
+        if body.normalize is not False:
+            vectors = torch.nn.functional.normalize(vectors, dim=-1)
+        as_bytes = body.encoding_format == "base64"
+        data = [{"index": i, "object": "embedding", "embedding": _encoded(v, as_bytes)} for i, v in enumerate(vectors)]
+        tokens = sum(map(len, given))
+        http.state.facts["prompt_tokens"] = tokens
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return reply({"object": "list", "data": data, "model": body.model, "usage": usage})
+
+
+def _encoded(vector: Any, as_bytes: bool) -> Any:
+    """Numbers, or the bytes of little-endian float32 in base64, which OpenAI's client asks for."""
+    if as_bytes:
+        return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
+    return vector.tolist()

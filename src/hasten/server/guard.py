@@ -1,0 +1,255 @@
+"""What stands before every endpoint: limits, keys, request ids, one log line, and the end of a client that is gone.
+
+Plain ASGI. The body is read here, whole and within limits of size and time, so that afterwards the only news from the
+client is that it has gone: then the endpoint is cancelled wherever it stands, and what it had begun is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hasten.server.logs import log_exception, log_request
+from hasten.server.responses import ApiError, ClientGone, overloaded
+from hasten.server.service import Service
+
+OPEN = ("/health", "/ready")  # without a key
+WATCHED = (*OPEN, "/metrics")  # answered under load and while the server drains
+NESTING, KEYS = 64, 4096  # most levels of a body, and most keys of an object in it
+_GOOD_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Guard:
+    """The middleware. `service.settings` holds the limits."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in service.settings.api_keys]
+        self._requests = 0
+        self._bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await _Exchange(self, scope, receive, send).run()
+        else:
+            await send({"type": "websocket.close", "code": 1003})
+
+    def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Raises ApiError for a request that may not come in."""
+        settings, path = self.service.settings, scope["path"]
+        # uvicorn's limit is for headers that are not complete yet; those that came in one piece are counted here.
+        size = len(scope.get("raw_path") or path.encode()) + len(scope.get("query_string", b""))
+        size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if size > settings.header_bytes:
+            message = f"the request's line and headers have {size:,} bytes; at most {settings.header_bytes:,}"
+            raise ApiError(message, status=431, code="headers_too_large")
+        if settings.allowed_hosts and "*" not in settings.allowed_hosts:
+            host = headers.get(b"host", b"").decode("latin-1")
+            name = host if host.endswith("]") else host.rsplit(":", 1)[0]
+            if name.lower() not in settings.allowed_hosts:
+                message = f"the Host header names {name[:100]!r}; allow it with --allowed-host"
+                raise ApiError(message, status=403, code="host_not_allowed")
+        if path in OPEN:
+            return
+        if self._keys and not self._knows(headers.get(b"authorization", b"")):
+            message = "give a key of this server: Authorization: Bearer KEY"
+            raise ApiError(message, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if path in WATCHED:
+            return
+        if self._requests > settings.requests:
+            raise overloaded(f"{settings.requests} requests are already in flight")
+        if self.service.draining:
+            raise overloaded("the server is shutting down", seconds=5)
+
+    def _knows(self, header: bytes) -> bool:
+        """Compares hashes of one length with every key: the time tells nothing of a key or of which one it was."""
+        scheme, _, key = header.partition(b" ")
+        given = hashlib.sha256(key.strip()).digest()
+        matches = [hmac.compare_digest(given, known) for known in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(self, guard: Guard, scope: Scope, receive: Receive, send: Send) -> None:
+        self.guard, self.scope, self.receive, self._send = guard, scope, receive, send
+        self.headers = dict(scope["headers"])
+        given = self.headers.get(b"x-request-id", b"").decode("latin-1")
+        self.id = given if _GOOD_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        self.facts: dict[str, object] = {}
+        self.cleanup: list[Callable[[], Awaitable[None]]] = []  # what the endpoint began, to be ended whatever happens
+        self.arrived = time.perf_counter()
+        state = scope.setdefault("state", {})
+        state.update(request_id=self.id, arrived=self.arrived, facts=self.facts, cleanup=self.cleanup)
+        self.status: int | None = None
+        self.held = 0
+        self.counted = False
+        self.ended = False
+
+    async def run(self) -> None:
+        guard = self.guard
+        guard._requests += 1
+        outcome = "ok"
+        try:
+            guard.check(self.scope, self.headers)
+            if self.scope["path"] not in WATCHED:
+                guard.service.in_flight += 1
+                self.counted = True
+            body = await self._read_body()
+            await self._run_until_gone(body)
+        except ApiError as error:
+            await self._answer(error)
+        except ClientGone:
+            outcome = "client gone"
+            drop: Callable[[], None] | None = self.scope.get("state", {}).get("drop")
+            if drop is not None and not self.ended:
+                drop()
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        except Exception as error:
+            outcome = "failed"
+            log_exception(self.id, error)
+            await self._answer(ApiError("the server failed at this request", status=500, code="internal_error"))
+        finally:
+            guard._requests -= 1
+            guard.service.in_flight -= self.counted
+            guard._bytes -= self.held
+            path = getattr(self.scope.get("route"), "path", "unknown")
+            guard.service.metrics.responses.labels(path, str(self.status or 499)).inc()
+            fields = {"request_id": self.id, "method": self.scope["method"], "path": self.scope["path"][:200]}
+            fields |= {"status": self.status or 499, "seconds": round(time.perf_counter() - self.arrived, 4)}
+            log_request(fields | {"outcome": outcome, **self.facts}, quiet=self.scope["path"] in WATCHED)
+
+    async def _read_body(self) -> bytes:
+        """The whole body, checked. GET and HEAD bring none."""
+        settings, guard = self.guard.service.settings, self.guard
+        most = settings.body_bytes
+        length = self.headers.get(b"content-length", b"0")
+        if length.isdigit() and (len(length) > 18 or int(length) > most):
+            raise ApiError(f"the body has {length[:24].decode()} bytes; at most {most:,}", status=413, code="too_large")
+        chunks: list[bytes] = []
+        try:
+            async with asyncio.timeout(settings.body_timeout):
+                while True:
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    chunk = message.get("body", b"")
+                    chunks.append(chunk)
+                    self.held += len(chunk)
+                    guard._bytes += len(chunk)
+                    if self.held > most:
+                        raise ApiError(f"the body has more than {most:,} bytes", status=413, code="too_large")
+                    if guard._bytes > settings.bodies_bytes:
+                        raise overloaded("the requests in flight hold too much memory")
+                    if not message.get("more_body"):
+                        break
+        except TimeoutError:
+            message_ = f"the body did not arrive within {settings.body_timeout:g} s"
+            raise ApiError(message_, status=408, code="timeout") from None
+        body = b"".join(chunks)
+        if body and self.scope["method"] == "POST":
+            kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+            if kind != b"application/json":  # what a web page may send to a foreign server without being asked
+                raise ApiError("the Content-Type must be application/json", status=415, code="content_type")
+            self.scope["state"]["json"] = parse_json(body)
+        return body
+
+    async def _run_until_gone(self, body: bytes) -> None:
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                await asyncio.Event().wait()  # the watcher below hears of the end
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        work = asyncio.ensure_future(self.guard.app(self.scope, replay, self.send))
+        watch = asyncio.create_task(self._gone())
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientGone
+            await work
+        finally:
+            for task in (work, watch):
+                if not task.done():
+                    task.cancel()
+                    with suppress(asyncio.CancelledError, Exception):
+                        await task
+            for end in self.cleanup:
+                # A generator that still runs (we were cancelled while we waited for the work above) cannot be closed:
+                # its own cancellation ends it, and the others are to be ended too.
+                with suppress(RuntimeError):
+                    await end()
+
+    async def _gone(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def send(self, message: Message) -> None:
+        """Sends to a client that takes it in time, with the request's id among the headers."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            extra = [(b"x-request-id", self.id.encode()), (b"x-content-type-options", b"nosniff")]
+            if ignored := self.facts.get("ignored"):
+                extra.append((b"x-hasten-ignored", str(ignored).encode()))
+            message = {**message, "headers": [*message.get("headers", []), *extra]}
+        try:
+            async with asyncio.timeout(self.guard.service.settings.write_timeout):
+                await self._send(message)
+        except OSError:  # TimeoutError is one
+            raise ClientGone from None
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            self.ended = True
+
+    async def _answer(self, error: ApiError) -> None:
+        """Say the error, unless a response has begun."""
+        if self.status is not None:
+            return
+        response = error.response()
+        if error.status in (408, 413, 431):  # what is left of the body is not read
+            response.headers["Connection"] = "close"
+        with suppress(ClientGone):
+            await response(self.scope, self.receive, self.send)
+
+
+def parse_json(data: bytes) -> Any:
+    """The JSON value; raises ApiError (400) unless it is one, within the depth, no object with more keys.
+
+    No NaN or infinity, no number of more than 4,300 digits, no half surrogate pair, valid UTF-8 (RFC 8259). Python's
+    own parser accepts the first and the third, and recurses as deeply as it is told to.
+    """
+    try:
+        value = from_json(data, allow_inf_nan=False, cache_strings="none")
+    except ValueError as error:
+        code = "nesting" if "recursion" in str(error) else "invalid_json"
+        raise ApiError(f"the body is not JSON that can be read: {error}", code=code) from None
+    depth, level = 0, [value]
+    while level:
+        if any(len(item) > KEYS for item in level if isinstance(item, dict)):
+            raise ApiError(f"an object in the body has more than {KEYS:,} keys", code="too_many_keys")
+        level = [item for items in level for item in _children(items) if isinstance(item, (dict, list))]
+        depth += 1
+        if depth > NESTING and level:
+            raise ApiError(f"the body is nested deeper than {NESTING} levels", code="nesting")
+    return value
+
+
+def _children(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,0 +1,115 @@
+"""Prometheus metrics under the names that vLLM's dashboards use, with the prefix `hasten:`.
+
+https://docs.vllm.ai/en/latest/usage/metrics.html. A registry of its own: nothing of the process leaks in, and two
+servers in one process do not meet. Gauges and the engine's counters are read when somebody asks; only the histograms
+are written by requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from hasten.engine.settings import COUNTERS, GAUGES, Stats
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+SAMPLES = (1, 2, 5, 10, 20)
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self, model_name: str, stats: Callable[[], Mapping[str, Stats]]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(model_name, stats))
+        self.model_name = model_name
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(f"hasten:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+            return made.labels(model_name)
+
+        self.first = histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
+        self.between = histogram("inter_token_latency_seconds", "Between two pieces of one answer.", BETWEEN)
+        self.each = histogram(
+            "request_time_per_output_token_seconds", "Mean time a token after the first, by request.", BETWEEN
+        )
+        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end of the answer.", SECONDS)
+        self.prompts = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.answers = histogram("request_generation_tokens", "Tokens of one answer.", TOKENS)
+        self.samples = histogram("request_params_n", "Samples asked for.", SAMPLES)
+        self.most = histogram("request_params_max_tokens", "Most tokens asked for.", TOKENS)
+        labels = ("model_name", "finished_reason")
+        self.finished = Counter("hasten:request_success", "Answers by how they ended.", labels, registry=self.registry)
+        self.responses = Counter(
+            "hasten:http_requests", "Responses by path and status.", ["path", "status"], registry=self.registry
+        )
+
+    def text(self) -> bytes:
+        """What /metrics says."""
+        return generate_latest(self.registry)
+
+
+class Stopwatch:
+    """The times of one request, observed as they come. Samples of one prompt share the first token's.
+
+    start: when the request's headers had arrived, by time.perf_counter().
+    """
+
+    def __init__(self, metrics: Metrics, *, start: float) -> None:
+        self._metrics = metrics
+        self._start = start
+        self._first: dict[tuple[int, int], float] = {}
+        self._last: dict[tuple[int, int], float] = {}
+        self._tokens: dict[tuple[int, int], int] = {}
+
+    def observe(self, prompt: int, index: int, tokens: int, finish_reason: str | None) -> None:
+        """One output came with so many tokens."""
+        now, key = time.perf_counter(), (prompt, index)
+        if tokens:
+            if not self._first:
+                self._metrics.first.observe(now - self._start)
+            if key in self._last:
+                self._metrics.between.observe(now - self._last[key])
+            self._first.setdefault(key, now)
+            self._last[key] = now
+            self._tokens[key] = self._tokens.get(key, 0) + tokens
+        if finish_reason is not None:
+            count = self._tokens.get(key, 0)
+            self._metrics.answers.observe(count)
+            self._metrics.finished.labels(self._metrics.model_name, finish_reason).inc()
+            if count > 1:
+                self._metrics.each.observe((now - self._first[key]) / (count - 1))
+
+    def end(self) -> None:
+        """The last output was sent."""
+        self._metrics.whole.observe(time.perf_counter() - self._start)
+
+
+class _EngineCollector(Collector):
+    """Of each replica by itself, labelled, where there are any."""
+
+    def __init__(self, model_name: str, stats: Callable[[], Mapping[str, Stats]]) -> None:
+        self._name, self._stats = model_name, stats
+
+    def collect(self) -> Iterable[Metric]:
+        each = self._stats()
+        names = ["model_name"] if "" in each else ["model_name", "replica"]
+        labels = {replica: [self._name, replica][: len(names)] for replica in each}
+        for family, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (field, text) in metrics.items():
+                metric = family(f"hasten:{name}", text, labels=names)
+                for replica, stats in each.items():
+                    metric.add_metric(labels[replica], float(getattr(stats, field)))
+                yield metric
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens that were taken, by their place."
+        metric = CounterMetricFamily(f"hasten:{name}", text, labels=[*names, "position"])
+        for replica, stats in each.items():
+            for position, count in enumerate(stats.accepted_by_position):
+                metric.add_metric([*labels[replica], str(position)], count)
+        yield metric

@@ -1,0 +1,163 @@
+"""How responses leave: JSON in one piece, server-sent events, and every error in OpenAI's shape.
+
+Errors: {"error": {"message", "type", "param", "code"}}, https://platform.openai.com/docs/guides/error-codes
+Events: one `data:` line a chunk, `[DONE]` at the end, https://html.spec.whatwg.org/multipage/server-sent-events.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from hasten.engine.request import DeadlineExceeded, EngineFailed, QueueFull, RequestRefused
+from hasten.errors import HastenError
+from hasten.server.logs import log_exception
+
+# status -> (OpenAI's type, when it is sent)
+ERRORS = {
+    400: ("invalid_request_error", "The request is not valid; the field is named."),
+    401: ("authentication_error", "No valid key."),
+    403: ("permission_error", "The Host header is not allowed."),
+    404: ("not_found_error", "No such model."),
+    408: ("invalid_request_error", "The body did not arrive in time."),
+    413: ("invalid_request_error", "The body is too large."),
+    415: ("invalid_request_error", "The body is not application/json."),
+    429: ("rate_limit_error", "The queue is full; Retry-After says when to come again."),
+    500: ("server_error", "The server failed."),
+    503: ("overloaded_error", "Overloaded, or shutting down; Retry-After says when to come again."),
+    504: ("timeout_error", "The deadline passed."),
+}
+
+
+class ApiError(Exception):
+    """What a client is told: an HTTP status, a message, the field at fault, a code for programs, headers."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON that says it."""
+        kind, _ = ERRORS.get(self.status, ERRORS[400] if self.status < 500 else ERRORS[500])
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The response that says it."""
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+class ClientGone(Exception):
+    """The client closed, or took nothing for too long: there is nobody to tell."""
+
+
+def overloaded(message: str, *, seconds: float = 1.0, status: int = 503) -> ApiError:
+    """Come again after so many seconds (OpenAI's clients do)."""
+    return ApiError(message, status=status, code="overloaded", headers={"Retry-After": str(max(1, round(seconds)))})
+
+
+def check_limit(name: str, found: int, most: int) -> None:
+    """Raises ApiError naming the field if it has more than this server allows."""
+    if found > most:
+        raise ApiError(f"{name}: {found:,}; this server's limit is {most:,}", param=name)
+
+
+def from_library(error: HastenError) -> ApiError:
+    """What a client is told of an error of the library."""
+    if isinstance(error, QueueFull):
+        return overloaded(str(error), seconds=error.retry_after, status=429)
+    if isinstance(error, RequestRefused):
+        return ApiError(str(error), param=error.field, code="request_refused")
+    if isinstance(error, DeadlineExceeded):
+        return ApiError(str(error), status=504, code="deadline_exceeded")
+    if isinstance(error, EngineFailed):
+        return ApiError(str(error), status=500, code="engine_failed")
+    return ApiError(str(error))
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The 400 of a body that does not fit its schema; it names the first field at fault."""
+    first = max(errors[:64], key=_meant, default=None)
+    if first is None:
+        return ApiError("the request is not valid")
+    param = first.get("ctx", {}).get("field") or _name(_path(first))
+    if first["type"] == "json_invalid":
+        return ApiError("the body is not JSON", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return ApiError(f"{param}: there is no such field", param=param, code="unknown_parameter")
+    code = "unsupported_parameter" if first["type"] == "unsupported" else "invalid_value"
+    if first["type"] == "missing":
+        code = "missing_required_parameter"
+    message = first["msg"] if first["type"] == "unsupported" else f"{param or 'body'}: {first['msg']}"
+    return ApiError(message, param=param, code=code)
+
+
+def _meant(error: Mapping[str, Any]) -> tuple[bool, int, int, bool]:
+    """Of a union every member complains. What was meant is the one that counted a list, or came deepest, furthest, and
+    to a value of its type.
+    """
+    path = _path(error)
+    place = path[-1] if path and isinstance(path[-1], int) else -1
+    return error["type"] in ("unsupported", "too_long"), len(path), place, not error["type"].endswith("_type")
+
+
+def _path(error: Mapping[str, Any]) -> list[str | int]:
+    return [part for part in error.get("loc", ()) if part not in ("body", "query", "header")]
+
+
+def _name(path: Sequence[str | int]) -> str | None:
+    """messages[0].content; the names of a union's members (`list[int]`, `str`) are pydantic's, not the request's."""
+    name = ""
+    for part in path:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+            name += f".{part}" if name else part
+    return name[:100] or None
+
+
+def reply(body: Any) -> Response:
+    """A JSON response; a number that JSON does not have becomes null."""
+    return Response(to_json(body, inf_nan_mode="null"), media_type="application/json")
+
+
+class EventStream(Response):
+    """Sends chunks as events. A failure after the first one is an event of its own, since the status has gone out."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for chunk in self.chunks:
+                await _event(send, to_json(chunk, inf_nan_mode="null"))
+        except ApiError as error:
+            await _event(send, to_json(error.body()))
+        except ClientGone:
+            raise
+        except Exception as error:
+            log_exception(scope["state"]["request_id"], error)
+            failed = ApiError("the server failed at this request", status=500, code="internal_error")
+            await _event(send, to_json(failed.body()))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+async def _event(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})

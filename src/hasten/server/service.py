@@ -1,0 +1,168 @@
+"""What the endpoints share: the engine, the model's facts, the threads that prepare requests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from hasten.server.fields import RequestBody
+from hasten.server.metrics import Metrics
+from hasten.server.responses import ApiError, overloaded
+from hasten.server.settings import ServerSettings
+from hasten.server.structured import Grammars
+
+if TYPE_CHECKING:
+    from fastapi import Request as HttpRequest
+    from torch import Tensor
+
+    from hasten.engine.request import Request, RequestOutput
+    from hasten.engine.settings import ModelFacts, Stats
+    from hasten.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+
+# Shorter texts are encoded where they are: handing them to a thread takes longer.
+SHORT_TEXT = 2000
+NAMED = 16  # most ignored fields that a response names
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class AnyEngine(Protocol):
+    """What answers: `hasten.engine.async_engine.AsyncEngine`, or several behind one (`hasten.replicas`)."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    @property
+    def healthy(self) -> bool: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+    def replica_stats(self) -> dict[str, Stats]: ...
+
+    def generate(self, *requests: Request) -> AsyncGenerator[RequestOutput]: ...
+
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], *, pooling: str, adapter: str, timeout: float | None
+    ) -> Tensor: ...
+
+    async def close(self) -> None: ...
+
+
+class Service:
+    """One served model.
+
+    max_length: tokens of prompt and answer together. vocabulary: the number of logits. adapters: their names.
+    """
+
+    def __init__(self, engine: AnyEngine, *, model_name: str, settings: ServerSettings) -> None:
+        self.engine, self.model_name, self.settings = engine, model_name, settings
+        facts = engine.facts
+        self._tokenizer = facts.tokenizer
+        self.max_length, self.vocabulary, self.adapters = facts.max_length, facts.vocabulary, facts.adapters
+        self.created = int(time.time())
+        self.ready = False
+        self.draining = False
+        self.in_flight = 0  # requests that a shutdown waits for
+        self.metrics = Metrics(model_name, engine.replica_stats)
+        self.grammars = Grammars(facts.tokenizer, vocabulary=self.vocabulary, eos_ids=facts.eos_ids, settings=settings)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="prepare")
+        self._numbers = itertools.count()
+        self._longest = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ApiError (400) where the model's folder has none."""
+        if self._tokenizer is None:
+            raise ApiError("this model's folder has no tokenizer; send the prompt to /v1/completions as token ids")
+        return self._tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def models(self) -> list[str]:
+        """The names that requests may give: the model's, then its adapters'."""
+        return [self.model_name, *self.adapters]
+
+    def check_model(self, name: str | None) -> str:
+        """The adapter of that name, "" for the model itself, as for None. Raises ApiError (404) for a name it lacks."""
+        if name is None:
+            return ""
+        if name not in self.models:
+            served = ", ".join(map(repr, self.models))
+            message = f"the model {name[:200]!r} does not exist here; served: {served}"
+            raise ApiError(message, status=404, param="model", code="model_not_found")
+        return "" if name == self.model_name else name
+
+    def check_in(self, body: Any, http: HttpRequest) -> None:
+        """What every request for an answer begins with: its model and the engine are checked, its user is noted."""
+        self.note_ignored(body, http)
+        self.check_model(body.model)
+        if not self.engine.healthy:
+            raise overloaded(f"the engine has failed: {self.engine.error}", seconds=30)
+        if body.user is not None:
+            http.state.facts["user"] = body.user
+
+    def note_ignored(self, body: RequestBody, http: HttpRequest) -> None:
+        """Note the unknown fields of a request for its log line and the response header `x-hasten-ignored`.
+
+        Raises ApiError naming the first one with `strict_fields`, or one whose name is no name of a field anywhere.
+        """
+        names = list(body.model_extra or ())
+        for name in names:
+            if self.settings.strict_fields or not _PLAIN_NAME.fullmatch(name):
+                raise ApiError(f"{name[:100]}: there is no such field", param=name[:100], code="unknown_parameter")
+        if names:
+            http.state.facts["ignored"] = ",".join(names[:NAMED])
+
+    def number(self) -> int:
+        """A number that no other request of this process has."""
+        return next(self._numbers)
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """The result of work that would hold up everybody else if it ran here."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """Token ids of a text from a request; a text that cannot fit is refused before it is encoded."""
+        tokenizer = self.tokenizer
+        if not self._longest:
+            self._longest = max((len(token.encode()) for token in tokenizer.backend.get_vocab(True)), default=1)
+        least = -(-len(text) // self._longest)
+        if least > self.max_length:
+            raise too_long(f"at least {least:,}", self.max_length, param=param)
+
+        def work() -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return work() if len(text) < SHORT_TEXT else await self.in_thread(work)
+
+    async def drain(self, timeout: float, *, given_up: Callable[[], bool] = lambda: False) -> bool:
+        """Take no requests any more and wait until those in flight are answered; whether that was in time (seconds)."""
+        self.draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self.in_flight and not given_up():
+                    await asyncio.sleep(0.01)
+        return not self.in_flight
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
+
+
+def too_long(tokens: int | str, most: int, *, param: str) -> ApiError:
+    """The 400 of a prompt that leaves no room, with the code that OpenAI's clients know."""
+    count = tokens if isinstance(tokens, str) else f"{tokens:,}"
+    message = f"the prompt has {count} tokens; this server's limit is {most:,} tokens of prompt and answer together"
+    return ApiError(message, param=param, code="context_length_exceeded")

@@ -1,0 +1,227 @@
+"""tools and tool_choice: what the template is shown, what the answer is held to, and reading calls out of it.
+
+How a model writes its calls is seen in its chat template:
+- Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one after the other
+- Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}`
+- Llama 3: the whole answer is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`, several divided by `;`
+What looks like a call and is none (no JSON, a name that nobody offered) stays text: nothing that was said is lost.
+An answer that is cut off by its length inside a call ends with that call, its arguments as far as they came.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hasten.server.conversation import ChatBody, ToolChoice
+from hasten.server.responses import ApiError
+from hasten.server.service import Service
+from hasten.server.structured import Grammar
+
+Format = Literal["hermes", "mistral", "llama"]
+MARKERS: dict[Format, str] = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": "<|python_tag|>"}
+BEHIND: dict[Format | None, str] = {"hermes": "</tool_call>", "llama": ";"}  # a call
+_DECODER = json.JSONDecoder()
+# The beginning of a call: its whole name, and what there is of its arguments.
+_NAME, _ARGUMENTS = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"', r"(?P<arguments>\{.*)"
+_BEGUN = re.compile(rf'{_NAME}(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*{_ARGUMENTS})?', re.DOTALL)
+_BEGUN_MISTRAL = re.compile(rf"(?P<name>[^\[{{\s]+)(?:\[ARGS\])?\s*{_ARGUMENTS}", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """One call: the function's name, and its arguments as JSON text (the beginning of it, where the answer was cut)."""
+
+    name: str
+    arguments: str
+
+
+def find_format(template: str) -> Format | None:
+    """The format that a chat template teaches; None if it has no place for tools or none that is known."""
+    if "tools" not in template:
+        return None
+    for name in ("hermes", "mistral"):
+        if MARKERS[name] in template:
+            return name
+    return "llama" if MARKERS["llama"] in template or '"parameters"' in template else None
+
+
+class CallReader:
+    """Divides an answer into text and calls. format None: the whole answer is calls as JSON (a forced choice)."""
+
+    def __init__(self, names: Collection[str], *, form: Format | None) -> None:
+        self._names, self._form = frozenset(names), form
+        self._marker = "" if form is None else MARKERS[form]
+        self._held = ""
+        self._holding = form is None
+        self._begun = False  # something was shown, or is certain to be text
+
+    def push(self, text: str) -> str:
+        """Take more of the answer; what of it is text for certain."""
+        self._held += text
+        if self._holding:
+            return ""
+        place = self._held.find(self._marker)
+        if place < 0 and self._form == "llama" and not self._begun and self._held.lstrip()[:1] in ("{", ""):
+            self._holding = bool(self._held.strip())
+            return ""
+        if place >= 0:
+            self._holding = True
+        else:  # the end may be the beginning of the marker
+            longest = min(len(self._marker) - 1, len(self._held))
+            kept = next((k for k in range(longest, 0, -1) if self._marker.startswith(self._held[-k:])), 0)
+            place = len(self._held) - kept
+        shown, self._held = self._held[:place], self._held[place:]
+        self._begun = self._begun or bool(shown.strip())
+        return shown
+
+    def finish(self, *, cut: bool = False) -> tuple[str, list[ParsedCall]]:
+        """The answer has ended: the rest of the text, and the calls. cut: it ended by its length."""
+        held, self._held = self._held, ""
+        if not self._holding:
+            return held, []
+        try:
+            calls = self._read(held)
+        except (ValueError, RecursionError):
+            calls = []
+        if cut and not calls:
+            calls = self._read_cut(held)
+        return ("" if calls or (cut and self._form is None) else held), calls
+
+    def _read(self, text: str) -> list[ParsedCall]:
+        """Raises ValueError for what is not calls to the end."""
+        calls: list[ParsedCall] = []
+        rest = text.strip()
+        while rest:
+            if self._form in ("hermes", "mistral") and not rest.startswith(self._marker):
+                raise ValueError("text after a call")
+            rest = rest.removeprefix(self._marker).lstrip()
+            if self._form == "mistral" and not rest.startswith(("[", "{")):  # name[ARGS]{…}, or name{…}
+                head, brace, arguments = rest.partition("{")
+                found, end = _DECODER.raw_decode(brace + arguments)
+                found, end = {"name": head.split("[")[0].strip(), "arguments": found}, end + len(head)
+            else:
+                found, end = _DECODER.raw_decode(rest)
+            several = isinstance(found, list) and self._form in (None, "mistral")
+            calls += [self._call(item) for item in (found if several else [found])]
+            rest = rest[end:].lstrip().removeprefix(BEHIND.get(self._form, "")).lstrip()
+        return calls
+
+    def _read_cut(self, text: str) -> list[ParsedCall]:
+        """The calls of an answer that was cut off; of the last one there may be the beginning only."""
+        calls: list[ParsedCall] = []
+        words = [word for word in (self._marker, BEHIND.get(self._form, "")) if word]
+        between = re.compile("|".join([*map(re.escape, words), r"[\[\],\s]"]))
+        rest = text
+        while True:
+            while skipped := between.match(rest):
+                rest = rest[skipped.end() :]
+            begun = _BEGUN.match(rest) or (_BEGUN_MISTRAL.match(rest) if self._form == "mistral" else None)
+            if begun is None or begun["name"] not in self._names:
+                break
+            arguments = begun["arguments"] or ""
+            try:
+                found, end = _DECODER.raw_decode(arguments)
+            except (ValueError, RecursionError):
+                return [*calls, ParsedCall(begun["name"], arguments)]
+            calls.append(self._call({"name": begun["name"], "arguments": found}))
+            rest = arguments[end:].lstrip().removeprefix("}")
+        if self._form is None and len(self._names) == 1 and (rest or not calls):  # no other name could follow
+            calls.append(ParsedCall(next(iter(self._names)), ""))
+        elif self._form is not None and rest and not any(word.startswith(rest) for word in words):
+            return []  # text
+        return calls
+
+    def _call(self, item: Any) -> ParsedCall:
+        if not isinstance(item, dict) or item.get("name") not in self._names:
+            raise ValueError("no call of a function that was offered")
+        arguments = item.get("arguments", item.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError("the arguments are no object")
+        return ParsedCall(item["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+class Tools:
+    """The tools of one request.
+
+    "auto" reads calls in the model's own format out of the answer. A forced choice ("required", or a function's name)
+    holds every token to the JSON of a call, so that it works with any model: an object with a name that was offered
+    and arguments that keep to its schema. "none" does not show the tools to the model.
+    """
+
+    def __init__(self, body: ChatBody, service: Service) -> None:
+        self._service = service
+        tools = body.tools or []
+        choice = body.tool_choice or ("auto" if tools else "none")
+        if choice != "none" and not tools:
+            raise ApiError("tool_choice needs tools", param="tool_choice")
+        self._functions = {tool.function.name: tool.function for tool in tools}
+        if len(self._functions) < len(tools):
+            raise ApiError("tools: two functions have the same name", param="tools")
+        self.named = choice.function.name if isinstance(choice, ToolChoice) else None
+        if self.named is not None and self.named not in self._functions:
+            message = f"tool_choice: {self.named[:80]!r} is none of the tools"
+            raise ApiError(message, param="tool_choice")
+        self._forced = self.named is not None or choice == "required"
+        self.parallel = body.parallel_tool_calls is not False
+        self._format: Format | None = None
+        self._offered = choice != "none"
+        self.shown: list[dict[str, Any]] | None = None
+        if choice == "none":
+            return
+        if self._forced and body.response_format is not None and body.response_format.type != "text":
+            message = "response_format cannot be combined with a forced tool_choice, which decides the form itself"
+            raise ApiError(message, param="response_format")
+        templates = service.tokenizer.templates
+        chosen = templates.get("tool_use", templates.get("default"))
+        template = "" if chosen is None else chosen.source
+        self._format = find_format(template)
+        if self._format is None and not self._forced:
+            missing = "format of tool calls is not known" if "tools" in template else "chat template shows it no tools"
+            message = f'this model\'s {missing}; tool_choice "required" or a name works'
+            raise ApiError(message, param="tool_choice")
+        self.shown = [tool.model_dump(exclude_none=True) for tool in tools]
+
+    async def constraint(self) -> Grammar | None:
+        """What holds the answer of a forced choice to calls; None otherwise."""
+        if not self._forced:
+            return None
+        names = [self.named] if self.named is not None else list(self._functions)
+        several = self.named is None and self.parallel
+        calls = [self._schema(name) for name in names]
+        schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+        if several:
+            schema = {"type": "array", "items": schema, "minItems": 1}
+        return await self._service.grammars.constraint(schema, param="tools")
+
+    def reader(self) -> CallReader | None:
+        """What reads the calls out of one answer; None where none can be."""
+        if not self._offered:
+            return None
+        names = self._functions if self.named is None else [self.named]
+        return CallReader(names, form=None if self._forced else self._format)
+
+    def skip_special_tokens(self, asked: bool) -> bool:
+        """Whether the answer's special tokens are left out: not where one of them marks a call."""
+        if self._forced or self._format is None:
+            return asked
+        marker = MARKERS[self._format]
+        added = self._service.tokenizer.backend.get_added_tokens_decoder().values()
+        return asked and not any(token.special and token.content == marker for token in added)
+
+    def _schema(self, name: str) -> dict[str, Any]:
+        """The schema of one call."""
+        given = self._functions[name].parameters or {"type": "object", "properties": {}}
+        arguments = {key: value for key, value in given.items() if key != "$schema"}
+        arguments["$id"] = f"urn:function:{name}"  # what it refers to ("#/$defs/x") is found in it, not in the whole
+        return {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": arguments},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }

@@ -1,0 +1,98 @@
+"""A conversation keeps its cache from turn to turn and says what it would say without one."""
+
+import pytest
+
+import hasten
+from hasten.engine.chat import Chat
+from hasten.engine.graphs import GraphDecoder
+from hasten.errors import ConfigError
+from references import tiny_llama
+
+PARAMS = hasten.SamplingParams(temperature=0, max_new_tokens=10, ignore_eos=True)
+
+
+def fresh_answer(model, messages):
+    prompt = model.tokenizer.encode_chat(messages, add_generation_prompt=True)
+    return hasten.generate(model, prompt, PARAMS)[0].text
+
+
+def test_turns_reuse_the_cache_and_change_nothing(tiny):
+    chat = Chat(tiny, system="be brief")
+    for turn, text in enumerate(["hello", "for name in names", "and again"]):
+        answer = "".join(chat.say(text, PARAMS))
+        assert answer == fresh_answer(tiny, chat.messages[:-1])
+        assert chat.messages[-1] == {"role": "assistant", "content": answer}
+        assert (chat.reused > 0) == (turn > 0)
+
+
+def test_the_template_gets_its_variables(tiny):
+    template = "{{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(tiny, "tokenizer", tiny.tokenizer.with_chat_template(template))
+        chat = Chat(tiny, chat_template_kwargs={"enable_thinking": False})
+        answer = "".join(chat.say("def", PARAMS))
+        assert (
+            answer == hasten.generate(tiny, tiny.tokenizer.encode("Falsedef", add_special_tokens=False), PARAMS)[0].text
+        )
+        with pytest.raises(ConfigError, match="'messages' cannot be given"):
+            Chat(tiny, chat_template_kwargs={"messages": []})
+
+
+def test_the_cache_grows_with_the_conversation(tiny):
+    chat = Chat(tiny)
+    "".join(chat.say("hello", PARAMS))
+    small = chat._decoder
+    small.cache.grow(small.cache.capacity + 64)
+    answer = "".join(chat.say("more", PARAMS))
+    assert answer == fresh_answer(tiny, chat.messages[:-1])
+
+
+def test_a_captured_step_says_the_same(tiny, monkeypatch):
+    """As on a GPU: the decoder is captured, truncated between turns, and captured again after the cache has grown."""
+    captured = []
+
+    def fastest(model, *, batch, capacity, kv_cache_dtype):
+        def capture(step, reset):
+            captured.append(step)
+            return step
+
+        with pytest.MonkeyPatch.context() as here:
+            here.setattr("hasten.engine.graphs.refusal", lambda model: None)
+            decoder = GraphDecoder(model, batch=batch, capacity=capacity, kv_cache_dtype=kv_cache_dtype)
+        decoder.capture = capture
+        return decoder
+
+    monkeypatch.setattr("hasten.engine.chat.fastest_decoder", fastest)
+    chat = Chat(tiny)
+    for text in ("hello", "for name in names"):
+        answer = "".join(chat.say(text, PARAMS))
+        assert answer == fresh_answer(tiny, chat.messages[:-1])
+    chat._decoder.cache.grow(chat._decoder.cache.capacity + 64)
+    answer = "".join(chat.say("more", PARAMS))
+    assert answer == fresh_answer(tiny, chat.messages[:-1])
+    assert len(captured) == 2
+
+
+def test_an_answer_that_is_stopped_stays_in_the_history(tiny):
+    chat = Chat(tiny)
+    answer = chat.say("hello", PARAMS)
+    first = next(answer)
+    answer.close()
+    assert chat.messages[-1]["content"].startswith(first)
+    again = "".join(chat.say("go on", PARAMS))
+    assert again == fresh_answer(tiny, chat.messages[:-1])
+
+
+def test_a_conversation_that_does_not_fit_is_refused_and_taken_back(tiny):
+    chat = Chat(tiny)
+    with pytest.raises(ConfigError, match="512 positions"):
+        list(chat.say("word " * 600, PARAMS))
+    assert chat.messages == []
+    assert "".join(chat.say("hello", PARAMS))
+
+
+def test_models_without_template_or_tokenizer_are_refused():
+    model = tiny_llama()
+    model.tokenizer = None
+    with pytest.raises(ConfigError, match="tokenizer"):
+        Chat(model)

@@ -1,0 +1,116 @@
+"""A model that drafts: the native steps draft what those in Python do, and little of a text is read."""
+
+import itertools
+
+import pytest
+
+import hasten
+from hasten.engine.params import SamplingParams
+from hasten.engine.speculation import Draft, DraftModel, Text
+from hasten.engine.speculation import cost as costs
+from hasten.engine.speculation import draft_model as module
+from hasten.model.fused import refusal
+from hasten.model.grow import can_grow
+from references import make_reference
+
+PARAMS = {
+    "greedy": [{"temperature": 0}] * 3,
+    "draws": [{"temperature": 0.9}, {"temperature": 0}, {"temperature": 1.4, "repetition_penalty": 1.3}],
+}
+
+
+def texts_of(lengths, *, settings, room=12, begins=0):
+    return [
+        Text(
+            number=number,
+            tokens=[(begins + 7 * i + 3 * number) % 90 + 4 for i in range(length)],
+            step=5 + number,
+            params=SamplingParams(seed=number, **settings[number]),
+            room=room - 2 * number,
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def fused(name):
+    model = hasten.load(make_reference(name), dtype="bfloat16")
+    if reason := refusal(model):
+        pytest.skip(reason)
+    return hasten.fuse(model)
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])  # softcaps, scaled and untied embeddings among them
+def test_native_steps_draft_what_python_does(name, kind, monkeypatch):
+    model = fused(name)
+    assert can_grow(model)
+    found = []
+    for native in (True, False):
+        monkeypatch.setattr(module, "can_grow", lambda _, native=native: native)
+        proposer = DraftModel(model, tokens=1024)
+        own = []
+        for length, floor in ((9, 0.0), (12, 0.2), (40, 0.02)):  # the second ends early, and goes back
+            texts = texts_of([length, length + 3, 2 * length], settings=PARAMS[kind])
+            own.append(proposer.propose(texts, floor=floor, chance=lambda kind: min(0.7, (kind + 1) / 10)))
+        found.append(own)
+    assert found[0] == found[1]
+    lengths = [len(draft.tokens) for drafts in found[0] for draft in drafts]
+    assert max(lengths) == 12
+    assert min(lengths) < 6
+
+
+def test_only_the_end_of_a_text_is_read(monkeypatch):
+    """Of a new one, of one that went on for long without drafts, and of one that has outgrown the model's positions."""
+    model = hasten.load(make_reference("llama"), dtype="float32")
+    assert model.config.max_positions == 256
+    proposer, read, begin = DraftModel(model, tokens=1024), [], DraftModel._begin
+
+    def counted(self, row, text):
+        found = begin(self, row, text)
+        read.append(len(found.read))
+        return found
+
+    monkeypatch.setattr(DraftModel, "_begin", counted)
+    for length in (20, 23, 90, 92, 120, 150, 180, 210, 240, 270, 300, 312):
+        (draft,) = proposer.propose(
+            texts_of([length], settings=PARAMS["greedy"], room=4), floor=0.0, chance=lambda kind: 1.0
+        )
+        assert len(draft.tokens) == 4
+    # What was drafted was wrong. 67 tokens are too many to catch up with; 247 from the 58th on have no room.
+    assert read == [20, 3, 32, 2, 28, 30, 30, 30, 30, 30, 30, 32]
+    proposer.end(0, ())
+    proposer._blocks.check()
+    assert proposer._blocks.free == proposer._blocks.blocks
+
+
+def test_a_text_that_outgrows_the_cache_is_begun_anew():
+    """With its last tokens; its drafts go on."""
+    proposer = DraftModel(hasten.load(make_reference("llama"), dtype="float32"), tokens=64)
+    for length in range(20, 240, 4):
+        (draft,) = proposer.propose(
+            texts_of([length], settings=PARAMS["greedy"], room=8), floor=0.0, chance=lambda kind: 1.0
+        )
+        assert len(draft.tokens) == 8
+        proposer._blocks.check()
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_a_draft_has_its_price(small, monkeypatch):
+    """Measured between steps of a small target; beside a large one memory is read instead."""
+    model, proposer = fused("llama"), DraftModel(fused("llama"), tokens=256)
+    monkeypatch.setattr(costs, "SMALL", 1 << 27 if small else 0)
+    # Of the target after a draft; the first checks it.
+    places = [9.0, 5.0, 3.0, 2.0, 1.5, 1.0, 1.0, 1.0]
+    draft = {1: iter(lambda: 0.3, None), 5: iter(lambda: 0.7, None)}
+    steps = itertools.cycle(places)
+
+    def timed(call, device):
+        found = call()
+        drafted = isinstance(found, list) and found and isinstance(found[0], Draft)
+        return next(draft[len(found[0].tokens)]) if drafted else next(steps)
+
+    monkeypatch.setattr(costs, "timed", timed)
+    found = costs.measure_price(proposer, model)
+    assert (found.first, found.more) == pytest.approx((0.3, 0.1))
+    assert found.after == pytest.approx(4.0 + 2.0 + 1.0 + 0.5 if small else 0.0)
+    assert not proposer._known  # the text is forgotten

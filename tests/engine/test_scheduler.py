@@ -1,0 +1,242 @@
+"""The scheduler without a model: what it promises about order, fairness, room and guesses."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.engine import scheduler
+from hasten.engine.blocks import BlockManager
+from hasten.engine.scheduler import Scheduler
+from hasten.errors import ConfigError
+
+
+class Machine:
+    """A scheduler whose sequences end after given lengths; token number i of a text is `seed + i`."""
+
+    def __init__(self, *, blocks: int = 100, block_size: int = 4, sequences: int = 8, budget: int = 16, **manager):
+        self.scheduler = Scheduler(
+            BlockManager(blocks=blocks, block_size=block_size, **manager), max_sequences=sequences, token_budget=budget
+        )
+        self.ends = {}
+        self.steps = []  # {sequence: count} of each
+        self.computed = {}  # sequence -> the tokens that were computed last, by position
+
+    def add(self, prompt: int, answer: int = 5, *, seed: int = 0, **settings):
+        tokens = range(seed, seed + prompt)
+        sequence = self.scheduler.add(tokens, **settings)
+        self.ends[sequence] = prompt + answer
+        return sequence
+
+    def step(self):
+        plan = self.scheduler.plan()
+        self.scheduler.check()
+        assert sum(entry.count for entry in plan) <= self.scheduler.token_budget
+        for entry in plan:
+            assert entry.count > 0
+            assert entry.start == entry.sequence.computed
+            room = len(self.scheduler.blocks.block_table(entry.sequence.number)) * self.scheduler.blocks.block_size
+            assert entry.end <= room
+        self.steps.append({entry.sequence: entry.count for entry in plan})
+        self.scheduler.advance(plan)
+        for entry in plan:
+            if entry.complete:
+                self.scheduler.accept(entry.sequence, [entry.sequence.tokens[0] + len(entry.sequence.tokens)])
+                if len(entry.sequence.tokens) >= self.ends[entry.sequence]:
+                    self.scheduler.finish(entry.sequence)
+        self.scheduler.check()
+        return plan
+
+    def run(self, limit: int = 2000):
+        for _ in range(limit):
+            if not self.scheduler.running and not self.scheduler.waiting:
+                assert self.scheduler.blocks.free == self.scheduler.blocks.blocks
+                return
+            assert self.step(), "a step that does nothing while somebody waits"
+        raise AssertionError("it does not end")
+
+
+def test_a_long_prompt_never_stops_a_decode():
+    machine = Machine(budget=16)
+    short = [machine.add(4, 40, seed=100 * i) for i in range(1, 4)]
+    machine.step()
+    long = machine.add(200, 3)
+    machine.run()
+    reading = [step for step in machine.steps if step.get(long, 0) > 1]
+    assert len(reading) == -(-200 // (16 - 3)), "the prompt takes all the budget that the decodes leave"
+    for sequence in short:
+        places = [i for i, step in enumerate(machine.steps) if sequence in step]
+        assert places == list(range(places[0], places[0] + 40)), "a token in every step"
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    machine = Machine(budget=16)
+    long = machine.add(200, 3)
+    machine.step()
+    short = machine.add(8, 3, seed=1000)
+    machine.step()
+    assert machine.steps[-1] == {long: 8, short: 8}
+    machine.step()
+    assert machine.steps[-1] == {short: 1, long: 15}
+
+
+def test_what_others_leave_of_the_budget_is_used():
+    machine = Machine(budget=16)
+    long = machine.add(200, 3)
+    short = machine.add(2, 3, seed=1000)
+    machine.step()
+    assert machine.steps[-1] == {long: 14, short: 2}
+
+
+def test_twins_share_what_is_computed_in_the_same_step():
+    machine = Machine(budget=64)
+    first, twin = machine.add(18), machine.add(18)
+    machine.step()
+    assert machine.steps[-1] == {first: 18, twin: 2}
+    assert twin.cached == 16
+
+
+def test_the_youngest_gives_way_and_comes_back():
+    machine = Machine(blocks=8, block_size=4)
+    old, young = machine.add(10, 20), machine.add(10, 20, seed=500)
+    machine.run()
+    assert machine.scheduler.preemptions > 0
+    places = [i for i, step in enumerate(machine.steps) if old in step]
+    assert places == list(range(len(places))), "the oldest is never stopped"
+    assert len(young.tokens) == 30
+
+
+def test_smaller_priority_numbers_go_first():
+    machine = Machine(sequences=2, budget=8)
+    low = [machine.add(4, 30, seed=100 * i, priority=5) for i in range(1, 4)]
+    machine.step()
+    urgent = machine.add(4, 3, seed=1000, priority=-1)
+    machine.step()
+    assert urgent in machine.steps[-1]
+    assert low[1] not in machine.steps[-1], "the later of the two that ran made way"
+    machine.run()
+    assert all(len(sequence.tokens) == 34 for sequence in low)
+
+
+def test_samples_that_lost_their_blocks_come_back_together():
+    machine = Machine(sequences=3, budget=64)
+    first = machine.add(9, 40, slots=3)
+    machine.step()
+    samples = [first, machine.scheduler.fork(first), machine.scheduler.fork(first)]
+    machine.ends |= dict.fromkeys(samples, 49)
+    for _ in range(5):
+        machine.step()
+    urgent = machine.add(4, 2, seed=1000, priority=-1, slots=3)
+    machine.step()
+    assert machine.steps[-1] == {urgent: 4}
+    machine.step()
+    machine.step()
+    assert machine.steps[-1].keys() == set(samples), "none waits until another has ended"
+    assert machine.scheduler.blocks.stats.shared_blocks >= 2, "they share their prompt again"
+    machine.run()
+    assert [len(sample.tokens) for sample in samples] == [49] * 3
+
+
+def test_samples_are_counted_before_they_exist():
+    machine = Machine(sequences=4)
+    several = machine.add(4, 5, slots=3)
+    machine.add(4, 5, seed=100, slots=2)
+    assert machine.scheduler.plan()[0].sequence is several
+    assert len(machine.scheduler.running) == 1
+
+
+def test_guesses_are_verified_in_one_step_and_wrong_ones_taken_back():
+    machine = Machine(blocks=10, block_size=4)
+    sequence = machine.add(6, 100)
+    machine.step()
+    sequence.drafts = [50, 51, 52, 53]
+    plan = machine.scheduler.plan()
+    assert (plan[0].start, plan[0].count, plan[0].complete) == (6, 5, True)
+    assert len(machine.scheduler.blocks.block_table(sequence.number)) == 3
+    machine.scheduler.advance(plan)
+    machine.scheduler.accept(sequence, [50, 99])  # one was right
+    assert (sequence.tokens[6:], sequence.computed, sequence.drafts) == ([6, 50, 99], 8, [])
+    assert len(machine.scheduler.blocks.block_table(sequence.number)) == 2
+    machine.scheduler.check()
+    assert machine.scheduler.plan()[0].count == 1
+
+
+def test_guesses_give_way_to_the_budget():
+    machine = Machine(sequences=4, budget=4)
+    first, second = machine.add(2, 50), machine.add(2, 50, seed=100)
+    machine.step()
+    first.drafts, second.drafts = [7, 7, 7], [7, 7, 7]
+    machine.step()
+    assert machine.steps[-1] == {first: 3, second: 1}
+    first.drafts, second.drafts = [7], [7, 7, 7]
+    machine.step()
+    assert machine.steps[-1] == {first: 2, second: 2}
+
+
+def test_a_budget_below_the_sequences_is_refused():
+    with pytest.raises(ConfigError, match="a step of 4 tokens"):
+        Scheduler(BlockManager(blocks=4), max_sequences=5, token_budget=4)
+
+
+ARRIVAL = st.tuples(
+    st.integers(1, 40),  # prompt
+    st.integers(1, 25),  # answer
+    st.integers(0, 3),  # which text: equal beginnings are found in the cache
+    st.integers(0, 2),  # priority
+    st.integers(0, 6),  # steps before it comes
+    st.booleans(),  # aborted after some steps
+)
+
+
+@settings(max_examples=150)
+@given(
+    arrivals=st.lists(ARRIVAL, min_size=1, max_size=12),
+    blocks=st.integers(17, 40),
+    budget=st.integers(4, 40),
+    prefix_cache=st.booleans(),
+)
+def test_everybody_ends_whatever_comes(arrivals, blocks, budget, prefix_cache):
+    machine = Machine(blocks=blocks, sequences=4, budget=budget, prefix_cache=prefix_cache)
+    doomed = []
+    for prompt, answer, seed, priority, pause, abort in arrivals:
+        for _ in range(pause):
+            machine.step()
+            while doomed and doomed[0].computed:
+                machine.scheduler.finish(doomed.pop(0))
+        sequence = machine.add(prompt, answer, seed=1000 * seed, priority=priority)
+        if abort:
+            doomed.append(sequence)
+    for sequence in doomed:
+        machine.scheduler.finish(sequence)
+        machine.scheduler.check()
+    machine.run()
+    done = [sequence for sequence, end in machine.ends.items() if len(sequence.tokens) == end]
+    assert len(done) >= len(arrivals) - sum(abort for *_, abort in arrivals)
+
+
+def test_scored_prompts_share_the_memory_of_a_steps_logits(monkeypatch):
+    monkeypatch.setattr(scheduler, "_MOST_SCORED", 20)
+    machine = Machine(budget=64, blocks=200)
+    scored = [machine.add(50, 2, seed=1000 * i) for i in (1, 2)]
+    for sequence in scored:
+        sequence.scored = 49
+    plain = machine.add(30, 2, seed=5000)
+    while any(one.computed < 49 for one in scored):
+        plan = machine.step()
+        assert sum(entry.scored for entry in plan) <= 20
+    machine.run()
+    assert len(plain.tokens) == 32
+
+
+def test_who_comes_when_nobody_waits_gets_a_free_slot_at_once():
+    machine = Machine(sequences=8, budget=64)
+    running = [machine.add(4, 60, seed=100 * i) for i in range(1, 9)]
+    machine.step()
+    waiting = machine.add(4, 5, seed=2000)
+    machine.step()
+    assert not waiting.running
+    machine.scheduler.finish(waiting)
+    machine.scheduler.finish(running[0])
+    late = machine.add(4, 5, seed=3000)
+    assert not machine.scheduler.settled
+    machine.step()
+    assert late.running

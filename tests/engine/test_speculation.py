@@ -1,0 +1,560 @@
+"""Speculative decoding: the text is the same with any draft, and the drafts that pay are proposed."""
+
+import itertools
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import hasten
+from drafting import FREE, proposing, resting
+from hasten.engine.cache import row_format
+from hasten.engine.decoder import Decoder
+from hasten.engine.generate import Generation
+from hasten.engine.layout import Rows
+from hasten.engine.paged import PagedCache
+from hasten.engine.params import SamplingParams
+from hasten.engine.speculation import (
+    Draft,
+    Speculator,
+    StepCost,
+    SuffixProposer,
+    Text,
+    build,
+    make_speculator,
+    measure_step_cost,
+    suffix,
+)
+from hasten.engine.speculation import cost as costs
+from hasten.engine.speculation.build import automatic
+from hasten.engine.speculation.cost import ROWS, Price
+from hasten.engine.speculation.suffix import SALTS
+from hasten.errors import ConfigError
+from hasten.model.fused import refusal
+from references import make_reference, tiny_llama
+
+PROMPTS = [[5, 9, 13, 9, 13, 7], [3, 4], [90, 91, 92, 93, 94, 95, 96, 97, 91, 92]]
+SETTINGS = {
+    "greedy": {"temperature": 0},
+    "draws": {"temperature": 0.9},
+    "filters": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    "greedy penalties": {"temperature": 0, "frequency_penalty": 0.7},
+    "bias": {"temperature": 0.8, "logit_bias": {7: 3.0, 9: -5.0}},
+    "minimum": {"temperature": 1.0, "min_new_tokens": 12, "stop_token_ids": (7, 11, 13, 40, 41, 42)},
+    "stop ids": {"temperature": 1.0, "stop_token_ids": tuple(range(40, 60))},
+}
+
+
+def knowing(texts, *, mistakes, most=6, seed=0):
+    """Proposes the tokens of known texts, by the number of the sequence, with mistakes."""
+    chance = random.Random(seed)
+
+    def propose(text):
+        known = texts[text.number][len(text.tokens) :][: chance.randint(0, most)]
+        return [(token + 1) % 101 if chance.random() < mistakes else token for token in known]
+
+    return proposing(propose)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return hasten.load(make_reference("llama"), dtype="float32")
+
+
+def texts_of(model, params, speculator=None, prompts=PROMPTS, **settings):
+    run = Generation(model, prompts, params, speculator=speculator, **settings)
+    for _ in run:
+        pass
+    return run.results()
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_the_text_is_the_same_with_any_draft(model, settings):
+    params = [SamplingParams(max_new_tokens=24, seed=seed, **settings) for seed in (1, 2, 3)]
+    plain = texts_of(model, params)
+    known = [prompt + result.tokens for prompt, result in zip(PROMPTS, plain, strict=True)]
+    for mistakes in (0.0, 0.3, 1.0):
+        speculator = knowing(known, mistakes=mistakes)
+        assert texts_of(model, params, speculator) == plain
+        stats = speculator.stats
+        assert stats.draft_tokens > 4
+        if mistakes == 0:  # all are right, but for what stands behind the end of a text
+            assert stats.accepted_tokens >= stats.draft_tokens - 6
+        else:
+            assert stats.accepted_tokens < stats.draft_tokens
+    assert texts_of(model, params, Speculator(SuffixProposer(), FREE, always=True)) == plain
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_the_text_is_the_same_where_layers_have_windows(family):
+    """Of 6 or 7 tokens: what was rejected may not have pushed out what the window still sees."""
+    model = hasten.load(make_reference(family), dtype="float32")
+    params = [SamplingParams(max_new_tokens=24, seed=seed, temperature=0.8) for seed in (1, 2, 3)]
+    plain = texts_of(model, params)
+    known = [prompt + result.tokens for prompt, result in zip(PROMPTS, plain, strict=True)]
+    speculator = knowing(known, mistakes=0.3, most=12)
+    assert texts_of(model, params, speculator) == plain
+    assert 0 < speculator.stats.accepted_tokens < speculator.stats.draft_tokens
+
+
+def test_texts_go_on_through_rests_and_end_in_them(model, monkeypatch):
+    params = [SamplingParams(max_new_tokens=n, temperature=0.9, seed=1, ignore_eos=True) for n in (60, 110, 200)]
+    plain = texts_of(model, params)
+    speculator, rests, ended = resting(monkeypatch)
+    assert texts_of(model, params, speculator) == plain
+    stats = speculator.stats
+    assert len(set(rests)) > 1, "after how many drafts: they rest, and are tried again"
+    assert stats.steps == 199
+    assert stats.tokens == 60 + 110 + 200 - 3
+    assert sum(stats.rows.values()) == 199
+    assert sorted(ended) == [0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def fused():
+    model = hasten.load(make_reference("llama"), dtype="bfloat16")
+    if reason := refusal(model):
+        pytest.skip(reason)
+    return hasten.fuse(model)
+
+
+@pytest.mark.parametrize("draft", ["suffix", "self:1-layers", "the model itself"])
+def test_the_native_kernels_give_the_same_bits_with_any_draft(fused, draft):
+    for temperature in (0, 0.8):
+        params = [SamplingParams(max_new_tokens=24, seed=seed, temperature=temperature) for seed in (1, 2, 3)]
+        speculator = make_speculator(fused, fused if draft == "the model itself" else draft)
+        speculator.always = True
+        assert texts_of(fused, params, speculator) == texts_of(fused, params)
+        if draft == "the model itself":  # it draws with the same noise
+            assert speculator.stats.acceptance > 0.8  # behind the end of a text some are not taken
+            assert speculator.stats.tokens_per_step > 10
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+def test_the_bits_are_the_same_over_a_quantized_cache(fused, kv_cache_dtype):
+    params = [SamplingParams(max_new_tokens=24, seed=seed, temperature=0.9) for seed in (1, 2, 3)]
+    plain = texts_of(fused, params, kv_cache_dtype=kv_cache_dtype)
+    known = [prompt + result.tokens for prompt, result in zip(PROMPTS, plain, strict=True)]
+    speculator = knowing(known, mistakes=0.3)
+    assert texts_of(fused, params, speculator, kv_cache_dtype=kv_cache_dtype) == plain
+    assert 0 < speculator.stats.accepted_tokens < speculator.stats.draft_tokens
+
+
+@pytest.mark.parametrize("weights", [hasten.Int8(), hasten.Int4(group_size=32)])
+def test_the_bits_are_the_same_with_quantized_weights(weights):
+    model = hasten.quantize(hasten.load(make_reference("llama"), dtype="bfloat16"), weights)
+    if reason := refusal(model):
+        pytest.skip(reason)
+    hasten.fuse(model)
+    params = [SamplingParams(max_new_tokens=24, seed=seed, temperature=0.9) for seed in (1, 2, 3)]
+    plain = texts_of(model, params)
+    known = [prompt + result.tokens for prompt, result in zip(PROMPTS, plain, strict=True)]
+    assert texts_of(model, params, knowing(known, mistakes=0.3)) == plain
+
+
+def test_an_end_inside_a_draft_ends_the_text(model):
+    long = texts_of(model, SamplingParams(max_new_tokens=24, temperature=1.0, seed=1, ignore_eos=True))
+    known = [prompt + result.tokens for prompt, result in zip(PROMPTS, long, strict=True)]
+    ends = tuple({result.tokens[n] for n, result in enumerate(long, start=9)})
+    params = SamplingParams(max_new_tokens=24, temperature=1.0, seed=1, stop_token_ids=ends)
+    plain = texts_of(model, params)
+    assert {result.finish_reason for result in plain} == {"stop"}
+    assert texts_of(model, params, knowing(known, mistakes=0.0, most=24)) == plain
+
+
+def test_a_draft_model_forgets_a_text_that_was_left(fused):
+    """Closed early, and another text under the same number with other settings: it agrees with itself again."""
+    speculator = make_speculator(fused, fused)
+    speculator.always = True
+    for seed in (1, 2):
+        before = speculator.stats.draft_tokens, speculator.stats.accepted_tokens
+        params = SamplingParams(max_new_tokens=60, seed=seed, temperature=1.0, ignore_eos=True)
+        run = iter(Generation(fused, [PROMPTS[seed]], params, speculator=speculator))
+        for _ in range(3):
+            next(run)
+        run.close()
+        drafted, taken = speculator.stats.draft_tokens - before[0], speculator.stats.accepted_tokens - before[1]
+        assert taken == drafted > 10
+
+
+@pytest.mark.parametrize("rows", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("more", [[], [9, 1, 2]])  # without and with drafts of the same length
+def test_what_was_rejected_leaves_no_trace(kind, rows, more, request):
+    """The cache is that of a run which never proposed it: on the native kernels to the bit."""
+    model = request.getfixturevalue("model" if kind == "plain" else "fused")
+    decoders = [Decoder(model, batch=2, capacity=40, kv_cache_dtype=rows) for _ in range(2)]
+    for decoder in decoders:
+        decoder.prefill([PROMPTS[0], PROMPTS[2]])
+    decoders[0].verify([[4, 5, 6, 7], [8, *more]])
+    decoders[0].truncate([len(PROMPTS[0]) + 2, len(PROMPTS[2]) + 1])
+    decoders[1].decode(torch.tensor([4, 8]))
+    decoders[1].decode(torch.tensor([5, 0]), active=[True, False])
+    found = [decoder.decode(torch.tensor([9, 10])) for decoder in decoders]
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0 if kind == "fused" else 1e-5)
+    assert decoders[0].lengths == decoders[1].lengths
+
+
+@pytest.mark.parametrize("rows", ["auto", "int8", "int4"])
+@torch.inference_mode()
+def test_what_was_rejected_leaves_no_trace_in_blocks(fused, rows):
+    table, prompt, found = [3, 0, 5], PROMPTS[2], []
+    for drafts in ([4, 5, 6, 7], [4, 5]):  # the last two are rejected, and written over
+        cache = PagedCache(
+            fused.config, blocks=6, block_size=8, dtype=torch.bfloat16, device="cpu", row_format=row_format(rows)
+        )
+        for start, tokens in ((0, prompt), (len(prompt), drafts), (len(prompt) + 2, [9, 10])):
+            step = cache.step([Rows(table, start, len(tokens))])
+            logits = fused(torch.tensor([tokens]), step.positions, step)
+        found.append(logits)
+    assert torch.equal(*found)
+
+
+def test_longrope_is_computed_anew_where_a_text_outgrows_its_context():
+    """No draft goes past that place, so the text is the plain one's."""
+    model = hasten.load(make_reference("phi3-longrope"), dtype="float32")
+    at = next(rope.original_positions for rope in model.config.ropes if rope.scaling == "longrope")
+    prompts = [[3 + i % 90 for i in range(at - before)] for before in (9, 12, 4)]
+    params = SamplingParams(max_new_tokens=16, temperature=0)
+    plain = texts_of(model, params, prompts=prompts)
+    known = knowing([p + r.tokens for p, r in zip(prompts, plain, strict=True)], mistakes=0.1)
+    assert texts_of(model, params, known, prompts=prompts) == plain
+
+
+def test_suffix_takes_what_followed_the_longest_match():
+    proposer = SuffixProposer()
+    text = [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 8, 1, 2, 3, 4]
+    assert drafted(proposer, text, room=4) == [5, 9, 2, 3]  # 1 2 3 4 stands there, 9 2 3 4 is shorter
+    assert drafted(proposer, [*text, 6], room=9) == [8, 1, 2, 3, 4, 6]
+    assert drafted(proposer, [*text, 6, 70], room=4) == []
+    proposer.end(0, [6, 70, 71, 72], salt="a")
+    assert drafted(proposer, [6, 70], room=4, number=1, salt="a") == [71, 72]
+    assert drafted(proposer, [6, 70], room=4, number=2, salt="b") == []  # another tenant's
+
+
+def test_suffix_takes_what_follows_most_often():
+    text = [1, 2, 3, 50, 1, 2, 4, 51, 1, 2, 3, 52, 1, 2]
+    assert drafted(SuffixProposer(), text, room=1) == [3]
+
+
+def test_what_suffix_remembers_of_others_is_bounded(monkeypatch):
+    monkeypatch.setattr(suffix, "SHARED_TOKENS", 100)
+    proposer = SuffixProposer()
+    for start in range(0, 5000, 10):
+        proposer.end(start, list(range(start, start + 10)))
+        assert proposer._remembered() <= 200
+    assert drafted(proposer, [4990, 4991], room=2, number=-1) == [4992, 4993]
+    assert drafted(proposer, [4800, 4801], room=2, number=-2) == [4802, 4803], "the hundred before are there too"
+    assert drafted(proposer, [4700, 4701], room=2, number=-3) == []
+
+
+def test_what_suffix_remembers_of_all_tenants_is_bounded(monkeypatch):
+    monkeypatch.setattr(suffix, "ALL_TOKENS", 100)
+    proposer = SuffixProposer()
+    for number in range(20):
+        proposer.end(number, list(range(40)), salt=f"{number}")
+    assert list(proposer._earlier) == ["18", "19"]
+    monkeypatch.setattr(suffix, "SHARED_TOKENS", 40)
+    proposer.end(20, list(range(100, 110)), salt="18")
+    assert {salt: [index.tokens[0] for index in kept] for salt, kept in proposer._earlier.items()} == {
+        "19": [0],
+        "18": [0, 100],
+    }
+    proposer.end(21, list(range(20)), salt="19")
+    assert [index.tokens[0] for index in proposer._earlier["18"]] == [100], "the older half goes first"
+    proposer.end(20, list(range(1000)), salt="long")
+    assert list(proposer._earlier) == ["long"], "the latest one is kept, whatever it takes"
+
+
+def test_only_the_latest_tenants_are_remembered():
+    proposer = SuffixProposer()
+    for number in range(SALTS + 3):
+        proposer.end(number, [6, 70, 71, 72], salt=f"{number}")
+        assert len(proposer._earlier) == min(number + 1, SALTS)
+    assert drafted(proposer, [6, 70], room=4, number=-1, salt="2") == []
+    assert drafted(proposer, [6, 70], room=4, number=-2, salt="3") == [71, 72]
+
+
+def drafted(proposer, tokens, *, room, number=0, salt=""):
+    text = Text(number=number, tokens=tokens, step=0, params=SamplingParams(), room=room, salt=salt)
+    (draft,) = proposer.propose([text], floor=0.0, chance=lambda kind: 1.0)
+    assert len(draft.tokens) == len(draft.kinds)
+    return draft.tokens
+
+
+# -- how many tokens are proposed --------------------------------------------------------------------------------------
+
+
+class Kinds:
+    """Proposes tokens of kind 0, and takes so many seconds for each of the longest draft."""
+
+    name = "kinds"
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.calls, self.now = seconds, 0, 0.0
+
+    def prior(self, kind):
+        return 2 / 3
+
+    def propose(self, texts, *, floor, chance):
+        self.calls += 1
+        self.now += self.seconds * max(text.room for text in texts)
+        return [Draft([7] * text.room, [0] * text.room) for text in texts]
+
+    def end(self, number, answer, *, salt=""):
+        pass
+
+
+def lengths_after(cost, right, *, sequences=1, steps=200, seconds=0.0, seed=0, real=None, price=None, room=16):
+    """Lengths of the drafts of the last steps, where each token is right with this chance. real: what steps cost."""
+    proposer, chance = Kinds(seconds), random.Random(seed)
+    speculator = Speculator(proposer, cost, clock=lambda: proposer.now, price=price)
+    found = []
+    for _ in range(steps):
+        texts = [Text(number=n, tokens=[1] * 50, step=2, params=SamplingParams(), room=room) for n in range(sequences)]
+        if speculator.rests():
+            found.append([0] * sequences)
+            speculator.rested(sequences)
+            proposer.now += (real or cost).seconds(sequences, 50)
+            continue
+        drafts = speculator.propose(texts)
+        found.append([len(draft) for draft in drafts])
+        for n, draft in enumerate(drafts):
+            taken = 1
+            while taken <= len(draft) and chance.random() < right:
+                taken += 1
+            speculator.observe(n, taken, checked=len(draft))
+        rows = sequences + sum(map(len, drafts))
+        took = (real or cost).seconds(rows, 50)
+        speculator.stepped(rows, 50, took)
+        proposer.now += took
+    return [length for lengths in found[steps // 2 :] for length in lengths], speculator
+
+
+def test_suffix_proposes_as_long_as_it_is_likely():
+    """Fewer tokens where they are less likely, and where earlier places go on in different ways."""
+
+    def length(tokens, chance, floor=0.5):
+        text = Text(number=0, tokens=tokens, step=1, params=SamplingParams(), room=16)
+        (draft,) = SuffixProposer().propose([text], floor=floor, chance=chance)
+        return len(draft.tokens)
+
+    repeated = [*range(20, 40)] * 2
+    assert length(repeated, lambda kind: 0.99) == 16
+    assert length(repeated, lambda kind: 0.8) == 3  # 0.8³ is above a half, 0.8⁴ below
+    assert length(repeated, lambda kind: 0.4) == 0
+    divided = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2]  # after 1, 2 comes a 3, and then a 4 or a 5
+    assert length(divided, lambda kind: 0.9 if kind % 2 else 0.4) == 1
+
+
+LINE = StepCost((1, 64), (1.0, 1.0 + 63 * 0.05), (0.0, 0.0))  # each further row costs a twentieth of the first
+
+
+def test_drafts_are_as_long_as_pays():
+    often, speculator = lengths_after(LINE, 0.9)
+    seldom, _ = lengths_after(LINE, 0.4)
+    stats = speculator.stats
+    assert stats.speedup == pytest.approx(stats.tokens / speculator.proposer.now)  # a plain step takes 1
+    assert stats.speedup > 3
+    assert 5 <= sum(often) / len(often) <= 16
+    assert sum(seldom) / len(seldom) < 4
+    # The most tokens a second: (1 - a^(k+1)) / (1 - a) / (1 + k/20) is largest at k = 2 for a = 0.4.
+    assert 1 <= sorted(seldom)[len(seldom) // 2] <= 3
+
+
+def test_a_useless_draft_is_hardly_asked_for():
+    useless, _ = lengths_after(LINE, 0.0)
+    assert sum(useless) <= len(useless) / 16
+    dear, _ = lengths_after(StepCost((1, 64), (1.0, 64.0), (0.0, 0.0)), 0.9)  # a row costs what a step costs
+    assert sum(dear) <= len(dear) / 16
+    slow, speculator = lengths_after(LINE, 0.3, seconds=0.6)  # of a draft model
+    assert sum(slow) <= len(slow) / 16
+    assert speculator.proposer.calls < 40
+    assert speculator.seconds == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_drafts_never_lose_much(right, seconds):
+    def table(each):
+        return StepCost(ROWS, [1.0 + each * (rows - 1) for rows in ROWS], [0.0] * len(ROWS))
+
+    for real, most in ((table(0.05), 8), (table(1.0), 40)):  # plain steps lost; what is believed may be wrong at first
+        _, speculator = lengths_after(table(0.05), right, steps=1000, seconds=seconds, real=real)
+        plain = speculator.stats.tokens * 1.0
+        assert speculator.proposer.now <= 1.02 * plain + most
+
+
+def test_steps_that_are_slower_after_a_draft_count_as_its_loss():
+    calls = {}
+    for after in (0.0, 2.0):  # plain steps
+        price = Price(first=0.5, more=0.5, after=after)
+        _, speculator = lengths_after(LINE, 0.0, steps=1000, seconds=0.5, price=price, room=1)
+        calls[after] = speculator.proposer.calls
+    # A draft of one token takes 0.5 and 0.05 for its row; the credit is 1, and 0.006 of each step.
+    assert 2 * calls[2.0] < calls[0.0] <= (1 + 1000 * 0.006) / 0.55 + 2
+    assert 2 <= calls[2.0] <= (1 + 1000 * 0.006) / 2.55 + 2
+
+
+@pytest.mark.parametrize("slow", [0.5, 2.0])
+def test_steps_that_read_prompts_say_nothing_of_drafts(slow):
+    """As many are asked for afterwards, whatever such steps took."""
+    calls = []
+    for factor in (1.0, slow):
+        proposer = Kinds(seconds=0.6)
+        speculator = Speculator(proposer, LINE, clock=lambda proposer=proposer: proposer.now)
+        text = Text(number=0, tokens=[1] * 50, step=2, params=SamplingParams(), room=1)
+        for step in range(60):
+            rows = 512 if 10 <= step < 20 else 0
+            if speculator.rests():
+                speculator.rested(1)
+                continue
+            drafts = speculator.propose([text], other_rows=rows)
+            checked = sum(map(len, drafts))
+            speculator.observe(0, 1, checked=checked)
+            speculator.stepped(1 + rows + checked, 50, LINE.seconds(1 + rows + checked, 50) * (factor if rows else 1))
+        calls.append(proposer.calls)
+    assert calls[0] == calls[1]
+
+
+def test_drafts_that_gained_may_lose_some_of_it():
+    """A text that began well is not silenced by the first wrong drafts."""
+    calls = []
+    for good in (0, 20):  # steps whose drafts are right
+        proposer = Kinds(seconds=0.6)
+        speculator = Speculator(proposer, LINE, clock=lambda proposer=proposer: proposer.now)
+        for step in range(60):
+            if speculator.rests():
+                break
+            text = Text(number=0, tokens=[1] * 50, step=2, params=SamplingParams(), room=1)
+            checked = len(speculator.propose([text])[0])
+            speculator.observe(0, 1 + (step < 4 + good) * checked, checked=checked)
+            speculator.stepped(1 + checked, 50, 1 + 0.05 * checked)
+        calls.append(proposer.calls - good)
+    assert calls[0] <= 3
+    assert calls[1] > 2 * calls[0]
+
+
+def test_a_step_that_other_programs_held_up_does_not_silence_good_drafts():
+    class HeldUp:
+        calls = 0
+
+        def seconds(self, rows, context):
+            self.calls += 1
+            return 1000.0 if self.calls == 50 else 0.95 + 0.05 * rows
+
+    lengths, speculator = lengths_after(StepCost((1, 64), (1.0, 4.15), (0.0, 0.0)), 0.9, real=HeldUp())
+    assert speculator.proposer.now > 1000
+    assert sum(lengths) / len(lengths) > 5
+
+
+def test_a_full_batch_speculates_less():
+    bends = StepCost((1, 16, 64), (1.0, 1.0, 4.0), (0.0, 0.0, 0.0))  # full at 16 rows
+    alone, busy = lengths_after(bends, 0.8, sequences=1)
+    many, full = lengths_after(bends, 0.8, sequences=16)
+    assert sum(alone) / len(alone) > 6
+    assert sum(many) / len(many) < 1
+    assert full.stats.active < 0.2 < 0.9 < busy.stats.active
+
+
+def test_costs_are_measured_and_corrected(model):
+    cost = measure_step_cost(model, seconds=0.05)
+    assert all(0 < a <= b for a, b in itertools.pairwise(cost.base))
+    assert cost.seconds(2, 100) <= cost.seconds(64, 100) < cost.seconds(640, 100)
+    before = cost.seconds(8, 10), cost.seconds(1, 10)
+    cost.observe(500, 10, 100.0)  # a prompt is read: that says nothing of the others
+    assert (cost.seconds(8, 10), cost.seconds(1, 10)) == before
+    for _ in range(100):
+        cost.observe(8, 10, 2 * before[0])
+    assert 1.9 < cost.seconds(8, 10) / before[0] < 2.1
+
+
+def test_a_table_that_was_measured_on_a_busy_machine_is_measured_again(model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "_CHECKED", set())
+    sound = build.step_cost(model)
+    (file,) = (tmp_path / "steps").glob("*.json")
+    kept = json.loads(file.read_text())
+    kept["cost"]["base"] = [cost * (1 if rows == 1 else 20) for rows, cost in zip(sound.rows, sound.base, strict=True)]
+    file.write_text(json.dumps(kept))
+    assert build.step_cost(model).base == kept["cost"]["base"], "looked at once in a process"
+    build._CHECKED.clear()
+    again = build.step_cost(model)
+    assert again.seconds(8, 0) <= 8.001 * again.seconds(1, 0), "no more than so many steps of one row"
+    assert json.loads(file.read_text())["cost"] != kept["cost"]
+
+
+class Clock:
+    """Stands for `time`: a call takes as long as it says."""
+
+    def __init__(self):
+        self.now, self.calls = 0.0, 0
+
+    def perf_counter(self):
+        return self.now
+
+    def call(self, seconds):
+        def one():
+            self.calls += 1
+            self.now += seconds
+
+        return one
+
+
+def test_measuring_costs_ends_in_time(monkeypatch):
+    """Twenty row counts of two calls, of which each would be made six times; each is made once at least."""
+    clock = Clock()
+    monkeypatch.setattr(costs, "time", clock)
+    calls = [[clock.call(0.01)] * 2] * 20
+    times = costs._in_turn(calls, SimpleNamespace(device=torch.device("cpu")), seconds=0.1)
+    assert times == [[pytest.approx(0.01)] * 2] * 20
+    assert 40 < clock.calls <= 52
+
+
+def test_a_large_models_table_ends_at_fewer_rows(model, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(costs, "time", clock)
+    monkeypatch.setattr(costs, "timed", lambda call, device: clock.call(0.05)() or 0.05)  # of any number of rows
+    found = measure_step_cost(model, seconds=0.1, most_seconds=1.0)
+    assert clock.now <= 1.0
+    assert 4 < len(found.rows) < len(ROWS)
+    assert tuple(found.rows) == ROWS[: len(found.rows)]
+    assert found.seconds(64, 0) == pytest.approx(found.seconds(found.rows[-1], 0) * 64 / found.rows[-1])
+
+
+def tokenizer(*tokens):
+    return SimpleNamespace(backend=SimpleNamespace(get_vocab=lambda **_: {token: i for i, token in enumerate(tokens)}))
+
+
+def test_drafts_that_do_not_fit_are_refused(model):
+    larger, others = tiny_llama(), hasten.load(make_reference("llama"), dtype="float32")
+    others.tokenizer, own = tokenizer("a", "c"), hasten.load(make_reference("llama"), dtype="float32")
+    own.tokenizer = tokenizer("a", "b")
+    with pytest.raises(ConfigError, match="token 1 is 'c' there and 'b' in the model"):
+        make_speculator(own, others)
+    for draft, words in (
+        (larger, "same vocabulary"),
+        ("self:9-layers", "from 1 to"),
+        ("self:0-layers", "from 1 to"),
+        ("self:half", "self:int4 or self:N-layers"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make_speculator(model, draft)
+    for speculate in (0, 65, 2.5):
+        with pytest.raises(ConfigError, match="speculate"):
+            make_speculator(model, "suffix", speculate=speculate)
+
+
+def test_auto_drafts_only_where_the_text_stays_the_same():
+    stack, cpu, cuda = object(), torch.device("cpu"), torch.device("cuda")
+    for stack_there, dtype, device, wanted in (
+        (None, torch.float32, cpu, "suffix"),
+        (stack, torch.bfloat16, cpu, "suffix"),
+        (None, torch.bfloat16, cpu, "none"),
+        (None, torch.float32, cuda, "none"),
+        (stack, torch.bfloat16, cuda, "none"),
+    ):
+        assert automatic(SimpleNamespace(stack=stack_there, dtype=dtype, device=device)) == wanted
