@@ -25,7 +25,7 @@ from hasten.errors import ConfigError
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 
-END, COPY, STEP, STATES = range(4)  # what a message is
+END, COPY, STEP, NEXT, STATES = range(5)  # what a message is
 
 
 class LeadingRunner(ModelRunner):
@@ -49,6 +49,12 @@ class LeadingRunner(ModelRunner):
             told += [row.start, row.count, len(row.block_table), *row.block_table]
         self.group.of_first(told)
         return super().logits(tokens, rows, wanted)
+
+    def next_logits(self, tokens: Sequence[int], entered: Sequence[tuple[int, int]]) -> Tensor | None:
+        if not self.cache.can_go_on(entered):
+            return None
+        self.group.of_first([NEXT, *self._tokens(tokens), 0, *(value for pair in entered for value in pair)])
+        return super().next_logits(tokens, entered)
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         self.group.of_first([STATES, *self._tokens(tokens), 0])
@@ -120,6 +126,9 @@ def follow(
             model.adapters.choose(chosen or [-1], model.device)
         if kind == STATES:
             runner.states(tokens)
+            continue
+        if kind == NEXT:
+            runner.next_logits(tokens, list(zip(rest, rest, strict=True)))
             continue
         rows = [Rows(start=start, count=next(rest), block_table=_several(rest)) for start in rest]
         runner.logits(tokens, rows, wanted)

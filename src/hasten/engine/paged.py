@@ -94,7 +94,7 @@ class PagedCache:
         self.row_format = row_format
         request = AttentionRequest(spec=spec, device=self.device, dtype=dtype, cache_bits=row_format.bits)
         self.kernel = pick(PAGED_KERNELS, replace(request, block_mask=config.attention_pattern is not None))
-        self._last: tuple[RaggedLayout | None, PagedStep | None] = (None, None)
+        self._last: tuple[RaggedLayout, PagedStep] | None = None  # the latest step
 
     @staticmethod
     def bytes_per_block(
@@ -121,17 +121,30 @@ class PagedCache:
     def step(self, rows: Sequence[Rows]) -> PagedStep:
         """The context of a call model(tokens (1, N), step.positions, step): the rows' tokens end to end.
 
-        The tables must have room for their tokens; nobody else may be reading the blocks that are written. Where the
-        rows are those of the last step with one token more each, and their tables are `SequenceBlocks`, the last step
-        is moved on: it is not to be used afterwards.
+        The tables must have room for their tokens; nobody else may be reading the blocks that are written.
         """
-        layout, last = self._last
-        if layout is None or not layout.advance(rows):
-            layout, last = RaggedLayout(rows, self.block_size), None
-        if last is None or self.device.type != "cpu":
-            last = self._laid_out(layout)
-        self._last = layout, None if self.config.attention_pattern is not None else last
-        return last
+        layout = RaggedLayout(rows, self.block_size)
+        self._last = layout, (step := self._laid_out(layout))
+        return step
+
+    def go_on(self, entered: Sequence[tuple[int, int]]) -> PagedStep | None:
+        """The context of the next token of each sequence, after a step of one token each, which becomes unusable.
+
+        entered: (sequence, block) for each that begins a block. None, and nothing is changed, where the step's block
+        tables are too small: it has to be laid out again.
+        """
+        if not self.can_go_on(entered):
+            return None
+        assert self._last is not None
+        layout, step = self._last
+        layout.go_on(entered)
+        if self.device.type != "cpu" or self.config.attention_pattern is not None:
+            self._last = layout, (step := self._laid_out(layout))
+        return step
+
+    def can_go_on(self, entered: Sequence[tuple[int, int]]) -> bool:
+        """Whether `go_on` will."""
+        return self._last is not None and self._last[0].has_columns(entered)
 
     def _laid_out(self, layout: RaggedLayout) -> PagedStep:
         positions, slots, query_start_loc, seq_lens, table = layout.on(self.device)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,7 @@ class ModelRunner:
     def __init__(self, model: Transformer, cache: PagedCache) -> None:
         self.model, self.cache = model, cache
         self._wanted: tuple[list[int], Tensor] | None = None
+        self._next_tokens = np.empty(0, dtype=np.int64)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks of the cache (source, target), as if one after the other."""
@@ -55,6 +57,21 @@ class ModelRunner:
         if self._wanted is None or self._wanted[0] != wanted:
             self._wanted = list(wanted), to_device(list(wanted), device)
         return self.model(to_device([list(tokens)], device), step.positions, step, rows=self._wanted[1])
+
+    def next_logits(self, tokens: Sequence[int], entered: Sequence[tuple[int, int]]) -> Tensor | None:
+        """Logits (N, V) float32 after the next token of each of the N sequences of the last step, which had one each.
+
+        entered and None: as in `PagedCache.go_on`.
+        """
+        step = self.cache.go_on(entered)
+        if step is None:
+            return None
+        if len(self._next_tokens) != len(tokens):
+            self._next_tokens = np.empty(len(tokens), dtype=np.int64)
+        self._next_tokens[:] = tokens
+        ids = torch.from_numpy(self._next_tokens)[None].to(self.model.device)  # (1, N)
+        logits: Tensor = self.model(ids, step.positions, step)
+        return logits[0]
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         """The last states (T, C) float32 of a text, normalised."""
