@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from hasten.checks import require
 from hasten.engine.blocks import blocks_of
-from hasten.engine.cache import row_format
+from hasten.engine.cache import KVCache, row_format
 from hasten.engine.graphs import release
-from hasten.engine.paged import PagedCache
 from hasten.engine.params import SamplingParams
 from hasten.engine.prompts import check_ids, fit
 from hasten.engine.request import QueueFull, Request, RequestRefused
@@ -164,7 +163,7 @@ def most_blocks(model: Transformer, settings: EngineSettings, tokens: int) -> in
 def bytes_per_block(model: Transformer, settings: EngineSettings) -> int:
     """Of the cache, in all layers together."""
     rows, dtype = row_format(settings.kv_cache_dtype), model.compute_dtype
-    return PagedCache.bytes_per_block(model.config, block_size=settings.block_size, dtype=dtype, row_format=rows)
+    return KVCache.bytes_per_block(model.config, block_size=settings.block_size, dtype=dtype, row_format=rows)
 
 
 def longest(model: Transformer, settings: EngineSettings) -> int:

@@ -1,7 +1,7 @@
 """The engine: requests in, one step of the model for all of them together, pieces of text out. One thread owns it.
 
 A step: the scheduler plans which tokens of which sequences are computed (`Scheduler`), blocks that are written are made
-private (`PagedCache.copy`), one call of the model over the ragged rows (`model_runner.step_logits`), one batched draw
+private (`KVCache.copy`), one call of the model over the ragged rows (`model_runner.step_logits`), one batched draw
 (`Sampler.sample`), and each output sequence takes its tokens (`OutputSequence.append`). While the same sequences take
 one token each, a step skips the plan and writes only what changed (`Run`). Requests with several samples compute their
 prompt once and fork; a beam is a fork.

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from hasten.checkpoints.adapters import load_adapters
-from hasten.engine.cache import row_format
+from hasten.engine.cache import KVCache, row_format
 from hasten.engine.layout import Rows
-from hasten.engine.paged import PagedCache
 from hasten.engine.runner import BatchRunner, ModelRunner, capture_refusal
 from hasten.engine.settings import EngineSettings
 from hasten.engine.speculation import make_speculator
@@ -31,7 +30,7 @@ END, COPY, STEP, NEXT, STATES = range(5)  # what a message is
 class LeadingRunner(ModelRunner):
     """The first rank's part of the model over its part of the cache; the others follow."""
 
-    def __init__(self, model: Transformer, cache: PagedCache) -> None:
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
         super().__init__(model, cache)
         assert isinstance(model, ShardedTransformer)
         self.group = model.group
@@ -84,8 +83,8 @@ def runner_of(model: Transformer, settings: EngineSettings, *, blocks: int, max_
     return runner
 
 
-def _cache(model: Transformer, settings: EngineSettings, blocks: int) -> PagedCache:
-    return PagedCache(
+def _cache(model: Transformer, settings: EngineSettings, blocks: int) -> KVCache:
+    return KVCache(
         model.config,
         blocks=blocks,
         block_size=settings.block_size,

@@ -14,10 +14,10 @@ from torch import Tensor
 from hasten.engine import graphs
 from hasten.engine.batch import DecodeBatch, StepPart, StepShape
 from hasten.engine.blocks import SequenceBlocks
+from hasten.engine.cache import KVCache
 from hasten.engine.captures import Captures, LogitsBuffer
 from hasten.engine.forward import forward
 from hasten.engine.layout import Rows, to_device
-from hasten.engine.paged import PagedCache
 from hasten.engine.prompt_steps import PromptSteps
 from hasten.engine.sampler import DeviceSampler, DrawKind, DrawnRow
 from hasten.machine.host_copy import HostCopy
@@ -40,7 +40,7 @@ class ModelRunner:
     decoder: BatchRunner | None = None
     uncaptured: str | None = None
 
-    def __init__(self, model: Transformer, cache: PagedCache) -> None:
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
         self.model, self.cache = model, cache
         self._wanted: tuple[list[int], Tensor] | None = None
         self._next_tokens = np.empty(0, dtype=np.int64)
@@ -61,7 +61,7 @@ class ModelRunner:
     def next_logits(self, tokens: Sequence[int], entered: Sequence[tuple[int, int]]) -> Tensor | None:
         """Logits (N, V) float32 after the next token of each of the N sequences of the last step, which had one each.
 
-        entered and None: as in `PagedCache.go_on`.
+        entered and None: as in `KVCache.go_on`.
         """
         step = self.cache.go_on(entered)
         if step is None:
@@ -131,7 +131,7 @@ class BatchRunner:
     def __init__(
         self,
         model: Transformer,
-        cache: PagedCache,
+        cache: KVCache,
         *,
         sequences: int,
         longest: int,
