@@ -3,8 +3,8 @@
 A step: the scheduler plans which tokens of which sequences are computed (`Scheduler`), blocks that are written are made
 private (`KVCache.copy`), one call of the model over the ragged rows (`model_runner.step_logits`), one batched draw
 (`Sampler.sample`), and each output sequence takes its tokens (`OutputSequence.append`). While the same sequences take
-one token each, a step skips the plan and writes only what changed (`Run`). Requests with several samples compute their
-prompt once and fork; a beam is a fork.
+one token each, a step skips the plan and writes only what changed (`DecodeRun`). Requests with several samples compute
+their prompt once and fork; a beam is a fork.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hasten.engine.model_runner import SampledTokens, Sampler, embed, step_logit
 from hasten.engine.prompts import end_ids
 from hasten.engine.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused
 from hasten.engine.request_state import OutputSequence, RequestState, RequestTable
-from hasten.engine.run import Group, Run, run_after
+from hasten.engine.run import DecodeRun, Group, run_after
 from hasten.engine.scheduler import ScheduledSequence, Scheduler
 from hasten.engine.settings import EngineSettings, ModelFacts, Stats
 from hasten.engine.speculation import Speculator
@@ -83,7 +83,7 @@ class Engine:
         self.ahead: Ahead | None = None
         if self.runner.decoder is not None:
             self.ahead = Ahead(self.runner, self.scheduler, self._table, eos_ids=self.eos_ids)
-        self._run: Run | None = None  # of the sequences that the last step gave a token each
+        self._run: DecodeRun | None = None  # of the sequences that the last step gave a token each
         self.error: str | None = None  # why the engine stopped for good
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
         self._counts = Stats()
@@ -254,7 +254,7 @@ class Engine:
             self._run = run_after(plan, list(growing), self.scheduler, table)
         return found
 
-    def _go_on(self, run: Run, *, learning: bool) -> list[RequestOutput] | None:
+    def _go_on(self, run: DecodeRun, *, learning: bool) -> list[RequestOutput] | None:
         """The next step of a run; None where it has to be planned."""
         speculator = self.speculator
         if run.over or (speculator is not None and run.drafted) or (entered := run.enter()) is None:
