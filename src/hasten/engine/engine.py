@@ -29,7 +29,8 @@ from hasten.engine.prompts import end_ids
 from hasten.engine.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused
 from hasten.engine.request_state import OutputSequence, RequestState, RequestTable
 from hasten.engine.run import DecodeRun, Group, run_after
-from hasten.engine.scheduler import ScheduledSequence, Scheduler
+from hasten.engine.scheduler import Scheduler
+from hasten.engine.sequence import ScheduledSequence
 from hasten.engine.settings import EngineSettings, ModelFacts, Stats
 from hasten.engine.speculation import Speculator
 from hasten.engine.statistics import facts_of, stats_of
@@ -231,7 +232,7 @@ class Engine:
             ahead = None  # drafts are made of the tokens
         launched = ahead.begin(plan) if ahead is not None and late is None else None
         if not launched:
-            logits, first = step_logits(self.runner, plan, self.blocks, captured=launched is None)
+            logits, first = step_logits(self.runner, plan, captured=launched is None)
         self._computed(sum(entry.count for entry in plan), time.perf_counter() - started)
         self.scheduler.advance(plan)
         if launched:

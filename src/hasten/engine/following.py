@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hasten.checkpoints.adapters import load_adapters
+from hasten.engine.blocks import Rows
 from hasten.engine.cache import KVCache, row_format
-from hasten.engine.layout import Rows
 from hasten.engine.runner import BatchRunner, ModelRunner, capture_refusal
 from hasten.engine.settings import EngineSettings
 from hasten.engine.speculation import make_speculator

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from hasten.engine.blocks import OutOfBlocks
 from hasten.engine.request import RequestOutput
 from hasten.engine.request_state import OutputSequence, RequestTable
-from hasten.engine.scheduler import ScheduledTokens, Scheduler
+from hasten.engine.scheduler import Scheduler
+from hasten.engine.sequence import ScheduledTokens
 
 
 class Group:
