@@ -222,8 +222,8 @@ class Engine:
             ahead.late = None
             if not self.scheduler.can_read_prompts:
                 return self._arrive(ahead, late)
-        speculator, resting = self.speculator, False
-        if speculator is not None and not (resting := bool(table.outputs) and speculator.rests()):
+        speculator = self.speculator
+        if speculator is not None:
             self._propose(speculator)
         plan = self.scheduler.plan(begin=ahead is None or not ahead.patient)
         if not plan:
@@ -262,14 +262,11 @@ class Engine:
         deferred = ahead is not None and not scored and ahead.defer(logits, growing, self.sampler)
         found = [] if late is None else self._arrived(late)
         if not deferred:
-            found += self._grow(logits, growing, learning=not resting) + self._search(logits, scored)
+            found += self._grow(logits, growing) + self._search(logits, scored)
         if ahead is not None:
             ahead.took(plan, time.perf_counter() - started)
-        if speculator is not None and resting:
-            speculator.rested(len(growing))
-        elif speculator is not None:  # drawing is a part of what rows cost
-            context = sum(entry.end for entry in plan) / len(plan)
-            speculator.stepped(sum(entry.count for entry in plan), context, time.perf_counter() - started)
+        if speculator is not None:  # drawing is a part of what rows cost
+            speculator.stepped(sum(entry.count for entry in plan), time.perf_counter() - started)
         return found
 
     def _propose(self, speculator: Speculator) -> None:
@@ -277,18 +274,18 @@ class Engine:
         outputs = self._table.outputs
         level = [outputs[s] for s in self.scheduler.running if s in outputs and len(s.tokens) - s.computed == 1]
         texts = [one.draft_text for one in level]
-        for one, draft in zip(level, speculator.propose(texts, other_rows=self.scheduler.behind), strict=True):
+        for one, draft in zip(level, speculator.propose(texts), strict=True):
             one.sequence.drafts = draft
 
-    def _grow(self, logits: Tensor, growing: dict[OutputSequence, int], *, learning: bool) -> list[RequestOutput]:
-        """Each output sequence takes what is sampled for it, from its row on. learning: the speculator is told."""
+    def _grow(self, logits: Tensor, growing: dict[OutputSequence, int]) -> list[RequestOutput]:
+        """Each output sequence takes what is sampled for it, from its row on."""
         if not growing:
             return []
         found: list[RequestOutput] = []
         owners, first = list(growing), list(growing.values())
         drawn = self.sampler.sample(logits, owners, first, speculator=self.speculator)
         for output, sampled in zip(owners, drawn, strict=True):
-            found += self._take(output, sampled, learning=learning)
+            found += self._take(output, sampled)
         return found
 
     def _land(self, ahead: Ahead, flight: Flight) -> list[RequestOutput]:
@@ -325,7 +322,7 @@ class Engine:
             if not self._table.has(output):
                 continue  # it has ended: one token too many
             if not output.goes_on(token):
-                found += self._take(output, SampledTokens([token], (), None), learning=False)
+                found += self._take(output, SampledTokens([token], (), None))
                 continue
             self._counts.generated_tokens += 1
             found += output.take(token)
@@ -336,11 +333,11 @@ class Engine:
         self._counts.steps += 1
         self._counts.computed_tokens += tokens
 
-    def _take(self, output: OutputSequence, sampled: SampledTokens, *, learning: bool) -> list[RequestOutput]:
+    def _take(self, output: OutputSequence, sampled: SampledTokens) -> list[RequestOutput]:
         """An output sequence takes what was sampled for it."""
         text, count = output.append(sampled.tokens, failure=sampled.failure)
         self._counts.generated_tokens += count
-        if self.speculator is not None and learning:
+        if self.speculator is not None:
             self.speculator.observe(output.sequence.number, count, checked=len(output.sequence.drafts))
         tokens = sampled.tokens[:count]
         self.scheduler.accept(output.sequence, tokens)
