@@ -109,7 +109,7 @@ def follow(
     """
     if adapters:
         load_adapters(model, list(adapters.values()))
-    make_speculator(model, draft, **drafting)  # measures what a step costs, together with the first
+    make_speculator(model, draft, **drafting)  # refuses what the first rank refuses
     (blocks,) = model.group.of_first()
     runner = ModelRunner(model, _cache(model, settings, blocks))
     while True:
