@@ -156,12 +156,12 @@ def room(model: Transformer, settings: EngineSettings, *, blocks: int, max_lengt
 
 
 def most_blocks(model: Transformer, settings: EngineSettings, tokens: int) -> int:
-    """How many blocks a sequence of so many tokens has at once."""
+    """Blocks that a sequence of `tokens` tokens has at once."""
     return blocks_of(tokens, settings.block_size, reach=model.config.reach, step=settings.budget)
 
 
 def bytes_per_block(model: Transformer, settings: EngineSettings) -> int:
-    """Of the cache, in all layers together."""
+    """Bytes of a block in all layers together."""
     rows, dtype = row_format(settings.kv_cache_dtype), model.compute_dtype
     return KVCache.bytes_per_block(model.config, block_size=settings.block_size, dtype=dtype, row_format=rows)
 
@@ -171,7 +171,7 @@ def longest(model: Transformer, settings: EngineSettings) -> int:
     positions = model.config.max_positions
     stretched = [rope.original_positions for rope in model.config.ropes if rope.scaling == "longrope"]
     if stretched and min(stretched) < min(positions, settings.max_length or positions):
-        # Beyond, all keys of a sequence would have to be computed anew with other frequencies.
+        # Beyond, all keys of a sequence would have to be computed again with other frequencies.
         positions = min(stretched)
         warnings.warn(
             f"this model changes its rotary frequencies at {positions} tokens, which the engine does not follow: "

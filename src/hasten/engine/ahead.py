@@ -19,13 +19,11 @@ from torch import Tensor
 
 from hasten.engine.blocks import OutOfBlocks
 from hasten.engine.model_runner import Sampler, common_adapter
-from hasten.engine.request_state import OutputSequence, RequestTable
+from hasten.engine.request_state import RequestTable
 from hasten.engine.run import Group
 from hasten.engine.runner import Drawn, ModelRunner
-from hasten.engine.sampler import DrawnRow
 from hasten.engine.scheduler import Scheduler
-from hasten.engine.sequence import ScheduledTokens
-from hasten.engine.stopping import stop_ids
+from hasten.engine.sequence import ScheduledTokens, TextSequence
 from hasten.machine.host_copy import HostCopy
 
 _SHORT = 0.025  # seconds of a step behind which another one may be launched that gives nobody a token
@@ -40,7 +38,7 @@ class Flight:
     count at the launch.
     """
 
-    outputs: list[OutputSequence]
+    outputs: list[TextSequence]
     drawn: Drawn
     group: Group | None
     last: bool
@@ -56,7 +54,7 @@ class Flight:
 class Started:
     """The first step of a run, launched before its own tokens were read. ended: the table's count then."""
 
-    outputs: list[OutputSequence]
+    outputs: list[TextSequence]
     drawn: Drawn
     ended: int
 
@@ -64,16 +62,13 @@ class Started:
 class Ahead:
     """The step in flight, if any, and the launch of the one behind it."""
 
-    def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, table: RequestTable, *, eos_ids: frozenset[int]
-    ) -> None:
-        self.runner, self.scheduler, self.blocks, self.eos_ids = runner, scheduler, scheduler.blocks, eos_ids
-        self.table = table
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, table: RequestTable) -> None:
+        self.runner, self.scheduler, self.blocks, self.table = runner, scheduler, scheduler.blocks, table
         self.flight: Flight | None = None
         self.late: Flight | None = None  # a planned step whose tokens are read when the next, of others, is launched
         self._short = True  # the latest step with prompts was
         # Of a run of steps, number `_step`: where each sequence fills a block, in steps counted round the block's size.
-        self._fills: list[list[OutputSequence]] = []
+        self._fills: list[list[TextSequence]] = []
         self._step = 0
 
     @property
@@ -86,33 +81,31 @@ class Ahead:
         decoder = self.runner.decoder
         if decoder is None:
             return None
-        own: list[OutputSequence] = []
+        own: list[TextSequence] = []
         outputs = self.table.outputs
         for entry in plan:
-            output = outputs.get(entry.sequence)  # prompts and beams have none
-            if output is None or entry.count != 1 or not entry.complete or entry.sequence.drafts:
+            sequence = entry.sequence
+            if sequence not in outputs or entry.count != 1 or not entry.complete or sequence.drafts:
                 return None
-            if _needs_host(output):
+            if _needs_host(sequence):
                 return None
-            own.append(output)
+            own.append(sequence)
         adapter = common_adapter(plan)
         if adapter is None:
             return None
-        rows = [self._row(one) for one in own]
-        texts = [output.sequence.tokens for output in own]
-        drawn = decoder.begin(plan, rows, texts, adapter=adapter)
+        drawn = decoder.begin(plan, adapter=adapter)
         if drawn is None:
             return False
         self._run(own, drawn, ended=self.table.ended)
         return True
 
-    def _run(self, own: list[OutputSequence], drawn: Drawn, *, ended: int) -> None:
+    def _run(self, own: list[TextSequence], drawn: Drawn, *, ended: int) -> None:
         """A run of steps was begun by one of these sequences, all of whose tokens are in the cache with it."""
         size = self.blocks.block_size
         self._step, self._fills = 0, [[] for _ in range(size)]
         for output in own:
             if self.table.has(output):
-                number, length = output.sequence.number, len(output.sequence.tokens)
+                number, length = output.number, len(output.tokens)
                 self.blocks.reserve(number, -(-length // size) * size)  # all of its last block, which is nobody else's
                 self._fills[-length % size].append(output)
         self.flight = _launched(Group(own, pending=0, ended=ended), drawn)
@@ -137,40 +130,35 @@ class Ahead:
         if decoder is None or late.tokens is None or not self.scheduler.settled:
             return None
         places = {one: place for place, one in enumerate(late.outputs)}
-        own: list[OutputSequence] = []
-        texts: list[list[int]] = []
+        own: list[TextSequence] = []
         behind: tuple[list[int], list[int]] = ([], [])  # of those of `late`: numbers, and places of their tokens
         for sequence in self.scheduler.running:
-            output, at, tokens = outputs.get(sequence), sequence.computed, sequence.tokens
-            if output is None or sequence.drafts or _needs_host(output) or output.params.needs_history:
+            if sequence not in outputs or sequence.drafts or _needs_host(sequence) or sequence.params.needs_history:
                 return None
-            if at == len(tokens):
-                if output not in places:
+            at, known = sequence.computed, len(sequence.tokens)
+            if at == known:
+                if sequence not in places:
                     return None
-                if at + 1 >= output.full:
+                if at + 1 >= sequence.full:
                     continue  # it ends with the token on its way
                 behind[0].append(sequence.number)
-                behind[1].append(places[output])
-                tokens = [*tokens, 0]
-            elif at != len(tokens) - 1:
+                behind[1].append(places[sequence])
+            elif at != known - 1:
                 return None
-            own.append(output)
-            texts.append(tokens)
-        adapters = {one.sequence.adapter for one in own}
+            own.append(sequence)
+        adapters = {one.adapter for one in own}
         if len(adapters) != 1 or not self._reserve(own):
             return None
-        sequences = [one.sequence for one in own]
-        plan = [ScheduledTokens(blocks.table(one.number), one.computed, 1, sequence=one) for one in sequences]
-        rows = [self._row(one) for one in own]
-        drawn = decoder.begin(plan, rows, texts, adapter=adapters.pop(), behind=(*behind, late.tokens))
+        plan = [ScheduledTokens(blocks.table(one.number), one.computed, 1, sequence=one) for one in own]
+        drawn = decoder.begin(plan, adapter=adapters.pop(), behind=(*behind, late.tokens))
         return None if drawn is None else Started(own, drawn, self.table.ended)
 
-    def _reserve(self, outputs: Sequence[OutputSequence]) -> bool:
+    def _reserve(self, outputs: Sequence[TextSequence]) -> bool:
         """Make room for the next token of each; False where there is not enough."""
         copies: list[tuple[int, int]] = []
         try:
             for one in outputs:
-                copies += self.blocks.reserve(one.sequence.number, one.sequence.computed + 1)
+                copies += self.blocks.reserve(one.number, one.computed + 1)
         except OutOfBlocks:
             return False
         finally:
@@ -182,31 +170,23 @@ class Ahead:
         """The tokens were taken behind which a run was begun: it is in flight."""
         for output in started.outputs:
             if self.table.has(output):
-                sequence = output.sequence
-                sequence.computed = len(sequence.tokens)
-                self.blocks.written(sequence.number, sequence.tokens)
+                output.computed = len(output.tokens)
+                self.blocks.written(output.number, output.tokens)
         self.blocks.computed()
         self.scheduler.steps += 1
         self._run(started.outputs, started.drawn, ended=started.ended)
 
-    def defer(self, logits: Tensor, growing: Mapping[OutputSequence, int], sampler: Sampler) -> bool:
+    def defer(self, logits: Tensor, growing: Mapping[TextSequence, int], sampler: Sampler) -> bool:
         """Have the tokens of a computed step read later; False: they are wanted now. growing: first row of each."""
-        if self.runner.decoder is None or not self._short or not growing or any(map(_needs_host, growing)):
+        decoder = self.runner.decoder
+        if decoder is None or not self._short or not growing or any(map(_needs_host, growing)):
             return False
         tokens = sampler.draw(logits, list(growing), list(growing.values()))
         for one in growing:  # it decodes soon: while the device computes
-            self._row(one)
+            decoder.sampler.pack(one)
         drawn = Drawn(list(range(len(growing))), HostCopy(tokens))
         self.late = Flight(list(growing), drawn, None, True, self.table.ended, tokens)
         return True
-
-    def _row(self, output: OutputSequence) -> DrawnRow:
-        """How its tokens are drawn."""
-        if output.row is None:
-            prompt, vocab_size = output.state.request.prompt, self.runner.model.config.vocab_size
-            ends = stop_ids(output.params, eos_ids=self.eos_ids)
-            output.row = DrawnRow(output.params, prompt=prompt, end_ids=ends, vocab_size=vocab_size)
-        return output.row
 
     def took(self, plan: Sequence[ScheduledTokens], seconds: float) -> None:
         """Record how long a step took until its tokens were there."""
@@ -223,21 +203,20 @@ class Ahead:
         group, table = flight.group, self.table
         assert group is not None
         if flight.last or flight.ended != table.ended:
-            going = [one for one in flight.outputs if len(one.sequence.tokens) + 1 < one.full and table.has(one)]
+            going = [one for one in flight.outputs if len(one.tokens) + 1 < one.full and table.has(one)]
             if not going:
                 return None
             group = Group(going, pending=1, ended=table.ended)
         copies, grown, size = [], [], blocks.block_size
         for one in self._fills[self._step % size]:  # the step in flight fills its block: now it enters the next
-            sequence = one.sequence
-            length = len(sequence.tokens) + 1
+            length = len(one.tokens) + 1
             if length < one.full and table.has(one):
                 try:
-                    copies += blocks.reserve(sequence.number, length - 1 + size)
+                    copies += blocks.reserve(one.number, length - 1 + size)
                 except OutOfBlocks:
                     self.runner.copy(copies)
                     return None
-                grown.append((sequence.number, blocks.table(sequence.number)))
+                grown.append((one.number, blocks.table(one.number)))
         if copies:
             self.runner.copy(copies)
         drawn = decoder.go_on(group.numbers, grown, longest=group.longest)
@@ -253,7 +232,7 @@ class Ahead:
             step, size = self._step, self.blocks.block_size
             for one in self._fills[step % size]:
                 if table.has(one):  # its block is full: others may find it
-                    self.blocks.written(one.sequence.number, one.sequence.tokens)
+                    self.blocks.written(one.number, one.tokens)
             self.blocks.computed()
             for one in following.outputs[step % _CAUGHT_UP :: _CAUGHT_UP]:
                 one.catch_up()
@@ -261,7 +240,7 @@ class Ahead:
                 return
             self.flight = None
         for one in flight.outputs:  # the run is over
-            one.sequence.computed = len(one.sequence.tokens) - 1
+            one.computed = len(one.tokens) - 1
 
 
 def _launched(group: Group, drawn: Drawn) -> Flight:
@@ -271,6 +250,6 @@ def _launched(group: Group, drawn: Drawn) -> Flight:
     return Flight(group.outputs, drawn, group, group.steps == 0, group.ended)
 
 
-def _needs_host(output: OutputSequence) -> bool:
+def _needs_host(output: TextSequence) -> bool:
     """Whether its tokens are drawn with something that only the host has."""
     return output.constraint is not None or output.state.wants_logprobs

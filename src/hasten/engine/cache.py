@@ -26,7 +26,7 @@ from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.attention.inputs import visible
 from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup
-from hasten.ops.attention.view import AttentionMetadata, StackView
+from hasten.ops.attention.view import AttentionMetadata
 from hasten.ops.native import library
 from hasten.ops.pages import zeros_in_large_pages
 from hasten.ops.picker import Kernel, pick
@@ -254,7 +254,7 @@ class KVCache:
         sparse = self.sparse_up_to(layout.longest)
         seen = sparse.native if sparse is not None and self.kernel.name == "native" else []
         shown = [groups] * len(self.k) if sparse is None or seen else self._masked(groups(), sparse)
-        return KVStep(StackView(self.k, self.v, metadata, seen), positions[None], self.kernel.run, shown)
+        return KVStep(self.k, self.v, metadata, positions[None], seen, self.kernel.run, shown)
 
     def _masked(self, groups: list[PagedGroup], sparse: SparseMasks) -> Sequence[Callable[[], list[PagedGroup]]]:
         """The groups as each layer sees them, with its masks."""
@@ -266,7 +266,7 @@ class KVCache:
         return [functools.partial(list, own) for own in masked]
 
     def sparse_up_to(self, longest: int) -> SparseMasks | None:
-        """What the model's pattern, if it has one, shows of texts of so many tokens."""
+        """What the model's pattern, if it has one, shows of texts of up to `longest` tokens."""
         if self.config.attention_pattern is not None and (self.sparse is None or self.sparse.positions < longest):
             self.sparse = SparseMasks(self.config, positions=1 << longest.bit_length(), device=self.device)
         return self.sparse
@@ -283,7 +283,7 @@ class KVCache:
         """The context for tokens at positions (B, T), as many of each text, in a cache that `of_texts` made.
 
         valid, bool (B, T): False for padding, whose keys are kept nowhere. fresh: the texts are empty and the positions
-        are 0 … T-1, so that plain causal attention over the tokens at hand is enough. read: look at the first so many
+        are 0 … T-1, so that plain causal attention over the tokens at hand is enough. read: look at the first `read`
         rows of each block only (all positions lie below it); the whole block by default, as a compiled step wants it.
         masks: False where all layers read the cache through `view` (a fused model).
         """
@@ -306,7 +306,7 @@ class KVCache:
             metadata = metadata._replace(first_slots=None, block_table=table, block_size=size)
         natively = self.sparse is not None and positions.device.type == "cpu" and library() is not None
         seen = self.sparse.native if self.sparse is not None and natively else []
-        return KVStep(StackView(self.k, self.v, metadata, seen), positions, masks=made, read=read)
+        return KVStep(self.k, self.v, metadata, positions, seen, masks=made, read=read)
 
     def _masks(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:
         """What each layer's queries see of the rows that are read, or of the tokens at hand."""

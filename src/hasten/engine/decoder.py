@@ -45,7 +45,7 @@ class Decoder:
         if static:
             capacity = static_capacity(model, capacity)
         # longrope has one set of frequencies for sequences within the pretraining context and one for longer ones: a
-        # sequence that grows past it is computed anew, for which its tokens must be known; in one step.
+        # sequence that grows past it is computed again, for which its tokens must be known; in one step.
         self._rescale_at = next((r.original_positions for r in model.config.ropes if r.scaling == "longrope"), None)
         self.cache = cache or KVCache.of_texts(
             model.config,
@@ -168,7 +168,7 @@ class Decoder:
     def room(self, row: int) -> int:
         """How many tokens a draft of a row may have that `verify` takes beside its next token."""
         if self._rescale_at is not None and self._rescale_at in self.lengths:
-            return 0  # the next step computes that row anew, as `decode` does
+            return 0  # the next step computes that row again, as `decode` does
         length = self.lengths[row]
         room = self.cache.capacity - length - 1
         if self.cache.longest_step is not None:
@@ -178,7 +178,7 @@ class Decoder:
         return max(0, room)
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
-        """Forget everything after the first so many tokens of every row, or of each; what lies behind is overwritten
+        """Forget everything after the first `lengths` tokens of every row, or of each; what lies behind is overwritten
         later.
 
         Raises ConfigError where a bounded cache no longer holds what came before.
@@ -200,7 +200,7 @@ class Decoder:
         return most is not None and written > self.cache.block_size and 0 < length < written - most
 
     def _grown(self, counts: Iterable[int]) -> list[int]:
-        """The rows' lengths with so many tokens more; raises ConfigError where there is no room for them."""
+        """The rows' lengths with `counts` tokens more; raises ConfigError where there is no room for them."""
         grown = [n + count for n, count in zip(self.lengths, counts, strict=True)]
         if max(grown) > self.cache.capacity:
             raise ConfigError(f"the cache holds {self.cache.capacity} tokens a sequence; {max(grown)} are needed")

@@ -2,7 +2,7 @@
 
 A step: the scheduler plans which tokens of which sequences are computed (`Scheduler`), blocks that are written are made
 private (`KVCache.copy`), one call of the model over the ragged rows (`model_runner.step_logits`), one batched draw
-(`Sampler.sample`), and each output sequence takes its tokens (`OutputSequence.append`). While the same sequences take
+(`Sampler.sample`), and each output sequence takes its tokens (`TextSequence.append`). While the same sequences take
 one token each, a step skips the plan and writes only what changed (`DecodeRun`). Requests with several samples compute
 their prompt once and fork; a beam is a fork.
 """
@@ -24,13 +24,13 @@ from hasten.engine.beams import BeamSearch
 from hasten.engine.blocks import BlockManager
 from hasten.engine.following import runner_of
 from hasten.engine.logprobs import TokenTexts
-from hasten.engine.model_runner import SampledTokens, Sampler, embed, step_logits
+from hasten.engine.model_runner import Sampler, embed, step_logits
 from hasten.engine.prompts import end_ids
-from hasten.engine.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused
-from hasten.engine.request_state import OutputSequence, RequestState, RequestTable
+from hasten.engine.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused, TokenLogprob
+from hasten.engine.request_state import RequestState, RequestTable, draft_text
 from hasten.engine.run import DecodeRun, Group, run_after
 from hasten.engine.scheduler import Scheduler
-from hasten.engine.sequence import ScheduledSequence
+from hasten.engine.sequence import TextSequence
 from hasten.engine.settings import EngineSettings, ModelFacts, Stats
 from hasten.engine.speculation import Speculator
 from hasten.engine.statistics import facts_of, stats_of
@@ -83,7 +83,7 @@ class Engine:
         self._table = RequestTable()
         self.ahead: Ahead | None = None
         if self.runner.decoder is not None:
-            self.ahead = Ahead(self.runner, self.scheduler, self._table, eos_ids=self.eos_ids)
+            self.ahead = Ahead(self.runner, self.scheduler, self._table)
         self._run: DecodeRun | None = None  # of the sequences that the last step gave a token each
         self.error: str | None = None  # why the engine stopped for good
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
@@ -116,7 +116,7 @@ class Engine:
             raise EngineFailed(f"the engine takes no requests: {self.error}")
 
     def check_room(self, waiting: int, *, more: int = 1) -> None:
-        """Raise QueueFull if there is no room for so many more beside those that wait, RequestRefused if never."""
+        """Raise QueueFull if there is no room for `more` beside those that wait, RequestRefused if never."""
         check_room(waiting, more=more, limit=self.settings.queue_limit, pace=self._table.pace)
 
     def admit(self, request: Request) -> Request:
@@ -278,18 +278,17 @@ class Engine:
     def _propose(self, speculator: Speculator) -> None:
         """Have drafts made for the output sequences that are one token behind."""
         outputs = self._table.outputs
-        level = [outputs[s] for s in self.scheduler.running if s in outputs and len(s.tokens) - s.computed == 1]
-        texts = [one.draft_text for one in level]
-        for one, draft in zip(level, speculator.propose(texts), strict=True):
-            one.sequence.drafts = draft
+        level = [one for one in self.scheduler.running if one in outputs and len(one.tokens) - one.computed == 1]
+        for one, draft in zip(level, speculator.propose(list(map(draft_text, level))), strict=True):
+            one.drafts = draft
 
-    def _grow(self, logits: Tensor, growing: dict[OutputSequence, int]) -> list[RequestOutput]:
+    def _grow(self, logits: Tensor, growing: dict[TextSequence, int]) -> list[RequestOutput]:
         """Each output sequence takes what is sampled for it, from its row on."""
         if not growing:
             return []
         owners, first = list(growing), list(growing.values())
         drawn = zip(owners, self.sampler.sample(logits, owners, first, speculator=self.speculator), strict=True)
-        return [piece for one, sampled in drawn for piece in self._take(one, sampled)]
+        return [piece for one, (tokens, logprobs) in drawn for piece in self._take(one, tokens, logprobs)]
 
     def _launch_behind(self, ahead: Ahead, flight: Flight) -> list[RequestOutput]:
         """Launch the step behind one in flight if the host need not plan it, then take the tokens of that one."""
@@ -308,9 +307,7 @@ class Engine:
         self._counts.model_seconds += time.perf_counter() - started
         return self._take_each(flight.outputs, tokens, group=flight.all_of(self._table))
 
-    def _take_each(
-        self, outputs: list[OutputSequence], tokens: list[int], *, group: Group | None
-    ) -> list[RequestOutput]:
+    def _take_each(self, outputs: list[TextSequence], tokens: list[int], *, group: Group | None) -> list[RequestOutput]:
         """Each output sequence takes its token; those that have ended do not. group: these, if none is full."""
         if group is not None and group.goes_on(tokens):
             self._counts.generated_tokens += len(tokens)
@@ -320,7 +317,7 @@ class Engine:
             if not self._table.has(output):
                 continue  # it has ended: one token too many
             if not output.goes_on(token):
-                found += self._take(output, SampledTokens([token], (), None))
+                found += self._take(output, [token], ())
                 continue
             self._counts.generated_tokens += 1
             found += output.take(token)
@@ -331,24 +328,24 @@ class Engine:
         self._counts.steps += 1
         self._counts.computed_tokens += tokens
 
-    def _take(self, output: OutputSequence, sampled: SampledTokens) -> list[RequestOutput]:
+    def _take(self, output: TextSequence, tokens: list[int], logprobs: Sequence[TokenLogprob]) -> list[RequestOutput]:
         """An output sequence takes what was sampled for it."""
-        text, count = output.append(sampled.tokens, failure=sampled.failure)
+        text, count = output.append(tokens)
         self._counts.generated_tokens += count
         if self.speculator is not None:
-            self.speculator.observe(output.sequence.number, count, checked=len(output.sequence.drafts))
-        tokens = sampled.tokens[:count]
-        self.scheduler.accept(output.sequence, tokens)
+            self.speculator.observe(output.number, count, checked=len(output.drafts))
+        tokens, logprobs = tokens[:count], logprobs[:count]
+        self.scheduler.accept(output, tokens)
         if output.finish_reason is not None:
-            self.scheduler.finish(output.sequence)
-            self._table.end(output.sequence)
+            self.scheduler.finish(output)
+            self._table.end(output)
             self._forget(output)
-        found = output.state.emit(output, text=text, tokens=tokens, logprobs=sampled.logprobs[:count])
+        found = output.state.emit(output, text=text, tokens=tokens, logprobs=logprobs)
         if not output.state.unfinished:
             self._complete(output.state, failed=output.finish_reason == "error")
         return found
 
-    def _search(self, logits: Tensor, scored: dict[tuple[BeamSearch, ScheduledSequence], int]) -> list[RequestOutput]:
+    def _search(self, logits: Tensor, scored: dict[tuple[BeamSearch, TextSequence], int]) -> list[RequestOutput]:
         """The beams of the next step; the best texts of searches that are done."""
         if not scored:
             return []
@@ -376,9 +373,9 @@ class Engine:
         self.blocks.forget()  # what was promised to be written in this step may not have been
         return outputs
 
-    def _forget(self, output: OutputSequence) -> None:
+    def _forget(self, output: TextSequence) -> None:
         if self.speculator is not None:
-            self.speculator.end(output.sequence.number, output.generated, salt=output.state.request.salt)
+            self.speculator.end(output.number, output.generated, salt=output.state.request.salt)
 
     def _complete(self, state: RequestState, *, failed: bool = False) -> None:
         self._counts.failed += failed
@@ -389,7 +386,7 @@ class Engine:
         """Stop a request from outside: its blocks back, and a last word for each of its unfinished texts."""
         for sequence in state.sequences:
             self.scheduler.finish(sequence)
-            if (output := self._table.end(sequence)) is not None:
-                self._forget(output)
+            if self._table.end(sequence):
+                self._forget(sequence)
         self._table.remove(state)
         return state.emit_end(reason, why)

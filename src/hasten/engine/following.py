@@ -43,10 +43,10 @@ class LeadingRunner(ModelRunner):
         super().copy(pairs)
 
     def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
-        told = [STEP, *self._tokens(tokens), len(wanted), *wanted]
+        message = [STEP, *self._tokens(tokens), len(wanted), *wanted]
         for row in rows:
-            told += [row.start, row.count, len(row.block_table), *row.block_table]
-        self.group.of_first(told)
+            message += [row.start, row.count, len(row.block_table), *row.block_table]
+        self.group.of_first(message)
         return super().logits(tokens, rows, wanted)
 
     def next_logits(self, tokens: Sequence[int], entered: Sequence[tuple[int, int]]) -> Tensor | None:
@@ -71,7 +71,7 @@ class LeadingRunner(ModelRunner):
 
 
 def runner_of(model: Transformer, settings: EngineSettings, *, blocks: int, max_length: int) -> ModelRunner:
-    """What computes an engine's steps, with a cache of so many blocks."""
+    """What computes an engine's steps, with a cache of `blocks` blocks."""
     kind = LeadingRunner if isinstance(model, ShardedTransformer) else ModelRunner
     runner = kind(model, _cache(model, settings, blocks))
     runner.uncaptured = "--no-capture" if not settings.capture else capture_refusal(model)
@@ -113,8 +113,8 @@ def follow(
     (blocks,) = model.group.of_first()
     runner = ModelRunner(model, _cache(model, settings, blocks))
     while True:
-        kind, *told = model.group.of_first()
-        rest = iter(told)
+        kind, *message = model.group.of_first()
+        rest = iter(message)
         if kind == END:
             return
         if kind == COPY:
@@ -133,6 +133,6 @@ def follow(
         runner.logits(tokens, rows, wanted)
 
 
-def _several(told: Iterator[int]) -> list[int]:
-    """The next ones of a message, before which their count stands."""
-    return list(islice(told, next(told)))
+def _several(message: Iterator[int]) -> list[int]:
+    """The next numbers of a message, as many as the first one says."""
+    return list(islice(message, next(message)))

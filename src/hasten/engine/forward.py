@@ -13,7 +13,7 @@ from hasten.model.transformer import Transformer
 from hasten.ops import triton_support
 from hasten.ops.attention.inputs import visible
 from hasten.ops.attention.paged import PagedGroup
-from hasten.ops.attention.view import AttentionMetadata, StackView
+from hasten.ops.attention.view import AttentionMetadata
 
 
 def batch_step(batch: DecodeBatch, shape: StepShape) -> KVStep:
@@ -42,7 +42,7 @@ def batch_step(batch: DecodeBatch, shape: StepShape) -> KVStep:
         rows = torch.arange(positions.numel(), device=batch.device)
         keys = PagedGroup(rows, table[:, places // size] * size + places % size, positions)
         groups = [partial(_seen, keys, window) for window in cache.windows]
-    return KVStep(StackView(cache.k, cache.v, metadata), positions, cache.kernel.run, groups)
+    return KVStep(cache.k, cache.v, metadata, positions, kernel=cache.kernel.run, groups=groups)
 
 
 def _seen(keys: PagedGroup, window: int | None) -> list[PagedGroup]:

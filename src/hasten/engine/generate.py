@@ -169,7 +169,7 @@ class Generation:
         self._tokens = [list(prompt) for prompt in self.prompts]  # of prompt and answer
 
     def results(self) -> list[Output]:
-        """Every prompt's continuation up to now; finish_reason "length" stands for a row that has not ended, too."""
+        """Every prompt's continuation up to now; finish_reason is "length" for a row that has not ended, too."""
         found = []
         for prompt, taken, output in zip(self.prompts, self._taken, self.outputs, strict=True):
             text = "".join(text for _, text in taken)
@@ -254,8 +254,10 @@ class Generation:
             counts = [output.count for output in self.outputs]
             # All that depends on the logits is queued before the one unavoidable wait, for the tokens themselves.
             if any(drafts):
-                told = None if self.speculator is None else [*map(self.speculator.probabilities, range(len(drafts)))]
-                taken = told_by_first(self.model, sampler.take(logits, drafts, steps=counts, probabilities=told))
+                drawn_from = (
+                    None if self.speculator is None else [*map(self.speculator.probabilities, range(len(drafts)))]
+                )
+                taken = told_by_first(self.model, sampler.take(logits, drafts, steps=counts, probabilities=drawn_from))
                 tokens = torch.tensor([own[-1] for own in taken], device=self.model.device)
             else:
                 tokens = sampler.next_tokens(logits, steps=counts if self.speculator else [max(counts)] * len(counts))

@@ -1,7 +1,7 @@
 """The decode step as one CUDA graph: captured once, then replayed with a single launch for each token.
 
 A step of a 7 B model is some 500 kernels, which the host launches more slowly than a GPU runs them. A graph replays the
-same kernels on the same addresses, so everything a step reads or changes stands in tensors that never move: the tokens,
+same kernels on the same addresses, so everything a step reads or changes is in tensors that never move: the tokens,
 the positions (which the step itself advances), the cache, the logits. Nothing that Python computes may differ from one
 step to the next, since Python runs only while the graph is captured. Blocks that torch.compile compiled are captured
 like any others.
@@ -31,7 +31,7 @@ def refusal(model: Transformer) -> str | None:
     if any(layer.experts for layer in model.config.layers):
         return "its experts choose their tokens on the host"
     if any(rope.scaling == "longrope" for rope in model.config.ropes):
-        return "longrope computes a sequence anew where it outgrows the pretraining context"
+        return "longrope computes a sequence again where it outgrows the pretraining context"
     return None if model.device.type == "cuda" else f"CUDA graphs need a CUDA device; the model is on {model.device}"
 
 
@@ -185,7 +185,7 @@ class GraphDecoder(Decoder):
         return step.logits.flatten(0, 1)[torch.tensor(rows, device=step.logits.device)]
 
     def _run(self, tokens: Tensor, counts: list[int]) -> FixedStep:
-        """The step of tokens (B, W), of which each row has so many, after it has run; captured where it is new."""
+        """The step of tokens (B, W), of which each row has `counts`, after it has run; captured where it is new."""
         grown, width = self._grown(counts), tokens.shape[1]
         place = (self.cache.capacity, self.cache.k[0].data_ptr())
         if self._captured_at != place:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from hasten.engine.blocks import OutOfBlocks
 from hasten.engine.request import RequestOutput
-from hasten.engine.request_state import OutputSequence, RequestTable
+from hasten.engine.request_state import RequestTable
 from hasten.engine.scheduler import Scheduler
-from hasten.engine.sequence import ScheduledTokens
+from hasten.engine.sequence import ScheduledTokens, TextSequence
 
 
 class Group:
@@ -21,12 +21,12 @@ class Group:
     steps: how many are left until one of the sequences is full.
     """
 
-    def __init__(self, outputs: list[OutputSequence], *, pending: int, ended: int) -> None:
+    def __init__(self, outputs: list[TextSequence], *, pending: int, ended: int) -> None:
         """pending: tokens that each has on its way. ended: the table's count of ends that `outputs` follows."""
         self.outputs, self.ended = outputs, ended
-        self.numbers = [one.sequence.number for one in outputs]
-        self.texts = [one.sequence.tokens for one in outputs]
-        lengths = [len(one.sequence.tokens) + pending for one in outputs]
+        self.numbers = [one.number for one in outputs]
+        self.texts = [one.tokens for one in outputs]
+        lengths = [len(one.tokens) + pending for one in outputs]
         self.longest = max(lengths)  # tokens in the cache after the next step
         self.steps = min(one.full - length for one, length in zip(outputs, lengths, strict=True))
         self.end_ids = frozenset[int]().union(*{one.end_ids for one in outputs})
@@ -53,12 +53,11 @@ class DecodeRun(Group):
     computation, `computed`. It is over when a sequence ends, another one may begin, or `enter` returns None.
     """
 
-    def __init__(self, outputs: list[OutputSequence], scheduler: Scheduler, table: RequestTable) -> None:
+    def __init__(self, outputs: list[TextSequence], scheduler: Scheduler, table: RequestTable) -> None:
         super().__init__(outputs, pending=0, ended=table.ended)
         self._scheduler, self._blocks, self._table = scheduler, scheduler.blocks, table
         self.rows = range(len(outputs))
-        self.adapters = [one.sequence.adapter for one in outputs]
-        self._sequences = [one.sequence for one in outputs]
+        self.adapters = [one.adapter for one in outputs]
         size = self._blocks.block_size
         # Which rows fill a block in a step, by the step's number modulo the block's size; they enter one in the next.
         self._fills: list[list[int]] = [[] for _ in range(size)]
@@ -75,7 +74,7 @@ class DecodeRun(Group):
     @property
     def drafted(self) -> bool:
         """Whether a sequence has a draft to be checked."""
-        return any(sequence.drafts for sequence in self._sequences)
+        return any(one.drafts for one in self.outputs)
 
     def enter(self) -> list[tuple[int, int]] | None:
         """Get ready for the next step; returns (row, block) of each sequence that enters a block.
@@ -103,12 +102,12 @@ class DecodeRun(Group):
         self._blocks.computed()
         self._scheduler.steps += 1
         self.steps -= 1
-        for sequence in self._sequences:
-            sequence.computed += 1
+        for one in self.outputs:
+            one.computed += 1
 
 
 def run_after(
-    plan: Sequence[ScheduledTokens], outputs: list[OutputSequence], scheduler: Scheduler, table: RequestTable
+    plan: Sequence[ScheduledTokens], outputs: list[TextSequence], scheduler: Scheduler, table: RequestTable
 ) -> DecodeRun | None:
     """The run that a step begins whose plan gave these sequences a token; None where it computed anything else."""
     if not len(outputs) == len(plan) == sum(entry.count for entry in plan) or not all(map(table.has, outputs)):

@@ -19,7 +19,7 @@ from hasten.engine.captures import Captures, LogitsBuffer
 from hasten.engine.forward import forward
 from hasten.engine.layout import to_device
 from hasten.engine.prompt_steps import PromptSteps
-from hasten.engine.sampler import DeviceSampler, DrawKind, DrawnRow
+from hasten.engine.sampler import DeviceSampler, DrawKind
 from hasten.engine.sequence import ScheduledTokens
 from hasten.machine.host_copy import HostCopy
 from hasten.model.context import training_context
@@ -51,7 +51,7 @@ class ModelRunner:
         self.cache.copy(pairs)
 
     def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
-        """Logits (R, V) float32 of the wanted ones among the rows' tokens, which stand end to end."""
+        """Logits (R, V) float32 of the wanted ones among the rows' tokens, which are laid end to end."""
         if self.decoder is not None and (found := self.decoder.prompts.logits(tokens, rows, wanted)) is not None:
             return found
         step, device = self.cache.step(rows), self.model.device
@@ -176,8 +176,6 @@ class BatchRunner:
     def begin(
         self,
         plan: Sequence[ScheduledTokens],
-        rows: Sequence[DrawnRow],
-        texts: Sequence[Sequence[int]],
         *,
         adapter: int = -1,
         behind: tuple[list[int], list[int], Tensor] | None = None,
@@ -187,7 +185,7 @@ class BatchRunner:
         behind: sequences whose tokens the host does not know yet, and the places of these in a tensor on the device.
         """
         numbers, longest = [entry.sequence.number for entry in plan], max(entry.end for entry in plan)
-        values = self.sampler.values(rows, texts)
+        values = self.sampler.values(plan)
 
         def fill(shape: StepShape) -> list[int]:
             found = self.batch.fill(shape, plan, values)
@@ -200,7 +198,7 @@ class BatchRunner:
             return None
         logits, self._shape, _ = found
         self._adapter = adapter
-        self._kind = self.sampler.prepare(numbers, rows, texts)
+        self._kind = self.sampler.prepare(plan)
         return self._draw(numbers, logits)
 
     def go_on(

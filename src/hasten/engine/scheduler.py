@@ -22,7 +22,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from hasten.engine.blocks import BlockManager, OutOfBlocks, blocks_of
-from hasten.engine.sequence import ScheduledSequence, ScheduledTokens
+from hasten.engine.sequence import ScheduledTokens, TextSequence
 from hasten.errors import ConfigError
 
 _order = attrgetter("order")
@@ -30,7 +30,7 @@ _MOST_SCORED = 2048  # tokens of a step whose logits are wanted in float32: 1.2 
 _FEW, _PATIENCE = 8, 8  # while others wait, up to an eighth of the slots may stay free for 8 steps
 
 
-Entries = dict[ScheduledSequence, ScheduledTokens]
+Entries = dict[TextSequence, ScheduledTokens]
 
 
 class Scheduler:
@@ -40,25 +40,25 @@ class Scheduler:
         if token_budget < max_sequences:
             raise ConfigError(f"a step of {token_budget} tokens has no room for one of each of {max_sequences} texts")
         self.blocks, self.max_sequences, self.token_budget = blocks, max_sequences, token_budget
-        self.running: list[ScheduledSequence] = []  # by order
-        self.waiting: list[ScheduledSequence] = []  # by order
+        self.running: list[TextSequence] = []  # by order
+        self.waiting: list[TextSequence] = []  # by order
         self.preemptions = 0
         self.steps = 0  # planned or launched since a waiting sequence last began
         self._full = False  # the last admission ended because the slots were all taken
         self._numbers = 0
         self._requests = 0
         # The first that waits, and the free blocks it did not fit in.
-        self._no_room: tuple[ScheduledSequence, int] | None = None
+        self._no_room: tuple[TextSequence, int] | None = None
 
     # -- sequences come and go ----------------------------------------------------------------------------------------
 
     def add(
         self, tokens: Sequence[int], *, priority: int = 0, salt: str = "", slots: int = 1, adapter: int = -1
-    ) -> ScheduledSequence:
+    ) -> TextSequence:
         """The prompt of a new request, which waits. slots: how many it will be forked into, itself included."""
         self._numbers += 1
         self._requests += 1
-        new = ScheduledSequence(
+        new = TextSequence(
             number=self._numbers,
             order=(priority, self._requests, self._numbers),
             tokens=list(tokens),
@@ -71,7 +71,7 @@ class Scheduler:
         insort(self.waiting, new, key=_order)
         return new
 
-    def fork(self, parent: ScheduledSequence) -> ScheduledSequence:
+    def fork(self, parent: TextSequence) -> TextSequence:
         """Another sequence with the same tokens, sharing all blocks (or waiting, as its parent does)."""
         self._numbers += 1
         order = (*parent.order[:2], self._numbers)
@@ -85,7 +85,7 @@ class Scheduler:
             insort(self.waiting, child, key=_order)
         return child
 
-    def accept(self, sequence: ScheduledSequence, tokens: Sequence[int]) -> None:
+    def accept(self, sequence: TextSequence, tokens: Sequence[int]) -> None:
         """Tokens that were drawn after a complete step: the drafts that were right, and one more."""
         known = len(sequence.tokens)
         sequence.tokens.extend(tokens)
@@ -95,7 +95,7 @@ class Scheduler:
                 sequence.computed = known + len(tokens) - 1
                 self.blocks.truncate(sequence.number, sequence.computed)
 
-    def finish(self, sequence: ScheduledSequence) -> None:
+    def finish(self, sequence: TextSequence) -> None:
         """The sequence ends; its blocks are free at once."""
         if sequence.running:
             self.blocks.release(sequence.number)
@@ -151,7 +151,7 @@ class Scheduler:
 
     @property
     def _slots(self) -> int:
-        """Of the running."""
+        """Slots of the running sequences."""
         return sum(sequence.slots for sequence in self.running)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ class Scheduler:
 
     def _plan_running(self, entries: Entries) -> int:
         left = self.token_budget
-        level: list[ScheduledSequence] = []
-        behind: list[ScheduledSequence] = []
+        level: list[TextSequence] = []
+        behind: list[TextSequence] = []
         for sequence in self.running:  # one that awaits its token has nothing to compute
             missing = len(sequence.tokens) - 1 - sequence.computed
             if missing >= 0:
@@ -245,12 +245,12 @@ class Scheduler:
             left -= count
         return left
 
-    def _sibling_reads(self, sequence: ScheduledSequence, entries: Entries) -> bool:
-        """Whether another one of its request is being read anew, and will not be done in this step."""
+    def _sibling_reads(self, sequence: TextSequence, entries: Entries) -> bool:
+        """Whether another one of its request is being read again, and will not be done in this step."""
         siblings = (s for s in self.running if s.request == sequence.request and s.computed < len(s.tokens) - 1)
         return any(s not in entries or not entries[s].complete for s in siblings)
 
-    def _begin(self, sequence: ScheduledSequence) -> bool:
+    def _begin(self, sequence: TextSequence) -> bool:
         """Adopt its cached beginning, if all of it fits and everybody who runs can still take a block."""
         free = self.blocks.free
         if self.running and self._no_room is not None and self._no_room[0] is sequence and free <= self._no_room[1]:
@@ -286,13 +286,13 @@ class Scheduler:
     def _chunk(self, todo: int, left: int, *, others: bool) -> int:
         return min(todo, max(-(-left // 2), min(left, self.blocks.block_size)) if others else left)
 
-    def _scorable(self, sequence: ScheduledSequence, count: int, entries: Entries) -> int:
+    def _scorable(self, sequence: TextSequence, count: int, entries: Entries) -> int:
         """count, or fewer tokens of a prompt that is scored: the step's logits must not take too much memory."""
         if sequence.scored <= sequence.computed:
             return count
         return max(0, min(count, _MOST_SCORED - sum(entry.scored for entry in entries.values())))
 
-    def _schedule(self, sequence: ScheduledSequence, count: int, entries: Entries) -> int:
+    def _schedule(self, sequence: TextSequence, count: int, entries: Entries) -> int:
         """Plan its next `count` tokens, with blocks of the last in order if need be; 0 if that is itself."""
         while True:
             try:
@@ -311,12 +311,12 @@ class Scheduler:
                 entries[sequence] = self._entry(sequence, count, copies)
                 return count
 
-    def _entry(self, sequence: ScheduledSequence, count: int, copies: list[tuple[int, int]]) -> ScheduledTokens:
+    def _entry(self, sequence: TextSequence, count: int, copies: list[tuple[int, int]]) -> ScheduledTokens:
         """The sequence's next `count` tokens."""
         table = self.blocks.table(sequence.number)
         return ScheduledTokens(table, sequence.computed, count, sequence=sequence, copies=copies)
 
-    def _preempt(self, sequence: ScheduledSequence) -> None:
+    def _preempt(self, sequence: TextSequence) -> None:
         self.blocks.release(sequence.number)
         self.running.remove(sequence)
         sequence.running, sequence.computed = False, 0

@@ -1,5 +1,8 @@
 """The context of one forward pass over a `KVCache`: what each layer writes, and what its queries see."""
 
+from __future__ import annotations
+
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -8,7 +11,7 @@ from torch import Tensor
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.paged import PagedGroup
-from hasten.ops.attention.view import KVView, StackView
+from hasten.ops.attention.view import AttentionMetadata, KVView
 
 Groups = Callable[[], Sequence[PagedGroup]]  # made when a kernel first asks
 
@@ -51,14 +54,17 @@ class KVLayer:
 
 @dataclass(frozen=True, slots=True)
 class KVStep:
-    """The context of a forward pass of tokens at positions int64 (B, T): `LayerContext`s, and their tensors together.
+    """The context of a forward pass of tokens at positions int64 (B, T); several sequences may share a row.
 
-    Tokens of several sequences may stand end to end in one row. kernel, groups, masks, read: as in `KVLayer`; groups
-    and masks of each layer.
+    k, v, metadata, seen: as in `KVView`, of each layer what is not the same for all. kernel, groups, masks, read: as in
+    `KVLayer`; groups and masks of each layer.
     """
 
-    all_layers: StackView
+    k: list[Tensor]
+    v: list[Tensor]
+    metadata: AttentionMetadata
     positions: Tensor
+    seen: Sequence[Tensor] = ()
     kernel: Callable[..., Tensor] | None = None
     groups: Sequence[Groups] = ()
     masks: Sequence[Tensor | BlockMask | None] = ()
@@ -67,12 +73,23 @@ class KVStep:
     @property
     def last(self) -> Tensor:
         """Each sequence's last row (B,)."""
-        return self.all_layers.metadata.query_start_loc[1:] - 1
+        return self.metadata.query_start_loc[1:] - 1
+
+    @property
+    def all_layers(self) -> KVStep:
+        """Itself: for kernels that take all layers in one call."""
+        return self
+
+    @property
+    def views(self) -> list[KVView]:
+        """The cache of each layer."""
+        held = zip(self.k, self.v, self.seen or itertools.repeat(None), strict=False)
+        return [KVView(k, v, self.metadata, seen) for k, v, seen in held]
 
     @property
     def layers(self) -> list[KVLayer]:
         """For the blocks one by one."""
-        views = self.all_layers.layers
+        views = self.views
         if self.kernel is not None:
             return [KVLayer(view, self.kernel, groups) for view, groups in zip(views, self.groups, strict=True)]
         pairs = zip(views, self.masks, strict=True)

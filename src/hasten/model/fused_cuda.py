@@ -278,7 +278,7 @@ class CudaStack:
             return False
         cos, sin = (table.flatten() for table in ropes[0])
         try:
-            return decode(x.flatten(), cos, sin, view.layers)
+            return decode(x.flatten(), cos, sin, view.views)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -1,7 +1,5 @@
 """What a kernel needs to write this step's keys and values itself, and to read all the others."""
 
-import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -49,18 +47,3 @@ class KVView(NamedTuple):
     v: Tensor
     metadata: AttentionMetadata
     seen: Tensor | None = None
-
-
-class StackView(NamedTuple):
-    """The same of all layers, for kernels that take them in one call."""
-
-    k: list[Tensor]
-    v: list[Tensor]
-    metadata: AttentionMetadata
-    seen: Sequence[Tensor] = ()
-
-    @property
-    def layers(self) -> list[KVView]:
-        """For the layers one by one."""
-        held = zip(self.k, self.v, self.seen or itertools.repeat(None), strict=False)
-        return [KVView(k, v, self.metadata, seen) for k, v, seen in held]
