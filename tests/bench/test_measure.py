@@ -151,6 +151,13 @@ def test_after_the_time_to_set_up_rungs_are_skipped_and_say_so(log: Path, monkey
         None,
         "skipped: the rungs before it took more than 25 s to set up",
     ]
+    restarted = run_interleaved([rung(log, name) for name in "abc"], rounds=2, keep=False, seconds=25)
+    assert events(log)[4:] == [f"{name} {what}" for name in "abab" for what in ("set-up", "measure")]
+    assert [run.error for run in restarted] == [
+        None,
+        None,
+        "skipped: the rungs before it took more than 25 s to set up and measure",
+    ]
     with pytest.raises(ConfigError, match="--setup-seconds is 0; it must be above 0"):
         Ladder(setup_seconds=0)
 

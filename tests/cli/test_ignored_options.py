@@ -85,7 +85,6 @@ OTHER = {
     "schedule.kind": "constant",
     KIND: "neither",
     "draft": "self:2-layers",
-    "temperature": 0.5,
     "devices": "given",
     "method": "rtn",
     "scheme": "int4",
@@ -113,7 +112,8 @@ run.export_dtype run.checkpoint_every run.background_checkpoints run.device run.
 # The same of the commands. Among them are what is refused by its own error where it cannot be (--tensor-parallel of a
 # shape), seeds (what they ask for holds where nothing is drawn), and switches that turn off what is off (--no-fuse).
 LOADS = "model dtype device threads pin quantize fuse verbose"
-SAMPLES = "max_new_tokens temperature repetition_penalty presence_penalty frequency_penalty logit_bias stop"
+SAMPLES = """max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty presence_penalty
+frequency_penalty logit_bias stop"""
 LADDER = "json picture device threads seed rungs rounds warmup limit_seconds"
 GENERATES = f"{LOADS} adapter seed ignore_eos kv_cache_dtype draft {SAMPLES}"
 MODEL = {"model": "MODEL"}
@@ -288,7 +288,10 @@ def test_an_option_without_effect_says_what_stands_in_the_way(command, path, num
         ("train demo --optimizer.momentum 0.9", "with --optimizer.kind adamw, only with muon"),
         ("train gpt2-124m --schedule.decay-fraction 0.3", "with --schedule.kind cosine, only with wsd"),
         ("train demo --techniques.layer-drop-decay 5", "without --techniques.layer-drop"),
-        ("train demo --device cpu --techniques.no-capture", "--techniques.no-capture has no effect with a device of"),
+        (
+            "train demo --device cpu --techniques.compile-whole",
+            "--techniques.compile-whole has no effect with a device",
+        ),
         ("train demo --data.text-field body", "with a source of plain text; give --data.source FILE.jsonl"),
         ("train demo --data.source notes.TXT --data.text-field body", "--data.text-field has no effect with a source"),
         ("train demo --print-config --resume must", "--resume has no effect with --print-config"),
@@ -305,10 +308,7 @@ def test_an_option_without_effect_says_what_stands_in_the_way(command, path, num
         ("generate M --prompt x --draft none --speculate 4", "--speculate has no effect with --draft none; change"),
         ("generate M --prompt x --compile --speculate 4", "--speculate has no effect with --compile and --draft auto"),
         ("generate M --prompt x --accept distribution", "--accept has no effect with --draft auto; change that"),
-        ("generate M --prompt x --temperature 0 --top-p 0.9", "--top-p has no effect with --temperature 0.0; change"),
-        ("generate M --prompt x --ignore-eos --min-new-tokens 4", "with --ignore-eos; leave one of them out"),
         ("generate M --prompt x --price 2", "--price"),
-        ("chat M --temperature 0 --top-k 9", "--top-k has no effect with --temperature 0.0"),
         ("chat M --draft none --speculate 2", "--speculate has no effect with --draft none"),
         ("eval M --text stdlib --no-overlap --stride 4", "--stride has no effect with --no-overlap; leave one of"),
         ("eval M --tasks x --no-overlap", "--no-overlap has no effect without --text"),
@@ -348,8 +348,9 @@ def test_what_a_recipe_carries_along_and_what_is_set_to_its_own_default_are_no_e
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (Generate, {"temperature": 0.0, "top_p": 1.0, "top_k": 1, "min_p": 0.0}),  # as scripts ask for greedy text
-        (Generate, {"temperature": 0.0, "seed": 3}),
+        (Generate, {"temperature": 0.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1}),  # a sweep over temperatures
+        (ChatInTerminal, {"temperature": 0.0, "top_p": 0.9, "seed": 3}),
+        (Generate, {"ignore_eos": True, "min_new_tokens": 9}),
         (Eval, {"text": "stdlib", "seed": 3}),
         (Serve, {"device": "cpu", "engine": EngineSettings(capture=False)}),
     ],
@@ -357,6 +358,14 @@ def test_what_a_recipe_carries_along_and_what_is_set_to_its_own_default_are_no_e
 def test_an_option_that_asks_for_what_holds_anyway_is_no_error(kind, options):
     given = [name for name in options if name not in ("engine", "text", "device")] + ["capture"] * ("engine" in options)
     refuse_ignored(kind(**MODEL, **options), [f"--{name.replace('_', '-')}" for name in given])
+
+
+@pytest.mark.parametrize("option", ["no-capture", "no-whole-model"])
+def test_turning_off_what_a_cpu_has_not_is_no_error(capsys, option):
+    """One script for both kinds of machine."""
+    main(["train", "demo", "--device", "cpu", f"--techniques.{option}", "--print-config"])
+    found = json.loads(capsys.readouterr().out)["techniques"]
+    assert found[option.removeprefix("no-").replace("-", "_")] is False
 
 
 def test_samples_are_for_every_rung_that_is_made_of_the_folder_by_gptq():
@@ -462,13 +471,6 @@ def asked_of_attention(command: ExplainAttention) -> Any:
     return replace(request, capability=request.capability if request.device.type == "cuda" else None)
 
 
-def sampling(command: Generate) -> Any:
-    """What draws tokens: of the most likely token nothing is cut off, and without an end there is none too early."""
-    params = command.params({})
-    params = replace(params, top_k=0, top_p=1.0, min_p=0.0) if params.greedy else params
-    return replace(params, min_new_tokens=0) if params.ignore_eos else params
-
-
 def requests_of(command: ServeBenchmark) -> Any:
     """What is sent."""
     loads = [planned_requests(replace(command.workload, rate=rate), vocabulary=100) for rate in command.rates]
@@ -534,12 +536,6 @@ SEEN: list[tuple[str, Callable[[Any], Any], list[dict[str, Any]], dict[str, Any]
             "causal": False,
             "block_size": 32,
         },
-    ),
-    (
-        "generate",
-        sampling,
-        [{}, {"temperature": 0.0}, {"ignore_eos": True}],
-        {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "min_new_tokens": 7},
     ),
     (
         "bench serve",

@@ -192,24 +192,31 @@ def run_interleaved(
 
     keep: all processes stay alive until the end; else each is started again for each round. room: bytes of a GPU;
     rungs that fit there together are prepared side by side, measured in turns, and end before the next ones start.
-    seconds: after which no further process is set up where all are kept; its rung has an error that says so.
+    seconds: after which no rung is set up for the first time; it has an error that says so.
     tell: called with a line about each step.
     """
     begun = time.monotonic()
     runs = [RungRun(rung, timeout) for rung in rungs]
+
+    def skip(run: RungRun) -> bool:
+        if time.monotonic() - begun > seconds:
+            did = "set up" if keep else "set up and measure"
+            run.error = f"skipped: the rungs before it took more than {seconds:.0f} s to {did}"
+        return run.error is not None
+
     if room is not None:
         return _in_groups(runs, room, rounds=rounds, warmup=warmup, tell=tell)
     try:
         for run in runs if keep else ():
-            if time.monotonic() - begun > seconds:
-                run.error = f"skipped: the rungs before it took more than {seconds:.0f} s to set up"
-                continue
-            tell(f"setting up: {run.rung.name}")
-            run.start()
+            if not skip(run):
+                tell(f"setting up: {run.rung.name}")
+                run.start()
         for number in range(1 - warmup if keep else 1, rounds + 1):  # rounds 0, -1, … are the warm-up
             for run in runs:
                 tell(f"{f'round {number} of {rounds}' if number > 0 else 'warm-up'}: {run.rung.name}")
                 if not keep:
+                    if number == 1 and skip(run):
+                        continue
                     run.start()
                     for _ in range(warmup):
                         run.measure(counts=False)

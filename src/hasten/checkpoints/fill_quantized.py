@@ -19,6 +19,8 @@ from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.ops.pages import release_pages, return_freed_memory
 
+NO_KERNEL = "no kernel takes a quantized weight"  # how the warning about them begins
+ROUND = "hasten.quantize(model, hasten.Int8())"
 MOST_UNPACKED = 1 << 24  # numbers of several layers, a byte or two each, before their memory is given back
 
 
@@ -99,9 +101,9 @@ def fill_quantized(
         model.quantization = layers
     if plain:
         warnings.warn(
-            f"no kernel takes a quantized weight like {plain[0]}: {len(plain)} of {len(pieces)} are held as plain "
+            f"{NO_KERNEL} like {plain[0]}: {len(plain)} of {len(pieces)} are held as plain "
             f"{str(dtype).removeprefix('torch.')}: {plain_bytes / 1e9:.2f} GB, {plain_bytes / stored_bytes:.1f} times "
-            "as stored, which every token reads; --quantize int8 rounds them to 8 bits, with one scale a row",
+            f"as stored, which every token reads; {ROUND} rounds them to 8 bits, with one scale a row",
             HastenWarning,
             stacklevel=4,
         )

@@ -226,7 +226,7 @@ class Quantize(JsonOption):
         folder = resolve_model(self.model)
         output = self.output
         if self.format == "gguf":
-            others = (self.json, self.picture)
+            others = {"--json": self.json, "--picture": self.picture}
             output = place_of_gguf(output, folder, overwrite=self.overwrite, others=others, dtype=self.dtype)
         elif output.suffix == ".gguf":
             raise ConfigError(f"--output {output} looks like a file, which --format gguf writes; name a folder without")

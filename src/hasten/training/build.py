@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.checkpoints.advice import export_plain, plain_folder
+from hasten.checkpoints.advice import asked_as, export_plain, plain_folder
 from hasten.distributed.placement import Apart, Placement, Replicated, Sharded
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.distributed.tensor_training import check_split, split
@@ -90,14 +90,16 @@ def pretrained_model(source: str, recipe: Recipe, *, device: torch.device) -> Tr
     Under LoRA they are only read, and are as the folder has them, or in `lora.base`. Otherwise raises ConfigError for
     quantized ones.
     """
-    from hasten.checkpoints.load import load
+    from hasten.checkpoints.load import load_quietly
 
     frozen = recipe.lora.rank is not None
-    model = load(source, dtype=recipe.lora.base.replace("auto", "stored") if frozen else "float32", device=str(device))
+    model = load_quietly(
+        source, dtype=recipe.lora.base.replace("auto", "stored") if frozen else "float32", device=str(device)
+    )
     if model.quantization and not frozen:
         raise ConfigError(
-            f"{source} is quantized, and such weights are not trained: train an adapter beside them (--lora.rank 16), "
-            f"or all of its weights after {export_plain(source)} (then --init {plain_folder(source)})"
+            f"{asked_as(source)} is quantized, and such weights are not trained: train an adapter beside them "
+            f"(--lora.rank 16), or all of its weights after {export_plain(source)} (then --init {plain_folder(source)})"
         )
     for parameter in () if frozen else model.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)

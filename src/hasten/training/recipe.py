@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import arg
 
 from hasten.checks import ABOVE_0, AT_LEAST_0, BELOW_1, SHARE, SHARE_ABOVE_0, mistakes
-from hasten.effects import ON_CPU, ON_CUDA, Holds, Needs, Unless, ignored, options_of
+from hasten.effects import ON_CPU, ON_CUDA, Holds, Needs, Neutral, Unless, ignored, options_of
 from hasten.errors import ConfigError
 from hasten.machine.threads import Threads
 from hasten.training.conditions import (
@@ -186,17 +186,17 @@ class Techniques:
     all, with the blocks' inputs on the host (offload)."""
     compile: bool = True
     """torch.compile, block by block; on CUDA only where the model cannot be one function."""
-    whole_model: Annotated[bool, ON_CUDA] = True
+    whole_model: Annotated[bool, ON_CUDA, Neutral(False)] = True
     """On CUDA, forward pass and loss as one function: fused norms and activations, joined projections."""
     compile_whole: Annotated[bool, ON_CUDA, Needs("techniques.whole_model"), Needs("techniques.compile")] = False
     """Compile that function as one graph too: minutes of compiling before the first step, for no gain seen so far."""
-    capture: Annotated[bool, ON_CUDA, Needs("techniques.whole_model")] = True
+    capture: Annotated[bool, ON_CUDA, Needs("techniques.whole_model"), Neutral(False)] = True
     """On CUDA, the whole step as CUDA graphs where its shapes are fixed; nothing in it waits for the host."""
     fp8: bool = False
     """On CUDA, products of blocks and head in FP8, but for the gradient of the head's weight (Ada and later)."""
     fused_optimizer: bool = True
     """Update many tensors with one kernel."""
-    keep_memory: Annotated[bool, ON_CPU] = True
+    keep_memory: Annotated[bool, ON_CPU, Neutral(False)] = True
     """On the CPU, keep freed memory in the process instead of mapping it anew in every step."""
 
 
