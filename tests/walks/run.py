@@ -152,10 +152,8 @@ def main() -> None:
     committed = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     print(f"{'walk':<18}{'functions':>10}{'files':>7}{'aim':>6}   committed")
     for name, walk in walks.items():
-        counts = walk.counts()
-        print(
-            f"{name:<18}{counts['functions']:>10}{counts['files']:>7}{AIMS.get(name, ''):>6}   {committed.get(name, '')}"
-        )
+        functions, files = walk.counts().values()
+        print(f"{name:<18}{functions:>10}{files:>7}{AIMS.get(name, ''):>6}   {committed.get(name, '')}")
 
 
 if __name__ == "__main__":
