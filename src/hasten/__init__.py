@@ -24,7 +24,7 @@ _NAMES = {  # by their module
     "hasten.checkpoints.load": "load",
     "hasten.model.vocabulary": "pad_vocabulary",
     "hasten.profiling.profile": "profile",
-    "hasten.quantization": "quantize Int8 Int4 Int3 Int2 Mixed choose_bits GPTQ AWQ SignRounding calibration_tokens",
+    "hasten.quantization": "quantize Int8 Int4 Int3 Int2 Mixed GPTQ calibration_tokens",
     "hasten.quantization.merge": "merge",
     "hasten.engine.llm": "LLM",
     "hasten.engine.settings": "EngineSettings",

@@ -139,7 +139,7 @@ EVERY: dict[str, Command] = {
         Quantize,
         FROM_TO,
         False,
-        "json model output scheme bits formats method overwrite format activations dtype device threads",
+        "json model output scheme formats method overwrite format activations dtype device threads",
     ),
     "convert": (Convert, FROM_TO, False, "json model output format overwrite"),
     "merge": (Merge, {**FROM_TO, "adapter": Path("A")}, False, "json model adapter output dtype text overwrite"),
@@ -403,7 +403,6 @@ CHANGES = {
     "parallel.policy": "float32-masters",
     "weights": "int8",
     "kv_cache_dtype": "int8",
-    "least_bits": 4,
     "token_ms": 50.0,
     "tensor_parallel": 2,
     "gpus": 8,
@@ -458,11 +457,10 @@ def test_the_fields_of_a_plan_and_of_its_command_have_conditions_that_can_be_loo
 
 def quantizing(command: Quantize) -> Any:
     """What decides the numbers of a quantized folder."""
-    chosen = (command.bits, command.allow_int3, same_fields(command, Mixed))
-    scheme = chosen if command.bits else command.scheme_of()
     text = (command.calibration, command.samples, command.length, command.calibration_seed)
-    blocks = (command.spill, command.picture) if command.method != "rtn" else None
-    return scheme, command.method_of(), text if command.calibrates else None, blocks
+    looks = (*text, command.spill, command.picture) if command.method == "gptq" else None
+    scheme = same_fields(command, Mixed) if command.formats else command.scheme_of()
+    return scheme, command.method_of(), looks
 
 
 def asked_of_attention(command: ExplainAttention) -> Any:
@@ -484,8 +482,8 @@ SEEN: list[tuple[str, Callable[[Any], Any], list[dict[str, Any]], dict[str, Any]
         quantizing,
         [
             {**way, "method": method}
-            for way in ({"scheme": "int8"}, {"scheme": "int4"}, {"bits": 6.0})
-            for method in ("rtn", "gptq", "awq", "sign")
+            for way in ({"scheme": "int8"}, {"scheme": "int4"}, {"formats": Path("TABLE")})
+            for method in ("rtn", "gptq")
         ],
         {
             "group_size": 32,
@@ -499,10 +497,7 @@ SEEN: list[tuple[str, Callable[[Any], Any], list[dict[str, Any]], dict[str, Any]
             "calibration_seed": 4,
             "order": "columns",
             "damping": 0.5,
-            "steps": 7,
-            "batch": 3,
             "picture": Path("P"),
-            "allow_int3": True,
             "spill": True,
             "gptaq": True,
             "asymmetric": True,

@@ -21,15 +21,14 @@ from hasten.replicas.settings import ReplicaSettings
 def test_the_command_runs_with_what_was_planned(tmp_path, tiny_folder):
     out, degree = tmp_path / "out.json", "2" if available_cores().physical > 1 else "1"
     text = ["--prompt", "def add", "--temperature", "0", "--max-new-tokens", "8", "--ignore-eos"]
-    auto = ["--devices", "auto", "--least-bits", "16", "--tensor-parallel", degree, "--json", str(out)]
+    auto = ["--devices", "auto", "--quantize", "int8", "--tensor-parallel", degree, "--json", str(out)]
     command = [sys.executable, "-m", "hasten", "generate", str(tiny_folder), *text, *auto]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"{degree} rank" in done.stderr
     assert "the time of an answer is the least" in done.stderr
-    alone = hasten.generate(
-        hasten.load(tiny_folder), "def add", temperature=0, max_new_tokens=8, ignore_eos=True, draft="none"
-    )
+    model = hasten.quantize(hasten.load(tiny_folder, dtype="stored"), hasten.Int8())
+    alone = hasten.generate(model, "def add", temperature=0, max_new_tokens=8, ignore_eos=True, draft="none")
     assert json.loads(out.read_text())["tokens"] == alone[0].tokens
 
 

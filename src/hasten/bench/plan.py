@@ -79,7 +79,7 @@ class PlanOptions(Wanted):
         Needs(KIND, "cuda", but=(*BETWEEN_RANKS, "policy")),
     ] = field(default_factory=Parallel)
 
-    EFFECTS: ClassVar = {name: Needs("goal") for name in ("token_ms", "price", "least_bits")}
+    EFFECTS: ClassVar = {name: Needs("goal") for name in ("token_ms", "price")}
 
     def facts(self) -> Facts:
         """What conditions of options depend on beside other options."""

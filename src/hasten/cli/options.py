@@ -294,7 +294,6 @@ class DeviceOptions(Wanted, RankOptions):
     EFFECTS: ClassVar[dict[str, Any]] = {
         "goal": Needs("devices", "auto"),
         "token_ms": Needs("devices", "auto"),
-        "least_bits": Needs("devices", "auto"),
     }
 
 

@@ -17,12 +17,14 @@ from hasten.model.fused import fuse, is_fused, refusal, take_apart
 from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer, require_model
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
+from hasten.quantization.block_task import BlockResult, served
 from hasten.quantization.calibration import check_calibration
+from hasten.quantization.gptq import GPTQ
 from hasten.quantization.report import LayerReport, compare
 from hasten.quantization.resume import WorkFolder
 from hasten.quantization.rounding import Search, round_weight
 from hasten.quantization.schemes import Scheme, units_of
-from hasten.quantization.sequential import BlockMethod, BlockResult, quantize_blocks, served
+from hasten.quantization.sequential import quantize_blocks
 
 Report = Callable[[LayerReport], None]
 
@@ -32,7 +34,7 @@ def quantize(
     model: Transformer,
     scheme: Scheme,
     *,
-    method: BlockMethod | None = None,
+    method: GPTQ | None = None,
     calibration: Tensor | None = None,
     report: Report | None = None,
 ) -> Transformer:
@@ -84,7 +86,7 @@ def _weights(
     model: Transformer,
     scheme: Scheme,
     formats: dict[str, LayerFormat],
-    method: BlockMethod | None,
+    method: GPTQ | None,
     calibration: Tensor | None,
     report: Report | None,
 ) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -95,9 +97,6 @@ def _weights(
     tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
     for result in quantize_blocks(model, formats, tokens, method, search=scheme.search):
         _report_all(result, report)
-        for name, tensor in result.changed.items():
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
         yield from result.weights.items()
     if "embedding" in formats:
         yield "embedding", round_layer(model, "embedding", formats["embedding"], scheme.search, report)
@@ -115,11 +114,10 @@ def quantize_to_folder(
     scheme: Scheme,
     folder: str | Path,
     *,
-    method: BlockMethod | None = None,
+    method: GPTQ | None = None,
     calibration: Tensor | None = None,
     report: Report | None = None,
     spill: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
     format: str = "compressed-tensors",
     device: torch.device | None = None,
 ) -> None:
@@ -133,9 +131,8 @@ def quantize_to_folder(
     device: where it is computed, one block or layer at a time: a model on the CPU can be quantized by a GPU that is
     too small for it.
 
-    method, calibration: as in `quantize`. `report` is called for each layer, `progress` with the steps of a block
-    that takes many. The folder is written whole or not at all. Raises ConfigError
-    as `quantize` does, CheckpointError where the folder cannot be written.
+    method, calibration: as in `quantize`. `report` is called for each layer. The folder is written whole or not at
+    all. Raises ConfigError as `quantize` does, CheckpointError where the folder cannot be written.
     """
     with taken_apart(model):
         folder, formats = Path(folder), check_quantizable(model, scheme, method)
@@ -149,9 +146,10 @@ def quantize_to_folder(
             return
         tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
         with WorkFolder.open(folder, model, tokens, formats, repr((scheme, method))) as work:
-            options: dict[str, Any] = {"saved": work, "spill": work.path if spill else None, "progress": progress}
-            options |= {"search": scheme.search, "device": device}
-            results = quantize_blocks(model, formats, tokens, method, **options)
+            spilled = work.path if spill else None
+            results = quantize_blocks(
+                model, formats, tokens, method, search=scheme.search, saved=work, spill=spilled, device=device
+            )
             for index, result in enumerate(results):
                 work.keep(index, result)
                 _report_all(result, report)
@@ -159,20 +157,22 @@ def quantize_to_folder(
             def finished(name: str) -> QuantizedWeight:
                 return weight(name) if name == "embedding" else work.weight(name)
 
-            export_model(model, folder, quantized=Quantized(formats, finished, work.changed.get), format=format)
+            export_model(model, folder, quantized=Quantized(formats, finished), format=format)
 
 
 def check_quantizable(
-    model: Transformer, scheme: Scheme, method: BlockMethod | None = None, *, partly: bool = False
+    model: Transformer, scheme: Scheme, method: GPTQ | None = None, *, partly: bool = False
 ) -> dict[str, LayerFormat]:
     """The layers the scheme quantizes; ConfigError where scheme or method is none or the model cannot be quantized.
 
     partly: some of its layers may be quantized already, and stay as they are, with a warning.
     """
-    check_model(model, partly=partly)
-    if method is not None and (isinstance(method, type) or not hasattr(method, "quantize_block")):
+    require_model(model, "hasten.quantize")
+    if model.quantization is not None and not partly:
+        raise already_quantized(model)
+    if method is not None and not isinstance(method, GPTQ):
         found = f"the class {method.__name__}" if isinstance(method, type) else type(method).__name__
-        raise ConfigError(f"a method is hasten.GPTQ(), hasten.AWQ() or hasten.SignRounding(); found {found}")
+        raise ConfigError(f"the method is hasten.GPTQ(...), or None to round to nearest; found {found}")
     if not isinstance(scheme, Scheme):
         raise ConfigError(f"a scheme is hasten.Int8(...) or hasten.Int4(...); found {type(scheme).__name__}")
     asked, plain = scheme.layers(model), nn.Linear | nn.Embedding
@@ -187,13 +187,6 @@ def check_quantizable(
             text = f"{', '.join(names)} have different formats: on a GPU the model runs without the fused steps, slower"
             warnings.warn(text, HastenWarning, stacklevel=3)
     return formats
-
-
-def check_model(model: Transformer, *, partly: bool = False) -> None:
-    """ConfigError where a model cannot be quantized as it is; partly: some of its layers may be quantized already."""
-    require_model(model, "hasten.quantize")
-    if model.quantization is not None and not partly:
-        raise already_quantized(model)
 
 
 @contextmanager

@@ -111,7 +111,7 @@ FORMATS = ("int8", *GROUPED_FORMATS)  # as a table names them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """A format for each layer, as `choose_bits` finds them: int4 and less are symmetric, the rest is as in `Int4`.
+    """A format for each layer, from a table: int4 and less are symmetric, the rest is as in `Int4`.
 
     table: by the layers' names ("blocks.0.attention.q", …, "head", "embedding") "int8", "int4-g128" (groups of 128) or
     any of `FORMATS`. Head and embedding may be missing and stay as they are; an embedding that is tied to the head goes

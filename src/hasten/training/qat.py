@@ -60,8 +60,10 @@ def begin_with(model: Transformer, folder: str) -> None:
             continue
         if name not in layers:
             same = piece.name in source.stored and same_numbers(model, ours, piece.of(source.read(piece.name)))
-            if not same:  # awq scales weights, and what stands before them the other way
-                raise ConfigError(f"{folder} has another {piece.name} than --init; quantize --init itself, not by awq")
+            if not same:  # AWQ, as other programs do it, scales weights, and the norm before them the other way
+                raise ConfigError(
+                    f"{folder} has another {piece.name} than --init; give what `hasten quantize` made of --init"
+                )
             continue
         if source.quantized is None or piece.name not in modules:
             raise ConfigError(f"{folder} holds no quantized {name}; give what `hasten quantize` made of --init")
