@@ -59,7 +59,6 @@ SET = {
     "lora.rank": 4,
     "qat.bits": 4,
     "qat.start_bits": 8,
-    "diloco.sync_every": 5,
     "parallel.zero": 3,
     "techniques.layer_drop": 0.5,
     "schedule.warmup_steps": 10,
@@ -106,7 +105,7 @@ data.context data.fit_context data.batch_size data.accumulation data.separate_do
 optimizer.learning_rate optimizer.beta1 optimizer.beta2 optimizer.epsilon optimizer.weight_decay optimizer.groups
 optimizer.clip schedule.kind schedule.warmup_steps techniques.precision techniques.attention techniques.loss
 techniques.layer_drop techniques.checkpointing techniques.compile techniques.fp8 techniques.fused_optimizer lora.rank
-qat.bits parallel.zero parallel.offload parallel.policy diloco.sync_every run.steps run.epochs run.minutes run.folder
+qat.bits parallel.zero parallel.offload parallel.policy run.steps run.epochs run.minutes run.folder
 run.export_dtype run.checkpoint_every run.background_checkpoints run.device run.threads run.seed run.fit run.tensorboard
 """
 # The same of the commands. Among them are what is refused by its own error where it cannot be (--tensor-parallel of a
@@ -122,7 +121,7 @@ FROM_TO = {**MODEL, "output": Path("OUTPUT")}
 Command = tuple[type, dict[str, Any], bool, str]
 EVERY: dict[str, Command] = {
     "demo": (Demo, {}, False, "minutes spent published again folder threads ladder"),
-    "generate": (Generate, MODEL, False, f"{GENERATES} tensor_parallel devices json prompt prompt_ids compile"),
+    "generate": (Generate, MODEL, False, f"{GENERATES} tensor_parallel json prompt prompt_ids compile"),
     "chat": (ChatInTerminal, MODEL, False, f"{GENERATES} system template chat_template_kwargs"),
     "serve": (
         Serve,
@@ -308,7 +307,7 @@ def test_an_option_without_effect_says_what_stands_in_the_way(command, path, num
         ("generate M --prompt x --draft none --speculate 4", "--speculate has no effect with --draft none; change"),
         ("generate M --prompt x --compile --speculate 4", "--speculate has no effect with --compile and --draft auto"),
         ("generate M --prompt x --accept distribution", "--accept has no effect with --draft auto; change that"),
-        ("generate M --prompt x --price 2", "--price"),
+        *((f"generate M --prompt x --{name} 2", f"--{name}") for name in ("price", "goal", "token-ms", "devices")),
         ("chat M --draft none --speculate 2", "--speculate has no effect with --draft none"),
         ("eval M --text stdlib --no-overlap --stride 4", "--stride has no effect with --no-overlap; leave one of"),
         ("eval M --tasks x --no-overlap", "--no-overlap has no effect without --text"),

@@ -84,7 +84,8 @@ def load(
         fill_quantized(model, packed, quantized, dtype=own, device=place, share=share)
     if group is not None and held is not None:
         model = connect(model, group, held, checkpoint.config)
-    model.dtype_asked, model.origin = not auto, str(source.path if isinstance(source, ModelSource) else source)
+    model.dtype_asked = not auto
+    model.origin = str(source.path if isinstance(source, ModelSource) else source)
     _finish(model, place)
     return model
 

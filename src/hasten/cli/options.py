@@ -284,7 +284,7 @@ class RankOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Wanted, RankOptions):
-    """Processes and precision chosen by a plan (`hasten.cli.planned`)."""
+    """The same for a server, which a plan may choose (`hasten.cli.planned`)."""
 
     devices: Literal["given", "auto"] = "given"
     """auto: a plan chooses the ranks and the precision for this machine, by --goal (latency unless it is given), and

@@ -17,13 +17,12 @@ from hasten.training.recipe import Qat
 from hasten.training.step import TrainStep
 
 
-def round_while_training(model: Transformer, qat: Qat, *, begin: bool = True) -> None:
-    """Technique: linear layers multiply with what their weights will be stored as.
+def apply_rounding(model: Transformer, qat: Qat, *, begin: bool = True) -> None:
+    """Let linear layers multiply with what their weights will be stored as. qat.bits: set.
 
     begin: from `qat.init`, if there is one; a checkpoint holds what came of it.
     """
-    if qat.bits is None:
-        return
+    assert qat.bits is not None
     if model.quantization:
         raise ConfigError(
             "qat.bits rounds plain weights, and these are quantized; set lora.base auto and a plain --init"

@@ -17,7 +17,6 @@ from hasten.effects import ON_CPU, ON_CUDA, Holds, Needs, Neutral, Unless, ignor
 from hasten.errors import ConfigError
 from hasten.machine.threads import Threads
 from hasten.training.conditions import (
-    APART,
     DROPPED,
     FALLING,
     KEPT_BY_RECIPES,
@@ -266,24 +265,6 @@ class Parallel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diloco:
-    """Processes that train by themselves and agree now and then, for slow links (arXiv 2311.08105; torchft's names)."""
-
-    sync_every: Annotated[int | None, ABOVE_0] = None
-    """Steps from one agreement to the next (none: in every step, as usual)."""
-    should_quantize: Annotated[bool, APART] = False
-    """What they tell each other has 8 bits a weight, not 16."""
-    fragment_sync_delay: Annotated[int, AT_LEAST_0, APART] = 0
-    """Steps that are taken while it is on its way."""
-    fragment_update_alpha: Annotated[float, BELOW_1, APART] = 0.0
-    """Share of a process's own weights that stays when it goes on from what was agreed."""
-    learning_rate: Annotated[float, ABOVE_0, APART] = 0.7
-    """Of the outer step, towards the mean of where they have come to."""
-    momentum: Annotated[float, BELOW_1, APART] = 0.9
-    """Of the outer steps (Nesterov's)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """How long, where, and what is written. The run ends at the first of steps, epochs and minutes."""
 
@@ -340,7 +321,6 @@ class Recipe:
     lora: Lora = field(default_factory=Lora)
     qat: Qat = field(default_factory=Qat)
     parallel: Parallel = field(default_factory=Parallel)
-    diloco: Diloco = field(default_factory=Diloco)
     run: Run = field(default_factory=Run)
 
     def to_json(self) -> dict[str, Any]:
@@ -355,6 +335,8 @@ class Recipe:
         if not isinstance(values, Mapping):
             raise ConfigError(f"a recipe is an object with fields; found {values!r:.60}")
         try:
+            if values.get("diloco", {}).get("sync_every", 0) is None:  # an earlier version's, switched off
+                values = {name: value for name, value in values.items() if name != "diloco"}
             return cls(**{name: _made(sections[name], v) if name in sections else v for name, v in values.items()})
         except (TypeError, AttributeError) as error:
             raise ConfigError(f"this is not a recipe of this version of hasten: {error}") from None
