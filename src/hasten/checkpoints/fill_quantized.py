@@ -46,8 +46,12 @@ def fill_quantized(
     tied = embedding is not None and (head == embedding or (head is None and model.head.weight.is_meta))
     if tied:  # one matrix, which the head holds
         pieces = {"head.weight" if ours == "embedding.weight" else ours: piece for ours, piece in pieces.items()}
+    beside: dict[str, list[str]] = {}  # the tensors of each module
+    for stored in folder.stored:
+        beside.setdefault(stored.rpartition(".")[0], []).append(stored)
     module: QuantizedModule | None = None
     unpacked = 0  # numbers since memory was given back
+    whole_rows = share is None and device is None  # as blocks go to a CPU's panels
     # The head first: it is the largest, and little else is held yet.
     for ours, piece in sorted(pieces.items(), key=lambda one: one[0] != "head.weight"):
         name = ours.removesuffix(".weight")
@@ -75,7 +79,10 @@ def fill_quantized(
         else:
             layers[name] = module.layer
             options: dict[str, Any] = {"activations": module.layer.activations, "dtype": dtype}
-            if (words := folder.int4_words(module)) is None:
+            blocks = folder.blocks(module) if whole_rows else None
+            if blocks is not None:
+                packed = PackedLinear.from_blocks(replace(blocks, rows=piece.of(blocks.rows)), place.bias, **options)
+            elif (words := folder.int4_words(module)) is None:
                 packed = PackedLinear.from_weight(own(read(module)), place.bias, **options)
             else:
                 options["in_features"] = place.in_features
@@ -87,8 +94,8 @@ def fill_quantized(
         mapped = folder.values(module)
         if data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
             release_pages(mapped)
-        for stored in folder.stored:  # its scales and zeros; should a kernel read them there, they are read anew
-            if stored != module.values and stored.rpartition(".")[0] == module.name:
+        for stored in beside.get(module.name, ()):  # its scales and zeros; a kernel that uses them reads them again
+            if stored != module.values:
                 release_pages(folder.tensor(stored))
         unpacked += math.prod(module.shape)
         if unpacked > MOST_UNPACKED:

@@ -13,8 +13,10 @@ from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.sharded import SumOfRanks
 from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
 from hasten.ops.linear import PackedLinear, QuantizedWeight, request_of
-from hasten.ops.linear.layouts import PANEL, Packed
+from hasten.ops.linear.layouts import Packed
 from hasten.ops.linear.operator import LinearRequest, native_unsupported
+from hasten.ops.pages import empty_in_large_pages
+from hasten.ops.panels import PANEL
 
 HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/phases.h)
 
@@ -99,7 +101,9 @@ def interleave_gate_up(gate: Linear, up: Linear) -> PackedLinear:
         # The panel's 64 rows stand before the bytes of a line (data) or last (scales): split them into two halves.
         row = 2 if tensors[0].dim() == 4 else tensors[0].dim() - 1
         split = [t.unflatten(row, (2, HALF_PANEL)).movedim(row, 1).flatten(0, 1)[:halves] for t in tensors]
-        return torch.cat(split, dim=row)
+        size = list(split[0].shape)
+        size[row] = PANEL
+        return torch.cat(split, dim=row, out=empty_in_large_pages(size, dtype=split[0].dtype))
 
     def pack(_: object) -> Packed:
         buffers = {name: [getattr(part, name) for part in parts] for name in Packed._fields}

@@ -7,7 +7,6 @@ for each instruction set, when one is first wanted.
 """
 
 import functools
-import importlib
 import inspect
 import os
 import threading
@@ -154,7 +153,8 @@ def _load(isa: str, part: Part) -> NativeLibrary | None:
 @functools.cache
 def fakes() -> dict[str, Callable]:
     """The fake implementation of every native operator, by its name."""
-    module = importlib.import_module("hasten.ops.fakes")  # by name, because it needs layouts, which need this file
+    from hasten.ops import fakes as module  # here: it imports torch
+
     own = inspect.getmembers(module, lambda one: inspect.isfunction(one) and one.__module__ == module.__name__)
     return {name: function for name, function in own if not name.startswith("_")}
 
