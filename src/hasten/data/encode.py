@@ -24,7 +24,7 @@ VALIDATION_FILE = "validation.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """What is encoded at once: a part of a text, or a whole chat. read: bytes of the source that it stands for."""
+    """What is encoded at once: a part of a text, or a whole chat. read: its bytes in the source, to show progress."""
 
     split: SplitName
     name: str
@@ -38,7 +38,7 @@ class _Piece:
 class Encoder:
     """Takes the items of a source in order and writes both splits and the held-out texts into `folder`.
 
-    advance: told the bytes of text that are done. before, separator: the tokens around a document.
+    advance: called with the bytes of text that were encoded. before, separator: the tokens around a document.
     """
 
     def __init__(self, *, folder: Path, tokenizer: Tokenizer, plan: SplitPlan, advance: Callable[[int], None]) -> None:

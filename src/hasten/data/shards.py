@@ -97,10 +97,10 @@ class TokenSplit:
 
 
 class _Stream:
-    """Numbers of one kind on their way to the disk; a file is made with its first number.
+    """Writes numbers of one kind to numbered files; a file is created with its first number.
 
-    name: of a file, with a place for its number. most: where a file has so many, the next one is begun. counts: of the
-    numbers in each file.
+    name: file name, with a placeholder for the file's index. most: numbers in a file, after which the next one begins.
+    counts: numbers in each file.
     """
 
     def __init__(self, folder: Path, name: str, dtype: npt.DTypeLike, *, most: float = math.inf) -> None:

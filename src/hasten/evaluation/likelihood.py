@@ -20,8 +20,8 @@ def log_likelihoods(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[tuple[float, bool]]:
-    """Of each (context, continuation), both token ids: the continuation's log-probability in nats, and whether each of
-    its tokens is the most likely one, which greedy decoding would take.
+    """Score (context, continuation) pairs of token ids: the log-probability of each continuation in nats, and whether
+    greedy decoding would give it (each of its tokens is the most likely one).
 
     Pairs that read the same tokens are computed once, as answers of one token to the same question do. progress is
     called with the number of tokens read so far and that of all. Raises ConfigError for an empty context, ids that the

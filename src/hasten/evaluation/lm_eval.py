@@ -148,7 +148,7 @@ class HastenLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Of lm-eval's cache of prompts: another for another tokenizer or chat template."""
+        """Key of lm-eval's cache of prompts; it changes with the tokenizer and the chat template."""
         parts = f"{self.tokenizer.digest} {self.tokenizer.chat_template}"
         return f"hasten-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 

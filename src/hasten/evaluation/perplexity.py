@@ -166,7 +166,7 @@ class Padded:
 
 
 def batches(cut: Sequence[Window], device: torch.device) -> Iterator[Padded]:
-    """As many windows as BATCH_TOKENS hold, or one, padded to the first, which is the longest."""
+    """Batch windows, longest first, up to BATCH_TOKENS tokens (at least one window), padded to the first of a batch."""
     room, start = max(len(cut[0].tokens), BATCH_TOKENS), 0
     while start < len(cut):
         count = room // len(cut[start].tokens)

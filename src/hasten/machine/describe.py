@@ -1,4 +1,4 @@
-"""What this machine is, as it stands beside every published measurement: no names of hosts, users or folders."""
+"""Describes this machine for published measurements, without names of hosts, users or folders."""
 
 import platform
 import re

@@ -83,7 +83,7 @@ def locked(path: Path, *, waiting: str | None) -> AbstractContextManager[object]
         return lock.acquire()
 
 
-# Of a model's folder.
+# JSON files of a model's folder.
 MODEL_JSON = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 

@@ -54,7 +54,7 @@ def compare(
 
 
 def forget(what: str, *, library: str = "") -> None:
-    """Have a comparison made anew when it is next asked for."""
+    """Drop a stored comparison, so that it is measured again when it is next needed."""
     key = _key(what, library)
     _store().pop(key, None)
     with contextlib.suppress(OSError, ResourceError):

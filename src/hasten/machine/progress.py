@@ -40,7 +40,7 @@ def on_terminal() -> bool:
 
 @contextmanager
 def share(description: str) -> Iterator[Callable[[int, int | None], None]]:
-    """A bar with the time left; yields the function that is told how much is done, and of how much. Gone when done."""
+    """Show a progress bar with the time left; yields update(done, total). The bar disappears at the end."""
     with bars("count", "elapsed", "left", "remaining") as progress:
         task = progress.add_task(description, total=None)
         yield lambda done, whole: progress.update(task, completed=done, total=whole)

@@ -28,7 +28,7 @@ def thread_count(threads: Threads | None) -> int | None:
 
 @contextmanager
 def share_of_cores(part: int, parts: int) -> Iterator[None]:
-    """In the block this thread, and what it starts, keeps to one of so many equal parts of its cores (on Linux).
+    """Restrict this thread, and those it starts, to part `part` of `parts` equal parts of its cores (on Linux).
 
     A core's hardware threads, whose numbers often lie half the machine apart, go to one part where there are enough.
 

@@ -114,8 +114,8 @@ def _short(value: Any) -> str:
 class Fields:
     """Reads the values of a config.json, refusing wrong types and absurd sizes before anything is allocated.
 
-    `defaults` stand in for fields that the file leaves out, as the family's config class in transformers does; a field
-    that is there and null counts as absent and takes the caller's own default.
+    `defaults`: values of fields that the file leaves out, those of the family's config class in transformers. A field
+    that is null counts as absent and takes the caller's own default.
     """
 
     def __init__(

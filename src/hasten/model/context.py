@@ -81,7 +81,7 @@ def _layer(documents: Tensor | None, window: int | None, intervals: bool) -> Pla
 def training_context(
     model: Transformer, tokens: int, documents: Tensor | None = None, *, device: torch.device | None = None
 ) -> TrainingContext:
-    """The context in which `model` sees rows of so many tokens at once, its sparse pattern included.
+    """The context in which `model` computes rows of `tokens` tokens without a cache, its sparse pattern included.
 
     device: where its blocks are computed, if not where the model is.
 
@@ -114,7 +114,7 @@ class TrainingContexts:
         self._plain: dict[int, TrainingContext] = {}  # by the number of tokens in a row
 
     def of(self, tokens: int, documents: Tensor | None = None) -> TrainingContext:
-        """As `training_context`."""
+        """`training_context(model, tokens, documents)`, kept for the next call where there are no documents."""
         if documents is not None:
             return training_context(self._model, tokens, documents)
         if tokens not in self._plain:

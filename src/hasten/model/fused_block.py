@@ -89,7 +89,7 @@ class FusedSteps(nn.Module):
         return block
 
     def rows(self) -> dict[str, dict[str, Tensor]]:
-        """Of each fused layer the output rows that are a readable layer's, by the names of both."""
+        """Output rows of each fused layer by the readable layer they belong to: {fused name: {readable name: rows}}."""
         raise NotImplementedError
 
 

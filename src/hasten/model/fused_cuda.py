@@ -243,7 +243,7 @@ class CudaStack:
         return self.__dict__ | {"_decode": None, "_bound_to": []}
 
     def addresses(self) -> tuple[int, ...]:
-        """Of all that a step reads of the model: where they are the same, a captured step can be run again."""
+        """Addresses of all tensors of the model that a step reads; while they stay, a captured step is valid."""
         counters: Any = [block._bound.counters for block in self.model.blocks]  # type: ignore[union-attr]
         own = [] if self._decode is None else [self._decode.counter]
         held = chain(self.model.parameters(), self.model.buffers(), counters, own)

@@ -96,7 +96,7 @@ def interleave_gate_up(gate: Linear, up: Linear) -> PackedLinear:
     halves = -(-parts[0].out_features // HALF_PANEL)
 
     def interleave(tensors: list[Tensor]) -> Tensor:
-        # The panel's 64 rows stand before the bytes of a line (data) or last (scales): split them into two halves.
+        # The dimension of a panel's 64 rows is second to last (data) or last (scales): split it into two halves.
         row = 2 if tensors[0].dim() == 4 else tensors[0].dim() - 1
         split = [t.unflatten(row, (2, HALF_PANEL)).movedim(row, 1).flatten(0, 1)[:halves] for t in tensors]
         return torch.cat(split, dim=row)

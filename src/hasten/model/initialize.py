@@ -51,7 +51,7 @@ def initialize(
 
 @contextmanager
 def unfilled() -> Iterator[None]:
-    """Modules made here stand on the meta device, with parameters that nobody fills."""
+    """Create modules on the meta device, without initializing their parameters."""
     with torch.device("meta"), _Uninitialised():
         yield
 

@@ -14,9 +14,9 @@ class LayerContext(Protocol):
     """What one layer's attention may look at besides the tokens at hand."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
-        """Take the new k, v (B, T, Hkv, D) in; attention of q (B, T, H, D) over all that is there now: (B, T, H, D).
+        """Store the new k, v (B, T, Hkv, D); return attention (B, T, H, D) of q (B, T, H, D) over everything stored.
 
-        attention: the layer's kernels, for contexts whose keys stand side by side.
+        attention: the layer's kernels, for contexts that hold the keys in one contiguous tensor.
         """
         ...
 

@@ -102,7 +102,7 @@ def written_activations(layers: Iterable[LayerFormat]) -> dict[str, Any]:
     found: dict[str, Activations] = {}
     for layer in layers:
         if layer.activations != "none":
-            # Of two by row, as quantization-aware training has them with an int8 head, the blocks' come first.
+            # If two are by row (quantization-aware training with an int8 head), the blocks' format comes first.
             found.setdefault(_strategy(layer.weight.group_size), layer.activations)
     if not found:
         return {}
@@ -110,5 +110,5 @@ def written_activations(layers: Iterable[LayerFormat]) -> dict[str, Any]:
 
 
 def _strategy(group_size: int) -> str:
-    """As compressed-tensors calls it."""
+    """The name of this grouping in compressed-tensors."""
     return "group" if group_size else "channel"

@@ -91,7 +91,7 @@ class LoRALinear(nn.Module):
         self.base, self.choice, self.dropout = base, choice, nn.Dropout(dropout)
         held = [one for one in adapters if one is not None]
         self.a, self.b = (nn.ParameterList(getattr(one, name) for one in held) for name in ("a", "b"))
-        # Of each adapter its place there, not the tensors themselves: FSDP puts others in their place.
+        # Each adapter's index in the lists, not the tensors themselves: FSDP replaces the parameters.
         self.places = [None if one is None else (held.index(one), one.scale) for one in adapters]
         self.kinds = [(one.alpha, one.rslora) for one in held]
 

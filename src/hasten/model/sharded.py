@@ -1,8 +1,8 @@
-"""A model of which each of several ranks holds a share: an ordinary one of smaller sizes, and where the ranks meet.
+"""A model split over several ranks: an ordinary model of smaller sizes on each, and where they communicate.
 
-A block's output and down put out parts of a sum; it is made by `SumOfRanks`, which stands where the norm after them
-stands, in readable blocks and in fused ones (there inside the native step). Each rank looks up the words that it holds,
-and the logits of all are put side by side: then every rank has the same bits, and draws the same token from them.
+A block's output and down projections give partial sums. `SumOfRanks`, in the place of the norm after them, adds them up,
+in readable blocks and in fused ones (there inside the native step). Each rank looks up its own part of the vocabulary,
+and the logits of all ranks are gathered, so every rank has the same bits and samples the same token.
 """
 
 from collections.abc import Sequence
@@ -63,8 +63,8 @@ def connect(model: Transformer, group: RankGroup, shares: list[Share], whole: Mo
 
 
 def told_by_first(model: Transformer, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The first rank's numbers, as many rows of them as here; its own of a model that one process holds."""
+    """Broadcast rows of numbers from rank 0; a model that one process holds returns its own."""
     if not isinstance(model, ShardedTransformer):
         return [list(row) for row in rows]
-    told = iter(model.group.of_first([number for row in rows for number in (len(row), *row)]))
-    return [list(islice(told, next(told))) for _ in rows]
+    numbers = iter(model.group.of_first([number for row in rows for number in (len(row), *row)]))
+    return [list(islice(numbers, next(numbers))) for _ in rows]

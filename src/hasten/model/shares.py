@@ -29,13 +29,13 @@ class Cut:
     part: range | None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Of a plain parameter: a copy, so that the file's pages, of which others' parts stand too, can be let go."""
+        """Slice a plain parameter. Copies, so that the mapped file pages can be released."""
         if self.part is None:
             return torch.zeros_like(tensor)
         return tensor.narrow(self.dim, self.part.start, len(self.part)).clone(memory_format=torch.contiguous_format)
 
     def of_weight(self, weight: QuantizedWeight) -> QuantizedWeight:
-        """Of a quantized weight, whole groups; its values may be words of eight."""
+        """Slice a quantized weight by whole groups; its values may be packed, eight to a word."""
         part = self.part
         assert part is not None, "only a bias is another rank's"
         if self.dim == 0:
@@ -48,7 +48,7 @@ class Cut:
         steps = [level.columns for level in weight.format.scales]
 
         def columns(tensor: Tensor, step: int) -> Tensor:
-            """Of a tensor with one column for `step` of the weight's; 0: one for all of them."""
+            """Slice a tensor that has one column for `step` columns of the weight (0: one for all columns)."""
             if not step:
                 return tensor
             return tensor[:, part.start // step : -(-part.stop // step)].contiguous()
@@ -76,7 +76,7 @@ class Share:
     words: range
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """Of the rank's own model: the same but for its sizes."""
+        """Config of the rank's own model: `whole` with smaller sizes."""
         return replace(
             whole,
             heads=len(self.heads),

@@ -9,7 +9,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Put modules in the place of others, wherever in a model they stand."""
+    """Replace modules, keys by values of `new`, wherever they are in a model."""
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
             if child in new:

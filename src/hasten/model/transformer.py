@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hasten.ops.attention.pattern_layout import Pattern
     from hasten.text.tokenizer import Tokenizer
 
-Linear = nn.Linear | PackedLinear  # a quantized or packed layer may stand in the place of a plain one
+Linear = nn.Linear | PackedLinear  # a quantized or packed layer may replace a plain one
 
 
 class Attention(nn.Module):
@@ -257,7 +257,7 @@ class Transformer(nn.Module):
             if block_scales is None or (scale == 1.0 and not self.training):
                 x = block(x, rope, own)
             elif scale:
-                # A tensor, because a compiled block would be compiled anew for every other number.
+                # A tensor, because a compiled block would be recompiled for every new number.
                 x = block(x, rope, own, x.new_full((), scale, dtype=torch.float32))
         return x
 
@@ -344,7 +344,7 @@ class Transformer(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of the activations of readable blocks, and of a cache's keys and values: see `hasten.model.wide`."""
+        """dtype of activations (of readable blocks) and of the KV cache; see `hasten.model.wide`."""
         if (own := getattr(self.blocks[0], "cache_dtype", None)) is not None:
             return own
         if isinstance(self.embedding, PackedEmbedding):
@@ -367,16 +367,17 @@ class Transformer(nn.Module):
         return all(isinstance(block, Block) for block in self.blocks)
 
     def train(self, mode: bool = True) -> Transformer:
-        """As in torch. Raises ConfigError for a fused model, whose packed weights have no gradients."""
+        """Set training mode. Raises ConfigError for a fused model, whose packed weights have no gradients."""
         if mode:
             check_trainable(self)
             self.was_trained = True
         return super().train(mode)
 
     def bind(self, *, attention: str | None = None, loss: str | None = None, dtype: torch.dtype | None = None) -> None:
-        """Choose every layer's kernels anew, or force one by name; needed after moving to another device or dtype.
+        """Choose every layer's kernels again, or force one by name; needed after moving to another device or dtype.
 
-        dtype: of the products, where autocast will have them in another than the weights': then only to be called so.
+        dtype: of the products, if autocast will run them in another dtype than the weights'; the model may then only be
+        called under it.
 
         Where none is named here, the loss's is the first that fits each call, whose dtype autocast decides; one that
         was named before is forgotten.

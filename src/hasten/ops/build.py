@@ -156,7 +156,7 @@ def is_built(isa: str, part: Part = "inference", *, sources: Path = SOURCES, fol
 
 
 def can_build(isa: str) -> bool:
-    """Whether `build` would work, as far as can be told in milliseconds: not where it failed the last time."""
+    """Whether `build` is likely to work, found in milliseconds; False if it failed the last time."""
     compiler, kind = find_compiler(), INSTRUCTION_SETS[isa].here()
     ready = compiler is not None and _header().is_file() and compiler.takes(kind.flags, kind.probe)
     return ready and not any(_log(place, isa).exists() for place in _places(None))

@@ -14,7 +14,7 @@ from hasten.ops.linear.weights import BFLOAT16, group_format, int4_format
 
 
 def _like_first(x: Tensor, *rest: Any) -> Tensor:
-    """As the first argument, contiguous."""
+    """Output like the first argument, contiguous."""
     return x.new_empty(x.shape)
 
 
@@ -80,7 +80,7 @@ def attention_input(x: Tensor, *rest: Any) -> Tensor:
 
 
 def linear_add(x: Tensor, data: Tensor, scales: Any, zeros: Any, outer: Any, bias: Any, *rest: Any) -> Tensor:
-    """As the residual."""
+    """Output like the residual."""
     residual: Tensor = rest[2]
     return residual.new_empty(residual.shape)
 

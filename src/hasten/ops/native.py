@@ -160,10 +160,10 @@ def fakes() -> dict[str, Callable]:
 
 
 def with_gradients(register: Callable[[NativeLibrary, str], None]) -> Callable[[str | None], str]:
-    """Of `register(native, namespace)`, which tells torch of gradients, make `ready(isa)`, which calls it in time.
+    """Turn `register(native, namespace)`, which registers gradients with torch, into `ready(isa)`, which calls it once.
 
-    ready: the namespace of an instruction set's operators (None: of HASTEN_ISA, or the best here), whose gradients
-    torch knows then. A compiled graph holds its result. It raises ResourceError where there is no native library.
+    ready returns the namespace of an instruction set's operators (None: HASTEN_ISA's, or the best one here) with their
+    gradients registered. A compiled graph holds its result. Raises ResourceError if there is no native library.
     """
     registering, registered = threading.Lock(), set()  # torch takes a gradient once
 

@@ -24,7 +24,7 @@ class Kernel(Generic[Request]):
 
     `unsupported_reason(request)` returns None if the kernel can serve the request, else why it cannot, in plain words.
     `opt_in_reason(request)` returns why a kernel that could serve is only taken when it is asked for by name, or None.
-    Kernels stand in their operator's list in the order of preference: the fastest first, the reference last.
+    Kernels are listed in the order of preference: the fastest first, the reference last.
     """
 
     name: str
@@ -46,9 +46,9 @@ _listeners: list[list[Choice]] = []
 
 @contextlib.contextmanager
 def explained() -> Iterator[list[Choice]]:
-    """Within it, a list of what every call that picks its kernel by itself took, and why not the others.
+    """Record, while the context is open, which kernel each call picked and why not the others.
 
-    For operators that are called and not bound, as `hasten.ops.attention.attention`, in whosever module they stand.
+    For operators that pick at each call, such as `hasten.ops.attention.attention`, in anybody's module.
     """
     found: list[Choice] = []
     _listeners.append(found)
@@ -59,7 +59,7 @@ def explained() -> Iterator[list[Choice]]:
 
 
 def pick_at_call(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | None = None) -> Kernel[Request]:
-    """`pick`, told to those who listen (`explained`)."""
+    """Call `pick`, and record the choice for every open `explained`."""
     for found in _listeners:
         found.append(explain(kernels, request, forced=forced))
     return pick(kernels, request, forced=forced)

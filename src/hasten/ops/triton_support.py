@@ -17,7 +17,7 @@ _CAPABILITIES: dict[Any, tuple[int, int]] = {}  # by who was asked, and the devi
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Of a CUDA device, or Hopper's where there is no device to ask."""
+    """Compute capability of a CUDA device, or Hopper's if there is no device."""
     key = torch.cuda.is_available, torch.cuda.get_device_capability, device.index
     kept = device.index is not None and not torch.compiler.is_compiling()
     if kept and key in _CAPABILITIES:

@@ -58,7 +58,7 @@ class ProfiledPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Of one use: its kinds of steps, and the kernels that each layer runs, with the reasons."""
+    """The profile of one use: its kinds of steps, and the kernels that each layer runs, with the reasons."""
 
     use: str
     phases: tuple[ProfiledPhase, ...]
@@ -84,9 +84,9 @@ def profile(
     """Measure where the time of a step goes; write profile.json, profile.png and traces for Perfetto into a folder.
 
     subject: a recipe, whose training step is measured (nothing is learned, and no run is touched), or a model that
-    generates or, with use="serve", serves: `batch` random prompts of at most so many tokens. steps: of each kind that
-    are measured, and as many unobserved. tensorboard: also write its scalars (needs the package). Raises ConfigError,
-    and what `train` raises before its first step.
+    generates or, with use="serve", serves: `batch` random prompts of at most `prompt_tokens` tokens. steps: how many of
+    each kind are measured, and how many more run unobserved for comparison. tensorboard: also write its scalars (needs
+    the package). Raises ConfigError, and what `train` raises before its first step.
     """
     from torch._inductor import config as inductor_config
 
@@ -107,7 +107,7 @@ def profile(
             subject.check()
             if subject.teacher is not None:
                 raise ConfigError("the tree of a step has no teacher in it; profile the recipe without one")
-            # Block by block: one graph of all of them has no parts that could be told apart.
+            # Block by block: inside one graph of all blocks no parts can be timed.
             apart = replace(subject, techniques=replace(subject.techniques, whole_model=False))
             setup = set_up(apart, progress=True)
             batches = [setup.batches.batch(position) for position in range(subject.data.accumulation)]

@@ -21,7 +21,7 @@ BARS = 10  # of the picture
 
 
 def cells(row: PartTime, step: PartTime) -> list[str]:
-    """A line of the table but for the name: what stands under HEAD, and the milliseconds above the limit."""
+    """Cells of a table row after the name: the columns of HEAD, and the milliseconds above the limit."""
     return [
         format_value(row.parameters or None, "count"),
         *(f"{1e3 * seconds:.3g}" if seconds else "" for seconds in (row.forward, row.backward)),

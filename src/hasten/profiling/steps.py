@@ -24,7 +24,7 @@ from hasten.planning.cost import attended_by_pattern
 from hasten.profiling.walk import parts_of
 from hasten.training.setup import Setup
 
-NEW_TOKENS = 64  # of an answer, before the prompts are read anew
+NEW_TOKENS = 64  # tokens of an answer, before the prompts are processed again
 Spans = Sequence[tuple[int, int]]  # of each sequence of a step: tokens that are cached, and new ones
 
 
@@ -68,7 +68,7 @@ def training(setup: Setup, batches: Sequence[Batch]) -> Work:
 
 
 class Answers:
-    """Random prompts that are read, then continued a token a step; read anew when the answers are complete."""
+    """Processes random prompts, then decodes a token a step; starts over when the answers are complete."""
 
     calls: tuple[tuple[Any, str, str], ...] = ((BatchSampler, "next_tokens", "draw"), (Generation, "_push", "text"))
 
@@ -110,7 +110,7 @@ class Answers:
 
 
 class ServedAnswers(Answers):
-    """The same by the server's engine, as so many requests at once."""
+    """The same work in the server's engine, as `batch` concurrent requests."""
 
     def __init__(self, model: Transformer, *, batch: int, prompt_tokens: int) -> None:
         super().__init__(model, batch=batch, prompt_tokens=prompt_tokens)

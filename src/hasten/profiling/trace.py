@@ -19,7 +19,7 @@ STEP = "hasten: the step"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """Of one step while it was traced, which makes it slower.
+    """What torch's profiler saw of one step; tracing makes the step slower.
 
     outside: seconds in no operator, on a GPU in no kernel: Python, and what PyTorch does between them. operators: the
     most expensive: name, calls, seconds without those of the operators it calls. memory: (seconds since the step began,

@@ -104,7 +104,7 @@ def ordered(rows: Sequence[PartTime], by: str) -> list[PartTime]:
 
 
 def parameters_of(parts: Iterable[ModelPart]) -> dict[str, int]:
-    """By part, each once, at the first part that has it; of a packed layer the numbers that it stands for."""
+    """Number of parameters of each part; shared ones count once, at the first part, packed ones as unpacked."""
     found: dict[str, int] = {}
     seen: set[int] = set()
     for part in parts:

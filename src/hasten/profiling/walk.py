@@ -11,7 +11,7 @@ from hasten.model.transformer import Transformer
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.training.swapped import FusedMLP, JoinedAttention
 
-COMPILED = "compiled: one graph, whose parts cannot be told apart"
+COMPILED = "compiled: one graph, whose parts cannot be timed"
 NATIVE = "native steps: attention and its products are one row"
 
 

@@ -30,7 +30,7 @@ class ReplicaDied(Exception):
 
 
 class Channel(Protocol):
-    """The way to the replicas. Where a request goes is decided by `board.rank(ask)`, and told by `board.sent`."""
+    """Connection to the replicas. `board.rank(ask)` decides where a request goes; `board.sent` records it."""
 
     def generate(self, ask: Ask, request: Request) -> AsyncGenerator[Answer]:
         """Closing it aborts the request. Raises ReplicaDied."""
@@ -72,9 +72,9 @@ class ReplicatedEngine:
         return {name: state.report["stats"] for name, state in states if state.report is not None}
 
     async def generate(self, *requests: Request) -> AsyncGenerator[RequestOutput]:
-        """As AsyncEngine's, but that room in queues is not taken for all of them together.
+        """`AsyncEngine.generate` over the replicas; requests given together may wait in different queues.
 
-        A request of which nothing was given is begun anew elsewhere when its replica dies; else EngineFailed.
+        If a replica dies, a request of which nothing was given out restarts on another one; others raise EngineFailed.
         """
         if len(requests) == 1:
             async with aclosing(self._one(requests[0])) as outputs:
@@ -116,7 +116,7 @@ class ReplicatedEngine:
         adapter: str = "",
         timeout: float | None = None,
     ) -> Tensor:
-        """As AsyncEngine's."""
+        """`AsyncEngine.embed` on one of the replicas; retried on another one if it dies."""
         how = {"pooling": pooling, "adapter": adapter, "timeout": timeout}
         for _ in range(RETRIES + 1):
             ask = Ask(sum(map(len, prompts)))

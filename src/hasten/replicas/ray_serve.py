@@ -102,7 +102,7 @@ class Replicas:
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
-        """As `close`. May be called again."""
+        """Do what `close` does, without asyncio. May be called again."""
         with suppress(RayError, RayServeException, ConnectionError):
             if ray.is_initialized() and not self._own:
                 serve.delete(self.name)
@@ -143,12 +143,12 @@ class Replicas:
             raise ResourceError(f"the replicas did not start: {self._why(error)}") from None
 
     def _why(self, error: Exception) -> str:
-        """The last line of what Ray says, which is what was raised there."""
-        told = str(error)
+        """The last line of Ray's message, which is the error that was raised in the replica."""
+        message = str(error)
         with suppress(Exception):
             app = serve.status().applications[self.name]
-            told = next(iter(app.deployments.values())).message or told
-        lines = [line.strip() for line in told.strip().splitlines() if line.strip()]
+            message = next(iter(app.deployments.values())).message or message
+        lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
         return lines[-1][:500] if lines else type(error).__name__
 
 
@@ -165,12 +165,12 @@ def _deaths() -> Iterator[None]:
 
 def connect(settings: ReplicaSettings, *, cores: float) -> None:
     """Join the cluster, or start one in this machine. Raises ResourceError, ConfigError."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send nothing
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = settings.ray_address
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     if address is None:
-        # As many as they ask for: how the cores are shared out was decided before.
+        # Enough for all of them: how the cores are divided was decided before.
         options |= {"num_cpus": int(2 * settings.most * max(1, cores)) + 1, "include_dashboard": False}
     elif address != "auto":
         _require_listening(address)

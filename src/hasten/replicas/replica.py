@@ -58,11 +58,11 @@ class Replica:
     def __init__(self, make: Callable[[bytes], AsyncEngine], secret: bytes) -> None:
         self.engine = make(secret)
         facts = self.engine.facts
-        told: Any = {"vocabulary": facts.vocabulary, "eos_ids": facts.eos_ids}
-        self.grammars = Grammars(facts.tokenizer, **told, settings=ServerSettings())
+        options: Any = {"vocabulary": facts.vocabulary, "eos_ids": facts.eos_ids}
+        self.grammars = Grammars(facts.tokenizer, **options, settings=ServerSettings())
 
     def facts(self) -> tuple[ModelFacts, int]:
-        """The model's (the caller has the tokenizer itself), and the tokens of a block."""
+        """Facts about the model, without the tokenizer (the caller has it), and the tokens of a block."""
         return replace(self.engine.facts, tokenizer=None), self.engine.engine.settings.block_size
 
     async def generate(self, request: Request, *, ask: Ask) -> AsyncGenerator[Answer]:
@@ -102,7 +102,7 @@ class Replica:
 
 
 async def _checked(outputs: AsyncGenerator[RequestOutput], request: Request) -> AsyncGenerator[RequestOutput]:
-    """The ingress cannot see what has become of the constraint here: it is told by the output."""
+    """Report in each output what became of the constraint, because the ingress cannot see it."""
     async with aclosing(outputs):
         async for output in outputs:
             grammar = request.constraint

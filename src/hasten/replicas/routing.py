@@ -3,7 +3,7 @@
 Replicas report the keys of the blocks that they hold (`hasten.engine.blocks.prefix_keys`). The cost of sending a
 request somewhere is counted in prompt tokens: those of its own that are not held there, those of others that are to be
 read before, and a few for each request that is being answered, which slows reading down. So a replica that holds the
-beginning is taken until what waits there costs more than reading the beginning anew elsewhere: no threshold.
+beginning is chosen until waiting there costs more than processing the beginning elsewhere; there is no threshold.
 
 Numbers and keys only, so that benchmarks/replica_routing.py replays a day's traffic through the same code.
 """

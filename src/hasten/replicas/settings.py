@@ -14,7 +14,7 @@ class ReplicaSettings:
     Args:
         replicas: Engines, each with the model in a process of its own; 0: one engine, in this process, without Ray. The
             cores are shared out among those of this machine (--threads says how many each takes).
-        max_replicas: Up to so many, and down to `replicas` again, as the requests in flight demand.
+        max_replicas: Maximum number of replicas; with it the number follows the requests in flight.
         requests_each: Requests in flight for each replica, which the number of replicas follows.
         shrink_seconds: How long fewer of them must be enough before one is let go.
         ray_address: A Ray cluster's HOST:PORT, or auto for one that runs on this machine; by default Ray is started

@@ -22,11 +22,11 @@ from hasten.server.structured import Grammar
 
 Body = TypeVar("Body", bound=SamplingBody)
 Json = dict[str, Any]
-LOWEST = -9999.0  # what stands for minus infinity, which JSON does not have (vLLM's value)
+LOWEST = -9999.0  # in place of minus infinity, which JSON does not have (vLLM's value)
 
 
 class AnswerBuilder(ABC, Generic[Body]):
-    """What becomes of one HTTP request. Its choices are told as those of chunks; a whole choice is its chunks joined.
+    """Builds the response of one HTTP request; an answer that is not streamed is its chunks joined.
 
     kind, chunk_kind: the `object` of a whole answer and of a chunk.
     """
@@ -59,7 +59,7 @@ class AnswerBuilder(ABC, Generic[Body]):
         """A whole choice, without its finish reason, of all choices of chunks with its index."""
 
     async def respond(self, http: HttpRequest) -> Response:
-        """The response, streamed or whole. What cannot be served is told by its status, before anything is sent."""
+        """The response, streamed or whole. A request that cannot be served gets an error status at once."""
         requests = await self.requests(http.state.request_id)
         parts = self._parts(requests, http)
         http.state.cleanup.append(parts.aclose)  # called whatever happens: what still runs is aborted

@@ -132,7 +132,7 @@ class _ParsedRequest(Request):
 
 
 class _ParsedRoute(APIRoute):
-    """A route whose body is the value that stands in the request's state (the guard put it there)."""
+    """A route whose body is the parsed value that the guard has put into the request's state."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

@@ -119,7 +119,7 @@ async def constraint_of(wanted: ResponseFormat | None, service: Service) -> Gram
         return None
     given = wanted.json_schema
     if given is not None and wanted.type != "json_schema":
-        message = f"response_format: json_schema stands beside type {wanted.type}; say type json_schema"
+        message = f"response_format: json_schema is given with type {wanted.type}; use type json_schema"
         raise ApiError(message, param="response_format")
     if wanted.type == "text":
         return None

@@ -1,7 +1,7 @@
-"""What stands before every endpoint: limits, keys, request ids, one log line, and the end of a client that is gone.
+"""Middleware before every endpoint: limits, keys, request ids, one log line, and aborting for a client that is gone.
 
 Plain ASGI. The body is read here, whole and within limits of size and time, so that afterwards the only news from the
-client is that it has gone: then the endpoint is cancelled wherever it stands, and what it had begun is aborted.
+client is that it has gone: then the endpoint is cancelled, and the work that it started is aborted.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def parse_json(data: bytes) -> Any:
     """The JSON value; raises ApiError (400) unless it is one, within the depth, no object with more keys.
 
     No NaN or infinity, no number of more than 4,300 digits, no half surrogate pair, valid UTF-8 (RFC 8259). Python's
-    own parser accepts the first and the third, and recurses as deeply as it is told to.
+    own parser accepts the first and the third, and recurses as deeply as the input nests.
     """
     try:
         value = from_json(data, allow_inf_nan=False, cache_strings="none")

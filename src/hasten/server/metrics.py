@@ -69,7 +69,7 @@ class Stopwatch:
         self._tokens: dict[tuple[int, int], int] = {}
 
     def observe(self, prompt: int, index: int, tokens: int, finish_reason: str | None) -> None:
-        """One output came with so many tokens."""
+        """Count one output with `tokens` new tokens."""
         now, key = time.perf_counter(), (prompt, index)
         if tokens:
             if not self._first:
@@ -92,7 +92,7 @@ class Stopwatch:
 
 
 class _EngineCollector(Collector):
-    """Of each replica by itself, labelled, where there are any."""
+    """Collects the engine's statistics, labelled by replica if there are several."""
 
     def __init__(self, model_name: str, stats: Callable[[], Mapping[str, Stats]]) -> None:
         self._name, self._stats = model_name, stats

@@ -34,7 +34,7 @@ ERRORS = {
 
 
 class ApiError(Exception):
-    """What a client is told: an HTTP status, a message, the field at fault, a code for programs, headers."""
+    """An error response: HTTP status, message, the field at fault, a code for programs, headers."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ClientGone(Exception):
 
 
 def overloaded(message: str, *, seconds: float = 1.0, status: int = 503) -> ApiError:
-    """Come again after so many seconds (OpenAI's clients do)."""
+    """The error of an overloaded server; the client should retry after `seconds` (OpenAI's clients do)."""
     return ApiError(message, status=status, code="overloaded", headers={"Retry-After": str(max(1, round(seconds)))})
 
 
@@ -75,7 +75,7 @@ def check_limit(name: str, found: int, most: int) -> None:
 
 
 def from_library(error: HastenError) -> ApiError:
-    """What a client is told of an error of the library."""
+    """The error response for an error of the library."""
     if isinstance(error, QueueFull):
         return overloaded(str(error), seconds=error.retry_after, status=429)
     if isinstance(error, RequestRefused):
@@ -105,8 +105,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _meant(error: Mapping[str, Any]) -> tuple[bool, int, int, bool]:
-    """Of a union every member complains. What was meant is the one that counted a list, or came deepest, furthest, and
-    to a value of its type.
+    """Sort key for validation errors of a union, in which every member fails: highest for the member that was meant.
+
+    That is the one that counted a list, or came deepest, furthest, and to a value of its type.
     """
     path = _path(error)
     place = path[-1] if path and isinstance(path[-1], int) else -1

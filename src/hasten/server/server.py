@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
     """uvicorn's server that drains before it closes: the second signal ends it at once.
 
     While it drains it still listens, so that /ready says 503 to a load balancer, /metrics can be read, and new requests
-    are told to go elsewhere; those in flight have `settings.drain_timeout` seconds, then they are aborted.
+    are refused with an error; those in flight have `settings.drain_timeout` seconds, then they are aborted.
     """
 
     def __init__(self, app: FastAPI, settings: ServerSettings, *, listening: Callable[[], None] | None = None) -> None:
@@ -147,7 +147,7 @@ class _Protocol(H11Protocol):
 
 
 def curl_line(url: str, model_name: str, *, key: bool, has_tokenizer: bool) -> str:
-    """A command that works as it stands, once the server listens."""
+    """A curl command that works unchanged once the server listens."""
     import json
     import shlex
 

@@ -35,7 +35,7 @@ class ServerSettings:
         requests: Most requests in flight, queued ones included.
         samples: Most samples of one prompt (n or best_of).
         choices: Most sequences of one request: prompts × best_of.
-        logprobs: Most alternatives told of each token.
+        logprobs: Most alternatives reported for each token.
         schema_bytes: Most bytes of a JSON schema.
         body_timeout: Seconds for a body to arrive.
         write_timeout: Seconds after which a client that takes nothing is dropped.

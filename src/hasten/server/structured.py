@@ -65,7 +65,7 @@ def error_of(matcher: LLMatcher) -> str:
 
 
 def rehearse(matcher: LLMatcher, *, vocabulary: int, closing: Sequence[int], seconds: float) -> None:
-    """Follow the grammar some way, at most so many seconds long. Raises ValueError where it breaks.
+    """Follow the grammar for some steps, at most `seconds` seconds. Raises ValueError where it breaks.
 
     Tokens are drawn, always the same, from what it allows; `closing` ones (quotes, brackets) half of the time, so that
     a walk leaves the free texts and comes to the later fields. The matcher itself stays as it is.

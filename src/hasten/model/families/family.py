@@ -31,7 +31,7 @@ class RowSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Where one of our tensors stands in a checkpoint: the whole tensor `name`, or some rows of it.
+    """Where one of our tensors is in a checkpoint: the whole tensor `name`, or some rows of it.
 
     transposed: stored (in, out), as GPT-2's Conv1D does. expert: which matrix of a stacked (E, …) tensor.
     """
@@ -193,7 +193,7 @@ def rope(
     if kind == "default":
         return RopeConfig(theta=base, dim=dim)
     positions = fields.integer("max_position_embeddings", high=1 << 30)
-    # As in transformers the field beside the scaling counts more than the one in it.
+    # The field beside the scaling overrides the one in it, as in transformers.
     within = inner.integer("original_max_position_embeddings", default=positions, low=2, high=1 << 30)
     original = fields.integer("original_max_position_embeddings", default=within, low=2, high=1 << 30)
     ratio = {"default": positions / original} if kind in ("yarn", "longrope") else {}

@@ -67,7 +67,7 @@ def bigcode_config(fields: Fields) -> ModelConfig:
 
 
 def bigcode_rows(config: ModelConfig) -> dict[str, RowSlice]:
-    """Of q, k and v: without multi-query head by head."""
+    """Rows of q, k and v in the fused matrix; without multi-query attention they are interleaved head by head."""
     return qkv_rows(config, groups=config.heads if config.kv_heads > 1 else 1)
 
 

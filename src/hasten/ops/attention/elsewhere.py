@@ -22,7 +22,7 @@ from hasten.ops.attention.operator import KERNELS, attention
 
 DEFAULTS = {name: one.default for name, one in inspect.signature(F.multi_head_attention_forward).parameters.items()}
 NAMES = tuple(DEFAULTS)
-# Of them, what a module has under the same name.
+# Those that are attributes of nn.MultiheadAttention under the same name.
 OWN = ["num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn", "training"]
 OWN += ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
 
@@ -30,10 +30,10 @@ OWN += ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
 def multi_head_attention_forward(
     *arguments: Any, kernel: str | None = None, **named: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """As PyTorch's function of this name: query (T, B, E), key, value (S, B, …); the output (T, B, E), and weights.
+    """Replace PyTorch's function of this name: query (T, B, E), key, value (S, B, …) -> output (T, B, E), weights.
 
-    kernel: one by name; by default each call takes the first that fits. A query that sees no key attends to nothing
-    (zeros), where PyTorch gives NaN. Raises ConfigError where the kernel named cannot serve.
+    kernel: force one by name; by default each call uses the first that fits. A query that sees no key gives zeros
+    (in PyTorch NaN). Raises ConfigError if the named kernel cannot serve the call.
     """
     given = DEFAULTS | dict(zip(NAMES, arguments, strict=False)) | named
     reason = refusal(given)
@@ -51,7 +51,7 @@ def multi_head_attention_forward(
 
 
 def refusal(given: Mapping[str, Any]) -> str | None:
-    """Why PyTorch computes a call of these arguments, or None."""
+    """Why PyTorch has to compute a call with these arguments, or None."""
     if given["need_weights"]:
         return "the weights were asked for (need_weights), which only explicit scores give"
     for name in ("bias_k", "add_zero_attn", "static_k", "static_v"):
@@ -97,7 +97,7 @@ def _hidden(given: Mapping[str, Any], q: Tensor, k: Tensor) -> dict[str, Any]:
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:
-    """PyTorch makes numbers of boolean masks on the way. Where they can be read, that is undone."""
+    """Turn a mask of 0 and -inf back into booleans, where its values can be read: PyTorch converts boolean masks."""
     if mask is None or mask.dtype == torch.bool or mask.device.type != "cpu" or torch.compiler.is_compiling():
         return mask
     hidden = mask == float("-inf")
@@ -127,7 +127,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As nn.MultiheadAttention's."""
+        """Run nn.MultiheadAttention.forward with hasten's attention; same arguments and results."""
         alike, turned = query is key and key is value, self.batch_first and query.dim() == 3
         if turned:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -157,7 +157,7 @@ def _replace_in_modules(model: nn.Module, *, kernel: str | None) -> bool:
     for module in found:
         module.__class__ = MultiheadAttention
         module.kernel = kernel
-        # nn.TransformerEncoderLayer would go around the module: not where its weights are said to stand apart.
+        # Otherwise nn.TransformerEncoderLayer skips the module for its own fast path; it does not for separate weights.
         module._qkv_same_embed_dim = False
     for encoder in model.modules() if found else ():
         if isinstance(encoder, nn.TransformerEncoder):

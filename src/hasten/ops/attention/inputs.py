@@ -38,9 +38,10 @@ class Intervals(NamedTuple):
 
     @classmethod
     def of_padding(cls, given: Tensor) -> Self | None:
-        """Of lengths (B,), or of a key-padding mask (B, S) whose rows have one stretch of keys each.
+        """Intervals from lengths (B,), or from a key-padding mask (B, S) in which the keys of each row are contiguous.
 
-        None for a mask with gaps, and for one that cannot be read here: a device would wait for it, a graph break.
+        None for a mask with gaps, and for one that must not be read here: on a device that would synchronize, and in a
+        compiled graph it would break the graph.
         """
         if given.dim() == 1:
             return cls(torch.zeros_like(given, dtype=torch.int32)[:, None], given.int()[:, None] - 1)
@@ -154,7 +155,7 @@ def positions(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Positions (T,) of the queries and (S,) of the keys within their sequence, and which pairs (T, S) share one.
 
-    The last query stands where the last key does, in every document. The third is None without documents.
+    The last query of every document is at the position of its last key. The third is None without documents.
     """
     key_places = torch.arange(keys, device=device)
     if documents is None:

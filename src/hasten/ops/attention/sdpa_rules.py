@@ -140,7 +140,7 @@ def named_instead(request: AttentionRequest) -> str | None:
     """Why `sdpa` waits to be asked for where everything is known."""
     if request.layer or unequal(request):
         return None
-    return "PyTorch's choice among the backends, each of which stands here by itself"
+    return "PyTorch's choice among the backends, each of which is listed here by itself"
 
 
 def never_first(request: AttentionRequest) -> str | None:

@@ -111,5 +111,5 @@ class AttentionRequest:
         return None
 
     def compute_capability(self) -> tuple[int, int]:
-        """Of the CUDA device: the one given, the device's own, or Hopper's where there is no device to ask."""
+        """CUDA compute capability: the given one, else the device's own, else Hopper's if there is no device."""
         return compute_capability(self.device) if self.capability is None else self.capability

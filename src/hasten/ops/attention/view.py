@@ -10,7 +10,7 @@ from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 
 
 class AttentionMetadata(NamedTuple):
-    """Where the tokens of one step stand in the cache: the same for all layers.
+    """Where the tokens of one step are in the cache, the same for all layers.
 
     slot_mapping int64 (R,): the cache's row for each of the step's R tokens, -1 for padding. Tokens
     query_start_loc[b] … query_start_loc[b+1] - 1 belong to sequence b and are the last of its seq_lens[b] positions;

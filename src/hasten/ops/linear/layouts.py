@@ -37,7 +37,7 @@ from hasten.ops.linear.weights import FLOAT16, MXFP4, TABLES, VALUE_DTYPES, Quan
 from hasten.ops.native import native_ops
 from hasten.ops.pages import joined_in_large_pages
 
-PANEL = 64  # output rows that stand interleaved
+PANEL = 64  # output rows that are interleaved
 PADDING = 32
 PIECE = 1 << 20  # values that are looked up at a time
 LARGE = 1 << 22  # values of a weight that is packed in parts
@@ -131,7 +131,7 @@ def _pack_panels(weight: QuantizedWeight) -> Packed:
     scales, zeros, outer = row_scales(weight), weight.zeros, weight.outer
     if weight.format == MXFP4:
         scales = scales.view(torch.uint8)
-    if outer is not None and zeros is not None:  # minima, which stand beside the scales
+    if outer is not None and zeros is not None:  # minima, stored beside the scales
         scales = _words_of_scales(weight) if weight.format.group_size == 32 else scales | zeros << 4
         zeros = None
     outer = None if outer is None else panel_scales(outer.flatten(1))
