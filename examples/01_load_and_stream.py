@@ -10,7 +10,7 @@ import hasten
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
 
 model = hasten.load(MODEL)  # weights are mapped from the file; device="cuda" copies them to a GPU
-print(f"{sum(weight.numel() for weight in model.parameters()):,} parameters that are not quantized")
+print(f"{model.config.family}: {len(model.blocks)} blocks of width {model.config.hidden_size}, on {model.device}")
 
 # One text, piece by piece, as its tokens are sampled.
 for piece in hasten.stream(model, "The capital of France is", temperature=0, max_new_tokens=24):
@@ -25,4 +25,4 @@ for output in hasten.generate(model, ["Once upon a time", "The sea is"], params)
 # Many texts of different lengths: the engine of `hasten serve`, with continuous batching and a paged cache.
 llm = hasten.LLM(model, max_sequences=8)
 for answer in llm.generate([f"{number} plus {number} is" for number in range(1, 5)], params):
-    print(repr(answer.outputs[0].text))
+    print(repr(answer.text))

@@ -34,4 +34,4 @@ with tempfile.TemporaryDirectory() as folder:
     llm = hasten.LLM(MODEL, adapters={"book": result.model_folder})
     for adapter in (None, "book"):
         answer = llm.generate("Alice was beginning to", temperature=0, max_new_tokens=24, adapter=adapter)
-        print(f"{adapter or 'no adapter'}: {answer.outputs[0].text!r}")
+        print(f"{adapter or 'no adapter'}: {answer.text!r}")

@@ -83,7 +83,7 @@ def test_profile(run, model, tmp_path):
 
 def test_gguf(run, model):
     pytest.importorskip("gguf")
-    plain, stored, rounded = run("09_gguf.py", model).splitlines()
+    _, stored, rounded = run("09_gguf.py", model).splitlines()
     assert "BF16, " in stored
     assert "Q8_0, " in rounded
 

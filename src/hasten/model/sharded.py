@@ -1,6 +1,6 @@
 """A model split over several ranks: an ordinary model of smaller sizes on each, and where they communicate.
 
-A block's output and down projections give partial sums. `SumOfRanks`, in the place of the norm after them, adds them up,
+A block's output and down projections give partial sums. `SumOfRanks`, in the place of the norm after them, adds them,
 in readable blocks and in fused ones (there inside the native step). Each rank looks up its own part of the vocabulary,
 and the logits of all ranks are gathered, so every rank has the same bits and samples the same token.
 """
