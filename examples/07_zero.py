@@ -11,8 +11,7 @@ import sys
 import tempfile
 
 import hasten
-from hasten.training import Data, Optimizer, Recipe, Run, Schedule, Shape, Techniques
-from hasten.training.recipe import Parallel
+from hasten.training import Data, Optimizer, Parallel, Recipe, Run, Schedule, Shape, Techniques
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 20
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -24,7 +23,7 @@ folder = os.path.join(tempfile.gettempdir(), f"hasten-zero-{os.environ.get('MAST
 recipe = Recipe(
     name="zero",
     model=Shape(layers=2, hidden_size=128, heads=4),
-    data=Data(limit_bytes=2_000_000, vocab_size=1024, context=128, batch_size=8),  # rows of all ranks together
+    data=Data(limit_bytes=1_000_000, vocab_size=512, context=128, batch_size=8),  # rows of all ranks together
     optimizer=Optimizer(learning_rate=1e-3),
     schedule=Schedule(warmup_steps=5),
     techniques=Techniques(compile=False),  # compiling takes longer than these few steps
