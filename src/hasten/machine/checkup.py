@@ -36,12 +36,12 @@ class Finding:
 
 
 def finding(name: str, found: str, *, note: str = "", missing: str = "") -> Finding:
-    """What was found, and what to do where it is `missing` or could be better (`note`); else all is well."""
+    """Make a Finding: `missing` or `note` is what to do; without either the status is "ok"."""
     return Finding(name, "missing" if missing else "note" if note else "ok", found, missing or note)
 
 
 def check_machine(machine: Machine) -> list[Finding]:
-    """Looks at everything but speeds (see check_rates)."""
+    """Check everything but speeds (see check_rates)."""
     return [
         _torch(machine),
         *_compiler(machine),
@@ -56,7 +56,7 @@ def check_machine(machine: Machine) -> list[Finding]:
 
 
 def check_rates(rates: Mapping[str, float]) -> list[Finding]:
-    """Which dtypes are slower than float32, from the measured matrix rates of the CPU (FLOP/s by dtype name)."""
+    """Report dtypes that are slower than float32, from measured matrix rates of the CPU (FLOP/s by dtype name)."""
     base = rates.get("float32", 0.0)
     found: list[Finding] = []
     for name in ("bfloat16", "float16", "int8"):
@@ -69,7 +69,7 @@ def check_rates(rates: Mapping[str, float]) -> list[Finding]:
 
 
 def _what_to_do(name: str) -> str:
-    """What slow products in a dtype mean for a user: the commands see to it by themselves."""
+    """What slow products in a dtype mean for the user; the commands avoid them by themselves."""
     if name == "int8":
         return "PyTorch's; the native kernels have their own"
     if emulated(name) is None:
@@ -111,7 +111,7 @@ def _instruction_sets(machine: Machine) -> Finding:
 
 
 def _precision() -> Finding:
-    """What `auto` takes on the CPU, by the same rule as the commands."""
+    """The dtype that `auto` chooses on the CPU, by the same rule as the commands."""
     choice = training_precision()
     fix = "nothing: training and readable layers take float32 by themselves, stored weights keep their dtype"
     return finding("precision", f"training in {choice}", note=fix if choice.dtype != "bfloat16" else "")

@@ -1,4 +1,4 @@
-"""What a device can do at most: as `measure` finds it, or as the makers of GPUs say, to quote as others do."""
+"""Limits of a device: measured (`measure`), or from the data sheets of GPUs."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What ranks tell each other through: an exchange takes `latency` seconds, and `hop` for each further rank; what a
-    rank receives comes at `bandwidth` bytes/s. source: where the figures are from.
+    """The connection between ranks: an exchange takes `latency` seconds, plus `hop` for each further rank; a rank
+    receives at `bandwidth` bytes/s. source: where the figures are from.
     """
 
     latency: float

@@ -11,7 +11,7 @@ from hasten.model.config import RopeConfig
 
 
 def frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
-    """The dim/2 angular frequencies in radians per position, float32, after the configured stretching."""
+    """The dim/2 angular frequencies in radians per position, float32, after the configured scaling."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     plain = 1.0 / rope.theta**exponents  # (dim/2,)
     match rope.scaling:
@@ -36,7 +36,7 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Stretch a frequency the more, the fewer turns it makes within the pretraining context (arXiv 2309.00071)."""
+    """Scale a frequency more the fewer turns it makes within the pretraining context (arXiv 2309.00071)."""
 
     def index_of(turns: float) -> float:
         """The (fractional) index of the frequency that makes `turns` turns in the pretraining context."""

@@ -18,7 +18,7 @@ from hasten.ops.collective import RankGroup
 
 
 class SumOfRanks(nn.Module):
-    """The sum of what all ranks put in, then a norm."""
+    """Sums the inputs of all ranks, then applies a norm."""
 
     def __init__(self, group: RankGroup, norm: nn.Module) -> None:
         super().__init__()
@@ -29,8 +29,8 @@ class SumOfRanks(nn.Module):
 
 
 class ShardedTransformer(Transformer):
-    """The model of one rank. `config` has the rank's own sizes, but for the vocabulary's, and so has all that follows
-    from it: the cache, its memory, the cost of a step."""
+    """The model of one rank. `config` has the rank's own sizes (the vocabulary's is whole), and so have the cache, its
+    memory and the cost of a step."""
 
     group: RankGroup
     whole: ModelConfig
@@ -51,7 +51,7 @@ class ShardedTransformer(Transformer):
 
 
 def connect(model: Transformer, group: RankGroup, shares: list[Share], whole: ModelConfig) -> ShardedTransformer:
-    """The model of a rank's share, from now on with the others'. To be called before it is fused."""
+    """Connect the model of one rank's share with the other ranks. Must be called before the model is fused."""
     assert model.readable
     for block in model.blocks:
         block.attention_post_norm = SumOfRanks(group, block.get_submodule("attention_post_norm"))

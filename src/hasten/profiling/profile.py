@@ -37,11 +37,11 @@ WARMING = 3  # steps: compile, fill caches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledPhase:
-    """One kind of step. seconds: of a step that nobody observed; overhead: how much longer one with timed parts takes.
+    """One kind of step. seconds: of an unobserved step; overhead: how much longer a step with timed parts takes.
 
-    Both are medians. dtype: of most products. limits: as measured beside it. rows: the tree, of the fastest
-    step: on a shared machine now and then one takes ten times as long. held: bytes of all tensors before a step.
-    checks: pairs of numbers that were found in two ways each.
+    Both are medians. dtype: of most products. limits: measured in the same run. rows: the tree of the fastest step (on
+    a shared machine some steps take ten times as long). held: bytes of all tensors before a step. checks: pairs of
+    numbers, each found in two ways.
     """
 
     name: str
@@ -130,7 +130,7 @@ def profile(
 
 
 def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path) -> ProfiledPhase:
-    """Profile a step: `steps` of them observed and as many unobserved, by turns; then one is traced."""
+    """Profile a step: alternates `steps` observed and as many unobserved ones, then traces one."""
     meter = Meter(work.model, work.calls)
     alone: list[dict[tuple[str, str], float]] = []
     observed: list[dict[tuple[str, str], float]] = []
@@ -168,7 +168,7 @@ def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path)
 
 
 def counted_flops(work: Work) -> float:
-    """FLOPs of a step by torch's FlopCounterMode; compiled blocks run as they are written."""
+    """Count FLOPs of a step with torch's FlopCounterMode; compiled blocks run uncompiled."""
 
     def loss(x: Any, weight: Any, *rest: Any, out_shape: Any = None, **options: Any) -> int:
         return 3 * 2 * int(x[0]) * int(x[1]) * int(weight[0])  # logits, and both gradients

@@ -8,7 +8,7 @@ from hasten.model.families.family import ACTIVATION_NAMES, Family, RowSlice, com
 
 
 def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
-    """What GPT-2 and GPT-BigCode share."""
+    """The config that GPT-2 and GPT-BigCode share."""
     hidden = fields.integer("n_embd", "hidden_size")
     heads = fields.integer("n_head", "num_attention_heads", high=1 << 12)
     if hidden % heads:
