@@ -1,4 +1,4 @@
-"""Choosing a kernel: each declares what it needs, the first that fits is taken, and every refusal has a reason.
+"""Chooses a kernel: each declares what it supports, the first that fits is used, and every refusal has a reason.
 
 The choice is made when a model is bound (loaded, compiled) and stored in the layer; nothing is looked up in the hot
 path. The idea of printing every candidate with the reasons against it is xformers' dispatcher's.
@@ -22,8 +22,8 @@ def _always(request: Any) -> None:
 class Kernel(Generic[Request]):
     """One implementation of an operator.
 
-    `unsupported_reason(request)` returns None if the kernel can serve the request, else why it cannot, in plain words.
-    `opt_in_reason(request)` returns why a kernel that could serve is only taken when it is asked for by name, or None.
+    `unsupported_reason(request)` returns None if the kernel supports the request, else a readable reason.
+    `opt_in_reason(request)` returns why a kernel that supports it is only used when it is named, or None.
     Kernels are listed in the order of preference: the fastest first, the reference last.
     """
 
@@ -35,7 +35,7 @@ class Kernel(Generic[Request]):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `explain` shows: the kernel taken, and for every other one why it was not."""
+    """The result of `explain`: the kernel that is used, and for every other one the reason why not."""
 
     kernel: str
     others: tuple[tuple[str, str], ...]
@@ -66,7 +66,7 @@ def pick_at_call(kernels: Sequence[Kernel[Request]], request: Request, *, forced
 
 
 def explain(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | None = None) -> Choice:
-    """Say which kernel `pick` takes and why each other one is not taken."""
+    """Report which kernel `pick` returns, and why it does not return each other one."""
     taken = pick(kernels, request, forced=forced)
     others = []
     for kernel in kernels:
@@ -80,9 +80,9 @@ def explain(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str
 
 
 def pick(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | None = None) -> Kernel[Request]:
-    """Return the first kernel that fits and does not wait to be asked for, or the one named by `forced` if it fits.
+    """Return the first kernel that supports the request without `opt_in_reason`, or the one named by `forced`.
 
-    Raises ConfigError if the forced kernel is unknown or cannot serve the request (with its reason).
+    Raises ConfigError if the forced kernel is unknown or does not support the request (with its reason).
     """
     if forced is not None:
         for kernel in kernels:

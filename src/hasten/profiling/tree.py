@@ -96,7 +96,7 @@ def folded(rows: Iterable[PartTime]) -> list[PartTime]:
 
 
 def ordered(rows: Sequence[PartTime], by: str) -> list[PartTime]:
-    """Order rows: "tree" keeps the order and drops rows without time; "gain" and "time" give the leaves, largest first."""
+    """Order rows: "tree" keeps the order but drops rows without time; "gain", "time": the leaves, largest first."""
     if by == "tree":
         return [row for row in rows if row.parameters or row.seconds > rows[0].seconds / 1000]
     leaves = [row for row in rows if row.leaf and row.seconds]

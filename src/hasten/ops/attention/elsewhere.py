@@ -1,10 +1,10 @@
-"""hasten's attention in other people's models: transformers' through its attention interface (5.0 and later), and
-PyTorch's own modules, nn.MultiheadAttention, all that is made of it, and its function.
+"""hasten's attention in other models: transformers' (through its attention interface, 5.0 and later), and PyTorch's
+nn.MultiheadAttention, modules that contain it, and its functional form.
 
-`multi_head_attention_forward` takes the arguments of `torch.nn.functional.multi_head_attention_forward`; masks say True
-or -infinity for what is hidden, as there. Key padding that leaves each row one stretch of keys, and a causal mask, are
-recognised on a CPU and reach the kernels as lengths and as causality; all other masks as masks. What wants the
-probabilities themselves, or keys of the module's own, is computed by PyTorch, and `refusal` says why.
+`multi_head_attention_forward` takes the arguments of `torch.nn.functional.multi_head_attention_forward`; as there,
+masks are True or -infinity for hidden keys. On a CPU, causal masks and key padding with contiguous keys are recognised
+and passed to the kernels as causality and lengths; other masks stay masks. Calls that need the probabilities, or that
+add keys of the module's own, are computed by PyTorch; `refusal` gives the reason.
 """
 
 import inspect
@@ -112,7 +112,7 @@ def _is_causal(mask: Tensor | None) -> bool:
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """nn.MultiheadAttention with hasten's attention; `replace_in` makes one of each that it finds, in place."""
+    """nn.MultiheadAttention with hasten's attention; `replace_in` converts modules to it in place."""
 
     kernel: str | None = None
 
@@ -152,7 +152,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _replace_in_modules(model: nn.Module, *, kernel: str | None) -> bool:
-    """Make every nn.MultiheadAttention in a model ours; False where there is none."""
+    """Convert every nn.MultiheadAttention in a model; False if there is none."""
     found: list[Any] = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     for module in found:
         module.__class__ = MultiheadAttention
@@ -166,13 +166,12 @@ def _replace_in_modules(model: nn.Module, *, kernel: str | None) -> bool:
 
 
 def replace_in(model: Any, *, kernel: str | None = None) -> Any:
-    """Have every attention layer of a model call `hasten.ops.attention`, and return the model.
+    """Make every attention layer of a model call `hasten.ops.attention`, in place; returns the model.
 
-    A transformers model, or any module that is or holds nn.MultiheadAttention (nn.TransformerEncoderLayer does).
-    kernel: one by name for all layers; by default each call takes the first that fits; `hasten.ops.picker.explained`
-    tells which and why. A transformers model undoes it with `model.set_attn_implementation("sdpa")`. Raises ConfigError
-    for what has no such attention, for a transformers model that does not take its own from the interface, and for an
-    unknown kernel.
+    model: a transformers model, or a module that is or contains nn.MultiheadAttention (as nn.TransformerEncoderLayer).
+    kernel: force one by name; by default each call uses the first that fits, and `hasten.ops.picker.explained` reports
+    which and why. To undo it in a transformers model: `model.set_attn_implementation("sdpa")`. Raises ConfigError for a
+    model without such attention, a transformers model that does not use the attention interface, and an unknown kernel.
     """
     if kernel is not None and kernel not in [k.name for k in KERNELS]:
         raise ConfigError(f"there is no kernel {kernel!r}; known: {', '.join(k.name for k in KERNELS)}")
@@ -213,7 +212,7 @@ def attend(
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """One call as transformers makes it: query (B, H, T, D), key, value (B, Hkv, S, D); (B, T, H, D), no scores."""
+    """Compute a call of transformers: query (B, H, T, D), key, value (B, Hkv, S, D) -> (B, T, H, D), None."""
     if s_aux is not None:
         raise ConfigError("this model's attention has sinks (s_aux), which hasten's does not; keep its own")
     bias = position_bias

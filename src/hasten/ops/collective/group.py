@@ -1,4 +1,4 @@
-"""`RankGroup`: the processes that hold one model together, and what they tell each other in a step of it."""
+"""`RankGroup`: the processes that hold one model together, and their communication in a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankGroup:
 
     @functools.cached_property
     def plan(self) -> Tensor | None:
-        """What the native steps take of it; None where the ranks share no memory."""
+        """The form for native steps; None if the ranks share no memory."""
         if self.segment is None:
             return None
         return native_ops().plan_ranks.default(self.segment, self.rank, self.size, list(self.peers))
