@@ -1,4 +1,4 @@
-"""The fused steps of a GPU, a `CudaBlock` for each readable block (fused.py puts them in its place).
+"""The fused steps on a GPU: `CudaBlock`, which fused.py puts in the place of each readable block.
 
 The steps: norm + q, k, v; norms of q and k + rotary turn + cache write; attention; output + residual; norm + gate, up +
 activation; down + residual. Each is one launch for a few rows. Keys and values are reached through `layer.view()`
@@ -37,14 +37,14 @@ GATE_ROWS = 32  # rows of gate, then of up, as `gate_up_rows` puts them
 
 
 def runs_triton(model: Transformer) -> bool:
-    """Whether the steps of this model would be those of a GPU: on one, or where Triton is interpreted."""
+    """Whether this model would use the GPU's steps: on a GPU, or in Triton's interpreter."""
     if model.device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("HASTEN_ISA") == "none"
     return model.device.type == "cuda"
 
 
 def cuda_refusal(model: Transformer) -> str | None:
-    """Why a GPU's fused steps cannot run this model here, or None if they can."""
+    """Why a GPU's fused steps cannot run this model here, or None."""
     config, dtype = model.config, str(model.dtype).removeprefix("torch.")
     if model.dtype not in HALVES:
         return f"the fused steps compute in bfloat16 or float16; the model is {dtype}"
@@ -75,7 +75,7 @@ def _unsupported(request: LinearRequest) -> str | None:
 
 
 class CudaBlock(FusedSteps):
-    """The steps as Triton kernels (see the module's text)."""
+    """The steps as Triton kernels (see the module's docstring)."""
 
     qkv: Linear
     inner: Linear  # gate and up interleaved
@@ -156,7 +156,7 @@ class CudaBlock(FusedSteps):
         return self._added(rows, bound.inner(rows), bound.down, bound.post_norms[1]).view(x.shape)
 
     def attention(self, x: Tensor, tables: tuple[Tensor | None, Tensor | None], view: KVView) -> Tensor:
-        """x (R, C) with what attention adds. tables: cos and sin (R, dim/2)."""
+        """x (R, C) plus the output of attention. tables: cos and sin (R, dim/2)."""
         bound, spec, step = self._bound, self.spec, view.metadata
         qkv = bound.qkv(x)
         if self.one_launch and step.max_query == 1 and step.rows == PLAIN and len(x) == len(step.seq_lens):
@@ -178,7 +178,7 @@ class CudaBlock(FusedSteps):
         return self._added(x, attended.flatten(1), bound.output, bound.post_norms[0])
 
     def _decoded(self, qkv: Tensor, tables: tuple[Tensor | None, Tensor | None], view: KVView) -> Tensor | None:
-        """Attention of one query a sequence in one launch, or None where its kernel cannot be built here."""
+        """Attention of one query for each sequence in one launch, or None if the kernel cannot be built here."""
         bound, spec, step = self._bound, self.spec, view.metadata
         q_weight, k_weight, eps, offset = bound.qk_norms
         places = (step.seq_lens, step.first_slots, step.block_table, step.block_size, bound.counters)
@@ -196,7 +196,7 @@ class CudaBlock(FusedSteps):
             return None
 
     def _over_rounded(self, q: Tensor, view: KVView, rows: RowFormat) -> Tensor:
-        """Attention of q (R, H, D) over a cache in int8, or over what one in int4 holds, unpacked."""
+        """Attention of q (R, H, D) over a cache in int8, or over an unpacked cache in int4."""
         bound, spec = self._bound, self.spec
         if rows.bits == 4:
             warnings.warn(INT4_CACHE, HastenWarning, stacklevel=2)
@@ -218,17 +218,17 @@ INT4_CACHE = "a GPU has no kernel for int4 caches: each layer's cache is unpacke
 
 
 def product_weight(linear: Linear) -> dict[str, Any]:
-    """A layer's weight as `fused_linear` takes it."""
+    """A layer's weight in the form that `fused_linear` takes."""
     if isinstance(linear, PackedLinear):
         return {"weight": linear.operands}
     return {"weight": linear.weight.detach(), "bias": None if linear.bias is None else linear.bias.detach()}
 
 
 class CudaStack:
-    """All blocks of a fused model, and its last norm and head in one step.
+    """All blocks of a fused model, and its last norm and head as one step.
 
-    A step of one row over a cache in 16 bits, static or paged, is one launch for all blocks where the kernel for that
-    serves the model (ops/block/decode.py, Hopper GPUs).
+    A step of one row over a 16-bit cache, static or paged, is one launch for all blocks if that kernel supports the
+    model (ops/block/decode.py, Hopper GPUs).
     """
 
     one_launch = True  # unless the kernel could not be built
@@ -239,11 +239,11 @@ class CudaStack:
         self._bound_to: list[Any] = []  # blocks' arguments that it was made of
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what holds addresses and, a second time, the weights: a copy makes its own."""
+        """State without prepared arguments and second references to weights; a copy makes its own."""
         return self.__dict__ | {"_decode": None, "_bound_to": []}
 
     def addresses(self) -> tuple[int, ...]:
-        """Of all that a step reads of the model: where they are the same, a captured step can be run again."""
+        """Addresses of all tensors of the model that a step reads; while they stay, a captured step is valid."""
         counters: Any = [block._bound.counters for block in self.model.blocks]  # type: ignore[union-attr]
         own = [] if self._decode is None else [self._decode.counter]
         held = chain(self.model.parameters(), self.model.buffers(), counters, own)

@@ -13,7 +13,7 @@ from hasten.ops.panels import PANEL, panel_shape
 
 
 def _like_first(x: Tensor, *rest: Any) -> Tensor:
-    """As the first argument, contiguous."""
+    """Output like the first argument, contiguous."""
     return x.new_empty(x.shape)
 
 
@@ -89,7 +89,7 @@ def attention_input(x: Tensor, *rest: Any) -> Tensor:
 
 
 def linear_add(x: Tensor, data: Tensor, scales: Any, zeros: Any, outer: Any, bias: Any, *rest: Any) -> Tensor:
-    """As the residual."""
+    """Output like the residual."""
     residual: Tensor = rest[2]
     return residual.new_empty(residual.shape)
 

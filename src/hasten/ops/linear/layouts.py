@@ -114,7 +114,7 @@ def _pack_panels(weight: QuantizedWeight) -> Packed:
     scales, zeros, outer = row_scales(weight), weight.zeros, weight.outer
     if weight.format == MXFP4:
         scales = scales.view(torch.uint8)
-    if outer is not None and zeros is not None:  # minima, which stand beside the scales
+    if outer is not None and zeros is not None:  # minima, stored beside the scales
         scales = _words_of_scales(weight) if weight.format.group_size == 32 else scales | zeros << 4
         zeros = None
     outer = None if outer is None else panel_scales(outer.flatten(1))
