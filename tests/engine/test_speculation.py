@@ -10,11 +10,10 @@ import torch
 
 import hasten
 from drafting import FREE, proposing, resting
-from hasten.engine.cache import row_format
+from hasten.engine.cache import KVCache, row_format
 from hasten.engine.decoder import Decoder
 from hasten.engine.generate import Generation
 from hasten.engine.layout import Rows
-from hasten.engine.paged import PagedCache
 from hasten.engine.params import SamplingParams
 from hasten.engine.speculation import (
     Draft,
@@ -203,7 +202,7 @@ def test_what_was_rejected_leaves_no_trace(kind, rows, more, request):
 def test_what_was_rejected_leaves_no_trace_in_blocks(fused, rows):
     table, prompt, found = [3, 0, 5], PROMPTS[2], []
     for drafts in ([4, 5, 6, 7], [4, 5]):  # the last two are rejected, and written over
-        cache = PagedCache(
+        cache = KVCache(
             fused.config, blocks=6, block_size=8, dtype=torch.bfloat16, device="cpu", row_format=row_format(rows)
         )
         for start, tokens in ((0, prompt), (len(prompt), drafts), (len(prompt) + 2, [9, 10])):

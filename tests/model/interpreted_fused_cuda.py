@@ -11,7 +11,7 @@ import hasten
 from captured_steps import Capturer
 from fused_cases import FAMILIES, decoded, errors, paged_logits, whole
 from hasten.engine import graphs
-from hasten.engine.cache import StaticCache
+from hasten.engine.cache import KVCache
 from hasten.engine.decoder import Decoder
 from hasten.engine.graphs import GraphDecoder
 from hasten.errors import ConfigError, HastenWarning
@@ -213,12 +213,12 @@ def test_a_profile_counts_one_launch_as_the_blocks(launches):
 def states(model):
     """What comes out of the last block for three tokens, one after the other."""
     model.bind()
-    cache = StaticCache(model.config, batch=1, capacity=64, dtype=model.compute_dtype, device="cpu")
+    cache = KVCache.of_texts(model.config, batch=1, capacity=64, dtype=model.compute_dtype, device="cpu")
     found = []
     with torch.inference_mode():
         for position, token in enumerate((5, 60, 7)):
             where = torch.tensor([[position]])
-            context = cache.step(where, masks=not is_fused(model))
+            context = cache.step_of_texts(where, masks=not is_fused(model))
             found.append(model.states(torch.tensor([[token]]), where, context).double())
     return torch.stack(found)
 

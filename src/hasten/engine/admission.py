@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 from hasten.checks import require
 from hasten.engine.blocks import blocks_of
-from hasten.engine.cache import row_format
+from hasten.engine.cache import KVCache, row_format
 from hasten.engine.graphs import release
-from hasten.engine.paged import PagedCache
 from hasten.engine.params import SamplingParams
 from hasten.engine.prompts import check_ids, fit
-from hasten.engine.request import Request, RequestRefused
+from hasten.engine.request import QueueFull, Request, RequestRefused
 from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError, HastenWarning, ResourceError
 from hasten.machine.memory import available_memory
@@ -70,6 +69,18 @@ def admitted(
             f"{settings.block_size} tokens; the cache has {blocks}: ask for less, or enlarge the cache"
         )
     return request if params is request.params else dataclasses.replace(request, params=params)
+
+
+def check_room(waiting: int, *, more: int, limit: int, pace: float) -> None:
+    """Raise QueueFull if `more` requests have no room beside those that wait, RequestRefused if they never have.
+
+    pace: seconds from one end of a request to the next.
+    """
+    if more > limit:
+        raise RequestRefused(f"{more} prompts came together; the queue (queue_limit) has room for {limit}")
+    if waiting + more > limit:
+        message = f"{waiting} requests wait already, the limit is {limit}; try again later"
+        raise QueueFull(message, retry_after=max(1.0, pace))
 
 
 def _check_request(request: Request, *, vocab_size: int) -> None:
@@ -152,7 +163,7 @@ def most_blocks(model: Transformer, settings: EngineSettings, tokens: int) -> in
 def bytes_per_block(model: Transformer, settings: EngineSettings) -> int:
     """Of the cache, in all layers together."""
     rows, dtype = row_format(settings.kv_cache_dtype), model.compute_dtype
-    return PagedCache.bytes_per_block(model.config, block_size=settings.block_size, dtype=dtype, row_format=rows)
+    return KVCache.bytes_per_block(model.config, block_size=settings.block_size, dtype=dtype, row_format=rows)
 
 
 def longest(model: Transformer, settings: EngineSettings) -> int:

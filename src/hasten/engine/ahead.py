@@ -20,8 +20,8 @@ from torch import Tensor
 from hasten.engine.batch import StepPart
 from hasten.engine.blocks import OutOfBlocks
 from hasten.engine.model_runner import Sampler, common_adapter, part_of
-from hasten.engine.request import RequestOutput
 from hasten.engine.request_state import OutputSequence, RequestTable
+from hasten.engine.run import Group
 from hasten.engine.runner import Drawn, ModelRunner
 from hasten.engine.sampler import DrawnRow
 from hasten.engine.scheduler import ScheduledTokens, Scheduler
@@ -47,21 +47,9 @@ class Flight:
     ended: int
     tokens: Tensor | None = None  # on the device, of a step of its own
 
-    def nobody_ends(self, tokens: list[int], table: RequestTable) -> bool:
-        """Whether all sequences go on after these tokens, and have nothing but text to give out."""
-        group = self.group
-        if group is None or self.last or self.ended != table.ended:
-            return False
-        return group.only_ids_end_it and group.end_ids.isdisjoint(tokens)
-
-    def take(self, tokens: list[int]) -> list[RequestOutput]:
-        """Take a token each, where `nobody_ends`; what is given out."""
-        assert self.group is not None
-        for text, token in zip(self.group.texts, tokens, strict=True):
-            text.append(token)
-        if self.group.gathers:
-            return []
-        return [one.show(token) for one, token in zip(self.outputs, tokens, strict=True) if not one.gathers]
+    def all_of(self, table: RequestTable) -> Group | None:
+        """The group, if all of its sequences are there and none is full; each has only `end_ids` to end at."""
+        return None if self.last or self.ended != table.ended else self.group
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,31 +59,6 @@ class Started:
     outputs: list[OutputSequence]
     drawn: Drawn
     ended: int
-
-
-class Group:
-    """Sequences that take a token in each of a run of steps, and what is known ahead of all these steps.
-
-    The host's work for a step is for those to which something happens in it: one that ends, or enters a block.
-    """
-
-    def __init__(self, outputs: list[OutputSequence], *, pending: int, ended: int) -> None:
-        """pending: tokens that each has on its way. ended: the table's count of ends that `outputs` follows."""
-        self.outputs, self.ended = outputs, ended
-        self.numbers = [one.sequence.number for one in outputs]
-        self.texts = [one.sequence.tokens for one in outputs]
-        lengths = [len(one.sequence.tokens) + pending for one in outputs]
-        self.longest = max(lengths)  # tokens in the cache after the next step
-        self.steps = min(one.full - length for one, length in zip(outputs, lengths, strict=True))  # until one is full
-        self.end_ids = frozenset[int]().union(*{one.end_ids for one in outputs})
-        self.only_ids_end_it = all(one.only_ids_end_it for one in outputs)
-        self.gathers = self.only_ids_end_it and all(one.gathers for one in outputs)
-
-    def launched(self, drawn: Drawn) -> Flight:
-        """Count a step that was launched."""
-        self.steps -= 1
-        self.longest += 1
-        return Flight(self.outputs, drawn, self, self.steps == 0, self.ended)
 
 
 class Ahead:
@@ -153,7 +116,18 @@ class Ahead:
                 number, length = output.sequence.number, len(output.sequence.tokens)
                 self.blocks.reserve(number, -(-length // size) * size)  # all of its last block, which is nobody else's
                 self._fills[-length % size].append(output)
-        self.flight = Group(own, pending=0, ended=ended).launched(drawn)
+        self.flight = _launched(Group(own, pending=0, ended=ended), drawn)
+
+    def launch_behind(self, flight: Flight) -> Flight | Started | None:
+        """Launch the step behind one whose tokens are on their way; None where the host must plan it."""
+        return self.go_on() if flight is self.flight else self.begin_behind(flight)
+
+    def taken(self, flight: Flight, behind: Flight | Started | None) -> None:
+        """The tokens of a step were taken, with the one that was launched behind it on its way."""
+        if isinstance(behind, Started):
+            self.arrived(behind)
+        elif flight is self.flight:
+            self.landed(behind)
 
     def begin_behind(self, late: Flight) -> Started | None:
         """Launch a run's first step behind one whose tokens are on their way; None where the host must plan it.
@@ -222,7 +196,7 @@ class Ahead:
         """Have the tokens of a computed step read later; False: they are wanted now. growing: first row of each."""
         if self.runner.decoder is None or not self._short or not growing or any(map(_needs_host, growing)):
             return False
-        tokens = sampler.sample_later(logits, list(growing), list(growing.values()))
+        tokens = sampler.draw(logits, list(growing), list(growing.values()))
         for one in growing:  # it decodes soon: while the device computes
             self._row(one)
         drawn = Drawn(list(range(len(growing))), HostCopy(tokens))
@@ -271,7 +245,7 @@ class Ahead:
             self.runner.copy(copies)
         drawn = decoder.go_on(group.numbers, grown, longest=group.longest)
         self.scheduler.steps += drawn is not None
-        return None if drawn is None else group.launched(drawn)
+        return None if drawn is None else _launched(group, drawn)
 
     def landed(self, following: Flight | None) -> None:
         """The tokens of the step in flight were taken; `following`, launched behind it, is in flight now."""
@@ -291,6 +265,13 @@ class Ahead:
             self.flight = None
         for one in flight.outputs:  # the run is over
             one.sequence.computed = len(one.sequence.tokens) - 1
+
+
+def _launched(group: Group, drawn: Drawn) -> Flight:
+    """Count a step of the group that was launched."""
+    group.steps -= 1
+    group.longest += 1
+    return Flight(group.outputs, drawn, group, group.steps == 0, group.ended)
 
 
 def _needs_host(output: OutputSequence) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hasten.engine.blocks import SequenceBlocks
-from hasten.engine.paged import PagedCache
+from hasten.engine.cache import KVCache
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # sequences of a captured step
 WIDTHS = (1, 2, 4, 8, 16, 32)  # tokens of each: one, and those of a draft
@@ -70,7 +70,7 @@ class StepTensors:
 class DecodeBatch:
     """The buffer, the tables, and which row is whose."""
 
-    def __init__(self, cache: PagedCache, *, sequences: int, longest: int) -> None:
+    def __init__(self, cache: KVCache, *, sequences: int, longest: int) -> None:
         """sequences: most at once. longest: most tokens of one."""
         self.cache, self.device, self.block_size = cache, cache.device, cache.block_size
         self.sequences = min(padded(sequences, SIZES), SIZES[-1])

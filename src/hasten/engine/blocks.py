@@ -5,7 +5,7 @@ The keys and values of a sequence lie in blocks of a fixed number of tokens, in 
 sequences refer to copies that block only. Full blocks stay findable by their tokens after everybody has left them, so
 that a later request with the same beginning adopts them, until their room is needed.
 
-Only numbers are kept here; the tensors are `hasten.engine.paged.PagedCache`. Every operation either succeeds or
+Only numbers are kept here; the tensors are `hasten.engine.cache.KVCache`. Every operation either succeeds or
 raises and changes nothing.
 """
 

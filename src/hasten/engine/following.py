@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from hasten.checkpoints.adapters import load_adapters
-from hasten.engine.cache import row_format
+from hasten.engine.cache import KVCache, row_format
 from hasten.engine.layout import Rows
-from hasten.engine.paged import PagedCache
 from hasten.engine.runner import BatchRunner, ModelRunner, capture_refusal
 from hasten.engine.settings import EngineSettings
 from hasten.engine.speculation import make_speculator
@@ -25,13 +24,13 @@ from hasten.errors import ConfigError
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 
-END, COPY, STEP, STATES = range(4)  # what a message is
+END, COPY, STEP, NEXT, STATES = range(5)  # what a message is
 
 
 class LeadingRunner(ModelRunner):
     """The first rank's part of the model over its part of the cache; the others follow."""
 
-    def __init__(self, model: Transformer, cache: PagedCache) -> None:
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
         super().__init__(model, cache)
         assert isinstance(model, ShardedTransformer)
         self.group = model.group
@@ -49,6 +48,12 @@ class LeadingRunner(ModelRunner):
             told += [row.start, row.count, len(row.block_table), *row.block_table]
         self.group.of_first(told)
         return super().logits(tokens, rows, wanted)
+
+    def next_logits(self, tokens: Sequence[int], entered: Sequence[tuple[int, int]]) -> Tensor | None:
+        if not self.cache.can_go_on(entered):
+            return None
+        self.group.of_first([NEXT, *self._tokens(tokens), 0, *(value for pair in entered for value in pair)])
+        return super().next_logits(tokens, entered)
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         self.group.of_first([STATES, *self._tokens(tokens), 0])
@@ -78,8 +83,8 @@ def runner_of(model: Transformer, settings: EngineSettings, *, blocks: int, max_
     return runner
 
 
-def _cache(model: Transformer, settings: EngineSettings, blocks: int) -> PagedCache:
-    return PagedCache(
+def _cache(model: Transformer, settings: EngineSettings, blocks: int) -> KVCache:
+    return KVCache(
         model.config,
         blocks=blocks,
         block_size=settings.block_size,
@@ -120,6 +125,9 @@ def follow(
             model.adapters.choose(chosen or [-1], model.device)
         if kind == STATES:
             runner.states(tokens)
+            continue
+        if kind == NEXT:
+            runner.next_logits(tokens, list(zip(rest, rest, strict=True)))
             continue
         rows = [Rows(start=start, count=next(rest), block_table=_several(rest)) for start in rest]
         runner.logits(tokens, rows, wanted)

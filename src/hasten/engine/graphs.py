@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hasten.engine.cache import StaticCache
+from hasten.engine.cache import KVCache
 from hasten.engine.decoder import Decoder, static_capacity
 from hasten.errors import ConfigError
 from hasten.machine.cuda_graphs import capture_graph
@@ -71,7 +71,7 @@ def fastest_decoder(
 class Kept:
     """The cache and the captured steps of a decoder that is no longer used. Nothing here refers to the model."""
 
-    cache: StaticCache
+    cache: KVCache
     captured: dict[int, tuple["FixedStep", Callable[[], None]]]
     captured_at: tuple[int, int]
     kv_cache_dtype: str
@@ -80,7 +80,7 @@ class Kept:
     def serves(self, model: Transformer, batch: int, capacity: int, kv_cache_dtype: str) -> bool:
         """Whether it may be used for a decoder of this kind: no smaller, and at most twice as large."""
         cache, stack = self.cache, model.stack
-        same = cache.batch == batch and self.kv_cache_dtype == kv_cache_dtype
+        same = cache.blocks == batch and self.kv_cache_dtype == kv_cache_dtype
         fits = capacity <= cache.capacity <= 2 * capacity
         return same and fits and isinstance(stack, CudaStack) and stack.addresses() == self.addresses
 
@@ -116,9 +116,9 @@ class FixedStep:
 
     logits: Tensor
 
-    def __init__(self, cache: StaticCache, width: int) -> None:
+    def __init__(self, cache: KVCache, width: int) -> None:
         self.cache = cache
-        self.tokens = torch.zeros(cache.batch, width, dtype=torch.int64, device=cache.first_slots.device)
+        self.tokens = torch.zeros(cache.blocks, width, dtype=torch.int64, device=cache.first_slots.device)
         self.positions, self.moves = torch.zeros_like(self.tokens), torch.ones_like(self.tokens)
         self.going = torch.ones_like(self.tokens, dtype=torch.bool)
         self.stands_at: tuple[list[int], list[int]] | None = None  # starts and counts, one each, after it has run
@@ -132,7 +132,7 @@ class FixedStep:
         self.moves.copy_(offsets < own)
 
     def __call__(self, model: Transformer) -> None:
-        context = self.cache.step(self.positions, valid=self.going, masks=not is_fused(model))
+        context = self.cache.step_of_texts(self.positions, valid=self.going, masks=not is_fused(model))
         self.logits = model(self.tokens, self.positions, context)
         self.positions.add_(self.moves)
 

@@ -170,13 +170,14 @@ class Sampler:
 
     def __init__(self, *, vocab_size: int, eos_ids: Collection[int], texts: TokenTexts, device: torch.device) -> None:
         self.vocab_size, self.eos_ids, self.texts, self.device = vocab_size, frozenset(eos_ids), texts, device
+        self._outputs: Sequence[OutputSequence] = ()  # that all of this was laid out for
         self._key: tuple[int, ...] = ()
         self._drawn: list[int] = []  # indices of the outputs whose tokens are more than an argmax
         self._batch: BatchSampler | None = None  # of those
 
     def forget(self) -> None:
         """Lay everything out again at the next draw: tokens were drawn elsewhere meanwhile."""
-        self._key, self._drawn, self._batch = (), [], None
+        self._outputs, self._key, self._drawn, self._batch = (), (), [], None
 
     def sample(
         self,
@@ -257,25 +258,32 @@ class Sampler:
         found = iter(token_logprobs(rows, tokens, tops=tops, texts=self.texts))
         return {i: [next(found) for _ in taken[i]] for i in scored}
 
-    def sample_later(self, logits: Tensor, outputs: Sequence[OutputSequence], first: Sequence[int]) -> Tensor:
+    def draw(self, logits: Tensor, outputs: list[OutputSequence], first: Sequence[int]) -> Tensor:
         """The next token of each output sequence, int64 on the device; the host does not wait for it.
 
         logits (R, V) and `first` as in `sample`; of outputs without drafts, constraints and log-probabilities.
         """
         self._arrange(outputs)
-        if self._batch is not None:
-            rows = to_device([first[i] for i in self._drawn], logits.device)
-            drawn = self._batch.next_tokens(logits[rows], steps=[outputs[i].count for i in self._drawn])
-            if len(self._drawn) == len(outputs):
-                return drawn
-        best = logits.argmax(dim=-1)[to_device(list(first), logits.device)]
-        if self._batch is not None:
-            best.index_copy_(0, to_device(self._drawn, logits.device), drawn)
+        if len(first) != len(logits) or first != range(len(logits)):
+            logits = logits[to_device(list(first), logits.device)]
+        if self._batch is None:
+            return logits.argmax(dim=-1)
+        own = self._drawn
+        whole = len(own) == len(outputs)
+        rows = None if whole else to_device(own, logits.device)
+        drawn = self._batch.next_tokens(logits if rows is None else logits[rows], steps=[outputs[i].count for i in own])
+        if rows is None:
+            return drawn
+        best = logits.argmax(dim=-1)
+        best.index_copy_(0, rows, drawn)
         return best
 
     def _arrange(self, outputs: Sequence[OutputSequence]) -> None:
         """Lay out how these are drawn for, unless it was done for the same ones."""
+        if outputs is self._outputs:
+            return
         key = tuple(output.sequence.number for output in outputs)
+        self._outputs = outputs
         if key == self._key:
             return
         self._key = key

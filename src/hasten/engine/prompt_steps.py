@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hasten.engine.cache import KVCache
 from hasten.engine.captures import Captures, LogitsBuffer
 from hasten.engine.layout import RaggedLayout, Rows
-from hasten.engine.paged import PagedCache, PagedStep
+from hasten.engine.step import KVStep
 from hasten.model.transformer import Transformer
 from hasten.ops.attention.view import AttentionMetadata, StackView
 
@@ -40,7 +41,7 @@ class PromptSteps:
     def __init__(
         self,
         model: Transformer,
-        cache: PagedCache,
+        cache: KVCache,
         captures: Captures,
         logits: LogitsBuffer,
         *,
@@ -121,7 +122,7 @@ class PromptSteps:
         if self.model.adapters is not None:
             self.model.adapters.every, self.model.adapters.rows, self.model.adapters.groups = -1, None, []
         view = StackView(cache.k, cache.v, metadata)
-        step = PagedStep(view, positions[None], cache.kernel.run, [list] * len(cache.k))
+        step = KVStep(view, positions[None], cache.kernel.run, [list] * len(cache.k))
         return self.model.scores(self.model.states(ids[None], step.positions, step)[0, scored], out=out)
 
 

@@ -15,7 +15,7 @@ from hasten.engine.logprobs import TokenTexts, token_logprobs
 from hasten.engine.params import SamplingParams
 from hasten.engine.request import Constraint, FinishReason, Request, RequestOutput, TokenLogprob
 from hasten.engine.sampler import DrawnRow
-from hasten.engine.scheduler import ScheduledSequence, Scheduler
+from hasten.engine.scheduler import ScheduledSequence, ScheduledTokens, Scheduler
 from hasten.engine.speculation import Text
 from hasten.engine.stopping import OutputText, stop_ids
 from hasten.errors import ConfigError
@@ -301,6 +301,39 @@ class RequestTable:
     def has(self, output: OutputSequence) -> bool:
         """Whether it grows still."""
         return self.outputs.get(output.sequence) is output
+
+    def reached(
+        self,
+        plan: Sequence[ScheduledTokens],
+        first: Sequence[int],
+        logits: Tensor,
+        *,
+        scheduler: Scheduler,
+        texts: TokenTexts,
+    ) -> tuple[dict[OutputSequence, int], dict[tuple[BeamSearch, ScheduledSequence], int]]:
+        """The output sequences and beams that a step brought to their last token, with the first row of each.
+
+        first: the first row of each of the plan's entries in logits (R, V). Prompts that were read become output
+        sequences or beams, and what was wanted of their own logits is kept.
+        """
+        growing: dict[OutputSequence, int] = {}
+        scored: dict[tuple[BeamSearch, ScheduledSequence], int] = {}
+        for entry, row in zip(plan, first, strict=True):
+            sequence, state = entry.sequence, self.state_of(entry.sequence)
+            if sequence.scored and entry.scored:
+                state.score_prompt(entry.start, logits[row : row + entry.scored], texts)
+                row += entry.scored
+            if not entry.complete:
+                continue
+            if state.prompt is sequence:
+                state.fork(scheduler)
+                self.outputs |= {output.sequence: output for output in state.outputs}
+                growing |= dict.fromkeys(state.outputs, row)
+            elif state.search is None:
+                growing[self.outputs[sequence]] = row
+            if state.search is not None:
+                scored[state.search, sequence] = row
+        return growing, scored
 
     def end(self, sequence: ScheduledSequence) -> OutputSequence | None:
         """Take out the output sequence that a sequence is, if it is one."""

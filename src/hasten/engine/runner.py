@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hasten.engine import graphs
 from hasten.engine.batch import DecodeBatch, StepPart, StepShape
 from hasten.engine.blocks import SequenceBlocks
+from hasten.engine.cache import KVCache
 from hasten.engine.captures import Captures, LogitsBuffer
 from hasten.engine.forward import forward
 from hasten.engine.layout import Rows, to_device
-from hasten.engine.paged import PagedCache
 from hasten.engine.prompt_steps import PromptSteps
 from hasten.engine.sampler import DeviceSampler, DrawKind, DrawnRow
 from hasten.machine.host_copy import HostCopy
@@ -39,9 +40,10 @@ class ModelRunner:
     decoder: BatchRunner | None = None
     uncaptured: str | None = None
 
-    def __init__(self, model: Transformer, cache: PagedCache) -> None:
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
         self.model, self.cache = model, cache
         self._wanted: tuple[list[int], Tensor] | None = None
+        self._next_tokens = np.empty(0, dtype=np.int64)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks of the cache (source, target), as if one after the other."""
@@ -55,6 +57,21 @@ class ModelRunner:
         if self._wanted is None or self._wanted[0] != wanted:
             self._wanted = list(wanted), to_device(list(wanted), device)
         return self.model(to_device([list(tokens)], device), step.positions, step, rows=self._wanted[1])
+
+    def next_logits(self, tokens: Sequence[int], entered: Sequence[tuple[int, int]]) -> Tensor | None:
+        """Logits (N, V) float32 after the next token of each of the N sequences of the last step, which had one each.
+
+        entered and None: as in `KVCache.go_on`.
+        """
+        step = self.cache.go_on(entered)
+        if step is None:
+            return None
+        if len(self._next_tokens) != len(tokens):
+            self._next_tokens = np.empty(len(tokens), dtype=np.int64)
+        self._next_tokens[:] = tokens
+        ids = torch.from_numpy(self._next_tokens)[None].to(self.model.device)  # (1, N)
+        logits: Tensor = self.model(ids, step.positions, step)
+        return logits[0]
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         """The last states (T, C) float32 of a text, normalised."""
@@ -114,7 +131,7 @@ class BatchRunner:
     def __init__(
         self,
         model: Transformer,
-        cache: PagedCache,
+        cache: KVCache,
         *,
         sequences: int,
         longest: int,

@@ -174,13 +174,22 @@ class Scheduler:
 
         Where slots were all taken, those that wait begin some at a time, a few steps late.
         """
+        if self.nobody_begins:
+            return True
+        if not self.running or self.waiting[0].order[0] < self.running[-1].order[0]:
+            return False
+        free = self.max_sequences - self._slots
+        return self._full and free * _FEW <= self.max_sequences and self.steps < _PATIENCE
+
+    @property
+    def nobody_begins(self) -> bool:
+        """Whether none of those that wait has room now."""
         if not self.waiting or not self.running:
             return not self.waiting
         first = self.waiting[0]
         if first.order[0] < self.running[-1].order[0]:
             return False  # the last one makes way for it
-        free = self.max_sequences - self._slots
-        if first.slots > free or (self._full and free * _FEW <= self.max_sequences and self.steps < _PATIENCE):
+        if first.slots > self.max_sequences - self._slots:
             return True
         return self._no_room is not None and self._no_room[0] is first and self.blocks.free <= self._no_room[1]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from hasten.engine.cache import StaticCache
+from hasten.engine.cache import KVCache
 from hasten.engine.decoder import Decoder
 from hasten.engine.params import SamplingParams
 from hasten.engine.speculation.draft_model import DraftModel
@@ -159,14 +159,14 @@ def _blocks_and_head(
     one = replace(config, layers=config.layers[:1])
     dtype, capacity = model.compute_dtype, longest + most[-1]
     bounded = config.reach is not None  # as the whole model's, whatever its first layer sees
-    cache = StaticCache(one, batch=1, capacity=capacity, dtype=dtype, device=device, bounded=bounded)
+    cache = KVCache.of_texts(one, batch=1, capacity=capacity, dtype=dtype, device=device, bounded=bounded)
     numbers = itertools.cycle(range(len(config.layers)))
 
     def block_call(rows: int, context: int) -> Callable[[], object]:
         x = torch.randn(1, rows, config.hidden_size, device=device, dtype=model.compute_dtype)
         positions = torch.arange(context, context + rows, device=device)[None]
         ropes = [table(positions) for table in model.ropes]
-        step = cache.step(positions, read=context + rows, masks=not is_fused(model)).layers[0]
+        step = cache.step_of_texts(positions, read=context + rows, masks=not is_fused(model)).layers[0]
 
         def call() -> object:
             number = next(numbers)
