@@ -38,9 +38,7 @@ def test_the_server_runs_with_what_was_planned(tiny_folder):
     assert f"{degree} rank" in told
     assert "the time of an answer is the least" in told
     model = hasten.quantize(hasten.load(tiny_folder, dtype="stored"), hasten.Int8())
-    alone = hasten.generate(
-        model, "def add", temperature=0, max_new_tokens=8, ignore_eos=True, draft="none"
-    )
+    alone = hasten.generate(model, "def add", temperature=0, max_new_tokens=8, ignore_eos=True, draft="none")
     assert answer["choices"][0]["text"] == alone[0].text
 
 

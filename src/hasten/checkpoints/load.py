@@ -90,7 +90,7 @@ def load(
     return model
 
 
-def load_quietly(source: str | Path, **options: Any) -> Transformer:
+def load_quietly(source: str | Path | ModelSource, **options: Any) -> Transformer:
     """Load a model that will not generate, so without the warning about formats that no kernel takes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", NO_KERNEL, HastenWarning)
