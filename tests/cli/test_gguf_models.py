@@ -1,6 +1,7 @@
 """What a command makes of a quantized GGUF file: plain weights, an adapter beside its layers, or a helpful error."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -177,6 +178,17 @@ def test_training_is_not_advised_an_option_of_generating(nvfp4, tmp_path, capfd)
     assert "no kernel takes" not in err
     with pytest.warns(HastenWarning, match=r"which every token reads; hasten.quantize\(model, hasten.Int8\(\)\)"):
         hasten.load(nvfp4)
+
+
+def test_a_file_is_no_folder_to_convert_and_the_advice_makes_one(file, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    err = error_of(capfd, "convert", file, tmp_path / "out", "--format", "gptq")
+    first, second = re.search(
+        r": (hasten export .*) writes its plain weights, and (hasten .*) quantizes these", err
+    ).groups()
+    for line in (first, second):
+        main(line.split()[1:])
+    assert hasten.load(tmp_path / "out").quantization
 
 
 def test_a_place_that_is_written_twice_is_refused_by_the_options_of_the_command(file, tmp_path, capfd):

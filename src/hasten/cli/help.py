@@ -186,8 +186,8 @@ def _texts(kind: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             texts[field.target.id] = " ".join(str(getattr(text.value, "value", "")).split())
     arguments = inspect.cleandoc(str(kind.__doc__)).partition("Args:\n")[2].partition("\n\n")[0]
-    for one in re.split(r"\n(?=    \w+: )", f"\n{arguments}"):
-        name, _, text = one.strip().partition(": ")
-        if text:
-            texts.setdefault(name, " ".join(text.split()))
+    for entry in re.split(r"\n(?=    \w+: )", f"\n{arguments}"):
+        name, _, said = entry.strip().partition(": ")
+        if said:
+            texts.setdefault(name, " ".join(said.split()))
     return texts
