@@ -106,6 +106,17 @@ def test_what_cannot_be_is_one_error(options, words, tiny_folder, tmp_path, caps
     assert "Traceback" not in err
 
 
+def test_a_layout_of_one_width_refuses_a_table_of_several(tiny, tiny_folder, tmp_path, capsys):
+    file = tmp_path / "formats.json"
+    table = some_of_each(layers_to_quantize(tiny))
+    file.write_text(json.dumps({name: format for name, format in table.items() if name.startswith("blocks.")}))
+    out = ["--output", str(tmp_path / "out"), "--format", "gptq"]
+    with pytest.raises(SystemExit) as caught:
+        main(["quantize", str(tiny_folder), "--formats", str(file), *out])
+    assert caught.value.code == 2
+    assert "integers of one width and group size in all layers" in capsys.readouterr().err
+
+
 def test_experts_of_a_block_have_one_format():
     names = layers_to_quantize(hasten.load(make_reference("mixtral")))
     units = units_of(names)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 BY_GPTQ = Needs("method", "gptq")
-BY_SCHEME = Holds("scheme", "without --scheme (--formats says it by layer); give that")
+BY_SCHEME = Holds("scheme", "without --scheme (--formats says it by layer); give that in its place")
 IN_GROUPS = Unless("scheme", "int8")
 
 

@@ -40,17 +40,16 @@ def quantize(
 ) -> Transformer:
     """Quantize a model for inference, in place; returns the same model.
 
-    method: how the numbers are chosen. None rounds to nearest; GPTQ(...) looks at `calibration`, int64 tokens (samples,
-    length) as `calibration_tokens` makes them of a text, and adapts each block to what the quantized ones before it
-    give.
+    method: None rounds to nearest. GPTQ(...) looks at `calibration`, int64 tokens (samples, length) as
+    `calibration_tokens` makes them of a text, and adapts each block to what the quantized ones before it give.
 
-    Each layer's original weight is let go as soon as its packed form is there (with a method, block by block), so that
-    the peak is about one layer over the model. An lm_head tied to the embedding stays one matrix with it. `report` is
+    Each layer's original weight is let go as soon as its packed form is there (with GPTQ, block by block), so that the
+    peak is about one layer over the model. An lm_head tied to the embedding stays one matrix with it. `report` is
     called after each layer (and costs a comparison of each). Layers of 3 and 2 bits stay plain ones, of the rounded
     weights.
 
     Rounding to nearest leaves layers that are quantized already as they are, with a warning. Raises ConfigError where
-    all are (with a method: any), or the weights hold NaN or infinity. A fused model is taken apart; it is fused again
+    all are (with GPTQ: any), or the weights hold NaN or infinity. A fused model is taken apart; it is fused again
     where this fails.
     """
     with taken_apart(model, fuse_after=False):
@@ -124,7 +123,7 @@ def quantize_to_folder(
     """Write `model` quantized, as a folder of the layout `format` (see `export_model`); it is not changed.
 
     From file to file, layer by layer: a loaded model's weights are mapped from its files, so that the peak is the
-    input's pages and about one layer (the largest: often the lm_head). With a method, finished blocks are kept beside
+    input's pages and about one layer (the largest: often the lm_head). With GPTQ, finished blocks are kept beside
     the folder (its name and ".partial") until all are done: after an interruption the same call goes on there.
     spill: the samples' states stand there too, in mapped files, and take no memory.
 
