@@ -77,9 +77,9 @@ class PagedDecode:
     def measure(self, model: Any, batch: int) -> list[dict[str, Any]]:
         import torch
 
+        from hasten.engine.blocks import Rows
         from hasten.engine.cache import KVCache, row_format
         from hasten.engine.decoder import Decoder
-        from hasten.engine.layout import Rows
         from hasten.ops.native import library
 
         native = library()

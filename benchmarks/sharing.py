@@ -33,7 +33,8 @@ import numpy as np
 import tyro
 
 from hasten.engine.blocks import BlockManager
-from hasten.engine.scheduler import ScheduledSequence, Scheduler
+from hasten.engine.scheduler import Scheduler
+from hasten.engine.sequence import ScheduledSequence
 
 BLOCK, SLOTS, SEQUENCES = 16, 15_700, 256
 LONGEST = 2048  # tokens of prompt and answer, not reached

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from hasten.engine.blocks import BlockManager, OutOfBlocks
+from hasten.engine.blocks import BlockManager, OutOfBlocks, Rows
 from hasten.engine.cache import KVCache
-from hasten.engine.layout import Rows
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.ops.attention import AttentionSpec
 from hasten.ops.attention.cache_rows import PLAIN

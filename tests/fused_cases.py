@@ -3,9 +3,9 @@
 import torch
 
 import hasten
+from hasten.engine.blocks import Rows
 from hasten.engine.cache import KVCache
 from hasten.engine.decoder import Decoder
-from hasten.engine.layout import Rows
 from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse
 from references import make_reference

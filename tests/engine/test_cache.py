@@ -5,9 +5,9 @@ import torch
 
 import hasten
 from hasten.cli.main import main
+from hasten.engine.blocks import Rows
 from hasten.engine.cache import ROW_FORMATS, KVCache, row_format
 from hasten.engine.decoder import Decoder
-from hasten.engine.layout import Rows
 from hasten.engine.params import KVCacheDtype, SamplingParams
 from hasten.errors import ConfigError
 from hasten.evaluation.divergence import divergence

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import hasten
 from hasten.engine import cache as caches
+from hasten.engine.blocks import Rows
 from hasten.engine.cache import KVCache
 from hasten.engine.decoder import Decoder
-from hasten.engine.layout import Rows
 from hasten.errors import ConfigError
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.native import library

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import hasten
-from hasten.engine.layout import RaggedLayout, Rows
+from hasten.engine.blocks import Rows
+from hasten.engine.layout import RaggedLayout
 from hasten.engine.params import SamplingParams
 from hasten.ops.native import library
 from references import make_reference, tiny_llama

@@ -9,10 +9,10 @@ import torch
 import hasten
 from drafting import proposing
 from hasten.engine.admission import room
+from hasten.engine.blocks import Rows
 from hasten.engine.cache import KVCache
 from hasten.engine.decoder import Decoder
 from hasten.engine.generate import Generation
-from hasten.engine.layout import Rows
 from hasten.engine.params import SamplingParams
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.evaluation.perplexity import perplexity

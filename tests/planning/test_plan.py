@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 import hasten
 from hasten.bench.plan import PlanOptions, inference_plan, make_plan, settle, weight_bytes
-from hasten.bench.predict import step_seconds
+from hasten.bench.predict import Generating, step_seconds
 from hasten.checkpoints.gguf.write import write_gguf
 from hasten.cli.main import main
-from hasten.engine.speculation.cost import StepCost
 from hasten.errors import ConfigError
 from hasten.machine.limits import Limits
 from hasten.model.families import read_config
@@ -288,7 +287,7 @@ def test_a_plan_counts_a_gguf_file_as_it_is_held(tmp_path, kind):
 
 def test_a_file_of_several_formats_takes_as_long_as_its_bytes(monkeypatch):
     subject = settle("llama-120m", PlanOptions(device="epyc"))
-    cost = StepCost((1, 896), [1e-3, 1.0], (0.0, 0.0))
+    cost = Generating(prompt=1.0, steps={1: 1e-3})
     plain = inference_plan(subject, cost=cost)
     whole = weight_bytes(subject.config, "bfloat16")
     mixed = replace(

@@ -23,7 +23,7 @@ from hasten.planning.shapes import SHAPES, shape_config
 from hasten.training.recipe import Data, Lora, Optimizer, Parallel, Recipe, Run, Techniques
 
 if TYPE_CHECKING:
-    from hasten.engine.speculation.cost import StepCost
+    from hasten.bench.predict import Generating
 
 
 TRAINING = ("train", "finetune", "lora")
@@ -307,18 +307,18 @@ def require_degree(subject: Subject) -> None:
         require_cores(degree)
 
 
-def measured_cost(subject: Subject, batches: Sequence[int] = ()) -> StepCost | None:
+def measured_cost(subject: Subject, batches: Sequence[int] = ()) -> Generating | None:
     """Of the model's steps with all cores; None where they are not to be measured, or cannot be."""
     if not (subject.shares_cores and subject.options.measure):
         return None
-    from hasten.bench.predict import generating_cost
+    from hasten.bench.predict import generating_seconds
 
     use, cache, served = _inference(subject), subject.options.kv_cache_dtype, subject.options.use == "serve"
     batches = batches or [use.batch_size]
-    return generating_cost(subject.config, use, batches, subject.weights, cache=cache, served=served)
+    return generating_seconds(subject.config, use, batches, subject.weights, cache=cache, served=served)
 
 
-def inference_plan(subject: Subject, *, replicas: int = 1, cost: StepCost | None = None) -> Plan:
+def inference_plan(subject: Subject, *, replicas: int = 1, cost: Generating | None = None) -> Plan:
     """Of one rank. replicas: that share this machine's cores. cost: of steps with all cores, measured."""
     use, device = _inference(subject), subject.device
     if subject.shares_cores:
@@ -329,13 +329,13 @@ def inference_plan(subject: Subject, *, replicas: int = 1, cost: StepCost | None
             device = replace(device, link=link_here(use.degree))
     phases = inference_phases(subject.config, use)
     if cost is not None:
-        from hasten.bench.predict import generating_seconds
-
         # Ranks do the whole model's work together, on all cores; replicas get their share of these. Of a checkpoint
         # whose layers have several formats blocks in one of them were measured: a token takes as long as its bytes.
-        prompt, token = generating_seconds(use, cost)
         mixed = use.weights / weight_bytes(subject.config, subject.weights) if subject.checkpoint is not None else 1.0
-        times = prompt, token * (mixed if subject.options.weights == "auto" else 1.0)
+        times = (
+            use.batch_size * cost.prompt,
+            cost.steps[use.batch_size] * (mixed if subject.options.weights == "auto" else 1.0),
+        )
         before, each = (replace(one, measured=replicas * took) for one, took in zip(phases, times, strict=True))
         phases = before, each
     return subject.plan(device, use, *phases)

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hasten.engine.batch import StepPart
 from hasten.engine.blocks import OutOfBlocks
-from hasten.engine.model_runner import Sampler, common_adapter, part_of
+from hasten.engine.model_runner import Sampler, common_adapter
 from hasten.engine.request_state import OutputSequence, RequestTable
 from hasten.engine.run import Group
 from hasten.engine.runner import Drawn, ModelRunner
 from hasten.engine.sampler import DrawnRow
-from hasten.engine.scheduler import ScheduledTokens, Scheduler
+from hasten.engine.scheduler import Scheduler
+from hasten.engine.sequence import ScheduledTokens
 from hasten.engine.stopping import stop_ids
 from hasten.machine.host_copy import HostCopy
 
@@ -99,9 +99,8 @@ class Ahead:
         if adapter is None:
             return None
         rows = [self._row(one) for one in own]
-        parts = [part_of(entry, self.blocks) for entry in plan]
         texts = [output.sequence.tokens for output in own]
-        drawn = decoder.begin(parts, rows, texts, adapter=adapter)
+        drawn = decoder.begin(plan, rows, texts, adapter=adapter)
         if drawn is None:
             return False
         self._run(own, drawn, ended=self.table.ended)
@@ -160,12 +159,10 @@ class Ahead:
         adapters = {one.sequence.adapter for one in own}
         if len(adapters) != 1 or not self._reserve(own):
             return None
-        parts = [
-            StepPart(one.sequence.number, blocks.table(one.sequence.number), one.sequence.computed, tokens[-1:])
-            for one, tokens in zip(own, texts, strict=True)
-        ]
+        sequences = [one.sequence for one in own]
+        plan = [ScheduledTokens(blocks.table(one.number), one.computed, 1, sequence=one) for one in sequences]
         rows = [self._row(one) for one in own]
-        drawn = decoder.begin(parts, rows, texts, adapter=adapters.pop(), behind=(*behind, late.tokens))
+        drawn = decoder.begin(plan, rows, texts, adapter=adapters.pop(), behind=(*behind, late.tokens))
         return None if drawn is None else Started(own, drawn, self.table.ended)
 
     def _reserve(self, outputs: Sequence[OutputSequence]) -> bool:

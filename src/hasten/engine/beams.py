@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hasten.engine.logprobs import TokenTexts
 from hasten.engine.request import Request, TokenLogprob
-from hasten.engine.scheduler import ScheduledSequence, Scheduler
+from hasten.engine.scheduler import Scheduler
+from hasten.engine.sequence import ScheduledSequence
 
 
 @dataclass(slots=True, eq=False)

@@ -95,6 +95,15 @@ class SequenceBlocks:
         return len(self.chain) - 1
 
 
+@dataclass(slots=True, eq=False)
+class Rows:
+    """`count` tokens of one sequence, at positions start … start + count - 1; block_table: its blocks in order."""
+
+    block_table: Sequence[int] | SequenceBlocks
+    start: int
+    count: int
+
+
 class BlockManager:
     """Blocks 0 … blocks - 1 of `block_size` tokens each. Sequences are numbers of the caller's choice.
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hasten.engine.layout import RaggedLayout, Rows
+from hasten.engine.blocks import Rows
+from hasten.engine.layout import RaggedLayout
 from hasten.engine.sparse import SparseMasks
 from hasten.engine.step import KVStep
 from hasten.errors import ConfigError

@@ -3,8 +3,8 @@
 A step: the scheduler plans which tokens of which sequences are computed (`Scheduler`), blocks that are written are made
 private (`KVCache.copy`), one call of the model over the ragged rows (`model_runner.step_logits`), one batched draw
 (`Sampler.sample`), and each output sequence takes its tokens (`OutputSequence.append`). While the same sequences take
-one token each, a step skips the plan and writes only what changed (`Run`). Requests with several samples compute their
-prompt once and fork; a beam is a fork.
+one token each, a step skips the plan and writes only what changed (`DecodeRun`). Requests with several samples compute
+their prompt once and fork; a beam is a fork.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from hasten.engine.model_runner import SampledTokens, Sampler, embed, step_logit
 from hasten.engine.prompts import end_ids
 from hasten.engine.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused
 from hasten.engine.request_state import OutputSequence, RequestState, RequestTable
-from hasten.engine.run import Group, Run, run_after
-from hasten.engine.scheduler import ScheduledSequence, Scheduler
+from hasten.engine.run import DecodeRun, Group, run_after
+from hasten.engine.scheduler import Scheduler
+from hasten.engine.sequence import ScheduledSequence
 from hasten.engine.settings import EngineSettings, ModelFacts, Stats
 from hasten.engine.speculation import Speculator
 from hasten.engine.statistics import facts_of, stats_of
@@ -83,7 +84,7 @@ class Engine:
         self.ahead: Ahead | None = None
         if self.runner.decoder is not None:
             self.ahead = Ahead(self.runner, self.scheduler, self._table, eos_ids=self.eos_ids)
-        self._run: Run | None = None  # of the sequences that the last step gave a token each
+        self._run: DecodeRun | None = None  # of the sequences that the last step gave a token each
         self.error: str | None = None  # why the engine stopped for good
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
         self._counts = Stats()
@@ -215,11 +216,11 @@ class Engine:
             ahead.late = None
             if not self.scheduler.can_read_prompts:
                 return self._launch_behind(ahead, late)
-        speculator, resting = self.speculator, False
-        if speculator is not None and not (resting := bool(table.outputs) and speculator.rests()):
+        speculator = self.speculator
+        if speculator is not None:
             self._propose(speculator)
         run, self._run = self._run, None
-        if run is not None and (gone_on := self._go_on(run, learning=not resting)) is not None:
+        if run is not None and (gone_on := self._go_on(run)) is not None:
             return gone_on
         plan = self.scheduler.plan(begin=ahead is None or not ahead.patient)
         if not plan:
@@ -231,7 +232,7 @@ class Engine:
             ahead = None  # drafts are made of the tokens
         launched = ahead.begin(plan) if ahead is not None and late is None else None
         if not launched:
-            logits, first = step_logits(self.runner, plan, self.blocks, captured=launched is None)
+            logits, first = step_logits(self.runner, plan, captured=launched is None)
         self._computed(sum(entry.count for entry in plan), time.perf_counter() - started)
         self.scheduler.advance(plan)
         if launched:
@@ -241,20 +242,17 @@ class Engine:
         deferred = ahead is not None and not scored and ahead.defer(logits, growing, self.sampler)
         found = [] if late is None else self._arrived(late)
         if not deferred:
-            found += self._grow(logits, growing, learning=not resting) + self._search(logits, scored)
+            found += self._grow(logits, growing) + self._search(logits, scored)
         if ahead is not None:
             ahead.took(plan, time.perf_counter() - started)
             return found
-        if speculator is not None and resting:
-            speculator.rested(len(growing))
-        elif speculator is not None:  # drawing is a part of what rows cost
-            context = sum(entry.end for entry in plan) / len(plan)
-            speculator.stepped(sum(entry.count for entry in plan), context, time.perf_counter() - started)
+        if speculator is not None:  # drawing is a part of what rows cost
+            speculator.stepped(sum(entry.count for entry in plan), time.perf_counter() - started)
         if self.ahead is None:
             self._run = run_after(plan, list(growing), self.scheduler, table)
         return found
 
-    def _go_on(self, run: Run, *, learning: bool) -> list[RequestOutput] | None:
+    def _go_on(self, run: DecodeRun) -> list[RequestOutput] | None:
         """The next step of a run; None where it has to be planned."""
         speculator = self.speculator
         if run.over or (speculator is not None and run.drafted) or (entered := run.enter()) is None:
@@ -271,12 +269,9 @@ class Engine:
             tokens = self.sampler.draw(logits, run.outputs, run.rows).tolist()
             found = self._take_each(run.outputs, tokens, group=run if run.steps else None)
         else:
-            found = self._grow(logits, dict(zip(run.outputs, run.rows, strict=True)), learning=learning)
-        if speculator is not None and learning:
-            context = sum(map(len, run.texts)) / len(run.texts)
-            speculator.stepped(len(run.texts), context, time.perf_counter() - started)
-        elif speculator is not None:
-            speculator.rested(len(run.texts))
+            found = self._grow(logits, dict(zip(run.outputs, run.rows, strict=True)))
+        if speculator is not None:
+            speculator.stepped(len(run.texts), time.perf_counter() - started)
         self._run = run
         return found
 
@@ -285,16 +280,16 @@ class Engine:
         outputs = self._table.outputs
         level = [outputs[s] for s in self.scheduler.running if s in outputs and len(s.tokens) - s.computed == 1]
         texts = [one.draft_text for one in level]
-        for one, draft in zip(level, speculator.propose(texts, other_rows=self.scheduler.behind), strict=True):
+        for one, draft in zip(level, speculator.propose(texts), strict=True):
             one.sequence.drafts = draft
 
-    def _grow(self, logits: Tensor, growing: dict[OutputSequence, int], *, learning: bool) -> list[RequestOutput]:
-        """Each output sequence takes what is sampled for it, from its row on. learning: the speculator is told."""
+    def _grow(self, logits: Tensor, growing: dict[OutputSequence, int]) -> list[RequestOutput]:
+        """Each output sequence takes what is sampled for it, from its row on."""
         if not growing:
             return []
         owners, first = list(growing), list(growing.values())
         drawn = zip(owners, self.sampler.sample(logits, owners, first, speculator=self.speculator), strict=True)
-        return [piece for one, sampled in drawn for piece in self._take(one, sampled, learning=learning)]
+        return [piece for one, sampled in drawn for piece in self._take(one, sampled)]
 
     def _launch_behind(self, ahead: Ahead, flight: Flight) -> list[RequestOutput]:
         """Launch the step behind one in flight if the host need not plan it, then take the tokens of that one."""
@@ -325,7 +320,7 @@ class Engine:
             if not self._table.has(output):
                 continue  # it has ended: one token too many
             if not output.goes_on(token):
-                found += self._take(output, SampledTokens([token], (), None), learning=False)
+                found += self._take(output, SampledTokens([token], (), None))
                 continue
             self._counts.generated_tokens += 1
             found += output.take(token)
@@ -336,11 +331,11 @@ class Engine:
         self._counts.steps += 1
         self._counts.computed_tokens += tokens
 
-    def _take(self, output: OutputSequence, sampled: SampledTokens, *, learning: bool) -> list[RequestOutput]:
+    def _take(self, output: OutputSequence, sampled: SampledTokens) -> list[RequestOutput]:
         """An output sequence takes what was sampled for it."""
         text, count = output.append(sampled.tokens, failure=sampled.failure)
         self._counts.generated_tokens += count
-        if self.speculator is not None and learning:
+        if self.speculator is not None:
             self.speculator.observe(output.sequence.number, count, checked=len(output.sequence.drafts))
         tokens = sampled.tokens[:count]
         self.scheduler.accept(output.sequence, tokens)

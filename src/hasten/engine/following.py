@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hasten.checkpoints.adapters import load_adapters
+from hasten.engine.blocks import Rows
 from hasten.engine.cache import KVCache, row_format
-from hasten.engine.layout import Rows
 from hasten.engine.runner import BatchRunner, ModelRunner, capture_refusal
 from hasten.engine.settings import EngineSettings
 from hasten.engine.speculation import make_speculator
@@ -109,7 +109,7 @@ def follow(
     """
     if adapters:
         load_adapters(model, list(adapters.values()))
-    make_speculator(model, draft, **drafting)  # measures what a step costs, together with the first
+    make_speculator(model, draft, **drafting)  # refuses what the first rank refuses
     (blocks,) = model.group.of_first()
     runner = ModelRunner(model, _cache(model, settings, blocks))
     while True:

@@ -20,7 +20,7 @@ from hasten.engine.stopping import FinishReason, OutputText
 from hasten.errors import ConfigError
 from hasten.machine.host_copy import HostCopy
 from hasten.model.fused import fuse_where_it_fits
-from hasten.model.sharded import ShardedTransformer, told_by_first
+from hasten.model.sharded import told_by_first
 from hasten.model.transformer import Transformer
 
 Draft = str | Path | Transformer
@@ -145,7 +145,6 @@ class Generation:
     ) -> None:
         self.model = model
         self.speculator = speculator
-        self._shared = isinstance(model, ShardedTransformer)
         self.prompts = encode_prompts(model, prompts)
         rows = params_of(params, prompts=len(self.prompts), **settings)
         seeds = [secrets.randbits(63) for _ in rows]  # drawn here, because a draft model draws with the same
@@ -250,7 +249,7 @@ class Generation:
         start = drafted = time.perf_counter()
         logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
         drafts: list[list[int]] = []
-        resting, active = False, [True] * len(self.prompts)
+        active = [True] * len(self.prompts)
         while True:
             counts = [output.count for output in self.outputs]
             # All that depends on the logits is queued before the one unavoidable wait, for the tokens themselves.
@@ -265,10 +264,7 @@ class Generation:
             pushed = [one for row, on in enumerate(active) if on for one in self._push(row, taken[row])]
             going = [output.finish_reason is None for output in self.outputs]
             if self.speculator is not None:
-                if resting:
-                    self.speculator.rested(len(pushed))
-                else:
-                    self._learn(self.speculator, drafts, counts, now - drafted)
+                self._learn(self.speculator, drafts, counts, now - drafted)
                 for row in (row for row, on in enumerate(active) if on and not going[row]):
                     self.speculator.end(row, self._tokens[row][len(self.prompts[row]) :])
             if timing.first_token == 0.0:
@@ -283,9 +279,7 @@ class Generation:
             if not any(active):
                 return
             start = time.perf_counter()
-            # What ranks tell each other they do in the same steps; their clocks, by which drafts rest, differ.
-            resting = self.speculator is not None and not self._shared and self.speculator.rests()
-            drafts = [] if resting else self._drafts(active)
+            drafts = self._drafts(active)
             drafted = time.perf_counter()
             if any(drafts):  # rows that have ended go along, and back
                 logits = self.decoder.verify([[own[-1], *draft] for own, draft in zip(taken, drafts, strict=True)])
@@ -324,9 +318,11 @@ class Generation:
         if any(drafts):  # the newest token's keys are not there yet
             self.decoder.truncate([len(tokens) - 1 for tokens in self._tokens])
         grown = [output.count - count for output, count in zip(self.outputs, counts, strict=True)]
+        rows = 0  # of the texts that go on
         for row, taken in enumerate(grown):
             if taken and counts[row]:
-                speculator.observe(row, taken, checked=len(drafts[row]) if drafts else 0)
+                checked = len(drafts[row]) if drafts else 0
+                speculator.observe(row, taken, checked=checked)
+                rows += 1 + checked
         if max(counts):
-            rows = sum(1 + len(draft) for draft in drafts)
-            speculator.stepped(rows, sum(map(len, self._tokens)) / len(self._tokens), seconds)
+            speculator.stepped(rows, seconds)

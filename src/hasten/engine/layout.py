@@ -1,28 +1,18 @@
 """Where the tokens of a step lie in a paged cache: host arrays in one buffer, copied to a device in one piece."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.engine.blocks import SequenceBlocks
+from hasten.engine.blocks import Rows
 from hasten.ops.attention.paged import PagedGroup, groups_of
 
 _ALIGNED = 16  # values: parts of a buffer begin at multiples, and tables have multiples of columns, so that kernels
 # compiled for aligned addresses and sizes are compiled once
 _SPARE = 4  # columns of a table that a sequence may grow by before all of it is laid out again
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """`count` tokens of one sequence, at positions start … start + count - 1; block_table: its blocks in order."""
-
-    block_table: Sequence[int] | SequenceBlocks
-    start: int
-    count: int
 
 
 class RaggedLayout:

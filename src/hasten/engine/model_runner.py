@@ -15,71 +15,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasten.engine.batch import StepPart
 from hasten.engine.batch_sampler import BatchSampler, agreed
-from hasten.engine.blocks import BlockManager
-from hasten.engine.layout import Rows, to_device
+from hasten.engine.layout import to_device
 from hasten.engine.logprobs import TokenTexts, token_logprobs
 from hasten.engine.prompts import check_ids
 from hasten.engine.request import RequestRefused, TokenLogprob
 from hasten.engine.request_state import OutputSequence
 from hasten.engine.runner import BatchRunner, ModelRunner
-from hasten.engine.scheduler import ScheduledTokens
+from hasten.engine.sequence import ScheduledTokens
 from hasten.engine.speculation import Speculator
 from hasten.errors import ConfigError
 
 
 def step_logits(
-    runner: ModelRunner,
-    plan: Sequence[ScheduledTokens],
-    blocks: BlockManager,
-    *,
-    captured: bool = True,
+    runner: ModelRunner, plan: Sequence[ScheduledTokens], *, captured: bool = True
 ) -> tuple[Tensor, list[int]]:
     """Logits (R, V) float32 of the rows that are wanted, and the first of each of the plan's entries.
 
     An entry's scored rows come before those of its last token. Where none is wanted, the step only reads, and R is 1.
     captured: whether a captured step may be looked for.
     """
-    if (
-        captured
-        and runner.decoder is not None
-        and (found := _captured_logits(runner.decoder, plan, blocks)) is not None
-    ):
+    decoder = runner.decoder if captured else None
+    if decoder is not None and (found := _captured_logits(decoder, plan)) is not None:
         return found
     tokens: list[int] = []
     wanted: list[int] = []
     first: list[int] = []
-    rows: list[Rows] = []
     for entry in plan:
-        sequence, start, count = entry.sequence, entry.start, entry.count
-        drafts, at = sequence.drafts, len(tokens)
-        tokens += tokens_of(entry)
+        drafts, at = len(entry.sequence.drafts), len(tokens)
+        tokens += entry.tokens
         first.append(len(wanted))
-        if sequence.scored:
+        if entry.sequence.scored:
             wanted += range(at, at + entry.scored)
         if entry.complete:
-            wanted += range(len(tokens) - 1 - len(drafts), len(tokens))
-        rows.append(Rows(blocks.table(sequence.number), start, count))
+            wanted += range(len(tokens) - 1 - drafts, len(tokens))
     model = runner.model
     if model.adapters is not None:
         chosen = [entry.sequence.adapter for entry in plan for _ in range(entry.count)]
         model.adapters.choose(chosen, model.device)
-    return runner.logits(tokens, rows, wanted or [len(tokens) - 1]), first
-
-
-def tokens_of(entry: ScheduledTokens) -> list[int]:
-    """The tokens that an entry of a plan computes."""
-    sequence, start, count = entry.sequence, entry.start, entry.count
-    if count == 1 and not sequence.drafts:
-        return [sequence.tokens[start]]
-    return (sequence.tokens + sequence.drafts if sequence.drafts else sequence.tokens)[start : start + count]
-
-
-def part_of(entry: ScheduledTokens, blocks: BlockManager) -> StepPart:
-    """An entry of a plan as a part of a captured step."""
-    number = entry.sequence.number
-    return StepPart(number, blocks.table(number), entry.start, tokens_of(entry))
+    return runner.logits(tokens, plan, wanted or [len(tokens) - 1]), first
 
 
 def common_adapter(plan: Sequence[ScheduledTokens]) -> int | None:
@@ -88,17 +62,13 @@ def common_adapter(plan: Sequence[ScheduledTokens]) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _captured_logits(
-    decoder: BatchRunner, plan: Sequence[ScheduledTokens], blocks: BlockManager
-) -> tuple[Tensor, list[int]] | None:
+def _captured_logits(decoder: BatchRunner, plan: Sequence[ScheduledTokens]) -> tuple[Tensor, list[int]] | None:
     """The same of a step of decodes and their drafts, where it is captured."""
     for entry in plan:
         if not entry.complete or entry.count != 1 + len(entry.sequence.drafts):
             return None
     adapter = common_adapter(plan)
-    if adapter is None:
-        return None
-    return decoder.logits([part_of(entry, blocks) for entry in plan], adapter=adapter)
+    return None if adapter is None else decoder.logits(plan, adapter=adapter)
 
 
 @torch.no_grad()

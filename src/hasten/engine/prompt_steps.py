@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hasten.engine.blocks import Rows
 from hasten.engine.cache import KVCache
 from hasten.engine.captures import Captures, LogitsBuffer
-from hasten.engine.layout import RaggedLayout, Rows
+from hasten.engine.layout import RaggedLayout
 from hasten.engine.step import KVStep
 from hasten.model.transformer import Transformer
 from hasten.ops.attention.view import AttentionMetadata, StackView

@@ -15,7 +15,8 @@ from hasten.engine.logprobs import TokenTexts, token_logprobs
 from hasten.engine.params import SamplingParams
 from hasten.engine.request import Constraint, FinishReason, Request, RequestOutput, TokenLogprob
 from hasten.engine.sampler import DrawnRow
-from hasten.engine.scheduler import ScheduledSequence, ScheduledTokens, Scheduler
+from hasten.engine.scheduler import Scheduler
+from hasten.engine.sequence import ScheduledSequence, ScheduledTokens
 from hasten.engine.speculation import Text
 from hasten.engine.stopping import OutputText, stop_ids
 from hasten.errors import ConfigError

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from hasten.engine.blocks import OutOfBlocks
 from hasten.engine.request import RequestOutput
 from hasten.engine.request_state import OutputSequence, RequestTable
-from hasten.engine.scheduler import ScheduledTokens, Scheduler
+from hasten.engine.scheduler import Scheduler
+from hasten.engine.sequence import ScheduledTokens
 
 
 class Group:
@@ -45,7 +46,7 @@ class Group:
         return [one.show(token) for one, token in zip(self.outputs, tokens, strict=True) if not one.gathers]
 
 
-class Run(Group):
+class DecodeRun(Group):
     """The steps of a group whose tokens the host reads one step after the other.
 
     Begun after a step that computed one token of each of these sequences, in this order. Of each step: `enter`, the
@@ -108,8 +109,8 @@ class Run(Group):
 
 def run_after(
     plan: Sequence[ScheduledTokens], outputs: list[OutputSequence], scheduler: Scheduler, table: RequestTable
-) -> Run | None:
+) -> DecodeRun | None:
     """The run that a step begins whose plan gave these sequences a token; None where it computed anything else."""
     if not len(outputs) == len(plan) == sum(entry.count for entry in plan) or not all(map(table.has, outputs)):
         return None
-    return Run(outputs, scheduler, table)
+    return DecodeRun(outputs, scheduler, table)

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from hasten.engine import graphs
-from hasten.engine.batch import DecodeBatch, StepPart, StepShape
-from hasten.engine.blocks import SequenceBlocks
+from hasten.engine.batch import DecodeBatch, StepShape
+from hasten.engine.blocks import Rows, SequenceBlocks
 from hasten.engine.cache import KVCache
 from hasten.engine.captures import Captures, LogitsBuffer
 from hasten.engine.forward import forward
-from hasten.engine.layout import Rows, to_device
+from hasten.engine.layout import to_device
 from hasten.engine.prompt_steps import PromptSteps
 from hasten.engine.sampler import DeviceSampler, DrawKind, DrawnRow
+from hasten.engine.sequence import ScheduledTokens
 from hasten.machine.host_copy import HostCopy
 from hasten.model.context import training_context
 from hasten.model.sharded import ShardedTransformer
@@ -158,14 +159,13 @@ class BatchRunner:
 
     # -- steps whose tokens the host draws ----------------------------------------------------------------------------
 
-    def logits(self, parts: Sequence[StepPart], *, adapter: int = -1) -> tuple[Tensor, list[int]] | None:
-        """Logits (R, V) after each token of the parts, and the row of each part's first; None: run it plainly.
+    def logits(self, plan: Sequence[ScheduledTokens], *, adapter: int = -1) -> tuple[Tensor, list[int]] | None:
+        """Logits (R, V) after each token of the plan, and the row of each entry's first; None: run it plainly.
 
         Valid until the next step.
         """
-        width = max(len(part.tokens) for part in parts)
-        longest = max(part.start + len(part.tokens) for part in parts)
-        found = self._forward(len(parts), width, longest, adapter, lambda shape: self.batch.fill(shape, parts))
+        width, longest = max(entry.count for entry in plan), max(entry.end for entry in plan)
+        found = self._forward(len(plan), width, longest, adapter, lambda shape: self.batch.fill(shape, plan))
         if found is None:
             return None
         logits, shape, rows = found
@@ -175,7 +175,7 @@ class BatchRunner:
 
     def begin(
         self,
-        parts: Sequence[StepPart],
+        plan: Sequence[ScheduledTokens],
         rows: Sequence[DrawnRow],
         texts: Sequence[Sequence[int]],
         *,
@@ -186,16 +186,16 @@ class BatchRunner:
 
         behind: sequences whose tokens the host does not know yet, and the places of these in a tensor on the device.
         """
-        numbers, longest = [part.number for part in parts], max(part.start + 1 for part in parts)
+        numbers, longest = [entry.sequence.number for entry in plan], max(entry.end for entry in plan)
         values = self.sampler.values(rows, texts)
 
         def fill(shape: StepShape) -> list[int]:
-            found = self.batch.fill(shape, parts, values)
+            found = self.batch.fill(shape, plan, values)
             if behind is not None:
                 self.batch.take_tokens(shape, *behind)
             return found
 
-        found = self._forward(len(parts), 1, longest, adapter, fill)
+        found = self._forward(len(plan), 1, longest, adapter, fill)
         if found is None:
             return None
         logits, self._shape, _ = found

@@ -18,74 +18,16 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import attrgetter
 
 from hasten.engine.blocks import BlockManager, OutOfBlocks, blocks_of
+from hasten.engine.sequence import ScheduledSequence, ScheduledTokens
 from hasten.errors import ConfigError
 
 _order = attrgetter("order")
 _MOST_SCORED = 2048  # tokens of a step whose logits are wanted in float32: 1.2 GB of a vocabulary of 152k
 _FEW, _PATIENCE = 8, 8  # while others wait, up to an eighth of the slots may stay free for 8 steps
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class ScheduledSequence:
-    """One text in the making: a sample, or a beam.
-
-    order: (priority, arrival of the request, number within it): smaller is served first and preempted last. slots:
-    how many sequences it will become (samples that still share their prompt). drafts: guessed tokens behind `tokens`,
-    to be verified in the next step. scored: of its first tokens, those whose logits are wanted too.
-    """
-
-    number: int
-    order: tuple[int, int, int]
-    tokens: list[int]
-    salt: str = ""
-    adapter: int = -1  # which of the model's, -1 for none
-    slots: int = 1
-    drafts: list[int] = field(default_factory=list)
-    computed: int = 0
-    cached: int = 0  # tokens found in the prefix cache when it was first begun
-    running: bool = False
-    begun: bool = False
-    scored: int = 0
-
-    @property
-    def request(self) -> int:
-        """Its request's number, by arrival."""
-        return self.order[1]
-
-    @property
-    def target(self) -> int:
-        return len(self.tokens) + len(self.drafts)
-
-
-@dataclass(slots=True, eq=False)
-class ScheduledTokens:
-    """`count` tokens of one sequence from position `start` on.
-
-    copies: (source, target) blocks to be copied before the step, in this order.
-    """
-
-    sequence: ScheduledSequence
-    start: int
-    count: int
-    copies: list[tuple[int, int]]
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-    @property
-    def complete(self) -> bool:
-        """Whether it gets to its last token, so that the next can be drawn."""
-        return self.end == self.sequence.target
-
-    @property
-    def scored(self) -> int:
-        """How many of its logits are wanted beside those of its last token."""
-        return max(0, min(self.end, self.sequence.scored) - self.start)
 
 
 Entries = dict[ScheduledSequence, ScheduledTokens]
@@ -298,7 +240,7 @@ class Scheduler:
             copies = self.blocks.reserve(first.number, first.computed + count)
             first.running = first.begun = True
             insort(self.running, first, key=_order)
-            entries[first] = entry = ScheduledTokens(first, first.computed, count, copies)
+            entries[first] = entry = self._entry(first, count, copies)
             self._offer(entry)
             left -= count
         return left
@@ -366,8 +308,13 @@ class Scheduler:
                 if victim is sequence:
                     return 0
             else:
-                entries[sequence] = ScheduledTokens(sequence, sequence.computed, count, copies)
+                entries[sequence] = self._entry(sequence, count, copies)
                 return count
+
+    def _entry(self, sequence: ScheduledSequence, count: int, copies: list[tuple[int, int]]) -> ScheduledTokens:
+        """The sequence's next `count` tokens."""
+        table = self.blocks.table(sequence.number)
+        return ScheduledTokens(table, sequence.computed, count, sequence=sequence, copies=copies)
 
     def _preempt(self, sequence: ScheduledSequence) -> None:
         self.blocks.release(sequence.number)
