@@ -256,7 +256,7 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     names = ("whole: complete", "stream: complete", "stream: ended by an error", "left")
     phases = [report["killed"], report["restarted"]]
     rows = [[name, *(str(phase["ends"].get(name, 0)) for phase in phases)] for name in names]
-    rows.append(["begun anew elsewhere", *(str(phase["begun_anew"]) for phase in phases)])
+    rows.append(["restarted elsewhere", *(str(phase["begun_anew"]) for phase in phases)])
     rows.append(
         ["hung, wrong or failed", *(str(len(phase["wrong"]) + phase["ends"].get("hung", 0)) for phase in phases)]
     )

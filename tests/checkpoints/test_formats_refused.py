@@ -8,7 +8,7 @@ from quantized_folders import Q, change_config, change_tensors, refused, weights
 TENSORS = {
     "no scale": (lambda t: t.pop(f"{Q}.weight_scale"), f"{Q}.weight_packed", "lacks"),
     "no shape": (lambda t: t.pop(f"{Q}.weight_shape"), f"{Q}.weight_packed", "weight_shape"),
-    "no weight": (lambda t: t.pop(f"{Q}.weight_packed"), f"{Q}.weight_scale", "stands without"),
+    "no weight": (lambda t: t.pop(f"{Q}.weight_packed"), f"{Q}.weight_scale", "is there without"),
     "float scale": (lambda t: t.update({f"{Q}.weight_scale": torch.ones(64, 2)}), f"{Q}.weight_scale", "F32"),
     "integer scale": (lambda t: t.update({f"{Q}.weight_scale": torch.ones(64, 2).int()}), f"{Q}.weight_scale", "I32"),
     "scale of other groups": (lambda t: t.update({f"{Q}.weight_scale": torch.ones(64, 3).half()}), "groups of 32"),

@@ -43,7 +43,7 @@ def test_quick_json_is_all_there_is_on_standard_output(capsys: pytest.CaptureFix
     names = [finding["name"] for finding in found["findings"]]
     assert names[:2] == ["torch", "C++ compiler"]
     assert {"instruction sets", "GPU", "cores", "memory", "cache folder"} <= set(names)
-    assert all(finding["mend"] for finding in found["findings"] if finding["status"] == "missing")
+    assert all(finding["fix"] for finding in found["findings"] if finding["status"] == "missing")
     assert str(tmp_path) not in output
 
 
@@ -84,7 +84,7 @@ def test_what_is_missing_is_named_with_its_remedy(machine: Machine, monkeypatch:
         memory_available_bytes=1 << 30,
     )
     found = {finding.name: finding for finding in check_machine(poor)}
-    for name, status, mend in [
+    for name, status, fix in [
         ("torch", "missing", "pip install -U torch"),
         ("C++ compiler", "missing", "apt install g++"),
         ("Python headers", "missing", "-dev"),
@@ -93,7 +93,7 @@ def test_what_is_missing_is_named_with_its_remedy(machine: Machine, monkeypatch:
         ("memory", "note", "4 GiB"),
     ]:
         assert found[name].status == status, name
-        assert mend in found[name].mend, name
+        assert fix in found[name].fix, name
     assert "not avx512f, avx512_vnni, avx512_bf16" in found["instruction sets"].found
 
 
@@ -104,7 +104,7 @@ def test_a_cache_in_the_way_is_a_finding_not_a_crash(
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "file"))
     found = {finding.name: finding for finding in check_machine(machine)}["cache folder"]
     assert found.status == "note"
-    assert "HASTEN_CACHE" in found.mend
+    assert "HASTEN_CACHE" in found.fix
 
 
 def test_without_torch_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,18 @@ def test_the_surveys_rules_are_special_cases(shape):
     assert states(config, adapter=1000, base=2 * count) == 2 * count + 16 * 1000
 
 
+def test_a_tied_head_in_int8_is_counted_in_the_groups_it_is_quantized_to():
+    model = tiny_llama(tie_word_embeddings=True).bfloat16()
+    layers = hasten.Int8().layers(model)
+    assert layers["head"].weight.group_size
+    held, plain = 0.0, parameters(model.config).total
+    for name, layer in layers.items():
+        weight = model.get_submodule(name).weight
+        held += layer.weight.bits_of(weight.shape[1]) * weight.numel() / 8
+        plain -= weight.numel()
+    assert weight_bytes(model.config, "int8") == int(held) + 2 * plain
+
+
 def test_a_cache_is_counted_as_it_is_kept():
     config = shape_config("llama-70b")  # 80 layers, 8 heads of keys and values, 128 elements
     use = InferenceUse(batch_size=4, length=1001, step=512, weights=0, row_bytes=256)

@@ -79,7 +79,7 @@ class PlanOptions(Wanted):
         Needs(KIND, "cuda", but=(*BETWEEN_RANKS, "policy")),
     ] = field(default_factory=Parallel)
 
-    EFFECTS: ClassVar = {name: Needs("goal") for name in ("token_ms", "price", "least_bits")}
+    EFFECTS: ClassVar = {name: Needs("goal") for name in ("token_ms", "price")}
 
     def facts(self) -> Facts:
         """What conditions of options depend on beside other options."""
@@ -368,6 +368,7 @@ def _inference(subject: Subject) -> InferenceUse:
 def weight_bytes(config: ModelConfig, weights: str) -> int:
     """Of all weights in a format; the head of a quantized model is in int8, the embedding as it is."""
     from hasten.ops.linear.weights import INT8, int4_format
+    from hasten.quantization.schemes import tied_head_group
 
     count, (kind, _, group) = parameters(config), weights.partition("-g")
     plain = 4 if weights == "float32" else 2
@@ -375,5 +376,8 @@ def weight_bytes(config: ModelConfig, weights: str) -> int:
         return plain * count.total
     width, head = config.hidden_size, count.embedding
     inside, blocks = sum(matrices(config, layer)[0] for layer in config.layers), int4_format(int(group or 128))
-    packed = INT8.bits_of(width) * head + (INT8 if kind == "int8" else blocks).bits_of(width) * inside
+    outside = INT8
+    if kind == "int8" and config.tie_embeddings:
+        outside = replace(INT8, scales=int4_format(tied_head_group(width)).scales)
+    packed = outside.bits_of(width) * head + (INT8 if kind == "int8" else blocks).bits_of(width) * inside
     return int(packed / 8) + plain * (count.total - inside - head)

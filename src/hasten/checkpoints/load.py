@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.checkpoints.checkpoint import DTYPES, StoredTensor, check_finite
-from hasten.checkpoints.fill_quantized import fill_quantized
+from hasten.checkpoints.fill_quantized import NO_KERNEL, fill_quantized
 from hasten.checkpoints.formats.file_format import QuantizedFolder
 from hasten.checkpoints.formats.stream import NAMES
 from hasten.checkpoints.gguf.open import open_gguf
@@ -84,9 +84,17 @@ def load(
         fill_quantized(model, packed, quantized, dtype=own, device=place, share=share)
     if group is not None and held is not None:
         model = connect(model, group, held, checkpoint.config)
-    model.dtype_asked, model.origin = not auto, str(source)
+    model.dtype_asked = not auto
+    model.origin = str(source.path if isinstance(source, ModelSource) else source)
     _finish(model, place)
     return model
+
+
+def load_quietly(source: str | Path | ModelSource, **options: Any) -> Transformer:
+    """Load a model that will not generate, so without the warning about formats that no kernel takes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", NO_KERNEL, HastenWarning)
+        return load(source, **options)
 
 
 def shares_of(checkpoint: ModelSource, size: int) -> list[Share]:

@@ -1,4 +1,4 @@
-"""`hasten doctor`: what the machine offers, what is missing, and how to mend it."""
+"""`hasten doctor`: what the machine offers, what is missing, and how to fix it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "missing": 
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(JsonOption):
-    """Print what this machine offers, what is missing and how to mend it."""
+    """Print what this machine offers, what is missing and how to fix it."""
 
     quick: bool = False
     """Leave out the measurements of memory bandwidth and matrix products (about ten seconds)."""
@@ -99,8 +99,8 @@ def show(found: Mapping[str, Any]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for finding in found["findings"]:
         text = Text(finding["found"])
-        if finding["mend"]:
-            text.append(f"\n→ {finding['mend']}", style="yellow")
+        if finding["fix"]:
+            text.append(f"\n→ {finding['fix']}", style="yellow")
         table.add_row(MARKS[finding["status"]], finding["name"], text)
     console.print(table)
     for device, limits in found["limits"].items():

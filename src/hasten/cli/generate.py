@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from hasten.cli.options import CacheOptions, DeviceOptions, DraftOptions, JsonOption, ModelOptions, SamplingOptions
+from hasten.cli.options import CacheOptions, DraftOptions, JsonOption, ModelOptions, RankOptions, SamplingOptions
 from hasten.effects import Holds, Needs, Unless
 from hasten.errors import ConfigError
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOptions, ModelOptions):
+class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, RankOptions, ModelOptions):
     """Continue a prompt, or several at once."""
 
     prompt: tuple[str, ...] = ()

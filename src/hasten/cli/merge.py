@@ -41,7 +41,7 @@ class Merge(JsonOption):
 
     def run(self) -> None:
         from hasten.checkpoints.adapter_files import load_adapter
-        from hasten.checkpoints.load import load, resolve_model
+        from hasten.checkpoints.load import load, load_quietly, resolve_model
         from hasten.data import read_documents
         from hasten.model.lora import attach
         from hasten.quantization.merge import merge
@@ -49,12 +49,16 @@ class Merge(JsonOption):
         source = resolve_model(self.model)
         is_file, folder = self.output.suffix == ".gguf", self.output
         if is_file:
-            options: dict[str, Any] = {"overwrite": self.overwrite, "others": (self.json,), "dtype": self.dtype}
+            options: dict[str, Any] = {
+                "overwrite": self.overwrite,
+                "others": {"--json": self.json},
+                "dtype": self.dtype,
+            }
             folder = place_of_gguf(folder, source, option="OUTPUT", **options)
         require_new_folder(folder, source, option="OUTPUT", overwrite=self.overwrite)
         if self.output.resolve() == self.adapter.resolve():
             raise ConfigError(f"OUTPUT {self.output} is the adapter itself; name another folder")
-        model = load(source, dtype="stored")
+        model = load_quietly(source, dtype="stored")
         adapter = load_adapter(self.adapter, model)
         documents = [] if self.text is None else list(read_documents(self.text, limit_bytes=self.limit_bytes))
         rounded = merge(model, adapter, folder, dtype=resolve_dtype(self.dtype, auto=model.dtype))

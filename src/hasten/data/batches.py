@@ -60,7 +60,7 @@ class Batches:
     the same B·W the data is the same for any number of ranks (in another order of rows).
 
     split: the tokens; of texts at least sequence_length + 1. workers: threads that prepare batches ahead (reading
-    mapped files lets go of the interpreter); 0 makes each batch when it is asked for. shuffle=False: windows in order.
+    mapped files releases the GIL); 0: each batch is made when it is requested. shuffle=False: windows in order.
     Raises DataError for a split shorter than one window, ConfigError for numbers that cannot work.
     """
 
@@ -89,7 +89,7 @@ class Batches:
         self.windows = len(self.split) // self.sequence_length if self.packing is None else len(self.packing.starts)
 
     def window(self, row: int) -> tuple[int, int]:
-        """Where in the split row number `row` of the endless list begins, and how many tokens it has."""
+        """Start in the split, and number of tokens, of row number `row` of the endless list."""
         epoch, index = divmod(row, self.windows)
         if self.packing is not None:
             index = Permutation(self.windows, mix(self.seed, epoch, 2))[index] if self.shuffle else index
@@ -111,7 +111,7 @@ class Batches:
         return _assemble(self.split, windows, length=self.sequence_length)
 
     def iterate(self, start: int = 0) -> Iterator[tuple[int, Batch]]:
-        """(position, batch) from `start` on, without end. Closing the iterator ends the workers."""
+        """Yield (position, batch) from `start` on, without end. Closing the iterator stops the workers."""
         if self.workers == 0:
             for position in count(start):
                 yield position, self.batch(position)
@@ -127,10 +127,10 @@ class Batches:
 
 
 def evaluation_windows(split: TokenSplit, *, batch_size: int, sequence_length: int) -> Iterator[Batch]:
-    """The split once, in order, in windows that do not overlap: every token but the very first is a target once.
+    """Yield the split once, in order, in windows that do not overlap: every token but the first is a target once.
 
-    Of conversations, as they are packed. All batches are (batch_size, sequence_length), so that a compiled model sees
-    one shape; what fills the last one up, or all of a short split, has the target -100. Raises DataError for a split
+    Conversations come as they are packed. All batches are (batch_size, sequence_length), so that a compiled model sees
+    one shape; padding has the target -100. Raises DataError for a split
     without two tokens, or without an answer that fits.
     """
     _check_sizes(batch_size=batch_size, sequence_length=sequence_length)
@@ -167,7 +167,7 @@ def _check_length(split: TokenSplit, sequence_length: int) -> None:
 
 
 def _assemble(split: TokenSplit, windows: Sequence[tuple[int, int]], *, length: int, rows: int | None = None) -> Batch:
-    """A row of each window: where it begins, and how many tokens it has; behind them nothing is to be predicted."""
+    """Assemble rows from windows (start, number of tokens); the rest of a row is padding without targets."""
     import torch
 
     rows = len(windows) if rows is None else rows
@@ -191,6 +191,6 @@ def _assemble(split: TokenSplit, windows: Sequence[tuple[int, int]], *, length: 
 
 
 def _read(array: Any, start: int, count: int) -> npt.NDArray[Any]:
-    """`count` elements from `start`, going on at the beginning after the end."""
+    """Read `count` elements from `start` on, wrapping around at the end."""
     tail = array[start : start + count]
     return tail if len(tail) == count else np.concatenate([tail, array[: count - len(tail)]])

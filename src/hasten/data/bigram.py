@@ -11,8 +11,8 @@ DISCOUNT = 0.75  # taken from every count, for pairs that were never seen
 def bigram_loss(training: npt.ArrayLike, held_out: Iterable[npt.ArrayLike], *, vocab_size: int) -> float:
     """The mean loss (nats) of every held-out token after its document's first, by an interpolated Kneser-Ney bigram.
 
-    p(w | h) = (max(c(h, w) - d, 0) + d · n(h) · q(w)) / c(h), where n(h) is how many kinds of tokens follow h and q(w)
-    in how many kinds of places w stands, plus one half (Chen and Goodman 1999, section 2.7).
+    p(w | h) = (max(c(h, w) - d, 0) + d · n(h) · q(w)) / c(h), where n(h) is the number of distinct tokens after h and
+    q(w) the number of distinct tokens before w, plus one half (Chen and Goodman 1999, section 2.7).
 
     training: (N,) token ids that pairs are counted in; held_out: ids of each document. NaN where nothing is predicted.
     """

@@ -1,4 +1,4 @@
-"""Short texts that are always there, each of another kind: what a benchmark scores, and continues with drafts.
+"""Short texts of different kinds that come with hasten, for benchmarks and examples.
 
 alice.txt   a book in English: the first chapter of Alice's Adventures in Wonderland (Lewis Carroll, 1865)
 chat.txt    questions and answers, written for this

@@ -18,9 +18,10 @@ from hasten.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """text: what is tokenized. spans: (start, stop) in characters, rising: what the assistant wrote, end token and all.
+    """A rendered conversation.
 
-    finished: the last turn is the assistant's, so that the end of the text is for it to say.
+    text: what is tokenized. spans: ascending (start, stop) in characters of what the assistant wrote, its end token
+    included. finished: the last turn is the assistant's, so the end of the text is a target too.
     """
 
     name: str
@@ -30,7 +31,7 @@ class RenderedChat:
 
 
 def render(conversation: Conversation, *, tokenizer: Tokenizer) -> list[RenderedChat]:
-    """One document, or one for each of the assistant's turns (see above). Raises DataError naming the conversation."""
+    """Render as one document, or one for each assistant turn (see above). Raises DataError naming the conversation."""
     messages, name = conversation.messages, conversation.name
     whole = _render(conversation, len(messages), tokenizer=tokenizer, prompt=False)
     for tool in conversation.tools or ():
@@ -49,7 +50,7 @@ def render(conversation: Conversation, *, tokenizer: Tokenizer) -> list[Rendered
 
 
 def _turn(conversation: Conversation, number: int, *, tokenizer: Tokenizer) -> tuple[str, int]:
-    """The conversation up to and with the assistant's turn `number`, and where that turn begins."""
+    """Render the conversation up to and including assistant turn `number`; also returns where that turn begins."""
     message, name = conversation.messages[number], conversation.name
     text = _render(conversation, number + 1, tokenizer=tokenizer, prompt=False)
     if number == 0:  # nothing before it: templates do not render an empty list, so its words are looked for
@@ -74,7 +75,7 @@ def _turn(conversation: Conversation, number: int, *, tokenizer: Tokenizer) -> t
 
 
 def _render(conversation: Conversation, count: int, *, tokenizer: Tokenizer, prompt: bool) -> str:
-    """The first `count` messages."""
+    """Render the first `count` messages."""
     messages, tools = conversation.messages[:count], conversation.tools
     try:
         return tokenizer.render_chat(messages, add_generation_prompt=prompt, tools=tools)

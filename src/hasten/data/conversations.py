@@ -1,6 +1,6 @@
-"""From the records of a data set to conversations: OpenAI's messages, ShareGPT's turns, Alpaca's instructions.
+"""Converts records of a data set to conversations: OpenAI's messages, ShareGPT's turns, Alpaca's instructions.
 
-Messages come out as a chat template takes them, and as the server makes them (`hasten.text.chat.plain_messages`).
+Messages have the form that chat templates expect, as in the server (`hasten.text.chat.plain_messages`).
 """
 
 import json
@@ -23,13 +23,13 @@ KNOWN = "'messages' for a chat, 'conversations' (ShareGPT), or 'instruction' and
 
 
 def chat_kind(names: Iterable[str]) -> str | None:
-    """What kind of conversation records with these fields are, if any."""
+    """The kind of conversation that records with these fields hold, or None."""
     there = set(names)
     return next((kind for kind, (needed, _) in KINDS.items() if there.issuperset(needed)), None)
 
 
 def conversation(record: Mapping[str, Any], *, name: str) -> Conversation | None:
-    """The conversation of a record, or None where it is none. Raises DataError for one that is not well formed."""
+    """The conversation in a record, or None if there is none. Raises DataError if it is malformed."""
     kind = chat_kind(field for field, value in record.items() if value is not None)
     if kind is None:
         return None
@@ -49,7 +49,7 @@ def _system(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _turns(turns: object, *, name: str) -> list[Any]:
-    """ShareGPT's {"from", "value"} as messages; those that are messages already stay."""
+    """Convert ShareGPT's {"from", "value"} to messages; messages stay as they are."""
     if not isinstance(turns, list):
         raise DataError(f"{name}: 'conversations' must be a list of turns, found {turns!r:.60}")
     found = []
@@ -71,7 +71,7 @@ def _turns(turns: object, *, name: str) -> list[Any]:
 
 
 def _instruction(record: Mapping[str, Any], *, name: str) -> list[dict[str, Any]]:
-    """Alpaca's record: what it gives as `input` follows the instruction after an empty line."""
+    """Convert Alpaca's record: `input` follows the instruction after an empty line."""
     asked = [record["instruction"], record.get("input") or ""]
     for field, text in zip(("instruction", "input"), asked, strict=True):
         if not isinstance(text, str):
@@ -95,7 +95,7 @@ def _checked(messages: object, *, name: str, field: str) -> tuple[dict[str, Any]
 
 
 def _tools(tools: object, *, name: str) -> tuple[Mapping[str, Any], ...] | None:
-    """JSON schemas; some data sets hold them as text, because columns of a table have one type."""
+    """Read tools as JSON schemas; some data sets store them as text, because a column has one type."""
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)

@@ -1,4 +1,4 @@
-"""What a source is and gives: documents of text and conversations, and how a long text is handed on in pieces."""
+"""Sources and what they yield: documents of text and conversations, and how a long text is cut into pieces."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,10 +38,10 @@ Item = Document | Conversation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A corpus. It can be walked any number of times, always in the same order, and says cheaply what it is made of.
+    """A corpus. It can be read any number of times, in the same order, and has a cheap fingerprint.
 
-    name: as the user gave it. items: begins a walk. fingerprint: a hex digest of the contents as they are when it is
-    called. size: bytes to read, for a progress bar; None where it is not known. skipped: files left out because they
+    name: as the user gave it. items: iterates over it. fingerprint: returns a hex digest of the present contents.
+    size: bytes to read, for a progress bar; None where it is not known. skipped: files left out because they
     are not UTF-8 text.
     """
 
@@ -53,7 +53,7 @@ class Source:
 
 
 def cut_text(pieces: Iterable[str], *, characters: int) -> Iterator[str]:
-    """The same text in pieces of at most `characters` characters, cut where a tokenizer does not notice it.
+    """Cut a text into pieces of at most `characters` characters, at places that do not change its token ids.
 
     A single line end between two characters that are not white space is a border for the pre-tokenizers of GPT-2 and
     its successors, so the ids of the pieces are those of the whole text. Where there is no such place the cut is at
@@ -71,7 +71,7 @@ def cut_text(pieces: Iterable[str], *, characters: int) -> Iterator[str]:
 
 
 def _cut(text: str, limit: int) -> int:
-    """Where to cut: 1 <= cut <= limit < len(text)."""
+    """The position to cut at: 1 <= cut <= limit < len(text)."""
     end = text.rfind("\n", 1, limit)
     while end > 0:
         if not text[end - 1].isspace() and not text[end + 1].isspace():

@@ -1,4 +1,4 @@
-"""Documents to shards: batches of text through the tokenizer's threads, in bounded memory."""
+"""Encodes documents to shards, in batches on the tokenizer's threads and in bounded memory."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ VALIDATION_FILE = "validation.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """What is encoded at once: a part of a text, or a whole chat. read: bytes of the source that it stands for."""
+    """What is encoded at once: a part of a text, or a whole chat. read: its bytes in the source, to show progress."""
 
     split: SplitName
     name: str
@@ -38,7 +38,7 @@ class _Piece:
 class Encoder:
     """Takes the items of a source in order and writes both splits and the held-out texts into `folder`.
 
-    advance: told the bytes of text that are done. before, separator: the tokens around a document.
+    advance: called with the bytes of text that were encoded. before, separator: the tokens around a document.
     """
 
     def __init__(self, *, folder: Path, tokenizer: Tokenizer, plan: SplitPlan, advance: Callable[[int], None]) -> None:
@@ -94,7 +94,7 @@ class Encoder:
             self._held_out.write('"}\n')
 
     def _flush(self) -> None:
-        """Encode and write what waits."""
+        """Encode and write the waiting pieces."""
         plain = [piece.text for piece in self._waiting if piece.chat is None]
         texts = iter(self.tokenizer.encode_batch(plain, add_special_tokens=False))
         chats = iter(encode_chats([p.chat for p in self._waiting if p.chat is not None], tokenizer=self.tokenizer))
@@ -118,7 +118,7 @@ class Encoder:
 
 
 def _around(tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """BOS where the tokenizer itself puts it before a text; end of text after it. Raises DataError without either."""
+    """Tokens around a document: BOS if the tokenizer adds it, and the end of text. Raises DataError without either."""
     ends = [*tokenizer.eos_ids[:1], *([] if tokenizer.bos_id is None else [tokenizer.bos_id])]
     if not ends:
         raise DataError(
@@ -153,7 +153,7 @@ def no_template(conversation: Conversation, *, tokenizer: str) -> DataError:
 
 
 def _marked(pieces: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
-    """Each piece with: is it the first, is it the last."""
+    """Yield (piece, is first, is last)."""
     before: str | None = None
     for piece, after in pairwise(chain(pieces, [None])):
         assert piece is not None

@@ -1,8 +1,8 @@
-"""Windows of whole conversations: no answer is learned without its prompt, and no window is without targets.
+"""Packs whole conversations into windows: no answer is trained without its prompt, and every window has targets.
 
-Conversations are packed in their order, as many as fit into one window. One that is longer than a window has one of its
-own and is cut at its end; where not even the beginning of an answer fits, it is left out. Texts among them are cut into
-windows as texts always are.
+Conversations are packed in order, as many as fit into a window. One that is longer than a window gets one to itself and
+is cut at the end; if not even the beginning of an answer fits, it is left out. Plain texts among them are cut into
+windows as usual.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ from hasten.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """starts, counts: (W,) int64, the first token of each window and how many it has, targets' last one included.
+    """The windows of a split.
 
-    documents: of the split. cut: those whose end does not fit. skipped: those without a token to learn in a window.
+    starts, counts: (W,) int64, the first token of each window and its number of tokens, with the last target.
+    documents: documents in the split. cut: those whose end does not fit. skipped: those without a target in a window.
     """
 
     starts: npt.NDArray[np.int64]
@@ -28,7 +29,7 @@ class Packing:
     skipped: int
 
     def describe(self, context: int) -> str:
-        """A line for people."""
+        """Describe the packing in one line."""
         parts = [f"{self.documents:,} conversations in {len(self.starts):,} windows of {context:,} tokens"]
         if self.cut:
             parts.append(f"{self.cut:,} longer ones are cut at its end (--data.context)")
@@ -38,12 +39,12 @@ class Packing:
 
 
 def longest_document(split: TokenSplit) -> int:
-    """Tokens of it."""
+    """Tokens of the longest document."""
     return int(np.diff(split.document_starts, append=len(split)).max(initial=0))
 
 
 def pack(split: TokenSplit, *, length: int) -> Packing:
-    """The windows of a split with weights, for rows of `length` tokens: each has at most one more, for the last target.
+    """Pack a split with weights for rows of `length` tokens; a window has at most one more, for the last target.
 
     Raises DataError where no conversation has an answer that fits.
     """

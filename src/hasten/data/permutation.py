@@ -1,4 +1,4 @@
-"""A random permutation of n items that is computed place by place: no list of n numbers is ever made."""
+"""A random permutation of n items, computed element by element without a list of n numbers."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""`prepare`: from a source of text to token shards in a cache, once."""
+"""`prepare`: encodes a text source into token shards in a cache, once."""
 
 import hashlib
 import json
@@ -34,9 +34,9 @@ _MODEL_FILES = ("config.json", "generation_config.json")
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What is prepared, and how. given: the tokenizer that was named, if any.
+    """A corpus to prepare, and how. given: the tokenizer that was named, if any.
 
-    settings: everything but the text that decides the tokens; with the source's fingerprint it is the cache's key.
+    settings: everything besides the text that determines the tokens; with the source's fingerprint it is the cache key.
     """
 
     corpus: Source
@@ -71,8 +71,8 @@ def prepare(
     of the source up to this many bytes. progress: bars on standard error.
 
     Raises DataError for text that cannot be read, ConfigError for settings that cannot work, ResourceError for a disk
-    that is full or a package that is missing. Whatever happens, nothing half written is left under a name that a later
-    run would take: the shards are made in a temporary folder and renamed as the last step.
+    that is full or a package that is missing. An interrupted run leaves nothing that a later run would use: the shards
+    are written to a temporary folder, which is renamed as the last step.
     """
     source = str(source)
     vocab_size = whole("vocab_size", vocab_size)
@@ -132,9 +132,9 @@ def _is_there(target: Path) -> bool:
 
 
 def _make_alone(job: _Job, target: Path) -> None:
-    """In a temporary folder beside `target`, by one process at a time; the others wait and find it done.
+    """Create `target` from a temporary folder beside it, in one process at a time; others wait and then use it.
 
-    Where there are no locks both do the work, and one renames first.
+    On file systems without locks, several processes may do the work, and the first one renames its folder.
     """
     waiting = "another process is preparing the same data: waiting for it" if job.progress else ""
     with locked(target.with_name(f".{target.name}.lock"), waiting=waiting) as lock:

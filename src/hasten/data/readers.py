@@ -1,4 +1,4 @@
-"""From files on disk to documents: text, JSON lines and parquet, each read as a stream."""
+"""Reads documents from files as streams: text, JSON lines and parquet."""
 
 import codecs
 import json
@@ -20,7 +20,7 @@ _BLOCK_BYTES = 1 << 20
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn the operating system's error while `path` is read into a DataError that names it."""
+    """Convert OSErrors while `path` is read into a DataError that names it."""
     try:
         yield
     except OSError as error:
@@ -28,7 +28,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_items(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
-    """The documents of one file, in order: a text file is one, each line, row or object of a file of records is one."""
+    """Yield the documents of one file, in order: the text file itself, or each line, row or object of a record file."""
     match path.suffix.lower():
         case ".jsonl":
             yield from _read_jsonl(path, name=name, text_field=text_field)
@@ -44,7 +44,7 @@ def read_items(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """A UTF-8 text in blocks, line ends unchanged, a byte-order mark dropped.
+    """Yield a UTF-8 text in blocks, with line ends unchanged and without a byte-order mark.
 
     Raises DataError with the position for bytes that are not UTF-8 and for zero bytes (a binary file).
     """
@@ -71,10 +71,10 @@ def read_text(path: Path) -> Iterator[str]:
 
 
 def items_of_record(record: Mapping[str, Any], *, name: str, text_field: str) -> Iterator[Item]:
-    """A row as a conversation (`hasten.data.conversations`) or as a text; nothing where the text is empty.
+    """Convert a row to a conversation (`hasten.data.conversations`) or a text; nothing if the text is empty.
 
-    A conversation wins over the text field: data sets that have both keep in the text field what they rendered with
-    another model's template. A text field that was named wins over all but `messages`.
+    A conversation overrides the text field, because data sets with both store the rendering of another model's template
+    there. A text field named by the user overrides everything but `messages`.
     """
     named = text_field != USUAL_FIELD and text_field in record
     if (record.get("messages") is not None or not named) and (found := conversation(record, name=name)) is not None:
@@ -91,7 +91,7 @@ def items_of_record(record: Mapping[str, Any], *, name: str, text_field: str) ->
 
 
 def no_text(where: object, wanted: str, found: Iterable[str]) -> DataError:
-    """The error for rows that have neither the field or column that is wanted nor messages."""
+    """The error for rows with neither the wanted field or column nor messages."""
     return DataError(
         f"{where}: has no {wanted} (found: {', '.join(found) or 'nothing'}); name the right one with text_field "
         f"(hasten train: --data.text-field), or give {KNOWN}"
@@ -117,7 +117,7 @@ def _read_jsonl(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
 
 
 def _read_json(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
-    """A list of objects, or an object on each line. Raises DataError for anything else, with what it begins with."""
+    """Read a list of objects, or an object on each line. Raises DataError for anything else, quoting its beginning."""
     with reading(path), path.open("rb") as file:
         begin = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()
     if begin[:1] == b"{" and not _is_one_object(path, text_field=text_field):
@@ -148,8 +148,8 @@ def _words(found: Any) -> str:
 
 
 def _is_one_object(path: Path, *, text_field: str) -> bool:
-    """Whether a file that begins with an object is no file of JSON lines: it has that object on several lines, or
-    alone on one and no record in it.
+    """Whether a file that begins with an object is one object, not JSON lines: the object spans several lines, or is
+    alone on its line and is no record.
     """
     with reading(path), path.open("rb") as file:
         first, *more = islice((line for line in file if line.strip(codecs.BOM_UTF8 + b" \t\r\n")), 2)

@@ -1,4 +1,4 @@
-"""Token shards on disk: raw little-endian numbers, memory-mapped, with nothing in them but the tokens.
+"""Token shards on disk: memory-mapped files of raw little-endian numbers without a header.
 
 A split is `<split>-00000.bin`, `-00001.bin`, ... (uint16 or uint32), `<split>.starts.bin` (int64: where each document
 begins), and for chat `<split>-00000.weights.bin`, ... (uint8, one a token). Their sizes are in the manifest.
@@ -21,7 +21,7 @@ SHARD_TOKENS = 1 << 27  # 256 MiB of uint16: few files, each small enough to cop
 
 
 class MappedArray(Sequence[Any]):
-    """Several one-dimensional arrays seen as one, without joining them. Indexing gives numpy values and arrays."""
+    """Presents several one-dimensional arrays as one, without copying. Indexing gives numpy values and arrays."""
 
     def __init__(self, parts: Sequence[npt.NDArray[Any]], *, dtype: npt.DTypeLike) -> None:
         self.dtype = np.dtype(dtype)
@@ -44,7 +44,7 @@ class MappedArray(Sequence[Any]):
         return np.asarray(self.read(0, len(self)), dtype=dtype, copy=copy)
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Elements start..stop; a view where they lie in one part, a copy where they span several."""
+        """Elements start..stop: a view if they are in one part, a copy if they span several."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         if start == stop:
             return np.empty(0, self.dtype)
@@ -97,10 +97,10 @@ class TokenSplit:
 
 
 class _Stream:
-    """Numbers of one kind on their way to the disk; a file is made with its first number.
+    """Writes numbers of one kind to numbered files; a file is created with its first number.
 
-    name: of a file, with a place for its number. most: where a file has so many, the next one is begun. counts: of the
-    numbers in each file.
+    name: file name, with a placeholder for the file's index. most: numbers in a file, after which the next one begins.
+    counts: numbers in each file.
     """
 
     def __init__(self, folder: Path, name: str, dtype: npt.DTypeLike, *, most: float = math.inf) -> None:
@@ -119,7 +119,7 @@ class _Stream:
         self.counts[self._last] += len(numbers)
 
     def close(self) -> None:
-        """What was written is then on the disk."""
+        """Close the file; its data is on the disk (fsync) on return."""
         file, self._file = self._file, None
         if file is not None:
             with file:
@@ -128,7 +128,7 @@ class _Stream:
 
 
 class ShardWriter:
-    """Writes one split of `folder`, an array at a time. `close()` gives its entry in the manifest."""
+    """Writes one split of `folder`, an array at a time. `close()` returns its entry in the manifest."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
@@ -159,7 +159,7 @@ class ShardWriter:
         self.tokens += len(array)
 
     def abort(self) -> None:
-        """Close the files; what is in them does not matter."""
+        """Close the files without completing them."""
         for stream in (self._tokens, self._weights, self._starts):
             with suppress(OSError):  # the disk is full: that is why we are here
                 stream.close()
@@ -207,5 +207,5 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
 
 
 def remedy(folder: Path) -> str:
-    """What to do about a damaged folder of shards."""
+    """Advice for a damaged folder of shards."""
     return f"delete {folder} and prepare the data again, or use another folder"

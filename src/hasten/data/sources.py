@@ -15,7 +15,7 @@ from hasten.data.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, read_items, read
 from hasten.errors import DataError
 
 Files = tuple[tuple[str, Path], ...]  # names and places
-# Of the running Python: what is in them, and their names in sysconfig.
+# Folders of the running Python, by source: {what they hold: their name in sysconfig}.
 PYTHON_FOLDERS = {
     "stdlib": {"standard library": "stdlib"},
     "packages": {"standard library": "stdlib", "package": "purelib"},

@@ -1,4 +1,4 @@
-"""Which document is for training and which is held out."""
+"""Decides which documents are for training and which are held out."""
 
 import hashlib
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class SplitPlan:
     cut_at: BorderKind | None = None
 
     def describe(self) -> str:
-        """For people and the manifest."""
+        """Describe the split, for logs and the manifest."""
         if self.cut is not None:
             return f"inside the only document, at a {self.cut_at} boundary (byte {self.cut})"
         if self.moved is not None:
@@ -42,7 +42,7 @@ class SplitPlan:
         return "validation" if place_of(name, seed=self.seed) < self.fraction else "train"
 
     def parts(self, item: Item) -> Iterator[tuple[SplitName, Item]]:
-        """The item with its split; both parts of the only document where it is cut."""
+        """Yield an item with its split, or both parts of the only document if that is cut."""
         if self.cut is None:
             yield self.split_of(item.name), item
             return
@@ -59,7 +59,7 @@ def place_of(name: str, *, seed: int) -> float:
 
 
 def plan_split(source: Source, *, fraction: float, seed: int) -> SplitPlan:
-    """Walk a source once and decide by the names. `fraction` 0 keeps everything for training.
+    """Read a source once and assign documents by name. `fraction` 0 keeps everything for training.
 
     Raises DataError for a single conversation, which cannot be cut.
     """
@@ -102,9 +102,9 @@ def _encoded(document: Document) -> Iterator[tuple[int, bytes]]:
 
 
 def _border(document: Document, wanted: int, total: int) -> tuple[int, BorderKind]:
-    """Where to cut: after the first line end at `wanted` or later but before the end, else after the last one before.
+    """The position to cut at: after the first line end from `wanted` on, else after the last one before it.
 
-    Without a line end at the first border of two characters from `wanted` on.
+    Without any line end, the first boundary between characters from `wanted` on.
     """
     line, character = None, total
     for position, data in _encoded(document):

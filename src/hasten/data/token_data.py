@@ -18,7 +18,7 @@ TOKENIZER_FOLDER = "tokenizer"
 
 @dataclass(frozen=True, slots=True)
 class TokenData:
-    """What `hasten.data.prepare` gives and `load` finds again.
+    """The prepared corpus that `hasten.data.prepare` returns and `load` opens.
 
     manifest: `version`, `source`, `split`, `tokenizer` (with its digest), `settings`, `dtype`, `separator`, `before`,
     and for each of `splits` the counts `documents`, `bytes`, `tokens` and the `shards`.
@@ -32,7 +32,7 @@ class TokenData:
 
     @classmethod
     def load(cls, folder: str | Path) -> "TokenData":
-        """Open a prepared folder; tokens are memory-mapped. Raises DataError for anything that does not fit."""
+        """Open a prepared folder; tokens are memory-mapped. Raises DataError if its files are inconsistent."""
         path = Path(folder)
         manifest = _read_manifest(path)
         tokenizer = Tokenizer.from_folder(path / TOKENIZER_FOLDER)

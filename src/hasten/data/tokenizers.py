@@ -42,8 +42,8 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 def train_characters(texts: Iterable[str]) -> Tokenizer:
     """One token a character (Unicode code point) that occurs in `texts`, in code-point order after the special ones.
 
-    Id 0 is `<|endoftext|>` (begins, ends and separates texts), id 1 stands for every unknown character and decodes to
-    U+FFFD. Decoding joins the characters with nothing between them. Raises DataError where there is no text.
+    Id 0 is `<|endoftext|>` (begins, ends and separates texts), id 1 is every unknown character and decodes to U+FFFD.
+    Decoding joins the characters with nothing between them. Raises DataError where there is no text.
     """
     import tokenizers
     from tokenizers import decoders, models

@@ -1,4 +1,4 @@
-"""How far a model is from another one on a text: Kullback-Leibler divergence of their next tokens, and perplexities."""
+"""Compares two models on a text: Kullback-Leibler divergence of their next-token distributions, and perplexities."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,9 +16,11 @@ ROWS = 256  # of which both models' logits are in memory
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """perplexity: of the model; against_perplexity: of the other one. kl_mean and kl_99: mean and 99th percentile, over
-    the tokens, of the divergence of the model from the other one, in nats. top1: share of the tokens for which both
-    think the same one most likely. tokens: how many were predicted.
+    """The result of `divergence`.
+
+    perplexity: of the model; against_perplexity: of the other one. kl_mean and kl_99: mean and 99th percentile over the
+    tokens of the divergence from the other model, in nats. top1: share of tokens for which both models have the same
+    most likely token. tokens: number of predicted tokens.
     """
 
     perplexity: float
@@ -43,8 +45,8 @@ def divergence(
     """Compare a model with another one, token by token: KL(against ‖ model) = Σ p·log(p / q), p of `against`.
 
     Arguments as in `perplexity`; kv_cache_dtype is that of `model`, and `against` keeps its own dtype. Both score the
-    same windows, each by its own kernels. Raises ConfigError as it does, and for models that do not read a text as the
-    same tokens.
+    same windows, each by its own kernels. Raises ConfigError as it does, and for models that tokenize the text
+    differently.
     """
     documents = list(documents) if not isinstance(documents, str) else documents
     cut, _ = cut_windows(model, documents, context=context, stride=stride)
@@ -82,7 +84,7 @@ def divergence(
 
 
 def _states(model: Transformer, own: Padded, kv_cache_dtype: str) -> Tensor:
-    """The scored rows, (R, C), as they come out of the last block."""
+    """Hidden states (R, C) after the last block, at the scored rows."""
     device = model.device
     positions = own.positions.to(device)
     context = scoring_context(model, positions, kv_cache_dtype)

@@ -1,4 +1,4 @@
-"""How likely a model thinks given continuations of given contexts: what tests with answers to choose from ask for."""
+"""Log-likelihoods of given continuations, as multiple-choice tests need them."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,12 +20,12 @@ def log_likelihoods(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[tuple[float, bool]]:
-    """Of each (context, continuation), both token ids: the continuation's log-probability in nats, and whether each of
-    its tokens is the most likely one, which greedy decoding would take.
+    """Score (context, continuation) pairs of token ids: the log-probability of each continuation in nats, and whether
+    greedy decoding would give it (each of its tokens is the most likely one).
 
-    Pairs that read the same tokens are computed once, as answers of one token to the same question do. progress is
-    called with the number of tokens read so far and that of all. Raises ConfigError for an empty context, ids that the
-    model lacks, and pairs longer than its positions.
+    Pairs that process the same tokens, such as one-token answers to the same question, are computed once. progress
+    is called with the number of tokens processed so far and the total. Raises ConfigError for an empty context, ids
+    outside the vocabulary, and pairs longer than the model's positions.
     """
     sharing: dict[tuple[int, ...], list[int]] = {}  # what is read -> the pairs that read it
     for index, (context, continuation) in enumerate(pairs):

@@ -45,7 +45,7 @@ Pair = tuple[Sequence[int], Sequence[int]]  # a context and its continuation, as
 
 @register_model("hasten")
 class HastenLM(TemplateLM):
-    """A model as lm-eval asks it. What is said of texts (BOS, cut contexts) is as in lm-eval's own "hf" model.
+    """A model with lm-eval's interface. BOS and truncation of contexts are as in lm-eval's own "hf" model.
 
     pretrained: a loaded model, or a folder or hub id. device: cuda:0, which lm-eval passes by default, is a GPU where
     there is one. max_length: tokens of context and answer; the model's positions
@@ -84,7 +84,7 @@ class HastenLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is."""
+        """The token that replaces an empty context."""
         bos = self.tokenizer.bos_id
         return self.tokenizer.eos_ids[0] if bos is None else bos
 
@@ -148,7 +148,7 @@ class HastenLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Of lm-eval's cache of prompts: another for another tokenizer or chat template."""
+        """Key of lm-eval's cache of prompts; it changes with the tokenizer and the chat template."""
         parts = f"{self.tokenizer.digest} {self.tokenizer.chat_template}"
         return f"hasten-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
@@ -157,7 +157,7 @@ class HastenLM(TemplateLM):
             return log_likelihoods(self.model, pairs, progress=progress)
 
     def _fitting(self, contexts: Sequence[list[int]], rooms: Sequence[int]) -> list[list[int]]:
-        """The contexts, of which those with more tokens than their room lose their beginning, with a warning."""
+        """Cut the beginning of contexts that are too long, with a warning."""
         long = sum(len(context) > room for context, room in zip(contexts, rooms, strict=True))
         if long:
             warnings.warn(
@@ -170,9 +170,9 @@ class HastenLM(TemplateLM):
 
 
 def run_tasks(lm: HastenLM, tasks: Sequence[str], *, include_path: str | None = None, **options: Any) -> dict[str, Any]:
-    """lm-eval's results of tasks (names, or patterns such as "mmlu_*"), as JSON values.
+    """Run tasks (names, or patterns such as "mmlu_*") and return lm-eval's results as JSON values.
 
-    include_path: a folder with tasks of one's own. options: those of `lm_eval.simple_evaluate`. Raises ConfigError for
+    include_path: a folder with your own tasks. options: those of `lm_eval.simple_evaluate`. Raises ConfigError for
     unknown tasks, and DataError where a task's data cannot be had.
     """
     manager = TaskManager(include_path=include_path)

@@ -23,8 +23,10 @@ DEFAULT_CONTEXT = 2048  # of a window, where the model has more positions
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """perplexity: exp of the mean loss in nats per token. bits_per_byte: total bits over the text's UTF-8 bytes
-    (None for token ids), which compares models of different tokenizers. tokens: how many were predicted.
+    """The result of `perplexity`.
+
+    perplexity: exp of the mean loss in nats per token. bits_per_byte: total bits over the text's UTF-8 bytes (None for
+    token ids), which compares models of different tokenizers. tokens: number of predicted tokens.
     """
 
     perplexity: float
@@ -34,15 +36,17 @@ class Perplexity:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of one document: its tokens, of which those from `first` on are scored."""
+    """A window of one document: its tokens; those from `first` on are scored."""
 
     tokens: Tensor
     first: int
 
 
 def windows(tokens: Tensor, *, context: int, stride: int) -> Iterator[Window]:
-    """Overlapping windows in which every token after the first is scored exactly once, with at least
-    context - stride tokens before it wherever the document has them.
+    """Cut a document into overlapping windows.
+
+    Every token after the first is scored exactly once, with at least context - stride tokens before it wherever the
+    document has them.
     """
     scored = 1
     start = 0
@@ -83,9 +87,10 @@ def perplexity(
 
 
 def scoring_context(model: Transformer, positions: Tensor, kv_cache_dtype: str) -> Context:
-    """The context in which whole rows, positions (B, T) from 0, are scored: through a cache of that format.
+    """The attention context for scoring whole rows, positions (B, T) from 0, through a KV cache of that format.
 
-    Raises ConfigError for an unknown one. In the model's own dtype the tokens at hand are what a cache would hold.
+    In the model's own dtype no cache is needed: it would hold the same keys and values. Raises ConfigError for an
+    unknown format.
     """
     rows = row_format(kv_cache_dtype)
     batch, tokens = positions.shape
@@ -104,7 +109,7 @@ def exp(mean: float) -> float:
 def cut_windows(
     model: Transformer, documents: Iterable[str | Sequence[int]], *, context: int | None, stride: int | None
 ) -> tuple[list[Window], int]:
-    """The windows of all documents, the longest first, and the UTF-8 bytes of those that are texts.
+    """Cut all documents into windows, the longest first; also returns the UTF-8 bytes of the texts.
 
     Raises ConfigError as `perplexity` does.
     """
@@ -130,7 +135,7 @@ def cut_windows(
 
 
 def _tokens(model: Transformer, document: str | Sequence[int]) -> Tensor:
-    """The ids of a document: int32 (T,), four bytes a token where a list has eight and more."""
+    """Token ids of a document, int32 (T,): four bytes a token, where a list takes eight or more."""
     if not isinstance(document, str) and (not hasattr(document, "__len__") or isinstance(document, bytes)):
         raise ConfigError(f"a document is a text or a list of token ids; found {document!r:.60}")
     if isinstance(document, str):
@@ -143,7 +148,7 @@ def _tokens(model: Transformer, document: str | Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """A batch of windows as a model takes it. rows: those of the flattened tokens whose next one is scored, targets."""
+    """A padded batch of windows. rows: flattened rows whose next token is scored; targets: those next tokens."""
 
     tokens: Tensor
     positions: Tensor
@@ -152,7 +157,7 @@ class Padded:
 
     @classmethod
     def of(cls, batch: Sequence[Window], device: torch.device) -> "Padded":
-        """Windows, the longest first. Only the scored rows reach the head: with half an overlap, half of them."""
+        """Pad windows, the longest first. Only scored rows reach the head: with half an overlap, half of them."""
         longest = len(batch[0].tokens) - 1
         inputs = torch.zeros(len(batch), longest, dtype=torch.int64)
         rows, targets = [], []
@@ -166,7 +171,7 @@ class Padded:
 
 
 def batches(cut: Sequence[Window], device: torch.device) -> Iterator[Padded]:
-    """As many windows as BATCH_TOKENS hold, or one, padded to the first, which is the longest."""
+    """Batch windows, longest first, up to BATCH_TOKENS tokens (at least one window), padded to the first of a batch."""
     room, start = max(len(cut[0].tokens), BATCH_TOKENS), 0
     while start < len(cut):
         count = room // len(cut[start].tokens)

@@ -1,7 +1,7 @@
-"""Where hasten keeps what it can make again: compiled kernels, token shards, downloaded things, measurements.
+"""Folders for what can be recreated: compiled kernels, token shards, downloads, measurements.
 
-A cache that cannot be written (an image's read-only layer, a service without a home folder) is still read; what is
-missing in it goes to a temporary folder of this user.
+A cache that cannot be written (a read-only image, a service without a home folder) is still read; new entries go to a
+temporary folder of this user.
 """
 
 import contextlib
@@ -51,12 +51,12 @@ def cache_folder(name: str) -> Path:
 
 
 def why_not_writable(name: str) -> str | None:
-    """Why a cache is not written to its own folder, None where it is."""
+    """Why a cache cannot be written to its own folder, or None."""
     return _own_folder(name)[1]
 
 
 def cache_places(name: str) -> tuple[Path, ...]:
-    """The folders to look for what one cache holds: its own, after the temporary one if its own cannot be written."""
+    """The folders of one cache to search: the temporary one first if its own cannot be written, then its own."""
     own, why = _own_folder(name)
     if own is None or why is not None:
         temporary = _temporary_name()
@@ -66,7 +66,7 @@ def cache_places(name: str) -> tuple[Path, ...]:
 
 
 def find_cached(name: str, file: str) -> Path | None:
-    """A file of a cache, None where there is none."""
+    """Path of a file in a cache, or None."""
     return next((place / file for place in cache_places(name) if (place / file).exists()), None)
 
 
@@ -100,9 +100,9 @@ def _temporary_name() -> Path:
 
 @functools.cache
 def _temporary_folder(named: Path) -> Path:
-    """The folder of this name, made if needed; another one where somebody else could write to it.
+    """Create the folder of this name, or a new one if another user could write to it.
 
-    Compiled kernels are run from it.
+    Compiled kernels are loaded from it.
     """
     with contextlib.suppress(FileExistsError):  # a file, or another process was first
         named.mkdir(mode=0o700)

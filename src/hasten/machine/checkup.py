@@ -1,4 +1,4 @@
-"""Is everything here that hasten can use? Each finding says what it means and how to mend it."""
+"""Checks whether everything that hasten can use is here. Each finding says what it means and how to fix it."""
 
 import os
 import platform
@@ -27,21 +27,21 @@ OPTIONAL_PACKAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at: `status` is "ok", "note" (works, but slower or less) or "missing"; `mend`: what to do."""
+    """One check: `status` is "ok", "note" (works, but slower or less) or "missing"; `fix`: what to do."""
 
     name: str
     status: str
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 def finding(name: str, found: str, *, note: str = "", missing: str = "") -> Finding:
-    """What was found, and what to do where it is `missing` or could be better (`note`); else all is well."""
+    """Make a Finding: `missing` or `note` is what to do; without either the status is "ok"."""
     return Finding(name, "missing" if missing else "note" if note else "ok", found, missing or note)
 
 
 def check_machine(machine: Machine) -> list[Finding]:
-    """Looks at everything but speeds (see check_rates)."""
+    """Check everything but speeds (see check_rates)."""
     return [
         _torch(machine),
         *_compiler(machine),
@@ -56,7 +56,7 @@ def check_machine(machine: Machine) -> list[Finding]:
 
 
 def check_rates(rates: Mapping[str, float]) -> list[Finding]:
-    """Which dtypes are slower than float32, from the measured matrix rates of the CPU (FLOP/s by dtype name)."""
+    """Report dtypes that are slower than float32, from measured matrix rates of the CPU (FLOP/s by dtype name)."""
     base = rates.get("float32", 0.0)
     found: list[Finding] = []
     for name in ("bfloat16", "float16", "int8"):
@@ -69,7 +69,7 @@ def check_rates(rates: Mapping[str, float]) -> list[Finding]:
 
 
 def _what_to_do(name: str) -> str:
-    """What slow products in a dtype mean for a user: the commands see to it by themselves."""
+    """What slow products in a dtype mean for the user; the commands avoid them by themselves."""
     if name == "int8":
         return "PyTorch's; the native kernels have their own"
     if emulated(name) is None:
@@ -87,12 +87,12 @@ def _torch(machine: Machine) -> Finding:
 
 def _compiler(machine: Machine) -> Iterator[Finding]:
     text = machine.compiler or "none: no native kernels, no torch.compile on the CPU"
-    mend = "apt install g++ / dnf install gcc-c++ / xcode-select --install, or point CXX at one"
-    yield finding("C++ compiler", text, missing=mend if machine.compiler is None else "")
+    fix = "apt install g++ / dnf install gcc-c++ / xcode-select --install, or point CXX at one"
+    yield finding("C++ compiler", text, missing=fix if machine.compiler is None else "")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
-        mend = f"apt install python{sys.version_info.major}.{sys.version_info.minor}-dev (or python3-devel)"
-        yield finding("Python headers", "no Python.h: torch.compile cannot build its CPU kernels", missing=mend)
+        fix = f"apt install python{sys.version_info.major}.{sys.version_info.minor}-dev (or python3-devel)"
+        yield finding("Python headers", "no Python.h: torch.compile cannot build its CPU kernels", missing=fix)
 
 
 def _instruction_sets(machine: Machine) -> Finding:
@@ -106,15 +106,15 @@ def _instruction_sets(machine: Machine) -> Finding:
     if lacking:
         listed += f"; not {', '.join(lacking)}"
     slow = "bfloat16" if lacking == ["avx512_bf16"] else "int8 and bfloat16"
-    mend = f"{slow} products run at a part of the rate; a virtual machine may hide them from its guest"
-    return finding("instruction sets", listed, note=mend if lacking else "")
+    fix = f"{slow} products run at a part of the rate; a virtual machine may hide them from its guest"
+    return finding("instruction sets", listed, note=fix if lacking else "")
 
 
 def _precision() -> Finding:
-    """What `auto` takes on the CPU, by the same rule as the commands."""
+    """The dtype that `auto` chooses on the CPU, by the same rule as the commands."""
     choice = training_precision()
-    mend = "nothing: training and readable layers take float32 by themselves, stored weights keep their dtype"
-    return finding("precision", f"training in {choice}", note=mend if choice.dtype != "bfloat16" else "")
+    fix = "nothing: training and readable layers take float32 by themselves, stored weights keep their dtype"
+    return finding("precision", f"training in {choice}", note=fix if choice.dtype != "bfloat16" else "")
 
 
 def _gpu(machine: Machine) -> Finding:
@@ -141,8 +141,8 @@ def _cores() -> Finding:
 
 def _memory(machine: Machine) -> Finding:
     text = f"{machine.memory_available_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB available"
-    mend = "the demo needs about 4 GiB: close something or use smaller models"
-    return finding("memory", text, note=mend if machine.memory_available_bytes < 4 * GIB else "")
+    fix = "the demo needs about 4 GiB: close something or use smaller models"
+    return finding("memory", text, note=fix if machine.memory_available_bytes < 4 * GIB else "")
 
 
 def _cache() -> Finding:
@@ -150,12 +150,12 @@ def _cache() -> Finding:
         return finding("cache folder", "cannot be written", note=f"{why}; {ADVICE}")
     free = shutil.disk_usage(cache_root()).free
     text = f"writable, {free / GIB:.1f} GiB free on its disk"
-    mend = "make room, or set HASTEN_CACHE to a folder on another disk"
-    return finding("cache folder", text, note=mend if free < 5 * GIB else "")
+    fix = "make room, or set HASTEN_CACHE to a folder on another disk"
+    return finding("cache folder", text, note=fix if free < 5 * GIB else "")
 
 
 def _packages() -> Iterator[Finding]:
     installed = installed_versions(tuple(OPTIONAL_PACKAGES))
-    for name, (purpose, mend) in OPTIONAL_PACKAGES.items():
+    for name, (purpose, fix) in OPTIONAL_PACKAGES.items():
         text = installed.get(name, f"not installed; for {purpose}")
-        yield finding(f"{name} (optional)", text, note=mend if name not in installed else "")
+        yield finding(f"{name} (optional)", text, note=fix if name not in installed else "")

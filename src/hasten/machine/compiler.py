@@ -20,9 +20,9 @@ class Compiler:
         return f"{self.kind} {self.version}"
 
     def takes(self, flags: Sequence[str], instruction: str = "") -> bool:
-        """Whether it knows all of these flags, and its assembler the instruction: older ones lack newer sets.
+        """Whether the compiler supports all of these flags, and its assembler the instruction.
 
-        Whoever cannot answer is thought to: then the build says what is wrong.
+        True if that cannot be found out; the build then reports the error.
         """
         command = [self.command, *flags, "-x", "c++", "-c", "-", "-o", os.devnull]
         source = f'void f() {{ asm("{instruction}"); }}'
@@ -33,7 +33,7 @@ class Compiler:
 
 
 def find_compiler() -> Compiler | None:
-    """The first of $CXX, g++, clang++, c++ that runs and tells its version; None where there is none."""
+    """The first of $CXX, g++, clang++, c++ that runs and reports its version, or None."""
     for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
         command = shutil.which(name) if name else None
         if command is None:

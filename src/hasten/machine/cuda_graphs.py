@@ -1,4 +1,4 @@
-"""Captures CUDA graphs: kernels are recorded once, and launched together from then on."""
+"""Captures CUDA graphs: kernels are recorded once and then launched together."""
 
 import functools
 from collections.abc import Callable
@@ -8,9 +8,9 @@ import torch
 
 
 def capture_graph(run: Callable[[], Any], pool: Any = None) -> tuple[Callable[[], None], Any]:
-    """Capture `run`, which has run before on the current device; returns what replays it, and its memory pool.
+    """Capture `run`, which must have run before on the current device; returns a replay function and its memory pool.
 
-    pool: of the memory of graphs of which one runs at a time. Other threads may use the device meanwhile.
+    pool: memory shared with graphs that never run at the same time. Other threads may use the device meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
     stream = _stream(torch.cuda.current_device())
@@ -21,6 +21,7 @@ def capture_graph(run: Callable[[], Any], pool: Any = None) -> tuple[Callable[[]
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """The one on which a device's graphs are captured: those of a pool share memory by it. PyTorch's own is on the
-    device of the first capture, whatever the later ones are of."""
+    """The stream on which a device's graphs are captured; graphs share a pool's memory only on one stream.
+
+    PyTorch's default capture stream stays on the device of the first capture."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""What this machine is, as it stands beside every published measurement: no names of hosts, users or folders."""
+"""Describes this machine for published measurements, without names of hosts, users or folders."""
 
 import platform
 import re
@@ -18,9 +18,9 @@ PACKAGES = ("hasten", "torch", "transformers", "triton", "numpy", "safetensors",
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU: name, memory in bytes, compute capability ("9.0"), and what its speed depends on (NVIDIA's only).
+    """One GPU: name, memory in bytes, compute capability ("9.0"), and for NVIDIA's clocks and power limit.
 
-    Clocks in MHz, of the multiprocessors and of the memory: the present ones and the highest; the power limit in watts.
+    Clocks in MHz, of the multiprocessors and of the memory: present and maximum; the power limit in watts.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a measurement ran on. Cores and memory are what this process may use, not what the board has."""
+    """The machine of a measurement. Cores and memory are those that this process may use."""
 
     cpu: str
     architecture: str
@@ -57,7 +57,7 @@ class Machine:
 
 
 def describe() -> Machine:
-    """Looks at the machine now. Imports torch (for the GPUs); measures nothing."""
+    """Describe the machine now. Imports torch (for the GPUs); measures nothing."""
     import torch
 
     cores = available_cores()
@@ -102,7 +102,7 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _rates() -> dict[str, tuple[float | None, ...]]:
-    """The clocks and power limits of `Gpu` by the GPUs' uuids, from the driver's nvidia-smi; {} where it has none."""
+    """Clocks and power limits of `Gpu` by GPU uuid, from nvidia-smi; {} if there is none."""
     fields = "uuid,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:

@@ -1,4 +1,4 @@
-"""From what a user writes (`--device`, `--dtype`, `--threads`, `--seed`) to what torch wants."""
+"""Converts user options (`--device`, `--dtype`, `--threads`, `--seed`) to torch's values and settings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def resolve_dtype(name: str | torch.dtype, *, auto: torch.dtype | None = None) -
 
 
 def configure(*, threads: Threads | None = None, seed: int | None = None, processes: int = 1) -> None:
-    """Sets torch's thread count and the seeds of torch and `random` for this process.
+    """Set torch's thread count and the seeds of torch and `random` for this process.
 
     `threads` None or "auto" keeps torch's own count, cut to the physical cores of this process and to what the control
     group allows: more threads share a core's arithmetic or stall at every barrier. `processes` that do the same work

@@ -1,4 +1,4 @@
-"""Writing a file so that it is either the old one or the new one, never half of either; reading the system's."""
+"""Writes files atomically, takes file locks, and reads files of /proc and /sys."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from hasten.errors import ResourceError
 
 
 def system_file(path: Path) -> str | None:
-    """What a file of /proc or /sys says, without the spaces around it; None where it cannot be read."""
+    """Contents of a file of /proc or /sys, stripped, or None if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -23,9 +23,9 @@ def system_file(path: Path) -> str | None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name in the folder of `path`, for whatever writes there; it becomes `path` when the block ends well.
+    """Yield a temporary path in the folder of `path` to write to; it is renamed to `path` when the block succeeds.
 
-    What was written is on the disk (fsync) before the renaming; after an error nothing is left behind. Raises OSError
+    The data is on the disk (fsync) before the rename; after an error the temporary file is removed. Raises OSError
     as open() does.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.partial")
@@ -50,7 +50,7 @@ def save_json(path: Path, value: object, *, indent: int = 2, sort_keys: bool = F
 
 
 def code_digest() -> str:
-    """What the Python files of this package say, as one short word."""
+    """A short digest of the Python files of this package."""
     import hashlib
 
     digest = hashlib.blake2b(digest_size=8)
@@ -61,11 +61,11 @@ def code_digest() -> str:
 
 
 def locked(path: Path, *, waiting: str | None) -> AbstractContextManager[object]:
-    """Take a lock file, which the block then holds; it gives None where the file system has no locks (some networks').
+    """Hold a file lock during the block; yields None if the file system has no locks (some network file systems).
 
-    The system lets go of it when a process ends, however it ends. While another process holds it, standard error says
-    `waiting` (unless it is empty) and we wait. The call itself raises: filelock.Timeout instead of waiting where
-    `waiting` is None, and OSError where the file cannot be made.
+    The system releases it when the process ends in any way. While another process holds it, `waiting` is printed to
+    standard error (unless empty) and we wait; with `waiting` None the call raises filelock.Timeout instead. Raises
+    OSError if the file cannot be created.
     """
     from filelock import FileLock, Timeout
 
@@ -83,7 +83,7 @@ def locked(path: Path, *, waiting: str | None) -> AbstractContextManager[object]
         return lock.acquire()
 
 
-# Of a model's folder.
+# JSON files of a model's folder.
 MODEL_JSON = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -104,10 +104,10 @@ def require_writable(target: str | None) -> None:
 
 
 def write_json(target: str | Path | None, value: object) -> None:
-    """Writes `value` as JSON to a file, or to standard output if the target is "-"; None: nowhere.
+    """Write `value` as JSON to a file, or to standard output if the target is "-"; None: nowhere.
 
-    A file appears whole or not at all; its folder is made if need be. Figures that are not finite become null, since
-    JSON has no word for them. Raises ResourceError where the file cannot be written.
+    A file is written atomically; its folder is created. NaN and infinity become null, because JSON has
+    neither. Raises ResourceError if the file cannot be written.
     """
     if target is None:
         return

@@ -1,11 +1,11 @@
-"""A tensor's copy to the host that runs behind the work queued so far, while the host queues more."""
+"""An asynchronous copy of a tensor to the host, after the work queued so far, while the host queues more."""
 
 import torch
 from torch import Tensor
 
 
 class HostCopy:
-    """Starts the copy; `tensor` waits for it, and for nothing that was queued later."""
+    """Starts a copy; `tensor` waits for it, but not for work that was queued later."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -18,7 +18,7 @@ class HostCopy:
             self._tensor = tensor.clone()  # captured steps overwrite it
 
     def tensor(self) -> Tensor:
-        """The copy, on the host."""
+        """The copy on the host; waits until it is complete."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensor

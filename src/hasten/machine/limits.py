@@ -1,4 +1,4 @@
-"""What a device can do at most: as `measure` finds it, or as the makers of GPUs say, to quote as others do."""
+"""Limits of a device: measured (`measure`), or from the data sheets of GPUs."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What ranks tell each other through: an exchange takes `latency` seconds, and `hop` for each further rank; what a
-    rank receives comes at `bandwidth` bytes/s. source: where the figures are from.
+    """The connection between ranks: an exchange takes `latency` seconds, plus `hop` for each further rank; a rank
+    receives at `bandwidth` bytes/s. source: where the figures are from.
     """
 
     latency: float
@@ -23,12 +23,12 @@ class Link:
     source: str
 
     def seconds(self, *, exchanges: int, received: float, ranks: int) -> float:
-        """Of so many exchanges among so many ranks, in which each receives so many bytes altogether."""
+        """Seconds for `exchanges` exchanges among `ranks` ranks, with `received` bytes in total for each rank."""
         return exchanges * (self.latency + (ranks - 1) * self.hop) + received / self.bandwidth
 
 
 # (part of the device name, bytes/s of memory, dense bf16 FLOP/s without sparsity) from the data sheets; the first that
-# matches counts, so the longer names stand before the shorter ones they contain.
+# matches counts, so longer names come before the shorter ones that they contain.
 VENDOR_LIMITS = (
     ("H200 NVL", 4.8e12, 835e12),
     ("H200", 4.8e12, 989e12),

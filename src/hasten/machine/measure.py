@@ -100,7 +100,7 @@ def measure_limits(
 ) -> Limits:
     """Bandwidth and the matrix rates of `dtypes` now, `seconds` each; a dtype that cannot be multiplied is left out.
 
-    tell: called with what is measured next.
+    tell: called with the name of the next measurement.
     """
     rates: dict[str, float] = {}
     for dtype in dtypes:
@@ -151,7 +151,7 @@ def _times(call: Callable[[], object], *, device: str | torch.device, seconds: f
 
 @contextmanager
 def limited_threads(count: int) -> Iterator[None]:
-    """So many threads of torch's inside the block. Raises ConfigError for less than one."""
+    """Limit torch to `threads` threads during the block. Raises ConfigError for less than one."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,9 +1,9 @@
 """Times of a few milliseconds that overrule a rule about this processor where they contradict it clearly.
 
 A rule (which instructions a processor has, which kernel comes first) decides. Where a small product or kernel then
-turns out slower than its alternative by more than FACTOR, the times decide. Each comparison is made once a processor,
-torch and library, and kept on disk, so that the same command gives the same numbers; HASTEN_MEASURE=0 leaves them all
-out, and a training run goes on with those it began with (`known`, `adopt`).
+turns out slower than its alternative by more than FACTOR, the times decide. Each comparison is made once for a
+processor, torch and library, and stored on disk, so that a command repeats its choices; HASTEN_MEASURE=0 disables them,
+and a resumed training run keeps those that it began with (`known`, `adopt`).
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def compare(
 
 
 def forget(what: str, *, library: str = "") -> None:
-    """Have a comparison made anew when it is next asked for."""
+    """Drop a stored comparison, so that it is measured again when it is next needed."""
     key = _key(what, library)
     _store().pop(key, None)
     with contextlib.suppress(OSError, ResourceError):
@@ -69,9 +69,9 @@ def _allowed() -> bool:
 
 
 def slower(one: str, other: str, times: Times) -> str | None:
-    """The two times in words where `one` is slower than `other` by more than FACTOR; None where it is not, or unknown.
+    """The two times in words if `one` is slower than `other` by more than FACTOR; None if it is not, or unknown.
 
-    Nothing here is judged by less than that: machines are shared, and their times swing.
+    Smaller differences do not count, because times on shared machines vary.
     """
     if one not in times or other not in times or times[one] <= FACTOR * times[other]:
         return None
@@ -79,12 +79,12 @@ def slower(one: str, other: str, times: Times) -> str | None:
 
 
 def known() -> dict[str, dict[str, float]]:
-    """Every comparison that this process has asked for, for a checkpoint or a report; {} where it was switched off."""
+    """All comparisons that this process used, for a checkpoint or a report; {} if they are disabled."""
     return {key: dict(times) for key, times in _store().items()}
 
 
 def adopt(times: Mapping[str, Mapping[str, float]]) -> None:
-    """Take comparisons of an earlier process as they are: what it computed goes on with the same kernels."""
+    """Use the comparisons of an earlier process, so that its run continues with the same kernels."""
     _store().update({key: dict(found) for key, found in times.items() if not found or _sound(found)})
 
 

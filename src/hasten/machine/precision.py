@@ -1,4 +1,4 @@
-"""In which dtype this machine multiplies at speed: the one place that training, loading and the ladders ask.
+"""Decides in which dtype this machine multiplies fast, for training, loading and the ladders.
 
 A processor without instructions for bfloat16 or float16 emulates their products, at a hundredth to a third of
 float32's rate. So training there computes in float32, and what readable layers hold in 16 bits is multiplied in
@@ -36,7 +36,7 @@ SHAPE = (64, 1024, 1024)  # rows, outputs, inputs of the product that is measure
 
 @dataclass(frozen=True, slots=True)
 class ProductPrecision:
-    """The dtype of matrix products, and why it is this one."""
+    """The dtype of matrix products, and the reason."""
 
     dtype: str
     reason: str
@@ -50,7 +50,7 @@ class ProductPrecision:
 
 
 def training_precision(device: str | torch.device = "cpu") -> ProductPrecision:
-    """What `auto` means for training: bfloat16 where the device multiplies it at speed, else float32."""
+    """The dtype of `auto` in training: bfloat16 if the device multiplies it fast, else float32."""
     reason = emulated("bfloat16", device)
     if reason is not None:
         return ProductPrecision("float32", reason)

@@ -125,7 +125,7 @@ def last_level_cache_bytes() -> int:
 
 
 def by_cores(processors: Iterable[int]) -> list[list[int]]:
-    """The processors of each core together, the cores of a socket in a row; one each where no place is told."""
+    """Group processors by core, ordered by socket; a processor whose core is unknown is a group of its own."""
     found: dict[tuple[int, ...], list[int]] = {}
     for number in sorted(processors):
         place = _core_place(number)

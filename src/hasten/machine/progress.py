@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def bars(*columns: str, shown: bool = True, transient: bool = True) -> Progress:
-    """rich's progress display, to be entered: each task's description, its bar, and these columns behind it.
+    """Create rich's progress display, a context manager: each task's description, its bar, and these columns.
 
-    columns: "count" (3/8), "bytes" and "speed" of what is counted in bytes, "elapsed" and "remaining" time; anything
+    columns: "count" (3/8), "bytes" and "speed" of tasks counted in bytes, "elapsed" and "remaining" time; anything
     else is a text with rich's fields, such as "{task.fields[loss]}". transient: gone when done.
     """
     from rich import progress
@@ -40,7 +40,7 @@ def on_terminal() -> bool:
 
 @contextmanager
 def share(description: str) -> Iterator[Callable[[int, int | None], None]]:
-    """A bar with the time left; yields the function that is told how much is done, and of how much. Gone when done."""
+    """Show a progress bar with the time left; yields update(done, total). The bar disappears at the end."""
     with bars("count", "elapsed", "left", "remaining") as progress:
         task = progress.add_task(description, total=None)
         yield lambda done, whole: progress.update(task, completed=done, total=whole)
@@ -48,7 +48,7 @@ def share(description: str) -> Iterator[Callable[[int, int | None], None]]:
 
 @contextmanager
 def byte_counter(description: str, *, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar that counts bytes of text; yields the function that advances it. total: None where it is not known."""
+    """Show a bar that counts bytes of text; yields the function that advances it. total: None if unknown."""
     with bars("bytes", "speed", "remaining", shown=shown, transient=False) as progress:
         task = progress.add_task(description, total=total)
         yield lambda count: progress.advance(task, count)

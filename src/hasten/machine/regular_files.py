@@ -1,4 +1,4 @@
-"""Opening files that may be anything: a pipe, a device, a broken link, JSON that is damaged or hostile."""
+"""Opens files that may be anything: a pipe, a device, a broken link, damaged or hostile JSON."""
 
 import json
 import stat

@@ -1,4 +1,4 @@
-"""SIGINT (Ctrl-C) and SIGTERM, for what has something to finish before it ends: a training run, a server."""
+"""Handles SIGINT (Ctrl-C) and SIGTERM for programs that finish something first: a training run, a server."""
 
 import signal
 import threading
@@ -11,7 +11,7 @@ CAPTURED = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def capture_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have both call `handle` inside the block. Only the main thread can; elsewhere nothing is caught."""
+    """Call `handle` for both signals during the block. Works in the main thread; in others nothing is caught."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Pinning OpenMP's threads to their cores, which torch's and ours are."""
+"""Pins OpenMP's threads (torch's and ours) to cores."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ OTHERS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 def thread_count(threads: Threads | None) -> int | None:
-    """The number that was asked for, None for auto. Raises ConfigError below 1."""
+    """Parse a number of threads; None for auto. Raises ConfigError below 1."""
     if threads == "auto" or threads is None:
         return None
     if threads < 1:
@@ -28,12 +28,12 @@ def thread_count(threads: Threads | None) -> int | None:
 
 @contextmanager
 def share_of_cores(part: int, parts: int) -> Iterator[None]:
-    """In the block this thread, and what it starts, keeps to one of so many equal parts of its cores (on Linux).
+    """Restrict this thread, and those it starts, to part `part` of `parts` equal parts of its cores (on Linux).
 
-    A core's hardware threads, whose numbers often lie half the machine apart, go to one part where there are enough.
+    The hardware threads of a core, whose numbers are often far apart, stay in one part if there are enough cores.
 
-    For processes that wait for each other many times a second: two of them on one core take turns, look busy
-    all the time, and are left there.
+    For processes that wait for each other many times a second: if two share a core, they take turns, both look busy,
+    and the scheduler leaves them there.
     """
     if not hasattr(os, "sched_setaffinity"):
         yield
@@ -52,11 +52,11 @@ def share_of_cores(part: int, parts: int) -> Iterator[None]:
 
 
 def pin_threads() -> None:
-    """Have every thread of torch's pool stay on a core of its own. To be called before torch is imported.
+    """Pin each thread of torch's pool to a core of its own. Must be called before torch is imported.
 
-    The OpenMP library reads its environment once, when torch loads it; a HastenWarning says so where that is past. The
-    process's first thread is then bound to the first core, and what it starts (processes, Python threads) inherits
-    that: this is for a process that computes and does little else.
+    The OpenMP library reads its environment once, when torch loads it; after that, a HastenWarning says that it is too
+    late. The process's first thread is bound to the first core, and the processes and Python threads that it starts
+    inherit that, so this is for a process that does little besides computing.
     """
     if "torch" in sys.modules:
         warnings.warn(

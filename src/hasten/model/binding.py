@@ -1,4 +1,4 @@
-"""Which kernel each layer runs: said by `explain`, forced for a while by `kernels`."""
+"""Which kernel each layer runs: `explain` reports it, `kernels` forces one temporarily."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.model.fused import FusedSteps, fuse, listed, refusal, take_apart, waits
+from hasten.model.fused import CudaStack, FusedSteps, fuse, listed, refusal, take_apart, waits
 from hasten.model.transformer import Attention, Transformer, require_model
 from hasten.ops import attention as attention_operator
 from hasten.ops import picker
@@ -27,6 +27,7 @@ FORMS = {
     "masked": "attention over a cache",
     "decode": "attention over a cache, one query",
 }
+ONE_ROW = "decode step of one sequence"  # on a GPU: as one launch, or several for each block
 OPERATORS: dict[str, tuple[str, ...]] = {
     "block": ("fused", "readable"),
     "attention": tuple(kernel.name for kernel in attention_operator.KERNELS),
@@ -36,7 +37,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A kernel that a layer does not run, and why not."""
+    """A kernel that a layer does not use, and the reason."""
 
     kernel: str
     reason: str
@@ -44,11 +45,11 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What one layer runs for one operator. `dataclasses.asdict` makes plain JSON values of it.
+    """The kernel of one layer for one operator. `dataclasses.asdict` converts it to plain JSON values.
 
     layer: the number of the block, -1 for the head behind the last one. operator: "block" (the fused steps or the
-    readable block), "attention", "paged attention" (of readable blocks, over a cache in blocks: serving and
-    hasten.LLM), or "linear" (all products of a block that run alike are one entry).
+    readable block), "decode step of one sequence" (on a GPU), "attention", "paged attention" (of readable blocks, over
+    a cache in blocks: serving and hasten.LLM), or "linear" (all products of a block that run alike are one entry).
     """
 
     layer: int
@@ -58,9 +59,10 @@ class Binding:
 
 
 def explain(model: Transformer) -> list[Binding]:
-    """For each layer and operator the kernel that runs now, and for every other one the reason why it does not."""
+    """List the kernel that each layer runs for each operator, and for every other kernel the reason why it does not."""
     require_model(model, "hasten.explain")
     against_fused = refusal(model)
+    launches = [_launches(model.stack)] if isinstance(model.stack, CudaStack) else []
     bindings = []
     for layer, block in enumerate(model.blocks):
         if isinstance(block, FusedSteps):
@@ -68,6 +70,7 @@ def explain(model: Transformer) -> list[Binding]:
             bindings.append(Binding(layer, "block", "fused", [readable]))
             others = [Refusal(k.name, "the fused steps bring their own attention") for k in attention_operator.KERNELS]
             bindings.append(Binding(layer, "attention", "fused", others))
+            bindings += [replace(one, layer=layer) for one in launches]
         else:
             reason = against_fused or waits(model) or "the model is fused when it first generates (or by hasten.fuse)"
             bindings.append(Binding(layer, "block", "readable", [Refusal("fused", reason)]))
@@ -83,14 +86,23 @@ def explain(model: Transformer) -> list[Binding]:
 def _binding(
     layer: int, operator: str, kernels: Sequence[picker.Kernel], request: Any, current: str | None = None
 ) -> Binding:
-    """What `request` runs: the kernel that is picked, or `current` where another one was asked for by name."""
+    """The binding of `request`: the kernel that is picked, or `current` if another one was forced."""
     forced = current if current != picker.pick(kernels, request).name else None
     choice = picker.explain(kernels, request, forced=forced)
     return Binding(layer, operator, choice.kernel, [Refusal(*other) for other in choice.others])
 
 
+def _launches(stack: CudaStack, layer: int = 0) -> Binding:
+    """How many launches a decode step of one sequence is on a GPU, which holds for all layers."""
+    each, together = "a few launches for each block", "one launch for all blocks"
+    reason = stack.why_not_one_launch()
+    if reason is None:
+        return Binding(layer, ONE_ROW, together, [Refusal(each, "all blocks at once are faster")])
+    return Binding(layer, ONE_ROW, each, [Refusal(together, reason)])
+
+
 def _attention_bindings(layer: int, attention: Attention) -> list[Binding]:
-    """One entry for each form of the layer's calls; dropout's only where the layer has any."""
+    """One binding for each form of the layer's calls; with dropout only if the layer has any."""
     fused = Refusal("fused", "it belongs to the fused steps, which this model does not run")
     found = []
     for form, request in layer_requests(attention.request()).items():
@@ -102,7 +114,7 @@ def _attention_bindings(layer: int, attention: Attention) -> list[Binding]:
 
 
 def _types_of(model: Transformer, prefix: str) -> dict[WeightFormat | None, str]:
-    """The names of a GGUF file's types in a part of the model, by the format that layers hold; None: plain weights."""
+    """GGUF type names in a part of the model, by the format that layers hold; None: plain weights."""
     found: dict[WeightFormat | None, set[str]] = {}
     for name, stored in model.stored_types.items():
         if name.startswith(prefix):
@@ -112,7 +124,7 @@ def _types_of(model: Transformer, prefix: str) -> dict[WeightFormat | None, str]
 
 
 def _linear_bindings(layer: int, part: nn.Module, types: Mapping[WeightFormat | None, str]) -> list[Binding]:
-    """One entry for each kind of product in a part of the model. types: what the file calls each format."""
+    """One binding for each kind of product in a part of the model. types: the file's name of each format."""
     found: dict[tuple, Binding] = {}
     for module in part.modules():
         if not isinstance(module, nn.Linear | PackedLinear):
@@ -129,7 +141,7 @@ def _linear_bindings(layer: int, part: nn.Module, types: Mapping[WeightFormat | 
 
 
 def _unpacked(other: Refusal, request: LinearRequest) -> str:
-    """Why a layer that was never packed runs PyTorch's product."""
+    """Why an unpacked layer runs PyTorch's product."""
     if other.kernel in ("float32", "pytorch"):
         return other.reason
     if request.format.element not in ("bfloat16", "float16", "int8", "int4"):
@@ -139,13 +151,13 @@ def _unpacked(other: Refusal, request: LinearRequest) -> str:
 
 @contextmanager
 def kernels(model: Transformer, **names: str) -> Iterator[Transformer]:
-    """Within the block every layer runs the kernels named, as `attention="reference"` or `block="readable"`.
+    """Force kernels by name during a `with` block, for example `attention="reference"` or `block="readable"`.
 
-    Naming an attention or linear kernel takes a fused model apart for the while; a linear one holds plain and packed
-    weights both. What was bound before comes back at the end, also after an exception. A compiled model compiles again
-    on both changes. Raises ConfigError, changing nothing, for an operator or a kernel that does not exist (listing
-    those that do), for a kernel that cannot serve one of the layers, and for the fused block together with another
-    kernel.
+    Forcing an attention or linear kernel temporarily unfuses a fused model; forcing a linear one holds both plain and
+    packed weights. The previous kernels are restored at the end, also after an exception. A compiled model is
+    recompiled at both changes. Raises ConfigError, changing nothing, for an operator or a kernel that does not exist
+    (listing those that do), for a kernel that cannot serve one of the layers, and for the fused block together with
+    another kernel.
     """
     require_model(model, "hasten.kernels")
     unknown = sorted(set(names) - set(OPERATORS))
@@ -188,7 +200,7 @@ def _force_attention(model: Transformer, name: str, afterwards: ExitStack) -> No
 
 
 def _force_linear(model: Transformer, name: str, afterwards: ExitStack) -> None:
-    """Packed layers are bound to the kernel; plain bfloat16 ones give their place to packed ones, for the while."""
+    """Bind packed layers to the kernel, and replace plain bfloat16 layers by packed ones temporarily."""
     places = [(owner, leaf, child) for owner in model.modules() for leaf, child in owner.named_children()]
     for owner, leaf, child in places:
         if isinstance(child, PackedLinear):

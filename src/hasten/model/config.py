@@ -1,4 +1,4 @@
-"""What one decoder is: every difference between the model families, as plain values.
+"""ModelConfig: every difference between the model families, as plain values.
 
 A family (hasten.model.families) translates a Hugging Face config.json into a `ModelConfig`; the transformer reads
 nothing else, so behaviour follows from these fields and never from a model's name.
@@ -90,14 +90,14 @@ class ModelConfig:
 
     @property
     def reach(self) -> int | None:
-        """How many keys back any layer sees, a query's own included; None: all of them."""
+        """Most keys that a query of any layer sees, its own included; None: all of them."""
         if self.attention_pattern is not None:
             return self.attention_pattern.reach
         windows = [layer.window for layer in self.layers if layer.window is not None]
         return max(windows) if len(windows) == len(self.layers) else None
 
     def padded_to(self, multiple: int) -> "ModelConfig":
-        """The same model with the vocabulary's rows rounded up to a multiple (nanoGPT: 50,257 -> 50,304)."""
+        """The same config with the vocabulary's rows rounded up to a multiple (nanoGPT: 50,257 -> 50,304)."""
         return replace(self, padded_vocab_size=-(-self.vocab_size // multiple) * multiple)
 
 
@@ -105,7 +105,7 @@ _MISSING: Any = object()
 
 
 def _short(value: Any) -> str:
-    """What an error shows of a value from outside: never megabytes of it, however deep it is."""
+    """A short form of an untrusted value for an error message, whatever its size and depth."""
     shower = Repr()
     shower.maxlevel, shower.maxstring, shower.maxother, shower.maxlong = 2, 60, 60, 40
     return shower.repr(value)
@@ -114,8 +114,8 @@ def _short(value: Any) -> str:
 class Fields:
     """Reads the values of a config.json, refusing wrong types and absurd sizes before anything is allocated.
 
-    `defaults` stand in for fields that the file leaves out, as the family's config class in transformers does; a field
-    that is there and null counts as absent and takes the caller's own default.
+    `defaults`: values of fields that the file leaves out, those of the family's config class in transformers. A field
+    that is null counts as absent and takes the caller's own default.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Fields:
     def _checked(
         self, names: tuple[str, ...], fits: Callable[[Any], bool], wanted: str, default: Any = _MISSING
     ) -> Any:
-        """The first of these fields that is there, if it fits, else the default (None: the field may be missing)."""
+        """The first of these fields that is present, checked, else the default (None: the field may be missing)."""
         given = [name for name in names if name in self.values]
         name = next((name for name in given or names if name in self), names[0])
         value = self.value(name)

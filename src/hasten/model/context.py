@@ -17,7 +17,7 @@ from hasten.ops.attention.view import AttentionMetadata, KVView
 
 
 class PlainLayer:
-    """Attends only to the tokens at hand: all up to each one (None), or what mask and intervals say."""
+    """Attends to the tokens of this call only: causally (None), or as mask and intervals say."""
 
     def __init__(self, mask: Mask = None, intervals: Intervals | None = None) -> None:
         self.mask, self.intervals = mask, intervals
@@ -26,7 +26,7 @@ class PlainLayer:
         return attention(q, k, v, mask=self.mask, intervals=self.intervals, dropout=dropout)
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int, like: Tensor | None = None) -> KVView:
-        """A cache for just this call, for a kernel that writes and reads one itself.
+        """A cache for this call alone, for a kernel that writes and reads the cache itself.
 
         like: a tensor of its device and dtype; by default it is on the CPU, in bfloat16.
         """
@@ -43,13 +43,12 @@ class PlainLayer:
 
 
 class TrainingContext:
-    """Stateless; each layer makes its own view, so there is none of `all_layers`.
+    """The context of a pass without a cache. Stateless: each layer makes its own view, so `all_layers` has none.
 
-    documents (B, T), if given, numbers the document of each token; attention stays inside it.
+    documents (B, T): the document number of each token; attention stays inside a document.
 
-    intervals: documents are handed to the kernels as the first and last key of each token, and not as a (B, T, T)
-    mask. blocks: the block mask of each layer, of as many tokens as the pass will have; with them documents always are
-    intervals.
+    intervals: pass documents to the kernels as the first and last key of each token, not as a (B, T, T) mask. blocks:
+    the block mask of each layer, for the number of tokens of the pass; with them documents are always intervals.
     """
 
     all_layers = None
@@ -81,12 +80,12 @@ def _layer(documents: Tensor | None, window: int | None, intervals: bool) -> Pla
 def training_context(
     model: Transformer, tokens: int, documents: Tensor | None = None, *, device: torch.device | None = None
 ) -> TrainingContext:
-    """The context in which `model` sees rows of so many tokens at once, its sparse pattern included.
+    """The context in which `model` computes rows of `tokens` tokens without a cache, its sparse pattern included.
 
-    device: where its blocks are computed, if not where the model is.
+    device: where the blocks are computed, if not on the model's device. documents: int64 (B, T), as in
+    `TrainingContext`; passed as intervals if every layer's kernel supports them.
 
-    documents: int64 (B, T), as in `TrainingContext`; without a mask where every layer's kernel can do without one.
-    Raises ConfigError for documents in a model with a pattern whose kernel cannot keep them apart (on CUDA).
+    Raises ConfigError for documents in a model with a sparse pattern whose kernel cannot separate them (on CUDA).
     """
     config, pattern = model.config, model.config.attention_pattern
     windows = [layer.window for layer in config.layers]
@@ -107,14 +106,14 @@ def training_context(
 
 
 class TrainingContexts:
-    """The training contexts of one model: one for each length, laid out once, and a new one for packed documents."""
+    """The training contexts of one model: one kept for each length, and a new one for packed documents."""
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
         self._plain: dict[int, TrainingContext] = {}  # by the number of tokens in a row
 
     def of(self, tokens: int, documents: Tensor | None = None) -> TrainingContext:
-        """As `training_context`."""
+        """`training_context(model, tokens, documents)`, kept for the next call where there are no documents."""
         if documents is not None:
             return training_context(self._model, tokens, documents)
         if tokens not in self._plain:

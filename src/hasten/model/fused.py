@@ -1,6 +1,6 @@
-"""Fusing: the readable block swapped for one of the same interface that calls fused steps.
+"""Fusing: replaces readable blocks by blocks with the same interface that call fused steps.
 
-The readable `Block` stays the reference of both kinds: native code on a CPU (fused_native.py), Triton on a GPU
+The readable `Block` is the reference of both kinds: native code on a CPU (fused_native.py), Triton on a GPU
 (fused_cuda.py).
 """
 
@@ -45,14 +45,14 @@ __all__ = [
 
 
 def refusal(model: Transformer) -> str | None:
-    """Why this model cannot be fused here, or None if it can."""
+    """Why this model cannot be fused here, or None."""
     return cuda_refusal(model) if runs_triton(model) else native_refusal(model)
 
 
 def fuse(model: Transformer) -> Transformer:
-    """Swap every block for its fused form, and pack the head, in place. Raises ConfigError where that cannot be.
+    """Replace every block by its fused form, and pack the head, in place. Raises ConfigError if that is not possible.
 
-    Weights are packed block by block and the originals let go, so there are never two copies of more than one block.
+    Weights are packed block by block and the originals released, so at most one block exists twice.
     """
     require_model(model, "hasten.fuse")
     reason = refusal(model)
@@ -86,18 +86,18 @@ def _fuse_for_cuda(model: Transformer) -> Transformer:
 
 
 def waits(model: Transformer) -> str | None:
-    """Why a model that could be fused is better left as it is on this processor, or None."""
+    """Why a model that could be fused is faster unfused on this processor, or None."""
     return None if runs_triton(model) else native_waits(model)
 
 
 def fuse_where_it_fits(model: Transformer) -> Transformer:
-    """Fuse a model that will generate, in place, where the fused steps can run; otherwise leave it as it is.
+    """Fuse a model in place before it generates, if the fused steps can run it; otherwise leave it unchanged.
 
     `hasten.generate`, `stream`, `Chat`, `LLM` and every command call this. No weight changes its value, and
-    `hasten.unfuse` restores the readable blocks. A HastenWarning says once why a model runs unfused although it need
-    not, by about how much slower, and what to do. There is none where that was asked for: float32 weights, a model that
-    was unfused or compiled, HASTEN_ISA=none; nor where PyTorch's products are the faster ones (`waits`). A model that
-    is being trained, or that the caller changed (hooks, modules of other kinds), is never fused here.
+    `hasten.unfuse` restores the readable blocks. If a model runs unfused needlessly, a HastenWarning says once why,
+    about how much slower it is, and what to do. There is no warning if that was asked for (float32 weights, an unfused
+    or compiled model, HASTEN_ISA=none) or if PyTorch's products are faster (`waits`). A model that is being trained, or
+    that the caller changed (hooks, modules of other kinds), is never fused here.
     """
     if not model.auto_fuse or any(type(block) is not Block for block in model.blocks):
         return model
@@ -118,7 +118,7 @@ def fuse_where_it_fits(model: Transformer) -> Transformer:
 
 
 def path_of(model: Transformer) -> str:
-    """The weights that a model generates with and the code that multiplies them, in one line."""
+    """Describe in one line the weights that a model generates with and the code that multiplies them."""
     dtype = str(model.dtype).removeprefix("torch.")
     layers = model.quantization or {}
     kinds = {layer.weight.element for name, layer in layers.items() if name not in model.stored_types}
@@ -169,7 +169,7 @@ def _advice(model: Transformer) -> str:
 
 
 def touched(model: Transformer) -> str | None:
-    """What the caller did to a readable model that fusing it would undo, or None."""
+    """What the caller changed in a readable model that fusing would undo, or None."""
     if model.training or model.was_trained or any(p.grad is not None for p in model.parameters()):
         return "it is being trained"
     for name, module in model.named_modules():
@@ -186,14 +186,14 @@ def touched(model: Transformer) -> str | None:
 
 
 def is_fused(model: Transformer, which: Callable[[Iterable[bool]], bool] = all) -> bool:
-    """Whether all blocks, or any, are fused ones."""
+    """Whether all blocks (with `which=any`, at least one) are fused."""
     return which(isinstance(block, FusedSteps) for block in model.blocks)
 
 
 def unfuse(model: Transformer) -> Transformer:
-    """Undo `fuse` in place: readable blocks again, of the same numbers (quantized layers stay packed).
+    """Undo `fuse` in place: restores the readable blocks with the same weights (quantized layers stay packed).
 
-    They stay readable: what generates no longer fuses the model by itself, until `hasten.fuse(model)`.
+    Generating does not fuse the model again by itself until `hasten.fuse(model)` is called.
     """
     require_model(model, "hasten.unfuse")
     model.auto_fuse = False
@@ -201,7 +201,7 @@ def unfuse(model: Transformer) -> Transformer:
 
 
 def take_apart(model: Transformer) -> Transformer:
-    """`unfuse`, after which what generates may fuse the model again."""
+    """Unfuse temporarily: generating may fuse the model again."""
     if any(isinstance(block, FusedBlock) and block.factors for block in model.blocks):
         raise ConfigError("this model has adapters, which its fused steps hold; load it again to take it apart")
     model.stack = None

@@ -1,4 +1,4 @@
-"""What the fused blocks of CPUs and GPUs share: the parts of a readable block, and the way back to it."""
+"""The base of the fused blocks of CPUs and GPUs: the parts of a readable block, and the way back to it."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -15,9 +15,9 @@ from hasten.model.transformer import MLP, Block, Linear
 
 
 class FusedSteps(nn.Module):
-    """One decoder layer in fused steps, made of a readable `Block`; a subclass joins the products and runs them.
+    """One decoder layer in fused steps, made from a readable `Block`; a subclass joins the products and runs them.
 
-    Products: output, and in a dense layer down; a subclass has those of q, k and v, and of gate and up.
+    The base class holds the products output and (in a dense layer) down; a subclass those of q, k, v and of gate, up.
     """
 
     output: Linear
@@ -38,11 +38,11 @@ class FusedSteps(nn.Module):
         self.register_load_state_dict_post_hook(_bind_again)
 
     def bind(self) -> None:
-        """Lay out the arguments of the calls once: looking them up in modules costs more than the calls."""
+        """Prepare the arguments of the calls once; looking them up in modules costs more than the calls."""
         raise NotImplementedError
 
     def runs_on(self, place: Tensor) -> bool:
-        """Whether the steps run where a tensor is, in its dtype."""
+        """Whether the steps can run on a tensor's device, in its dtype."""
         raise NotImplementedError
 
     @property
@@ -51,7 +51,7 @@ class FusedSteps(nn.Module):
         return next(self.attention_norm.parameters())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what holds addresses: a copy lays them out for its own tensors."""
+        """State without prepared arguments, which hold addresses; a copy prepares its own."""
         return {k: v for k, v in self.__dict__.items() if k != "_bound"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class FusedSteps(nn.Module):
         return self
 
     def readable(self, config: ModelConfig, layer: LayerConfig) -> Block:
-        """The block that this one was made of."""
+        """The readable block, rebuilt from this one."""
         with unfilled():
             block = Block(config, layer)
         block.eval()
@@ -89,7 +89,7 @@ class FusedSteps(nn.Module):
         return block
 
     def rows(self) -> dict[str, dict[str, Tensor]]:
-        """Of each fused layer the output rows that are a readable layer's, by the names of both."""
+        """Output rows of each fused layer by the readable layer they belong to: {fused name: {readable name: rows}}."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""The fused steps of a GPU, a `CudaBlock` for each readable block (fused.py puts them in its place).
+"""The fused steps on a GPU: `CudaBlock`, which fused.py puts in the place of each readable block.
 
 The steps: norm + q, k, v; norms of q and k + rotary turn + cache write; attention; output + residual; norm + gate, up +
 activation; down + residual. Each is one launch for a few rows. Keys and values are reached through `layer.view()`
@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from hasten.errors import HastenWarning
 from hasten.model.context import PlainLayer
 from hasten.model.fused_block import FusedSteps
+from hasten.model.fused_decode import decode_layers
 from hasten.model.fused_linear import fusion_conflict, gate_up_rows, joined, mixed_formats, norm_arguments
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import MLP, Block, Linear, Transformer
 from hasten.ops import triton_support
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat, turn
-from hasten.ops.attention.spec import HALVES, LARGEST_HEAD, AttentionSpec
+from hasten.ops.attention.spec import HALVES, LARGEST_HEAD
 from hasten.ops.attention.view import KVView
 from hasten.ops.linear import PackedLinear
 from hasten.ops.linear.operator import KERNELS, LinearRequest
@@ -32,19 +33,18 @@ from hasten.ops.linear.operator import KERNELS, LinearRequest
 if TYPE_CHECKING:
     from hasten.ops.block.decode import DecodeLayers
 
-HOPPER = (9, 0)
 GATE_ROWS = 32  # rows of gate, then of up, as `gate_up_rows` puts them
 
 
 def runs_triton(model: Transformer) -> bool:
-    """Whether the steps of this model would be those of a GPU: on one, or where Triton is interpreted."""
+    """Whether this model would use the GPU's steps: on a GPU, or in Triton's interpreter."""
     if model.device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("HASTEN_ISA") == "none"
     return model.device.type == "cuda"
 
 
 def cuda_refusal(model: Transformer) -> str | None:
-    """Why a GPU's fused steps cannot run this model here, or None if they can."""
+    """Why a GPU's fused steps cannot run this model here, or None."""
     config, dtype = model.config, str(model.dtype).removeprefix("torch.")
     if model.dtype not in HALVES:
         return f"the fused steps compute in bfloat16 or float16; the model is {dtype}"
@@ -75,7 +75,7 @@ def _unsupported(request: LinearRequest) -> str | None:
 
 
 class CudaBlock(FusedSteps):
-    """The steps as Triton kernels (see the module's text)."""
+    """The steps as Triton kernels (see the module's docstring)."""
 
     qkv: Linear
     inner: Linear  # gate and up interleaved
@@ -156,7 +156,7 @@ class CudaBlock(FusedSteps):
         return self._added(rows, bound.inner(rows), bound.down, bound.post_norms[1]).view(x.shape)
 
     def attention(self, x: Tensor, tables: tuple[Tensor | None, Tensor | None], view: KVView) -> Tensor:
-        """x (R, C) with what attention adds. tables: cos and sin (R, dim/2)."""
+        """x (R, C) plus the output of attention. tables: cos and sin (R, dim/2)."""
         bound, spec, step = self._bound, self.spec, view.metadata
         qkv = bound.qkv(x)
         if self.one_launch and step.max_query == 1 and step.rows == PLAIN and len(x) == len(step.seq_lens):
@@ -178,7 +178,7 @@ class CudaBlock(FusedSteps):
         return self._added(x, attended.flatten(1), bound.output, bound.post_norms[0])
 
     def _decoded(self, qkv: Tensor, tables: tuple[Tensor | None, Tensor | None], view: KVView) -> Tensor | None:
-        """Attention of one query a sequence in one launch, or None where its kernel cannot be built here."""
+        """Attention of one query for each sequence in one launch, or None if the kernel cannot be built here."""
         bound, spec, step = self._bound, self.spec, view.metadata
         q_weight, k_weight, eps, offset = bound.qk_norms
         places = (step.seq_lens, step.first_slots, step.block_table, step.block_size, bound.counters)
@@ -196,7 +196,7 @@ class CudaBlock(FusedSteps):
             return None
 
     def _over_rounded(self, q: Tensor, view: KVView, rows: RowFormat) -> Tensor:
-        """Attention of q (R, H, D) over a cache in int8, or over what one in int4 holds, unpacked."""
+        """Attention of q (R, H, D) over a cache in int8, or over an unpacked cache in int4."""
         bound, spec = self._bound, self.spec
         if rows.bits == 4:
             warnings.warn(INT4_CACHE, HastenWarning, stacklevel=2)
@@ -218,17 +218,17 @@ INT4_CACHE = "a GPU has no kernel for int4 caches: each layer's cache is unpacke
 
 
 def product_weight(linear: Linear) -> dict[str, Any]:
-    """A layer's weight as `fused_linear` takes it."""
+    """A layer's weight in the form that `fused_linear` takes."""
     if isinstance(linear, PackedLinear):
         return {"weight": linear.operands}
     return {"weight": linear.weight.detach(), "bias": None if linear.bias is None else linear.bias.detach()}
 
 
 class CudaStack:
-    """All blocks of a fused model, and its last norm and head in one step.
+    """All blocks of a fused model, and its last norm and head as one step.
 
-    A step of one row over a cache in 16 bits, static or paged, is one launch for all blocks where the kernel for that
-    serves the model (ops/block/decode.py, Hopper GPUs).
+    A step of one row over a 16-bit cache, static or paged, is one launch for all blocks if that kernel supports the
+    model (ops/block/decode.py, Hopper GPUs).
     """
 
     one_launch = True  # unless the kernel could not be built
@@ -239,11 +239,11 @@ class CudaStack:
         self._bound_to: list[Any] = []  # blocks' arguments that it was made of
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what holds addresses and, a second time, the weights: a copy makes its own."""
+        """State without prepared arguments and second references to weights; a copy makes its own."""
         return self.__dict__ | {"_decode": None, "_bound_to": []}
 
     def addresses(self) -> tuple[int, ...]:
-        """Of all that a step reads of the model: where they are the same, a captured step can be run again."""
+        """Addresses of all tensors of the model that a step reads; while they stay, a captured step is valid."""
         counters: Any = [block._bound.counters for block in self.model.blocks]  # type: ignore[union-attr]
         own = [] if self._decode is None else [self._decode.counter]
         held = chain(self.model.parameters(), self.model.buffers(), counters, own)
@@ -263,7 +263,8 @@ class CudaStack:
         if len(bound) != len(self._bound_to) or any(a is not b for a, b in zip(bound, self._bound_to, strict=True)):
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 return False  # its buffers are made outside of graphs
-            made = decode_layers(self.model)
+            found = decode_layers(self.model)
+            made = None if isinstance(found, str) else found
             if made is None or self._decode is None or made.reads() != self._decode.reads():
                 self._decode = made  # else the weights are where they were: captured steps use its buffers
             self._bound_to = bound
@@ -288,6 +289,13 @@ class CudaStack:
             warnings.warn(f"{message}: {reason}", HastenWarning, stacklevel=2)
             return False
 
+    def why_not_one_launch(self) -> str | None:
+        """Why a step of one row is a few launches for each block, or None where it is one for all."""
+        if not self.one_launch:
+            return "it failed in an earlier step, which a warning told"
+        found = decode_layers(self.model)
+        return found if isinstance(found, str) else None
+
     def scores(self, x: Tensor) -> Tensor:
         """x (…, C) before the last norm -> logits (…, out features of the head)."""
         from hasten.ops.linear.fused import NormArguments, fused_linear
@@ -297,80 +305,3 @@ class CudaStack:
         rows = x.float().flatten(0, -2)
         found = fused_linear(rows, **product_weight(model.head), norm=norm, out_dtype=model.dtype)
         return found.view(*x.shape[:-1], -1)
-
-
-def multiprocessors_for(device: torch.device) -> int:
-    """How many multiprocessors the launch of all blocks has there; 0 where it does not run."""
-    if device.type != "cuda" or triton_support.compute_capability(device) != HOPPER:
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def decode_layers(model: Transformer) -> "DecodeLayers | None":
-    """All blocks in one launch, or None where the kernel does not serve the model or the GPU."""
-    from hasten.ops.block.decode import DecodeLayers, Sizes, cut_for
-    from hasten.ops.linear.beside import ACTIVATIONS
-
-    config = model.config
-    blocks: list[Any] = list(model.blocks)
-    multiprocessors = multiprocessors_for(model.device)
-    if not multiprocessors:
-        return None
-    specs: set[AttentionSpec] = set()
-    kinds: set[tuple[Any, ...]] = set()
-    formats: set[tuple[Any, ...]] = set()
-    matrices: list[list[Tensor]] = []
-    small: list[list[Any]] = []
-    for block in blocks:
-        if not isinstance(block, CudaBlock) or not block.gated:
-            return None
-        own_norms = [norm_arguments(norm) for norm in (block.attention_norm, block.mlp_norm)]
-        head_norms = [None if norm is None else norm_arguments(norm) for norm in (block.q_norm, block.k_norm)]
-        if any(post is not None for post in block._bound.post_norms) or any(own[0] is None for own in own_norms):
-            return None
-        weights = [
-            block._bound.qkv.weight,
-            block._bound.output.weight,
-            block._bound.inner.weight,
-            block._bound.down.weight,
-        ]
-        if any(own.bias is not None for own in weights[1:]):
-            return None
-        specs.add(block.spec)
-        kinds |= {(norm[1] is None, *norm[2:]) for norm in (*own_norms, *head_norms) if norm is not None}
-        formats |= {(own.format.bits, own.data.dtype) for own in weights}
-        matrices.append([own.data for own in weights])
-        of_heads = [None if norm is None else norm[0] for norm in head_norms]
-        small.append([*(norm[0] for norm in own_norms), weights[0].bias, *of_heads])
-    if len(specs) > 1 or len(kinds) > 1 or len(formats) > 1:
-        return None
-    spec, (plain, eps, offset, centred), (bits, dtype) = blocks[0].spec, kinds.pop(), formats.pop()
-    turned = config.ropes[0].dim if len(config.ropes) == 1 else 0
-    if not plain or centred or spec.window or spec.softcap or not turned or spec.head_dim not in (64, 128, 256):
-        return None
-    if bits != 16 or dtype != model.dtype:
-        return None
-    if len({tuple(one is None for one in own) for own in small}) > 1:
-        return None
-    halves = [one for own in small for one in own if one is not None]
-    held = [*chain(*matrices), *halves]
-    if any(one.dtype != model.dtype for one in halves) or any(one.data_ptr() % 16 for one in held):
-        return None
-    if config.hidden_size % 8 or any(not one.is_contiguous() for one in held):  # rows are read 16 bytes at a time
-        return None
-    sizes = Sizes(
-        layers=len(blocks),
-        hidden=config.hidden_size,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        inner=config.intermediate_size,
-        turned=turned,
-        activation=ACTIVATIONS.index(blocks[0].activation_name) + 1,
-        biased=small[0][2] is not None,
-        normed=small[0][3] is not None,
-    )
-    cut = cut_for(sizes, multiprocessors)
-    if cut is None:
-        return None
-    return DecodeLayers(sizes, matrices, small, scale=spec.scale, eps=eps, offset=offset, cut=cut)

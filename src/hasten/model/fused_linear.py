@@ -1,4 +1,4 @@
-"""Several linear layers of one input as one packed layer, and back: what the fused steps multiply with."""
+"""Joins linear layers of one input into one packed layer for the fused steps, and splits them again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +13,16 @@ from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.sharded import SumOfRanks
 from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
 from hasten.ops.linear import PackedLinear, QuantizedWeight, request_of
-from hasten.ops.linear.layouts import PANEL, Packed
+from hasten.ops.linear.layouts import Packed
 from hasten.ops.linear.operator import LinearRequest, native_unsupported
+from hasten.ops.pages import empty_in_large_pages
+from hasten.ops.panels import PANEL
 
 HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/phases.h)
 
 
 def packed(linear: Linear) -> PackedLinear:
-    """A linear layer in the native layout; ConfigError where the native kernel cannot serve it."""
+    """Pack a linear layer for the native kernel; ConfigError if the kernel cannot serve it."""
     if not isinstance(linear, PackedLinear):
         return PackedLinear.from_linear(linear, kernel="native")
     if linear.request.dtype == torch.float16:
@@ -33,9 +35,9 @@ def packed(linear: Linear) -> PackedLinear:
 def fusion_conflict(
     model: Transformer, unsupported: Callable[[LinearRequest], str | None] = native_unsupported
 ) -> str | None:
-    """Which layer of a model the fused steps cannot compute, or None.
+    """The layer of a model that the fused steps cannot compute, or None.
 
-    unsupported: why their products cannot serve a packed layer.
+    unsupported: returns why their products cannot serve a packed layer.
     """
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
@@ -48,7 +50,7 @@ def fusion_conflict(
 
 
 def mixed_formats(model: Transformer) -> str | None:
-    """Which layers that take the same input cannot become one layer, or None where all can."""
+    """Layers with the same input that cannot be fused, with the reason, or None."""
     for number, block in enumerate(model.blocks):
         if not isinstance(block, Block):
             continue
@@ -65,7 +67,7 @@ def mixed_formats(model: Transformer) -> str | None:
 
 
 def difference(*linears: Linear) -> str | None:
-    """In what these layers differ that one layer has only once, or None where they can become one."""
+    """Why these layers cannot be fused (a property in which they differ), or None."""
     first, *others = [_kind(linear) for linear in linears]
     for other in others:
         for name, value in first.items():
@@ -88,18 +90,20 @@ def _kind(linear: Linear) -> dict[str, object]:
 
 
 def interleave_gate_up(gate: Linear, up: Linear) -> PackedLinear:
-    """One layer whose panels hold 32 rows of gate and 32 of up, so that both halves of a product meet in a panel.
+    """Join gate and up in one layer whose panels hold 32 rows of each, so that a panel has both factors of a product.
 
-    They must not differ (`difference`).
+    They must have no `difference`.
     """
     parts = [packed(gate), packed(up)]
     halves = -(-parts[0].out_features // HALF_PANEL)
 
     def interleave(tensors: list[Tensor]) -> Tensor:
-        # The panel's 64 rows stand before the bytes of a line (data) or last (scales): split them into two halves.
+        # The dimension of a panel's 64 rows is second to last (data) or last (scales): split it into two halves.
         row = 2 if tensors[0].dim() == 4 else tensors[0].dim() - 1
         split = [t.unflatten(row, (2, HALF_PANEL)).movedim(row, 1).flatten(0, 1)[:halves] for t in tensors]
-        return torch.cat(split, dim=row)
+        size = list(split[0].shape)
+        size[row] = PANEL
+        return torch.cat(split, dim=row, out=empty_in_large_pages(size, dtype=split[0].dtype))
 
     def pack(_: object) -> Packed:
         buffers = {name: [getattr(part, name) for part in parts] for name in Packed._fields}
@@ -113,7 +117,7 @@ def interleave_gate_up(gate: Linear, up: Linear) -> PackedLinear:
 
 
 def joined(linears: list[Linear], order: Tensor | None = None) -> Linear:
-    """One layer of the rows of several, that do not differ (`difference`), in another order where one is given."""
+    """Join layers without `difference` into one that has all their rows, optionally in another order."""
     if len(linears) == 1 and order is None:
         return linears[0]
     first = linears[0]
@@ -131,28 +135,28 @@ def _numbers(linear: Linear) -> QuantizedWeight:
 
 
 def gate_up_rows(size: int) -> tuple[Tensor, Tensor]:
-    """Where `interleave_gate_up` puts the rows of gate and those of up, `size` each."""
+    """The positions of gate's and of up's rows, `size` each, after `interleave_gate_up`."""
     rows = torch.arange(size)
     gate = rows // HALF_PANEL * PANEL + rows % HALF_PANEL
     return gate, gate + HALF_PANEL
 
 
 def plain(linear: Linear) -> Linear:
-    """A packed layer of plain numbers as nn.Linear again; another one as it is."""
+    """Convert a packed layer of plain floats back to nn.Linear; return any other layer unchanged."""
     if isinstance(linear, PackedLinear) and not linear.format.scales:
         return part_of(linear, torch.arange(linear.out_features))
     return linear
 
 
 def replace_linears(module: nn.Module, new: Callable[..., Linear]) -> None:
-    """Put `new(linear)` in the place of every linear layer of a module."""
+    """Replace every linear layer of a module by `new(linear)`."""
     for name, child in list(module.named_modules()):
         if isinstance(child, Linear):
             module.set_submodule(name, new(child))
 
 
 def part_of(linear: Linear, rows: Tensor) -> Linear:
-    """A layer of its own of some of the output rows."""
+    """Split off some output rows as a layer of their own."""
     bias = None if linear.bias is None else linear.bias.detach()
     if isinstance(linear, PackedLinear):
         return _linear(linear.numbers(rows), None if bias is None else bias[rows], like=linear)
@@ -162,7 +166,7 @@ def part_of(linear: Linear, rows: Tensor) -> Linear:
 
 
 def _linear(weight: QuantizedWeight, bias: Tensor | None, *, like: Linear) -> Linear:
-    """A layer of these numbers that treats its activations as another one does; an nn.Linear of plain ones."""
+    """Make a layer of a weight, with the activation format of another layer (nn.Linear for a plain weight)."""
     if weight.format.scales:
         assert isinstance(like, PackedLinear)
         return PackedLinear.from_weight(weight, bias, activations=like.activations, dtype=like.request.dtype)
@@ -186,7 +190,7 @@ def norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, float
 
 
 def _wide(weight: Tensor | None) -> Tensor | None:
-    """What a norm multiplies with; native code takes no float16 but that of weights."""
+    """A norm's factor in a dtype that native code takes (float16 only in weights)."""
     narrow = weight is not None and weight.dtype == torch.float16 and weight.device.type == "cpu"
     return weight.float() if narrow else weight  # type: ignore[union-attr]
 

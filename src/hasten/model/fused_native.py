@@ -1,4 +1,4 @@
-"""The native fused steps of a CPU, a `FusedBlock` for each readable block (fused.py puts them in its place).
+"""The native fused steps on a CPU: `FusedBlock`, which fused.py puts in the place of each readable block.
 
 The steps: norm + q, k, v + rotary turn + cache write; attention; output + residual; norm + gate, up + activation; down
 + residual. All layers are one call where they are dense and their caches have the same slots, else each is one (with
@@ -40,7 +40,7 @@ ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the 
 
 
 def native_refusal(model: Transformer) -> str | None:
-    """Why the native steps cannot run this model here, or None if they can."""
+    """Why the native steps cannot run this model here, or None."""
     if model.device.type != "cpu":
         return f"these fused steps are native CPU code; the model is on {model.device}"
     if (reason := native_shape_refusal(model.config)) is not None:
@@ -56,7 +56,7 @@ def native_refusal(model: Transformer) -> str | None:
 
 
 def _unsupported(request: LinearRequest) -> str | None:
-    """Why the native product cannot serve a layer, whose activations are never float16 here, or None."""
+    """Why the native product cannot serve a layer, or None; its activations are never float16 here."""
     wide = torch.float32 if request.dtype == torch.float16 else request.dtype
     return native_unsupported(replace(request, dtype=wide))
 
@@ -69,14 +69,14 @@ def native_shape_refusal(config: ModelConfig) -> str | None:
 
 
 def native_waits(model: Transformer) -> str | None:
-    """Why a model that could be fused is better left as it is on this processor, or None."""
+    """Why a model that could be fused is faster unfused on this processor, or None."""
     if model.quantization is not None or model.dtype != torch.bfloat16:
         return None
     return native_opt_in(LinearRequest(device=model.device, dtype=model.dtype, format=BFLOAT16, in_features=1))
 
 
 class FusedBlock(FusedSteps):
-    """The steps as native calls on a CPU (see the module's text)."""
+    """The steps as native calls on a CPU (see the module's docstring)."""
 
     q: PackedLinear
     k: PackedLinear
@@ -185,7 +185,7 @@ class FusedBlock(FusedSteps):
 class FusedStack:
     """All blocks of a fused model in one native call, and its last norm and head in another.
 
-    Called in turn, each costs little; but between them the weights have swept the caches, Python's too.
+    Separate calls cost more, because between them the weights evict Python's own data from the caches.
 
     times: None, or int64 (1 + 5·blocks): each call writes when the blocks began and when each of a block's PARTS
     ended, in nanoseconds of the steady clock.
@@ -199,7 +199,7 @@ class FusedStack:
         self.rope_index = [layer.rope if model.config.ropes else -1 for layer in model.config.layers]
 
     def run(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
-        """x (B, T, C) -> (B, T, C) in float32. Blocks that were hooked, swapped or patched are called one by one."""
+        """x (B, T, C) -> (B, T, C) in float32. Blocks that were hooked, replaced or patched are called one by one."""
         blocks: list[FusedBlock] = list(self.model.blocks)  # type: ignore[arg-type]
         cache = context.all_layers
         if cache is None or self.opened():
@@ -214,7 +214,7 @@ class FusedStack:
         return blocks[0]._bound.blocks(x.float(), *tables, cache.k, cache.v, *step, *how)
 
     def opened(self) -> bool:
-        """Whether somebody hooked, swapped or patched a block, and so wants it to be called."""
+        """Whether a block was hooked, replaced or patched, so that it has to be called itself."""
         return any(
             type(block) is not FusedBlock
             or "forward" in block.__dict__
@@ -224,7 +224,7 @@ class FusedStack:
         )
 
     def plans(self) -> list[Tensor]:
-        """What a native call of all blocks needs of each."""
+        """The plan of each block for the native call of all blocks."""
         return [block._bound.plan for block in self.model.blocks]  # type: ignore[union-attr, misc]
 
     def scores(self, x: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ class FusedStack:
 
 
 def settled(linear: PackedLinear) -> PackedLinear:
-    """The layer with its weight where a decode step streams it fastest."""
+    """Move a layer's weight to memory from which a decode step streams it fastest; returns the layer."""
     # Ours alone: the tensor is known to the layer and to the call that counts, its memory to the tensor and this name.
     storage = linear.data.untyped_storage()
     own = sys.getrefcount(linear.data) == 2 and torch._C._storage_Use_Count(storage._cdata) == 2

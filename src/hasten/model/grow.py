@@ -1,6 +1,6 @@
-"""Several tokens of a batch of sequences in one native call, each drawn from the logits after the one before it.
+"""Decodes several tokens of a batch in one native call, each sampled from the logits after the one before it.
 
-A small model's step takes less time than Python takes around it, and a model that drafts makes several in a row.
+A small model's step takes less time than the Python around it, and a draft model makes several steps in a row.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from hasten.ops.native import native_ops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """How the tokens of B rows are drawn, each list of B. temperatures: 0 for the likeliest token.
+    """How to sample the tokens of B rows, in lists of B. temperatures: 0 for the most likely token.
 
-    seeds, steps: of the noise, steps those of the first draw.
+    seeds, steps: of the noise; steps are those of the first token.
     """
 
     temperatures: Sequence[float]
@@ -30,9 +30,9 @@ class Draws:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """The cache of B rows, in the model's dtype: (slots + 1, Hkv, D) a layer. lengths: tokens that it has of each.
+    """The KV cache of B rows in the model's dtype, (slots + 1, Hkv, D) for each layer. lengths: cached tokens of a row.
 
-    block_table: int64 (B, blocks), each row's in order, with room for what is to come.
+    block_table: int64 (B, blocks), each row's blocks in order, with room for the new tokens.
     """
 
     k: Sequence[Tensor]
@@ -44,10 +44,10 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """When to end early: when for no row the chance that all its tokens are accepted reaches `floor`.
+    """When to stop early: when no row's chance that all its tokens are accepted reaches `floor`.
 
-    likely: of each row so far. chances: that of a token of each kind; its kind is how many of `thresholds` the token's
-    share of probability reaches.
+    likely: each row's chance so far. chances: acceptance chance of a token by its class, which is the number of
+    `thresholds` that the token's probability reaches.
     """
 
     likely: Sequence[float]
@@ -57,7 +57,7 @@ class Ending:
 
 
 def can_grow(model: Transformer) -> bool:
-    """Whether `grow` takes this model: fused, dense, without learned positions, longrope, adapters or a pattern."""
+    """Whether `grow` supports this model: fused, dense, without learned positions, longrope, adapters or a pattern."""
     stack, embedding = model.stack, model.embedding
     plain = isinstance(embedding, nn.Embedding) and embedding.weight.dtype == torch.bfloat16
     own = isinstance(embedding, PackedEmbedding) and embedding.table is model.head and embedding.table.order is None
@@ -70,9 +70,9 @@ def can_grow(model: Transformer) -> bool:
 def grow(
     model: Transformer, tokens: Sequence[Sequence[int]], *, steps: int, cache: Blocks, draws: Draws, ending: Ending
 ) -> list[list[list[float]]]:
-    """The next token of each of B rows and its share of probability, [token, share] by step and row.
+    """Decode `steps` tokens for each of B rows; returns [token, probability] by step and row.
 
-    tokens: of each row those that are not in the cache yet, one at least. steps: how many tokens each row gets.
+    tokens: each row's tokens that are not in the cache yet, at least one.
     """
     stack, head, config = model.stack, model.head, model.config
     assert isinstance(stack, FusedStack)

@@ -1,4 +1,4 @@
-"""The dtype a model is loaded in to generate, where the caller names none.
+"""The dtype in which a model is loaded to generate, if the caller names none.
 
 checkpoint    where                                                  loaded in
 bfloat16      anywhere                                               bfloat16
@@ -25,7 +25,7 @@ def runs_fused(config: ModelConfig, device: torch.device) -> bool:
 
 
 def inference_dtype(config: ModelConfig, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype to generate in, of a checkpoint stored in `stored`."""
+    """The dtype to generate in for a checkpoint stored in `stored`."""
     if stored == torch.bfloat16 or (stored == torch.float16 and device.type != "cpu"):
         return stored
     if runs_fused(config, device):

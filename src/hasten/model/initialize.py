@@ -16,7 +16,7 @@ from hasten.model.transformer import Transformer
 def initialize(
     config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """A model with GPT-2's initialisation: normal(0, 0.02), what is added to the residual stream 1/√(2·layers) of it.
+    """Create a model with GPT-2's initialization: normal(0, 0.02), times 1/√(2·layers) in residual projections.
 
     Reproducible from the seed on one device. Rows that pad the vocabulary are zero.
     """
@@ -51,7 +51,7 @@ def initialize(
 
 @contextmanager
 def unfilled() -> Iterator[None]:
-    """Modules made here stand on the meta device, with parameters that nobody fills."""
+    """Create modules on the meta device, without initializing their parameters."""
     with torch.device("meta"), _Uninitialised():
         yield
 
@@ -59,8 +59,8 @@ def unfilled() -> Iterator[None]:
 class _Uninitialised(TorchFunctionMode):
     """Leaves new parameters as they are.
 
-    On the meta device there is nothing to fill, and the first random number drawn there imports all of torch's symbolic
-    reasoning: measured, 155 MB and over a second of a process's start.
+    The meta device has no data to fill, and the first random number drawn there imports torch's symbolic shapes: 155 MB
+    and over a second at the start of a process (measured).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

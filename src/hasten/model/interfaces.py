@@ -1,4 +1,4 @@
-"""What the decoder asks of the objects it is called with: contexts of its layers, a stack of all blocks, a teacher."""
+"""Interfaces of the objects that the decoder is called with: layer contexts, a stack of all blocks, a teacher."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from hasten.ops.attention.view import AttentionMetadata, KVView
 
 
 class LayerContext(Protocol):
-    """What one layer's attention may look at besides the tokens at hand."""
+    """The keys and values that one layer's attention sees, besides those of this call."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
-        """Take the new k, v (B, T, Hkv, D) in; attention of q (B, T, H, D) over all that is there now: (B, T, H, D).
+        """Store the new k, v (B, T, Hkv, D); return attention (B, T, H, D) of q (B, T, H, D) over everything stored.
 
-        attention: the layer's kernels, for contexts whose keys stand side by side.
+        attention: the layer's kernels, for contexts that hold the keys in one contiguous tensor.
         """
         ...
 
@@ -52,7 +52,7 @@ class Context(Protocol):
 
     @property
     def all_layers(self) -> AllLayers | None:
-        """All layers for a kernel that takes them at once, where they share all but k and v."""
+        """All layers for a kernel that runs them at once, if they differ only in k and v."""
         ...
 
 
@@ -66,10 +66,10 @@ class Stack(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SoftTargets:
-    """What a model is to learn where the targets are another model's probabilities (distillation, arXiv 1503.02531).
+    """Targets that are another model's probabilities (distillation, arXiv 1503.02531).
 
-    targets: int64 (B, T), -100 where nothing is to be learned. states (B, T, C') of the other model, and what makes
-    logits (R, V) of R of them.
+    targets: int64 (B, T), -100 for tokens without a loss. states (B, T, C') of the other model, and the function that
+    computes logits (R, V) from R of them.
     """
 
     targets: Tensor

@@ -1,4 +1,4 @@
-"""How one layer of a model is quantized: what a checkpoint says, what its kernel holds, what a saved one will say."""
+"""How one layer of a model is quantized: in a checkpoint, in its kernel, and in a saved file."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -33,14 +33,14 @@ class LayerFormat:
 
 
 def is_w8a8(layers: Iterable[LayerFormat]) -> bool:
-    """Whether all are int8 by row and round their activations by token, which is published under that name."""
+    """Whether all layers are int8 by row with activations rounded by token, which is published as W8A8."""
     return all(layer == LayerFormat(INT8, "int8") for layer in layers)
 
 
 def held_format(stored: WeightFormat) -> WeightFormat | None:
-    """The format in which a kernel holds a stored one with the same values; None where there is none.
+    """The format in which a kernel holds a stored format exactly, or None.
 
-    Groups wider than the widest are held as several with the same scale, and so are blocks of several rows.
+    Groups wider than the kernel's widest are split into several with the same scale, and so are blocks of several rows.
     """
     size = stored.group_size
     if stored.element == "int8" and not size and stored.symmetric:
@@ -58,25 +58,25 @@ def held_format(stored: WeightFormat) -> WeightFormat | None:
 
 
 def activation_group(layer: LayerFormat, in_features: int) -> int:
-    """Inputs that share a scale where the product that serves a layer rounds them to int8; 0 where it rounds none."""
+    """Number of inputs that share a scale if the layer's product rounds them to int8; 0 if it does not."""
     held = held_format(layer.weight)
     return 0 if held is None or layer.activations != "int8" else held.group_size or in_features
 
 
 def of_integers(weight: WeightFormat) -> bool:
-    """Whether it is one of the formats that are written: integers with one level of scales."""
+    """Whether the format can be written: integers with one level of scales."""
     integers = weight.element in ("int8", "int4", "int3", "int2")
     return integers and len(weight.scales) == 1 and weight.zero != "minimum"
 
 
 def group_places(stored: WeightFormat, held: WeightFormat, in_features: int) -> Tensor:
-    """For each group of the held format the stored one it is in, int64 (G,)."""
+    """The stored group that contains each group of the held format, int64 (G,)."""
     sizes = [format.group_size or in_features for format in (held, stored)]
     return torch.arange(held.groups(in_features)) * sizes[0] // sizes[1]
 
 
 def regrouped(whole: QuantizedWeight, held: WeightFormat) -> QuantizedWeight:
-    """A weight in the format in which its layer holds it: the same integers, its scales and zeros by those groups."""
+    """Convert a weight to the format that its layer holds: the same integers, scales and zeros for its groups."""
     place = group_places(whole.format, held, whole.shape[1])
     zeros, columns = whole.zeros, whole.columns
     return replace(
@@ -102,7 +102,7 @@ def written_activations(layers: Iterable[LayerFormat]) -> dict[str, Any]:
     found: dict[str, Activations] = {}
     for layer in layers:
         if layer.activations != "none":
-            # Of two by row, as quantization-aware training has them with an int8 head, the blocks' come first.
+            # If two are by row (quantization-aware training with an int8 head), the blocks' format comes first.
             found.setdefault(_strategy(layer.weight.group_size), layer.activations)
     if not found:
         return {}
@@ -110,5 +110,5 @@ def written_activations(layers: Iterable[LayerFormat]) -> dict[str, Any]:
 
 
 def _strategy(group_size: int) -> str:
-    """As compressed-tensors calls it."""
+    """The name of this grouping in compressed-tensors."""
     return "group" if group_size else "channel"

@@ -27,7 +27,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """What an adapter adds to one layer: a (r, K), b (N, r); the scale is alpha/r, with rslora alpha/√r."""
+    """An adapter's factors for one layer: a (r, K), b (N, r); the scale is alpha/r, with rslora alpha/√r."""
 
     a: Tensor
     b: Tensor
@@ -36,13 +36,13 @@ class Factors:
 
     @property
     def scale(self) -> float:
-        """What B·A is multiplied with."""
+        """The factor of B·A."""
         rank = self.a.shape[0]
         return self.alpha / (math.sqrt(rank) if self.rslora else rank)
 
     @property
     def delta(self) -> Tensor:
-        """s·B·A (N, K), computed and given in float64."""
+        """s·B·A (N, K) in float64."""
         return self.scale * (self.b.detach().double() @ self.a.detach().double())
 
 
@@ -51,10 +51,10 @@ Adapter = Mapping[str, Factors]
 
 @dataclass(slots=True, eq=False)
 class AdapterChoice:
-    """Which of a model's adapters the rows of the next step take; their numbers count from 0, -1 is none.
+    """The adapter of each row of the next step, as its index; -1 is none.
 
-    rows: int64, one for each of the step's tokens in their order; None: all take `every`. groups: the same, an adapter
-    after the other with its rows.
+    rows: int64, one index for each token of the step; None: all rows use `every`. groups: the same as (adapter, its
+    rows).
     """
 
     every: int = 0
@@ -62,14 +62,14 @@ class AdapterChoice:
     groups: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def choose(self, numbers: list[int], device: torch.device) -> None:
-        """The next step's rows take these."""
+        """Set the adapters of the next step's rows."""
         taken = sorted({number for number in numbers if number >= 0})
         rows = torch.tensor(numbers, device=device)
         self.every, self.rows = -1, rows if taken else None
         self.groups = [(number, (rows == number).nonzero().squeeze(1)) for number in taken]
 
     def of(self, rows: int) -> Tensor | None:
-        """The adapter of each of a step's rows, as the native steps take it; None where nobody takes any."""
+        """The adapters of a step's rows in the form of the native steps; None if no row uses one."""
         if self.rows is not None:
             assert len(self.rows) == rows, f"{rows} rows were computed, and adapters chosen for {len(self.rows)}"
             return self.rows
@@ -77,7 +77,7 @@ class AdapterChoice:
 
 
 class LoRALinear(nn.Module):
-    """A linear layer with what adapters add to it. Trained, it has one, whose factors are parameters."""
+    """A linear layer with adapters. In training it has one, whose factors are parameters."""
 
     def __init__(
         self,
@@ -91,13 +91,13 @@ class LoRALinear(nn.Module):
         self.base, self.choice, self.dropout = base, choice, nn.Dropout(dropout)
         held = [one for one in adapters if one is not None]
         self.a, self.b = (nn.ParameterList(getattr(one, name) for one in held) for name in ("a", "b"))
-        # Of each adapter its place there, not the tensors themselves: FSDP puts others in their place.
+        # Each adapter's index in the lists, not the tensors themselves: FSDP replaces the parameters.
         self.places = [None if one is None else (held.index(one), one.scale) for one in adapters]
         self.kinds = [(one.alpha, one.rslora) for one in held]
 
     @property
     def bias(self) -> Tensor | None:
-        """The frozen layer's."""
+        """The frozen layer's bias."""
         return self.base.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class LoRALinear(nn.Module):
 
 
 def adaptable(config: ModelConfig) -> dict[str, list[tuple[str, TensorSlice]]]:
-    """The layers that can have an adapter: by the names in a checkpoint, our modules and the piece that each is."""
+    """The layers that can have an adapter: {checkpoint name: our modules, each with its slice}."""
     found: dict[str, list[tuple[str, TensorSlice]]] = {}
     for ours, piece in FAMILIES[config.family].places(config):
         parts = ours.split(".")
@@ -129,9 +129,9 @@ def adaptable(config: ModelConfig) -> dict[str, list[tuple[str, TensorSlice]]]:
 
 
 def targeted(config: ModelConfig, targets: Sequence[str]) -> list[str]:
-    """The checkpoint's names of the layers that targets mean: ends of names, or "all-linear", for all in the blocks.
+    """Checkpoint names of the layers that match targets: suffixes of names, or "all-linear" for all in the blocks.
 
-    Raises ConfigError for one that means none.
+    Raises ConfigError for a target that matches none.
     """
     known = list(adaptable(config))
     found: set[str] = set()
@@ -166,9 +166,9 @@ def new_adapter(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> dict[str, Factors]:
-    """Factors in float32 to be trained: A uniform in ±1/√K, as peft has it, B zero, so that nothing is added yet.
+    """New float32 factors to train: A uniform in ±1/√K, as in peft, and B zero, so that the adapter starts at zero.
 
-    Raises ConfigError for a rank that no adapter is read with.
+    Raises ConfigError for a rank that could not be loaded again.
     """
     if rank > LARGEST_RANK:
         raise ConfigError(f"lora.rank is {rank}; it must be at most {LARGEST_RANK}")
@@ -186,10 +186,9 @@ def new_adapter(
 
 
 def attach(model: Transformer, adapters: Sequence[Adapter], *, dropout: float = 0.0) -> AdapterChoice:
-    """Freeze a model of readable blocks and put the adapters' layers in the place of its own.
+    """Freeze a model with readable blocks and replace its layers by ones with the adapters.
 
-    What is returned, `model.adapters` from then on, decides which of them the next step's rows take; at first all take
-    the first.
+    Returns the AdapterChoice for the next step's rows (also `model.adapters`); at first all rows use the first adapter.
     """
     model.requires_grad_(False)
     model.adapters = choice = AdapterChoice()
@@ -202,6 +201,6 @@ def attach(model: Transformer, adapters: Sequence[Adapter], *, dropout: float = 
 
 
 def attached(model: nn.Module) -> dict[str, Factors]:
-    """The adapter of a model that has one, by the names of our modules."""
+    """The factors of a model's only adapter, by the names of our modules."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
     return {name: Factors(one.a[0], one.b[0], *one.kinds[0]) for name, one in layers.items() if one.places[0]}

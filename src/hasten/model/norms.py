@@ -30,7 +30,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def norm_of(config: ModelConfig, size: int) -> nn.Module:
-    """A norm of the model's kind over `size` numbers, uninitialised."""
+    """Create a norm of the model's kind over `size` features, uninitialized."""
     if config.norm == "rmsnorm":
         return RMSNorm(size, config.norm_eps, config.norm_offset)
     return LayerNorm(size, eps=config.norm_eps)

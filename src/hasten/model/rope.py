@@ -11,7 +11,7 @@ from hasten.model.config import RopeConfig
 
 
 def frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
-    """The dim/2 angular frequencies in radians per position, float32, after the configured stretching."""
+    """The dim/2 angular frequencies in radians per position, float32, after the configured scaling."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     plain = 1.0 / rope.theta**exponents  # (dim/2,)
     match rope.scaling:
@@ -36,10 +36,10 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Stretch a frequency the more, the fewer turns it makes within the pretraining context (arXiv 2309.00071)."""
+    """Scale a frequency more the fewer turns it makes within the pretraining context (arXiv 2309.00071)."""
 
     def index_of(turns: float) -> float:
-        """The (fractional) frequency index that makes so many turns in the pretraining context."""
+        """The (fractional) index of the frequency that makes `turns` turns in the pretraining context."""
         return rope.dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
@@ -70,8 +70,8 @@ class RotaryTable(nn.Module):
         self.register_buffer("long_frequencies", None if long is None else long.to(device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves follow, the frequencies computed anew: rounded (`to(dtype)`) they would turn far positions by wrong
-        angles, and `to_empty` would lose them.
+        """Move as nn.Module does, but recompute the frequencies: rounded by `to(dtype)` they give wrong angles at
+        distant positions, and `to_empty` would lose them.
         """
         before = self.frequencies
         super()._apply(fn, recurse)

@@ -1,8 +1,8 @@
-"""A model of which each of several ranks holds a share: an ordinary one of smaller sizes, and where the ranks meet.
+"""A model split over several ranks: an ordinary model of smaller sizes on each, and where they communicate.
 
-A block's output and down put out parts of a sum; it is made by `SumOfRanks`, which stands where the norm after them
-stands, in readable blocks and in fused ones (there inside the native step). Each rank looks up the words that it holds,
-and the logits of all are put side by side: then every rank has the same bits, and draws the same token from them.
+A block's output and down projections give partial sums. `SumOfRanks`, in the place of the norm after them, adds them,
+in readable blocks and in fused ones (there inside the native step). Each rank looks up its own part of the vocabulary,
+and the logits of all ranks are gathered, so every rank has the same bits and samples the same token.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from hasten.ops.collective import RankGroup
 
 
 class SumOfRanks(nn.Module):
-    """The sum of what all ranks put in, then a norm."""
+    """Sums the inputs of all ranks, then applies a norm."""
 
     def __init__(self, group: RankGroup, norm: nn.Module) -> None:
         super().__init__()
@@ -29,8 +29,8 @@ class SumOfRanks(nn.Module):
 
 
 class ShardedTransformer(Transformer):
-    """The model of one rank. `config` has the rank's own sizes, but for the vocabulary's, and so has all that follows
-    from it: the cache, its memory, the cost of a step."""
+    """The model of one rank. `config` has the rank's own sizes (the vocabulary's is whole), and so have the cache, its
+    memory and the cost of a step."""
 
     group: RankGroup
     whole: ModelConfig
@@ -51,7 +51,7 @@ class ShardedTransformer(Transformer):
 
 
 def connect(model: Transformer, group: RankGroup, shares: list[Share], whole: ModelConfig) -> ShardedTransformer:
-    """The model of a rank's share, from now on with the others'. To be called before it is fused."""
+    """Connect the model of one rank's share with the other ranks. Must be called before the model is fused."""
     assert model.readable
     for block in model.blocks:
         block.attention_post_norm = SumOfRanks(group, block.get_submodule("attention_post_norm"))
@@ -63,8 +63,8 @@ def connect(model: Transformer, group: RankGroup, shares: list[Share], whole: Mo
 
 
 def told_by_first(model: Transformer, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The first rank's numbers, as many rows of them as here; its own of a model that one process holds."""
+    """Broadcast rows of numbers from rank 0; a model that one process holds returns its own."""
     if not isinstance(model, ShardedTransformer):
         return [list(row) for row in rows]
-    told = iter(model.group.of_first([number for row in rows for number in (len(row), *row)]))
-    return [list(islice(told, next(told))) for _ in rows]
+    numbers = iter(model.group.of_first([number for row in rows for number in (len(row), *row)]))
+    return [list(islice(numbers, next(numbers))) for _ in rows]

@@ -1,9 +1,9 @@
-"""Which part of a model each of several ranks holds: whole heads, whole groups of a quantized weight, words.
+"""The part of a model that each of several ranks holds: whole heads, whole groups of quantized weights, words.
 
-By the roles of modules and not by families (Megatron-LM, arXiv 1909.08053): q, k, v, gate and up are cut into columns
-(of the product; rows of the weight), output and down into the rows that meet them (columns of the weight), so that
-between the two nobody waits, and what output and down put out are parts of a sum. Embedding and head are cut by words.
-Everything else is small, and whole on each rank. Shares may differ in size.
+Decided by the role of a module, not by family (Megatron-LM, arXiv 1909.08053): q, k, v, gate and up are split by output
+features, output and down by input features, so that ranks need not communicate in between, and output and down give
+partial sums. Embedding and head are split by vocabulary. Everything else is small and replicated. Shares may differ in
+size.
 """
 
 import math
@@ -23,19 +23,19 @@ TILE = 64  # rows of a panel of the native kernels: a share of many of them has 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a parameter that a rank holds: `part` of its dimension 0 or 1, or none of it but zeros (None)."""
+    """The slice of a parameter that a rank holds: `part` of dimension 0 or 1, or zeros (None)."""
 
     dim: int
     part: range | None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Of a plain parameter: a copy, so that the file's pages, of which others' parts stand too, can be let go."""
+        """Slice a plain parameter. Copies, so that the mapped file pages can be released."""
         if self.part is None:
             return torch.zeros_like(tensor)
         return tensor.narrow(self.dim, self.part.start, len(self.part)).clone(memory_format=torch.contiguous_format)
 
     def of_weight(self, weight: QuantizedWeight) -> QuantizedWeight:
-        """Of a quantized weight, whole groups; its values may be words of eight."""
+        """Slice a quantized weight by whole groups; its values may be packed, eight to a word."""
         part = self.part
         assert part is not None, "only a bias is another rank's"
         if self.dim == 0:
@@ -48,7 +48,7 @@ class Cut:
         steps = [level.columns for level in weight.format.scales]
 
         def columns(tensor: Tensor, step: int) -> Tensor:
-            """Of a tensor with one column for `step` of the weight's; 0: one for all of them."""
+            """Slice a tensor that has one column for `step` columns of the weight (0: one for all columns)."""
             if not step:
                 return tensor
             return tensor[:, part.start // step : -(-part.stop // step)].contiguous()
@@ -64,8 +64,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What rank `rank` holds: ranges of query heads, of key/value heads, of the MLP's inner size, of an expert's, and
-    of the vocabulary's rows."""
+    """The share of rank `rank`: ranges of query heads, key/value heads, the MLP's inner size, an expert's, and the
+    vocabulary's rows."""
 
     rank: int
     head_dim: int
@@ -76,7 +76,7 @@ class Share:
     words: range
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """Of the rank's own model: the same but for its sizes."""
+        """Config of the rank's own model: `whole` with smaller sizes."""
         return replace(
             whole,
             heads=len(self.heads),
@@ -87,7 +87,7 @@ class Share:
         )
 
     def cut(self, name: str) -> Cut | None:
-        """The part of a parameter, by its name in a Transformer; None: it is whole on each rank."""
+        """The slice of a parameter, by its name in a Transformer; None: it is replicated."""
         *owners, module, kind = name.split(".")
         inner = self.expert if "experts" in owners else self.inner
         size = self.head_dim
@@ -105,15 +105,15 @@ class Share:
 
 
 def whole_groups(formats: Iterable[WeightFormat]) -> int:
-    """How many columns of weights of these formats belong together: cut between, no scale and no word is cut."""
+    """Smallest number of columns that can be split off weights of these formats without cutting a group or a word."""
     groups = (level.columns for one in formats for level in one.scales)
     return math.lcm(8, *(columns for columns in groups if columns))
 
 
 def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) -> list[Share]:
-    """What each of `size` ranks holds. output, down: columns of these modules' weights that belong together.
+    """Each rank's share for `size` ranks. output, down: smallest number of columns that can be split off these weights.
 
-    Raises ConfigError for a size that cannot be, with the largest one that can.
+    Raises ConfigError if the model cannot be split that way; it names the largest size that can.
     """
     if config.attention_pattern is not None:
         raise ConfigError("a model with a sparse attention pattern runs in one process: its patterns belong to heads")
@@ -136,27 +136,27 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
 
 
 def _shared(count: int, unit: int, size: int) -> list[range]:
-    """Ranges of whole units, as even as that allows; the last unit may be smaller."""
+    """Split into ranges of whole units, as even as possible; the last unit may be smaller."""
     units = -(-count // unit)
     ends = [min(count, units * rank // size * unit) for rank in range(size + 1)]
     return [range(*pair) for pair in pairwise(ends)]
 
 
 def _in_tiles(count: int, unit: int, size: int) -> int:
-    """The unit, or a multiple of it that fills whole tiles, where there are many of them for each rank."""
+    """The unit, or a multiple of it that fills whole tiles if each rank has many of them."""
     tiles = math.lcm(unit, TILE)
     return tiles if count >= 4 * size * tiles else unit
 
 
 def _most_ranks(config: ModelConfig, output: int) -> tuple[int, int]:
-    """How many ranks heads can be shared by: with all the query heads of one of the keys together, and with parts."""
+    """Most ranks among which heads can be split: with the query heads of a key head together, and divided."""
     ratio, unit = config.heads // config.kv_heads, output // math.gcd(output, config.head_dim)
     together = unit // math.gcd(unit, ratio)
     return -(-config.kv_heads // together), config.kv_heads * (ratio // unit) if ratio % unit == 0 else 0
 
 
 def _heads(config: ModelConfig, size: int, output: int) -> list[tuple[range, range]]:
-    """(query heads, key/value heads) of each rank. More ranks than heads of keys: several hold the same one."""
+    """(query heads, key/value heads) of each rank. With more ranks than key heads, several hold the same one."""
     ratio, unit = config.heads // config.kv_heads, output // math.gcd(output, config.head_dim)
     if size <= _most_ranks(config, output)[0]:
         held = _shared(config.kv_heads, unit // math.gcd(unit, ratio), size)

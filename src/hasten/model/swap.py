@@ -1,4 +1,4 @@
-"""One module in the place of another: how a technique changes a model, and changes it back."""
+"""Replaces modules of a model, which is how techniques change it and change it back."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -9,7 +9,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Put modules in the place of others, wherever in a model they stand."""
+    """Replace modules, keys by values of `new`, wherever they are in a model."""
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
             if child in new:
@@ -17,7 +17,7 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Non
 
 
 def take_over(kind: type[Module], other: nn.Module) -> Module:
-    """A module of another kind with everything that `other` has: layers, norms and settings; nothing is copied."""
+    """Create a module of another class with all attributes of `other` (layers, norms, settings), without copying."""
     new = kind.__new__(kind)
     nn.Module.__init__(new)
     new.__dict__.update(other.__dict__)
@@ -25,5 +25,5 @@ def take_over(kind: type[Module], other: nn.Module) -> Module:
 
 
 def swap_kinds(model: nn.Module, kinds: Mapping[type[nn.Module], type[nn.Module]]) -> None:
-    """Put a module of the other kind, with everything that it has, in the place of each whose class is in `kinds`."""
+    """Replace each module whose class is in `kinds` by one of the mapped class with the same attributes."""
     replace_modules(model, {old: take_over(kinds[type(old)], old) for old in model.modules() if type(old) in kinds})

@@ -1,7 +1,7 @@
 """The one decoder: the whole forward pass of every supported family, in the order it happens.
 
-Position-wise but for one call: tokens may have any leading shape, and only a layer's `context` object knows which
-tokens belong together and what was seen before. B: sequences, T: tokens of each, H: query heads, Hkv: key/value
+Everything but attention is position-wise: tokens may have any leading shape, and only a layer's `context` object knows
+which tokens belong together and what is cached. B: sequences, T: tokens of each, H: query heads, Hkv: key/value
 heads, D: head size, C: hidden size, V: vocabulary.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hasten.ops.attention.pattern_layout import Pattern
     from hasten.text.tokenizer import Tokenizer
 
-Linear = nn.Linear | PackedLinear  # a quantized or packed layer may stand in the place of a plain one
+Linear = nn.Linear | PackedLinear  # a quantized or packed layer may replace a plain one
 
 
 class Attention(nn.Module):
@@ -56,14 +56,14 @@ class Attention(nn.Module):
         self.take_pattern(config.attention_pattern)
 
     def take_pattern(self, pattern: Pattern | None) -> None:
-        """Attend as a sparse pattern says, whose masks have the layer's window in them."""
+        """Use a sparse pattern, whose masks include the layer's window."""
         if pattern is not None:
             self.block_size = None if pattern.period is not None else pattern.block
             self.spec = replace(self.spec, window=None)
         self.bind()
 
     def request(self, dtype: torch.dtype | None = None) -> AttentionRequest:
-        """What a kernel has to serve here, in another dtype than the weights' where one is given."""
+        """The request to a kernel, in the weights' dtype or in `dtype`."""
         like = request_of(self.q)
         wide = isinstance(getattr(self.q, "base", self.q), WideLinear)
         dtype = dtype or (torch.float32 if wide else like.dtype)
@@ -78,15 +78,15 @@ class Attention(nn.Module):
         )
 
     def bind(self, kernel: str | None = None, *, dtype: torch.dtype | None = None) -> None:
-        """Choose the attention kernels for the weights' device and dtype, or the one named where it serves.
+        """Choose the attention kernels for the weights' device and dtype; `kernel` forces one where it fits.
 
-        dtype: of the products under autocast, where the weights are in another.
+        dtype: of the products, if autocast runs them in another dtype than the weights'.
         """
         self.kernels = LayerAttention.bind(self.request(dtype), forced=kernel)
 
     @property
     def takes_intervals(self) -> bool:
-        """The kernels need no mask for packed documents, only the first and last key of each query."""
+        """Whether the kernels take packed documents as the first and last key of each query, without a mask."""
         used = {self.kernels.tokens.name, self.kernels.dropout.name if self.dropout else "native"}
         return used <= {"native", "native-sparse"}
 
@@ -94,7 +94,7 @@ class Attention(nn.Module):
         return self.output(self.mix(*self.project(x), rope, layer))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
-        """What the heads put out, side by side (B, T, H·D), from projected queries, keys and values (B, T, …)."""
+        """Attention output (B, T, H·D) of projected queries, keys and values (B, T, …)."""
         q = q.unflatten(-1, (self.spec.heads, self.spec.head_dim))  # (B, T, H, D)
         k, v = (x.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim)) for x in (k, v))  # (B, T, Hkv, D)
         if self.q_norm is not None and self.k_norm is not None:
@@ -104,7 +104,7 @@ class Attention(nn.Module):
         return layer.attend(q, k, v, attention=self.kernels, dropout=self.dropout if self.training else 0.0).flatten(-2)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x (B, T, C), the heads still side by side."""
+        """Project x (B, T, C) to queries, keys and values, (B, T, heads·D) each."""
         return self.q(x), self.k(x), self.v(x)
 
 
@@ -147,7 +147,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext, scale: Tensor | None = None
     ) -> Tensor:
-        """x (B, T, C) -> (B, T, C). scale: 0-dim, what both additions are multiplied with (a kept block's 1/p)."""
+        """x (B, T, C) -> (B, T, C). scale: 0-dim factor of both residual branches (a kept block's 1/p)."""
         added = self.dropout(self.attention_post_norm(self.attention(self.attention_norm(x), rope, layer)))
         x = x + (added if scale is None else added * scale)
         added = self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
@@ -209,7 +209,7 @@ class Transformer(nn.Module):
         then (R, V), else (B, T, V), in float32. targets: int64 (B, T), or (R,) with `rows`, -100 where nothing is
         to be predicted; returns the sum of the token losses (float32 scalar, nats), for the caller to divide by the
         tokens it counted. SoftTargets (without `rows`): the divergence from another model's probabilities instead.
-        block_scales: one a block: what it adds is multiplied with it; a block of scale 0 is left out and costs nothing.
+        block_scales: a factor of what each block adds; a block of scale 0 is skipped.
         """
         x = self.states(tokens, positions, context, block_scales=block_scales)
         if rows is not None:
@@ -223,9 +223,9 @@ class Transformer(nn.Module):
     def states(
         self, tokens: Tensor, positions: Tensor, context: Context, *, block_scales: Sequence[float] | None = None
     ) -> Tensor:
-        """What comes out of the last block (B, T, C), before the last norm; arguments as in `forward`.
+        """Hidden states (B, T, C) after the last block, before the last norm; arguments as in `forward`.
 
-        In `compute_dtype`, or in float32 where the model is fused.
+        In `compute_dtype`, or in float32 if the model is fused.
         """
         x = self.embed(tokens, positions)
         ropes = [table(positions) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
@@ -234,7 +234,7 @@ class Transformer(nn.Module):
         return self.each_block(x, ropes, context.layers, block_scales)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """What the first block is given: (B, T, C) for tokens and positions (B, T)."""
+        """Input of the first block: (B, T, C) for tokens and positions (B, T)."""
         x = self.embedding(tokens)  # (B, T, C)
         if self.config.embedding_scale != 1.0:
             # Rounded to the weights' dtype first, as Gemma was trained.
@@ -250,19 +250,19 @@ class Transformer(nn.Module):
         layers: Sequence[LayerContext],
         block_scales: Sequence[float] | None = None,
     ) -> Tensor:
-        """One block after the other, x (B, T, C) -> (B, T, C). ropes: cos and sin of each table."""
+        """Run the blocks in order, x (B, T, C) -> (B, T, C). ropes: cos and sin of each rotary table."""
         for index, (block, layer, own) in enumerate(zip(self.blocks, self.config.layers, layers, strict=True)):
             rope = ropes[layer.rope] if ropes else None
             scale = 1.0 if block_scales is None else block_scales[index]
             if block_scales is None or (scale == 1.0 and not self.training):
                 x = block(x, rope, own)
             elif scale:
-                # A tensor, because a compiled block would be compiled anew for every other number.
+                # A tensor, because a compiled block would be recompiled for every new number.
                 x = block(x, rope, own, x.new_full((), scale, dtype=torch.float32))
         return x
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the token losses of normalised states x (..., C), without all logits in memory; see ops.loss."""
+        """Sum of the token losses of normalized states x (..., C), without all logits in memory; see ops.loss."""
         # A plain head is its weight and no more: a packed one has none, others (LoRA) are called for what they do.
         # A wide one makes it float32 a piece at a time, where no gradient is wanted.
         plain = getattr(type(self.head), "forward", None) is nn.Linear.forward
@@ -282,7 +282,7 @@ class Transformer(nn.Module):
         )
 
     def loss_by_logits(self, x: Tensor, targets: Tensor) -> Tensor:
-        """`loss` by whatever makes the logits, of a few rows at a time."""
+        """`loss` computed from logits, a few rows at a time."""
         from hasten.ops.loss import IGNORED
 
         def own(x: Tensor, targets: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ class Transformer(nn.Module):
         return self._by_rows(own, x.flatten(0, -2), targets.flatten())
 
     def divergence(self, x: Tensor, soft: SoftTargets) -> Tensor:
-        """KL(other || this), summed over the tokens to be learned, of normalised states x (B, T, C)."""
+        """KL(other || this) of normalized states x (B, T, C), summed over the tokens with a target."""
         from hasten.ops.loss import IGNORED
 
         def own(x: Tensor, targets: Tensor, states: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ class Transformer(nn.Module):
         return self._by_rows(own, x.flatten(0, -2), soft.targets.flatten(), soft.states.flatten(0, -2))
 
     def _by_rows(self, loss: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-        """The sum of a loss over pieces of some rows, whose logits are made again for the backward pass."""
+        """Sum a loss over pieces of rows; the logits are recomputed in the backward pass."""
         from hasten.ops.loss import rows_of_a_chunk
 
         kind, size = rows[0].device.type, rows_of_a_chunk(self.config.vocab_size)
@@ -314,15 +314,15 @@ class Transformer(nn.Module):
         return torch.stack(losses).sum()
 
     def scores(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Logits (..., V) of states (..., C) as they come out of the last block. out: where they are written."""
+        """Logits (..., V) of hidden states (..., C) after the last block. out: the tensor to write them to."""
         return self.finished(self.head(self.norm(x)) if self.stack is None else self.stack.scores(x), out=out)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Scores (..., V) in float32 of normalised states x (..., C); the padded rows of the vocabulary are cut off."""
+        """Logits (..., V) in float32 of normalized states x (..., C), without the padded rows of the vocabulary."""
         return self.finished(self.head(x))
 
     def finished(self, scores: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Logits of what the head puts out."""
+        """Final logits from the head's output: padding removed, soft-capped, in float32."""
         cap, logits = self.config.logit_softcap, scores[..., : self.config.vocab_size]
         logits = logits.float() if out is None else out.copy_(logits)
         return logits if cap is None else torch.mul(torch.tanh(logits / cap), cap, out=out)
@@ -344,7 +344,7 @@ class Transformer(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of the activations of readable blocks, and of a cache's keys and values: see `hasten.model.wide`."""
+        """dtype of activations (of readable blocks) and of the KV cache; see `hasten.model.wide`."""
         if (own := getattr(self.blocks[0], "cache_dtype", None)) is not None:
             return own
         if isinstance(self.embedding, PackedEmbedding):
@@ -353,7 +353,7 @@ class Transformer(nn.Module):
 
     @property
     def tied(self) -> bool:
-        """Embedding and head are one matrix, or two of the same numbers in a model that ties them."""
+        """Whether embedding and head are one matrix, or two equal ones in a model that ties them."""
         if isinstance(self.embedding, PackedEmbedding):
             return self.embedding.table is self.head
         if isinstance(self.head, PackedLinear):
@@ -363,23 +363,24 @@ class Transformer(nn.Module):
 
     @property
     def readable(self) -> bool:
-        """The blocks are those of this file, and not fused ones."""
+        """Whether the blocks are those of this file, not fused ones."""
         return all(isinstance(block, Block) for block in self.blocks)
 
     def train(self, mode: bool = True) -> Transformer:
-        """As in torch. Raises ConfigError for a fused model, whose packed weights have no gradients."""
+        """Set training mode. Raises ConfigError for a fused model, whose packed weights have no gradients."""
         if mode:
             check_trainable(self)
             self.was_trained = True
         return super().train(mode)
 
     def bind(self, *, attention: str | None = None, loss: str | None = None, dtype: torch.dtype | None = None) -> None:
-        """Choose every layer's kernels anew, or force one by name; needed after moving to another device or dtype.
+        """Choose every layer's kernels again, or force one by name; needed after moving to another device or dtype.
 
-        dtype: of the products, where autocast will have them in another than the weights': then only to be called so.
+        dtype: of the products, if autocast will run them in another dtype than the weights'; the model may then only be
+        called under it.
 
-        Where none is named here, the loss's is the first that fits each call, whose dtype autocast decides; one that
-        was named before is forgotten.
+        Without `loss`, each call uses the first loss kernel that fits, since autocast decides its dtype; an earlier
+        choice is dropped.
         """
         if loss is not None:
             from hasten.ops.loss import KERNELS

@@ -1,8 +1,7 @@
-"""The vocabulary: whether two models share one, and rows that pad it.
+"""The vocabulary: whether two models share one, and padding its rows.
 
-Matrix products are faster where the rows of the head are a multiple of the tile: nanoGPT's 50,257 -> 50,304 is the
-well-known case. The padded rows are zero, never looked up and cut off the logits, so the model computes what it did;
-`hasten.save` takes them off again.
+Matrix products are faster if the number of the head's rows is a multiple of the tile (nanoGPT: 50,257 -> 50,304). The
+padded rows are zero, never looked up and cut off the logits, so the results are the same; `hasten.save` removes them.
 """
 
 import torch
@@ -47,7 +46,7 @@ def _resized(old: Tensor, keep: int, rows: int) -> nn.Parameter:
 def check_vocabulary(other: Transformer, model: Transformer, *, name: str, larger: bool = False) -> None:
     """Raise ConfigError unless both models have the same tokens under the same ids.
 
-    name: of the other one. larger: it may have more rows than the model.
+    name: of the other model. larger: it may have more rows than the model.
     """
     ours, theirs = model.config.vocab_size, other.config.vocab_size
     if theirs < ours or (theirs > ours and not larger):

@@ -1,4 +1,4 @@
-"""In which dtype a model computes: its weights' own, or float32 where the processor only emulates that one.
+"""The dtype in which a model computes: its weights', or float32 where the processor only emulates that one.
 
 weights                      where                                       matrix products
 float32                      anywhere                                    float32
@@ -40,9 +40,9 @@ def check_trainable(model: "Transformer") -> None:
 
 
 def choose_width(model: "Transformer") -> None:
-    """Let the readable layers compute in float32 where products in the weights' dtype are emulated, else in that dtype.
+    """Make readable layers compute in float32 if products in the weights' dtype are emulated, else in that dtype.
 
-    The modules that take the places of others have the same parameters; a fused model's are left alone.
+    The replaced modules keep their parameters; a fused model is not changed.
     """
     if not model.readable:
         return
@@ -53,12 +53,12 @@ def choose_width(model: "Transformer") -> None:
 
 
 def narrow(model: "Transformer") -> None:
-    """Back to computing in the weights' dtype."""
+    """Compute in the weights' dtype again."""
     _swap(model, NARROW, model.dtype)
 
 
 def precision_of(model: "Transformer") -> ProductPrecision:
-    """In which dtype a model's matrix products run as it is bound now, and why."""
+    """The dtype of a model's matrix products as it is bound now, and the reason."""
     own = str(model.dtype).removeprefix("torch.")
     if not model.readable:
         return ProductPrecision(own, "the native fused steps take its weights as they are")
@@ -69,7 +69,7 @@ def precision_of(model: "Transformer") -> ProductPrecision:
 
 
 def product_dtype(model: "Transformer") -> str:
-    """The dtype of most of a model's products, whose rate on this machine their speed is held against."""
+    """The dtype of most of a model's products, whose measured rate their speed is compared with."""
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     floats = ("bfloat16", "float16", "float8_e4m3fn")
     if layers and all(layer.format.element not in floats and layer.kernel == "native" for layer in layers):

@@ -1,6 +1,6 @@
-"""Compiles the C++ that lies beside the operators into two shared libraries an instruction set, once a machine.
+"""Compiles the C++ beside the operators into two shared libraries for each instruction set, once on each machine.
 
-One holds what inference calls, the other what only training does, so that neither waits for the other. A library's
+One is for inference, the other for training only, so that neither waits for the other. A library's
 name holds a hash of everything it depends on (sources, flags, torch's ABI version, the compiler), so a changed source
 can never run a stale binary. It is built in a folder of its own under a lock and renamed into place: two processes
 starting at once build once, and a killed build leaves nothing that could be loaded.
@@ -48,7 +48,7 @@ VNNI_NEEDS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx51
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """A set of vector instructions: its name, what the processor must have, and the compiler's flags for it.
+    """A set of vector instructions: its name, required processor features, and compiler flags.
 
     probe: an instruction of it that older assemblers do not know. instead: the same for processors that know the
     instructions in another encoding only.
@@ -65,7 +65,7 @@ class InstructionSet:
         return self.instead if self.instead is not None and self.missing() and not self.instead.missing() else self
 
     def missing(self) -> list[str]:
-        """What this processor lacks."""
+        """Required features that this processor lacks."""
         return sorted(self.needs - frozenset(instruction_sets()))
 
 
@@ -156,14 +156,14 @@ def is_built(isa: str, part: Part = "inference", *, sources: Path = SOURCES, fol
 
 
 def can_build(isa: str) -> bool:
-    """Whether `build` would work, as far as can be told in milliseconds: not where it failed the last time."""
+    """Whether `build` is likely to work, found in milliseconds; False if it failed the last time."""
     compiler, kind = find_compiler(), INSTRUCTION_SETS[isa].here()
     ready = compiler is not None and _header().is_file() and compiler.takes(kind.flags, kind.probe)
     return ready and not any(_log(place, isa).exists() for place in _places(None))
 
 
 def _places(folder: Path | None) -> tuple[Path, ...]:
-    """Where libraries are looked for: in the folder, or in the cache."""
+    """Folders that are searched for libraries: `folder`, or the cache's."""
     return cache_places("kernels") if folder is None else (folder,)
 
 
@@ -188,7 +188,7 @@ def _flags_and_stem(isa: str, part: Part, sources: Path) -> tuple[tuple[str, ...
 
 @functools.cache
 def _own_contents(part: Part) -> str:
-    """Read once in a process: every layer that is bound asks, and a library that is loaded does not change either."""
+    """Hash our own sources, once in a process: every bound layer asks, and a loaded library does not change either."""
     return _contents(part, SOURCES)
 
 
@@ -224,7 +224,7 @@ def _threads_flag() -> str:
 
 
 def _rpath() -> tuple[str, ...]:
-    """At run time torch's libraries are in the process already and are found by their names; macOS looks by path."""
+    """Linker flags for torch's libraries. They are loaded already and found by name; macOS needs the path."""
     return (f"-Wl,-rpath,{_torch_folder() / 'lib'}",) if sys.platform == "darwin" else ()
 
 

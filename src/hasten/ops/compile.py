@@ -73,7 +73,7 @@ def call(command: Sequence[str], log: Path) -> None:
 
 @contextmanager
 def _shown(title: str, size: int) -> Iterator[Callable[[int], None]]:
-    """A bar over so many bytes of sources; yields the function that advances it. Without a terminal two lines."""
+    """Show a progress bar over `size` bytes of sources (without a terminal, two lines); yields what advances it."""
     start, terminal = time.monotonic(), on_terminal()
     if not terminal:
         print(f"compiling {title}, once: some tens of seconds", file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ for each instruction set, when one is first wanted.
 """
 
 import functools
-import importlib
 import inspect
 import os
 import threading
@@ -43,7 +42,7 @@ def available_isas() -> tuple[str, ...]:
 
 
 def _why_not(isa: str) -> str | None:
-    """Why an instruction set cannot be used here; None: it can."""
+    """Why an instruction set cannot be used here, or None."""
     found = INSTRUCTION_SETS[isa].here()
     if missing := found.missing():
         return f"this processor has no {', '.join(missing)}"
@@ -83,35 +82,35 @@ def _fastest(isas: tuple[str, ...], *_where_compilers_are: str | None) -> str:
 def library(isa: str | None = None, part: Part = "inference") -> NativeLibrary | None:
     """The native operators for `isa` (default: $HASTEN_ISA, else the fastest), compiled on first use, once a process.
 
-    None when they cannot be had: after one HastenWarning with the reason, or silently with HASTEN_ISA=none.
+    None if they are not available: after one HastenWarning with the reason, or silently with HASTEN_ISA=none.
     """
     # Asked in every call of an operator; the choice reads files of the system.
     return _library(isa, part, *(os.environ.get(name) for name in ("HASTEN_ISA", "CXX", "PATH")))
 
 
 def native_ops() -> Any:
-    """The operators of the native library for inference, which must be there."""
+    """The operators of the native inference library, which must be available."""
     native = library()
     assert native is not None, "a native kernel is only taken where its library is"
     return native.ops
 
 
 def missing_library(part: Part = "inference") -> str | None:
-    """Why a native kernel cannot serve, where its library cannot be had."""
+    """Why native kernels are not available, or None."""
     return MISSING if library(part=part) is None else None
 
 
 def slower_than_pytorch(
     what: str, contenders: Callable[[], Mapping[str, Callable[[], object]]], part: Part = "inference"
 ) -> str | None:
-    """Why "PyTorch's" of the two contenders is the better one on this processor, by their times, or None."""
+    """Why PyTorch's of two contenders is faster on this processor, by their measured times, or None."""
     native = library(part=part)
     assert native is not None, "what the library cannot serve is refused before"
     return slower("native", "PyTorch's", compare(what, contenders, library=native.path.stem))
 
 
 def obtainable(part: Part) -> bool:
-    """Whether `library` will have it when it is called: to choose a kernel that may never run, without compiling it."""
+    """Whether `library` would succeed, without compiling: for choosing a kernel that may never run."""
     chosen = choose_isa()
     if chosen == NONE:
         return False
@@ -154,16 +153,17 @@ def _load(isa: str, part: Part) -> NativeLibrary | None:
 @functools.cache
 def fakes() -> dict[str, Callable]:
     """The fake implementation of every native operator, by its name."""
-    module = importlib.import_module("hasten.ops.fakes")  # by name, because it needs layouts, which need this file
+    from hasten.ops import fakes as module  # here: it imports torch
+
     own = inspect.getmembers(module, lambda one: inspect.isfunction(one) and one.__module__ == module.__name__)
     return {name: function for name, function in own if not name.startswith("_")}
 
 
 def with_gradients(register: Callable[[NativeLibrary, str], None]) -> Callable[[str | None], str]:
-    """Of `register(native, namespace)`, which tells torch of gradients, make `ready(isa)`, which calls it in time.
+    """Turn `register(native, namespace)`, which registers gradients with torch, into `ready(isa)`, which calls it once.
 
-    ready: the namespace of an instruction set's operators (None: of HASTEN_ISA, or the best here), whose gradients
-    torch knows then. A compiled graph holds its result. It raises ResourceError where there is no native library.
+    ready returns the namespace of an instruction set's operators (None: HASTEN_ISA's, or the best one here) with their
+    gradients registered. A compiled graph holds its result. Raises ResourceError if there is no native library.
     """
     registering, registered = threading.Lock(), set()  # torch takes a gradient once
 

@@ -1,7 +1,7 @@
-"""Memory pages: those of 2 MB for what a decode step reads (weights, cached keys and values), and giving pages back.
+"""Memory pages: 2 MB pages for data that a decode step reads (weights, KV cache), and releasing pages.
 
-With pages of 4 kB a core's prefetcher stops at every page's end, and two cores streamed 60 of 85 GB/s; rows of a cache
-that lie apart cost a walk through the page tables each, and attention over 2,048 tokens took three times as long.
+With pages of 4 kB a core's prefetcher stops at the end of every page, and two cores streamed 60 of 85 GB/s. Each cache
+row that is not adjacent costs a page table walk, and attention over 2,048 tokens took three times as long.
 """
 
 import contextlib
@@ -23,11 +23,10 @@ MADV_DONTNEED = 4  # of Linux, on every architecture it runs torch on
 
 
 def in_large_pages(tensor: Tensor, *, taken: bool = False) -> Tensor:
-    """The same values in memory that begins at a large page, of large pages if the system has them to give.
+    """Move a tensor to memory that begins at a large page, and request large pages for it.
 
-    Returns the tensor itself where it is there already, and where that means nothing: on another device, on another
-    system, below 2 MB. taken: nobody reads the tensor any more, whose memory goes back piece by piece, so that it is
-    never there twice.
+    Returns the tensor itself if it is there already or large pages do not apply (another device or system, below 2 MB).
+    taken: the tensor is not used any more; its memory is released piece by piece, so the data never exists twice.
     """
     if tensor.device.type != "cpu" or not _worthwhile(tensor.nbytes) or tensor.data_ptr() % LARGE_PAGE == 0:
         return tensor
@@ -41,15 +40,13 @@ def in_large_pages(tensor: Tensor, *, taken: bool = False) -> Tensor:
 
 
 def joined_in_large_pages(parts: Iterable[Tensor], count: int) -> Tensor:
-    """Tensors of the CPU joined along their first dimension, `count` in all, each made when it is its turn.
+    """Concatenate `count` CPU tensors along their first dimension; each is created when it is its turn.
 
-    The whole is never there twice, and a part may find its memory in the processor's cache.
+    So the data never exists twice, and a part may still be in the processor's cache.
     """
     rest = iter(parts)
     first = next(rest)
-    shape = (count, *first.shape[1:])
-    large = _worthwhile(math.prod(shape) * first.itemsize)
-    joined = _empty(shape, first.dtype) if large else first.new_empty(shape)
+    joined = empty_in_large_pages((count, *first.shape[1:]), dtype=first.dtype)
     start = 0
     for part in itertools.chain([first], rest):
         joined[start : start + len(part)] = part
@@ -57,11 +54,17 @@ def joined_in_large_pages(parts: Iterable[Tensor], count: int) -> Tensor:
     return joined
 
 
-def zeros_in_large_pages(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """`torch.zeros`, in large pages where that means something (see `in_large_pages`).
+def empty_in_large_pages(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+    """`torch.empty` on the CPU, in large pages where that means something (see `in_large_pages`)."""
+    large = _worthwhile(math.prod(shape) * dtype.itemsize)
+    return _empty(shape, dtype) if large else torch.empty(shape, dtype=dtype)
 
-    The system hands out such memory as zeros when it is first touched: a cache that could hold many gigabytes is there
-    at once, and takes what is used of it.
+
+def zeros_in_large_pages(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """`torch.zeros` in large pages, if they apply (see `in_large_pages`).
+
+    The system zeroes such memory when it is first touched, so a cache of many gigabytes is created at once and occupies
+    only what is used.
     """
     if torch.device(device).type != "cpu" or not _worthwhile(math.prod(shape) * dtype.itemsize):
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -69,19 +72,19 @@ def zeros_in_large_pages(shape: Sequence[int], *, dtype: torch.dtype, device: to
 
 
 def return_freed_memory() -> None:
-    """Give back to the system what the C library keeps of freed memory (glibc; elsewhere nothing happens).
+    """Return freed memory that the C library keeps to the system (glibc only).
 
-    Packing frees one matrix after another, and glibc keeps such holes: twice the size of an int4 model.
+    Packing frees one matrix after another, and glibc would keep twice the size of an int4 model.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Let go of the pages of a tensor that is a view of a mapped file and was never written to, or is read by nobody.
+    """Release the pages of a tensor that is an unmodified view of a mapped file, or is not used any more.
 
-    They then no longer count as memory of this process; reading the tensor again would read the file again, or zeros.
-    Only whole pages are let go, only on Linux, and a refusal changes nothing: this is a matter of memory alone.
+    They no longer count as memory of this process; reading the tensor again reads the file again, or zeros. Only whole
+    pages are released, only on Linux, and errors are ignored: nothing but memory use depends on it.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return

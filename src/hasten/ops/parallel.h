@@ -115,7 +115,7 @@ class Worker {
 #endif
     for (int64_t i = 0; i < items; i++) f(i);
   }
-  // A thread that stands for several workers (OpenMP may give fewer than asked for) counts as so many.
+  // A thread that acts for several workers (OpenMP may give fewer threads than requested) counts once for each.
   void barrier(int64_t items, Prefetcher prefetcher = {}) {
     const uint64_t turn = team_.turn.load(std::memory_order_acquire);
     if (team_.arrived.fetch_add(end_ - begin_, std::memory_order_acq_rel) + end_ - begin_ == team_.size) {

@@ -1,4 +1,4 @@
-"""Choosing a kernel: each declares what it needs, the first that fits is taken, and every refusal has a reason.
+"""Chooses a kernel: each declares what it supports, the first that fits is used, and every refusal has a reason.
 
 The choice is made when a model is bound (loaded, compiled) and stored in the layer; nothing is looked up in the hot
 path. The idea of printing every candidate with the reasons against it is xformers' dispatcher's.
@@ -22,9 +22,9 @@ def _always(request: Any) -> None:
 class Kernel(Generic[Request]):
     """One implementation of an operator.
 
-    `unsupported_reason(request)` returns None if the kernel can serve the request, else why it cannot, in plain words.
-    `opt_in_reason(request)` returns why a kernel that could serve is only taken when it is asked for by name, or None.
-    Kernels stand in their operator's list in the order of preference: the fastest first, the reference last.
+    `unsupported_reason(request)` returns None if the kernel supports the request, else a readable reason.
+    `opt_in_reason(request)` returns why a kernel that supports it is only used when it is named, or None.
+    Kernels are listed in the order of preference: the fastest first, the reference last.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Kernel(Generic[Request]):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `explain` shows: the kernel taken, and for every other one why it was not."""
+    """The result of `explain`: the kernel that is used, and for every other one the reason why not."""
 
     kernel: str
     others: tuple[tuple[str, str], ...]
@@ -46,9 +46,9 @@ _listeners: list[list[Choice]] = []
 
 @contextlib.contextmanager
 def explained() -> Iterator[list[Choice]]:
-    """Within it, a list of what every call that picks its kernel by itself took, and why not the others.
+    """Record, while the context is open, which kernel each call picked and why not the others.
 
-    For operators that are called and not bound, as `hasten.ops.attention.attention`, in whosever module they stand.
+    For operators that pick at each call, such as `hasten.ops.attention.attention`, in anybody's module.
     """
     found: list[Choice] = []
     _listeners.append(found)
@@ -59,14 +59,14 @@ def explained() -> Iterator[list[Choice]]:
 
 
 def pick_at_call(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | None = None) -> Kernel[Request]:
-    """`pick`, told to those who listen (`explained`)."""
+    """Call `pick`, and record the choice for every open `explained`."""
     for found in _listeners:
         found.append(explain(kernels, request, forced=forced))
     return pick(kernels, request, forced=forced)
 
 
 def explain(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | None = None) -> Choice:
-    """Say which kernel `pick` takes and why each other one is not taken."""
+    """Report which kernel `pick` returns, and why it does not return each other one."""
     taken = pick(kernels, request, forced=forced)
     others = []
     for kernel in kernels:
@@ -80,9 +80,9 @@ def explain(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str
 
 
 def pick(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | None = None) -> Kernel[Request]:
-    """Return the first kernel that fits and does not wait to be asked for, or the one named by `forced` if it fits.
+    """Return the first kernel that supports the request without `opt_in_reason`, or the one named by `forced`.
 
-    Raises ConfigError if the forced kernel is unknown or cannot serve the request (with its reason).
+    Raises ConfigError if the forced kernel is unknown or does not support the request (with its reason).
     """
     if forced is not None:
         for kernel in kernels:

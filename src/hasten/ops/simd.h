@@ -153,7 +153,7 @@ INLINE F32 exp(F32 x) {
   const F32 low = splat(-87.3365478515625f);
   const I32 underflow = x < low;
   x = select(underflow, low, x);
-  F32 shifted = x * LOG2E + 12582912.0f;  // 1.5·2^23: the nearest integer stands in the low bits
+  F32 shifted = x * LOG2E + 12582912.0f;  // 1.5·2^23: the nearest integer is in the low bits
   F32 n = shifted - 12582912.0f;
   F32 r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;

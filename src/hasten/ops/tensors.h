@@ -59,7 +59,7 @@ inline ScaleType scale_type_of(const Tensor& scales, bool outer) {
   }
 }
 
-// Of `bits`, in data of a dtype: signed bytes hold places in tables.
+// Format of data of a dtype with `bits` bits a value; signed bytes hold indices into a table.
 inline Format format_of(ScalarType type, int64_t bits, ScaleType scale_type) {
   if (type == ScalarType::Float8_e4m3fn) return Format::fp8;
   if (type == ScalarType::Char) return scale_type == ScaleType::e8m0 ? Format::fp4 : Format::iq4;

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run on a device: asked without importing Triton."""
+"""Whether Triton kernels can run on a device, without importing Triton."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ _CAPABILITIES: dict[Any, tuple[int, int]] = {}  # by who was asked, and the devi
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Of a CUDA device, or Hopper's where there is no device to ask."""
+    """Compute capability of a CUDA device, or Hopper's if there is no device."""
     key = torch.cuda.is_available, torch.cuda.get_device_capability, device.index
     kept = device.index is not None and not torch.compiler.is_compiling()
     if kept and key in _CAPABILITIES:
@@ -31,7 +31,7 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | None = None) -> str | None:
     """Why no Triton kernel runs on this device, or None. Triton's interpreter (TRITON_INTERPRET=1) runs on a CPU.
 
-    capability: says the compute capability where the device itself may not be here to ask.
+    capability: the compute capability, if the device is not present.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != ("cpu" if interpreted else "cuda"):

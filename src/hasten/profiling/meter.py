@@ -1,8 +1,8 @@
-"""What each part of a step takes: a clock is read wherever one part hands over to the next.
+"""Times the parts of a step by reading a clock whenever one part hands over to the next.
 
-What lies between two readings belongs to one part. So every part's time is read off the clock, and none is what others
-left over. Forward, a part begins and ends with a call; backward, hooks on autograd's nodes tell: a node belongs to the
-part that was at work when it was made. The native call of a fused model tells the times of its parts by itself.
+The time between two readings belongs to one part, so every part's time is measured and none is a remainder. Forward, a
+part begins and ends with a call. Backward, hooks on autograd's nodes are used: a node belongs to the part that was
+running when it was created. The native call of a fused model reports the times of its parts itself.
 """
 
 import time
@@ -22,7 +22,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class Meter:
-    """While it is entered, `marks` gets one wherever a part of a model begins or goes on: part, phase, nanoseconds.
+    """While it is entered, appends (part, phase, nanoseconds) to `marks` whenever a part begins or continues.
 
     calls: further methods that are parts, of an object or a class: (owner, name, part); "batch" and "update" end a
     backward pass.
@@ -41,14 +41,14 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.marks: list[tuple[str, str, int]] = []
         self._outer: list[tuple[str, str]] = []
         self._nodes: set[Any] = set()  # of the backward pass, that belong to somebody
         self.enter("", FORWARD)
 
     def enter(self, part: str, phase: str) -> None:
-        """From now on this part is at work; "" is the step itself. On a GPU, when all before it is done."""
+        """Mark that this part runs from now on ("" is the step itself); on a GPU, after all work before it."""
         if self.cuda:
             torch.cuda.synchronize(self.model.device)
         self.now = part, phase
@@ -96,7 +96,7 @@ class Meter:
         self.enter(*self._outer.pop())
 
     def _claim(self, tensors: Sequence[Any], part: str) -> None:
-        """What nobody has claimed yet of the graph behind these tensors belongs to a part."""
+        """Assign the autograd nodes behind these tensors to a part, unless they are assigned already."""
         if not torch.is_grad_enabled():
             return
         waiting = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
@@ -109,7 +109,7 @@ class Meter:
                 waiting += [before for before, _ in node.next_functions]
 
     def spent(self) -> dict[tuple[str, str], float]:
-        """Seconds by part and phase up to now, since the last `restart`."""
+        """Seconds by part and phase since the last `restart`."""
         self.enter("", FORWARD)
         found: defaultdict[tuple[str, str], float] = defaultdict(float)
         for (part, phase, at), (_, _, until) in zip(self.marks, self.marks[1:], strict=False):

@@ -37,11 +37,11 @@ WARMING = 3  # steps: compile, fill caches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledPhase:
-    """One kind of step. seconds: of a step that nobody observed; overhead: how much longer one with timed parts takes.
+    """One kind of step. seconds: of an unobserved step; overhead: how much longer a step with timed parts takes.
 
-    Both are medians. dtype: of most products. limits: as measured beside it. rows: the tree, of the fastest
-    step: on a shared machine now and then one takes ten times as long. held: bytes of all tensors before a step.
-    checks: pairs of numbers that were found in two ways each.
+    Both are medians. dtype: of most products. limits: measured in the same run. rows: the tree of the fastest step (on
+    a shared machine some steps take ten times as long). held: bytes of all tensors before a step. checks: pairs of
+    numbers, each found in two ways.
     """
 
     name: str
@@ -58,7 +58,7 @@ class ProfiledPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Of one use: its kinds of steps, and the kernels that each layer runs, with the reasons."""
+    """The profile of one use: its kinds of steps, and the kernels that each layer runs, with the reasons."""
 
     use: str
     phases: tuple[ProfiledPhase, ...]
@@ -84,9 +84,9 @@ def profile(
     """Measure where the time of a step goes; write profile.json, profile.png and traces for Perfetto into a folder.
 
     subject: a recipe, whose training step is measured (nothing is learned, and no run is touched), or a model that
-    generates or, with use="serve", serves: `batch` random prompts of at most so many tokens. steps: of each kind that
-    are measured, and as many unobserved. tensorboard: also write its scalars (needs the package). Raises ConfigError,
-    and what `train` raises before its first step.
+    generates or, with use="serve", serves: `batch` random prompts of at most `prompt_tokens` tokens. steps: how many of
+    each kind are measured, and how many more run unobserved for comparison. tensorboard: also write its scalars (needs
+    the package). Raises ConfigError, and what `train` raises before its first step.
     """
     from torch._inductor import config as inductor_config
 
@@ -107,7 +107,7 @@ def profile(
             subject.check()
             if subject.teacher is not None:
                 raise ConfigError("the tree of a step has no teacher in it; profile the recipe without one")
-            # Block by block: one graph of all of them has no parts that could be told apart.
+            # Block by block: inside one graph of all blocks no parts can be timed.
             apart = replace(subject, techniques=replace(subject.techniques, whole_model=False))
             setup = set_up(apart, progress=True)
             batches = [setup.batches.batch(position) for position in range(subject.data.accumulation)]
@@ -130,7 +130,7 @@ def profile(
 
 
 def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path) -> ProfiledPhase:
-    """Profile a step: `steps` of them observed and as many unobserved, by turns; then one is traced."""
+    """Profile a step: alternates `steps` observed and as many unobserved ones, then traces one."""
     meter = Meter(work.model, work.calls)
     alone: list[dict[tuple[str, str], float]] = []
     observed: list[dict[tuple[str, str], float]] = []
@@ -168,7 +168,7 @@ def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path)
 
 
 def counted_flops(work: Work) -> float:
-    """FLOPs of a step by torch's FlopCounterMode; compiled blocks run as they are written."""
+    """Count FLOPs of a step with torch's FlopCounterMode; compiled blocks run uncompiled."""
 
     def loss(x: Any, weight: Any, *rest: Any, out_shape: Any = None, **options: Any) -> int:
         return 3 * 2 * int(x[0]) * int(x[1]) * int(weight[0])  # logits, and both gradients

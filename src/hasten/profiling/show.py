@@ -1,4 +1,4 @@
-"""A profile for people: tables on standard error, and a picture."""
+"""Shows a profile: tables on standard error, and a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BARS = 10  # of the picture
 
 
 def cells(row: PartTime, step: PartTime) -> list[str]:
-    """A line of the table but for the name: what stands under HEAD, and the milliseconds above the limit."""
+    """Cells of a table row after the name: the columns of HEAD, and the milliseconds above the limit."""
     return [
         format_value(row.parameters or None, "count"),
         *(f"{1e3 * seconds:.3g}" if seconds else "" for seconds in (row.forward, row.backward)),
@@ -33,7 +33,7 @@ def cells(row: PartTime, step: PartTime) -> list[str]:
 
 
 def in_the_tree(row: PartTime) -> str:
-    """Its name under the name of what it is in."""
+    """A part's name, indented under its parent."""
     *above, name = row.name.split(".")
     if name == "*":
         name = f"all {row.count}"
@@ -41,7 +41,7 @@ def in_the_tree(row: PartTime) -> str:
 
 
 def summary(phase: ProfiledPhase) -> list[str]:
-    """A phase in a few lines, what could be gained the most at the end."""
+    """Summarize a phase in a few lines; the last one names the largest possible gain."""
     step, traced, peak = phase.rows[0].seconds, phase.traced, max(held for _, held in phase.traced.memory)
     worst, rate = ordered(folded(phase.rows), "gain")[0], phase.limits.rates.get(phase.dtype, 0.0)
     return [

@@ -1,4 +1,4 @@
-"""The steps that are profiled: a training step; reading prompts and decoding, alone or in the server's engine."""
+"""The steps that are profiled: a training step, and prefill and decoding, alone or in the server's engine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,16 +24,16 @@ from hasten.planning.cost import attended_by_pattern
 from hasten.profiling.walk import parts_of
 from hasten.training.setup import Setup
 
-NEW_TOKENS = 64  # of an answer, before the prompts are read anew
+NEW_TOKENS = 64  # tokens of an answer, before the prompts are processed again
 Spans = Sequence[tuple[int, int]]  # of each sequence of a step: tokens that are cached, and new ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A step that can be taken again and again. prepare: before each, not measured. scored: rows that the head takes.
+    """A step that can be repeated. prepare: called before each step, not measured. scored: rows of the head's input.
 
-    item: bytes of an activation's element. calls: methods that are parts beside the model (`Meter`); bytes: what those
-    have to move.
+    item: bytes of an activation's element. calls: methods that are parts besides the model (`Meter`); bytes: the least
+    that they have to move.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Work:
 
 
 def training(setup: Setup, batches: Sequence[Batch]) -> Work:
-    """An optimizer step, at the learning rate 0: nothing is learned."""
+    """An optimizer step at learning rate 0, which changes no weight."""
     step = setup.step
     # Clipping reads the gradients once or twice; AdamW reads weights, gradients and two means, and writes three.
     update = 4.0 * sum(p.numel() for p in step.parameters) * (7 + (2 if step.clip else 1))
@@ -68,7 +68,7 @@ def training(setup: Setup, batches: Sequence[Batch]) -> Work:
 
 
 class Answers:
-    """Random prompts that are read, then continued a token a step; read anew when the answers are complete."""
+    """Processes random prompts, then decodes a token a step; starts over when the answers are complete."""
 
     calls: tuple[tuple[Any, str, str], ...] = ((BatchSampler, "next_tokens", "draw"), (Generation, "_push", "text"))
 
@@ -83,24 +83,24 @@ class Answers:
         self.params = SamplingParams(temperature=0, max_new_tokens=self.new, ignore_eos=True)
 
     def begin(self) -> None:
-        """Have the prompts wait to be read."""
+        """Queue the prompts."""
         compiled = any(isinstance(block, CompiledForOneToken) for block in self.model.blocks)
         self.steps = iter(Generation(self.model, self.prompts, self.params, compiled=compiled))
         self.taken = 0
 
     def step(self) -> None:
-        """Read them, or append a token to each."""
+        """Process the prompts, or append a token to each."""
         next(self.steps)
         self.taken += 1
 
     def go_on(self) -> None:
-        """Be where the next step appends a token."""
+        """Advance to where the next step decodes a token."""
         if not 0 < self.taken < self.new:
             self.begin()
             self.step()
 
     def works(self) -> list[Work]:
-        """Reading the prompts; a token for each of them, reckoned in the middle of the answers."""
+        """The prefill step and the decode step; the decode step's cost is that in the middle of the answers."""
         batch, length, item = len(self.prompts), len(self.prompts[0]), self.model.compute_dtype.itemsize
         work = partial(Work, model=self.model, step=self.step, scored=batch, item=item, calls=self.calls)
         return [
@@ -110,7 +110,7 @@ class Answers:
 
 
 class ServedAnswers(Answers):
-    """The same by the server's engine, as so many requests at once."""
+    """The same work in the server's engine, as `batch` concurrent requests."""
 
     def __init__(self, model: Transformer, *, batch: int, prompt_tokens: int) -> None:
         super().__init__(model, batch=batch, prompt_tokens=prompt_tokens)
@@ -149,10 +149,10 @@ class ServedAnswers(Answers):
 
 
 def least_of(work: Work) -> dict[str, tuple[float, float]]:
-    """FLOPs and bytes of each part's own code, from shapes; with a backward pass three times as much.
+    """FLOPs and least bytes of each part's own code, from shapes; three times as much with a backward pass.
 
-    2 FLOPs for each weight and row, 4·H·D for each key that a query sees. Bytes of weights, of what a product is given
-    and makes, and of keys and values, each once.
+    2 FLOPs for each weight and row, 4·H·D for each key that a query sees. Bytes: weights, inputs and outputs of
+    products, keys and values, each once.
     """
     config, passes, item = work.model.config, 3 if work.trains else 1, work.item
     found = {part: (0.0, moved) for part, moved in work.bytes.items()}
@@ -188,12 +188,12 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
 
 
 def tokens_seen(config: ModelConfig, length: int) -> float:
-    """The keys that all tokens of a sequence see in a layer with a sparse pattern, together."""
+    """Number of keys that all tokens of a sequence see in a layer with a sparse pattern, summed."""
     return length * attended_by_pattern(config, length) if length else 0.0
 
 
 def keys_of(spans: Spans, window: int | None) -> tuple[float, float]:
-    """The keys that the queries of a layer see, all together, and those that have to be read for them."""
+    """Number of keys that the queries of a layer see, summed, and of keys that have to be read for them."""
     most = window or 1 << 60
     seen = sum(min(position + 1, most) for held, new in spans for position in range(held, held + new))
     return seen, sum(min(held + new, most + new - 1) for held, new in spans)

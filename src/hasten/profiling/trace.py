@@ -19,11 +19,11 @@ STEP = "hasten: the step"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """Of one step while it was traced, which makes it slower.
+    """What torch's profiler saw of one step; tracing makes the step slower.
 
-    outside: seconds in no operator, on a GPU in no kernel: Python, and what PyTorch does between them. operators: the
-    most expensive: name, calls, seconds without those of the operators it calls. memory: (seconds since the step began,
-    bytes more than then) of torch's tensors.
+    outside: seconds outside all operators (on a GPU, kernels): Python, and PyTorch between them. operators: the most
+    expensive ones: name, calls, seconds without the operators they call. memory: (seconds since the step began, bytes
+    more than then) of torch's tensors.
     """
 
     seconds: float
@@ -33,7 +33,7 @@ class TracedStep:
 
 
 def traced(meter: Meter, step: Callable[[], object], path: Path) -> TracedStep:
-    """Take a step in a meter's sight and write its trace, with our parts as a track of their own."""
+    """Trace a step under a meter and write the trace, with our parts as a track of their own."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports its own start and stop to stderr
     cuda = meter.cuda
     if cuda:
@@ -76,7 +76,7 @@ def traced(meter: Meter, step: Callable[[], object], path: Path) -> TracedStep:
 
 
 def covered(spans: Sequence[tuple[float, float]], start: float, end: float) -> float:
-    """How much of start … end lies in at least one of the spans, which come by their beginning."""
+    """Length of the part of start … end that is covered by at least one span; spans are sorted by start."""
     total, reached = 0.0, start
     for begin, finish in spans:
         total += max(0.0, min(finish, end) - max(begin, reached))

@@ -1,4 +1,4 @@
-"""The tree of a profile: what each part of a step takes, beside the least that this machine could take for it."""
+"""The tree of a profile: the time of each part of a step, beside the least time possible on this machine."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,11 +12,11 @@ from hasten.profiling.walk import ModelPart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTime:
-    """A part of a step with everything in it. forward, backward: seconds. bytes: that have to be moved at the least.
+    """A part of a step, its children included. forward, backward: seconds. bytes: the least that have to be moved.
 
-    limit: the seconds that the FLOPs take at the matrix rate or the bytes at the bandwidth, whichever is longer, of
-    each leaf; of others their leaves' sum. count: leaves of this name that were added up. leaf: nothing is in it.
-    note: why the profile does not look into it.
+    limit: for a leaf, the seconds of its FLOPs at the matrix rate or of its bytes at the bandwidth, the longer one;
+    else the sum of its leaves. count: leaves of this name that were added up. leaf: it has no children. note: why the
+    profile does not look into it.
     """
 
     name: str
@@ -53,9 +53,9 @@ def tree(
     rate: float | None,
     bandwidth: float,
 ) -> tuple[PartTime, ...]:
-    """The rows of a step, each before those in it, "" (the step) first. "X.itself", and "between": outside of those.
+    """The rows of a step, parents before children, "" (the step) first. "X.itself" and "between" are the rest of each.
 
-    seconds: by part and phase, each part's own. least: its own FLOPs and bytes; rate and bandwidth: of both, a second.
+    seconds: each part's own time by phase. least: its own FLOPs and bytes; rate and bandwidth: of both, per second.
     """
     numbers, notes = parameters_of(parts), {part.name: part.note for part in parts}
     names = dict.fromkeys([*notes, *(name for name, _ in seconds)])
@@ -82,13 +82,13 @@ def tree(
 
 
 def added(name: str, rows: Sequence[PartTime], **more: Any) -> PartTime:
-    """Rows added up to one."""
+    """Add up rows into one."""
     fields = ("parameters", "flops", "bytes", "forward", "backward", "limit", "count")
     return PartTime(name=name, **{field: sum(getattr(row, field) for row in rows) for field in fields}, **more)
 
 
 def folded(rows: Iterable[PartTime]) -> list[PartTime]:
-    """The same with parts that differ in a number alone ("blocks.0", "blocks.1") added up to one ("blocks.*")."""
+    """Add up parts that differ only in a number ("blocks.0", "blocks.1") into one ("blocks.*")."""
     alike: dict[str, list[PartTime]] = {}
     for row in rows:
         alike.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", row.name), []).append(replace(row, count=1))
@@ -96,7 +96,7 @@ def folded(rows: Iterable[PartTime]) -> list[PartTime]:
 
 
 def ordered(rows: Sequence[PartTime], by: str) -> list[PartTime]:
-    """ "tree": as they are, but for what takes no time. "gain", "time": the leaves, that with most of it first."""
+    """Order rows: "tree" keeps the order but drops rows without time; "gain", "time": the leaves, largest first."""
     if by == "tree":
         return [row for row in rows if row.parameters or row.seconds > rows[0].seconds / 1000]
     leaves = [row for row in rows if row.leaf and row.seconds]
@@ -104,7 +104,7 @@ def ordered(rows: Sequence[PartTime], by: str) -> list[PartTime]:
 
 
 def parameters_of(parts: Iterable[ModelPart]) -> dict[str, int]:
-    """By part, each once, at the first part that has it; of a packed layer the numbers that it stands for."""
+    """Number of parameters of each part; shared ones count once, at the first part, packed ones as unpacked."""
     found: dict[str, int] = {}
     seen: set[int] = set()
     for part in parts:

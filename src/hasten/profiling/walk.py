@@ -11,7 +11,7 @@ from hasten.model.transformer import Transformer
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.training.swapped import FusedMLP, JoinedAttention
 
-COMPILED = "compiled: one graph, whose parts cannot be told apart"
+COMPILED = "compiled: one graph, whose parts cannot be timed"
 NATIVE = "native steps: attention and its products are one row"
 
 
@@ -19,8 +19,8 @@ NATIVE = "native steps: attention and its products are one row"
 class ModelPart:
     """A part of a model. name: "model.blocks.0.mlp".
 
-    owner, call: the module that is called, or another method of it; None: a native call tells its time. modules: those
-    whose weights it reads itself, outside of the parts in it. note: why a profile does not look into it further.
+    owner, call: the module that is called, or another method of it; None: a native call reports its time. modules:
+    modules whose weights it reads itself, outside of its children. note: why a profile does not look into it further.
     """
 
     name: str
@@ -31,7 +31,7 @@ class ModelPart:
 
 
 def parts_of(model: Transformer) -> list[ModelPart]:
-    """The parts of a model, each before those in it."""
+    """The parts of a model, parents before children."""
     return [*_parts("model", model, stacked=model.stack is not None), ModelPart("model.head", model, "loss")]
 
 
@@ -64,7 +64,7 @@ def _parts(name: str, module: nn.Module, *, stacked: bool) -> Iterator[ModelPart
 
 
 def _hidden(module: nn.Module) -> tuple[tuple[str, ...], str | None]:
-    """The children that a module does not call (with hooks on them it would compute in another way), and a note."""
+    """Children that a module does not call (hooks on them would change how it computes), and a note."""
     if isinstance(module, JoinedAttention) and all(type(one) is nn.Linear for one in (module.q, module.k, module.v)):
         return ("q", "k", "v"), "q, k and v are one product"
     if isinstance(module, FusedMLP) and module.gate is None and type(module.up) is nn.Linear:

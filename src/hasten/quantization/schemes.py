@@ -27,6 +27,11 @@ AskedActivations = Literal["auto", "int8", "float"]
 KERNEL_BITS = (4, 8)  # of weights that kernels multiply; others run as plain ones
 
 
+def tied_head_group(width: int) -> int:
+    """The group size of an int8 lm_head that is the embedding too, for rows of `width` numbers."""
+    return next((size for size in (128, 64, 32) if width % size == 0), 128)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8:
     """8-bit integers with one float32 scale for each output row, and by group in an lm_head that is the embedding too.
@@ -53,8 +58,7 @@ class Int8:
         """How each layer is stored."""
         found = _by_kind(self, model, INT8)
         if model.tied and self.lm_head == "int8" and self.activations != "int8":
-            size = next((size for size in (128, 64, 32) if model.config.hidden_size % size == 0), 128)
-            scales = weight_formats(model, "auto")[f"int4-g{size}"].scales
+            scales = weight_formats(model, "auto")[f"int4-g{tied_head_group(model.config.hidden_size)}"].scales
             found["head"] = LayerFormat(replace(INT8, scales=scales), "float")
         return found
 
@@ -107,7 +111,7 @@ FORMATS = ("int8", *GROUPED_FORMATS)  # as a table names them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """A format for each layer, as `choose_bits` finds them: int4 and less are symmetric, the rest is as in `Int4`.
+    """A format for each layer, from a table: int4 and less are symmetric, the rest is as in `Int4`.
 
     table: by the layers' names ("blocks.0.attention.q", …, "head", "embedding") "int8", "int4-g128" (groups of 128) or
     any of `FORMATS`. Head and embedding may be missing and stay as they are; an embedding that is tied to the head goes

@@ -1,6 +1,5 @@
 """Several engines behind one endpoint, on Ray Serve: the extra `ray`.
 
-routing.py says which replica serves a request, engine.py is what the HTTP API asks in the place of one engine,
-replica.py one of those that answer, ray_serve.py and router.py are all that knows Ray (2.60: its
-interface of routers is young).
+routing.py chooses the replica of a request; engine.py has the methods of one engine, over replicas, for the HTTP API;
+replica.py is one replica. Only ray_serve.py and router.py know Ray (2.60: its interface of routers is alpha).
 """

@@ -1,4 +1,4 @@
-"""What the HTTP API asks in the place of one engine: a request goes to a replica, and elsewhere when that one dies."""
+"""The engine that the HTTP API calls when there are replicas: routes each request, and retries if its replica dies."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ PATIENCE = 60.0  # seconds that a request waits where there is no replica
 
 
 class ReplicaDied(Exception):
-    """It, or the way to it, is gone."""
+    """The replica, or the connection to it, was lost."""
 
 
 class Channel(Protocol):
-    """The way to the replicas. Where a request goes is decided by `board.rank(ask)`, and told by `board.sent`."""
+    """Connection to the replicas. `board.rank(ask)` decides where a request goes; `board.sent` records it."""
 
     def generate(self, ask: Ask, request: Request) -> AsyncGenerator[Answer]:
-        """Closing it aborts the request. Raises ReplicaDied."""
+        """Send a request; closing the generator aborts it. Raises ReplicaDied."""
 
     async def embed(self, ask: Ask, prompts: Sequence[Sequence[int]], how: dict[str, Any]) -> Any:
-        """Raises ReplicaDied."""
+        """Compute embeddings on a replica. Raises ReplicaDied."""
 
     async def close(self) -> None: ...
 
 
 class ReplicatedEngine:
-    """`hasten.engine.async_engine.AsyncEngine`'s methods, over replicas."""
+    """The methods of `hasten.engine.async_engine.AsyncEngine`, over replicas."""
 
     def __init__(self, channel: Channel, board: Board, facts: ModelFacts, *, block_size: int, secret: bytes) -> None:
         self.facts, self.board = facts, board
@@ -57,7 +57,7 @@ class ReplicatedEngine:
 
     @property
     def error(self) -> str | None:
-        """Why it is not healthy."""
+        """Why the engine is not healthy, or None."""
         if self._closed:
             return "the server was closed"
         if self.board.states:
@@ -67,14 +67,14 @@ class ReplicatedEngine:
         return f"no replica has been there for {away:.0f} s" if away > PATIENCE else None
 
     def replica_stats(self) -> dict[str, Stats]:
-        """By the replica's name, as last reported."""
+        """Statistics by replica name, as last reported."""
         states = self.board.states.items()
         return {name: state.report["stats"] for name, state in states if state.report is not None}
 
     async def generate(self, *requests: Request) -> AsyncGenerator[RequestOutput]:
-        """As AsyncEngine's, but that room in queues is not taken for all of them together.
+        """`AsyncEngine.generate` over the replicas; requests given together may wait in different queues.
 
-        A request of which nothing was given is begun anew elsewhere when its replica dies; else EngineFailed.
+        If a replica dies, a request of which nothing was given out restarts on another one; others raise EngineFailed.
         """
         if len(requests) == 1:
             async with aclosing(self._one(requests[0])) as outputs:
@@ -116,7 +116,7 @@ class ReplicatedEngine:
         adapter: str = "",
         timeout: float | None = None,
     ) -> Tensor:
-        """As AsyncEngine's."""
+        """`AsyncEngine.embed` on one of the replicas; retried on another one if it dies."""
         how = {"pooling": pooling, "adapter": adapter, "timeout": timeout}
         for _ in range(RETRIES + 1):
             ask = Ask(sum(map(len, prompts)))
@@ -133,7 +133,7 @@ class ReplicatedEngine:
         raise self._given_up("embeddings")
 
     async def close(self) -> None:
-        """Let the replicas go."""
+        """Stop the replicas."""
         self._closed = True
         await self._channel.close()
 
@@ -164,7 +164,7 @@ class ReplicatedEngine:
         raise self._given_up(request.id)
 
     def _ask(self, request: Request) -> Ask:
-        """With the keys of what the engine may find in its cache: at least one token is left to compute."""
+        """Describe a request to the router, with the keys of prefix blocks (at least one token is left to compute)."""
         if request.sharing is None:
             return Ask(len(request.prompt))
         tokens, size = request.prompt[:-1], self._block_size
@@ -172,7 +172,7 @@ class ReplicatedEngine:
         return Ask(len(request.prompt), [key[:KEY_BYTES] for key in islice(keys, 1, None)], size)
 
     async def _from_first(self, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
-        """The answers, of which the first is waited for patiently."""
+        """Yield the answers; the first is awaited with `_patiently`."""
         first = await self._patiently(anext(answers, None))
         if first is not None:
             yield first
@@ -180,7 +180,7 @@ class ReplicatedEngine:
             yield found
 
     async def _patiently(self, result: Awaitable[Result]) -> Result:
-        """What is waited for; raises EngineFailed where no replica has been there for too long."""
+        """Await something; raises EngineFailed if no replica has been available for too long."""
         waited = asyncio.ensure_future(result)
         try:
             while not (await asyncio.wait({waited}, timeout=1.0))[0]:

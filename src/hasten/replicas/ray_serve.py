@@ -1,9 +1,9 @@
-"""Replicas on Ray Serve: a cluster is joined or started, an engine deployed in each replica, a handle made to ask them.
+"""Replicas on Ray Serve: joins or starts a cluster, deploys an engine in each replica, and makes a handle to call them.
 
-Ray Serve restarts what dies or fails its health check, replaces replicas one by one after they have ended their
-requests, and fits their number to the load. Its interface of routers (alpha) serves as it is: `choose_replicas` ranks
-by our `Board`, reports come as routing statistics by way of Ray's controller. There is no proxy of Ray's in front: the
-HTTP server with its limits is this process.
+Ray Serve restarts a replica that dies or fails its health check, replaces replicas one by one after their requests are
+finished, and scales their number with the load. Of its interface of routers (alpha), `choose_replicas` ranks by our
+`Board`, and reports come as routing statistics through Ray's controller. Ray's proxy is not used: the HTTP server with
+its limits is this process.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ STARTING = 900.0  # seconds for all replicas to load
 
 
 class Replicas:
-    """The replicas of one model, and the way to them (`hasten.replicas.engine.Channel`).
+    """The replicas of one model, and the connection to them (`hasten.replicas.engine.Channel`).
 
-    make: loads the model and starts an engine, in each replica, given the secret of the blocks' keys; it is pickled on
-    its way. cores, gpus: what Ray sets aside for each.
+    make: called in each replica, with the secret of the block keys, to load the model and start an engine; pickled.
+    cores, gpus: what Ray reserves for each replica.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Replicas:
         cores: float = 1,
         gpus: float = 0,
     ) -> None:
-        """Raises ResourceError where there is no cluster."""
+        """Connect to the cluster. Raises ResourceError if there is none."""
         self.settings, self.board = settings, Board()
         self._make, self._cores, self._gpus = make, cores, gpus
         self._secret = secrets.token_bytes(32)
@@ -66,7 +66,7 @@ class Replicas:
         connect(settings, cores=cores)
 
     def start(self, tokenizer: Tokenizer | None) -> ReplicatedEngine:
-        """Load the model in all of them; returns what answers. Raises ResourceError where they do not start."""
+        """Load the model in all replicas and return the engine over them. Raises ResourceError if they do not start."""
         self._deploy()
         self._handle = serve.get_app_handle(self.name)
         facts, block_size = self._handle.facts.remote().result(timeout_s=STARTING)
@@ -74,9 +74,9 @@ class Replicas:
         return ReplicatedEngine(self, self.board, facts, block_size=block_size, secret=self._secret)
 
     def restart(self) -> None:
-        """Replace the replicas one by one; each ends its requests first. Returns when all are new.
+        """Replace the replicas one by one; each finishes its requests first. Returns when all are replaced.
 
-        Raises ResourceError where the new ones do not start; the old ones that are left go on.
+        Raises ResourceError if the new ones do not start; the remaining old ones keep running.
         """
         self._deploy()
 
@@ -96,13 +96,13 @@ class Replicas:
             return await self._handle.embed.remote(prompts, how, ask=ask)
 
     async def close(self) -> None:
-        """Let the replicas go; a cluster of our own with them."""
+        """Stop the replicas, and the cluster if it was started here."""
         import asyncio
 
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
-        """As `close`. May be called again."""
+        """Do what `close` does, without asyncio. May be called again."""
         with suppress(RayError, RayServeException, ConnectionError):
             if ray.is_initialized() and not self._own:
                 serve.delete(self.name)
@@ -143,18 +143,18 @@ class Replicas:
             raise ResourceError(f"the replicas did not start: {self._why(error)}") from None
 
     def _why(self, error: Exception) -> str:
-        """The last line of what Ray says, which is what was raised there."""
-        told = str(error)
+        """The last line of Ray's message, which is the error that was raised in the replica."""
+        message = str(error)
         with suppress(Exception):
             app = serve.status().applications[self.name]
-            told = next(iter(app.deployments.values())).message or told
-        lines = [line.strip() for line in told.strip().splitlines() if line.strip()]
+            message = next(iter(app.deployments.values())).message or message
+        lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
         return lines[-1][:500] if lines else type(error).__name__
 
 
 @contextmanager
 def _deaths() -> Iterator[None]:
-    """What Ray says of a replica that is gone, or cannot be reached, as ReplicaDied."""
+    """Convert Ray's errors for a dead or unreachable replica into ReplicaDied."""
     try:
         yield
     except RayTaskError:  # a mistake of ours in the replica
@@ -164,13 +164,13 @@ def _deaths() -> Iterator[None]:
 
 
 def connect(settings: ReplicaSettings, *, cores: float) -> None:
-    """Join the cluster, or start one in this machine. Raises ResourceError, ConfigError."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    """Join the cluster, or start one on this machine. Raises ResourceError, ConfigError."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send nothing
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = settings.ray_address
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     if address is None:
-        # As many as they ask for: how the cores are shared out was decided before.
+        # Enough for all of them: how the cores are divided was decided before.
         options |= {"num_cpus": int(2 * settings.most * max(1, cores)) + 1, "include_dashboard": False}
     elif address != "auto":
         _require_listening(address)
@@ -190,7 +190,7 @@ def connect(settings: ReplicaSettings, *, cores: float) -> None:
 
 
 def _require_listening(address: str) -> None:
-    """Ray tries for a minute where nobody listens."""
+    """Raise an error at once if nobody listens at the address; Ray would try for a minute."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in address:
         raise ConfigError(f"--ray-address {address!r:.100} is not HOST:PORT, nor auto")

@@ -1,4 +1,4 @@
-"""One replica: an engine, what it is asked by the ingress, and what it reports."""
+"""One replica: an engine, the calls of the ingress to it, and its reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ Answer = list[RequestOutput] | HastenError  # what came since the last one, or w
 
 
 class Report(TypedDict):
-    """keys: of the blocks it holds, the first KEY_BYTES of each. check: what is wrong with its books, if it is idle."""
+    """What a replica reports.
+
+    keys: the first KEY_BYTES of the key of each block that it holds. check: an inconsistency in the books of an idle
+    engine, or "".
+    """
 
     keys: bytes
     stats: Stats
@@ -37,14 +41,14 @@ class Report(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A constraint on its way to a replica, which has its own tokenizer's grammars."""
+    """A constraint in transit: its schema, which the replica compiles with its own tokenizer."""
 
     text: str
     param: str
 
 
 def packed(request: Request) -> Request:
-    """The request as it can be sent."""
+    """The request in a form that can be pickled."""
     grammar = request.constraint
     if not isinstance(grammar, Grammar):
         return request
@@ -53,20 +57,20 @@ def packed(request: Request) -> Request:
 
 
 class Replica:
-    """What Ray Serve makes, once for each replica."""
+    """The class that Ray Serve instantiates once in each replica."""
 
     def __init__(self, make: Callable[[bytes], AsyncEngine], secret: bytes) -> None:
         self.engine = make(secret)
         facts = self.engine.facts
-        told: Any = {"vocabulary": facts.vocabulary, "eos_ids": facts.eos_ids}
-        self.grammars = Grammars(facts.tokenizer, **told, settings=ServerSettings())
+        options: Any = {"vocabulary": facts.vocabulary, "eos_ids": facts.eos_ids}
+        self.grammars = Grammars(facts.tokenizer, **options, settings=ServerSettings())
 
     def facts(self) -> tuple[ModelFacts, int]:
-        """The model's (the caller has the tokenizer itself), and the tokens of a block."""
+        """Facts about the model, without the tokenizer (the caller has it), and the tokens of a block."""
         return replace(self.engine.facts, tokenizer=None), self.engine.engine.settings.block_size
 
     async def generate(self, request: Request, *, ask: Ask) -> AsyncGenerator[Answer]:
-        """The outputs; as many at once as there are when the last ones have been taken. ask: what the router reads."""
+        """Yield the outputs in batches: all that have arrived since the last one was read. ask: for the router."""
         try:
             schema: Any = request.constraint
             if isinstance(schema, Schema):
@@ -88,7 +92,7 @@ class Replica:
             return error
 
     def record_routing_stats(self) -> Report:
-        """What Ray Serve asks for now and then, and gives to the router."""
+        """The report that Ray Serve collects regularly and gives to the router."""
         engine = self.engine.engine
         stats = engine.stats()
         wrong = "" if stats.free_blocks == stats.blocks or not engine.idle else "blocks are held by nobody"
@@ -96,13 +100,13 @@ class Replica:
         return {"keys": keys, "stats": stats, "process": os.getpid(), "check": wrong}
 
     def check_health(self) -> None:
-        """Ray Serve takes a replica away that raises here, and starts another."""
+        """Raise if the engine failed; Ray Serve then replaces the replica."""
         if self.engine.error is not None:
             raise RuntimeError(self.engine.error)
 
 
 async def _checked(outputs: AsyncGenerator[RequestOutput], request: Request) -> AsyncGenerator[RequestOutput]:
-    """The ingress cannot see what has become of the constraint here: it is told by the output."""
+    """Report in each output what became of the constraint, because the ingress cannot see it."""
     async with aclosing(outputs):
         async for output in outputs:
             grammar = request.constraint
@@ -112,7 +116,7 @@ async def _checked(outputs: AsyncGenerator[RequestOutput], request: Request) -> 
 
 
 async def together(outputs: AsyncGenerator[RequestOutput], *, whole: bool) -> AsyncGenerator[list[RequestOutput]]:
-    """What has come since the last was taken, in one list; all at the end if `whole`. Closing it closes them."""
+    """Batch outputs: each list has all that arrived since the last one (with `whole`, one list at the end)."""
     if whole:
         async with aclosing(outputs):
             yield [output async for output in outputs]

@@ -1,4 +1,4 @@
-"""Ray Serve's router by our board. Ray pickles this module by value: it holds nothing else, and no state."""
+"""Ray Serve's router, by our board. Ray pickles this module by value, so it holds no state and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hasten.replicas.routing import board_of
 
 
 class HeldBlocksRouter(RequestRouter):
-    """Takes the replica that the board ranks first, and tells the board."""
+    """Chooses the replica that the board ranks first, and records the choice on the board."""
 
     queue_len_response_deadline_s = max_queue_len_response_deadline_s = 5.0
 

@@ -1,9 +1,9 @@
 """Which replica serves a request: the one where its answer begins soonest.
 
 Replicas report the keys of the blocks that they hold (`hasten.engine.blocks.prefix_keys`). The cost of sending a
-request somewhere is counted in prompt tokens: those of its own that are not held there, those of others that are to be
-read before, and a few for each request that is being answered, which slows reading down. So a replica that holds the
-beginning is taken until what waits there costs more than reading the beginning anew elsewhere: no threshold.
+request to a replica is counted in prompt tokens: its own that are not held there, those of other requests that are
+waiting before it, and a few for each running request, which slows prefill down. So a replica that holds the
+beginning is chosen until waiting there costs more than processing the beginning elsewhere; there is no threshold.
 
 Numbers and keys only, so that benchmarks/replica_routing.py replays a day's traffic through the same code.
 """
@@ -39,8 +39,8 @@ class Ask:
 
 @dataclass(slots=True)
 class ReplicaState:
-    """What is known of one replica. held: keys of blocks that it reported; unread: tokens of prompts that were sent
-    there and not read yet; running: requests that were sent there and have not ended."""
+    """What is known about one replica. held: keys of the blocks that it reported; unread: prompt tokens that were sent
+    there and are not processed yet; running: requests that were sent there and have not ended."""
 
     held: frozenset[bytes] = frozenset()
     unread: int = 0
@@ -48,7 +48,7 @@ class ReplicaState:
     report: Mapping[str, Any] | None = None  # the last one, `hasten.replicas.replica.Report`
 
     def missing(self, ask: Ask) -> int:
-        """Tokens of the prompt that it does not hold."""
+        """Tokens of the prompt that the replica does not hold."""
         found = 0
         for key in ask.keys:
             if key not in self.held:
@@ -58,15 +58,15 @@ class ReplicaState:
 
 
 def soonest(state: ReplicaState, ask: Ask) -> float:
-    """What it costs to send a request there, in tokens; see the module's text."""
+    """Cost in tokens of sending a request to the replica; see the module's docstring."""
     return state.missing(ask) + state.unread + RUNNING * state.running
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Board:
-    """What one ingress knows of its replicas. Any thread may call; names are the caller's choice.
+    """What one ingress knows about its replicas. Thread-safe; the caller chooses the names.
 
-    A request is `sent`, `begun` with its first output, and `ended`, whatever became of it.
+    A request is `sent`, `begun` at its first output, and `ended` in any case.
     """
 
     cost: Callable[[ReplicaState, Ask], float] = soonest
@@ -75,12 +75,12 @@ class Board:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def replace(self, replicas: Iterable[str]) -> None:
-        """These are the replicas that there are; others are forgotten."""
+        """Set the replicas that exist; forget all others."""
         with self._lock:
             self.states = {name: self.states.get(name) or ReplicaState() for name in replicas}
 
     def report(self, replica: str, report: Mapping[str, Any]) -> None:
-        """A replica holds the blocks of these `keys` (cut to KEY_BYTES, end to end), and no others."""
+        """Record that a replica holds exactly the blocks of these keys (cut to KEY_BYTES, concatenated)."""
         with self._lock:
             state = self.states.get(replica)
             if state is None or state.report is report:
@@ -91,13 +91,13 @@ class Board:
             state.report = report
 
     def rank(self, ask: Ask) -> list[str]:
-        """The replicas, the best first; equal ones in any order."""
+        """The replicas, best first; equal ones in any order."""
         with self._lock:
             costs = [(self.cost(state, ask), self.draw.random(), name) for name, state in self.states.items()]
         return [name for _, _, name in sorted(costs)]
 
     def sent(self, ask: Ask, replica: str) -> None:
-        """The request goes there now, wherever it was before; nowhere if it has ended meanwhile."""
+        """Record that a request was sent to a replica (again, after another one); ignored if it has ended."""
         with self._lock:
             self._leave(ask)
             state = None if ask.over else self.states.get(replica)
@@ -107,12 +107,12 @@ class Board:
                 state.running += 1
 
     def begun(self, ask: Ask) -> None:
-        """Its first output came: the prompt was read."""
+        """Record the first output of a request: its prompt is processed."""
         with self._lock:
             self._read(ask)
 
     def ended(self, ask: Ask) -> None:
-        """It is nowhere any more."""
+        """Record the end of a request."""
         with self._lock:
             ask.over = True
             self._leave(ask)
@@ -133,12 +133,12 @@ _boards: WeakValueDictionary[str, Board] = WeakValueDictionary()
 
 
 def publish(board: Board) -> str:
-    """The name under which what others make in this process (Ray makes the router) finds the board."""
+    """Register the board and return its name, by which objects that others create (Ray's router) find it."""
     name = secrets.token_hex(8)
     _boards[name] = board
     return name
 
 
 def board_of(name: str) -> Board:
-    """The board of that name; in a process that has none, an empty one."""
+    """The board of that name; an empty one in a process that has none."""
     return _boards.get(name) or Board()

@@ -1,4 +1,4 @@
-"""How many replicas there are, and where. Free of Ray, so that the command line can show it at once."""
+"""How many replicas there are, and where. Imports no Ray, so that --help is quick."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,14 +12,14 @@ class ReplicaSettings:
     """Several engines behind one endpoint, on Ray Serve (docs/replicas.md).
 
     Args:
-        replicas: Engines, each with the model in a process of its own; 0: one engine, in this process, without Ray. The
-            cores are shared out among those of this machine (--threads says how many each takes).
-        max_replicas: Up to so many, and down to `replicas` again, as the requests in flight demand.
+        replicas: Number of engines, each a process with its own copy of the model; 0: one engine in this process,
+            without Ray. The cores are divided among the replicas of this machine (--threads sets the number for each).
+        max_replicas: Maximum number of replicas; with it the number follows the requests in flight.
         requests_each: Requests in flight for each replica, which the number of replicas follows.
-        shrink_seconds: How long fewer of them must be enough before one is let go.
+        shrink_seconds: How long fewer replicas must be enough before one is stopped.
         ray_address: A Ray cluster's HOST:PORT, or auto for one that runs on this machine; by default Ray is started
             here, for this server alone. The cluster's machines need hasten, and the model at the same path.
-        restart_seconds: What a replica that is replaced or no longer needed has to end its requests.
+        restart_seconds: Seconds that a replica has to finish its requests before it is replaced or stopped.
     """
 
     replicas: Annotated[int, AT_LEAST_0] = 0

@@ -1,4 +1,4 @@
-"""Answers: the engine's outputs of one HTTP request as OpenAI's chunks, and whole answers as chunks put together."""
+"""Turns the engine's outputs of one HTTP request into OpenAI's chunks, and joins chunks into whole answers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hasten.server.structured import Grammar
 
 Body = TypeVar("Body", bound=SamplingBody)
 Json = dict[str, Any]
-LOWEST = -9999.0  # what stands for minus infinity, which JSON does not have (vLLM's value)
+LOWEST = -9999.0  # in place of minus infinity, which JSON does not have (vLLM's value)
 
 
 class AnswerBuilder(ABC, Generic[Body]):
-    """What becomes of one HTTP request. Its choices are told as those of chunks; a whole choice is its chunks joined.
+    """Builds the response of one HTTP request; an answer that is not streamed is its chunks joined.
 
     kind, chunk_kind: the `object` of a whole answer and of a chunk.
     """
@@ -48,18 +48,18 @@ class AnswerBuilder(ABC, Generic[Body]):
 
     @abstractmethod
     async def requests(self, name: str) -> list[Request]:
-        """What the engine is asked; sets the answer's id, in which `name` occurs."""
+        """Build the engine's requests, and set the answer's id, which contains `name`."""
 
     @abstractmethod
     def take(self, which: int, output: RequestOutput) -> list[Json]:
-        """What an output of one of the requests adds: choices of chunks, maybe none."""
+        """Convert one output of the engine into choices of chunks (possibly none)."""
 
     @abstractmethod
     def join(self, index: int, parts: list[Json]) -> Json:
-        """A whole choice, without its finish reason, of all choices of chunks with its index."""
+        """Join all chunk choices of one index into a whole choice, without its finish reason."""
 
     async def respond(self, http: HttpRequest) -> Response:
-        """The response, streamed or whole. What cannot be served is told by its status, before anything is sent."""
+        """The response, streamed or whole. A request that cannot be served gets an error status at once."""
         requests = await self.requests(http.state.request_id)
         parts = self._parts(requests, http)
         http.state.cleanup.append(parts.aclose)  # called whatever happens: what still runs is aborted
@@ -87,9 +87,9 @@ class AnswerBuilder(ABC, Generic[Body]):
         return chunk
 
     async def _parts(self, requests: Sequence[Request], http: HttpRequest) -> AsyncGenerator[Json]:
-        """What the engine's outputs add (`take`), as they come; counts and times them. The first output adds something.
+        """Yield the chunk choices of the engine's outputs (`take`) as they arrive, and count and time them.
 
-        Raises ApiError for what the engine says of a failure.
+        The first output always yields some. Raises ApiError if the engine reports a failure.
         """
         metrics, which_of = self.service.metrics, {request.id: which for which, request in enumerate(requests)}
         stopwatch = Stopwatch(metrics, start=http.state.arrived)
@@ -120,7 +120,7 @@ class AnswerBuilder(ABC, Generic[Body]):
             http.state.facts[name] = getattr(self, name)
 
     def _usage(self) -> Json:
-        """OpenAI's account of the tokens so far."""
+        """The tokens used so far, as OpenAI's `usage`."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -139,7 +139,7 @@ class AnswerBuilder(ABC, Generic[Body]):
 
 
 def _check_end(request: Request, output: RequestOutput) -> None:
-    """Raise ApiError where an output ends its text other than well."""
+    """Raise ApiError if an output ended with an error, violates its schema, or was aborted."""
     constraint = request.constraint
     if isinstance(constraint, Grammar) and output.finish_reason in ("stop", "error"):
         why = constraint.error or str(output.stop_reason or "")
@@ -163,9 +163,9 @@ def chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
 
 
 def completion_logprobs(tokens: Sequence[TokenLogprob | None], *, texts: Sequence[str], offset: int) -> dict[str, Any]:
-    """The `logprobs` of a completion choice or chunk. texts: of each token; offset: characters before the first.
+    """The `logprobs` of a completion choice or chunk. texts: text of each token; offset: characters before the first.
 
-    None, at the first token of a prompt: nothing predicts it.
+    None for the first token of a prompt, which nothing predicts.
     """
     offsets = []
     for text in texts:
@@ -180,7 +180,7 @@ def completion_logprobs(tokens: Sequence[TokenLogprob | None], *, texts: Sequenc
 
 
 def join_logprobs(empty: Json, parts: Iterable[Json]) -> Json:
-    """The `logprobs` of all choices of chunks in one, which is empty so far."""
+    """Append the `logprobs` of chunk choices to those of a whole choice, which are empty so far."""
     for found in (part["logprobs"] for part in parts if part["logprobs"] is not None):
         for name, values in found.items():
             if isinstance(values, list):
@@ -189,7 +189,7 @@ def join_logprobs(empty: Json, parts: Iterable[Json]) -> Json:
 
 
 def _top(token: TokenLogprob) -> dict[str, float]:
-    """The most likely tokens by text; of tokens with the same text the most likely. The taken one is always there."""
+    """Log-probabilities by token text, the best for each text; the sampled token is always included."""
     found = {token.text: max(token.logprob, LOWEST)}
     for other in token.top:
         found[other.text] = max(found.get(other.text, LOWEST), other.logprob, LOWEST)

@@ -1,4 +1,4 @@
-"""The ASGI app: OpenAI's API, documented by /openapi.json, every endpoint behind the guard; what it says of itself."""
+"""The ASGI app: OpenAI's API, described by /openapi.json, with every endpoint behind the guard."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from hasten.server.tokens import add_tokens
 
 
 def make_app(service: Service) -> FastAPI:
-    """The app that serves one engine under one model name. `app.state.service` is what its endpoints share.
+    """Build the app that serves one engine under one model name. `app.state.service` is shared by its endpoints.
 
-    When the app's lifespan ends, the engine is closed; whoever serves the app waits before for what is in flight
-    (`Service.drain`, as `Server` does).
+    The engine is closed when the app's lifespan ends; before that, whoever runs the app should wait for requests in
+    flight (`Service.drain`, as `Server` does).
     """
 
     @asynccontextmanager
@@ -81,14 +81,14 @@ def _add_status(router: APIRouter, service: Service) -> None:
 
     @router.get("/health", response_model=Status, responses=UNWELL)
     async def health() -> Response:
-        """Whether the engine works."""
+        """Report whether the engine works."""
         if not service.engine.healthy:
             raise overloaded("the engine has failed", seconds=30)
         return reply({"status": "ok"})
 
     @router.get("/ready", response_model=Status, responses=UNWELL)
     async def ready() -> Response:
-        """Whether requests are taken now: the model is loaded, the engine works, no shutdown has begun."""
+        """Report whether requests are accepted: the model is loaded, the engine works, and no shutdown has begun."""
         if not service.ready or service.draining or not service.engine.healthy:
             raise overloaded("not ready", seconds=5)
         return reply({"status": "ready"})
@@ -99,7 +99,7 @@ def _add_status(router: APIRouter, service: Service) -> None:
         response_class=Response,
     )
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """Metrics in Prometheus' text format."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.get("/v1/models", response_model=Models)
@@ -132,7 +132,7 @@ class _ParsedRequest(Request):
 
 
 class _ParsedRoute(APIRoute):
-    """A route whose body is the value that stands in the request's state (the guard put it there)."""
+    """A route whose body is the parsed value that the guard has put into the request's state."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

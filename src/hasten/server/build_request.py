@@ -1,4 +1,4 @@
-"""From a checked body to the engine's Request: limits of this server, the model's defaults, tokens of the prompt."""
+"""Builds the engine's Request from a validated body: the server's limits, the model's defaults, the prompt's tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build_request(
     constraint: Grammar | None,
     **fields: Any,
 ) -> Request:
-    """The engine's request. fields: what chat and completions decide for themselves. Raises ApiError naming a field."""
+    """Build the engine's request. fields: what differs between chat and completions. Raises ApiError naming a field."""
     return Request(
         params=sampling_params(body, service, max_tokens=max_tokens, constrained=constraint is not None),
         priority=body.priority or 0,
@@ -40,7 +40,7 @@ def build_request(
 
 
 def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, constrained: bool) -> SamplingParams:
-    """How the answer is drawn. Raises ApiError naming the field."""
+    """Sampling parameters of a request. Raises ApiError naming the field."""
     # A beam search draws nothing: what the folder recommends for drawing is not meant.
     defaults: Mapping[str, Any] = {"temperature": 0.0} if body.use_beam_search else service.settings.defaults
     known = {name: defaults[name] for name in RECOMMENDED if defaults.get(name) is not None}
@@ -71,7 +71,7 @@ def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, co
 
 
 def samples(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> dict[str, Any]:
-    """What a Request says of samples, or of beams where they are asked for, within the limits."""
+    """Number of samples (or beams) of a request, checked against the limits, as fields of Request."""
     n, best_of = body.n or 1, body.best_of
     if best_of is not None and best_of < n:
         raise ApiError(f"best_of is {best_of}, below n, which is {n}", param="best_of")
@@ -95,9 +95,9 @@ def samples(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> di
 def room(
     prompt: Sequence[int], wanted: int | None, service: Service, *, param: str, wanted_by: str, default: int | None
 ) -> int:
-    """How many tokens may follow; 400 if the prompt, or what was asked for beside it, does not fit.
+    """Maximum number of new tokens; 400 if the prompt, or the prompt and `wanted` tokens, does not fit.
 
-    param, wanted_by: the fields of the prompt, and of `wanted`.
+    param, wanted_by: the request fields that hold the prompt and `wanted`, for the error.
     """
     left = service.max_length - len(prompt)
     if left < 1:
@@ -114,12 +114,12 @@ def room(
 
 
 async def constraint_of(wanted: ResponseFormat | None, service: Service) -> Grammar | None:
-    """The constraint, or None for text. Raises ApiError (400) for a schema that is refused."""
+    """The grammar of a structured answer, or None for text. Raises ApiError (400) for a schema that is refused."""
     if wanted is None:
         return None
     given = wanted.json_schema
     if given is not None and wanted.type != "json_schema":
-        message = f"response_format: json_schema stands beside type {wanted.type}; say type json_schema"
+        message = f"response_format: json_schema is given with type {wanted.type}; use type json_schema"
         raise ApiError(message, param="response_format")
     if wanted.type == "text":
         return None
@@ -152,7 +152,7 @@ async def prompts_of(
 
 
 def check_ids(prompt: Sequence[int], service: Service, *, param: str) -> tuple[int, ...]:
-    """Token ids from a request: not none, and all of them in the vocabulary."""
+    """Check token ids from a request: at least one, and all in the vocabulary."""
     if not prompt:
         raise ApiError("the prompt is empty: it needs at least one token", param=param)
     if max(prompt) >= service.vocabulary:

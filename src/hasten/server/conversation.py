@@ -1,7 +1,7 @@
 """A conversation as OpenAI describes it, and its token ids.
 
-https://platform.openai.com/docs/api-reference/chat. Of a request, the chat template sees the messages, the tools,
-`chat_template_kwargs` and `reasoning_effort`.
+https://platform.openai.com/docs/api-reference/chat. The chat template sees the messages, the tools,
+`chat_template_kwargs` and `reasoning_effort` of a request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class TextPart(Said):
 
 
 class FunctionCall(Said):
-    """What an assistant called; the arguments are JSON in a string."""
+    """A function call by the assistant; the arguments are JSON in a string."""
 
     name: Name
     arguments: Text
@@ -85,14 +85,14 @@ class NamedFunction(Body):
 
 
 class ToolChoice(Body):
-    """This function must be called."""
+    """Forces a call of one function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 def _few_parts(messages: Any) -> Any:
-    """Refuses, before any is looked at, more parts and calls than `MANY` in all messages together."""
+    """Refuse more than `MANY` parts and calls in all messages together, before any of them is parsed."""
     if isinstance(messages, list):
         lists = (message.get(name) for message in messages if isinstance(message, dict) for name in _LISTS)
         if sum(len(items) for items in lists if isinstance(items, list)) > MANY:
@@ -107,7 +107,7 @@ ToolList = Annotated[list[Tool], Field(max_length=TOOLS, fail_fast=True)]
 
 
 class TemplateBody(RequestBody):
-    """What decides how the chat template renders a conversation.
+    """The fields that decide how the chat template renders a conversation.
 
     continue_final_message: the answer continues the last message. add_generation_prompt: whether the text ends with
     the beginning of an answer; by default unless the last message is continued.

@@ -1,8 +1,8 @@
-"""What all request bodies share: which fields are honoured, which have no effect, and which are refused by name.
+"""Base classes of all request bodies: which fields work, which have no effect, and which are refused by name.
 
 - Bookkeeping (`metadata`, `prompt_cache_key`, …) is accepted and has no effect.
-- A known field that would change the answer and is not supported is accepted only with neutral values, those that ask
-  for nothing, since clients send their defaults. Any other value is a 400 that names the field.
+- A field that would change the answer and is not supported is accepted only with a neutral value (one that asks for
+  nothing), because clients send their defaults. Any other value is a 400 that names the field.
 - An unknown field of a request has no effect; the response header `x-hasten-ignored` names it. With
   `ServerSettings.strict_fields` it is a 400. Inside `response_format` and tools it is always a 400.
 - null counts as absent everywhere.
@@ -84,7 +84,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """A named JSON schema. strict: it is always kept to."""
+    """A named JSON schema. strict has no effect: answers always follow the schema."""
 
     name: Annotated[str, Field(max_length=256)] | None = None
     description: Text | None = None

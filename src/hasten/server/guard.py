@@ -1,7 +1,7 @@
-"""What stands before every endpoint: limits, keys, request ids, one log line, and the end of a client that is gone.
+"""Middleware before every endpoint: limits, keys, request ids, one log line, and aborting for a client that is gone.
 
 Plain ASGI. The body is read here, whole and within limits of size and time, so that afterwards the only news from the
-client is that it has gone: then the endpoint is cancelled wherever it stands, and what it had begun is aborted.
+client is that it has gone: then the endpoint is cancelled, and the work that it started is aborted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Guard:
             await send({"type": "websocket.close", "code": 1003})
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raises ApiError for a request that may not come in."""
+        """Raise ApiError for a request that is not allowed (host, key, size, load)."""
         settings, path = self.service.settings, scope["path"]
         # uvicorn's limit is for headers that are not complete yet; those that came in one piece are counted here.
         size = len(scope.get("raw_path") or path.encode()) + len(scope.get("query_string", b""))
@@ -74,7 +74,7 @@ class Guard:
             raise overloaded("the server is shutting down", seconds=5)
 
     def _knows(self, header: bytes) -> bool:
-        """Compares hashes of one length with every key: the time tells nothing of a key or of which one it was."""
+        """Compare with every key by hashes of one length, so that the time reveals nothing about a key."""
         scheme, _, key = header.partition(b" ")
         given = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(given, known) for known in self._keys]
@@ -135,7 +135,7 @@ class _Exchange:
             log_request(fields | {"outcome": outcome, **self.facts}, quiet=self.scope["path"] in WATCHED)
 
     async def _read_body(self) -> bytes:
-        """The whole body, checked. GET and HEAD bring none."""
+        """Read the whole body within the limits. GET and HEAD have none."""
         settings, guard = self.guard.service.settings, self.guard
         most = settings.body_bytes
         length = self.headers.get(b"content-length", b"0")
@@ -203,7 +203,7 @@ class _Exchange:
             pass
 
     async def send(self, message: Message) -> None:
-        """Sends to a client that takes it in time, with the request's id among the headers."""
+        """Send to the client, within the write timeout, with the request's id among the headers."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             extra = [(b"x-request-id", self.id.encode()), (b"x-content-type-options", b"nosniff")]
@@ -219,7 +219,7 @@ class _Exchange:
             self.ended = True
 
     async def _answer(self, error: ApiError) -> None:
-        """Say the error, unless a response has begun."""
+        """Send the error, unless a response has already started."""
         if self.status is not None:
             return
         response = error.response()
@@ -230,10 +230,10 @@ class _Exchange:
 
 
 def parse_json(data: bytes) -> Any:
-    """The JSON value; raises ApiError (400) unless it is one, within the depth, no object with more keys.
+    """Parse JSON; raises ApiError (400) if it is invalid, nested too deeply, or an object has too many keys.
 
-    No NaN or infinity, no number of more than 4,300 digits, no half surrogate pair, valid UTF-8 (RFC 8259). Python's
-    own parser accepts the first and the third, and recurses as deeply as it is told to.
+    NaN, infinity, numbers of more than 4,300 digits, lone surrogates and invalid UTF-8 are refused (RFC 8259). Python's
+    own parser accepts the first and the third, and recurses as deeply as the input nests.
     """
     try:
         value = from_json(data, allow_inf_nan=False, cache_strings="none")

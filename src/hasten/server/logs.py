@@ -1,4 +1,4 @@
-"""One JSON object a line to standard error: what was asked, how it ended; never a prompt, an answer or a key."""
+"""Logs one JSON object a line to standard error: request, status, times; never a prompt, an answer or a key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOGGER = "hasten.server"
 
 
 class JsonLines(logging.Formatter):
-    """A record as one JSON object; newlines in it are escaped, so that nobody can forge a line."""
+    """Formats a record as one JSON object; newlines are escaped, so that no log line can be forged."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -23,7 +23,7 @@ class JsonLines(logging.Formatter):
 
 
 def configure_logs(level: str = "info") -> None:
-    """Let our log and uvicorn's go to standard error as JSON lines."""
+    """Write our log and uvicorn's to standard error as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     # asyncio warns of every write to a client that has gone: that is in the request's own line.
@@ -34,12 +34,12 @@ def configure_logs(level: str = "info") -> None:
 
 
 def log_request(fields: Mapping[str, object], *, quiet: bool) -> None:
-    """The line of a request that ended; a quiet one is for debugging."""
+    """Log a request that ended; a quiet one at debug level."""
     logging.getLogger(LOGGER).log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})
 
 
 def log_exception(request_id: str, error: BaseException) -> None:
-    """Our own mistake, with its traceback."""
+    """Log an internal error with its traceback."""
     text = "".join(traceback.format_exception(error))
     fields = {"request_id": request_id, "error": f"{type(error).__name__}: {error}", "traceback": text}
     logging.getLogger(LOGGER).error("failed", extra={"fields": fields})

@@ -1,8 +1,8 @@
 """Prometheus metrics under the names that vLLM's dashboards use, with the prefix `hasten:`.
 
-https://docs.vllm.ai/en/latest/usage/metrics.html. A registry of its own: nothing of the process leaks in, and two
-servers in one process do not meet. Gauges and the engine's counters are read when somebody asks; only the histograms
-are written by requests.
+https://docs.vllm.ai/en/latest/usage/metrics.html. The registry is our own, so metrics of the process do not
+leak in and two servers in one process do not collide. Gauges and the engine's counters are read at each scrape; only
+the histograms are written by requests.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """What /metrics says."""
+        """The text that /metrics returns."""
         return generate_latest(self.registry)
 
 
 class Stopwatch:
-    """The times of one request, observed as they come. Samples of one prompt share the first token's.
+    """Observes the times of one request. Samples of one prompt share the time to the first token.
 
-    start: when the request's headers had arrived, by time.perf_counter().
+    start: when the request's headers arrived, by time.perf_counter().
     """
 
     def __init__(self, metrics: Metrics, *, start: float) -> None:
@@ -69,7 +69,7 @@ class Stopwatch:
         self._tokens: dict[tuple[int, int], int] = {}
 
     def observe(self, prompt: int, index: int, tokens: int, finish_reason: str | None) -> None:
-        """One output came with so many tokens."""
+        """Count one output with `tokens` new tokens."""
         now, key = time.perf_counter(), (prompt, index)
         if tokens:
             if not self._first:
@@ -87,12 +87,12 @@ class Stopwatch:
                 self._metrics.each.observe((now - self._first[key]) / (count - 1))
 
     def end(self) -> None:
-        """The last output was sent."""
+        """Observe the whole time, once the last output was sent."""
         self._metrics.whole.observe(time.perf_counter() - self._start)
 
 
 class _EngineCollector(Collector):
-    """Of each replica by itself, labelled, where there are any."""
+    """Collects the engine's statistics, labelled by replica if there are several."""
 
     def __init__(self, model_name: str, stats: Callable[[], Mapping[str, Stats]]) -> None:
         self._name, self._stats = model_name, stats

@@ -1,4 +1,4 @@
-"""How responses leave: JSON in one piece, server-sent events, and every error in OpenAI's shape.
+"""Responses: JSON, server-sent events, and errors in OpenAI's shape.
 
 Errors: {"error": {"message", "type", "param", "code"}}, https://platform.openai.com/docs/guides/error-codes
 Events: one `data:` line a chunk, `[DONE]` at the end, https://html.spec.whatwg.org/multipage/server-sent-events.html
@@ -34,7 +34,7 @@ ERRORS = {
 
 
 class ApiError(Exception):
-    """What a client is told: an HTTP status, a message, the field at fault, a code for programs, headers."""
+    """An error response: HTTP status, message, the field at fault, a code for programs, headers."""
 
     def __init__(
         self,
@@ -50,32 +50,32 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON that says it."""
+        """The error as JSON."""
         kind, _ = ERRORS.get(self.status, ERRORS[400] if self.status < 500 else ERRORS[500])
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The response that says it."""
+        """The error as a response."""
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 class ClientGone(Exception):
-    """The client closed, or took nothing for too long: there is nobody to tell."""
+    """The client closed the connection, or read nothing for too long."""
 
 
 def overloaded(message: str, *, seconds: float = 1.0, status: int = 503) -> ApiError:
-    """Come again after so many seconds (OpenAI's clients do)."""
+    """The error of an overloaded server; the client should retry after `seconds` (OpenAI's clients do)."""
     return ApiError(message, status=status, code="overloaded", headers={"Retry-After": str(max(1, round(seconds)))})
 
 
 def check_limit(name: str, found: int, most: int) -> None:
-    """Raises ApiError naming the field if it has more than this server allows."""
+    """Raise ApiError naming the field if its value is above the server's limit."""
     if found > most:
         raise ApiError(f"{name}: {found:,}; this server's limit is {most:,}", param=name)
 
 
 def from_library(error: HastenError) -> ApiError:
-    """What a client is told of an error of the library."""
+    """The error response for an error of the library."""
     if isinstance(error, QueueFull):
         return overloaded(str(error), seconds=error.retry_after, status=429)
     if isinstance(error, RequestRefused):
@@ -88,7 +88,7 @@ def from_library(error: HastenError) -> ApiError:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The 400 of a body that does not fit its schema; it names the first field at fault."""
+    """The 400 for a body that does not match its schema; names the first field at fault."""
     first = max(errors[:64], key=_meant, default=None)
     if first is None:
         return ApiError("the request is not valid")
@@ -105,8 +105,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _meant(error: Mapping[str, Any]) -> tuple[bool, int, int, bool]:
-    """Of a union every member complains. What was meant is the one that counted a list, or came deepest, furthest, and
-    to a value of its type.
+    """Sort key for validation errors of a union, in which every member fails: highest for the member that was meant.
+
+    That is the one that counted a list, or came deepest, furthest, and to a value of its type.
     """
     path = _path(error)
     place = path[-1] if path and isinstance(path[-1], int) else -1
@@ -118,7 +119,7 @@ def _path(error: Mapping[str, Any]) -> list[str | int]:
 
 
 def _name(path: Sequence[str | int]) -> str | None:
-    """messages[0].content; the names of a union's members (`list[int]`, `str`) are pydantic's, not the request's."""
+    """Path of a field, as in messages[0].content, without pydantic's names of union members (`list[int]`, `str`)."""
     name = ""
     for part in path:
         if isinstance(part, int):
@@ -129,12 +130,12 @@ def _name(path: Sequence[str | int]) -> str | None:
 
 
 def reply(body: Any) -> Response:
-    """A JSON response; a number that JSON does not have becomes null."""
+    """A JSON response; NaN and infinity become null."""
     return Response(to_json(body, inf_nan_mode="null"), media_type="application/json")
 
 
 class EventStream(Response):
-    """Sends chunks as events. A failure after the first one is an event of its own, since the status has gone out."""
+    """Streams chunks as events. A failure after the first is sent as an event, since the status is already sent."""
 
     media_type = "text/event-stream"
 

@@ -1,4 +1,4 @@
-"""Listening: a socket bound before anything slow happens, uvicorn with our limits on connections, an orderly end."""
+"""Runs the app: binds the socket before anything slow, limits uvicorn's connections, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket; 0 lets the system choose the port. Raises ConfigError, in one line, if it cannot be had."""
+    """Bind a TCP socket; port 0 lets the system choose one. Raises ConfigError if it cannot be bound."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port {port} is not between 0 and 65535")
     sock: socket.socket | None = None
@@ -49,7 +49,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens there."""
+    """Whether only this machine can reach a server on `host`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -57,7 +57,7 @@ def is_loopback(host: str) -> bool:
 
 
 def url_of(sock: socket.socket, host: str) -> str:
-    """Where the server is reached: from this machine, if it listens everywhere."""
+    """URL of the server; the loopback address if it listens on all interfaces."""
     port = sock.getsockname()[1]
     name = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{name}:{port}"
@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
     """uvicorn's server that drains before it closes: the second signal ends it at once.
 
     While it drains it still listens, so that /ready says 503 to a load balancer, /metrics can be read, and new requests
-    are told to go elsewhere; those in flight have `settings.drain_timeout` seconds, then they are aborted.
+    are refused with an error; those in flight have `settings.drain_timeout` seconds, then they are aborted.
     """
 
     def __init__(self, app: FastAPI, settings: ServerSettings, *, listening: Callable[[], None] | None = None) -> None:
@@ -106,7 +106,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Ours in place of uvicorn's, which raises the signal again at the end: a drained server ends with status 0."""
+        """Handle signals as we do, not as uvicorn, which raises them again: a drained server exits with status 0."""
         return capture_signals(self.handle_exit)
 
     def run_on(self, sock: socket.socket) -> None:
@@ -115,7 +115,7 @@ class Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """One connection: a request's headers must arrive in time, and whoever takes nothing can be dropped at once."""
+    """One connection, with a time limit for headers; a client that reads nothing can be dropped at once."""
 
     header_timeout = 30.0
     _timer: asyncio.TimerHandle | None = None
@@ -147,7 +147,7 @@ class _Protocol(H11Protocol):
 
 
 def curl_line(url: str, model_name: str, *, key: bool, has_tokenizer: bool) -> str:
-    """A command that works as it stands, once the server listens."""
+    """A curl command that works unchanged once the server listens."""
     import json
     import shlex
 

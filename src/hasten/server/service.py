@@ -1,4 +1,4 @@
-"""What the endpoints share: the engine, the model's facts, the threads that prepare requests."""
+"""State that the endpoints share: the engine, facts about the model, the threads that prepare requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class AnyEngine(Protocol):
-    """What answers: `hasten.engine.async_engine.AsyncEngine`, or several behind one (`hasten.replicas`)."""
+    """The engine's interface: `hasten.engine.async_engine.AsyncEngine`, or replicas of it (`hasten.replicas`)."""
 
     @property
     def facts(self) -> ModelFacts: ...
@@ -94,7 +94,7 @@ class Service:
         return [self.model_name, *self.adapters]
 
     def check_model(self, name: str | None) -> str:
-        """The adapter of that name, "" for the model itself, as for None. Raises ApiError (404) for a name it lacks."""
+        """Return the adapter of that name, or "" for the model itself (or None). Raises ApiError (404) if unknown."""
         if name is None:
             return ""
         if name not in self.models:
@@ -104,7 +104,7 @@ class Service:
         return "" if name == self.model_name else name
 
     def check_in(self, body: Any, http: HttpRequest) -> None:
-        """What every request for an answer begins with: its model and the engine are checked, its user is noted."""
+        """Check the model's name and the engine, and note the user, at the start of every request."""
         self.note_ignored(body, http)
         self.check_model(body.model)
         if not self.engine.healthy:
@@ -115,7 +115,7 @@ class Service:
     def note_ignored(self, body: RequestBody, http: HttpRequest) -> None:
         """Note the unknown fields of a request for its log line and the response header `x-hasten-ignored`.
 
-        Raises ApiError naming the first one with `strict_fields`, or one whose name is no name of a field anywhere.
+        Raises ApiError for the first one with `strict_fields`, and for one that could not be a field's name.
         """
         names = list(body.model_extra or ())
         for name in names:
@@ -125,11 +125,11 @@ class Service:
             http.state.facts["ignored"] = ",".join(names[:NAMED])
 
     def number(self) -> int:
-        """A number that no other request of this process has."""
+        """A number that is unique to this request in the process."""
         return next(self._numbers)
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """The result of work that would hold up everybody else if it ran here."""
+        """Run work in a thread, so that it does not block the event loop, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
@@ -147,7 +147,7 @@ class Service:
         return work() if len(text) < SHORT_TEXT else await self.in_thread(work)
 
     async def drain(self, timeout: float, *, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """Take no requests any more and wait until those in flight are answered; whether that was in time (seconds)."""
+        """Refuse new requests and wait for those in flight; returns whether they ended within `seconds`."""
         self.draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -156,13 +156,13 @@ class Service:
         return not self.in_flight
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.grammars.close()
 
 
 def too_long(tokens: int | str, most: int, *, param: str) -> ApiError:
-    """The 400 of a prompt that leaves no room, with the code that OpenAI's clients know."""
+    """The 400 for a prompt that is too long, with the code that OpenAI's clients know."""
     count = tokens if isinstance(tokens, str) else f"{tokens:,}"
     message = f"the prompt has {count} tokens; this server's limit is {most:,} tokens of prompt and answer together"
     return ApiError(message, param=param, code="context_length_exceeded")

@@ -1,4 +1,4 @@
-"""What the server allows. Free of every web package, so that the command line can show it at once."""
+"""Limits of the server. Imports no web package, so that --help is quick."""
 
 import math
 import re
@@ -18,12 +18,11 @@ class ServerSettings:
     """Limits in bytes, items and seconds; each refuses with an error that names it. (Lists have theirs in fields.py.)
 
     Args:
-        api_keys: Any of them opens everything; none means that everybody may ask. /health and /ready are always open.
+        api_keys: Keys, any of which gives access; without keys everybody has it. /health and /ready are always open.
         allowed_hosts: Names that the Host header may carry; empty allows all. A server on the loopback interface
-            without a key needs them: a web page whose name was made to point at 127.0.0.1 must not reach it (DNS
-            rebinding).
-        defaults: Sampling values of the model's generation_config.json, for what a request leaves out; of the whole
-            file, what else it says is passed over.
+            without a key needs them against DNS rebinding: a web page whose name resolves to 127.0.0.1.
+        defaults: Sampling values for fields that a request leaves out, from the model's generation_config.json; other
+            fields of that file are ignored.
         chat_template_kwargs: Variables that the chat template gets with every conversation, unless a request gives
             its own.
         allowed_origins: Origins (https://example.com) whose pages may use the server from a browser; "*" allows all.
@@ -35,7 +34,7 @@ class ServerSettings:
         requests: Most requests in flight, queued ones included.
         samples: Most samples of one prompt (n or best_of).
         choices: Most sequences of one request: prompts × best_of.
-        logprobs: Most alternatives told of each token.
+        logprobs: Most alternatives reported for each token.
         schema_bytes: Most bytes of a JSON schema.
         body_timeout: Seconds for a body to arrive.
         write_timeout: Seconds after which a client that takes nothing is dropped.

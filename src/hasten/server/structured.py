@@ -1,14 +1,14 @@
 """Structured output: a JSON schema becomes a constraint on every token, with llguidance.
 
 https://github.com/guidance-ai/llguidance: an Earley parser over a lexer of regular-expression derivatives; it computes
-which tokens of the vocabulary may come next. Grammars are from strangers: they are compiled and rehearsed away from the
-event loop and the engine, within limits of size, work and time, by threads that give way to both. It fails closed: a
-keyword of JSON schema that is not supported is refused rather than skipped, and a constraint that breaks half-way lets
-nothing but the end through and says so (`Grammar.error`).
+which tokens of the vocabulary may come next. Grammars are untrusted: they are compiled and rehearsed in
+low-priority threads, apart from the event loop and the engine, within limits of size, work and time. It fails closed:
+an unsupported keyword of JSON schema is refused, not skipped, and a constraint that breaks half-way allows only the end
+of the text and reports it (`Grammar.error`).
 
-What a schema costs shows only in its masks, which are computed in the engine's thread, where everybody waits for them.
-So there are three bounds: the library's own limits on each step (`LIMITS`), a rehearsal away from the engine in which
-most of what cannot work fails (`rehearse`), and an allowance of computing time for each token of what still gets by.
+The cost of a schema shows only in its masks, which are computed in the engine's thread, where all requests wait. So
+there are three bounds: the library's own limits on each step (`LIMITS`), a rehearsal in which most schemas that cannot
+work fail (`rehearse`), and a budget of computing time for each token.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ WALKS, STEPS, FIRST = 4, 32, 16  # of the rehearsal: walks, tokens of each, and 
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """What is wrong, in a line; empty if nothing is. ("NoExtension…": there is no text that fits.)"""
+    """The matcher's error in one line, or "". ("NoExtension…" means that no text satisfies the grammar.)"""
     lines = matcher.get_error().strip().splitlines() if matcher.is_error() else []
     if not lines:
         return ""
@@ -65,10 +65,10 @@ def error_of(matcher: LLMatcher) -> str:
 
 
 def rehearse(matcher: LLMatcher, *, vocabulary: int, closing: Sequence[int], seconds: float) -> None:
-    """Follow the grammar some way, at most so many seconds long. Raises ValueError where it breaks.
+    """Follow the grammar for some steps, at most `seconds` seconds. Raises ValueError where it breaks.
 
-    Tokens are drawn, always the same, from what it allows; `closing` ones (quotes, brackets) half of the time, so that
-    a walk leaves the free texts and comes to the later fields. The matcher itself stays as it is.
+    Samples allowed tokens, always the same ones; half of the time `closing` ones (quotes, brackets), so that the walk
+    leaves free text and reaches later fields. The matcher itself is not changed.
     """
     words = np.empty((vocabulary + 31) // 32, dtype=np.uint32)
     end, draw = time.monotonic() + seconds, random.Random(0)
@@ -152,12 +152,12 @@ class Grammar:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more may come."""
+        """Whether the text is complete and no token may follow."""
         return self._ended or bool(self._matcher.is_stopped())
 
     @property
     def error(self) -> str | None:
-        """Why the output cannot be trusted, of this sample or one that was forked with it."""
+        """Why the output of this sample, or of one forked from it, may violate the schema, or None."""
         return self._failures[0] if self._failures else None
 
     def mask(self, row: Tensor) -> None:
@@ -181,7 +181,7 @@ class Grammar:
         row[self._vocabulary :] = -torch.inf
 
     def advance(self, token: int) -> None:
-        """Take the token that was drawn."""
+        """Advance by the token that was sampled."""
         if self.done or token in self._eos_ids:
             self._ended = True
             if not self._failures and not self._matcher.is_accepting():
@@ -204,7 +204,7 @@ class Grammar:
             self._ended = True
 
     def _pay(self, seconds: float) -> None:
-        """Everybody waits for a mask: one that goes on being slow ends its own request."""
+        """Charge the time of a mask to this request's budget: all requests wait for it, so slow masks end their own."""
         self._left = min(ALLOWANCE, self._left - seconds)
         if self._left < 0 and not self.done:
             self._failures.append(f"it takes more than {PER_TOKEN * 1000:g} ms of computing for a token")
@@ -255,11 +255,11 @@ class Grammars:
         return Grammar(matcher.deep_copy(), **facts, schema=text, param=param)
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, text: str) -> asyncio.Future[LLMatcher]:
-        """Compile a schema, or wait for it: those who want the same one share what comes of it, a refusal too."""
+        """Compile a schema, or wait for it: requests with the same schema share the result or the refusal."""
         if self._waiting >= 64:
             raise overloaded("too many JSON schemas wait to be compiled")
         self._waiting += 1
@@ -296,7 +296,7 @@ class Grammars:
 
 
 def _give_way() -> None:
-    """Whoever computes for everybody goes first. Linux counts the niceness of each thread by itself."""
+    """Lower this thread's priority below the engine's. On Linux niceness is counted by thread."""
     if hasattr(os, "setpriority") and hasattr(threading, "get_native_id"):
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -1,10 +1,10 @@
-"""tools and tool_choice: what the template is shown, what the answer is held to, and reading calls out of it.
+"""tools and tool_choice: what the template gets, what constrains the answer, and how calls are parsed from it.
 
-How a model writes its calls is seen in its chat template:
+The chat template shows how a model writes calls:
 - Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one after the other
 - Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}`
 - Llama 3: the whole answer is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`, several divided by `;`
-What looks like a call and is none (no JSON, a name that nobody offered) stays text: nothing that was said is lost.
+Text that looks like a call but is none (no JSON, a name that was not offered) stays text, so nothing is lost.
 An answer that is cut off by its length inside a call ends with that call, its arguments as far as they came.
 """
 
@@ -40,7 +40,7 @@ class ParsedCall:
 
 
 def find_format(template: str) -> Format | None:
-    """The format that a chat template teaches; None if it has no place for tools or none that is known."""
+    """The call format of a chat template; None if it has no tools or an unknown format."""
     if "tools" not in template:
         return None
     for name in ("hermes", "mistral"):
@@ -50,7 +50,7 @@ def find_format(template: str) -> Format | None:
 
 
 class CallReader:
-    """Divides an answer into text and calls. format None: the whole answer is calls as JSON (a forced choice)."""
+    """Splits an answer into text and calls. format None: the whole answer is calls in JSON (a forced choice)."""
 
     def __init__(self, names: Collection[str], *, form: Format | None) -> None:
         self._names, self._form = frozenset(names), form
@@ -60,7 +60,7 @@ class CallReader:
         self._begun = False  # something was shown, or is certain to be text
 
     def push(self, text: str) -> str:
-        """Take more of the answer; what of it is text for certain."""
+        """Add a piece of the answer; returns the part that is certainly text."""
         self._held += text
         if self._holding:
             return ""
@@ -79,7 +79,7 @@ class CallReader:
         return shown
 
     def finish(self, *, cut: bool = False) -> tuple[str, list[ParsedCall]]:
-        """The answer has ended: the rest of the text, and the calls. cut: it ended by its length."""
+        """Finish: returns the rest of the text, and the calls. cut: the answer was cut off by its length."""
         held, self._held = self._held, ""
         if not self._holding:
             return held, []
@@ -92,7 +92,7 @@ class CallReader:
         return ("" if calls or (cut and self._form is None) else held), calls
 
     def _read(self, text: str) -> list[ParsedCall]:
-        """Raises ValueError for what is not calls to the end."""
+        """Parse the calls of a complete answer. Raises ValueError if anything else is in it."""
         calls: list[ParsedCall] = []
         rest = text.strip()
         while rest:
@@ -111,7 +111,7 @@ class CallReader:
         return calls
 
     def _read_cut(self, text: str) -> list[ParsedCall]:
-        """The calls of an answer that was cut off; of the last one there may be the beginning only."""
+        """Parse the calls of an answer that was cut off; the last call may be incomplete."""
         calls: list[ParsedCall] = []
         words = [word for word in (self._marker, BEHIND.get(self._form, "")) if word]
         between = re.compile("|".join([*map(re.escape, words), r"[\[\],\s]"]))
@@ -188,7 +188,7 @@ class Tools:
         self.shown = [tool.model_dump(exclude_none=True) for tool in tools]
 
     async def constraint(self) -> Grammar | None:
-        """What holds the answer of a forced choice to calls; None otherwise."""
+        """The constraint of a forced choice; None otherwise."""
         if not self._forced:
             return None
         names = [self.named] if self.named is not None else list(self._functions)
@@ -200,7 +200,7 @@ class Tools:
         return await self._service.grammars.constraint(schema, param="tools")
 
     def reader(self) -> CallReader | None:
-        """What reads the calls out of one answer; None where none can be."""
+        """The parser for the calls of one answer; None if it cannot have any."""
         if not self._offered:
             return None
         names = self._functions if self.named is None else [self.named]

@@ -51,7 +51,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"chat template of {self.origin}: syntax error in line {error.lineno}: {error.message}; "
-                "mend the template or pass another one"
+                "fix the template or pass another one"
             ) from error
         except RecursionError as error:
             raise CheckpointError(f"chat template of {self.origin}: nested too deeply to be compiled") from error
@@ -123,7 +123,7 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: it can fail in every way
             raise CheckpointError(
                 f"chat template of {self.origin}: failed with {type(error).__name__}: {error}; "
-                "mend the template or pass another one"
+                "fix the template or pass another one"
             ) from error
 
 

@@ -93,7 +93,7 @@ def parse_backend(text: str, *, where: object) -> tokenizers.Tokenizer:
             raise
         # The library answers malformed files with bare Exceptions, and with a panic that is no Exception at all.
         raise CheckpointError(
-            f"{where}: not a tokenizer that can be read ({error}); download it again, or write it anew with "
+            f"{where}: not a tokenizer that can be read ({error}); download it again, or write it again with "
             "transformers' AutoTokenizer.save_pretrained"
         ) from error
 

@@ -1,6 +1,6 @@
 """The layouts of GPTQ and AWQ checkpoints: integers of input features one below the other, in int32 words.
 
-Beside a linear module's bias stand, in place of its `weight` (N, K), with G groups of input features:
+Tensors of a linear module, in place of its `weight` (N, K), with G groups of input features:
 
   GPTQ (AutoGPTQ, GPTQModel)                             AWQ (AutoAWQ's "GEMM")
     qweight  int32 (K · bits / 32, N), packed along K      qweight  int32 (K, N / 8), packed along N
@@ -8,8 +8,8 @@ Beside a linear module's bias stand, in place of its `weight` (N, K), with G gro
     scales   float16 or bfloat16 (G, N)                    scales   float16 or bfloat16 (G, N)
     g_idx    int32 (K), the group of each input feature
 
-GPTQ stores zero points less one, unless config.json's `checkpoint_format` is "gptq_v2". AWQ's eight values of a word
-stand in the order 0, 2, 4, 6, 1, 3, 5, 7.
+GPTQ stores zero points less one, unless config.json's `checkpoint_format` is "gptq_v2". AWQ packs the eight values of
+a word in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from hasten.ops.linear import QuantizedWeight, WeightFormat, int4_format
 
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 _SCALES = ("F16", "BF16")
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word the values 0 … 7 stand
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the values 0 … 7 are in a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class ColumnsFolder(QuantizedFolder):
             if name.endswith(".qweight"):
                 self._add_module(name.removesuffix(".qweight"))
             elif name.endswith(_SUFFIXES) and f"{name.rpartition('.')[0]}.qweight" not in stored:
-                fail(tensor, f"stands without {name.rpartition('.')[0]}.qweight; download the folder again")
+                fail(tensor, f"is there without {name.rpartition('.')[0]}.qweight; download the folder again")
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
-        """Of the columns in the file's order."""
+        """Read a module's weight; the columns are in the file's order."""
         n, k = module.shape
         bits, words = self.config.bits, self.values(module)
         scales = self.tensor(f"{module.name}.scales").t().contiguous()
@@ -189,7 +189,10 @@ class GPTQFormat:
 
 
 def _zero_offset(format: WeightFormat) -> int:
-    """Of what is written: zero points less one, as every reader knows them, cannot say 0; "gptq_v2" can."""
+    """What is subtracted from zero points in a written file: 1, which every reader knows, or 0 ("gptq_v2").
+
+    With 1, a zero point of 0 cannot be stored.
+    """
     return 1 if format.symmetric else 0
 
 

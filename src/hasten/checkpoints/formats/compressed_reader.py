@@ -91,7 +91,7 @@ def _float_weights(weights: ConfigFields) -> FP4Layout | tuple[int, int] | None:
 
 
 def _groups(fields: ConfigFields, formats: tuple[str, ...]) -> list[ConfigFields]:
-    """The config's groups; CheckpointError for what stands beside them and is not understood."""
+    """The config's groups; raises CheckpointError for other fields that hasten does not understand."""
     fields.only(format=(*formats, None))
     for name in ("kv_cache_scheme", "transform_config", "sparsity_config"):
         section = fields.values.get(name)
@@ -151,12 +151,12 @@ class CompressedFolder(QuantizedFolder):
                 continue
             weights = f"{prefix}.weight", f"{prefix}.weight_packed"
             if leaf in ("weight_scale", "weight_zero_point") and not any(weight in stored for weight in weights):
-                fail(tensor, f"stands without {prefix}.weight or {prefix}.weight_packed; download the folder again")
+                fail(tensor, f"is there without {prefix}.weight or {prefix}.weight_packed; download the folder again")
             if leaf == "weight_packed" or (leaf == "weight" and f"{prefix}.weight_scale" in stored):
                 self._add_module(prefix, leaf == "weight_packed")
 
     def int4_words(self, module: QuantizedModule) -> QuantizedWeight | None:
-        """Of int4 that stands packed."""
+        """The packed int32 words of an int4 module as they are in the file; None for other modules."""
         if module.stored.bits != 4 or module.stored.permuted:
             return None
         assert module.layer is not None
@@ -166,7 +166,7 @@ class CompressedFolder(QuantizedFolder):
         return QuantizedWeight(format=held, values=self.values(module), scales=scales[:, place], zeros=zeros)
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
-        """Of int8 that is not packed the values are views of the file."""
+        """Read a module's weight; values of int8 that is not packed are views of the file."""
         scales, zeros = self._scales(module)
         columns = self.tensor(f"{module.name}.weight_g_idx").long() if module.stored.permuted else None
         values, format = self.values(module), module.stored
@@ -175,7 +175,7 @@ class CompressedFolder(QuantizedFolder):
         return QuantizedWeight(format=format, values=values, scales=scales, zeros=zeros, columns=columns)
 
     def _scales(self, module: QuantizedModule) -> tuple[Tensor, Tensor | None]:
-        """Scales (N, G) as they stand in the file, and zeros of the same shape: int8 for int8, else uint8."""
+        """Scales (N, G) as they are in the file, and zeros of the same shape: int8 for int8, else uint8."""
         n = module.shape[0]
         name = f"{module.name}.weight_scale"
         scales = self.tensor(name).view(n, -1)
@@ -217,7 +217,7 @@ class CompressedFolder(QuantizedFolder):
         self.beside(zero, (dtype,), *([(-(-n * bits // 32), groups)] if packed else [(n, groups), scale.shape]))
         if bits < 8 and scale.dtype == "F32":
             fail(scale, f"must be F16 or BF16 for int{bits}; found F32")
-        # Of several groups that fit, those that name the module say more than those for all, and these than others'.
+        # Groups that name the module override those for all Linear layers, which override the remaining ones.
         named = [group for group in fits if name in group.targets]
         general = [group for group in fits if any(one == "Linear" or one.startswith("re:") for one in group.targets)]
         likely = named or general or fits

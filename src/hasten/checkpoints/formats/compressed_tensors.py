@@ -1,6 +1,6 @@
 """The layout of the compressed-tensors package (github.com/vllm-project/compressed-tensors): names, shapes, config.
 
-Beside a linear module's bias stand, in place of its `weight` (N, K):
+Tensors of a linear module, in place of its `weight` (N, K):
 
   int4, int3, int2, 8 bits, "pack-quantized"              int8, "int-quantized"
     weight_packed      int32 (N, ceil(K · bits / 32))       weight        int8 (N, K)
@@ -11,12 +11,12 @@ Beside a linear module's bias stand, in place of its `weight` (N, K):
 
 Plain int8 is written where all layers are int8 and round their activations, and none is an expert or an embedding;
 else int8 is packed too (weight_packed, four to an int32, and weight_shape). Plain, transformers reads no experts, and
-vLLM no embedding and no layer without rounded activations. An embedding that is the head too stands in the file once,
+vLLM no embedding and no layer without rounded activations. An embedding that is also the head is in the file once,
 under its own name; the config names both.
 
 config.json says so under `quantization_config`. Where all layers are int8 and round their activations too, it says what
 is published as W8A8 ("int-quantized", dynamic by token); everything else is weight-only there. Whether our products
-round the activations of those layers all the same (by group for int4, for which there is no name) stands beside it,
+still round the activations of those layers (by group for int4, which has no published name) is recorded beside it,
 under our own key `hasten` (record.py).
 """
 
@@ -48,7 +48,7 @@ class CompressedTensors:
                 raise ConfigError(f"{name} ({layer.weight}): in compressed-tensors' layout hasten writes integers")
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The tensors that stand for a weight (N, K), by what follows the module's name."""
+        """The tensors that store a weight (N, K), by the suffix after the module's name."""
         bits = weight.format.bits
         if not self._packs(weight.format):
             return {"weight": weight.values, "weight_scale": weight.scales}

@@ -16,6 +16,7 @@ from hasten.checkpoints.checkpoint import StoredTensor, StoredTensors, check_fin
 from hasten.errors import CheckpointError
 from hasten.model.layer_format import Activations, LayerFormat, held_format, regrouped
 from hasten.ops.linear import QuantizedWeight, WeightFormat
+from hasten.ops.linear.blocks import Blocks
 
 BLOCK_ELEMENTS = 1 << 20  # of a weight that are in float32 at a time
 INDEX = ("I32", "I64")  # of a tensor that says to which group each column belongs
@@ -68,7 +69,7 @@ class QuantizedModule:
 
 
 class QuantizedFolder:
-    """A folder's quantized modules by the name of the weight that each stands for, and what reads them.
+    """A folder's quantized modules, by the name of the plain weight that each replaces, and how to read them.
 
     A layout finds its modules (`add`) and reads their numbers (`weight`); it refuses tensors that do not fit each other
     with CheckpointError. `tensor` reads one by name. logical: the folder's tensors as the loader sees them, without
@@ -107,7 +108,7 @@ class QuantizedFolder:
         return found
 
     def beside(self, name: str, dtypes: Sequence[str], *shapes: tuple[int, ...]) -> StoredTensor | None:
-        """A tensor that may stand beside a module's values; CheckpointError for another dtype or shape than these."""
+        """An optional tensor of a module, or None; CheckpointError for a dtype or shape that is not one of these."""
         found = self.stored.get(name)
         if found is not None and (found.dtype not in dtypes or found.shape not in shapes):
             wanted = " or ".join(str(list(shape)) if shape else "one number" for shape in shapes)
@@ -140,15 +141,19 @@ class QuantizedFolder:
         return weight if weight.format == held else regrouped(weight, held)
 
     def int4_words(self, module: QuantizedModule) -> QuantizedWeight | None:
-        """As `read`, but the values are int32 words, as PackedLinear.from_int4_words takes them; None where they are
-        not stored so.
+        """Read a module with its values as int32 words, for PackedLinear.from_int4_words; None if they are stored
+        differently.
         """
         return None
 
-    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
-        """The weight (N, K) that the module's numbers stand for, each rounded once, to `dtype`.
+    def blocks(self, module: QuantizedModule) -> Blocks | None:
+        """As `read`, but as the blocks of a GGUF file; None where they are not stored so."""
+        return None
 
-        It is made a few rows at a time: little of it is in float32 at once.
+    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
+        """The plain weight (N, K) of a module, each number rounded once, to `dtype`.
+
+        Computed a few rows at a time, so that little of it is in float32 at once.
         """
         (n, k), plain, name = module.shape, self.plain_rows(module), f"{module.name}.weight"
         weight = torch.empty(n, k, dtype=dtype)
@@ -165,7 +170,7 @@ class QuantizedFolder:
         return lambda rows: whole.rows(rows).dequantize()
 
     def values(self, module: QuantizedModule) -> Tensor:
-        """The mapped tensor of the module's values, as it stands in the file."""
+        """The mapped tensor of the module's values, as it is in the file."""
         return self.tensor(module.values)
 
 
@@ -181,7 +186,7 @@ class WrittenFormat(Protocol):
         """ConfigError where this layout cannot hold weights of these formats exactly: which, and what to do."""
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The tensors that stand for a weight (N, K), by what follows the module's name; on the meta device too.
+        """The tensors that store a weight (N, K), by the suffix after the module's name; on the meta device too.
 
         ConfigError where its numbers cannot be held exactly.
         """

@@ -1,6 +1,6 @@
 """The layouts of checkpoints whose weights are floats of 8 or 4 bits.
 
-Beside a linear module's bias stand, in place of its `weight` (N, K) in 16 bits:
+Tensors of a linear module, in place of its `weight` (N, K) in 16 bits:
 
 FP8, with scales by block, by row or by matrix
     weight             float8_e4m3fn (N, K)
@@ -63,7 +63,7 @@ class FP8Folder(QuantizedFolder):
                 self._add_module(tensor)
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
-        """The values as they stand in the file, and the scales in float32, spread to every row: (N, column blocks)."""
+        """The values as they are in the file, and the scales in float32, expanded to every row: (N, column blocks)."""
         values, name = self.values(module), self._scale_name(module.name)
         if ((values.view(torch.uint8) & 0x7F) == 0x7F).any():
             check_finite(module.values, values.float(), self.stored[module.values].file)

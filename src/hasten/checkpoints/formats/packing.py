@@ -2,7 +2,7 @@
 
 A value is stored without its sign (of int4 plus 8, as 0 … 15), which QuantizedWeight holds anyway but for int8; so are
 zero points, which are packed along the rows (N) and not along the columns. On a little-endian machine eight nibbles of
-an int32 are four bytes with the earlier value in the low half; of 3 bits a value may stand in two words.
+an int32 are four bytes with the earlier value in the low half; a value of 3 bits may cross from one word into the next.
 """
 
 import numpy as np

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from hasten.errors import CheckpointError
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES, read_config
 from hasten.ops.linear import QuantizedWeight
+from hasten.ops.linear.blocks import NUMBERS, Blocks
 
 
 def open_gguf(path: Path) -> ModelSource:
@@ -131,16 +133,36 @@ class GGUFWeights(QuantizedFolder):
         words = torch.cat(halves, 2).flatten(1).view(torch.int32)
         return QuantizedWeight(format=module.stored, values=words, scales=found)
 
+    def blocks(self, module: QuantizedModule) -> Blocks | None:
+        """The bytes as they lie in the file, of a type that goes to panels."""
+        if module.type not in NUMBERS:
+            return None
+        return Blocks(
+            type=module.type,
+            format=module.stored,
+            in_features=module.shape[1],
+            rows=self._our_rows(module),
+            read=partial(self._numbers, module),
+            check=partial(self._check, module),
+        )
+
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
         """The integers and their scales, which a layer holds as they stand in the file."""
+        return self._numbers(module, self._our_rows(module))
+
+    def _numbers(self, module: QuantizedModule, rows: Tensor) -> QuantizedWeight:
         tensor = self._tensor(module)
-        weight = tensor.type.weight(self._our_rows(module))
+        weight = tensor.type.weight(rows)
         if (scale := self.file.tensors.get(_scales_of(tensor.name)[0])) is not None:
             weight = replace(weight, scales=weight.scales * self.file.raw(scale.name).view(torch.float32).item())
-        for part in (weight.scales, weight.zeros, weight.outer):
-            if part is not None and part.is_floating_point() and part.itemsize > 1:
-                check_finite(tensor.name, part, self.file.path)
+        self._check(module, weight.scales, weight.zeros, weight.outer)
         return weight
+
+    def _check(self, module: QuantizedModule, *scales: Tensor | None) -> None:
+        """Refuse scales and minima that are not finite; integers and exponents of 8 bits always are."""
+        for part in scales:
+            if part is not None and part.is_floating_point() and part.itemsize > 1:
+                check_finite(self._tensor(module).name, part, self.file.path)
 
     def _tensor(self, module: QuantizedModule) -> GGUFTensor:
         return self.file.tensors[self.places[module.values].name]

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from hasten.checkpoints.load import load
+from hasten.checkpoints.load import load_quietly
 from hasten.checks import whole
 from hasten.engine.params import SamplingParams
 from hasten.engine.speculation.draft_model import DraftModel
@@ -123,7 +123,7 @@ def small_model(name: str, model: Transformer) -> Transformer:
     """The model of a folder or hub id, to draft for another one: in int8 where both have the fused native steps, since
     it is read for each token and need not be exact. Raises ConfigError for another vocabulary, CheckpointError.
     """
-    small = load(name, dtype=model.dtype, device=str(model.device))
+    small = load_quietly(name, dtype=model.dtype, device=str(model.device))
     check_vocabulary(small, model, name=f"the draft {name}")
     if model.stack is not None and small.quantization is None and refusal(small) is None:
         from hasten.quantization import Int8, quantize  # only here: it takes a while to import

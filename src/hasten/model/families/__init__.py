@@ -1,4 +1,4 @@
-"""The model families: for each, how a config.json is read and where every weight stands in the checkpoint."""
+"""The model families: how to read the config.json of each, and where each weight is in the checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import replace

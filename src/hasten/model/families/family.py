@@ -1,4 +1,4 @@
-"""What a family declares, and the pieces most families share."""
+"""The declaration of a family, and code that most families share."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ ACTIVATION_NAMES = {
 
 
 class RowSlice(NamedTuple):
-    """Output rows of a matrix that holds several: those from start to stop of each of `groups` equal parts of it."""
+    """Output rows of a fused matrix: start to stop in each of `groups` equal parts of it."""
 
     start: int
     stop: int
@@ -31,7 +31,7 @@ class RowSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Where one of our tensors stands in a checkpoint: the whole tensor `name`, or some rows of it.
+    """Where one of our tensors is in a checkpoint: the whole tensor `name`, or some rows of it.
 
     transposed: stored (in, out), as GPT-2's Conv1D does. expert: which matrix of a stacked (E, …) tensor.
     """
@@ -42,7 +42,7 @@ class TensorSlice:
     expert: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of the stored tensor: a view, except for rows of several groups."""
+        """Slice the stored tensor: a view, except for rows of several groups."""
         if self.expert is not None:
             tensor = tensor[self.expert]
         if self.transposed:
@@ -54,7 +54,7 @@ class TensorSlice:
 
 
 def join(pieces: Sequence[TensorSlice], tensors: Sequence[Tensor]) -> Tensor:
-    """The published tensor that the pieces were taken from (rows only: not turned back where it is transposed)."""
+    """Assemble the published tensor from its pieces (rows only; a transposed tensor is not transposed back)."""
     parts = [(piece.rows, tensor) for piece, tensor in zip(pieces, tensors, strict=True) if piece.rows is not None]
     if not parts:
         return tensors[0]
@@ -88,8 +88,8 @@ Places = Iterator[tuple[str, TensorSlice]]
 class Family:
     """One model family.
 
-    config translates a config.json. names: what a published checkpoint calls the parts of our parameters' names. rows:
-    those of modules that it stores in one matrix. transposed: it stores the weights of a block's linear layers
+    config translates a config.json. names: the checkpoint's names for the parts of our parameters' names. rows: row
+    slices of modules that the checkpoint stores in one matrix. transposed: the linear weights of blocks are stored
     (in, out). defaults are the values of fields that a config.json may leave out: those of the family's config class in
     transformers.
     """
@@ -104,7 +104,7 @@ class Family:
 
     @property
     def base(self) -> str:
-        """The prefix of the names that a checkpoint of the bare model (without its head) lacks."""
+        """The name prefix that is missing in checkpoints of the bare model (without its head)."""
         return self.names["blocks"].partition(".")[0] + "."
 
     def places(self, config: ModelConfig) -> Places:
@@ -118,7 +118,7 @@ class Family:
 
 
 def stacked_experts(family: Family, config: ModelConfig) -> Places:
-    """How transformers 5 holds experts in memory: gate and up stacked in one (E, 2·I, C) tensor."""
+    """The places of experts in transformers 5's memory: gate and up stacked in one (E, 2·I, C) tensor."""
     size = config.expert_size
     rows = {"gate_proj": RowSlice(0, size), "up_proj": RowSlice(size, 2 * size)}
     for ours, piece in replace(family, names=LLAMA_NAMES).places(config):
@@ -131,7 +131,7 @@ def stacked_experts(family: Family, config: ModelConfig) -> Places:
 
 
 def parameter_names(config: ModelConfig) -> Iterator[str]:
-    """The names of a Transformer's parameters, one by one: what a config asks for may be too large to be built."""
+    """Yield the names of a Transformer's parameters without building it: the config may ask for a huge model."""
     layernorm = config.norm == "layernorm"
     norms = ["attention_norm", "mlp_norm"]
     if config.post_norms:
@@ -160,7 +160,7 @@ def _named(prefix: str, modules: list[str], *, bias: bool = False) -> list[str]:
 
 
 def qkv_rows(config: ModelConfig, groups: int = 1) -> dict[str, RowSlice]:
-    """The rows of q, k and v in one matrix, after each other in each of its groups."""
+    """Row slices of q, k and v in one matrix, concatenated in each of its groups."""
     q, kv = (heads // groups * config.head_dim for heads in (config.heads, config.kv_heads))
     return {"q": RowSlice(0, q, groups), "k": RowSlice(q, q + kv, groups), "v": RowSlice(q + kv, q + 2 * kv, groups)}
 
@@ -177,9 +177,9 @@ def rope_fields(fields: Fields) -> Fields | None:
 def rope(
     fields: Fields, head_dim: int, parameters: Fields | None, *, theta: float, kinds: Mapping[str, str] = ROPE_KINDS
 ) -> RopeConfig:
-    """Read one rotary table from `parameters`; theta is used where neither they nor `rope_theta` beside them says it.
+    """Read one rotary table from `parameters`; `theta` is the default if neither they nor `rope_theta` give one.
 
-    kinds maps the names of the scalings that this family knows to ours.
+    kinds maps the family's names of scalings to ours.
     """
     inner = parameters if parameters is not None else Fields({}, fields.where)
     base = inner.number("rope_theta", default=fields.number("rope_theta", default=theta, low=1.0), low=1.0)
@@ -193,7 +193,7 @@ def rope(
     if kind == "default":
         return RopeConfig(theta=base, dim=dim)
     positions = fields.integer("max_position_embeddings", high=1 << 30)
-    # As in transformers the field beside the scaling counts more than the one in it.
+    # The field beside the scaling overrides the one in it, as in transformers.
     within = inner.integer("original_max_position_embeddings", default=positions, low=2, high=1 << 30)
     original = fields.integer("original_max_position_embeddings", default=within, low=2, high=1 << 30)
     ratio = {"default": positions / original} if kind in ("yarn", "longrope") else {}
@@ -232,7 +232,7 @@ def _yarn_attention(inner: Fields, factor: float) -> float:
 
 
 def common_fields(fields: Fields) -> dict[str, Any]:
-    """What all families name alike."""
+    """Config fields that have the same name in all families."""
     vocab = fields.integer("vocab_size", high=1 << 24)
     return {
         "vocab_size": vocab,
@@ -244,7 +244,7 @@ def common_fields(fields: Fields) -> dict[str, Any]:
 
 
 def sizes(fields: Fields) -> dict[str, Any]:
-    """The sizes that Llama and its descendants name alike."""
+    """Sizes that have the same name in Llama and its descendants."""
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads", high=1 << 12)
     kv_heads = fields.integer("num_key_value_heads", default=heads, high=1 << 12)
@@ -272,9 +272,9 @@ def layer_count(fields: Fields, *names: str) -> int:
 def layers_of_kinds(
     fields: Fields, kinds: list[str], *, window: int | None, scale: float | None = None, full_rope: int = 0
 ) -> tuple[LayerConfig, ...]:
-    """Only "sliding_attention" has the window. kinds: the family's own, where `layer_types` says nothing.
+    """Layer configs by kind; only "sliding_attention" layers have the window. kinds: the default for `layer_types`.
 
-    scale: of the scores, None: by the head's size. full_rope: the rotary table of the layers that see everything.
+    scale: score scale, None: by the head size. full_rope: the rotary table of layers with full attention.
     """
     scale = scale or sizes(fields)["head_dim"] ** -0.5
     sliding, full = LayerConfig(window=window, scale=scale), LayerConfig(rope=full_rope, scale=scale)
@@ -308,7 +308,7 @@ def llama_config(
 
 
 def expert_counts(fields: Fields, *names: str) -> dict[str, Any]:
-    """How many experts a layer has (`names`, the field's spellings) and how many each token is sent to."""
+    """Number of experts of a layer (`names`: spellings of the field) and of experts for each token."""
     experts = fields.integer(*names, high=1 << 12)
     chosen = fields.integer("num_experts_per_tok", high=1 << 12)
     if chosen > experts:
@@ -317,5 +317,5 @@ def expert_counts(fields: Fields, *names: str) -> dict[str, Any]:
 
 
 def window_of(fields: Fields) -> int | None:
-    """`sliding_window` where the model uses one; the query's own position counts."""
+    """`sliding_window` if the model uses one; the query's own position counts."""
     return fields.integer("sliding_window", default=None, high=1 << 30)

@@ -26,7 +26,7 @@ NAMES = LLAMA_NAMES | {
 
 
 def gemma_config(fields: Fields, kinds: list[str], *, full_rope: int = 0, **changes: Any) -> ModelConfig:
-    """What Gemma 2 and 3 share; kinds and full_rope as in `layers_of_kinds`."""
+    """The config that Gemma 2 and 3 share; kinds and full_rope as in `layers_of_kinds`."""
     if fields.flag("use_bidirectional_attention", False):
         raise CheckpointError(f"{fields.where}: use_bidirectional_attention is not supported; hasten runs decoders")
     bias = fields.flag("attention_bias", False)
@@ -73,10 +73,10 @@ def gemma3_config(fields: Fields) -> ModelConfig:
 
 
 def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
-    """The table of the local layers and that of the global ones.
+    """The rotary tables of local and of global layers.
 
-    Transformers 5 nests both in `rope_parameters`; before, `rope_theta` and `rope_scaling` spoke of the global layers
-    and `rope_local_base_freq` of the local ones. The older fields fill what the newer ones leave open.
+    Transformers 5 nests both in `rope_parameters`; before, `rope_theta` and `rope_scaling` were for global layers and
+    `rope_local_base_freq` for local ones. The older fields are the defaults of the newer ones.
     """
     head_dim = fields.integer("head_dim", high=1 << 12)
     given = fields.section("rope_parameters")

@@ -8,7 +8,7 @@ from hasten.model.families.family import ACTIVATION_NAMES, Family, RowSlice, com
 
 
 def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
-    """What GPT-2 and GPT-BigCode share."""
+    """The config that GPT-2 and GPT-BigCode share."""
     hidden = fields.integer("n_embd", "hidden_size")
     heads = fields.integer("n_head", "num_attention_heads", high=1 << 12)
     if hidden % heads:
@@ -67,7 +67,7 @@ def bigcode_config(fields: Fields) -> ModelConfig:
 
 
 def bigcode_rows(config: ModelConfig) -> dict[str, RowSlice]:
-    """Of q, k and v: without multi-query head by head."""
+    """Rows of q, k and v in the fused matrix; without multi-query attention they are interleaved head by head."""
     return qkv_rows(config, groups=config.heads if config.kv_heads > 1 else 1)
 
 

@@ -9,7 +9,7 @@ from hasten.model.families.family import Family, expert_counts, layer_count, lay
 
 
 def windowed_layers(fields: Fields) -> tuple[LayerConfig, ...]:
-    """Layers from `max_window_layers` on slide, if `use_sliding_window`; `layer_types` says so where it is given."""
+    """Layers from `max_window_layers` on have a window, if `use_sliding_window`; `layer_types` overrides that."""
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", low=0)
     kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layer_count(fields))]

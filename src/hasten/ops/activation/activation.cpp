@@ -43,7 +43,7 @@ INLINE F32 gelu_slope(F32 x) {
   return share + x * share * (1.0f - share) * (GELU_LINEAR + 3.0f * GELU_CUBIC * square);
 }
 
-// f(column, count) for every 16 columns; count < 16 for the last ones where there are not so many.
+// Calls f(column, count) for every 16 columns; count < 16 for a remainder at the end of the row.
 template <class F>
 INLINE void columns(int64_t width, const F& f) {
   int64_t c = 0;

@@ -1,4 +1,4 @@
-"""The activation operators: references, native kernels, and which of them serves."""
+"""The activation operators: references, native kernels, and the choice between them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16)  # of the native kernels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationRequest:
-    """What a kernel is asked to serve."""
+    """The properties of a call by which a kernel is chosen."""
 
     device: torch.device
     dtype: torch.dtype
@@ -85,7 +85,7 @@ def _native_unsupported(request: ActivationRequest) -> str | None:
 
 
 def _native_opt_in(request: ActivationRequest) -> str | None:
-    """Why PyTorch's functions are the better ones on this processor, by the time of a small layer, or None."""
+    """Why PyTorch's functions are faster on this processor, by timing a small layer, or None."""
     what = f"silu_mul of 256 × 1024 {str(request.dtype).removeprefix('torch.')}, and its gradients"
     return slower_than_pytorch(what, lambda: _contenders(request.dtype), "training")
 
@@ -101,7 +101,7 @@ def _contenders(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
 
 
 def bind(request: ActivationRequest, *, kernel: str | None = None) -> Functions:
-    """Both functions of the first kernel that serves, or of the one named: for a layer, which chooses once."""
+    """Both functions of the first kernel that fits, or of the one named; a layer calls this once."""
     found: Functions = pick(KERNELS, request, forced=kernel).run()
     return found
 

@@ -1,4 +1,4 @@
-"""A block layout in the forms that kernels take: tiles for the native one, flex_attention's, and a boolean matrix."""
+"""Converts a block layout to the forms that kernels take: native tiles, flex_attention's mask, a boolean matrix."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class MaskTiles:
 class BlockMask:
     """The mask of one layout, for the `block_mask` of `hasten.ops.attention.attention`.
 
-    Serves calls of exactly `keys` keys, of which the queries are the last ones. Made once for a pattern, length and
-    layer; every form is made when a kernel first wants it. window: with a causal mask, how many keys a query sees at
+    For calls of exactly `keys` keys, of which the queries are the last ones. Created once for a pattern, length and
+    layer; each form is created when a kernel first needs it. window: with a causal mask, how many keys a query sees at
     most, its own included (the sliding window of the layer).
     """
 
@@ -70,7 +70,7 @@ class BlockMask:
         layer: int = 0,
         window: int | None = None,
     ) -> BlockMask:
-        """The mask of a pattern for `keys` positions, of which the last `queries` (default: all) ask."""
+        """The mask of a pattern for `keys` positions; the last `queries` (default: all) are queries."""
         queries = keys if queries is None else queries
         if not 1 <= queries <= keys:
             raise ConfigError(f"the queries are the last ones of the {keys} keys, at least one; found {queries}")
@@ -80,16 +80,16 @@ class BlockMask:
 
     @property
     def causal(self) -> bool:
-        """No query sees a later key."""
+        """Whether no query sees a later key."""
         return self.layout.causal
 
     @property
     def heads(self) -> int:
-        """1 if all heads see the same, else how many were laid out."""
+        """1 if all heads have one layout, else the number of layouts."""
         return len(self.layout.heads)
 
     def check(self, queries: int, keys: int) -> None:
-        """Raise ConfigError unless the last `queries` of `keys` positions are what was laid out."""
+        """Raise ConfigError unless the layout is for the last `queries` of `keys` positions."""
         if keys != self.keys:
             raise ConfigError(f"the block mask is of {self.keys} keys; found {keys}; make one for this length")
         first = (keys - queries) // self.layout.block
@@ -117,13 +117,13 @@ class BlockMask:
         return self._form("tiles", lambda: _tiles(self.layout, self.keys))
 
     def native(self) -> Tensor:
-        """What the native kernels over a cache take of it."""
+        """The form for native kernels over a cache."""
         period = self.layout.period
         table = self._blocks() if period is None else torch.eye(period, dtype=torch.bool)[None]
         return self._form("native", lambda: native_ops().plan_pattern(table, self.layout.block, self.window or 0))
 
     def prepare(self, device: torch.device) -> None:
-        """Make the forms that the kernels of a device take now, and not inside a compiled step."""
+        """Create the forms for a device's kernels now, so that a compiled step does not."""
         if self.layout.period is not None:
             return
         if device.type == "cuda":
@@ -143,7 +143,7 @@ class BlockMask:
         return self._form("blocks", lambda: dense_blocks(self.layout))
 
     def _form(self, key: Hashable, make: Callable[[], Form]) -> Form:
-        """The form of this key, made once."""
+        """The form under this key, created once."""
         if key not in self._forms:
             self._forms[key] = make()
         return self._forms[key]
@@ -171,7 +171,7 @@ def seen_blocks(pattern: Pattern, blocks: int, *, heads: int = 1, layer: int = 0
 
 
 def tiles_refusal(block: int) -> str | None:
-    """Why a layout of such blocks cannot be cut into tiles of 64, or None."""
+    """Why a layout with this block size cannot be cut into tiles of 64, or None."""
     if block % TILE and (block % CELL or TILE % block):
         return f"its blocks have {block} positions; it takes {CELL}, {CELL * 2} and multiples of {TILE}"
     return None

@@ -37,7 +37,7 @@ class RowFormat:
     rotated: bool = False
 
     def element(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the cache's tensors, in a model of `dtype`."""
+        """dtype of the cache's tensors in a model of `dtype`."""
         return dtype if self.bits is None else torch.int8 if self.bits == 8 else torch.uint8
 
     def length(self, head_dim: int) -> int:
@@ -47,7 +47,7 @@ class RowFormat:
         return head_dim + SCALE_BYTES if self.bits == 8 else -(-head_dim // GROUP) * (GROUP // 2 + 2)
 
     def bytes(self, head_dim: int, dtype: torch.dtype) -> int:
-        """Of a row, in a model of `dtype`."""
+        """Bytes of one row (one head's key or value) in a model of `dtype`."""
         return self.length(head_dim) * self.element(dtype).itemsize
 
     def write(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What `attention` refuses before any kernel is asked, each with what was found."""
+"""Argument checks of `attention`, before a kernel is chosen; errors name what was found."""
 
 import math
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> None:
-    """Raise ConfigError, naming what was found, where the arguments of `attention` do not fit each other.
+    """Raise ConfigError, naming what was found, if arguments of `attention` are inconsistent.
 
-    After `check_tensors` of q, k and v; `inputs` are as they were given.
+    Call after `check_tensors` of q, k and v; `inputs` are as the caller gave them.
     """
     mask, key_padding, block_mask = inputs.mask, inputs.key_padding, inputs.block_mask
     others = {"mask": mask, "key_padding_mask": key_padding, "bias": inputs.bias, "alibi": inputs.alibi}
@@ -73,7 +73,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attentio
 
 
 def check_numbers(*, window: int | None, softcap: float | None, scale: float | None) -> None:
-    """Raise ConfigError for numbers that no attention has."""
+    """Raise ConfigError for numbers that are out of range."""
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ConfigError(f"window must be a whole number from 1 (the query's own key), or None; found {window!r}")
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):

@@ -86,7 +86,7 @@ class ChunkPlan:
 
     @property
     def lse_dtype(self) -> torch.dtype:
-        """Of scores and sums: float32, or float64 if the inputs are."""
+        """dtype of scores and sums: float32, or float64 if the inputs are float64."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
     def wide(self, shape: torch.Size) -> Tensor:
@@ -141,7 +141,7 @@ class ChunkPlan:
             scores *= self.spec.softcap
         if self.bias is not None:
             scores += self._of_bias(self.bias, chunk)
-        offset = self.k.shape[2] - self.q.shape[3]  # the last query stands where the last key does
+        offset = self.k.shape[2] - self.q.shape[3]  # the last query is at the position of the last key
         places = torch.arange(chunk.queries.start + offset, chunk.queries.stop + offset, device=scores.device)
         key_places = torch.arange(chunk.seen.start, chunk.seen.stop, device=scores.device)
         if self.alibi is not None:

@@ -1,10 +1,10 @@
-"""hasten's attention in other people's models: transformers' through its attention interface (5.0 and later), and
-PyTorch's own modules, nn.MultiheadAttention, all that is made of it, and its function.
+"""hasten's attention in other models: transformers' (through its attention interface, 5.0 and later), and PyTorch's
+nn.MultiheadAttention, modules that contain it, and its functional form.
 
-`multi_head_attention_forward` takes the arguments of `torch.nn.functional.multi_head_attention_forward`; masks say True
-or -infinity for what is hidden, as there. Key padding that leaves each row one stretch of keys, and a causal mask, are
-recognised on a CPU and reach the kernels as lengths and as causality; all other masks as masks. What wants the
-probabilities themselves, or keys of the module's own, is computed by PyTorch, and `refusal` says why.
+`multi_head_attention_forward` takes the arguments of `torch.nn.functional.multi_head_attention_forward`; as there,
+masks are True or -infinity for hidden keys. On a CPU, causal masks and key padding with contiguous keys are recognised
+and passed to the kernels as causality and lengths; other masks stay masks. Calls that need the probabilities, or that
+add keys of the module's own, are computed by PyTorch; `refusal` gives the reason.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from hasten.ops.attention.operator import KERNELS, attention
 
 DEFAULTS = {name: one.default for name, one in inspect.signature(F.multi_head_attention_forward).parameters.items()}
 NAMES = tuple(DEFAULTS)
-# Of them, what a module has under the same name.
+# Those that are attributes of nn.MultiheadAttention under the same name.
 OWN = ["num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn", "training"]
 OWN += ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
 
@@ -30,10 +30,10 @@ OWN += ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
 def multi_head_attention_forward(
     *arguments: Any, kernel: str | None = None, **named: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """As PyTorch's function of this name: query (T, B, E), key, value (S, B, …); the output (T, B, E), and weights.
+    """Replace PyTorch's function of this name: query (T, B, E), key, value (S, B, …) -> output (T, B, E), weights.
 
-    kernel: one by name; by default each call takes the first that fits. A query that sees no key attends to nothing
-    (zeros), where PyTorch gives NaN. Raises ConfigError where the kernel named cannot serve.
+    kernel: force one by name; by default each call uses the first that fits. A query that sees no key gives zeros
+    (in PyTorch NaN). Raises ConfigError if the named kernel cannot serve the call.
     """
     given = DEFAULTS | dict(zip(NAMES, arguments, strict=False)) | named
     reason = refusal(given)
@@ -51,7 +51,7 @@ def multi_head_attention_forward(
 
 
 def refusal(given: Mapping[str, Any]) -> str | None:
-    """Why PyTorch computes a call of these arguments, or None."""
+    """Why PyTorch has to compute a call with these arguments, or None."""
     if given["need_weights"]:
         return "the weights were asked for (need_weights), which only explicit scores give"
     for name in ("bias_k", "add_zero_attn", "static_k", "static_v"):
@@ -97,7 +97,7 @@ def _hidden(given: Mapping[str, Any], q: Tensor, k: Tensor) -> dict[str, Any]:
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:
-    """PyTorch makes numbers of boolean masks on the way. Where they can be read, that is undone."""
+    """Turn a mask of 0 and -inf back into booleans, where its values can be read: PyTorch converts boolean masks."""
     if mask is None or mask.dtype == torch.bool or mask.device.type != "cpu" or torch.compiler.is_compiling():
         return mask
     hidden = mask == float("-inf")
@@ -112,7 +112,7 @@ def _is_causal(mask: Tensor | None) -> bool:
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """nn.MultiheadAttention with hasten's attention; `replace_in` makes one of each that it finds, in place."""
+    """nn.MultiheadAttention with hasten's attention; `replace_in` converts modules to it in place."""
 
     kernel: str | None = None
 
@@ -127,7 +127,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As nn.MultiheadAttention's."""
+        """Run nn.MultiheadAttention.forward with hasten's attention; same arguments and results."""
         alike, turned = query is key and key is value, self.batch_first and query.dim() == 3
         if turned:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -152,12 +152,12 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _replace_in_modules(model: nn.Module, *, kernel: str | None) -> bool:
-    """Make every nn.MultiheadAttention in a model ours; False where there is none."""
+    """Convert every nn.MultiheadAttention in a model; False if there is none."""
     found: list[Any] = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     for module in found:
         module.__class__ = MultiheadAttention
         module.kernel = kernel
-        # nn.TransformerEncoderLayer would go around the module: not where its weights are said to stand apart.
+        # Otherwise nn.TransformerEncoderLayer skips the module for its own fast path; it does not for separate weights.
         module._qkv_same_embed_dim = False
     for encoder in model.modules() if found else ():
         if isinstance(encoder, nn.TransformerEncoder):
@@ -166,13 +166,12 @@ def _replace_in_modules(model: nn.Module, *, kernel: str | None) -> bool:
 
 
 def replace_in(model: Any, *, kernel: str | None = None) -> Any:
-    """Have every attention layer of a model call `hasten.ops.attention`, and return the model.
+    """Make every attention layer of a model call `hasten.ops.attention`, in place; returns the model.
 
-    A transformers model, or any module that is or holds nn.MultiheadAttention (nn.TransformerEncoderLayer does).
-    kernel: one by name for all layers; by default each call takes the first that fits; `hasten.ops.picker.explained`
-    tells which and why. A transformers model undoes it with `model.set_attn_implementation("sdpa")`. Raises ConfigError
-    for what has no such attention, for a transformers model that does not take its own from the interface, and for an
-    unknown kernel.
+    model: a transformers model, or a module that is or contains nn.MultiheadAttention (as nn.TransformerEncoderLayer).
+    kernel: force one by name; by default each call uses the first that fits, and `hasten.ops.picker.explained` reports
+    which and why. To undo it in a transformers model: `model.set_attn_implementation("sdpa")`. Raises ConfigError for a
+    model without such attention, a transformers model that does not use the attention interface, and an unknown kernel.
     """
     if kernel is not None and kernel not in [k.name for k in KERNELS]:
         raise ConfigError(f"there is no kernel {kernel!r}; known: {', '.join(k.name for k in KERNELS)}")
@@ -213,7 +212,7 @@ def attend(
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """One call as transformers makes it: query (B, H, T, D), key, value (B, Hkv, S, D); (B, T, H, D), no scores."""
+    """Compute a call of transformers: query (B, H, T, D), key, value (B, Hkv, S, D) -> (B, T, H, D), None."""
     if s_aux is not None:
         raise ConfigError("this model's attention has sinks (s_aux), which hasten's does not; keep its own")
     bias = position_bias

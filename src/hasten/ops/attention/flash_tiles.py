@@ -54,7 +54,7 @@ def forward_tiles(q: Tensor) -> Tiles:
 
 
 def backward_tiles(q: Tensor, *, capped: bool) -> tuple[Tiles, Tiles]:
-    """Of the kernel for the queries' gradient, and of that for the keys' and values'."""
+    """Tiles of the two backward kernels: the queries' gradient, and the keys' and values'."""
     return _choose(BACKWARD_QUERIES, q), _choose(BACKWARD_KEYS_CAPPED if capped else BACKWARD_KEYS, q)
 
 

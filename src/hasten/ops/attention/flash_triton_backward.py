@@ -118,7 +118,7 @@ def walk_keys(
     start, whole, until, stop,
     C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of one head's queries; everything stands transposed, (keys, queries)."""
+    """Add the gradients from one range of one head's queries; all tiles are transposed, (keys, queries)."""
     j = first + tl.arange(0, C.block_k)
     near, steps = stretch(start, whole, until, stop, C.block_q, MASKED)
     for step in range(steps):

@@ -97,7 +97,7 @@ def existing(bounds, b, keys):
 @triton.jit
 def visible(i, j, low, high, window, C: tl.constexpr):
     """Whether the query at position i sees key j, of which low … high - 1 exist; i and j broadcast."""
-    seen = i >= j if C.causal else j < high  # causal: the last query stands at the last key, none sees further
+    seen = i >= j if C.causal else j < high  # causal: the last query is at the last key's position
     if C.padded:
         seen = seen & (j >= low) & (j < high)
     if C.has_window:
@@ -116,7 +116,7 @@ def capped(products, C: tl.constexpr):
 @triton.jit
 def keys_of_tile(first, queries, keys, low, high, window, C: tl.constexpr):
     """Which keys a tile of queries meets: start, whole from, whole until, stop; all but stop are tiles' edges."""
-    position = first + keys - queries  # of the first query: the last query stands where the last key does
+    position = first + keys - queries  # of the first query; the last query is at the last key's position
     least = tl.cast(0, tl.int32)  # the first key that is seen
     whole = tl.cast(0, tl.int32)
     until = keys // C.block_k * C.block_k
@@ -142,7 +142,7 @@ def keys_of_tile(first, queries, keys, low, high, window, C: tl.constexpr):
 def queries_of_tile(first, queries, keys, low, high, window, C: tl.constexpr):
     """Which queries a tile of keys meets, in the same four numbers."""
     offset = keys - queries
-    row = first - offset  # the query that stands where the first key does
+    row = first - offset  # the query at the first key's position
     begin = first  # the tile's keys that exist
     end = tl.minimum(first + C.block_k, keys)
     if C.padded:

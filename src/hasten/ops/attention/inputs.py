@@ -1,4 +1,4 @@
-"""What a call of attention has besides q, k and v: what hides keys, what is added to the scores, and dropout."""
+"""Arguments of an attention call besides q, k and v: masks, score biases, dropout."""
 
 import functools
 import math
@@ -25,8 +25,10 @@ class Documents(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """The first and the last key that a query sees at most, int32 (B, T) both, as positions in its row; (B, 1) both
-    where they are the same for all queries of a row."""
+    """The first and last key that each query may see: int32 (B, T) positions in its row.
+
+    (B, 1) if they are the same for all queries of a row.
+    """
 
     low: Tensor
     high: Tensor
@@ -38,9 +40,10 @@ class Intervals(NamedTuple):
 
     @classmethod
     def of_padding(cls, given: Tensor) -> Self | None:
-        """Of lengths (B,), or of a key-padding mask (B, S) whose rows have one stretch of keys each.
+        """Intervals from lengths (B,), or from a key-padding mask (B, S) in which the keys of each row are contiguous.
 
-        None for a mask with gaps, and for one that cannot be read here: a device would wait for it, a graph break.
+        None for a mask with gaps, and for one that must not be read here: on a device that would synchronize, and in a
+        compiled graph it would break the graph.
         """
         if given.dim() == 1:
             return cls(torch.zeros_like(given, dtype=torch.int32)[:, None], given.int()[:, None] - 1)
@@ -54,7 +57,7 @@ class Intervals(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """Every kernel is called as run(q, k, v, spec, inputs); the picker has made sure that it serves what is set here.
+    """The `inputs` of a kernel, which is called as run(q, k, v, spec, inputs) and supports everything that is set here.
 
     mask: bool (T, S), (B, T, S), or of each head (B, H, T, S), True where a query sees a key; it replaces causality, as
     a block mask does. intervals hide further keys. key_padding: bool (B, S), True for keys that exist, where no
@@ -72,18 +75,18 @@ class AttentionInputs(NamedTuple):
 
     @property
     def only_a_mask(self) -> bool:
-        """Nothing is given but a mask and dropout, or not even these."""
+        """Whether nothing but a mask and dropout is set."""
         others = (self.intervals, self.block_mask, self.documents, self.key_padding, self.bias, self.alibi)
         return all(x is None for x in others)
 
     @property
     def hides_keys(self) -> bool:
-        """By something else than causality, so that a query may see none at all."""
+        """Whether anything besides causality hides keys, so that a query may see none."""
         given = (self.mask, self.intervals, self.block_mask, self.documents, self.key_padding)
         return any(x is not None for x in given)
 
     def intervals_of(self, queries: int, keys: int, device: torch.device) -> Intervals | None:
-        """The intervals, and the block mask's window as some."""
+        """The intervals, with the block mask's window included."""
         if self.block_mask is None or (window := self.block_mask.window) is None:
             return self.intervals
         high = torch.arange(keys - queries, keys, dtype=torch.int32, device=device)[None]  # (1, T)
@@ -97,7 +100,7 @@ PLAIN = AttentionInputs()  # causality and the window alone
 
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In autocast's dtype, as PyTorch's own attention takes them."""
+    """Cast to autocast's dtype, as PyTorch's attention does."""
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     half = torch.get_autocast_dtype(q.device.type)
@@ -154,7 +157,7 @@ def positions(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Positions (T,) of the queries and (S,) of the keys within their sequence, and which pairs (T, S) share one.
 
-    The last query stands where the last key does, in every document. The third is None without documents.
+    The last query of every document is at the position of its last key. The third is None without documents.
     """
     key_places = torch.arange(keys, device=device)
     if documents is None:
@@ -170,7 +173,7 @@ def positions(
 def visibility(
     queries: int, keys: int, spec: AttentionSpec, inputs: AttentionInputs, device: torch.device
 ) -> Tensor | None:
-    """All that hides keys, as one mask that broadcasts to (B, H, T, S), or None where every query sees every key."""
+    """Combine everything that hides keys into one mask (broadcasts to (B, H, T, S)); None if nothing is hidden."""
     mask, parts = inputs.mask, []
     if mask is not None:
         parts.append(mask.unsqueeze(1) if mask.dim() == 3 else mask)  # (T, S), (B, 1, T, S), or (B, H, T, S)

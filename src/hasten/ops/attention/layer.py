@@ -1,4 +1,4 @@
-"""The kernels of one layer: picked when the model is bound, for each form that the layer's calls can take."""
+"""The attention kernels of one layer, picked for each form of its calls when the model is bound."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ Mask = Tensor | BlockMask | None
 class LayerAttention:
     """A layer's attention, called by its contexts as attention(q, k, v, mask=…, dropout=…).
 
-    tokens: over the tokens at hand, or over all that is there, without a mask. dropout: the same with dropout of
-    probabilities. masked: with a mask, over a cache. decode: one query a sequence with a mask, where no gradient is
-    wanted and nothing is dropped.
+    tokens: kernel for calls without a mask. dropout: the same with dropout of probabilities. masked: with a mask, over
+    a cache. decode: one query for each sequence with a mask, without gradient and dropout.
     """
 
     spec: AttentionSpec
@@ -37,9 +36,9 @@ class LayerAttention:
 
     @classmethod
     def bind(cls, request: AttentionRequest, forced: str | None = None) -> LayerAttention:
-        """Pick the kernel of each form. forced: the one of all forms that it serves.
+        """Pick the kernel of each form. forced: a kernel for all forms that it supports.
 
-        Raises ConfigError where it serves none, with its reason against the tokens at hand.
+        Raises ConfigError if it supports none, with its reason against the form `tokens`.
         """
         forms = layer_requests(request)
         serving = [form for form, asked in forms.items() if _serves(forced, asked)]
@@ -58,7 +57,7 @@ class LayerAttention:
         intervals: Intervals | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Attention of q (B, T, H, D) over k, v (B, S, Hkv, D): (B, T, H, D). intervals: of keys beside the mask."""
+        """Attention of q (B, T, H, D) over k, v (B, S, Hkv, D): (B, T, H, D). intervals: hide further keys."""
         if isinstance(mask, Tensor):
             learns = torch.is_grad_enabled() and q.requires_grad
             kernel = self.decode if q.shape[1] == 1 and not learns and not dropout else self.masked
@@ -75,9 +74,9 @@ def _serves(name: str | None, request: AttentionRequest) -> bool:
 
 
 def layer_requests(request: AttentionRequest) -> dict[str, AttentionRequest]:
-    """Each form of a layer's calls as a request of its own; `request` is that of the tokens at hand.
+    """The requests of all forms of a layer's calls, from that of the form `tokens`.
 
-    Its dropout says whether the layer has any, so that what serves a mask can drop as well.
+    request.dropout: whether the layer has dropout; the kernel for masks must then support it too.
     """
     masked: dict[str, Any] = {"mask": True, "block_mask": False, "block_size": None}
     return {

@@ -130,7 +130,7 @@ Queries AttentionPhases::gather(const Piece& p) const {
   return queries;
 }
 
-// Where the values of a piece's token stand in q and out: those of its heads follow each other.
+// Offset of a piece's token in q and out; the values of its heads follow each other.
 int64_t AttentionPhases::first_value(const Piece& p, int64_t token) const {
   return ((p.row + token) * heads + p.head * group) * kv.head_dim;
 }

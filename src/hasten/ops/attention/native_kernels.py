@@ -1,4 +1,4 @@
-"""The native attention for training as kernels of the operator: what each computes, serves, and waits for."""
+"""The native training attention as kernels of the operator: what each supports, and when it must be requested."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ BESIDE_BLOCKS = ("softcap", "mask", "key_padding", "bias", "alibi")
 
 
 def native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
-    """Causal, windowed or full attention; packed documents, intervals, and block masks: what is hidden is skipped."""
+    """Causal, windowed or full attention; packed documents, intervals and block masks. Hidden keys are skipped."""
     q, k, v = as_autocast(q, k, v)
     dtype = q.dtype
     if dtype not in DTYPES:  # float16, which only autocast brings here
@@ -74,7 +74,7 @@ def native_unsupported(request: AttentionRequest) -> str | None:
 
 
 def native_opt_in(request: AttentionRequest) -> str | None:
-    """Why the native attention waits to be asked for by name."""
+    """Why the native attention is only used by name, or None."""
     if request.queries == 1:
         return "for one query it brings the keys into tiles that are used only once"
     return _slower(request.dtype_name, request.gradient is not False, request.layer)
@@ -101,7 +101,7 @@ def flex_unsupported(request: AttentionRequest) -> str | None:
 
 
 def flex_opt_in(request: AttentionRequest) -> str | None:
-    """Why flex waits to be asked for by name."""
+    """Why flex is only used by name, or None."""
     return "on a CPU it has a forward pass only" if request.device.type == "cpu" else None
 
 
@@ -119,7 +119,7 @@ def _unsupported(request: AttentionRequest) -> str | None:
 
 
 def _missing(layer: bool) -> bool:
-    """A layer may never be called: what could be compiled is enough for it. Who calls now compiles it now."""
+    """Whether the native library is missing. A call compiles it; to bind a layer it is enough that it could be compiled."""
     return not obtainable("training") if layer else library(part="training") is None
 
 
@@ -128,7 +128,7 @@ _missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _slower(dtype: str, gradient: bool, layer: bool) -> str | None:
-    """Why PyTorch's attention is the better one on this processor, by the time of a small layer, or None."""
+    """Why PyTorch's attention is faster on this processor, by timing a small layer, or None."""
     if layer and not is_built(choose_isa(), "training"):  # who only loads a model need not wait for a compiler
         return None
     what = f"attention of 2 × 256 tokens, 4 heads of 64, {dtype}{', and its gradients' if gradient else ''}"

@@ -38,7 +38,7 @@ def _triton_unsupported(request: AttentionRequest) -> str | None:
 
 
 def _triton(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
-    """A decode step in Triton, imported only where it is taken."""
+    """A decode step in Triton, imported only when it is used."""
     from hasten.ops.attention.triton_decode import one_query
 
     return one_query(q, k, v, spec=spec, mask=inputs.mask)
@@ -59,7 +59,7 @@ LONG, SHORT = 2048, 128  # queries
 
 
 def _flash_triton_opt_in(request: AttentionRequest) -> str | None:
-    """Why it waits to be asked for, from what was measured on an H100 (docs/attention.md)."""
+    """Why it is only used by name, from measurements on an H100 (docs/attention.md), or None."""
     if (reason := sdpa_rules.not_measured(request)) is not None:
         return reason
     few = request.queries is not None and request.queries < SHORT
@@ -75,7 +75,7 @@ def _flash_triton_opt_in(request: AttentionRequest) -> str | None:
 
 
 def _flash_triton(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
-    """FlashAttention in Triton, imported only where it is taken."""
+    """FlashAttention in Triton, imported only when it is used."""
     from hasten.ops.attention.flash_triton import flash_triton
 
     return flash_triton(*as_autocast(q, k, v), spec, inputs)
@@ -144,11 +144,12 @@ def attention(
     - cu_seqlens: integer (documents + 1,), starting with 0: the B·T tokens, laid end to end, are packed documents of
       these cumulative lengths, and no query sees another document. cu_seqlens_k: those of the keys, if they differ.
 
-    What happens to the scores: they are multiplied by `scale` (1/√D), soft-capped to c·tanh(s/c), and added to `bias`,
+    Scores are multiplied by `scale` (1/√D), soft-capped to c·tanh(s/c), and added to `bias`,
     (T, S) or broadcasting to (B, H, T, S), and to ALiBi's -slope·distance (`alibi`: True, or slopes (H,)). Then the
     softmax, in float32, and dropout of probabilities.
 
-    All tensors are on one device. kernel: one by name; by default the first that fits, see `hasten explain attention`.
+    All tensors are on one device. kernel: force one by name; by default the first that fits, see `hasten explain
+    attention`.
     Raises ConfigError for shapes, dtypes, devices and options that do not fit, and for a kernel that cannot serve them.
     Warns (HastenWarning) where no kernel that skips blocks serves a block mask, and all scores are computed.
     """
@@ -199,7 +200,7 @@ def attention(
 
 
 def request_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> AttentionRequest:
-    """What a kernel is asked for by these arguments."""
+    """The request to a kernel for these arguments."""
     there, wants = inputs.intervals, torch.is_grad_enabled()
     given = ("mask", "key_padding", "bias", "alibi", "documents", "block_mask")
     flags: dict[str, Any] = {name: getattr(inputs, name) is not None for name in given}

@@ -1,9 +1,9 @@
 """Attention of a step in which every sequence has its own number of new tokens, over keys and values in blocks.
 
-Prefill chunks and decodes stand in one ragged row: q (N, H, D), tokens query_start_loc[b] … query_start_loc[b+1] - 1
-being the last of sequence b's seq_lens[b] positions (`AttentionMetadata`). Kernels are called as run(q, view, *, spec,
-groups, dense): `groups()` says where the keys of sequences of equally many tokens lie, and `dense` is the layer's own
-attention, for kernels that bring keys side by side; the others read through the table.
+Prefill chunks and decodes share one ragged batch: q (N, H, D), tokens query_start_loc[b] … query_start_loc[b+1] - 1 of
+which are the last of sequence b's seq_lens[b] positions (`AttentionMetadata`). Kernels are called as run(q, view, *,
+spec, groups, dense): `groups()` says where the keys of sequences with the same number of new tokens are, and `dense` is
+the layer's own attention, for kernels that first copy keys into one tensor; the others read through the block table.
 """
 
 from collections.abc import Callable, Sequence

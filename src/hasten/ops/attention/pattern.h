@@ -1,4 +1,4 @@
-// Which keys of a cache the queries of a sparse pattern see, told a tile at a time.
+// Which keys of a cache the queries of a sparse pattern see, one tile at a time.
 #pragma once
 
 #include <algorithm>

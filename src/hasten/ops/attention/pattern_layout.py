@@ -16,7 +16,7 @@ class BlockLayout:
     """The blocks that are seen. heads: one entry for all heads, or one a head; each holds the sorted columns of a row.
     period: where each row sees exactly every period-th block, counted from its own.
 
-    The rows are the last ones of `blocks_k` (aligned bottom right): row r stands at block blocks_k - blocks_q + r.
+    The rows are the last ones of `blocks_k` (aligned bottom right): row r is block blocks_k - blocks_q + r of the keys.
     """
 
     block: int  # positions of a block
@@ -31,7 +31,7 @@ class BlockLayout:
 
     @property
     def first_row(self) -> int:
-        """The block that row 0 stands at."""
+        """The key block at the position of row 0."""
         return self.blocks_k - self.blocks_q
 
     @property

@@ -160,7 +160,7 @@ class _WithGlobals(Pattern):
             )
 
     def globals(self, blocks: int) -> set[int]:
-        """The global ones of so many blocks."""
+        """Indices of the global blocks in a sequence of `blocks` blocks."""
         return {j for a, b in zip(self.global_indices, self._ends(), strict=True) for j in _within(a, b, blocks)}
 
     def _ends(self) -> tuple[int, ...]:

@@ -128,7 +128,7 @@ def launch(
         q = q.contiguous()
     q, k, v = readable(q), readable(k), readable(v)
     decoding = max_query == 1 and tokens == sequences
-    # Of a step that is padded, some rows belong to no sequence: nothing else writes those.
+    # In a padded step some rows belong to no sequence, and nothing else writes them.
     out = q.new_empty(tokens, heads, size) if decoding else q.new_zeros(tokens, heads, size)
     if not tokens:
         return out.to(dtype)

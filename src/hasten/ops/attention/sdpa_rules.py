@@ -1,4 +1,4 @@
-"""When PyTorch's SDPA backends serve a request: their rules, written down so that they can be asked for any machine.
+"""When PyTorch's SDPA backends support a request: their rules, so that they can be evaluated for any machine.
 
 From aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.cpp (PyTorch 2.11 to 2.13). A request of a
 layer is judged by what is known of it; what differs from call to call is judged by PyTorch at the call.
@@ -22,7 +22,7 @@ WIDE_HEADS = 91_000  # the cuDNN that takes heads above 128 on Hopper
 
 
 def any_backend(request: AttentionRequest) -> str | None:
-    """Why none of PyTorch's backends serves the request."""
+    """Why none of PyTorch's backends supports the request, or None."""
     if request.spec.softcap is not None:
         return "PyTorch's SDPA has no soft-capping of scores"
     if request.device.type == "cuda" and request.alibi and request.dtype in HALVES:
@@ -102,7 +102,7 @@ def cudnn(request: AttentionRequest) -> str | None:
 
 
 def one_by_one(request: AttentionRequest) -> str | None:
-    """Why a single backend waits to be asked for."""
+    """Why a single backend is only used by name."""
     if request.layer:
         return "a layer's calls differ; sdpa lets PyTorch choose at each"
     if unequal(request):
@@ -111,14 +111,14 @@ def one_by_one(request: AttentionRequest) -> str | None:
 
 
 def not_measured(request: AttentionRequest) -> str | None:
-    """Why a kernel that was compared with the others on an H100 waits to be asked for on this device."""
+    """Why a kernel that was compared with the others on an H100 is only used by name on this device, or None."""
     if request.device.type == "cuda" and request.compute_capability() == HOPPER:
         return None
     return "it was measured on Hopper GPUs only: elsewhere by name"
 
 
 def cudnn_opt_in(request: AttentionRequest) -> str | None:
-    """Why cuDNN waits to be asked for; where it needs no mask it is the fastest on a Hopper GPU (docs/attention.md)."""
+    """Why cuDNN is only used by name; without a mask it is the fastest on a Hopper GPU (docs/attention.md)."""
     if (reason := one_by_one(request) or not_measured(request)) is not None:
         return reason
     if (name := masked(request)) is not None:
@@ -137,10 +137,10 @@ def flash_opt_in(request: AttentionRequest) -> str | None:
 
 
 def named_instead(request: AttentionRequest) -> str | None:
-    """Why `sdpa` waits to be asked for where everything is known."""
+    """Why `sdpa` is only used by name if the request is fully known."""
     if request.layer or unequal(request):
         return None
-    return "PyTorch's choice among the backends, each of which stands here by itself"
+    return "PyTorch's choice among the backends, each of which is listed here by itself"
 
 
 def never_first(request: AttentionRequest) -> str | None:

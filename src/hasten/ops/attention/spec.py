@@ -1,6 +1,4 @@
-"""What one layer's attention is, apart from the tensors it works on, and what a kernel is asked to serve: all that one
-can refuse by, known before any tensor is looked at.
-"""
+"""The fixed properties of a layer's attention, and the request by which a kernel is chosen before any tensor is read."""
 
 from dataclasses import dataclass
 
@@ -82,7 +80,7 @@ class AttentionRequest:
 
     @property
     def layer(self) -> bool:
-        """A layer asks when it is bound, and does not know its calls."""
+        """Whether a layer asks while it is bound, before the lengths of its calls are known."""
         return self.keys is None
 
     @property
@@ -91,7 +89,7 @@ class AttentionRequest:
 
     @property
     def windowed(self) -> bool:
-        """A window that hides something."""
+        """Whether there is a window that hides keys."""
         return self.spec.window is not None and (self.keys is None or self.spec.window < self.keys)
 
     @property
@@ -111,5 +109,5 @@ class AttentionRequest:
         return None
 
     def compute_capability(self) -> tuple[int, int]:
-        """Of the CUDA device: the one given, the device's own, or Hopper's where there is no device to ask."""
+        """CUDA compute capability: the given one, else the device's own, else Hopper's if there is no device."""
         return compute_capability(self.device) if self.capability is None else self.capability

@@ -1,4 +1,4 @@
-"""What a kernel needs to write this step's keys and values itself, and to read all the others."""
+"""The views of a cache for kernels that write a step's keys and values themselves and read all others."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 
 
 class AttentionMetadata(NamedTuple):
-    """Where the tokens of one step stand in the cache: the same for all layers.
+    """Where the tokens of one step are in the cache, the same for all layers.
 
     slot_mapping int64 (R,): the cache's row for each of the step's R tokens, -1 for padding. Tokens
     query_start_loc[b] … query_start_loc[b+1] - 1 belong to sequence b and are the last of its seq_lens[b] positions;
@@ -16,7 +16,7 @@ class AttentionMetadata(NamedTuple):
     block_table int64 (B, blocks); of one block, positions past its end begin again. rows: how the cache keeps keys and
     values.
 
-    What a launch on a GPU is sized by, known on the host (None: unknown): max_query, the most new tokens of a sequence;
+    Known on the host, to size a launch on a GPU (None: unknown): max_query, the most new tokens of a sequence;
     longest, the most tokens a sequence can have. Neither changes a result.
     """
 
@@ -32,7 +32,7 @@ class AttentionMetadata(NamedTuple):
 
     @property
     def to_read(self) -> tuple[Tensor | int | None, ...]:
-        """What is needed to read the cache: everything but slot_mapping, in the native operators' order."""
+        """The fields for reading the cache: all but slot_mapping, in the native operators' order."""
         return *self[1:6], self.rows.rotated
 
 

@@ -43,7 +43,7 @@ static Few<PackedWeight> parts_of(const std::vector<Tensor>& plans, int64_t k) {
   STD_TORCH_CHECK(!plans.empty(), "a product needs its weight");
   for (const Tensor& plan : plans) {
     found.add(plan_in<WeightPlan>(plan).weight);
-    STD_TORCH_CHECK(found[found.count - 1].k == k, "a weight for ", found[found.count - 1].k, " features stands where x has ", k);
+    STD_TORCH_CHECK(found[found.count - 1].k == k, "a weight has ", found[found.count - 1].k, " input features; x has ", k);
   }
   return found;
 }
@@ -137,7 +137,7 @@ Tensor plan_block(int64_t kv_heads, HASTEN_NORM, std::vector<Tensor> qkv, int64_
     const Few<PackedWeight> found = parts_of(plans, k);
     int64_t rows = 0;
     for (const PackedWeight& one : found) rows += one.w.n;
-    STD_TORCH_CHECK(rows == n, "weights of ", rows, " rows stand where the block has ", n);
+    STD_TORCH_CHECK(rows == n, "the weights have ", rows, " rows; the block has ", n);
     return found;
   };
   auto plan = std::make_unique<Plan>(Plan{

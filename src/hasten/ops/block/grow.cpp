@@ -32,7 +32,7 @@ static void scale_rows(float* x, int64_t count, float factor) {
   }
 }
 
-// Where the tokens of a step stand: the first one's, or one more of every row.
+// Positions and slots of a step's tokens: those of the first step, or one further in every row.
 struct Places {
   Places(int64_t step, const std::vector<int64_t>& counts, const std::vector<int64_t>& starts, const Tensor& block_table,
          int64_t block_size, const std::vector<Tensor>& frequencies, const std::vector<double>& factors)

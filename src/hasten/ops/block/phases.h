@@ -1,4 +1,4 @@
-// The steps of a decoder block as phases of a team: what stands between two products is done on the way in (norm,
+// The steps of a decoder block as phases of a team: whatever comes between two products is done on the way in (norm,
 // rounding) or on the way out (rotary turn, cache write, activation, residual), so that nothing wide goes through memory
 // twice. R rows of x, C: hidden size, H: query heads, D: head size.
 #pragma once
@@ -49,7 +49,7 @@ struct PackedWeight {
   Adapters adapters;
 };
 
-// A product with the rows that it takes: of one weight, or of several parts whose outputs stand after each other.
+// A product and the rows it multiplies: one weight, or several parts whose outputs are concatenated.
 struct Linear {
   // x (rows, K), may be written until the phases begin. chosen [rows]: the adapter that each row takes, -1 for none;
   // null: nobody takes any.
@@ -75,7 +75,7 @@ struct Linear {
       finish(part, panel, m0, m1, values);
     });
   }
-  // Of two parts with as many rows: calls finish(panel, m0, m1, values of the first, of the second).
+  // For two parts with the same number of rows: calls finish(panel, m0, m1, values of the first, values of the second).
   template <class Finish>
   void run_both(Worker& worker, const Finish& finish) const {
     if (adapted) worker.each(rows, [&](int64_t r) { narrow_row(r); });
@@ -326,13 +326,13 @@ struct MlpInput {
            const Few<PackedWeight>& weights, int64_t inner, bool gated, Activation kind, const int64_t* chosen = nullptr)
       : interleaved(gated && weights.count == 1), inner(inner), gated(gated), kind(kind), out(out), type(type),
         linear(arena, x, type, rows, norm, weights, chosen) {}
-  // The weights as they stand in a plan, checked. An interleaved one has whole panels.
+  // Checks the weights of a plan and returns them unchanged. An interleaved weight has whole panels.
   static Few<PackedWeight> checked(Few<PackedWeight> weights, int64_t inner, bool gated) {
     const bool interleaved = gated && weights.count == 1;
     const int64_t n = interleaved ? (inner + PANEL / 2 - 1) / (PANEL / 2) * PANEL : inner;
     STD_TORCH_CHECK(weights.count == (gated && !interleaved ? 2 : 1), "gate and up are one weight or two");
     for (const PackedWeight& one : weights)
-      STD_TORCH_CHECK(one.w.n == n, "a weight of ", one.w.n, " rows stands where there are ", n);
+      STD_TORCH_CHECK(one.w.n == n, "a weight has ", one.w.n, " rows; expected ", n);
     return weights;
   }
 
@@ -369,7 +369,7 @@ struct MlpInput {
         else for (int64_t j = 0; j < count - i; j++) store_one(out, type, base + j, y[j]);
       }
   }
-  // Of 16 rows of a weight from one on, those that it has.
+  // Bias of 16 rows from `row` on; zero for rows past the end.
   static F32 load_bias(const PackedWeight& weight, int64_t row) {
     if (row + LANES <= weight.w.n) return load_as(weight.bias, weight.bias_type, row);
     alignas(64) float some[LANES] = {};

@@ -1,4 +1,4 @@
-// Sums and pieces exchanged between ranks as torch operators; what they do stands in collective.h.
+// Sums and pieces exchanged between ranks, as torch operators; collective.h implements them.
 #include "collective.h"
 
 #include "../plans.h"

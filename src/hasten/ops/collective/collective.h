@@ -49,13 +49,13 @@ class Ranks {
       for (; i < n; i++) own[i] = load_one(x, type, first + i);
       meet();
       for (i = 0; i + LANES <= n; i += LANES) {
-        F32 v = load(told(0) + i);
-        for (int64_t r = 1; r < size; r++) v += load(told(r) + i);
+        F32 v = load(published(0) + i);
+        for (int64_t r = 1; r < size; r++) v += load(published(r) + i);
         store_as(x, type, first + i, v);
       }
       for (; i < n; i++) {
-        float v = told(0)[i];
-        for (int64_t r = 1; r < size; r++) v += told(r)[i];
+        float v = published(0)[i];
+        for (int64_t r = 1; r < size; r++) v += published(r)[i];
         store_one(x, type, first + i, v);
       }
     }
@@ -75,7 +75,7 @@ class Ranks {
       for (int64_t r = 0; r < size; column += sizes[r++])
         for (int64_t at = first, end = std::min(first + SLOT, rows * sizes[r]); at < end;) {
           const int64_t n = std::min(end - at, sizes[r] - at % sizes[r]);  // what is left of a row
-          std::memcpy(out + at / sizes[r] * all + column + at % sizes[r], told(r) + at - first, n * sizeof(float));
+          std::memcpy(out + at / sizes[r] * all + column + at % sizes[r], published(r) + at - first, n * sizeof(float));
           at += n;
         }
     }
@@ -93,7 +93,8 @@ class Ranks {
   static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(Line) == 64);
 
   float* slot(int64_t r) { return slots_ + ((turn_ & 1) * size + r) * SLOT; }
-  const float* told(int64_t r) { return slots_ + ((~turn_ & 1) * size + r) * SLOT; }  // after meet()
+  // What rank r wrote in this turn; to be called after meet().
+  const float* published(int64_t r) { return slots_ + ((~turn_ & 1) * size + r) * SLOT; }
 
   // Into our slot, on a boundary of 64 bytes, past the caches: a line that another core had read, and is to read again,
   // goes back and forth between two caches at 34 ns each way where these are far apart; through memory it takes 10.

@@ -1,4 +1,4 @@
-"""`RankGroup`: the processes that hold one model together, and what they tell each other in a step of it."""
+"""`RankGroup`: the processes that hold one model together, and their communication in a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankGroup:
 
     @functools.cached_property
     def plan(self) -> Tensor | None:
-        """What the native steps take of it; None where the ranks share no memory."""
+        """The form for native steps; None if the ranks share no memory."""
         if self.segment is None:
             return None
         return native_ops().plan_ranks.default(self.segment, self.rank, self.size, list(self.peers))
@@ -56,17 +56,17 @@ class RankGroup:
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
     def of_first(self, numbers: Sequence[int] = ()) -> list[int]:
-        """The first rank's numbers (at least one); it gives them, the others nothing."""
+        """Broadcast the numbers of rank 0 (at least one) to all ranks; the others pass none."""
 
-        def told(own: Sequence[int], count: int) -> Tensor:  # as float32 whose bits they are
+        def broadcast(own: Sequence[int], count: int) -> Tensor:  # int64 sent as the bits of float32
             sizes = [2 * count, *[2] * (self.size - 1)]
             bits = torch.tensor(own if self.rank == 0 else [0], dtype=torch.int64).view(torch.float32)
             return self.gather(bits, sizes)[: 2 * count].view(torch.int64)
 
-        return told(numbers, int(told([len(numbers)], 1))).tolist()
+        return broadcast(numbers, int(broadcast([len(numbers)], 1))).tolist()
 
     def abandon(self) -> None:
-        """Tell the others that this rank has failed: they end with an error where they wait for it."""
+        """Signal that this rank has failed; ranks that wait for it raise an error."""
         if self.plan is not None:
             native_ops().abandon_ranks(self.plan)
 

@@ -112,12 +112,12 @@ Tensor draw(Tensor scores, Tensor seeds, Tensor steps) {
   return tokens;
 }
 
-// The `count` largest of one row, descending; -infinity where it has not so many numbers above that.
+// The `count` largest numbers of one row, descending, padded with -infinity if there are fewer.
 static void largest_of(const float* scores, int64_t length, int64_t count, float* out) {
   const int64_t room = 4 * count + LANES;
   float* kept = scratch<float, 50>(room);
   int64_t size = 0;
-  float limit = -INFINITY;  // so many above it are not among the largest
+  float limit = -INFINITY;  // `count` numbers are above it, so a number below it is not among the largest
   auto cut = [&] {
     if (size <= count) return;
     std::nth_element(kept, kept + count - 1, kept + size, std::greater<>());

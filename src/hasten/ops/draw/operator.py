@@ -1,16 +1,16 @@
-"""A token drawn from processed logits: the reference, and the native kernel that finds the same token sooner.
+"""Samples tokens from processed logits: the reference, and native kernels that give the same tokens faster.
 
 The draw is a race of exponential clocks: with E_i ~ Exp(1), argmax p_i / E_i is distributed as p. In logarithms it is
 argmax(score_i - log E_i), the Gumbel-max trick, which needs no softmax and no sorting.
 
-Where the noise comes from. A row must get the same tokens alone, in a batch, and after rows left the batch; a
-`torch.Generator` for the batch cannot give that, one for each row draws on the CPU (V numbers a row and token, then a
-copy to the device). So the noise is a pure function of (seed, step, token id): SplitMix64 (Steele, Lea, Flood 2014), a
+The noise. A row must get the same tokens alone, in a batch, and after rows left the batch. One `torch.Generator` for
+the batch cannot do that, and one for each row runs on the CPU (V numbers for each row and token, then a copy to the
+device). So the noise is a pure function of (seed, step, token id): SplitMix64 (Steele, Lea, Flood 2014), a
 counter-based generator, in int64 tensor arithmetic, on whatever device the scores are.
 
-The native kernel (draw.cpp) takes the logarithms of those tokens only that can win. It rounds otherwise than the
-reference does, so where two tokens are too near to tell, the reference decides. On CUDA Triton's kernels go from the
-logits to the token (`draw_at_once`): no row of scores or noise is ever written.
+The native kernel (draw.cpp) computes logarithms only for tokens that can win. It rounds differently from the reference,
+so the reference decides if two tokens are too close. On CUDA, Triton kernels go from logits to tokens
+(`draw_at_once`) without writing scores or noise.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def draw(scores: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
 
 
 def reference_draw(scores: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
-    """The same by its definition."""
+    """`draw` by its definition."""
     return (scores - exponential_noise(seeds, steps, vocab_size=scores.shape[1]).log()).argmax(dim=-1)
 
 
@@ -63,7 +63,7 @@ def draw_at_once(
     greedy: Tensor | None,
     drawn: bool,
 ) -> Tensor | None:
-    """The tokens (B,) of logits (B, V) after temperature, top-k, top-p and min-p; None where no kernel does it at once.
+    """The tokens (B,) of logits (B, V) after temperature, top-k, top-p and min-p; None if no kernel supports that.
 
     The settings are `hasten.engine.sampling.RowParams`' own. drawn: False where all rows are greedy.
     """
@@ -91,7 +91,7 @@ def _on_triton(scores: Tensor) -> bool:
 
 
 def _native(scores: Tensor) -> Any:
-    """The native operators, where they serve."""
+    """The native operators, if they support the call."""
     if scores.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     native = library()

@@ -115,7 +115,7 @@ def _cut(
 
 @registered("hasten_triton::place")
 def place(lengths: Tensor, counts: Tensor, table: Tensor, width: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a batch's tokens stand: positions and slots (S, W), and the lengths (S,) that attention takes.
+    """Positions and slots (S, W) of a batch's new tokens, and the lengths (S,) that attention takes.
 
     lengths, counts (S,): tokens after the step, and of them new ones; table (S, columns); all int64.
     """

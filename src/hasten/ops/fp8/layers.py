@@ -93,7 +93,7 @@ class _Projection(torch.autograd.Function):
 
 
 def _gradients(dy: Fp8, x: Fp8, weight: Fp8Weight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of x (M, K) and of the weight (N, K)."""
+    """Gradients of x (M, K) and of the weight (N, K)."""
     return product(dy, weight.columns, dtype, fast=FAST_GRADIENTS), weight_gradient(dy, x, dtype)
 
 

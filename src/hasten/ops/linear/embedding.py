@@ -33,7 +33,7 @@ class PackedEmbedding(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows that come out."""
+        """dtype of the rows that `forward` returns."""
         return self.table.request.dtype
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ INLINE void multiply_packed(I32 (&acc)[M][V], const uint8_t* w, const ByteOperan
   }
 }
 
-// Of a unit of 32 values of 3 bits the first or the second half.
+// Multiplies the first or the second half of a unit of 32 three-bit values.
 template <int HALF, int M, int V, bool STREAM>
 INLINE void multiply_half(I32 (&acc)[M][V], const uint8_t* w, const ByteOperand* x, int64_t stride, const char* next_lines) {
   if constexpr (STREAM)

@@ -1,6 +1,6 @@
 // Products y = x·Wᵀ for 1 to thousands of rows x, from one packed layout of W in floats of 16 or 8 bits or integers of 2 to 8.
 //
-// The layout. Output rows stand in panels of 64. Inside a panel, 64-byte lines follow each other along K; a line
+// The layout. Output rows are grouped in panels of 64. Inside a panel, 64-byte lines follow each other along K; a line
 // belongs to 16 rows and holds, row by row, 4 bytes of each: 2 bf16, 4 int8 or 8 int4 values. So every lane of an
 // accumulator is its own output row: no horizontal sums, and scales are loaded as vectors. A decode step streams the
 // panel once; a product with many rows multiplies the same lines with 4 to 6 rows of x held in registers' reach,

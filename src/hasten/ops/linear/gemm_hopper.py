@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hasten.ops.linear.triton_linear import Beside
 
 HOPPER = (9, 0)
-# Of a thread, by how many groups multiply and how many programs a multiprocessor has: before they are shared out, and
-# of those that multiply. The compiler counts warps in fours.
+# Registers of a thread, by the number of multiplying warp groups and of programs per multiprocessor: before they are
+# redistributed, and then in the multiplying groups. The compiler counts warps in fours.
 REGISTERS = {(2, 1): (168, 240), (3, 1): (128, 160), (2, 2): (80, 104)}
 _failed: list[str] = []  # why Triton cannot compile it
 

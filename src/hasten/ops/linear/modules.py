@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, HastenWarning
+from hasten.ops.linear.blocks import Blocks, pack_blocks
 from hasten.ops.linear.gradient import frozen_product
-from hasten.ops.linear.layouts import PANEL, PANELS, ROWS, Layout, Operands, Packed, empty_weight, panel_scales, steps
+from hasten.ops.linear.layouts import PANELS, ROWS, Layout, Operands, Packed, empty_weight, panel_scales
 from hasten.ops.linear.operator import KERNELS, LinearRequest, Product, layout_of, slow_for_its_format, takes
 from hasten.ops.linear.weights import (
     FLOAT16,
@@ -22,6 +23,7 @@ from hasten.ops.linear.weights import (
     check_weight,
 )
 from hasten.ops.native import native_ops
+from hasten.ops.panels import PANEL, steps
 from hasten.ops.picker import pick
 
 ACTIVATION_PLANES = {"int8": 1, "float": 2}
@@ -35,15 +37,15 @@ class PackedLinear(nn.Module):
     native kernel rounds. With weights of bfloat16 and fp8 it rounds a float32 x to bfloat16 where the processor
     multiplies such pairs (AVX-512 BF16, AMX), and keeps float32 elsewhere, as with weights of float16 everywhere.
 
-    Where the format is permuted (the columns of a group do not stand beside each other), they lie sorted by group, and
-    the buffer `order` (K,) brings x's features into their order before the product.
+    In a permuted format (the columns of a group are not neighbours) the columns are stored sorted by group, and the
+    buffer `order` (K,) brings x's features into their order before the product.
 
     The buffers `data`, `scales`, `zeros` and `outer` hold the only copy, in the layout of the kernel that was picked
     (`layouts.py`; `kernel` forces one by name). What belongs into files is `to_weight()` or `dequantize()`,
     which are exact; the state dict is only for the same kernel. Made directly, the buffers are not initialised.
 
-    `.to()`, `.cuda()`, `.half()` and the like pick the kernel anew (one that was forced stays where it can serve) and
-    pack the weight for it, exactly; x then has the new device and dtype. No cast changes a number of the weight.
+    `.to()`, `.cuda()`, `.half()` and the like pick the kernel again (a forced one stays if it can serve) and pack the
+    weight for it, exactly; x then has the new device and dtype. No cast changes a number of the weight.
 
     A NaN or infinity in a row of x makes all outputs of that row NaN or infinite.
     """
@@ -157,6 +159,18 @@ class PackedLinear(nn.Module):
 
         return cls(in_features, words.shape[0], format, device=words.device, bias=bias, pack=pack, **options)
 
+    @classmethod
+    def from_blocks(cls, blocks: Blocks, bias: Tensor | None = None, **options: Any) -> Self:
+        """A layer of a weight in a GGUF file's blocks. For the native kernel they go to panels in one pass.
+
+        options: activations, dtype and kernel, as in `from_weight`.
+        """
+
+        def pack(layout: Layout) -> Packed:
+            return pack_blocks(blocks) if layout is PANELS else layout.pack(blocks.read(blocks.rows))
+
+        return cls(blocks.in_features, len(blocks.rows), blocks.format, bias=bias, pack=pack, **options)
+
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ConfigError(f"this layer takes {self.in_features} features; found x of shape {tuple(x.shape)}")
@@ -207,7 +221,7 @@ class PackedLinear(nn.Module):
         return self.numbers(ids.flatten()).dequantize(dtype).view(*ids.shape, self.in_features)
 
     def bind(self, kernel: str | None = None) -> None:
-        """Pick the kernel again, or force one by name; the weight is packed anew where its layout is another."""
+        """Pick the kernel again, or force one by name; repacks the weight if the new kernel has another layout."""
         chosen = pick(KERNELS, self.request, forced=kernel)
         if layout_of(chosen.name) is not layout_of(self.kernel):
             self._hold(layout_of(chosen.name).pack(self._rows(None)))
@@ -278,7 +292,7 @@ class PackedLinear(nn.Module):
 
 def request_of(linear: nn.Linear | PackedLinear) -> LinearRequest:
     """What a layer asks of its kernel; a plain one, what it would ask if it were packed."""
-    linear = getattr(linear, "base", linear)  # beside which LoRA's factors stand
+    linear = getattr(linear, "base", linear)  # the layer that a LoRA adapter wraps
     if isinstance(linear, PackedLinear):
         return linear.request
     weight = linear.weight

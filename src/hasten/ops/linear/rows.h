@@ -72,9 +72,9 @@ inline void widen(const void* x, Type type, int64_t row, int64_t k, int64_t padd
   }
 }
 
-// Of k values (a multiple of 16); NaN or infinity if there is one among them.
+// Largest magnitude of k values (a multiple of 16); NaN or infinity if one of them is.
 inline float largest_magnitude(const float* x, int64_t k) {
-  // As integers, magnitudes order like the numbers, with infinity and then NaN above all finite ones.
+  // Read as integers, magnitudes order like the numbers, with infinity and then NaN above all finite ones.
   I32 bits = {};
   for (int64_t i = 0; i < k; i += LANES) {
     const I32 own = as<I32>(abs(load(x + i)));
@@ -246,7 +246,7 @@ class Preparation {
   Few<Rows> shared_;
 };
 
-// Of the panels of weights after each other, the one that is there.
+// The part and the panel in it, of the item-th panel of concatenated weights.
 struct Place {
   int64_t part, panel;
   Place(const Few<Weight>& weights, int64_t item) : part(0), panel(item) {

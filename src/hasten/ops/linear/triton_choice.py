@@ -79,7 +79,7 @@ class ManyRows:
 
     @property
     def groups(self) -> int:
-        """Of warps, which share the tile's weight rows."""
+        """Number of warp groups, which share the tile's weight rows."""
         return 3 if self.n == 192 else 2
 
 
@@ -117,7 +117,7 @@ def serves_few_rows(rows: int, n: int, k: int) -> bool:
 
 
 def choose_few_rows(bits: int, group_size: int, rows: int, n: int, k: int, *, gated: bool = False) -> FewRows:
-    """As measured on an H200: 16 warps for each of its 132 multiprocessors, in one wave.
+    """Choose tiles by what was measured on an H200: 16 warps for each of its 132 multiprocessors, in one wave.
 
     Where groups are small, their scales and 16 rows of x want more registers: with one program, that is a prediction.
     """

@@ -29,7 +29,7 @@ PRODUCTS = """{
 PRODUCTS_BF16 = tl.constexpr(PRODUCTS.replace("TYPE", "bf16"))
 PRODUCTS_FP16 = tl.constexpr(PRODUCTS.replace("TYPE", "f16"))
 REGISTERS = tl.constexpr(",".join(["=&f"] * 8 + ["r"] * 20 + ["f"] * 8))
-# Two numbers of 4 bits, 16 bits apart, in the mantissas of 128 or 1024, minus the same with what stands for 0.
+# Two numbers of 4 bits, 16 bits apart, in the mantissas of 128 or 1024, minus the same with the zero point.
 INT4_BF16 = tl.constexpr("lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 $0, $0, $2;")
 INT4_FP16 = tl.constexpr("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA; sub.rn.f16x2 $0, $0, $2;")
 INT8_FP16 = tl.constexpr("lop3.b32 $0, $1, 0x00FF00FF, 0x64006400, 0xEA; sub.rn.f16x2 $0, $0, $2;")

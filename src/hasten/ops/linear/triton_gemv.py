@@ -166,7 +166,7 @@ def one_row_packed(
     """int8 and int4. Σ (q - z)·x = Σ (1 + q·u)·(x/u) - Σ x/u - z·Σ x, u a power of two: nothing is converted."""
     PAIRS: tl.constexpr = 4 if BITS == 4 else 2  # of a word
     RUN: tl.constexpr = 32 * PAIRS  # features of a chunk
-    MIDDLE: tl.constexpr = 8.0 if BITS == 4 else 128.0  # what stands for 0: int8 is stored with 128 added
+    MIDDLE: tl.constexpr = 8.0 if BITS == 4 else 128.0  # the zero point; int8 is stored with 128 added
     ZERO: tl.constexpr = 0.0 if BITS == 4 else 128.0
     PARTS: tl.constexpr = 0 if GROUP == 0 else RUN // GROUP if GROUP < RUN else 1
     SHARED: tl.constexpr = GROUP // RUN if GROUP > RUN else 1

@@ -56,7 +56,7 @@ class Beside:
 
     @property
     def result(self) -> torch.dtype:
-        """Of what comes out."""
+        """dtype of the result."""
         return self.dtype if self.residual is None else torch.float32
 
 
@@ -83,7 +83,7 @@ def linear_operator(
 ) -> Tensor:
     """x (…, K) and a weight in the "chunks" layout (layouts.py) -> (…, N).
 
-    torch.library wants every tensor named: only here the fields of `Operands` stand one by one.
+    torch.library wants each tensor as an argument of its own, so here the fields of `Operands` are separate.
     """
     weight = _operands(data, scales, zeros, bias, out_features, bits, group_size, planes)
     y = product(x.reshape(-1, x.shape[-1]), weight, Beside(x.dtype))

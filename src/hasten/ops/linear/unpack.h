@@ -94,7 +94,7 @@ INLINE U32 looked_up(const NibbleTable& table, U32 places) {
   return load_line(bytes);
 #endif
 }
-// How values of fewer bits than 8 stand in a panel's lines: units of `words` times four of each row, in LOW lines of 4 or 2
+// Layout of values of fewer than 8 bits in a panel's lines: units of `words` times four of each row, in LOW lines of 4 or 2
 // bits for each value (LOW_BITS), then one of their upper bits, if they have more.
 template <Format F>
 struct Packing {
@@ -186,7 +186,7 @@ inline void unpack_word_scales(const uint32_t* words, const uint16_t* outer, flo
   }
 }
 
-// Half of what scales of e8m0 are, which are the powers of two from 2^-127 on: fp4's numbers stand doubled in their table.
+// Half of each e8m0 scale (a power of two from 2^-127 on), because the table holds fp4's numbers doubled.
 inline void unpack_exponents(const uint8_t* exponents, int64_t count, float* to) {
   for (int64_t i = 0; i < count * PANEL; i += LANES) {
     const U32 e = as<U32>(load_int8(exponents + i)) & 0xffu;
@@ -240,8 +240,7 @@ INLINE void with_packing(Format format, const Run& run) {
   }
 }
 
-// The groups of a panel from g0 on, at most `count` of them, as they stand; or those that are made. UNPACKED: with lines of
-// int8.
+// At most `count` groups of a panel from g0 on: as stored, or (UNPACKED) with their lines unpacked to int8.
 template <bool UNPACKED>
 Groups groups_of(const Weight& w, int64_t panel, int64_t g0, int64_t count) {
   const int64_t groups = w.groups(), at = (panel * groups + g0) * PANEL;

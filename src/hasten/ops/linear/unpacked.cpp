@@ -5,7 +5,7 @@
 
 namespace hasten {
 
-// Of a panel's vectors those from `first` to `last`, and where they go: vector v of value k to
+// A panel's vectors from `first` to `last`, and their destination: vector v of value k goes to
 // to[k·stride + (v - first)·LANES].
 struct Target {
   int first, last;

@@ -14,7 +14,7 @@ Zero = Literal["middle", "point", "minimum"]
 VALUE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
 VALUE_DTYPES |= dict.fromkeys(("int8", "iq4", "fp4"), torch.int8)
 VALUE_DTYPES |= dict.fromkeys(("int6", "int5", "int4", "int3", "int2"), torch.uint8)
-# The numbers that 4 bits stand for: of IQ4_NL and IQ4_XS, and twice those of e2m1, of MXFP4.
+# The numbers that 4 bits encode: those of IQ4_NL and IQ4_XS, and twice those of e2m1 (MXFP4).
 TABLES = {
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     "fp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
@@ -40,13 +40,14 @@ class WeightFormat:
 
     element: what a value is: "int8" (-128 … 127), "int6" (0 … 63), "int5", "int4" (0 … 15), "int3", "int2", "iq4" or
     "fp4" (one of 16 numbers, see TABLES), or the name of a float dtype. scales: their levels, the finest first; each
-    next one scales the scales before it; none: the values are the weight. zero: what stands for 0 is the "middle" of
-    the integers (0 for int8, 32 for int6, 8 for int4), a "point" for each scale, an integer too; or instead of it each
-    scale has a "minimum", which is taken away, and has scales like it. permuted: an index says to which group a column
-    belongs (GPTQ's `g_idx`).
+    next one scales the scales before it; none: the values are the weight. zero: what encodes 0. "middle": the middle of
+    the integers (0 for int8, 32 for int6, 8 for int4); "point": an integer zero point for each scale; "minimum": each
+    scale has a minimum instead, which is subtracted and has scales of its own. permuted: an index says to which group a
+    column belongs (GPTQ's `g_idx`).
 
-    Kernels say what of this they take. FP8 in blocks is `Scales(float32, 128, 128)`, MXFP4 `Scales(float8_e8m0fnu,
-    32)`, NVFP4 `Scales(float8_e4m3fn, 16), Scales(float32, 0, 0)`; GGUF's k-quants have two levels and a minimum.
+    Kernels declare what of this they support. FP8 in blocks is `Scales(float32, 128, 128)`, MXFP4
+    `Scales(float8_e8m0fnu, 32)`, NVFP4 `Scales(float8_e4m3fn, 16), Scales(float32, 0, 0)`; GGUF's k-quants have two
+    levels and a minimum.
     """
 
     element: str
@@ -56,7 +57,7 @@ class WeightFormat:
 
     @property
     def bits(self) -> int:
-        """Of a value."""
+        """Bits of one value."""
         return _BITS.get(self.element) or int(re.findall(r"\d+", self.element)[0])
 
     @property
@@ -71,17 +72,17 @@ class WeightFormat:
 
     @property
     def middle(self) -> int:
-        """The integer that stands for 0 where all zeros are the same."""
+        """The integer that encodes 0 where all zero points are the same."""
         return 0 if self.bits > 6 or self.element in TABLES else 1 << (self.bits - 1)
 
     @property
     def zero_dtype(self) -> torch.dtype:
-        """Of zero points, as the values, or of minima, as the scales."""
+        """dtype of zero points (like the values') or of minima (like the scales')."""
         return self.scale_dtype if self.zero == "minimum" else VALUE_DTYPES[self.element]
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of the finest scales; float32 where there are none."""
+        """dtype of the finest scales; float32 if there are none."""
         return self.scales[0].dtype if self.scales else torch.float32
 
     def bits_of(self, in_features: int) -> float:
@@ -236,7 +237,7 @@ class QuantizedWeight:
         return replace(weights[0], **joined)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight (N, K) that the values stand for."""
+        """The weight (N, K) as floats."""
         if not self.format.scales:
             return self.values.to(dtype)
         _, k = self.shape
@@ -283,7 +284,7 @@ def check_weight(weight: QuantizedWeight) -> None:
 
 
 def check_scales(format: WeightFormat, size: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> None:
-    """Raise ConfigError where scales, or zero points, are not what a weight of so many rows and groups has."""
+    """Raise ConfigError unless scales (and zero points) have the dtype and the `size` (rows, groups) of this format."""
     kinds = (format.scale_dtype,) if format.group_size else SCALE_DTYPES
     if scales.dtype not in kinds or tuple(scales.shape) != size:
         raise ConfigError(

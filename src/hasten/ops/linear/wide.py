@@ -25,7 +25,7 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
     wide = None if bias is None else bias.to(x.dtype)
     learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if learns and not weight.requires_grad and not torch.compiler.is_compiling():  # a compiled graph widens it anew
+    if learns and not weight.requires_grad and not torch.compiler.is_compiling():  # a compiled graph converts it again
         product = partial(wide_linear, weight=weight, bias=bias)
         return frozen_product(x, product, lambda start, stop, dtype: weight[start:stop].to(dtype))
     if x.device.type != "cpu" or learns or torch.compiler.is_compiling():

@@ -29,7 +29,7 @@ def chunked(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = 
 
 
 def chunked_triton(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = None) -> Tensor:
-    """As `chunked`, with one Triton kernel for what stands between a chunk's products; imported only where taken."""
+    """`chunked` with one Triton kernel for everything between a chunk's products; imported only when used."""
     if torch.compiler.is_compiling() and head.meet is alone:
         return compiled_loss(x, targets, head, chunk_rows=chunk_rows)
     make, rows_of = kernel_of("chunked-triton")
@@ -74,7 +74,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (factor,) = outputs
         if ctx.gradients is None:
-            raise RuntimeError("the chunked loss keeps its gradients for one backward pass; compute the loss anew")
+            raise RuntimeError("the chunked loss keeps its gradients for one backward pass; compute the loss again")
         x, weight, bias = ctx.gradients
         ctx.gradients = None  # in place, because a copy of the weight's gradient is what this kernel saves
         return (

@@ -15,7 +15,7 @@ from hasten.ops.loss.pieces import loss_and_gradient, loss_and_gradients, rows_o
 def compiled_loss(
     x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = None, triton: bool = True
 ) -> Tensor:
-    """As `chunked` (triton: as `chunked_triton`), for a head that one process has."""
+    """`chunked` (with triton: `chunked_triton`) inside a compiled graph, for a head that is not split over ranks."""
     assert head.fp8 is None
     width = head.weight.shape[0]
     if chunk_rows is None:

@@ -26,7 +26,7 @@ WARPS = 8
 def load(logits, bias, places, inside, known):
     """Logits of a row, with their bias, in float32; -inf where no token is known.
 
-    inside: of the row with its padding, whose end is aligned: so many places are read at once.
+    inside: mask of the padded row, whose end is aligned so that loads are vectorized.
     """
     x = tl.load(logits + places, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
@@ -92,7 +92,7 @@ def kernel(
 def loss_and_gradient(
     part: Tensor, wanted: Tensor, head: Head, loss: Tensor, narrow: Fp8 | None = None, *, need: bool
 ) -> Tensor | None:
-    """As that of pieces.py, in the dtype of the products."""
+    """The Triton form of `pieces.loss_and_gradient`; the gradient is in the dtype of the products."""
     logits = readable(logits_of(part, head))
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     bias = None if head.bias is None else head.bias.contiguous()

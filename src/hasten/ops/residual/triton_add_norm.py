@@ -141,7 +141,7 @@ def backward_kernel(
 def add_norm(
     stream: Tensor, branch: Tensor, branch_bias: Tensor | None, norm: Norm, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, for a float32 stream."""
+    """Add a branch to a float32 stream and normalize it, as the reference does."""
     total, normed, _, _ = operator(
         stream, branch, branch_bias, norm.weight, norm.bias, norm.eps, norm.offset, norm.centred, dtype
     )
