@@ -15,6 +15,7 @@ from hasten.engine.engine import Engine
 from hasten.engine.generate import Generation
 from hasten.engine.params import SamplingParams
 from hasten.engine.request import EngineFailed, Request
+from hasten.engine.run import DecodeRun
 from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
@@ -126,8 +127,17 @@ class ServedAnswers(Answers):
         settings = EngineSettings(max_length=len(self.prompts[0]) + self.new, **limits)  # type: ignore[arg-type]
         self.engine = engine = Engine(model, model.tokenizer, settings)
         self.asked, self._numbers = [""], count()
-        model_call, draw = (engine.runner, "logits", "compute"), (engine.sampler, "sample", "draw")
-        self.calls = (engine.scheduler, "plan", "plan"), model_call, draw, (engine, "_grow", "answer")
+        self.calls = (
+            (engine.scheduler, "plan", "plan"),
+            (engine.runner, "logits", "compute"),
+            (engine.sampler, "sample", "draw"),
+            (engine, "_grow", "answer"),
+            # and where the same sequences go on:
+            (DecodeRun, "enter", "plan"),
+            (engine.runner, "next_logits", "compute"),
+            (engine.sampler, "draw", "draw"),
+            (engine, "_take_each", "answer"),
+        )
 
     def begin(self) -> None:
         for request_id in self.asked:
