@@ -223,7 +223,7 @@ class Engine:
             if not self.scheduler.can_read_prompts:
                 return self._arrive(ahead, late)
         speculator = self.speculator
-        if speculator is not None:
+        if speculator is not None and speculator.asks:
             self._propose(speculator)
         plan = self.scheduler.plan(begin=ahead is None or not ahead.patient)
         if not plan:
