@@ -172,4 +172,4 @@ class GGUFWeights(QuantizedFolder):
 
     def _rows(self, name: str, rows: Tensor) -> Tensor:
         order = self.places[name].order
-        return rows if order is None else rows[order.argsort()]
+        return rows if order is None else rows.index_select(0, order.argsort())
