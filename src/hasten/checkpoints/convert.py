@@ -25,8 +25,9 @@ def convert(source: str | Path, output: str | Path, *, format: str = "compressed
     Raises ConfigError, and writes nothing, where the checkpoint is not quantized or the other layout would not hold it
     exactly; CheckpointError as `hasten.load` and `export_model` do.
     """
-    model, _, pieces, folder = fill_plain(open_checkpoint(source), keep_dtypes=True)
-    model.origin = str(source)
+    checkpoint = open_checkpoint(source)
+    model, _, pieces, folder = fill_plain(checkpoint, keep_dtypes=True)
+    model.origin, model.tokenizer = str(source), checkpoint.tokenizer
     if folder is None:
         raise ConfigError(
             f"{source} is not quantized: `hasten quantize --format {format}` quantizes it, `hasten export` writes it "

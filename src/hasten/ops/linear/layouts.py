@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
-from hasten.ops.linear.weights import FLOAT16, MXFP4, TABLES, VALUE_DTYPES, QuantizedWeight, WeightFormat
+from hasten.ops.linear.weights import MXFP4, TABLES, VALUE_DTYPES, QuantizedWeight, WeightFormat
 from hasten.ops.native import native_ops
 from hasten.ops.pages import joined_in_large_pages
 from hasten.ops.panels import PADDING, PANEL, steps

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, HastenWarning
-from hasten.ops.linear.gradient import frozen_product
 from hasten.ops.linear.blocks import Blocks, pack_blocks
+from hasten.ops.linear.gradient import frozen_product
 from hasten.ops.linear.layouts import PANELS, ROWS, Layout, Operands, Packed, empty_weight, panel_scales
 from hasten.ops.linear.operator import KERNELS, LinearRequest, Product, layout_of, slow_for_its_format, takes
 from hasten.ops.linear.weights import (
