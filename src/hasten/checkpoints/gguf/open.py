@@ -14,7 +14,7 @@ from hasten.checkpoints.gguf.config import config_values
 from hasten.checkpoints.gguf.grids import table
 from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, read_gguf
 from hasten.checkpoints.gguf.names import FREQUENCIES, LONG_ROPE, Place, place_of
-from hasten.checkpoints.gguf.tokenizer import read_tokenizer
+from hasten.checkpoints.gguf.tokenizer import stored_tokenizer
 from hasten.checkpoints.gguf.types import TYPES
 from hasten.checkpoints.source import ModelSource
 from hasten.errors import CheckpointError
@@ -23,12 +23,14 @@ from hasten.model.families import FAMILIES, read_config
 from hasten.ops.linear import QuantizedWeight
 from hasten.ops.linear.blocks import NUMBERS, Blocks
 
+TOKEN_BYTES = 500  # of memory, for each token (SmolLM2 400, Gemma 480)
+
 
 def open_gguf(path: Path) -> ModelSource:
     """The model of a GGUF file. CheckpointError for what is damaged, hostile, or of an unknown architecture."""
     file = read_gguf(path)
     values = config_values(file)
-    tokenizer = read_tokenizer(file)
+    tokenizer = stored_tokenizer(file)
     if tokenizer is not None:
         special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids) or None}
         values |= {name: value for name, value in special.items() if value is not None}
@@ -41,7 +43,8 @@ def open_gguf(path: Path) -> ModelSource:
         quantized=weights if weights.modules else None,
         dtype=weights.dtype(),
         generation={name: values[name] for name in ("bos_token_id", "eos_token_id") if name in values},
-        read_tokenizer=lambda: tokenizer,
+        read_tokenizer=lambda: None if tokenizer is None else tokenizer.build(),
+        tokenizer_bytes=0 if tokenizer is None else TOKEN_BYTES * len(tokenizer.kinds),
     )
 
 
@@ -172,4 +175,4 @@ class GGUFWeights(QuantizedFolder):
 
     def _rows(self, name: str, rows: Tensor) -> Tensor:
         order = self.places[name].order
-        return rows if order is None else rows[order.argsort()]
+        return rows if order is None else rows.index_select(0, order.argsort())
