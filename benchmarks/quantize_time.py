@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 METHODS = {
-    "gptq": ["--scheme", "int4", "--group-size", "32", "--method", "gptq"],
-    "gptaq": ["--scheme", "int3", "--method", "gptq", "--gptaq"],
+    "gptq": ["--scheme", "int4", "--method", "gptq"],
+    "gptaq": ["--scheme", "int3", "--group-size", "128", "--method", "gptq", "--gptaq"],
     "sign": ["--scheme", "int3", "--method", "sign"],
 }
 PREDICTION = re.compile(r"memory: ([\d.]+) GB.*?; ([\d,.]+) minutes of tuning")
