@@ -129,7 +129,7 @@ def test_a_tokenizer_that_does_not_fit_together_is_refused_by_load(file, monkeyp
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the import loads it")
 def test_libtorch_is_loaded_before_it_is_imported():
     code = (
-        "import sys, threading\nfrom hasten.machine.preload import preload_torch\npreload_torch()\n"
+        "import sys, threading\nfrom hasten.cli.preload import preload_torch\npreload_torch()\n"
         "[t.join() for t in threading.enumerate() if t.name == 'hasten-preload']\n"
         "assert 'torch' not in sys.modules\nassert 'libtorch_cpu.so' in open('/proc/self/maps').read()\n"
         "import torch\nassert torch.ones(2).sum() == 2"

@@ -10,8 +10,8 @@ from operator import attrgetter
 from typing import Any
 
 import hasten
+from hasten.cli.preload import preload_torch
 from hasten.errors import HastenError, HastenWarning
-from hasten.machine.preload import preload_torch
 
 # What for -> command -> (module, class or function of arguments, what it does)
 GROUPS = {

@@ -21,7 +21,7 @@ from hasten.errors import CheckpointError
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES, read_config
 from hasten.ops.linear import QuantizedWeight
-from hasten.ops.linear.blocks import NUMBERS, Blocks
+from hasten.ops.linear.blocks import NUMBERS, GgufBlocks
 
 TOKEN_BYTES = 500  # of memory, for each token (SmolLM2 400, Gemma 480)
 
@@ -136,11 +136,11 @@ class GGUFWeights(QuantizedFolder):
         words = torch.cat(halves, 2).flatten(1).view(torch.int32)
         return QuantizedWeight(format=module.stored, values=words, scales=found)
 
-    def blocks(self, module: QuantizedModule) -> Blocks | None:
+    def blocks(self, module: QuantizedModule) -> GgufBlocks | None:
         """The bytes as they lie in the file, of a type that goes to panels."""
         if module.type not in NUMBERS:
             return None
-        return Blocks(
+        return GgufBlocks(
             type=module.type,
             format=module.stored,
             in_features=module.shape[1],
