@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 METHODS = {
-    "gptq": ["--scheme", "int4", "--group-size", "32", "--method", "gptq"],
-    "gptaq": ["--scheme", "int3", "--method", "gptq", "--gptaq"],
+    "gptq": ["--scheme", "int4", "--method", "gptq"],
+    "gptaq": ["--scheme", "int3", "--group-size", "128", "--method", "gptq", "--gptaq"],
 }
 
 

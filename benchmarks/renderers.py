@@ -207,14 +207,9 @@ def quantize_methods(report: Report) -> str:
 
 CHOICES = (  # what a user wants, the options for it, the row that shows what it keeps, and that of its speed
     ("the same model, half the memory", "`--scheme int8`", "int8 rtn", "int8"),
-    ("a third of the memory, at once", "`--scheme int4`", "int4 g128 rtn", "int4 g128"),
-    (
-        "a third of the memory, little loss",
-        "`--scheme int4 --group-size 32 --method gptq`",
-        "int4 g32 gptq",
-        "int4 g32",
-    ),
-    ("the smallest file", "`--scheme int3 --method gptq --gptaq`", "int3 g128 gptaq", "int3 g128"),
+    ("a third of the memory, at once", "`--scheme int4`", "int4 g32 rtn", "int4 g32"),
+    ("a third of the memory, little loss", "`--scheme int4 --method gptq`", "int4 g32 gptq", "int4 g32"),
+    ("the smallest file", "`--scheme int3 --group-size 128 --method gptq --gptaq`", "int3 g128 gptaq", "int3 g128"),
 )
 
 

@@ -33,7 +33,7 @@ def gpu(report: dict[str, Any]) -> str:
         f"On one {card} it decodes a 7 B model at {' / '.join(map(shown, ours))} tokens/s in bf16 / int8 / int4, which "
         f"is {' / '.join(beside)} times the speed of gpt-fast beside it{doubt}, and trains GPT-2 124M at "
         f"{ratio(*speeds)}{mark} times nanoGPT's speed in {ratio(*peaks)} of its memory: "
-        "[docs/gpu-results.md](docs/gpu-results.md) has all of it, with the aims that were missed."
+        "[docs/results/gpu.md](docs/results/gpu.md) has all of it, with the aims that were missed."
     )
 
 
@@ -48,5 +48,5 @@ def real_files(report: dict[str, Any]) -> str:
     return paragraph(
         f"On {report['threads']} cores of an {report['machine']['cpu']} ({isa}) it decodes {names} as they are "
         f"published at {speeds} tokens/s, {decode} times {pairs[0]['peer']}'s speed, and takes prompts in {prefill} "
-        f"times as fast: [docs/kernels-results.md](docs/kernels-results.md#published-files)."
+        f"times as fast: [docs/results/kernels.md](docs/results/kernels.md#published-files)."
     )

@@ -3,7 +3,7 @@
     python benchmarks/tables.py             # every page
     python benchmarks/tables.py --check     # change nothing; exit status 1 where a table is not its JSON's
 
-In a page a table stands between two marks, the first of which names a file of benchmarks/results and, if it can be
+In a page a table is between two marks, the first of which names a file of benchmarks/results and, if it can be
 shown in several ways, the way:
 
     <!-- table: compare-avx2 -->
@@ -44,7 +44,7 @@ from renderers import RENDERERS, Report, committed, markdown
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_MEASURED = "Not measured yet."
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLES = RENDERERS | profile_tables.TABLES | article_tables.TABLES | DRAFTING
 TABLES |= {"lora": lora, "lora cost": lora_cost}
 TABLES |= {"plan memory": plan_memory, "plan speed": plan_speed, "plan-ranks": plan_ranks, "plan-70b": plan_70b}

@@ -1,4 +1,4 @@
-"""xformers' memory-efficient attention beside ours, on a GPU: never run yet (docs/gpu-status.md).
+"""xformers' memory-efficient attention beside ours, on a GPU: never run yet (docs/results/gpu-status.md).
 
     pip install xformers                     # beside the torch it is built for
     python benchmarks/xformers_speed.py --output benchmarks/results/xformers-speed.json

@@ -24,7 +24,7 @@ def load_plain(folder: str) -> Transformer:
 
 with tempfile.TemporaryDirectory() as folder:
     model = load_plain(f"{folder}/plain")
-    test = [book()[:4000]]
+    test = [book()[:3000]]
     print(f"plain: perplexity {hasten.perplexity(model, test).perplexity:.2f}")
 
     # Rounding to nearest: seconds, no data needed.

@@ -14,7 +14,7 @@ from hasten.data.book import BOOK
 from hasten.evaluation.divergence import divergence
 
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
-TEXT = Path(sys.argv[2] if len(sys.argv) > 2 else BOOK).read_text(encoding="utf-8")[:8000]
+TEXT = Path(sys.argv[2] if len(sys.argv) > 2 else BOOK).read_text(encoding="utf-8")[:4000]
 
 model = hasten.load(MODEL)
 score = hasten.perplexity(model, [TEXT], context=512)

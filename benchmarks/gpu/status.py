@@ -1,4 +1,4 @@
-"""docs/gpu-status.md's one table: what ran on a GPU, how fast, when, on which card, and what waits.
+"""docs/results/gpu-status.md's one table: what ran on a GPU, how fast, when, on which card, and what waits.
 
 The first rows are figures of the measurement that is committed as benchmarks/results/gpu.json; the others are kept by
 hand in benchmarks/results/gpu-status.json.

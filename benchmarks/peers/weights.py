@@ -48,7 +48,7 @@ def openvino(path: Path) -> dict[str, int]:
 
 
 def gguf(path: Path) -> dict[str, int]:
-    """Bytes of each tensor: to the next one, alignment included (github.com/ggml-org/ggml, docs/gguf.md)."""
+    """Bytes of each tensor: to the next one, alignment included (github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
     with path.open("rb") as file:
         magic, _, tensors, entries = struct.unpack("<4sIQQ", file.read(24))
         assert magic == b"GGUF", f"{path.name} is no GGUF file"

@@ -197,6 +197,12 @@ def test_a_place_that_is_written_twice_is_refused_by_the_options_of_the_command(
     assert f"OUTPUT {out} is also where --json is to be written; name another file" in err
 
 
+def test_what_is_no_adapter_is_refused_before_the_model_is_loaded(file, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("hasten.checkpoints.load.load_quietly", lambda *_, **__: pytest.fail("loaded"))
+    err = error_of(capfd, "merge", file, tmp_path / "run/model", tmp_path / "merged")
+    assert "is no folder with an adapter (adapter_config.json); that of a run is in runs/NAME/adapter" in err
+
+
 @pytest.mark.filterwarnings("always:2 layers like")
 def test_an_adapter_is_trained_beside_the_layers_of_a_file(file, tmp_path, capfd):
     text = tmp_path / "chat.jsonl"

@@ -1,6 +1,6 @@
 """What our options hide is what xformers' attention biases of the same meaning hide: their `materialize()` says it.
 
-xformers computes on CUDA only (docs/gpu-status.md); its biases are plain PyTorch and need no GPU.
+xformers computes on CUDA only (docs/results/gpu-status.md); its biases are plain PyTorch and need no GPU.
 """
 
 import warnings

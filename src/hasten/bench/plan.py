@@ -31,7 +31,7 @@ TRAINS, ANSWERS = Needs("use", *TRAINING), Needs("use", "generate", "serve")
 # What of a recipe decides its bytes, FLOPs and time.
 TECHNIQUES = ("precision", "attention", "joined_projections", "loss", "layer_drop", "checkpointing", "compile")
 BETWEEN_RANKS = ("zero", "tensor", "replicas")
-Weights = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int4-g64"]
+Weights = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int4-g64", "int4-g128"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +292,7 @@ def require_degree(subject: Subject) -> None:
     """Raise ConfigError for more ranks than the model can be shared by, or than there are cores."""
     from hasten.distributed.communication import require_cores
     from hasten.model.shares import shares, whole_groups
-    from hasten.ops.linear.weights import INT8, int4_format
+    from hasten.ops.linear.weights import INT4_GROUP, INT8, int4_format
 
     formats, degree = (
         list(subject.checkpoint.weight_formats() if subject.checkpoint else ()),
@@ -300,7 +300,7 @@ def require_degree(subject: Subject) -> None:
     )
     kind, _, group = subject.weights.partition("-g")
     if subject.weights != subject.own and kind in ("int8", "int4"):
-        formats = [INT8 if kind == "int8" else int4_format(int(group or 128))]
+        formats = [INT8 if kind == "int8" else int4_format(int(group or INT4_GROUP))]
     together = whole_groups(formats) if formats else 1
     shares(subject.config, degree, output=together, down=together)
     if subject.shares_cores:
@@ -367,7 +367,7 @@ def _inference(subject: Subject) -> InferenceUse:
 
 def weight_bytes(config: ModelConfig, weights: str) -> int:
     """Of all weights in a format; the head of a quantized model is in int8, the embedding as it is."""
-    from hasten.ops.linear.weights import INT8, int4_format
+    from hasten.ops.linear.weights import INT4_GROUP, INT8, int4_format
     from hasten.quantization.schemes import tied_head_group
 
     count, (kind, _, group) = parameters(config), weights.partition("-g")
@@ -375,7 +375,7 @@ def weight_bytes(config: ModelConfig, weights: str) -> int:
     if kind not in ("int8", "int4"):
         return plain * count.total
     width, head = config.hidden_size, count.embedding
-    inside, blocks = sum(matrices(config, layer)[0] for layer in config.layers), int4_format(int(group or 128))
+    inside, blocks = sum(matrices(config, layer)[0] for layer in config.layers), int4_format(int(group or INT4_GROUP))
     outside = INT8
     if kind == "int8" and config.tie_embeddings:
         outside = replace(INT8, scales=int4_format(tied_head_group(width)).scales)

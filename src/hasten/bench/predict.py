@@ -22,6 +22,7 @@ from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.fused import fuse_where_it_fits
 from hasten.model.initialize import initialize
 from hasten.model.transformer import Transformer
+from hasten.ops.linear.weights import INT4_GROUP
 from hasten.planning.cost import kv_bytes_per_token, matrices, parameters
 from hasten.planning.memory import InferenceUse
 from hasten.quantization import Int4, Int8, quantize
@@ -154,5 +155,5 @@ def random_model(config: ModelConfig, weights: str) -> Transformer:
     packed = kind in ("int8", "int4")
     model = initialize(config, seed=0, dtype=resolve_dtype("bfloat16" if packed else weights)).eval()
     if packed:
-        quantize(model, Int8() if kind == "int8" else Int4(group_size=int(group or 128), search="minmax"))
+        quantize(model, Int8() if kind == "int8" else Int4(group_size=int(group or INT4_GROUP), search="minmax"))
     return fuse_where_it_fits(model)

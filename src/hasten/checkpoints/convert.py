@@ -29,7 +29,7 @@ def convert(source: str | Path, output: str | Path, *, format: str = "compressed
     """
     checkpoint = open_checkpoint(source)
     model, _, pieces, folder = fill_plain(checkpoint, keep_dtypes=True)
-    model.origin = str(source)
+    model.origin, model.tokenizer = str(source), checkpoint.tokenizer
     if folder is None:
         raise ConfigError(
             f"{source} is not quantized: `hasten quantize --format {format}` quantizes it, `hasten export` writes it "

@@ -40,7 +40,7 @@ class Merge(JsonOption):
     """Replace a model that stands in the output folder already."""
 
     def run(self) -> None:
-        from hasten.checkpoints.adapter_files import load_adapter
+        from hasten.checkpoints.adapter_files import adapter_config, load_adapter
         from hasten.checkpoints.load import load, load_quietly, resolve_model
         from hasten.data import read_documents
         from hasten.model.lora import attach
@@ -58,6 +58,7 @@ class Merge(JsonOption):
         require_new_folder(folder, source, option="OUTPUT", overwrite=self.overwrite)
         if self.output.resolve() == self.adapter.resolve():
             raise ConfigError(f"OUTPUT {self.output} is the adapter itself; name another folder")
+        adapter_config(self.adapter)  # before the model is loaded
         model = load_quietly(source, dtype="stored")
         adapter = load_adapter(self.adapter, model)
         documents = [] if self.text is None else list(read_documents(self.text, limit_bytes=self.limit_bytes))

@@ -135,7 +135,7 @@ class Quantize(JsonOption):
         if self.format == "gguf" or model.quantization:
             return scheme
         head = self.lm_head is None and self.embedding is None
-        scheme, notes = for_others(scheme, model, head=head, group=self.group_size is None)
+        scheme, notes = for_others(scheme, model, head=head)
         print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
         return scheme
 

@@ -217,7 +217,7 @@ class Engine:
             if not self.scheduler.can_read_prompts:
                 return self._launch_behind(ahead, late)
         speculator = self.speculator
-        if speculator is not None:
+        if speculator is not None and speculator.asks:
             self._propose(speculator)
         run, self._run = self._run, None
         if run is not None and (gone_on := self._go_on(run)) is not None:

@@ -305,7 +305,8 @@ class Generation:
         if self.speculator is None:
             return drafts
         texts = []
-        for row in (row for row, on in enumerate(active) if on):
+        asked = [row for row, on in enumerate(active) if on] if self.speculator.asks else []
+        for row in asked:
             params, count = self.params[row], self.outputs[row].count
             room = min(self.decoder.room(row), params.max_new_tokens - count - 1)
             texts.append(Text(number=row, tokens=self._tokens[row], step=count, params=params, room=room))

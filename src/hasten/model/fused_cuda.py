@@ -292,7 +292,7 @@ class CudaStack:
     def why_not_one_launch(self) -> str | None:
         """Why a step of one row is a few launches for each block, or None where it is one for all."""
         if not self.one_launch:
-            return "it failed in an earlier step, which a warning told"
+            return "it failed in an earlier step, as a warning said"
         found = decode_layers(self.model)
         return found if isinstance(found, str) else None
 

@@ -98,12 +98,14 @@ def interleave_gate_up(gate: Linear, up: Linear) -> PackedLinear:
     halves = -(-parts[0].out_features // HALF_PANEL)
 
     def interleave(tensors: list[Tensor]) -> Tensor:
-        # The dimension of a panel's 64 rows is second to last (data) or last (scales): split it into two halves.
+        # The panel's 64 rows come before the bytes of a line (data) or last (scales).
         row = 2 if tensors[0].dim() == 4 else tensors[0].dim() - 1
-        split = [t.unflatten(row, (2, HALF_PANEL)).movedim(row, 1).flatten(0, 1)[:halves] for t in tensors]
-        size = list(split[0].shape)
-        size[row] = PANEL
-        return torch.cat(split, dim=row, out=empty_in_large_pages(size, dtype=split[0].dtype))
+        size = [2 * len(tensors[0]), *tensors[0].shape[1:]]
+        mixed = empty_in_large_pages(size, dtype=tensors[0].dtype)
+        for place, part in zip(mixed.split(HALF_PANEL, dim=row), tensors, strict=True):
+            # Both halves of each panel, which become halves of two.
+            place.unflatten(0, (-1, 2)).copy_(part.unflatten(row, (2, HALF_PANEL)).movedim(row, 1))
+        return mixed[:halves]
 
     def pack(_: object) -> Packed:
         buffers = {name: [getattr(part, name) for part in parts] for name in Packed._fields}

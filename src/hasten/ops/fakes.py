@@ -33,19 +33,19 @@ def linear(
 
 
 def pack_bf16(w: Tensor) -> Tensor:
-    return w.new_empty(panel_shape(*w.shape, 16))
+    return w.new_empty(panel_shape(w.shape[0], w.shape[1], 16))
 
 
 def pack_bytes(w: Tensor, group_size: int) -> Tensor:
-    return w.new_empty(panel_shape(*w.shape, 8, group_size), dtype=torch.uint8)
+    return w.new_empty(panel_shape(w.shape[0], w.shape[1], 8, group_size), dtype=torch.uint8)
 
 
 def pack_integers(q: Tensor, bits: int) -> Tensor:
-    return q.new_empty(panel_shape(*q.shape, bits))
+    return q.new_empty(panel_shape(q.shape[0], q.shape[1], bits))
 
 
 def pack_int4(q: Tensor, group_size: int) -> Tensor:
-    return q.new_empty(panel_shape(*q.shape, 4, group_size))
+    return q.new_empty(panel_shape(q.shape[0], q.shape[1], 4, group_size))
 
 
 def pack_int4_words(words: Tensor, group_size: int) -> Tensor:

@@ -1,6 +1,6 @@
 """The shape of panels, in which native kernels keep a weight (linear/gemm.h)."""
 
-PANEL = 64  # output rows that stand interleaved
+PANEL = 64  # output rows that are interleaved
 PADDING = 32  # K of a weight without groups is filled up to a multiple of it
 
 

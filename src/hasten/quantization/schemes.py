@@ -11,7 +11,7 @@ from torch import nn
 from hasten.errors import ConfigError
 from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer
-from hasten.ops.linear.weights import INT8, WeightFormat, int4_format
+from hasten.ops.linear.weights import INT4_GROUP, INT8, WeightFormat, int4_format
 from hasten.quantization.rounding import GROUP_SIZES, Search
 
 CHOICES: dict[str, tuple[object, ...]] = {
@@ -67,14 +67,15 @@ class Int8:
 class Int4:
     """4-bit integers with a scale (and, asymmetric, a zero) for each group of input features of a row.
 
-    group_size: 32, 64 or 128; 0: a row. search: "mse" searches each group's scale with the least squared error,
+    group_size: 32, 64 or 128; 0: a row. Smaller groups are more exact and take more bytes.
+    search: "mse" searches each group's scale with the least squared error,
     "minmax" takes the group's range. scale_dtype: "auto" is the model's own where it is float16 or bfloat16, else
     float16. lm_head: "int8" (it is the layer whose error shows most), "same" or "none". embedding, activations: as in
     `Int8`.
     """
 
     bits: ClassVar[int] = 4
-    group_size: int = 128
+    group_size: int = INT4_GROUP
     symmetric: bool = True
     lm_head: Literal["same", "int8", "none"] = "int8"
     embedding: Literal["same", "int8", "none"] = "none"

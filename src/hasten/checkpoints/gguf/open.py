@@ -14,21 +14,23 @@ from hasten.checkpoints.gguf.config import config_values
 from hasten.checkpoints.gguf.grids import table
 from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, read_gguf
 from hasten.checkpoints.gguf.names import FREQUENCIES, LONG_ROPE, Place, place_of
-from hasten.checkpoints.gguf.tokenizer import read_tokenizer
+from hasten.checkpoints.gguf.tokenizer import stored_tokenizer
 from hasten.checkpoints.gguf.types import TYPES
 from hasten.checkpoints.source import ModelSource
 from hasten.errors import CheckpointError
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES, read_config
 from hasten.ops.linear import QuantizedWeight
-from hasten.ops.linear.blocks import NUMBERS, Blocks
+from hasten.ops.linear.blocks import NUMBERS, GgufBlocks
+
+TOKEN_BYTES = 500  # of memory, for each token (SmolLM2 400, Gemma 480)
 
 
 def open_gguf(path: Path) -> ModelSource:
     """The model of a GGUF file. CheckpointError for what is damaged, hostile, or of an unknown architecture."""
     file = read_gguf(path)
     values = config_values(file)
-    tokenizer = read_tokenizer(file)
+    tokenizer = stored_tokenizer(file)
     if tokenizer is not None:
         special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids) or None}
         values |= {name: value for name, value in special.items() if value is not None}
@@ -41,7 +43,8 @@ def open_gguf(path: Path) -> ModelSource:
         quantized=weights if weights.modules else None,
         dtype=weights.dtype(),
         generation={name: values[name] for name in ("bos_token_id", "eos_token_id") if name in values},
-        read_tokenizer=lambda: tokenizer,
+        read_tokenizer=lambda: None if tokenizer is None else tokenizer.build(),
+        tokenizer_bytes=0 if tokenizer is None else TOKEN_BYTES * len(tokenizer.kinds),
     )
 
 
@@ -133,11 +136,11 @@ class GGUFWeights(QuantizedFolder):
         words = torch.cat(halves, 2).flatten(1).view(torch.int32)
         return QuantizedWeight(format=module.stored, values=words, scales=found)
 
-    def blocks(self, module: QuantizedModule) -> Blocks | None:
+    def blocks(self, module: QuantizedModule) -> GgufBlocks | None:
         """The bytes as they lie in the file, of a type that goes to panels."""
         if module.type not in NUMBERS:
             return None
-        return Blocks(
+        return GgufBlocks(
             type=module.type,
             format=module.stored,
             in_features=module.shape[1],
@@ -172,4 +175,4 @@ class GGUFWeights(QuantizedFolder):
 
     def _rows(self, name: str, rows: Tensor) -> Tensor:
         order = self.places[name].order
-        return rows if order is None else rows[order.argsort()]
+        return rows if order is None else rows.index_select(0, order.argsort())

@@ -133,16 +133,22 @@ class Speculator:
         self._drafts: dict[int, Draft] = {}  # of this step
         self._sequences = self._taken = self._checked = 0  # of this step: the latter two are tokens
 
+    @property
+    def asks(self) -> bool:
+        """Whether the next step may have drafts; where not, `propose` need not be called."""
+        if self.always:
+            return True
+        steps = self.stats.steps
+        if self.price.measured < _PLAIN_STEPS or steps % _PLAIN_AGAIN == _PLAIN_AGAIN - 1:
+            return False
+        return self._gain > -_SHARE or steps >= self._next_try
+
     def propose(self, texts: Sequence[Text]) -> list[list[int]]:
         """Drafts for the next step of these sequences."""
         self._drafts.clear()
-        self._sequences = self._taken = self._checked = 0
-        self._cost = 0.0
-        steps = self.stats.steps
-        trying = steps >= self._next_try and not self.always
-        quiet = self.price.measured < _PLAIN_STEPS or steps % _PLAIN_AGAIN == _PLAIN_AGAIN - 1
-        if not texts or not (self.always or (not quiet and (trying or self._gain > -_SHARE))):
+        if not texts or not self.asks:
             return [[] for _ in texts]
+        trying = self.stats.steps >= self._next_try and not self.always
         started = self._clock()
         plain = self.price.seconds(len(texts))
         floor = 0.0 if self.always or trying else self._floor(len(texts), plain)
@@ -195,13 +201,15 @@ class Speculator:
         without = price.seconds(rows - checked) / price.seconds(rows) if checked else 1.0
         stats.step_seconds += seconds
         stats.plain_seconds += seconds * without * (self._taken / self._sequences if self._sequences else 1.0)
-        if rows != self._sequences + checked:  # prompts were read
-            return
-        if self._cost and self._sequences:
-            self._averaged = min(self._averaged + 1, _RECENT)
-            self._gain += (self._taken / self._sequences - self._cost - self._gain) / self._averaged
-        if checked or price.measured < _LEARN or stats.steps % _LEARN == 0:
-            price.learn(rows, seconds)
+        if rows == self._sequences + checked:  # no prompts were read
+            if self._cost and self._sequences:
+                self._averaged = min(self._averaged + 1, _RECENT)
+                self._gain += (self._taken / self._sequences - self._cost - self._gain) / self._averaged
+            if checked or price.measured < _LEARN or stats.steps % _LEARN == 0:
+                price.learn(rows, seconds)
+        self._drafts.clear()
+        self._sequences = self._taken = self._checked = 0
+        self._cost = 0.0
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
         """Forget a sequence that has ended, with this answer."""

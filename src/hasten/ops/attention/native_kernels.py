@@ -119,7 +119,7 @@ def _unsupported(request: AttentionRequest) -> str | None:
 
 
 def _missing(layer: bool) -> bool:
-    """Whether the native library is missing. A call compiles it; to bind a layer it is enough that it could be compiled."""
+    """Whether the native library is missing. A call compiles it; for binding a layer it only has to be possible."""
     return not obtainable("training") if layer else library(part="training") is None
 
 

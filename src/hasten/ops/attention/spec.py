@@ -1,4 +1,4 @@
-"""The fixed properties of a layer's attention, and the request by which a kernel is chosen before any tensor is read."""
+"""The fixed properties of a layer's attention, and the request by which a kernel is chosen before any tensor exists."""
 
 from dataclasses import dataclass
 

@@ -5,7 +5,7 @@
 
 namespace hasten {
 
-// Of every WIDTH bytes the parts of BITS bits at the lowest place, then those at the next, shifted up by UP.
+// Splits every WIDTH bytes into parts of BITS bits: first those at the lowest place, then the next; each shifted up by UP.
 template <int WIDTH, int BITS, int UP = 0>
 INLINE void split(const uint8_t* from, int bytes, uint8_t* to) {
   constexpr int parts = 8 / BITS, mask = (1 << BITS) - 1;

@@ -18,7 +18,7 @@ NUMBERS |= {"Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39}
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class GgufBlocks:
     """A weight (N, K) as a GGUF file holds it.
 
     rows: uint8 (N, bytes of a row). type: a name in NUMBERS. read: the numbers of such rows, for layouts other than
@@ -33,7 +33,7 @@ class Blocks:
     check: Callable[..., None]
 
 
-def pack_blocks(blocks: Blocks) -> Packed:
+def pack_blocks(blocks: GgufBlocks) -> Packed:
     """The panels of a weight: those that `layouts.PANELS` makes of its numbers, bit for bit."""
     format, k = blocks.format, blocks.in_features
     shape = panel_shape(len(blocks.rows), k, format.bits, format.group_size)

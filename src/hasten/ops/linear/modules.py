@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, HastenWarning
-from hasten.ops.linear.blocks import Blocks, pack_blocks
+from hasten.ops.linear.blocks import GgufBlocks, pack_blocks
 from hasten.ops.linear.gradient import frozen_product
 from hasten.ops.linear.layouts import PANELS, ROWS, Layout, Operands, Packed, empty_weight, panel_scales
 from hasten.ops.linear.operator import KERNELS, LinearRequest, Product, layout_of, slow_for_its_format, takes
@@ -160,7 +160,7 @@ class PackedLinear(nn.Module):
         return cls(in_features, words.shape[0], format, device=words.device, bias=bias, pack=pack, **options)
 
     @classmethod
-    def from_blocks(cls, blocks: Blocks, bias: Tensor | None = None, **options: Any) -> Self:
+    def from_blocks(cls, blocks: GgufBlocks, bias: Tensor | None = None, **options: Any) -> Self:
         """A layer of a weight in a GGUF file's blocks. For the native kernel they go to panels in one pass.
 
         options: activations, dtype and kernel, as in `from_weight`.
