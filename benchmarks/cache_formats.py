@@ -125,7 +125,7 @@ class CacheFormats:
 
                 def attention(decoder: Decoder, q: torch.Tensor = q, places: torch.Tensor = places) -> float:
                     """The median of the layers, one after the other: none is found in the processor's caches."""
-                    views = [layer.held for layer in decoder.cache.step(places, masks=False).layers]
+                    views = [layer.held for layer in decoder.cache.step_of_texts(places, masks=False).layers]
                     scores = (config.head_dim**-0.5, 0, 0.0)
                     run = native.ops.attention
                     return median(timed(lambda v=v: run(q, v.k, v.v, *v.metadata.to_read, *scores)) for v in views)
@@ -174,8 +174,7 @@ def tokens_that_fit() -> dict[str, dict[str, float]]:
     """Tokens in one GiB of cache, by shape (Hugging Face's names of sizes) and format."""
     import torch
 
-    from hasten.engine.cache import ROW_FORMATS
-    from hasten.engine.paged import PagedCache
+    from hasten.engine.cache import ROW_FORMATS, KVCache
     from hasten.model.families import read_config
     from hasten.planning.shapes import SHAPES
 
@@ -183,7 +182,7 @@ def tokens_that_fit() -> dict[str, dict[str, float]]:
     for shape in SHAPES_COUNTED:
         config, size = read_config(SHAPES[shape]), 16
         found[shape] = {
-            name: 2**30 // PagedCache.bytes_per_block(config, block_size=size, dtype=torch.bfloat16, row_format=rows)
+            name: 2**30 // KVCache.bytes_per_block(config, block_size=size, dtype=torch.bfloat16, row_format=rows)
             for name, rows in ROW_FORMATS.items()
         }
         found[shape] = {name: blocks * size for name, blocks in found[shape].items()}

@@ -19,13 +19,14 @@ from quantize_perplexity import held_out
 
 import hasten
 from hasten.bench.models import BenchmarkModel
+from hasten.bench.step_seconds import step_seconds
+from hasten.engine.decoder import Decoder
 from hasten.engine.engine import Engine, EngineSettings
 from hasten.engine.generate import Generation, Timing
 from hasten.engine.graphs import fastest_decoder
 from hasten.engine.params import SamplingParams
 from hasten.engine.request import Request
 from hasten.engine.speculation import Text, make_speculator
-from hasten.engine.speculation.build import step_cost
 from hasten.engine.speculation.draft_model import DraftModel
 from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse_where_it_fits
@@ -94,16 +95,17 @@ def scores(model: Any, text: list[int]) -> torch.Tensor:
 
 
 def facts(speculators: Sequence[Any], model: Any, context: float) -> dict[str, float]:
-    """What was proposed and taken, and the ratio to plain decoding that the table of costs predicts for that."""
+    """What was proposed and taken, and the ratio to plain decoding that timed steps of as many rows predict."""
     all_stats = [speculator.stats for speculator in speculators if speculator is not None]
     if not all_stats:
         return {}
     steps, tokens = sum(s.steps for s in all_stats), sum(s.tokens for s in all_stats)
     rows = sum((Counter(s.rows) for s in all_stats), Counter())
     proposed, taken = sum(s.draft_tokens for s in all_stats), sum(s.accepted_tokens for s in all_stats)
-    cost, seconds = step_cost(model), sum(s.seconds for s in all_stats)
-    passes = sum(count * cost.seconds(number, context) for number, count in rows.items())
-    predicted = tokens * cost.seconds(1, context) / (passes + seconds)
+    decoder = Decoder(model, batch=1, capacity=int(context) + max(rows))
+    each = step_seconds(decoder, {1, *rows}, int(context))
+    passes = sum(count * each[number] for number, count in rows.items())
+    predicted = tokens * each[1] / (passes + sum(s.seconds for s in all_stats))
     return {
         "acceptance": taken / max(1, proposed),
         "tokens_per_pass": tokens / max(1, steps),
@@ -238,8 +240,7 @@ def written(model: Any, draft: Any, pairs: list[tuple[list[int], list[int]]]) ->
         at, started = 1, perf_counter()  # output[0] is there after the prompt
         while at < len(output):
             drafted: list[int] = []
-            resting = speculator is not None and speculator.rests()
-            if speculator is not None and not resting:
+            if speculator is not None:
                 room, text = len(output) - at - 1, prompt + output[:at]
                 (drafted,) = speculator.propose(
                     [Text(number=0, tokens=text, step=at, params=SamplingParams(temperature=0), room=room)]
@@ -252,11 +253,9 @@ def written(model: Any, draft: Any, pairs: list[tuple[list[int], list[int]]]) ->
             right = next((i for i, token in enumerate(drafted) if token != output[at + i]), len(drafted))
             at += right + 1
             decoder.truncate([len(prompt) + at - 1])
-            if speculator is not None and resting:
-                speculator.rested(1)
-            elif speculator is not None:
+            if speculator is not None:
                 speculator.observe(0, right + 1, checked=len(drafted))
-                speculator.stepped(1 + len(drafted), len(prompt) + at, perf_counter() - stepped)
+                speculator.stepped(1 + len(drafted), perf_counter() - stepped)
         seconds += perf_counter() - started
         tokens += at - 1
         speculators.append(speculator)

@@ -107,18 +107,6 @@ def shared_noise(report: Report) -> str:
     return markdown(["temperature", "each its own noise", "the same noise", "min(1, p/q)"], body)
 
 
-def cost_table(report: Report) -> str:
-    """`cost_table.py`: seconds of a table, and whole steps over what it says."""
-    body = []
-    for one in report["rows"]:
-        cells = [one["kernels"], str(one["threads"]), one["weights"], f"{one['seconds']:.1f} s"]
-        over = [f"{ratio:.2f}" for ratio in one["whole_over_table"].values()]
-        body.append([*cells, str(one["table_rows"][-1]), ", ".join(over)])
-    counts = ", ".join(map(str, report["settings"]["rows"]))
-    head = ["kernels", "threads", "weights", "measured in", "up to rows", f"whole steps of {counts} rows / table"]
-    return markdown(head, body, left=3)
-
-
 TABLES = {
     "speculation": speculation,
     "speculation-server": streams,
@@ -126,7 +114,6 @@ TABLES = {
     "llama-cpp-drafts": beside_llama_cpp,
     "trees": trees,
     "shared-noise": shared_noise,
-    "cost-table": cost_table,
     "rows": rows,
     "rows-avx2": rows,
     "draws": draws,

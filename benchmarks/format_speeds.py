@@ -31,7 +31,6 @@ CASES = {  # name -> options of hasten quantize, rung
     "int4 g128": (["--scheme", "int4", "--group-size", "128"], "native-int4"),
     "int4 g64": (["--scheme", "int4", "--group-size", "64"], "native-int4"),
     "int4 g32": (["--scheme", "int4", "--group-size", "32"], "native-int4"),
-    "automatic 4.8": (["--bits", "4.8"], "native-int4"),
     "int3 g32": (["--scheme", "int3", "--group-size", "32"], "native-bf16"),
     "int3 g128": (["--scheme", "int3", "--group-size", "128"], "native-bf16"),
 }
@@ -53,9 +52,6 @@ class FormatSpeeds:
 
     text: str | None = None
     """Also score each format on the first 200 KB of this, by the products that are timed; llama.cpp's files by ours."""
-
-    calibration: str = "stdlib"
-    """Text that automatic bits are chosen on."""
 
     llama_python: Path | None = None
     """A Python that has llama-cpp-python: llama.cpp's formats too."""
@@ -124,8 +120,7 @@ class FormatSpeeds:
         for name, options, mode, folder in wanted:
             if options is not None:
                 folder = place / name.replace(" ", "-")
-                more = ["--calibration", self.calibration, "--samples", "16"] if "--bits" in options else []
-                bits[name] = quantize(self.model, folder, [*options, *more])
+                bits[name] = quantize(self.model, folder, options)
             arguments = {"ladder": ladder, "mode": RUNGS[mode], "source": BenchmarkModel(model=str(folder))}
             techniques = RUNGS[mode].techniques
             made.append(Rung(name, techniques, "hasten.bench.generate_rung:GenerateRung", arguments))
@@ -149,7 +144,7 @@ class FormatSpeeds:
 
 def quantize(model: Path, folder: Path, options: list[str]) -> float:
     """A folder by `hasten quantize`; its bits per weight in all."""
-    head = ["--lm-head", "int8"] * ("--scheme" in options and "--lm-head" not in options)  # also a tied one
+    head = ["--lm-head", "int8"]  # also a tied one
     bits: float = command(["quantize", str(model), *options, *head, "--output", str(folder)])["bits_per_weight"]
     return bits
 
@@ -160,6 +155,12 @@ def stored_bits(folder: Path, plain: Path) -> float:
 
     stored, weights = ([*load_file(place / "model.safetensors").values()] for place in (folder, plain))
     return 8 * sum(one.nbytes for one in stored) / sum(one.numel() for one in weights)
+
+
+def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of formats that hasten or llama.cpp makes. The file has one that was chosen by bits."""
+    own = {*CASES, "int4 g32 by gptq"}
+    return [row for row in rows if row["name"] in own or row["name"].startswith("llama.cpp")]
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -175,7 +176,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
         y_label="decode tokens/s",
     ) as axes:
         for color, program in zip(LINES, ("hasten", "llama.cpp"), strict=False):
-            own = [row for row in report["rows"] if row["name"].startswith("llama.cpp") == (program == "llama.cpp")]
+            rows = shown(report["rows"])
+            own = [row for row in rows if row["name"].startswith("llama.cpp") == (program == "llama.cpp")]
             points = [(max(row["kl_mean"], 1e-5), row["decode_tokens_per_second"]) for row in own]
             sizes = [4 * row["bits_per_weight"] for row in own]
             axes.scatter(*zip(*points, strict=True), s=sizes, color=color, label=program)

@@ -77,10 +77,9 @@ class PagedDecode:
     def measure(self, model: Any, batch: int) -> list[dict[str, Any]]:
         import torch
 
-        from hasten.engine.cache import row_format
+        from hasten.engine.blocks import Rows
+        from hasten.engine.cache import KVCache, row_format
         from hasten.engine.decoder import Decoder
-        from hasten.engine.layout import Rows
-        from hasten.engine.paged import PagedCache
         from hasten.ops.native import library
 
         native = library()
@@ -90,7 +89,7 @@ class PagedDecode:
         decoder = Decoder(model, batch=batch, capacity=room * size)
         make: dict[str, Any] = {"blocks": batch * room, "block_size": size, "dtype": model.dtype, "device": "cpu"}
         formats = {"blocks": row_format("auto"), "int8": row_format("int8"), "int4": row_format("int4")}
-        paged = {kind: PagedCache(config, **make, row_format=rows) for kind, rows in formats.items()}
+        paged = {kind: KVCache(config, **make, row_format=rows) for kind, rows in formats.items()}
         order = torch.randperm(batch * room, generator=torch.Generator().manual_seed(0))
         for i, whole in enumerate((*decoder.cache.k, *decoder.cache.v)):
             whole.normal_()
@@ -101,7 +100,7 @@ class PagedDecode:
         tokens = torch.arange(batch) + 5
         q = torch.randn(batch, config.heads, config.head_dim)
         places = torch.full((batch, 1), self.tokens - 1)
-        views = {"contiguous": decoder.cache.step(places, masks=False).layers}
+        views = {"contiguous": decoder.cache.step_of_texts(places, masks=False).layers}
         views |= {kind: cache.step(rows).layers for kind, cache in paged.items()}
 
         def attention(kind: str) -> list[Any]:

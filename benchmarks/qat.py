@@ -5,9 +5,9 @@
 A finished model is trained on for the same few steps with plain weights (the side that all are held against) and while
 rounded, from rounding to nearest and from what gptq makes of it. The plain one is then rounded to nearest, and by the
 other methods, with calibration text that it was trained on. "taught": what gptq makes of the plain one is trained while
-rounded, on the same tokens again, with the plain one as its teacher; "taught from sign": what sign rounding makes of
-it; "taught once": what gptq makes of the given model, so that it sees the tokens once. All are scored on the same
-held-out files; the cost is their loss above the plain one's.
+rounded, on the same tokens again, with the plain one as its teacher; "taught once": what gptq makes of the given model,
+so that it sees the tokens once. All are scored on the same held-out files; the cost is their loss above the plain
+one's.
 """
 
 import json
@@ -28,9 +28,8 @@ from quantize_quality import METHODS, command, seen, write_texts
 CASES = {"int3 g32": (3, 32), "int4 row": (4, 0), "int2 g32": (2, 32)}
 BEGUN = "qat from gptq"  # which begins with the integers and scales of the given model by gptq
 TAUGHT = "taught"  # which begins with those of the plain one that was trained on
-FROM_SIGN = "taught from sign"  # which has that teacher, too
 ONCE = "taught once"  # which has that teacher, but begins as BEGUN does
-FIRST = ("qat", BEGUN, ONCE, "gptaq", "awq")  # are measured with the first seed only
+FIRST = ("qat", BEGUN, ONCE, "gptaq")  # are measured with the first seed only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +63,10 @@ class QatBenchmark:
     """int2 is measured with the first only."""
 
     cases: tuple[str, ...] = tuple(CASES)
-    trained: tuple[str, ...] = ("qat", BEGUN, ONCE, TAUGHT, FROM_SIGN)
+    trained: tuple[str, ...] = ("qat", BEGUN, ONCE, TAUGHT)
     """Ways of training while rounded."""
 
-    methods: tuple[str, ...] = ("rtn", "gptq", "gptaq", "awq", "sign")
+    methods: tuple[str, ...] = ("rtn", "gptq", "gptaq")
     """Without training."""
 
     kilobytes: int = 150
@@ -134,7 +133,7 @@ class Measuring:
             return ["trained"]
         ways = [*self.options.trained, *self.options.methods]
         if CASES[case][0] == 2:  # which has levels of its own
-            ways = [way for way in ways if way not in (BEGUN, ONCE, TAUGHT, FROM_SIGN)]
+            ways = [way for way in ways if way not in (BEGUN, ONCE, TAUGHT)]
         return [way for way in ways if first or way not in FIRST]
 
     def measured(self, case: str, way: str, seed: int) -> dict[str, Any]:
@@ -148,11 +147,11 @@ class Measuring:
             options += ["--qat.activations", "float"] if bits != 3 else []  # 3 bits run as plain weights
             rate, model = self.options.qat_rate or self.options.learning_rate, self.options.model
             begin = self.place / f"begin-{bits}-{group}-{self.options.samples}"
-            if way in (ONCE, TAUGHT, FROM_SIGN):
+            if way in (ONCE, TAUGHT):
                 rate = self.options.taught_rate
                 options += ["--teacher", str(plain)]
-            if way in (TAUGHT, FROM_SIGN):
-                model, begin = plain, self.rounded_plain(case, "sign" if way == FROM_SIGN else "gptq", seed)
+            if way == TAUGHT:
+                model, begin = plain, self.rounded_plain(case, "gptq", seed)
             if way != "qat":
                 if not begin.exists():
                     self.quantized(model, begin, case, "gptq")

@@ -37,12 +37,13 @@ model = hasten.load(sys.argv[1])
 print(json.dumps({"baseline_bytes": baseline, "peak_bytes": peak_memory(), "seconds": time.perf_counter() - start}))
 """
 
+G128 = ("--scheme", "int4", "--group-size", "128")
 SCHEMES = {
     "int8": ["--scheme", "int8"],
-    "int4 g128 mse": ["--scheme", "int4"],
-    "int4 g128 minmax": ["--scheme", "int4", "--search", "minmax"],
-    "int4 g32 mse": ["--scheme", "int4", "--group-size", "32"],
-    "int4 g128 mse asymmetric": ["--scheme", "int4", "--asymmetric"],
+    "int4 g128 mse": [*G128],
+    "int4 g128 minmax": [*G128, "--search", "minmax"],
+    "int4 g32 mse": ["--scheme", "int4"],
+    "int4 g128 mse asymmetric": [*G128, "--asymmetric"],
 }
 
 

@@ -60,8 +60,8 @@ def schemes() -> dict[str, Callable[[], Any] | None]:
         found[f"int8 {activations}"] = lambda a=activations: Int8(activations=a)
         for group in (128, 32):
             found[f"int4 g{group} {activations}"] = lambda a=activations, g=group: Int4(group_size=g, activations=a)
-    found["int4 g128 minmax float"] = lambda: Int4(search="minmax", activations="float")
-    found["int4 g128 asym float"] = lambda: Int4(symmetric=False, activations="float")
+    found["int4 g128 minmax float"] = lambda: Int4(group_size=128, search="minmax", activations="float")
+    found["int4 g128 asym float"] = lambda: Int4(group_size=128, symmetric=False, activations="float")
     return found
 
 

@@ -1,6 +1,6 @@
 """What each way of quantizing keeps of a model: bits per weight, KL divergence and perplexity on held-out files.
 
-    python benchmarks/quantize_quality.py --model runs/code-25m/model --kilobytes 100 --samples 64 --slow \\
+    python benchmarks/quantize_quality.py --model runs/code-25m/model --kilobytes 100 --samples 64 \\
         --llama-python PYTHON_WITH_LLAMA_CPP --output benchmarks/results/quantize-quality.json \\
         --picture benchmarks/results/quantize-quality.png
 
@@ -29,11 +29,8 @@ from quantize_perplexity import held_out
 CALIBRATION_BYTES = 4_000_000
 METHODS = {
     "rtn": ["--method", "rtn"],
-    "awq": ["--method", "awq"],
     "gptq": ["--method", "gptq"],
     "gptaq": ["--method", "gptq", "--gptaq"],
-    "sign": ["--method", "sign"],
-    "sign-50": ["--method", "sign", "--steps", "50"],
 }
 SCHEMES = {
     "int8": ["--scheme", "int8"],
@@ -43,8 +40,6 @@ SCHEMES = {
     "int3 g128": ["--scheme", "int3", "--group-size", "128"],
     "int3 g32": ["--scheme", "int3", "--group-size", "32"],
 }
-SLOW = ("int4 g64", "int4 g32")  # by sign rounding: --slow
-FEWER_STEPS = ("int3 g128",)  # what they give is shown here
 PUBLISHED = ("Q8_0", "Q4_0", "Q4_K_M", "Q3_K_M")
 
 
@@ -72,12 +67,6 @@ class QuantizeQuality:
 
     schemes: tuple[str, ...] = tuple(SCHEMES)
     """Which schemes."""
-
-    bits: tuple[float, ...] = (4.5, 4.8)
-    """Of automatic bits, by gptq."""
-
-    slow: bool = False
-    """Sign rounding of int4 in groups of 64 and 32 too."""
 
     llama_python: Path | None = None
     """A Python that has llama-cpp-python."""
@@ -151,7 +140,6 @@ class QuantizeQuality:
     def contestants(self, place: Path, known: Path) -> Iterator[tuple[str, Callable[[], tuple[Path, dict[str, Any]]]]]:
         """(name, what makes it: the folder or file, and what is known of it)."""
         calibration = ["--calibration", str(known), "--samples", str(self.samples), "--length", str(self.length)]
-        bits = list(self.bits)
         if self.llama_python is not None:
             plain, importance = place / "model.gguf", place / "importance.npz"
             command(["export", str(self.model), str(plain), "--gguf", "BF16"], parse=False)
@@ -161,30 +149,17 @@ class QuantizeQuality:
                     if not (matrix and kind == "Q8_0"):  # which takes no notice of one
                         out = place / f"{name}.gguf"
                         yield f"llama.cpp {name}", partial(self.published, plain, out, kind, matrix)
-                if kind == "Q4_K_M":  # ours in the same bytes
-                    _, found = self.published(plain, place / "size.gguf", kind, [])
-                    bits.append(round(found["bits_per_weight"] - 0.005, 2))
         for scheme in self.schemes:
             for method in self.methods if scheme != "int8" else ("rtn",):
-                if method == "sign" and scheme in SLOW and not self.slow:
-                    continue
-                if method == "sign-50" and scheme not in FEWER_STEPS:
-                    continue
                 options = [*SCHEMES[scheme], *METHODS[method], *(calibration if method != "rtn" else [])]
                 yield f"{scheme} {method}", partial(self.quantized, place / f"{scheme} {method}", options)
-        for number in bits:
-            options = ["--bits", str(number), "--method", "gptq", *calibration]
-            for name, extra in (("gptq", []), ("gptaq", ["--gptaq"])):
-                out = place / f"{number} {name}"
-                yield f"automatic {number} {name}", partial(self.quantized, out, [*options, *extra])
 
     def quantized(self, out: Path, options: list[str]) -> tuple[Path, dict[str, Any]]:
         """A folder by `hasten quantize`."""
-        where = ["--lm-head", "int8"] * ("--scheme" in options)  # also where it is tied to the embedding
+        where = ["--lm-head", "int8"]  # also where it is tied to the embedding
         where += ["--activations", self.activations, "--device", self.device, "--output", str(out)]
         made = command(["quantize", str(self.model), *options, *where])
-        kept = ("bits_per_weight", "bytes", "bytes_before", "seconds", "predicted_seconds")
-        kept += ("peak_memory_bytes", "predicted_memory_bytes")
+        kept = ("bits_per_weight", "bytes", "bytes_before", "seconds", "peak_memory_bytes", "predicted_memory_bytes")
         shown = [one for one in options if not one.startswith("/")]
         return out, {"options": shown} | {key: made[key] for key in kept if key in made}
 
@@ -194,6 +169,12 @@ class QuantizeQuality:
         subprocess.run([self.llama_python, script, plain, out, kind, *matrix], check=True)  # type: ignore[list-item]
         size, count = stored(out)
         return out, {"bits_per_weight": 8 * size / count, "bytes": size}
+
+
+def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of formats and methods that hasten or llama.cpp makes. The files have rows of some that it made once."""
+    own = {f"{scheme} {method}" for scheme in SCHEMES for method in METHODS}
+    return [row for row in rows if row["name"] in own or row["name"].startswith("llama.cpp")]
 
 
 def digest(folder: Path) -> str:
@@ -210,13 +191,11 @@ def draw(rows: list[dict[str, Any]], model: str, path: Path) -> None:
     from hasten.bench.draw import LINES, curve_axes
 
     lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
+    for row in shown(rows):
         name, point = row["name"], (row["bits_per_weight"], row["kl_mean"])
         method = name.split()[-1]
         if name.startswith("llama.cpp"):
             method = "llama.cpp, importance matrix" if method == "imatrix" else "llama.cpp"
-        elif name.startswith("automatic"):
-            method = f"automatic bits, {method}"
         lines.setdefault(method, []).append(point)
     with curve_axes(
         path,
@@ -226,7 +205,7 @@ def draw(rows: list[dict[str, Any]], model: str, path: Path) -> None:
         y_label="KL divergence (nats per token)",
     ) as axes:
         for number, (method, points) in enumerate(lines.items()):
-            style = "s" if method.startswith("llama.cpp") else "*" if method.startswith("automatic") else "o"
+            style = "s" if method.startswith("llama.cpp") else "o"
             color = LINES[number % len(LINES)]
             axes.plot(*zip(*sorted(points), strict=True), f"{style}-", color=color, linewidth=0.8, label=method)
         axes.set_yscale("log")

@@ -3,11 +3,10 @@
     python benchmarks/quantize_time.py --output benchmarks/results/quantize-time.json
 
 Writes the shape with random weights in bfloat16 and a tokenizer of the standard library into a folder, and runs
-`hasten quantize` there for each method. Of sign rounding, which takes hours, only the prediction is read.
+`hasten quantize` there for each method.
 """
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -16,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 METHODS = {
-    "gptq": ["--scheme", "int4", "--group-size", "32", "--method", "gptq"],
-    "gptaq": ["--scheme", "int3", "--method", "gptq", "--gptaq"],
-    "sign": ["--scheme", "int3", "--method", "sign"],
+    "gptq": ["--scheme", "int4", "--method", "gptq"],
+    "gptaq": ["--scheme", "int3", "--group-size", "128", "--method", "gptq", "--gptaq"],
 }
-PREDICTION = re.compile(r"memory: ([\d.]+) GB.*?; ([\d,.]+) minutes of tuning")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +52,8 @@ class QuantizeTime:
                 options = [*METHODS[method], "--samples", str(self.samples), "--length", "512"]
                 command = [sys.executable, "-m", "hasten", "quantize", str(checkpoint), *options]
                 command += ["--device", self.device, "--output", str(Path(name) / method)]
-                rows.append({"method": method, "options": options})
-                rows[-1] |= predicted(command) if method == "sign" else measured(command)
+                rows.append({"method": method, "options": options} | measured(command))
                 print(rows[-1], flush=True)
-        rows.sort(key=lambda row: list(METHODS).index(row["method"]))
         if self.output is not None:
             settings = {"shape": self.shape, "device": self.device}
             write_json(self.output, {"schema": 1, "machine": describe().to_json(), **settings, "rows": rows})
@@ -82,19 +77,6 @@ def measured(command: list[str]) -> dict[str, Any]:
     done = subprocess.run([*command, "--json", "-"], check=True, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout)
     return {key: found[key] for key in ("seconds", "peak_memory_bytes", "predicted_memory_bytes", "bits_per_weight")}
-
-
-def predicted(command: list[str]) -> dict[str, Any]:
-    """What the command says before it begins, where it is stopped."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            print(line, end="", file=sys.stderr)
-            if found := PREDICTION.search(line):
-                process.terminate()
-                gigabytes, minutes = (float(word.replace(",", "")) for word in found.groups())
-                return {"predicted_seconds": 60 * minutes, "predicted_memory_bytes": round(1e9 * gigabytes)}
-    raise SystemExit(f"{' '.join(command)} predicted nothing")
 
 
 if __name__ == "__main__":

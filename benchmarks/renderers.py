@@ -11,6 +11,8 @@ from typing import Any
 
 import precision_bytes
 import zero
+from format_speeds import shown as shown_formats
+from quantize_quality import shown
 
 Report = dict[str, Any]
 
@@ -182,7 +184,7 @@ def quantize_quality(report: Report) -> str:
         one["name"].removesuffix(" rtn"): one["kl_mean"] for one in report["rows"] if one["name"].endswith(" rtn")
     }
     rows = []
-    for one in sorted(report["rows"], key=lambda one: (-one["bits_per_weight"], one["kl_mean"])):
+    for one in sorted(shown(report["rows"]), key=lambda one: (-one["bits_per_weight"], one["kl_mean"])):
         scheme, _, method = one["name"].rpartition(" ")
         share = f"{one['kl_mean'] / nearest[scheme]:.2f}" if scheme in nearest and method != "rtn" else ""
         change = f"{one['perplexity'] / one['against_perplexity'] - 1:+.3%}"
@@ -198,22 +200,16 @@ def quantize_methods(report: Report) -> str:
     for one in report["rows"]:
         scheme, _, method = one["name"].rpartition(" ")
         schemes.setdefault(scheme, {})[method] = f"{one['kl_mean']:.4f}"
-    methods = ("rtn", "awq", "gptq", "gptaq", "sign")
+    methods = ("rtn", "gptq", "gptaq")
     rows = [[scheme, *(schemes[scheme][method] for method in methods)] for scheme in sorted(schemes)]
     return markdown(["weights", *methods], rows)
 
 
 CHOICES = (  # what a user wants, the options for it, the row that shows what it keeps, and that of its speed
     ("the same model, half the memory", "`--scheme int8`", "int8 rtn", "int8"),
-    ("a third of the memory, at once", "`--scheme int4`", "int4 g128 rtn", "int4 g128"),
-    (
-        "a third of the memory, little loss",
-        "`--scheme int4 --group-size 32 --method gptq`",
-        "int4 g32 gptq",
-        "int4 g32",
-    ),
-    ("the smallest file", "`--scheme int3 --method gptq --gptaq`", "int3 g128 gptaq", "int3 g128"),
-    ("the best of the smallest", "`--scheme int3 --method sign`", "int3 g128 sign", "int3 g128"),
+    ("a third of the memory, at once", "`--scheme int4`", "int4 g32 rtn", "int4 g32"),
+    ("a third of the memory, little loss", "`--scheme int4 --method gptq`", "int4 g32 gptq", "int4 g32"),
+    ("the smallest file", "`--scheme int3 --group-size 128 --method gptq --gptaq`", "int3 g128 gptaq", "int3 g128"),
 )
 
 
@@ -224,9 +220,7 @@ def quantize_choice(report: Report) -> str:
     large = {one["method"]: one for one in committed("quantize-time")["rows"]}
     minutes = large["gptq"]["seconds"] / 60
     more = known["int4 g64 gptaq"]["seconds"] / known["int4 g64 gptq"]["seconds"]
-    hours = large["sign"]["predicted_seconds"] / 3600
-    times = {"rtn": "seconds", "gptq": f"{minutes:.0f} minutes", "sign": f"{hours:.0f} hours (predicted)"}
-    times["gptaq"] = f"{minutes * more:.0f} minutes (reckoned)"
+    times = {"rtn": "seconds", "gptq": f"{minutes:.0f} minutes", "gptaq": f"{minutes * more:.0f} minutes (reckoned)"}
     rows = []
     for want, options, name, speed in CHOICES:
         one, method = known[name], name.rpartition(" ")[2]
@@ -239,7 +233,7 @@ def quantize_choice(report: Report) -> str:
 def format_speeds(report: Report) -> str:
     """`format_speeds.py`: what each format gives, and what it costs; llama.cpp's without a prediction."""
     rows = []
-    for one in report["rows"]:
+    for one in shown_formats(report["rows"]):
         speed = [f"{one['decode_tokens_per_second']:,.0f}", f"{one['speedup']:.2f}×", f"{one['mbu']:.0%}"]
         predicted = one.get("predicted_tokens_per_second")
         share = "" if predicted is None else f"{predicted / one['decode_tokens_per_second']:.2f}"

@@ -33,7 +33,8 @@ import numpy as np
 import tyro
 
 from hasten.engine.blocks import BlockManager
-from hasten.engine.scheduler import ScheduledSequence, Scheduler
+from hasten.engine.scheduler import Scheduler
+from hasten.engine.sequence import TextSequence
 
 BLOCK, SLOTS, SEQUENCES = 16, 15_700, 256
 LONGEST = 2048  # tokens of prompt and answer, not reached
@@ -94,9 +95,9 @@ class Group:
 
     prompt: int
     answer: int
-    members: list[ScheduledSequence]
+    members: list[TextSequence]
     chosen: Iterator[list[int]] | None  # of beams: who goes on
-    ready: set[ScheduledSequence] = field(default_factory=set)  # those that can draw a token
+    ready: set[TextSequence] = field(default_factory=set)  # those that can draw a token
 
 
 class Server:
@@ -152,7 +153,7 @@ class Server:
         """Member i goes on from what member parents[i] has; what nobody continues ends."""
         for index in set(range(len(group.members))) - set(parents):
             self.books.finish(group.members[index])
-        kept: list[ScheduledSequence] = []
+        kept: list[TextSequence] = []
         for parent in (group.members[index] for index in parents):
             kept.append(self.books.fork(parent) if parent in kept else parent)
         group.members = kept

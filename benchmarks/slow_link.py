@@ -31,10 +31,8 @@ NAMES = tuple(f"hasten-{os.getpid()}-{number}" for number in range(2))  # anothe
 PORT = 29533
 FAST = 10_000  # Mbit/s
 MASTERS = ["--parallel.policy", "float32-masters", "--techniques.precision", "bfloat16"]
-MEAN = ["--diloco.learning-rate", "1", "--diloco.momentum", "0"]  # they go on from the mean of where they have come to
 BETA2 = ["--optimizer.beta2", "0.999"]
 SEED = ["--run.seed", "1"]
-HALF = ["--optimizer.learning-rate", "4e-4"]  # of the demo's
 
 
 def methods(steps: int) -> dict[str, list[str]]:
@@ -46,15 +44,8 @@ def methods(steps: int) -> dict[str, list[str]]:
         "onebit-adam": ["--optimizer.kind", "onebit-adam", *BETA2, *warm],
         "lamb": ["--optimizer.kind", "lamb", "--optimizer.learning-rate", "1e-2", *BETA2],
         "onebit-lamb": ["--optimizer.kind", "onebit-lamb", "--optimizer.learning-rate", "1e-2", *BETA2, *warm],
-        "diloco 30": ["--diloco.sync-every", "30", *BETA2],
-        "diloco 30, 8 bits": ["--diloco.sync-every", "30", "--diloco.should-quantize", *BETA2],
-        "diloco 100": ["--diloco.sync-every", "100", *BETA2],
-        "diloco 30, mean": ["--diloco.sync-every", "30", *MEAN, *BETA2],
-        "diloco 100, mean": ["--diloco.sync-every", "100", *MEAN, *BETA2],
         "adamw, seed 1": [*BETA2, *SEED],
         "onebit-adam, seed 1": ["--optimizer.kind", "onebit-adam", *BETA2, *warm, *SEED],
-        "adamw, rate 4e-4": [*BETA2, *HALF],
-        "diloco 100, mean, rate 4e-4": ["--diloco.sync-every", "100", *MEAN, *BETA2, *HALF],
     }
 
 
@@ -229,7 +220,6 @@ def take_times(report: dict[str, Any], slower: dict[str, Any]) -> None:
 UNCOMPRESSED = {  # whose loss a method's stands beside, if not AdamW's
     "onebit-lamb": "lamb",
     "onebit-adam, seed 1": "adamw, seed 1",
-    "diloco 100, mean, rate 4e-4": "adamw, rate 4e-4",
 }
 
 
@@ -251,8 +241,6 @@ def formula(report: dict[str, Any], row: dict[str, Any]) -> float:
     name, warm = row["method"], round(0.164 * row["steps"]) / row["steps"]
     if name.startswith("onebit"):
         return count * (4 * warm + (1 - warm) / 8)
-    if name.startswith("diloco"):
-        return count * (1 if name.endswith("8 bits") else 2) / int(name.split()[1].rstrip(","))
     return count * (2 if name.endswith("bf16 gradients") else 4)
 
 
@@ -316,7 +304,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     curves = {
         row["method"]: ([time for time, _ in row[losses]], [loss for _, loss in row[losses]])
         for row in report["rows"]
-        if losses in row and (there or row["megabits"] == slowest)
+        if row["method"] in methods(0) and losses in row and (there or row["megabits"] == slowest)
     }
     draw_curves(
         curves,

@@ -19,7 +19,6 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from drafted_ways import EDITS, beginnings, changed, generated, load, losses, pi
 import hasten
 from hasten.bench.models import folder_name
 from hasten.data.book import texts
-from hasten.engine.speculation.cost import MOST_SECONDS, measure_step_cost
 
 USELESS = "useless model"
 AGAIN = {"none again": "none"}  # what the ratios' medians are worth
@@ -88,17 +86,16 @@ class Speculation:
 
         configure(threads="auto", seed=None)
         report: dict[str, Any] = {"schema": 1, "machine": describe().to_json(), "settings": self.settings()}
-        kept, tables = [], {}
+        kept = []
         if self.output is not None and self.output.exists():
             before = json.loads(self.output.read_text())
             if before["settings"] == json.loads(json.dumps(report["settings"])):  # which has no tuples
                 kept = [row for row in before["rows"] if row["weights"] not in self.weights]
-                tables = before.get("cost_table_seconds", {})
         rows = [*kept, *(row for weights in self.weights for row in self.of(weights))]
         rows.sort(key=lambda row: list(WEIGHTS).index(row["weights"]))
         if set(self.parts) != {"kinds"}:
             report["held_out_loss"] = losses(self.model, self.draft, self.recipe)
-        report |= {"cost_table_seconds": tables | self.table_seconds(), "rows": rows}
+        report["rows"] = rows
         if self.output is not None:
             write_json(self.output, report)
         if self.picture is not None:
@@ -112,15 +109,6 @@ class Speculation:
             "model": folder_name(self.model).removesuffix("/model"),
             "draft": self.draft and self.draft.parent.name,
         }
-
-    def table_seconds(self) -> dict[str, float]:
-        """What it takes to measure the table of costs, by the target's weights."""
-        found = {}
-        for weights in self.weights:
-            model, start = load(self.model, WEIGHTS[weights]), perf_counter()
-            measure_step_cost(model, most_seconds=MOST_SECONDS)
-            found[weights] = perf_counter() - start
-        return found
 
     def of(self, weights: str) -> list[dict[str, Any]]:
         """The rows of one format of the target's weights."""
@@ -225,7 +213,7 @@ def contest(rounds: int, drafts: dict[str, Any], measure: Any) -> list[dict[str,
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Speed against the tokens of a pass, measured and as the table of costs predicts it."""
+    """Speed against the tokens of a pass, measured and as timed steps predict it."""
     from hasten.bench.draw import LINES, curve_axes
     from hasten.bench.table import machine_line
 
@@ -235,7 +223,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         title="Speculative decoding: speed over plain decoding",
         subtitle=machine_line(report["machine"]),
         x_label="mean acceptance length: tokens of a pass of the model",
-        y_label="times as fast; line: predicted from costs",
+        y_label="times as fast; line: predicted from timed steps",
     ) as axes:
         for color, weights in zip(LINES, dict.fromkeys(row["weights"] for row in rows), strict=False):
             own = sorted((r for r in rows if r["weights"] == weights), key=lambda r: r["tokens_per_pass"])

@@ -3,8 +3,8 @@
     python benchmarks/start.py smollm2-135m gemma3-270m --output benchmarks/results/start.json
 
 Each measurement is a process of its own. Of each model two commands: one for a single token, timed to its end, and one
-for an answer of 32 tokens, timed to the text of the first. A round before the counted ones builds the kernels, and
-brings files into the page cache.
+for an answer of 32 tokens, timed to the text of the first. A round before the counted ones builds the kernels, brings
+files into the page cache, and writes Python's bytecode, which pip does when it installs a package.
 """
 
 import os
@@ -59,7 +59,8 @@ def command(model: str, tokens: int) -> list[str]:
 def measured(line: list[str]) -> dict[str, float]:
     """Seconds to the end of a process, of the processors meanwhile, and to the first text behind the prompt."""
     started, read, first = time.perf_counter(), 0, 0.0
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     assert process.stdout is not None
     while part := os.read(process.stdout.fileno(), 1 << 16):  # unbuffered: comes when the command writes it
         read += len(part)

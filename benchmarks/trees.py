@@ -43,23 +43,29 @@ class Trees:
     def run(self) -> None:
         from drafted_ways import load
 
-        from hasten.engine.speculation.build import step_cost
+        from hasten.bench.step_seconds import step_seconds
+        from hasten.engine.decoder import Decoder
         from hasten.machine import configure, describe
         from hasten.machine.files import write_json
 
         configure(threads="auto", seed=None)
         shares, draft, rows = self.shares(), load(self.draft, None), []
-        context = self.prompt_tokens + self.new_tokens / 2
-        pass_of_draft = step_cost(draft).seconds(1, context)
+        context = self.prompt_tokens + self.new_tokens // 2
+
+        def seconds_of(model: Any, most: int) -> dict[int, float]:
+            decoder = Decoder(model, batch=1, capacity=context + most)
+            return step_seconds(decoder, range(1, most + 1), context, seconds=1.0)
+
+        pass_of_draft = seconds_of(draft, 1)[1]
         for weights in self.weights:
-            cost = step_cost(load(self.model, None if weights == "bfloat16" else weights))
-            one = cost.seconds(1, context)
+            steps = seconds_of(load(self.model, None if weights == "bfloat16" else weights), self.most_rows)
+            one = steps[1]
             row: dict[str, Any] = {"weights": weights, "draft_pass_over_step": pass_of_draft / one}
             for shape, ranks in (("chain", 1), ("tree", RANKS)):
                 best = (1.0, 0, 0)
                 for depth in range(1, 17):
                     for nodes, tokens in enumerate(expected(shares[:ranks], depth, self.most_rows), 1):
-                        seconds = cost.seconds(1 + nodes, context) + depth * pass_of_draft
+                        seconds = steps[1 + nodes] + depth * pass_of_draft
                         best = max(best, (tokens * one / seconds, nodes, depth))
                 row[shape] = dict(zip(("ratio", "nodes", "depth"), best, strict=True))
             rows.append(row)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from hasten.engine.blocks import BlockManager, OutOfBlocks
-from hasten.engine.layout import Rows
-from hasten.engine.paged import PagedCache
+from hasten.engine.blocks import BlockManager, OutOfBlocks, Rows
+from hasten.engine.cache import KVCache
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.ops.attention import AttentionSpec
 from hasten.ops.attention.cache_rows import PLAIN
@@ -43,7 +42,7 @@ def new_cache(blocks, size, rows):
         head_dim=HEAD,
         max_positions=1024,
     )
-    return PagedCache(config, blocks=blocks, block_size=size, dtype=DTYPE, device="cpu", row_format=rows)
+    return KVCache(config, blocks=blocks, block_size=size, dtype=DTYPE, device="cpu", row_format=rows)
 
 
 def states(tokens, salt):

@@ -1,8 +1,6 @@
 """Proposers for tests."""
 
-from hasten.engine.speculation import Draft, Speculator, StepCost, speculator
-
-FREE = StepCost((1, 64), (1.0, 1.0), (0.0, 0.0))  # further rows cost nothing
+from hasten.engine.speculation import Draft, Speculator
 
 
 class Proposing:
@@ -11,7 +9,7 @@ class Proposing:
     name = "function"
 
     def __init__(self, function):
-        self.function = function
+        self.function, self.ended = function, []
 
     def prior(self, kind):
         return 2 / 3
@@ -21,31 +19,16 @@ class Proposing:
         return [Draft(draft, [0] * len(draft)) for draft in drafts]
 
     def end(self, number, answer, *, salt=""):
-        pass
+        self.ended.append(number)
 
 
 def proposing(function):
     """A speculator that checks all that a function of a text proposes."""
-    return Speculator(Proposing(function), FREE, always=True)
+    return Speculator(Proposing(function), always=True)
 
 
-def resting(monkeypatch):
-    """A speculator of drafts that are always wrong, with short rests; a list of how many drafts there were at each step
-    of a rest, and one of the texts that ended. A row of a step is dear, and steps take what its table says.
-    """
-    rests, ended, rested, stepped = [], [], Speculator.rested, Speculator.stepped
-    dear = StepCost((1, 64), (1.0, 64.0), (0.0, 0.0))
-
-    def note(self, tokens):
-        rests.append(self.stats.drafts)
-        rested(self, tokens)
-
-    monkeypatch.setattr(speculator, "_CREDIT", 0.1)
-    monkeypatch.setattr(speculator, "_INTEREST", 0.03)
-    monkeypatch.setattr(Speculator, "rested", note)
-    monkeypatch.setattr(
-        Speculator, "stepped", lambda self, rows, at, _: stepped(self, rows, at, dear.seconds(rows, at))
-    )
-    proposer = Proposing(lambda text: [99, 99, 99])
-    proposer.end = lambda number, answer, *, salt="": ended.append(number)
-    return Speculator(proposer, dear), rests, ended
+def wrong(monkeypatch):
+    """A speculator of drafts that are always wrong; a row of a step costs as much as a step."""
+    stepped = Speculator.stepped
+    monkeypatch.setattr(Speculator, "stepped", lambda self, rows, _: stepped(self, rows, float(rows)))
+    return Speculator(Proposing(lambda text: [99, 99, 99]))

@@ -3,9 +3,9 @@
 import torch
 
 import hasten
+from hasten.engine.blocks import Rows
+from hasten.engine.cache import KVCache
 from hasten.engine.decoder import Decoder
-from hasten.engine.layout import Rows
-from hasten.engine.paged import PagedCache
 from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse
 from references import make_reference
@@ -53,7 +53,7 @@ def paged_logits(model, prompts):
     """Logits after prompts that lie in blocks."""
     size, config = 4, model.config
     needed = [-(-len(prompt) // size) for prompt in prompts]
-    cache = PagedCache(config, blocks=sum(needed), block_size=size, dtype=model.compute_dtype, device=model.device)
+    cache = KVCache(config, blocks=sum(needed), block_size=size, dtype=model.compute_dtype, device=model.device)
     order = list(reversed(range(sum(needed))))
     rows = [Rows([order.pop() for _ in range(n)], 0, len(prompt)) for n, prompt in zip(needed, prompts, strict=True)]
     step = cache.step(rows)

@@ -2,9 +2,8 @@
 
 import math
 
-from hasten.engine.cache import row_format
+from hasten.engine.cache import KVCache, row_format
 from hasten.engine.engine import Engine
-from hasten.engine.paged import PagedCache
 from hasten.engine.params import SamplingParams
 from hasten.engine.request import Request, RequestOutput
 from hasten.engine.settings import EngineSettings
@@ -14,7 +13,7 @@ def make_engine(model, *, blocks: int = 200, block_size: int = 4, **settings) ->
     """An engine with so many blocks exactly."""
     values = {"max_sequences": 8, "token_budget": 16} | settings
     rows = row_format(values.get("kv_cache_dtype", "auto"))
-    size = PagedCache.bytes_per_block(model.config, block_size=block_size, dtype=model.dtype, row_format=rows)
+    size = KVCache.bytes_per_block(model.config, block_size=block_size, dtype=model.dtype, row_format=rows)
     return Engine(model, model.tokenizer, EngineSettings(cache_bytes=blocks * size, block_size=block_size, **values))
 
 

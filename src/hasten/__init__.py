@@ -28,16 +28,13 @@ if TYPE_CHECKING:  # what type checkers and editors read; `__getattr__` imports 
     from hasten.model.vocabulary import pad_vocabulary
     from hasten.profiling.profile import profile
     from hasten.quantization import (
-        AWQ,
         GPTQ,
         Int2,
         Int3,
         Int4,
         Int8,
         Mixed,
-        SignRounding,
         calibration_tokens,
-        choose_bits,
         quantize,
     )
     from hasten.quantization.merge import merge
@@ -47,7 +44,6 @@ if TYPE_CHECKING:  # what type checkers and editors read; `__getattr__` imports 
     __version__: str
 
 __all__ = [
-    "AWQ",
     "GPTQ",
     "LLM",
     "Chat",
@@ -60,11 +56,9 @@ __all__ = [
     "Int8",
     "Mixed",
     "SamplingParams",
-    "SignRounding",
     "__version__",
     "accelerated",
     "calibration_tokens",
-    "choose_bits",
     "explain",
     "fuse",
     "generate",
@@ -86,7 +80,6 @@ __all__ = [
 ]
 
 _MODULES = {  # the module of each public name, as imported above
-    "AWQ": "hasten.quantization",
     "GPTQ": "hasten.quantization",
     "LLM": "hasten.engine.llm",
     "Chat": "hasten.engine.chat",
@@ -99,10 +92,8 @@ _MODULES = {  # the module of each public name, as imported above
     "Int8": "hasten.quantization",
     "Mixed": "hasten.quantization",
     "SamplingParams": "hasten.engine.params",
-    "SignRounding": "hasten.quantization",
     "accelerated": "hasten.training.in_transformers",
     "calibration_tokens": "hasten.quantization",
-    "choose_bits": "hasten.quantization",
     "explain": "hasten.model.binding",
     "fuse": "hasten.model.fused",
     "generate": "hasten.engine.generate",

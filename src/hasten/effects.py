@@ -4,7 +4,7 @@
     layers: Annotated[int, ABOVE_0, Unless("init")] = 12
     optimizer: Annotated[Optimizer, Reads("kind")]    # a section: only this one of its fields is read
     dtype: Annotated[str, Holds("writes_folder", "in a GGUF file")]    # a property, for what no field says alone
-    top_p: Annotated[float, Unless("temperature", 0), Neutral(1)]    # 1 keeps all tokens, so nothing is ignored
+    capture: Annotated[bool, ON_CUDA, Neutral(False)]    # elsewhere nothing is captured anyway: False is no error
     EFFECTS = {"price": Needs("goal"), "run.export": ...}    # of inherited fields, and of those of sections
 
 A path names a field as its option does ("optimizer.kind"), a property, or a fact such as KIND. `refuse_ignored` checks

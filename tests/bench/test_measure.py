@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,7 +97,7 @@ def test_rounds_interleave_and_memory_is_the_rungs_own(log: Path, capfd: pytest.
     rungs = [rung(log, "a", speed=10, megabytes=150), rung(log, "b", speed=30)]
     ladder = Ladder(rounds=3, warmup=1, limit_seconds=0.01, threads=1, device="cpu")
     report = ladder.measure(rungs, kind="generate", dtypes=())
-    assert events(log) == ["a set-up", "b set-up", *["a measure", "b measure"] * 4]
+    assert events(log) == ["a set-up", "a measure", "b set-up", "b measure", *["a measure", "b measure"] * 3]
     first, second = report["rows"]
     speeds = [found["decode_tokens_per_second"] for found in first["rounds"]]
     assert speeds == [20, 30, 40], "the warm-up round is not counted"
@@ -141,18 +142,55 @@ def test_rungs_that_do_not_fit_together_are_restarted(log: Path, monkeypatch: py
     assert [row["decode_tokens_per_second"] for row in report["rows"]] == [2, 4]
 
 
-def test_after_the_time_to_set_up_rungs_are_skipped_and_say_so(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr("hasten.bench.process.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    runs = run_interleaved([rung(log, name) for name in "abc"], rounds=1, seconds=25)
-    assert events(log) == ["a set-up", "b set-up", "a measure", "b measure"]
+class Clock:
+    """One that a rung's set-up moves on by 10 s, and its measurement by 5 s."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("hasten.bench.process.time", SimpleNamespace(monotonic=lambda: self.now))
+        for name, seconds in (("start", 10.0), ("measure", 5.0)):
+            monkeypatch.setattr(RungRun, name, self._moved_by(seconds, getattr(RungRun, name)))
+
+    def _moved_by(self, seconds: float, method: Callable[..., None]) -> Callable[..., None]:
+        def call(run: RungRun, **how: bool) -> None:
+            method(run, **how)
+            self.now += seconds
+
+        return call
+
+
+def test_rungs_that_exceed_the_time_budget_are_skipped_and_say_so(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    # Three rungs take 3 set-ups and warm-ups of 15 s, and 2 rounds of 15 s: 75 s. Two of them take 50 s.
+    runs = run_interleaved([rung(log, name) for name in "abc"], rounds=2, warmup=1, seconds=70)
     assert [run.error for run in runs] == [
         None,
         None,
-        "skipped: the rungs before it took more than 25 s to set up",
+        "skipped: with the rungs before it, it would take longer than 70 s",
     ]
-    with pytest.raises(ConfigError, match="--setup-seconds is 0; it must be above 0"):
-        Ladder(setup_seconds=0)
+    assert [len(run.rounds) for run in runs] == [2, 2, 0]
+    assert events(log)[:4] == ["a set-up", "a measure", "b set-up", "b measure"]
+
+
+def test_restarted_rungs_keep_to_the_time_budget_too(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    # In each of 2 rounds a rung takes 15 s.
+    runs = run_interleaved([rung(log, name) for name in "abc"], rounds=2, keep=False, seconds=70)
+    assert [run.error is None for run in runs] == [True, True, False]
+    assert events(log) == [f"{name} {what}" for name in "abab" for what in ("set-up", "measure")]
+
+
+def test_rounds_that_exceed_the_time_budget_are_left_out(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    said: list[str] = []
+    runs = run_interleaved([rung(log, "a")], rounds=9, seconds=23, tell=said.append)
+    assert [len(run.rounds) for run in runs] == [2]
+    assert said[-1] == "2 of 9 rounds, because more would take longer than 23 s"
+
+
+def test_a_time_budget_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--time-budget is 0; it must be above 0"):
+        Ladder(time_budget=0)
 
 
 def test_rungs_of_a_gpu_are_prepared_together_as_its_memory_allows(log: Path) -> None:

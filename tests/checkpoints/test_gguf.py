@@ -18,7 +18,9 @@ from hasten.errors import CheckpointError, ConfigError, HastenWarning, ResourceE
 from hasten.model.context import TrainingContext
 from hasten.model.fused import refusal
 from hasten.ops.linear import PackedLinear
+from hasten.ops.linear.blocks import Blocks, pack_blocks
 from hasten.ops.linear.embedding import PackedEmbedding
+from hasten.ops.linear.layouts import PANELS
 from hasten.ops.native import library
 from quantized_folders import exact, full_disk
 from references import CASES, make_reference
@@ -184,6 +186,25 @@ def test_common_types_are_multiplied_as_they_are_stored(name, tmp_path):
     expected = quants.dequantize(read_gguf(path).raw("blk.0.attn_q.weight").numpy(), kind)
     order = torch.arange(256).view(4, 2, 32).transpose(1, 2).flatten()  # llama.cpp's order of the rows of a head
     SAME(model.blocks[0].attention.q.dequantize()[order], torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("name", PACKED)
+def test_blocks_go_to_the_panels_of_their_numbers(name, rows):
+    if library() is None:
+        pytest.skip("panels are for the native kernels")
+    kind, columns = TYPES[name], 768
+    raw = np.random.default_rng(0).integers(0, 256, (rows, columns // kind.elements, kind.bytes), dtype=np.uint8)
+    raw = torch.from_numpy(finite(name, raw)).flatten(1)
+    checked = []
+    blocks = Blocks(name, kind.format, columns, raw, kind.weight, lambda *scales: checked.extend(scales))
+    found, expected = pack_blocks(blocks), PANELS.pack(kind.weight(raw))
+    for own, same in zip(found, expected, strict=True):
+        assert (own is None) == (same is None)
+        if own is not None:
+            assert own.dtype == same.dtype
+            assert torch.equal(own.view(torch.uint8), same.view(torch.uint8))  # bits: of zeros the sign, too
+    assert [part is None for part in checked] == [part is None for part in found[1:]]
 
 
 def finite(name, blocks):

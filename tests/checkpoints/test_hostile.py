@@ -165,6 +165,7 @@ def test_a_header_that_is_not_one_is_refused(folder, header):
         ("shape", [0, 10**30]),
         ("shape", [-8, -8]),
         ("shape", [10**17] * 100_000),
+        ("shape", [8, 8] + [1] * 100_000),
         ("shape", [8.0, 8.0]),
         ("shape", [True, 64]),
         ("shape", "88"),
@@ -187,9 +188,9 @@ def test_a_header_that_is_not_one_is_refused(folder, header):
         ("data_offsets", None),
     ],
 )
-def test_a_malformed_entry_is_refused_and_named(folder, field, value):
+def test_a_malformed_entry_is_refused(folder, field, value):
     path = change_header(folder, lambda header: header[Q].update({field: value}))
-    with refused(path, Q):
+    with refused(path):
         hasten.load(folder)
 
 

@@ -10,7 +10,9 @@ import pytest
 import hasten
 from hasten.bench.plan import config_of
 from hasten.checkpoints import hub, published
+from hasten.checkpoints.advice import asked_as, export_plain
 from hasten.checkpoints.gguf.write import write_gguf
+from hasten.checkpoints.load import open_checkpoint
 from hasten.checkpoints.published import PublishedModel, Wheel
 from hasten.errors import CheckpointError, ResourceError
 from own_cache import make_cache
@@ -115,3 +117,18 @@ def test_a_plan_reads_the_file_of_a_short_name(tmp_path, monkeypatch):
 def test_what_is_no_folder_of_the_hub(name):
     assert not hub.names_hub_folder(name)
     assert hub.names_hub_folder("owner/name")
+
+
+def test_advice_has_the_short_name_in_the_place_of_the_cache(index, capfd):
+    path = hub.resolve_model("tiny-parts")
+    assert export_plain(path) == "hasten export tiny-parts tiny-parts-plain --dequantize"
+    assert export_plain("tiny-parts") == export_plain(path)
+    assert asked_as("elsewhere/tiny.gguf") == "elsewhere/tiny.gguf"
+    snapshot = Path("/home/someone/.cache/huggingface/hub/models--owner--name/snapshots/0123abc")
+    assert export_plain(snapshot) == "hasten export owner/name name-plain --dequantize"
+
+
+def test_a_model_knows_where_it_was_loaded_from(tmp_path):
+    write_gguf(tiny_llama().bfloat16(), tmp_path / "some.gguf", "BF16")
+    source = open_checkpoint(tmp_path / "some.gguf")
+    assert hasten.load(source).origin == hasten.load(tmp_path / "some.gguf").origin == str(tmp_path / "some.gguf")

@@ -1,6 +1,7 @@
 """What a command makes of a quantized GGUF file: plain weights, an adapter beside its layers, or a helpful error."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -160,8 +161,46 @@ def test_a_type_without_a_kernel_is_named_and_the_advice_ends_the_warning(nvfp4,
     assert "linear (int8), layers 0-1" in out
     assert "nvfp4.gguf: Q4_0 and int8" in err
     assert "no kernel takes" not in err
+    assert "layer -1" not in out
+    assert "the head: " in out
     main(["export", str(nvfp4), str(tmp_path / "plain"), "--dequantize"])
     assert "warning" not in capfd.readouterr().err, "a model that is only written again costs nothing"
+
+
+@pytest.mark.filterwarnings("always")
+def test_training_is_not_advised_an_option_of_generating(nvfp4, tmp_path, capfd):
+    (tmp_path / "text.txt").write_text("a name is a name\n" * 200)
+    words = ["train", "finetune", "--init", nvfp4, "--data.source", tmp_path / "text.txt", "--data.context", 16]
+    words += ["--run.folder", tmp_path, "--run.steps", 1, "--data.validation-fraction", 0, "--lora.rank", 2]
+    main([str(word) for word in words])
+    err = capfd.readouterr().err
+    assert "--quantize" not in err
+    assert "no kernel takes" not in err
+    with pytest.warns(HastenWarning, match=r"which every token reads; hasten.quantize\(model, hasten.Int8\(\)\)"):
+        hasten.load(nvfp4)
+
+
+def test_a_file_is_no_folder_to_convert_and_the_advice_makes_one(file, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    err = error_of(capfd, "convert", file, tmp_path / "out", "--format", "gptq")
+    first, second = re.search(
+        r": (hasten export .*) writes its plain weights, and (hasten .*) quantizes these", err
+    ).groups()
+    for line in (first, second):
+        main(line.split()[1:])
+    assert hasten.load(tmp_path / "out").quantization
+
+
+def test_a_place_that_is_written_twice_is_refused_by_the_options_of_the_command(file, tmp_path, capfd):
+    out = tmp_path / "out.gguf"
+    err = error_of(capfd, "merge", file, tmp_path, out, "--json", out)
+    assert f"OUTPUT {out} is also where --json is to be written; name another file" in err
+
+
+def test_what_is_no_adapter_is_refused_before_the_model_is_loaded(file, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("hasten.checkpoints.load.load_quietly", lambda *_, **__: pytest.fail("loaded"))
+    err = error_of(capfd, "merge", file, tmp_path / "run/model", tmp_path / "merged")
+    assert "is no folder with an adapter (adapter_config.json); that of a run is in runs/NAME/adapter" in err
 
 
 @pytest.mark.filterwarnings("always:2 layers like")

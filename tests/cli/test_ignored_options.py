@@ -59,7 +59,6 @@ SET = {
     "lora.rank": 4,
     "qat.bits": 4,
     "qat.start_bits": 8,
-    "diloco.sync_every": 5,
     "parallel.zero": 3,
     "techniques.layer_drop": 0.5,
     "schedule.warmup_steps": 10,
@@ -85,7 +84,6 @@ OTHER = {
     "schedule.kind": "constant",
     KIND: "neither",
     "draft": "self:2-layers",
-    "temperature": 0.5,
     "devices": "given",
     "method": "rtn",
     "scheme": "int4",
@@ -107,13 +105,14 @@ data.context data.fit_context data.batch_size data.accumulation data.separate_do
 optimizer.learning_rate optimizer.beta1 optimizer.beta2 optimizer.epsilon optimizer.weight_decay optimizer.groups
 optimizer.clip schedule.kind schedule.warmup_steps techniques.precision techniques.attention techniques.loss
 techniques.layer_drop techniques.checkpointing techniques.compile techniques.fp8 techniques.fused_optimizer lora.rank
-qat.bits parallel.zero parallel.offload parallel.policy diloco.sync_every run.steps run.epochs run.minutes run.folder
+qat.bits parallel.zero parallel.offload parallel.policy run.steps run.epochs run.minutes run.folder
 run.export_dtype run.checkpoint_every run.background_checkpoints run.device run.threads run.seed run.fit run.tensorboard
 """
 # The same of the commands. Among them are what is refused by its own error where it cannot be (--tensor-parallel of a
 # shape), seeds (what they ask for holds where nothing is drawn), and switches that turn off what is off (--no-fuse).
 LOADS = "model dtype device threads pin quantize fuse verbose"
-SAMPLES = "max_new_tokens temperature repetition_penalty presence_penalty frequency_penalty logit_bias stop"
+SAMPLES = """max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty presence_penalty
+frequency_penalty logit_bias stop"""
 LADDER = "json picture device threads seed rungs rounds warmup limit_seconds"
 GENERATES = f"{LOADS} adapter seed ignore_eos kv_cache_dtype draft {SAMPLES}"
 MODEL = {"model": "MODEL"}
@@ -122,7 +121,7 @@ FROM_TO = {**MODEL, "output": Path("OUTPUT")}
 Command = tuple[type, dict[str, Any], bool, str]
 EVERY: dict[str, Command] = {
     "demo": (Demo, {}, False, "minutes spent published again folder threads ladder"),
-    "generate": (Generate, MODEL, False, f"{GENERATES} tensor_parallel devices json prompt prompt_ids compile"),
+    "generate": (Generate, MODEL, False, f"{GENERATES} tensor_parallel json prompt prompt_ids compile"),
     "chat": (ChatInTerminal, MODEL, False, f"{GENERATES} system template chat_template_kwargs"),
     "serve": (
         Serve,
@@ -139,7 +138,7 @@ EVERY: dict[str, Command] = {
         Quantize,
         FROM_TO,
         False,
-        "json model output scheme bits formats method overwrite format activations dtype device threads",
+        "json model output scheme formats method overwrite format activations dtype device threads",
     ),
     "convert": (Convert, FROM_TO, False, "json model output format overwrite"),
     "merge": (Merge, {**FROM_TO, "adapter": Path("A")}, False, "json model adapter output dtype text overwrite"),
@@ -288,7 +287,10 @@ def test_an_option_without_effect_says_what_stands_in_the_way(command, path, num
         ("train demo --optimizer.momentum 0.9", "with --optimizer.kind adamw, only with muon"),
         ("train gpt2-124m --schedule.decay-fraction 0.3", "with --schedule.kind cosine, only with wsd"),
         ("train demo --techniques.layer-drop-decay 5", "without --techniques.layer-drop"),
-        ("train demo --device cpu --techniques.no-capture", "--techniques.no-capture has no effect with a device of"),
+        (
+            "train demo --device cpu --techniques.compile-whole",
+            "--techniques.compile-whole has no effect with a device",
+        ),
         ("train demo --data.text-field body", "with a source of plain text; give --data.source FILE.jsonl"),
         ("train demo --data.source notes.TXT --data.text-field body", "--data.text-field has no effect with a source"),
         ("train demo --print-config --resume must", "--resume has no effect with --print-config"),
@@ -305,10 +307,7 @@ def test_an_option_without_effect_says_what_stands_in_the_way(command, path, num
         ("generate M --prompt x --draft none --speculate 4", "--speculate has no effect with --draft none; change"),
         ("generate M --prompt x --compile --speculate 4", "--speculate has no effect with --compile and --draft auto"),
         ("generate M --prompt x --accept distribution", "--accept has no effect with --draft auto; change that"),
-        ("generate M --prompt x --temperature 0 --top-p 0.9", "--top-p has no effect with --temperature 0.0; change"),
-        ("generate M --prompt x --ignore-eos --min-new-tokens 4", "with --ignore-eos; leave one of them out"),
-        ("generate M --prompt x --price 2", "--price"),
-        ("chat M --temperature 0 --top-k 9", "--top-k has no effect with --temperature 0.0"),
+        *((f"generate M --prompt x --{name} 2", f"--{name}") for name in ("price", "goal", "token-ms", "devices")),
         ("chat M --draft none --speculate 2", "--speculate has no effect with --draft none"),
         ("eval M --text stdlib --no-overlap --stride 4", "--stride has no effect with --no-overlap; leave one of"),
         ("eval M --tasks x --no-overlap", "--no-overlap has no effect without --text"),
@@ -348,8 +347,9 @@ def test_what_a_recipe_carries_along_and_what_is_set_to_its_own_default_are_no_e
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (Generate, {"temperature": 0.0, "top_p": 1.0, "top_k": 1, "min_p": 0.0}),  # as scripts ask for greedy text
-        (Generate, {"temperature": 0.0, "seed": 3}),
+        (Generate, {"temperature": 0.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1}),  # a sweep over temperatures
+        (ChatInTerminal, {"temperature": 0.0, "top_p": 0.9, "seed": 3}),
+        (Generate, {"ignore_eos": True, "min_new_tokens": 9}),
         (Eval, {"text": "stdlib", "seed": 3}),
         (Serve, {"device": "cpu", "engine": EngineSettings(capture=False)}),
     ],
@@ -357,6 +357,14 @@ def test_what_a_recipe_carries_along_and_what_is_set_to_its_own_default_are_no_e
 def test_an_option_that_asks_for_what_holds_anyway_is_no_error(kind, options):
     given = [name for name in options if name not in ("engine", "text", "device")] + ["capture"] * ("engine" in options)
     refuse_ignored(kind(**MODEL, **options), [f"--{name.replace('_', '-')}" for name in given])
+
+
+@pytest.mark.parametrize("option", ["no-capture", "no-whole-model"])
+def test_turning_off_what_a_cpu_has_not_is_no_error(capsys, option):
+    """One script for both kinds of machine."""
+    main(["train", "demo", "--device", "cpu", f"--techniques.{option}", "--print-config"])
+    found = json.loads(capsys.readouterr().out)["techniques"]
+    assert found[option.removeprefix("no-").replace("-", "_")] is False
 
 
 def test_samples_are_for_every_rung_that_is_made_of_the_folder_by_gptq():
@@ -394,7 +402,6 @@ CHANGES = {
     "parallel.policy": "float32-masters",
     "weights": "int8",
     "kv_cache_dtype": "int8",
-    "least_bits": 4,
     "token_ms": 50.0,
     "tensor_parallel": 2,
     "gpus": 8,
@@ -449,24 +456,16 @@ def test_the_fields_of_a_plan_and_of_its_command_have_conditions_that_can_be_loo
 
 def quantizing(command: Quantize) -> Any:
     """What decides the numbers of a quantized folder."""
-    chosen = (command.bits, command.allow_int3, same_fields(command, Mixed))
-    scheme = chosen if command.bits else command.scheme_of()
     text = (command.calibration, command.samples, command.length, command.calibration_seed)
-    blocks = (command.spill, command.picture) if command.method != "rtn" else None
-    return scheme, command.method_of(), text if command.calibrates else None, blocks
+    looks = (*text, command.spill, command.picture) if command.method == "gptq" else None
+    scheme = same_fields(command, Mixed) if command.formats else command.scheme_of()
+    return scheme, command.method_of(), looks
 
 
 def asked_of_attention(command: ExplainAttention) -> Any:
     """The call; a capability is a CUDA device's."""
     request, _ = command.request()
     return replace(request, capability=request.capability if request.device.type == "cuda" else None)
-
-
-def sampling(command: Generate) -> Any:
-    """What draws tokens: of the most likely token nothing is cut off, and without an end there is none too early."""
-    params = command.params({})
-    params = replace(params, top_k=0, top_p=1.0, min_p=0.0) if params.greedy else params
-    return replace(params, min_new_tokens=0) if params.ignore_eos else params
 
 
 def requests_of(command: ServeBenchmark) -> Any:
@@ -482,8 +481,8 @@ SEEN: list[tuple[str, Callable[[Any], Any], list[dict[str, Any]], dict[str, Any]
         quantizing,
         [
             {**way, "method": method}
-            for way in ({"scheme": "int8"}, {"scheme": "int4"}, {"bits": 6.0})
-            for method in ("rtn", "gptq", "awq", "sign")
+            for way in ({"scheme": "int8"}, {"scheme": "int4"}, {"formats": Path("TABLE")})
+            for method in ("rtn", "gptq")
         ],
         {
             "group_size": 32,
@@ -497,10 +496,7 @@ SEEN: list[tuple[str, Callable[[Any], Any], list[dict[str, Any]], dict[str, Any]
             "calibration_seed": 4,
             "order": "columns",
             "damping": 0.5,
-            "steps": 7,
-            "batch": 3,
             "picture": Path("P"),
-            "allow_int3": True,
             "spill": True,
             "gptaq": True,
             "asymmetric": True,
@@ -534,12 +530,6 @@ SEEN: list[tuple[str, Callable[[Any], Any], list[dict[str, Any]], dict[str, Any]
             "causal": False,
             "block_size": 32,
         },
-    ),
-    (
-        "generate",
-        sampling,
-        [{}, {"temperature": 0.0}, {"ignore_eos": True}],
-        {"top_k": 5, "top_p": 0.5, "min_p": 0.1, "min_new_tokens": 7},
     ),
     (
         "bench serve",

@@ -1,15 +1,16 @@
-"""`--devices auto`: a plan chooses the ranks and the precision, and the command runs with them."""
+"""`hasten serve --devices auto`: a plan chooses the ranks and the precision, and the server runs with them."""
 
-import json
+import re
+import signal
 import subprocess
 import sys
 
+import httpx
 import pytest
 
 import hasten
 from hasten.bench import choices
 from hasten.bench.plan import PlanOptions
-from hasten.cli.generate import Generate
 from hasten.cli.main import main
 from hasten.cli.planned import by_plan
 from hasten.cli.serve import Serve
@@ -18,19 +19,27 @@ from hasten.machine import available_cores
 from hasten.replicas.settings import ReplicaSettings
 
 
-def test_the_command_runs_with_what_was_planned(tmp_path, tiny_folder):
-    out, degree = tmp_path / "out.json", "2" if available_cores().physical > 1 else "1"
-    text = ["--prompt", "def add", "--temperature", "0", "--max-new-tokens", "8", "--ignore-eos"]
-    auto = ["--devices", "auto", "--least-bits", "16", "--tensor-parallel", degree, "--json", str(out)]
-    command = [sys.executable, "-m", "hasten", "generate", str(tiny_folder), *text, *auto]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"{degree} rank" in done.stderr
-    assert "the time of an answer is the least" in done.stderr
-    alone = hasten.generate(
-        hasten.load(tiny_folder), "def add", temperature=0, max_new_tokens=8, ignore_eos=True, draft="none"
-    )
-    assert json.loads(out.read_text())["tokens"] == alone[0].tokens
+def test_the_server_runs_with_what_was_planned(tiny_folder):
+    degree = "2" if available_cores().physical > 1 else "1"
+    auto = ["--devices", "auto", "--quantize", "int8", "--tensor-parallel", degree, "--cache-gib", "0.02"]
+    command = [sys.executable, "-m", "hasten", "serve", str(tiny_folder), "--port", "0", *auto]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        found = re.search(r"is served at (\S+)/v1", process.stdout.readline())
+        assert found, process.stderr.read()
+        body = {"model": tiny_folder.name, "prompt": "def add", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+        answer = httpx.post(f"{found[1]}/v1/completions", json=body).json()
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        told = process.stderr.read()
+    finally:
+        process.kill()
+    assert "drained and closed" in told
+    assert f"{degree} rank" in told
+    assert "the time of an answer is the least" in told
+    model = hasten.quantize(hasten.load(tiny_folder, dtype="stored"), hasten.Int8())
+    alone = hasten.generate(model, "def add", temperature=0, max_new_tokens=8, ignore_eos=True, draft="none")
+    assert answer["choices"][0]["text"] == alone[0].text
 
 
 @pytest.fixture
@@ -48,15 +57,15 @@ def h100s(monkeypatch):
 
 
 def test_ranks_and_precision_go_to_the_ranks_and_replicas_are_told(h100s, tiny_folder, capsys):
-    command = Generate(model=str(tiny_folder), devices="auto", goal="latency", prompt=("x" * 400, "y"))
-    planned, arguments = by_plan(command, ["generate", "MODEL", "--devices", "auto", "--goal=latency"])
+    command = Serve(model=str(tiny_folder), devices="auto", goal="latency")
+    planned, arguments = by_plan(command, ["serve", "MODEL", "--devices", "auto", "--goal=latency"])
     assert (planned.tensor_parallel, planned.quantize, planned.devices, planned.goal) == (8, "int8", "given", None)
     assert arguments[2:] == ["--tensor-parallel", "8", "--quantize", "int8"]
-    assert (h100s[0].batch_size, h100s[0].length, h100s[0].new_tokens) == (2, 356, 256)
+    assert (h100s[0].use, h100s[0].length, h100s[0].new_tokens) == ("serve", 512, 256)
     assert "replicas" not in capsys.readouterr().err
     planned, _ = by_plan(Serve(model=str(tiny_folder), devices="auto", goal="throughput", quantize="int8"), [])
     assert planned.quantize == "int8"
-    assert (h100s[1].use, h100s[1].weights, h100s[1].length) == ("serve", "int8", 512)
+    assert h100s[1].weights == "int8"
     told = capsys.readouterr().err
     replicas = 8 // planned.tensor_parallel
     assert f"that is of {replicas} replicas" in told
@@ -78,6 +87,6 @@ def test_what_does_not_go_together_is_refused(options, told, tiny_folder, monkey
         for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:
-        main(["generate", str(tiny_folder), "--prompt", "x", *options])
+        main(["serve", str(tiny_folder), "--port", "0", *options])
     assert ended.value.code == 2
     assert told in capsys.readouterr().err

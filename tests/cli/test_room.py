@@ -85,7 +85,9 @@ def test_the_advice_is_what_fits(folders, monkeypatch, capsys):
 def test_a_tokenizer_is_counted_before_it_is_read(tiny_folder, monkeypatch, capsys):
     """A large one takes hundreds of megabytes: reading it must not be what ends a command without a word."""
     monkeypatch.setattr(Tokenizer, "from_folder", lambda folder: pytest.fail("read before there was room for it"))
-    monkeypatch.setattr(room, "TOKENIZER", (1 << 30) / (tiny_folder / "tokenizer.json").stat().st_size)
+    monkeypatch.setattr(
+        "hasten.checkpoints.source.TOKENIZER", (1 << 30) / (tiny_folder / "tokenizer.json").stat().st_size
+    )
     said = refused(monkeypatch, capsys, 1 << 29, "generate", tiny_folder, "--prompt", "x")
     assert "1.1 GB tokenizer" in said
 

@@ -14,8 +14,8 @@ import tyro
 
 from hasten.cli.serve import Serve
 from hasten.engine import admission
+from hasten.engine.cache import KVCache
 from hasten.engine.engine import Engine
-from hasten.engine.paged import PagedCache
 from hasten.engine.request import RequestRefused
 from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError, HastenWarning, ResourceError
@@ -156,7 +156,7 @@ def test_a_broken_template_of_the_folder_is_warned_of(model):
 
 def test_fit_takes_what_is_free_beside_a_step_and_shortens_what_is_too_long(model, monkeypatch):
     use = InferenceUse(batch_size=8, length=16, step=16, weights=0, row_bytes=0)
-    size = PagedCache.bytes_per_block(model.config, dtype=model.dtype)
+    size = KVCache.bytes_per_block(model.config, dtype=model.dtype)
     free = inference_memory(model.config, use).peak + 9 * size + 5
     monkeypatch.setattr(admission, "available_memory", lambda device: free)
     engine = Engine(model, None, EngineSettings(max_sequences=8, token_budget=16, fit=True))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -9,8 +10,11 @@ import torch
 from hasten.checkpoints import load as loading
 from hasten.checkpoints.export import export_model
 from hasten.checkpoints.gguf import open as gguf_open
+from hasten.checkpoints.gguf.tokenizer import StoredTokenizer
 from hasten.checkpoints.gguf.write import write_gguf
 from hasten.cli.main import main
+from hasten.errors import CheckpointError
+from hasten.ops import native
 from tiny_model import tiny_llama
 
 # What other commands, other machines and other options need. Each takes from 10 ms to seconds to import.
@@ -32,7 +36,7 @@ NOT_NEEDED = [
         "torch._inductor",
         "hasten.bench.plan",
         "hasten.data",
-        "hasten.engine",
+        "hasten.engine.llm",
         "hasten.text.chat_sandbox",
     ),
     *("hasten.ops.fp8", "hasten.ops.loss", "hasten.planning.plan", "hasten.profiling", "hasten.quantization"),
@@ -86,3 +90,48 @@ def test_load_takes_what_was_opened(file):
     found, expected = (loading.load(one, dtype="float32").state_dict() for one in (source, file))
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("part", ["inference", "training"])
+def test_a_compiler_is_asked_once_for_all_layers(part, monkeypatch):
+    asked = []
+    monkeypatch.setattr(native, "is_built", lambda isa, part="inference": False)
+    monkeypatch.setattr(native, "can_build", lambda isa: asked.append(isa) or True)
+    monkeypatch.setattr(native, "_tried", set())
+    monkeypatch.setattr(native, "choose_isa", lambda: "portable")
+    native._buildable.cache_clear()
+    try:
+        assert [native.obtainable(part) for _ in range(3)] == [True] * 3
+    finally:
+        native._buildable.cache_clear()
+    assert asked == ["portable"]
+
+
+def test_the_tokenizer_is_built_when_it_is_wanted(file, monkeypatch):
+    built = []
+    monkeypatch.setattr(StoredTokenizer, "build", lambda stored: built.append(threading.current_thread()))
+    source = loading.open_checkpoint(file)
+    assert not built
+    assert source.tokenizer_bytes > 0
+    loading.load(source)
+    assert [thread is threading.main_thread() for thread in built] == [False]
+
+
+def test_a_tokenizer_that_does_not_fit_together_is_refused_by_load(file, monkeypatch):
+    def damaged(stored):
+        raise CheckpointError("its tokenizer does not fit together")
+
+    monkeypatch.setattr(StoredTokenizer, "build", damaged)
+    with pytest.raises(CheckpointError, match="does not fit together"):
+        loading.load(file)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the import loads it")
+def test_libtorch_is_loaded_before_it_is_imported():
+    code = (
+        "import sys, threading\nfrom hasten.cli.preload import preload_torch\npreload_torch()\n"
+        "[t.join() for t in threading.enumerate() if t.name == 'hasten-preload']\n"
+        "assert 'torch' not in sys.modules\nassert 'libtorch_cpu.so' in open('/proc/self/maps').read()\n"
+        "import torch\nassert torch.ones(2).sum() == 2"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

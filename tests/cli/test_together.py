@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hasten.cli.main import main
-from hasten.cli.options import together
+from hasten.cli.parsing import together
 
 
 @dataclass

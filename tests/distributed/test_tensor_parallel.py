@@ -58,7 +58,7 @@ import torch
 import hasten
 from hasten.distributed.launch import joined
 from hasten.distributed.tensor_parallel import tensor_parallel
-from hasten.engine.cache import StaticCache
+from hasten.engine.cache import KVCache
 from hasten.engine.following import follow
 from hasten.engine.settings import EngineSettings
 from hasten.model.fused import fuse_where_it_fits
@@ -76,8 +76,8 @@ with joined() as ranks, tensor_parallel(ranks) as group, torch.inference_mode():
             ids = torch.tensor([prompts[1]])
             positions = torch.arange(ids.shape[1])[None]
             size = {"batch": 1, "capacity": ids.shape[1]}
-            cache = StaticCache(model.config, **size, dtype=model.compute_dtype, device=model.device)
-            logits = model(ids, positions, cache.step(positions, fresh=True))
+            cache = KVCache.of_texts(model.config, **size, dtype=model.compute_dtype, device=model.device)
+            logits = model(ids, positions, cache.step_of_texts(positions, fresh=True))
             block = type(model.blocks[0]).__name__  # what generates is fused where it can be
             tokens = [one.tokens for one in hasten.generate(model, prompts, **settings)]
             again = [one.tokens for one in hasten.generate(model, prompts, **settings)]
@@ -123,13 +123,14 @@ def make(changes):
 
 def states_of(model):
     """Logits (T, V) of the second prompt, and greedy tokens of both."""
-    from hasten.engine.cache import StaticCache
+    from hasten.engine.cache import KVCache
 
     ids = torch.tensor([PROMPTS[1]])
-    cache = StaticCache(model.config, batch=1, capacity=ids.shape[1], dtype=model.compute_dtype, device=model.device)
+    like = {"dtype": model.compute_dtype, "device": model.device}
+    cache = KVCache.of_texts(model.config, batch=1, capacity=ids.shape[1], **like)
     positions = torch.arange(ids.shape[1])[None]
     with torch.inference_mode():
-        logits = model(ids, positions, cache.step(positions, fresh=True))[0]
+        logits = model(ids, positions, cache.step_of_texts(positions, fresh=True))[0]
     return logits, [one.tokens for one in hasten.generate(model, PROMPTS, **GREEDY)]
 
 

@@ -5,10 +5,9 @@ import torch
 
 import hasten
 from hasten.cli.main import main
-from hasten.engine.cache import ROW_FORMATS, StaticCache, row_format
+from hasten.engine.blocks import Rows
+from hasten.engine.cache import ROW_FORMATS, KVCache, row_format
 from hasten.engine.decoder import Decoder
-from hasten.engine.layout import Rows
-from hasten.engine.paged import PagedCache
 from hasten.engine.params import KVCacheDtype, SamplingParams
 from hasten.errors import ConfigError
 from hasten.evaluation.divergence import divergence
@@ -39,7 +38,7 @@ def last(model, tokens, name, pieces=1):
 def paged(model, tokens, name):
     """The same over blocks in another order (T, V)."""
     make = {"blocks": len(tokens), "block_size": 4, "dtype": model.dtype, "device": "cpu"}
-    context = PagedCache(model.config, **make, row_format=row_format(name)).step(
+    context = KVCache(model.config, **make, row_format=row_format(name)).step(
         [Rows(range(len(tokens) - 1, -1, -1), 0, len(tokens))]
     )
     with torch.inference_mode():
@@ -85,7 +84,7 @@ def test_sizes_and_growing():
     make = {"batch": 2, "capacity": 12, "dtype": torch.bfloat16, "device": "cpu"}
     rows = 2 * len(config.layers) * config.kv_heads * (2 * 64 + 1)  # in multiples of what a step reads
     for name, each in (("auto", 32), ("int8", 20), ("int4", 18)):
-        assert StaticCache(config, **make, row_format=row_format(name)).bytes == rows * each
+        assert KVCache.of_texts(config, **make, row_format=row_format(name)).bytes == rows * each
     decoder = Decoder(TINY, batch=1, capacity=10, kv_cache_dtype="int4")
     decoder.prefill([TOKENS[:10]])
     decoder.cache.grow(20)

@@ -1,13 +1,10 @@
 """A model that drafts: the native steps draft what those in Python do, and little of a text is read."""
 
-import itertools
-
 import pytest
 
 import hasten
 from hasten.engine.params import SamplingParams
-from hasten.engine.speculation import Draft, DraftModel, Text
-from hasten.engine.speculation import cost as costs
+from hasten.engine.speculation import DraftModel, Text, build
 from hasten.engine.speculation import draft_model as module
 from hasten.model.fused import refusal
 from hasten.model.grow import can_grow
@@ -94,23 +91,21 @@ def test_a_text_that_outgrows_the_cache_is_begun_anew():
         proposer._blocks.check()
 
 
-@pytest.mark.parametrize("small", [True, False])
-def test_a_draft_has_its_price(small, monkeypatch):
-    """Measured between steps of a small target; beside a large one memory is read instead."""
-    model, proposer = fused("llama"), DraftModel(fused("llama"), tokens=256)
-    monkeypatch.setattr(costs, "SMALL", 1 << 27 if small else 0)
-    # Of the target after a draft; the first checks it.
-    places = [9.0, 5.0, 3.0, 2.0, 1.5, 1.0, 1.0, 1.0]
-    draft = {1: iter(lambda: 0.3, None), 5: iter(lambda: 0.7, None)}
-    steps = itertools.cycle(places)
+def test_a_drafts_price_is_measured_before_the_first_one(monkeypatch):
+    """Once for a model: a second speculator begins with it."""
+    proposer, now = DraftModel(fused("llama"), tokens=256), [0.0]
+    propose, rooms = proposer.propose, []
 
-    def timed(call, device):
-        found = call()
-        drafted = isinstance(found, list) and found and isinstance(found[0], Draft)
-        return next(draft[len(found[0].tokens)]) if drafted else next(steps)
+    def timed(texts, **how):
+        rooms.append(texts[0].room)
+        now[0] += 9.0 if len(rooms) == 1 else 0.2 + 0.1 * texts[0].room  # the first finds no memory
+        return propose(texts, **how)
 
-    monkeypatch.setattr(costs, "timed", timed)
-    found = costs.measure_price(proposer, model)
-    assert (found.first, found.more) == pytest.approx((0.3, 0.1))
-    assert found.after == pytest.approx(4.0 + 2.0 + 1.0 + 0.5 if small else 0.0)
+    monkeypatch.setattr(proposer, "propose", timed)
+    monkeypatch.setattr(build.time, "perf_counter", lambda: now[0])
+    drafting = build.rehearsed(proposer)
+    assert [drafting.seconds(room) for room in (1, 3, 5)] == pytest.approx([0.3, 0.5, 0.7], rel=0.1)
     assert not proposer._known  # the text is forgotten
+    rooms.clear()
+    assert build.rehearsed(proposer) is drafting
+    assert rooms == [1]

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hasten
+from hasten.engine import cache as caches
+from hasten.engine.blocks import Rows
+from hasten.engine.cache import KVCache
 from hasten.engine.decoder import Decoder
-from hasten.engine.layout import Rows
-from hasten.engine.paged import PagedCache
 from hasten.errors import ConfigError
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.native import library
@@ -32,7 +33,7 @@ class Paged:
 
     def __init__(self, model, seed=0, **options):
         self.model = model
-        self.cache = PagedCache(
+        self.cache = KVCache(
             model.config, blocks=BLOCKS, block_size=SIZE, dtype=model.dtype, device=model.device, **options
         )
         self.order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -200,7 +201,7 @@ def training(model):
 
 def test_copies_happen_one_after_the_other():
     model = load("llama", False)
-    cache = PagedCache(model.config, blocks=5, block_size=2, dtype=torch.float32, device="cpu")
+    cache = KVCache(model.config, blocks=5, block_size=2, dtype=torch.float32, device="cpu")
     for tensor in (*cache.k, *cache.v):
         tensor.copy_(torch.arange(11.0)[:, None, None].expand_as(tensor))
     cache.copy([(0, 1), (2, 0), (1, 3), (4, 3)])
@@ -228,21 +229,40 @@ def test_copied_blocks_go_on_as_the_original(rows):
 
 def test_the_size_is_told_before_it_is_allocated():
     model = load("llama", False)
-    cache = PagedCache(model.config, blocks=7, block_size=8, dtype=torch.float32, device="cpu")
-    each = PagedCache.bytes_per_block(model.config, block_size=8, dtype=torch.float32)
+    cache = KVCache(model.config, blocks=7, block_size=8, dtype=torch.float32, device="cpu")
+    each = KVCache.bytes_per_block(model.config, block_size=8, dtype=torch.float32)
     assert each == 4 * 2 * 8 * 2 * 16 * 4  # layers, keys and values, tokens, heads, head size, bytes
     spare = 4 * 2 * 2 * 16 * 4  # a row of padding
     assert cache.bytes == 7 * each + spare
-    small = PagedCache(model.config, blocks=7, block_size=8, dtype=torch.float32, device="cpu", row_format=INT8)
-    each = PagedCache.bytes_per_block(model.config, block_size=8, dtype=torch.float32, row_format=INT8)
+    small = KVCache(model.config, blocks=7, block_size=8, dtype=torch.float32, device="cpu", row_format=INT8)
+    each = KVCache.bytes_per_block(model.config, block_size=8, dtype=torch.float32, row_format=INT8)
     assert each == 4 * 2 * 8 * 2 * (16 + 4)  # a float32 scale beside 16 values
     assert small.bytes == 7 * each + each // 8
+
+
+def test_layers_may_keep_keys_of_different_shapes(monkeypatch):
+    model = load("llama", False)
+    shapes = [caches.LayerShape(2, 16), caches.LayerShape(1, 24), caches.LayerShape(2, 16), caches.LayerShape(1, 8)]
+    monkeypatch.setattr(caches, "layer_shapes", lambda config: shapes)
+    make = {"block_size": 4, "dtype": torch.float32, "device": "cpu"}
+    own = KVCache(model.config, blocks=3, **make)
+    assert [(*k.shape,) for k in own.k] == [(*v.shape,) for v in own.v] == [(13, *shape) for shape in shapes]
+    each = KVCache.bytes_per_block(model.config, block_size=4, dtype=torch.float32)
+    assert own.bytes == 3 * each + each // 4
+    assert len({t.untyped_storage().data_ptr() for t in (*own.k, *own.v)}) == 1, "one allocation"
+    for value, tensor in enumerate((*own.k, *own.v), start=1):
+        assert not tensor.any()
+        tensor[4:8] = value
+    own.copy([(1, 0), (0, 2)])
+    for value, tensor in enumerate((*own.k, *own.v), start=1):
+        assert tensor[:12].eq(value).all()
+        assert not tensor[12].any()
 
 
 def test_no_blocks_and_too_short_tables_are_refused():
     model = load("llama", False)
     with pytest.raises(ConfigError, match="at least 1 block of 1 token"):
-        PagedCache(model.config, blocks=0, dtype=torch.float32, device="cpu")
-    cache = PagedCache(model.config, blocks=4, block_size=4, dtype=torch.float32, device="cpu")
+        KVCache(model.config, blocks=0, dtype=torch.float32, device="cpu")
+    cache = KVCache(model.config, blocks=4, block_size=4, dtype=torch.float32, device="cpu")
     with pytest.raises(AssertionError, match="9 tokens in 2 blocks of 4"):
         cache.step([Rows([0, 1], 8, 1)])

@@ -9,11 +9,10 @@ import torch
 import hasten
 from drafting import proposing
 from hasten.engine.admission import room
-from hasten.engine.cache import StaticCache
+from hasten.engine.blocks import Rows
+from hasten.engine.cache import KVCache
 from hasten.engine.decoder import Decoder
 from hasten.engine.generate import Generation
-from hasten.engine.layout import Rows
-from hasten.engine.paged import PagedCache
 from hasten.engine.params import SamplingParams
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.evaluation.perplexity import perplexity
@@ -151,9 +150,9 @@ def test_drafts_change_no_text(pattern):
 def test_a_local_pattern_bounds_the_cache():
     local, far = model_of("local:block=16,radius=1"), model_of("bigbird:block=16")
     make = {"batch": 2, "dtype": torch.float32, "device": "cpu"}
-    small, large = (StaticCache(local.config, capacity=n, **make) for n in (128, 128 * 1024))
-    assert small.rows == large.rows == 2 * 32  # a query sees 32 keys
-    assert StaticCache(far.config, capacity=200, **make).rows == 256  # in multiples of 64
+    small, large = (KVCache.of_texts(local.config, capacity=n, **make) for n in (128, 128 * 1024))
+    assert small.block_size == large.block_size == 2 * 32  # a query sees 32 keys
+    assert KVCache.of_texts(far.config, capacity=200, **make).block_size == 256  # in multiples of 64
     decoder = Decoder(local, batch=1, capacity=256)
     decoder.prefill([tokens_of(1, 200)[0].tolist()])
     assert [tuple(k.shape) for k in decoder.cache.k] == [(65, 2, 8)] * 3
@@ -236,7 +235,7 @@ def test_a_fused_model_sees_what_the_pattern_shows_over_every_cache(pattern):
     steps = [decoder.prefill([row[:70]]), decoder.prefill([row[70:117]])]
     steps += [decoder.decode(torch.tensor([token])) for token in row[117:]]
     assert torch.equal(torch.cat(steps), found[[69, 116, *range(117, LENGTH)]]), "the same bits, however it comes"
-    cache = PagedCache(model.config, blocks=LENGTH, block_size=4, dtype=torch.bfloat16, device="cpu")
+    cache = KVCache(model.config, blocks=LENGTH, block_size=4, dtype=torch.bfloat16, device="cpu")
     table = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(0)).tolist()
     for start, end in ((0, 70), (70, 117), (117, 118), (118, 119)):
         step = cache.step([Rows(table, start, end - start)])
@@ -278,7 +277,7 @@ def test_a_cache_of_windows_is_a_ring():
     model, tokens = windowed(), tokens_of()
     wanted, row = whole(model, tokens)[0], tokens[0].tolist()
     decoder = Decoder(model, batch=1, capacity=LENGTH)
-    assert decoder.cache.rows == 64
+    assert decoder.cache.block_size == 64
     steps = [decoder.prefill([row[:70]]), decoder.prefill([row[70:117]])]
     steps += [decoder.decode(torch.tensor([token])) for token in row[117:]]
     places = [69, 116, *range(117, LENGTH)]
@@ -293,7 +292,7 @@ def test_a_cache_of_windows_is_a_ring():
 @torch.inference_mode()
 def test_a_paged_cache_shows_every_sequence_what_the_whole_text_sees(pattern):
     model, (one, two) = model_of(pattern), tokens_of(2).tolist()
-    cache = PagedCache(model.config, blocks=20, dtype=torch.float32, device="cpu")
+    cache = KVCache(model.config, blocks=20, dtype=torch.float32, device="cpu")
     assert cache.kernel.name == "gathered"
     tables, wanted = (range(10, 20), range(10)), [whole(model, torch.tensor([row]))[0] for row in (one, two)]
     ends = [(0, 0)]

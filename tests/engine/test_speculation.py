@@ -1,7 +1,6 @@
 """Speculative decoding: the text is the same with any draft, and the drafts that pay are proposed."""
 
 import itertools
-import json
 import random
 from types import SimpleNamespace
 
@@ -9,27 +8,22 @@ import pytest
 import torch
 
 import hasten
-from drafting import FREE, proposing, resting
-from hasten.engine.cache import row_format
+from drafting import proposing, wrong
+from hasten.engine.cache import KVCache, row_format
 from hasten.engine.decoder import Decoder
 from hasten.engine.generate import Generation
 from hasten.engine.layout import Rows
-from hasten.engine.paged import PagedCache
 from hasten.engine.params import SamplingParams
 from hasten.engine.speculation import (
     Draft,
+    Price,
     Speculator,
-    StepCost,
     SuffixProposer,
     Text,
-    build,
     make_speculator,
-    measure_step_cost,
     suffix,
 )
-from hasten.engine.speculation import cost as costs
 from hasten.engine.speculation.build import automatic
-from hasten.engine.speculation.cost import ROWS, Price
 from hasten.engine.speculation.suffix import SALTS
 from hasten.errors import ConfigError
 from hasten.model.fused import refusal
@@ -85,7 +79,7 @@ def test_the_text_is_the_same_with_any_draft(model, settings):
             assert stats.accepted_tokens >= stats.draft_tokens - 6
         else:
             assert stats.accepted_tokens < stats.draft_tokens
-    assert texts_of(model, params, Speculator(SuffixProposer(), FREE, always=True)) == plain
+    assert texts_of(model, params, Speculator(SuffixProposer(), always=True)) == plain
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
@@ -100,17 +94,17 @@ def test_the_text_is_the_same_where_layers_have_windows(family):
     assert 0 < speculator.stats.accepted_tokens < speculator.stats.draft_tokens
 
 
-def test_texts_go_on_through_rests_and_end_in_them(model, monkeypatch):
+def test_texts_go_on_and_end_where_drafts_are_hardly_made(model, monkeypatch):
     params = [SamplingParams(max_new_tokens=n, temperature=0.9, seed=1, ignore_eos=True) for n in (60, 110, 200)]
     plain = texts_of(model, params)
-    speculator, rests, ended = resting(monkeypatch)
+    speculator = wrong(monkeypatch)
     assert texts_of(model, params, speculator) == plain
     stats = speculator.stats
-    assert len(set(rests)) > 1, "after how many drafts: they rest, and are tried again"
+    assert 0 < stats.drafts < stats.steps / 4
     assert stats.steps == 199
     assert stats.tokens == 60 + 110 + 200 - 3
     assert sum(stats.rows.values()) == 199
-    assert sorted(ended) == [0, 1, 2]
+    assert sorted(speculator.proposer.ended) == [0, 1, 2]
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +197,7 @@ def test_what_was_rejected_leaves_no_trace(kind, rows, more, request):
 def test_what_was_rejected_leaves_no_trace_in_blocks(fused, rows):
     table, prompt, found = [3, 0, 5], PROMPTS[2], []
     for drafts in ([4, 5, 6, 7], [4, 5]):  # the last two are rejected, and written over
-        cache = PagedCache(
+        cache = KVCache(
             fused.config, blocks=6, block_size=8, dtype=torch.bfloat16, device="cpu", row_format=row_format(rows)
         )
         for start, tokens in ((0, prompt), (len(prompt), drafts), (len(prompt) + 2, [9, 10])):
@@ -289,49 +283,76 @@ def drafted(proposer, tokens, *, room, number=0, salt=""):
 
 
 class Kinds:
-    """Proposes tokens of kind 0, and takes so many seconds for each of the longest draft."""
+    """Proposes tokens of kind 0, and takes `first` seconds, and `more` for each token but one of the longest draft."""
 
     name = "kinds"
 
-    def __init__(self, seconds=0.0):
-        self.seconds, self.calls, self.now = seconds, 0, 0.0
+    def __init__(self, first=0.0, more=0.0):
+        self.first, self.more, self.calls, self.now = first, more, 0, 0.0
 
     def prior(self, kind):
         return 2 / 3
 
     def propose(self, texts, *, floor, chance):
+        lengths = []
+        for text in texts:
+            length = 0
+            while length < text.room and chance(0) ** (length + 1) >= floor:
+                length += 1
+            lengths.append(length)
         self.calls += 1
-        self.now += self.seconds * max(text.room for text in texts)
-        return [Draft([7] * text.room, [0] * text.room) for text in texts]
+        self.now += self.first + self.more * max(0, max(lengths) - 1)
+        return [Draft([7] * length, [0] * length) for length in lengths]
 
     def end(self, number, answer, *, salt=""):
         pass
 
 
-def lengths_after(cost, right, *, sequences=1, steps=200, seconds=0.0, seed=0, real=None, price=None, room=16):
-    """Lengths of the drafts of the last steps, where each token is right with this chance. real: what steps cost."""
-    proposer, chance = Kinds(seconds), random.Random(seed)
-    speculator = Speculator(proposer, cost, clock=lambda: proposer.now, price=price)
-    found = []
-    for _ in range(steps):
-        texts = [Text(number=n, tokens=[1] * 50, step=2, params=SamplingParams(), room=room) for n in range(sequences)]
-        if speculator.rests():
-            found.append([0] * sequences)
-            speculator.rested(sequences)
-            proposer.now += (real or cost).seconds(sequences, 50)
-            continue
-        drafts = speculator.propose(texts)
-        found.append([len(draft) for draft in drafts])
-        for n, draft in enumerate(drafts):
-            taken = 1
-            while taken <= len(draft) and chance.random() < right:
-                taken += 1
-            speculator.observe(n, taken, checked=len(draft))
-        rows = sequences + sum(map(len, drafts))
-        took = (real or cost).seconds(rows, 50)
-        speculator.stepped(rows, 50, took)
-        proposer.now += took
-    return [length for lengths in found[steps // 2 :] for length in lengths], speculator
+def line(each):
+    """Steps whose further rows each cost this share of the first."""
+    return lambda rows: 1 + each * (rows - 1)
+
+
+class Run:
+    """A simulated run: each proposed token is right with the chance `right`, a step over R rows takes `cost(R)`."""
+
+    def __init__(self, cost, *, sequences=1, first=0.0, more=0.0):
+        self.cost, self.sequences, self.chance = cost, sequences, random.Random(0)
+        self.proposer = Kinds(first, more)
+        self.speculator = Speculator(self.proposer, clock=lambda: self.proposer.now)
+        self.lengths = []  # of drafts, a list for each step
+
+    def steps(self, count, right, *, room=16):
+        for _ in range(count):
+            texts = [
+                Text(number=n, tokens=[1] * 50, step=2, params=SamplingParams(), room=room)
+                for n in range(self.sequences)
+            ]
+            drafts = self.speculator.propose(texts)
+            self.lengths.append([len(draft) for draft in drafts])
+            for n, draft in enumerate(drafts):
+                taken = 1
+                while taken <= len(draft) and self.chance.random() < right:
+                    taken += 1
+                self.speculator.observe(n, taken, checked=len(draft))
+            rows = self.sequences + sum(map(len, drafts))
+            self.speculator.stepped(rows, self.cost(rows))
+            self.proposer.now += self.cost(rows)
+        return self
+
+    @property
+    def stats(self):
+        return self.speculator.stats
+
+    def length(self, last):
+        """The mean length of the drafts of the last steps."""
+        found = [length for lengths in self.lengths[-last:] for length in lengths]
+        return sum(found) / len(found)
+
+    @property
+    def over_plain(self):
+        """The time over that of plain steps for the same tokens."""
+        return self.proposer.now / (self.stats.tokens / self.sequences * self.cost(self.sequences))
 
 
 def test_suffix_proposes_as_long_as_it_is_likely():
@@ -350,179 +371,96 @@ def test_suffix_proposes_as_long_as_it_is_likely():
     assert length(divided, lambda kind: 0.9 if kind % 2 else 0.4) == 1
 
 
-LINE = StepCost((1, 64), (1.0, 1.0 + 63 * 0.05), (0.0, 0.0))  # each further row costs a twentieth of the first
-
-
 def test_drafts_are_as_long_as_pays():
-    often, speculator = lengths_after(LINE, 0.9)
-    seldom, _ = lengths_after(LINE, 0.4)
-    stats = speculator.stats
-    assert stats.speedup == pytest.approx(stats.tokens / speculator.proposer.now)  # a plain step takes 1
-    assert stats.speedup > 3
-    assert 5 <= sum(often) / len(often) <= 16
-    assert sum(seldom) / len(seldom) < 4
+    often, seldom = Run(line(0.05)).steps(200, 0.9), Run(line(0.05)).steps(200, 0.4)
+    assert often.over_plain < 1 / 3
+    assert often.stats.speedup == pytest.approx(1 / often.over_plain, rel=0.05), "what it says of itself"
+    assert 5 <= often.length(100) <= 16
     # The most tokens a second: (1 - a^(k+1)) / (1 - a) / (1 + k/20) is largest at k = 2 for a = 0.4.
-    assert 1 <= sorted(seldom)[len(seldom) // 2] <= 3
+    assert 1 <= seldom.length(100) <= 3
 
 
-def test_a_useless_draft_is_hardly_asked_for():
-    useless, _ = lengths_after(LINE, 0.0)
-    assert sum(useless) <= len(useless) / 16
-    dear, _ = lengths_after(StepCost((1, 64), (1.0, 64.0), (0.0, 0.0)), 0.9)  # a row costs what a step costs
-    assert sum(dear) <= len(dear) / 16
-    slow, speculator = lengths_after(LINE, 0.3, seconds=0.6)  # of a draft model
-    assert sum(slow) <= len(slow) / 16
-    assert speculator.proposer.calls < 40
-    assert speculator.seconds == pytest.approx(0.6)
+def test_a_useless_draft_is_hardly_made():
+    assert Run(line(0.05)).steps(200, 0.0).length(100) <= 1 / 16
+    assert Run(line(1.0)).steps(200, 0.9).length(100) <= 1 / 16, "a row costs what a step costs"
+    slow = Run(line(0.05), first=0.6, more=0.6).steps(200, 0.3)  # of a draft model
+    assert slow.length(100) <= 1 / 16
+    assert slow.proposer.calls < 10
 
 
-@pytest.mark.parametrize("right", [0.0, 0.3, 0.6])
-@pytest.mark.parametrize("seconds", [0.0, 0.5])
-def test_drafts_never_lose_much(right, seconds):
-    def table(each):
-        return StepCost(ROWS, [1.0 + each * (rows - 1) for rows in ROWS], [0.0] * len(ROWS))
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("first", [0.0, 0.03, 0.5])
+@pytest.mark.parametrize("each", [0.02, 0.2, 1.0])
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_drafts_never_lose_much(right, first, each, sequences):
+    """A few plain steps until prices and chances are known, then 1% at most."""
+    run = Run(line(each), sequences=sequences, first=first, more=first / 4).steps(100, right)
+    begun, tokens = run.proposer.now, run.stats.tokens
+    assert begun <= 1.01 * tokens / sequences * run.cost(sequences) + 5 * run.cost(sequences)
+    run.steps(1000, right)
+    plain = (run.stats.tokens - tokens) / sequences * run.cost(sequences)
+    assert run.proposer.now - begun <= 1.01 * plain
 
-    for real, most in ((table(0.05), 8), (table(1.0), 40)):  # plain steps lost; what is believed may be wrong at first
-        _, speculator = lengths_after(table(0.05), right, steps=1000, seconds=seconds, real=real)
-        plain = speculator.stats.tokens * 1.0
-        assert speculator.proposer.now <= 1.02 * plain + most
 
-
-def test_steps_that_are_slower_after_a_draft_count_as_its_loss():
-    calls = {}
-    for after in (0.0, 2.0):  # plain steps
-        price = Price(first=0.5, more=0.5, after=after)
-        _, speculator = lengths_after(LINE, 0.0, steps=1000, seconds=0.5, price=price, room=1)
-        calls[after] = speculator.proposer.calls
-    # A draft of one token takes 0.5 and 0.05 for its row; the credit is 1, and 0.006 of each step.
-    assert 2 * calls[2.0] < calls[0.0] <= (1 + 1000 * 0.006) / 0.55 + 2
-    assert 2 <= calls[2.0] <= (1 + 1000 * 0.006) / 2.55 + 2
+def test_a_text_that_becomes_easy_gets_drafts_again():
+    for first in (0.0, 0.5):
+        run = Run(line(0.05), first=first, more=first / 8).steps(400, 0.0)
+        assert run.length(100) <= 1 / 16
+        run.steps(600, 0.95)
+        assert run.length(100) > 4
 
 
 @pytest.mark.parametrize("slow", [0.5, 2.0])
-def test_steps_that_read_prompts_say_nothing_of_drafts(slow):
-    """As many are asked for afterwards, whatever such steps took."""
-    calls = []
-    for factor in (1.0, slow):
-        proposer = Kinds(seconds=0.6)
-        speculator = Speculator(proposer, LINE, clock=lambda proposer=proposer: proposer.now)
-        text = Text(number=0, tokens=[1] * 50, step=2, params=SamplingParams(), room=1)
-        for step in range(60):
-            rows = 512 if 10 <= step < 20 else 0
-            if speculator.rests():
-                speculator.rested(1)
-                continue
-            drafts = speculator.propose([text], other_rows=rows)
-            checked = sum(map(len, drafts))
-            speculator.observe(0, 1, checked=checked)
-            speculator.stepped(1 + rows + checked, 50, LINE.seconds(1 + rows + checked, 50) * (factor if rows else 1))
-        calls.append(proposer.calls)
-    assert calls[0] == calls[1]
-
-
-def test_drafts_that_gained_may_lose_some_of_it():
-    """A text that began well is not silenced by the first wrong drafts."""
-    calls = []
-    for good in (0, 20):  # steps whose drafts are right
-        proposer = Kinds(seconds=0.6)
-        speculator = Speculator(proposer, LINE, clock=lambda proposer=proposer: proposer.now)
-        for step in range(60):
-            if speculator.rests():
-                break
-            text = Text(number=0, tokens=[1] * 50, step=2, params=SamplingParams(), room=1)
-            checked = len(speculator.propose([text])[0])
-            speculator.observe(0, 1 + (step < 4 + good) * checked, checked=checked)
-            speculator.stepped(1 + checked, 50, 1 + 0.05 * checked)
-        calls.append(proposer.calls - good)
-    assert calls[0] <= 3
-    assert calls[1] > 2 * calls[0]
+def test_steps_that_read_prompts_say_nothing_of_prices(slow):
+    run = Run(line(0.05)).steps(20, 0.8)
+    before = [run.speculator.price.seconds(rows) for rows in (1, 2, 17, 600)]
+    for _ in range(10):
+        (draft,) = run.speculator.propose([Text(number=0, tokens=[1], step=2, params=SamplingParams(), room=3)])
+        run.speculator.observe(0, 1, checked=len(draft))
+        run.speculator.stepped(513 + len(draft), slow)
+    assert [run.speculator.price.seconds(rows) for rows in (1, 2, 17, 600)] == before
 
 
 def test_a_step_that_other_programs_held_up_does_not_silence_good_drafts():
-    class HeldUp:
-        calls = 0
-
-        def seconds(self, rows, context):
-            self.calls += 1
-            return 1000.0 if self.calls == 50 else 0.95 + 0.05 * rows
-
-    lengths, speculator = lengths_after(StepCost((1, 64), (1.0, 4.15), (0.0, 0.0)), 0.9, real=HeldUp())
-    assert speculator.proposer.now > 1000
-    assert sum(lengths) / len(lengths) > 5
+    calls = itertools.count()
+    run = Run(lambda rows: 1000.0 if next(calls) in (50, 51) else line(0.05)(rows)).steps(200, 0.9)
+    assert run.proposer.now > 1000
+    assert run.length(100) > 5
 
 
 def test_a_full_batch_speculates_less():
-    bends = StepCost((1, 16, 64), (1.0, 1.0, 4.0), (0.0, 0.0, 0.0))  # full at 16 rows
-    alone, busy = lengths_after(bends, 0.8, sequences=1)
-    many, full = lengths_after(bends, 0.8, sequences=16)
-    assert sum(alone) / len(alone) > 6
-    assert sum(many) / len(many) < 1
-    assert full.stats.active < 0.2 < 0.9 < busy.stats.active
+    def bends(rows):  # full at 16 rows
+        return max(1.0, rows / 16)
+
+    alone, full = Run(bends).steps(200, 0.8), Run(bends, sequences=16).steps(200, 0.8)
+    assert alone.length(100) > 6
+    assert full.length(100) < 1
+    assert full.stats.active < 0.2 < 0.9 < alone.stats.active
 
 
-def test_costs_are_measured_and_corrected(model):
-    cost = measure_step_cost(model, seconds=0.05)
-    assert all(0 < a <= b for a, b in itertools.pairwise(cost.base))
-    assert cost.seconds(2, 100) <= cost.seconds(64, 100) < cost.seconds(640, 100)
-    before = cost.seconds(8, 10), cost.seconds(1, 10)
-    cost.observe(500, 10, 100.0)  # a prompt is read: that says nothing of the others
-    assert (cost.seconds(8, 10), cost.seconds(1, 10)) == before
-    for _ in range(100):
-        cost.observe(8, 10, 2 * before[0])
-    assert 1.9 < cost.seconds(8, 10) / before[0] < 2.1
+def test_prices_follow_what_is_measured():
+    price = Price()
+    for _ in range(4):
+        price.learn(1, 2.0)
+    assert price.seconds(1) == pytest.approx(2.0)
+    assert 2.0 < price.seconds(2) < price.seconds(17) < 4.0, "believed, before any was measured"
+    for _ in range(12):
+        price.learn(9, 6.0)
+        price.learn(1, 2.0)
+    assert price.seconds(9) == pytest.approx(6.0, rel=0.05)
+    assert price.seconds(5) == pytest.approx(4.0, rel=0.05)
+    assert price.seconds(17) == pytest.approx(10.0, rel=0.05)
+    for _ in range(40):  # the machine is busy
+        price.learn(9, 12.0)
+    assert price.seconds(9) == pytest.approx(12.0, rel=0.05)
+    assert price.seconds(1) > 2.2, "slower for all rows"
 
 
-def test_a_table_that_was_measured_on_a_busy_machine_is_measured_again(model, monkeypatch, tmp_path):
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "_CHECKED", set())
-    sound = build.step_cost(model)
-    (file,) = (tmp_path / "steps").glob("*.json")
-    kept = json.loads(file.read_text())
-    kept["cost"]["base"] = [cost * (1 if rows == 1 else 20) for rows, cost in zip(sound.rows, sound.base, strict=True)]
-    file.write_text(json.dumps(kept))
-    assert build.step_cost(model).base == kept["cost"]["base"], "looked at once in a process"
-    build._CHECKED.clear()
-    again = build.step_cost(model)
-    assert again.seconds(8, 0) <= 8.001 * again.seconds(1, 0), "no more than so many steps of one row"
-    assert json.loads(file.read_text())["cost"] != kept["cost"]
-
-
-class Clock:
-    """Stands for `time`: a call takes as long as it says."""
-
-    def __init__(self):
-        self.now, self.calls = 0.0, 0
-
-    def perf_counter(self):
-        return self.now
-
-    def call(self, seconds):
-        def one():
-            self.calls += 1
-            self.now += seconds
-
-        return one
-
-
-def test_measuring_costs_ends_in_time(monkeypatch):
-    """Twenty row counts of two calls, of which each would be made six times; each is made once at least."""
-    clock = Clock()
-    monkeypatch.setattr(costs, "time", clock)
-    calls = [[clock.call(0.01)] * 2] * 20
-    times = costs._in_turn(calls, SimpleNamespace(device=torch.device("cpu")), seconds=0.1)
-    assert times == [[pytest.approx(0.01)] * 2] * 20
-    assert 40 < clock.calls <= 52
-
-
-def test_a_large_models_table_ends_at_fewer_rows(model, monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(costs, "time", clock)
-    monkeypatch.setattr(costs, "timed", lambda call, device: clock.call(0.05)() or 0.05)  # of any number of rows
-    found = measure_step_cost(model, seconds=0.1, most_seconds=1.0)
-    assert clock.now <= 1.0
-    assert 4 < len(found.rows) < len(ROWS)
-    assert tuple(found.rows) == ROWS[: len(found.rows)]
-    assert found.seconds(64, 0) == pytest.approx(found.seconds(found.rows[-1], 0) * 64 / found.rows[-1])
+def test_a_second_speculator_begins_with_what_the_first_learnt(model):
+    first = make_speculator(model, "suffix")
+    texts_of(model, SamplingParams(max_new_tokens=24, temperature=0), first)
+    assert first.price.measured >= 4
+    assert make_speculator(model, "suffix").price is first.price
 
 
 def tokenizer(*tokens):

@@ -11,11 +11,11 @@ import hasten
 from captured_steps import Capturer
 from fused_cases import FAMILIES, decoded, errors, paged_logits, whole
 from hasten.engine import graphs
-from hasten.engine.cache import StaticCache
+from hasten.engine.cache import KVCache
 from hasten.engine.decoder import Decoder
 from hasten.engine.graphs import GraphDecoder
 from hasten.errors import ConfigError, HastenWarning
-from hasten.model.binding import explain, kernels
+from hasten.model.binding import ONE_ROW, explain, kernels
 from hasten.model.fused import CudaBlock, fuse, is_fused, refusal, unfuse
 from references import make_reference
 from tiny_model import tiny_llama
@@ -108,7 +108,7 @@ def test_a_captured_step_is_the_plain_one(monkeypatch):
 def launches(monkeypatch):
     """The launches of all blocks, on a GPU of 8 multiprocessors; the kernel's values come from `gluon_on_torch`."""
     from gluon_on_torch import launch_blocks
-    from hasten.model import fused_cuda
+    from hasten.model import fused_cuda, fused_decode
     from hasten.ops.block import decode
 
     launches = []
@@ -117,7 +117,7 @@ def launches(monkeypatch):
         launch_blocks(self, *arguments, **known)
         launches.append((self.sizes.biased, self.sizes.normed))
 
-    monkeypatch.setattr(fused_cuda, "multiprocessors_for", lambda device: 8)
+    monkeypatch.setattr(fused_decode, "multiprocessors_for", lambda device: 8)
     monkeypatch.setattr(decode.DecodeLayers, "launch", launch)
     monkeypatch.setattr(fused_cuda.CudaStack, "one_launch", True)
     return launches
@@ -142,6 +142,37 @@ def test_rows_that_are_no_multiple_of_16_bytes_have_launches_of_their_own(launch
     plain, found = states(model), states(fuse(model))
     assert not launches
     assert (found - plain).norm() <= 0.02 * plain.norm()
+
+
+def test_explain_names_the_one_launch_of_a_decode_step(launches):
+    (found,) = {one.kernel for one in explain(fuse(small(**SERVED))) if one.operator == ONE_ROW}
+    assert found == "one launch for all blocks"
+
+
+@pytest.mark.parametrize(
+    ("changes", "scheme", "why"),
+    [
+        ({}, hasten.Int8(), "its kernel multiplies weights in 16 bits"),
+        ({"hidden_size": 132}, None, "its kernel reads rows 16 bytes at a time, in the model's dtype"),
+        ({"head_dim": 32}, None, "its kernel knows heads of 64, 128, 256; this model's have 32"),
+        ({"model_type": "gemma2", "head_dim": 64}, None, "its kernel knows no norms behind attention and MLP"),
+        ({"model_type": "gpt2"}, None, "its kernel computes gated MLPs; this model's have no gate"),
+        ({"model_type": "mistral", "sliding_window": 9}, None, "its kernel knows rotary positions, and no windows"),
+    ],
+)
+def test_explain_says_why_a_decode_step_has_more_launches(launches, changes, scheme, why):
+    model = fuse(small(scheme, **SERVED | changes))
+    found = [one for one in explain(model) if one.operator == ONE_ROW]
+    assert [one.layer for one in found] == list(range(len(model.blocks)))
+    assert {one.kernel for one in found} == {"a few launches for each block"}
+    (other,) = {one for binding in found for one in binding.others}
+    assert other.kernel == "one launch for all blocks"
+    assert other.reason.startswith(why)
+
+
+def test_explain_names_the_processor_that_one_launch_is_for():
+    (found,) = {one.others[0].reason for one in explain(fuse(small())) if one.operator == ONE_ROW}
+    assert found == "its kernel is for Hopper GPUs (compute capability 9.0)"
 
 
 def test_buffers_of_one_launch_live_as_long_as_the_weights(launches):
@@ -182,12 +213,12 @@ def test_a_profile_counts_one_launch_as_the_blocks(launches):
 def states(model):
     """What comes out of the last block for three tokens, one after the other."""
     model.bind()
-    cache = StaticCache(model.config, batch=1, capacity=64, dtype=model.compute_dtype, device="cpu")
+    cache = KVCache.of_texts(model.config, batch=1, capacity=64, dtype=model.compute_dtype, device="cpu")
     found = []
     with torch.inference_mode():
         for position, token in enumerate((5, 60, 7)):
             where = torch.tensor([[position]])
-            context = cache.step(where, masks=not is_fused(model))
+            context = cache.step_of_texts(where, masks=not is_fused(model))
             found.append(model.states(torch.tensor([[token]]), where, context).double())
     return torch.stack(found)
 

@@ -155,10 +155,10 @@ def test_a_kernel_by_name_runs_every_form_that_it_serves():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_of_a_paged_cache_is_the_one_that_is_explained(dtype):
-    from hasten.engine.paged import PagedCache
+    from hasten.engine.cache import KVCache
 
     model = hasten.load(make_reference("llama"), dtype=dtype)
-    cache = PagedCache(model.config, blocks=2, block_size=16, dtype=model.compute_dtype, device="cpu")
+    cache = KVCache(model.config, blocks=2, block_size=16, dtype=model.compute_dtype, device="cpu")
     rows = [row for row in explain(model) if row.operator == "paged attention"]
     assert [row.kernel for row in rows] == [cache.kernel.name] * len(model.blocks)
     assert all(other.reason for row in rows for other in row.others)

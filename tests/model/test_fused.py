@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hasten
-from hasten.engine.cache import StaticCache
+from hasten.engine.cache import KVCache
 from hasten.engine.decoder import Decoder
 from hasten.errors import ConfigError
 from hasten.model.binding import explain, kernels
@@ -206,9 +206,9 @@ def test_all_layers_in_one_call_are_the_layers_one_after_the_other(case):
 
     @torch.no_grad()
     def two_steps():
-        cache = StaticCache(model.config, batch=2, capacity=8, dtype=torch.bfloat16, device="cpu")
-        first = model(tokens, positions, cache.step(positions, fresh=True, masks=False))
-        after = model(tokens, positions + 4, cache.step(positions + 4, masks=False))
+        cache = KVCache.of_texts(model.config, batch=2, capacity=8, dtype=torch.bfloat16, device="cpu")
+        first = model(tokens, positions, cache.step_of_texts(positions, fresh=True, masks=False))
+        after = model(tokens, positions + 4, cache.step_of_texts(positions + 4, masks=False))
         return torch.stack([first, after])
 
     together = two_steps()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hasten
-from hasten.engine.cache import StaticCache
+from hasten.engine.cache import KVCache
 from hasten.model.context import TrainingContext
 from references import make_reference
 
@@ -24,14 +24,14 @@ def our_logits(model, tokens):
 
 def our_cached_logits(model, tokens, prefill):
     """The same logits, the first `prefill` tokens at once and the rest one by one through the static cache."""
-    cache = StaticCache(model.config, batch=1, capacity=64, dtype=model.dtype, device="cpu")
+    cache = KVCache.of_texts(model.config, batch=1, capacity=64, dtype=model.dtype, device="cpu")
     out = []
     with torch.no_grad():
         positions = torch.arange(prefill)[None]
-        out.append(model(torch.tensor([tokens[:prefill]]), positions, cache.step(positions, fresh=True))[0])
+        out.append(model(torch.tensor([tokens[:prefill]]), positions, cache.step_of_texts(positions, fresh=True))[0])
         for place in range(prefill, len(tokens)):
             positions = torch.tensor([[place]])
-            out.append(model(torch.tensor([[tokens[place]]]), positions, cache.step(positions))[0])
+            out.append(model(torch.tensor([[tokens[place]]]), positions, cache.step_of_texts(positions))[0])
     return torch.cat(out)
 
 

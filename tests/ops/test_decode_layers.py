@@ -121,11 +121,43 @@ def test_values(
             assert (held[order[-1]].float() - wanted).norm() <= 4 * unit * wanted.norm()
 
 
-SHAPES = [(4096, 11_008, 32, 32, 128), (2048, 5632, 32, 4, 64)]  # hidden, inner, heads, and their size
+# hidden, inner, heads, and their size
+SHAPES = [(4096, 11_008, 32, 32, 128), (2048, 5632, 32, 4, 64), (5120, 27_648, 40, 8, 128)]
+
+
+def sizes_of(shape):
+    hidden, inner, heads, kv_heads, size = shape
+    widths = {"hidden": hidden, "inner": inner, "heads": heads, "kv_heads": kv_heads, "head_dim": size, "turned": size}
+    return decode.Sizes(layers=32, activation=1, **widths)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "stages"),
+    [
+        (SHAPES[0], 16, 5),
+        (SHAPES[1], 8, 10),  # so that all programs have work
+        (SHAPES[2], 8, 6),  # Qwen2.5-32B: so that tiles fit beside x
+        ((8192, 28_672, 64, 8, 128), 8, 6),  # Llama 3.1 70B
+    ],
+)
+def test_tiles_are_as_large_as_sizes_allow(shape, rows, stages):
+    cut = decode.cut_for(sizes_of(shape), 132)
+    assert (cut.programs, cut.rows, cut.stages) == (132, rows, stages)
+    held = -(-max(shape[0], shape[1]) // 2048) * 2048 * 4 + stages * rows * cut.words * 4
+    assert held <= decode.SHARED - decode.SPARE
+
+
+def test_sizes_that_are_not_served_say_why():
+    assert decode.cut_for(sizes_of((16_384, 53_248, 128, 8, 128)), 132) == (
+        "its kernel has no shared memory for tiles of weights beside 53,248 features"
+    )
+    assert decode.cut_for(sizes_of((256, 1024, 4, 4, 64)), 132) == (
+        "its kernel has work for 32 of 132 multiprocessors, with 4 heads"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "page"), list(zip(SHAPES, (0, 16), strict=True)))
+@pytest.mark.parametrize(("shape", "page"), list(zip(SHAPES, (0, 16, 16), strict=True)))
 def test_machine_code(kernels, monkeypatch, tmp_path, shape, page):
     """Tiles are copied 16 bytes at a time, nothing is spilled, and a program's shared memory is enough."""
     import triton
@@ -133,9 +165,7 @@ def test_machine_code(kernels, monkeypatch, tmp_path, shape, page):
     from triton.experimental.gluon._runtime import GluonASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    hidden, inner, heads, kv_heads, size = shape
-    widths = {"hidden": hidden, "inner": inner, "heads": heads, "kv_heads": kv_heads, "head_dim": size, "turned": size}
-    sizes = decode.Sizes(layers=32, activation=1, **widths)
+    sizes = sizes_of(shape)
     cut = decode.cut_for(sizes, 132)
     kernel, known = kernels.decode_layers, decode.constants(sizes, cut) | {"PAGE": page}
     pointers = {"w": "i32", "half": "bf16", "qkv": "bf16", "inner": "bf16", "parts": "bf16", "counter": "i32"}
@@ -169,7 +199,7 @@ def test_the_step_on_a_gpu(monkeypatch, size):
     """What the blocks do one by one, the same bits each time, captured."""
     import hasten
     from hasten.engine.graphs import GraphDecoder
-    from hasten.model import fused_cuda
+    from hasten.model import fused_cuda, fused_decode
     from tiny_model import tiny_llama
 
     hidden, inner, heads, kv_heads, head_dim = size
@@ -189,6 +219,6 @@ def test_the_step_on_a_gpu(monkeypatch, size):
             runs.append(torch.stack([decoder.decode(torch.tensor([token], device="cuda")).clone() for token in tokens]))
         found[at_once] = runs[0].double()
         assert all(torch.equal(run, runs[0]) for run in runs)
-    served = fused_cuda.multiprocessors_for(model.device) > 0
+    served = fused_decode.multiprocessors_for(model.device) > 0
     assert (model.stack._decode is not None) == served
     assert (found[True] - found[False]).norm() <= 0.02 * found[False].norm()

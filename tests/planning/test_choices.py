@@ -42,7 +42,7 @@ def test_each_goal_takes_what_is_best_for_it_and_says_why_not_the_others():
     assert whole.rejected.startswith("needs 138.6 GB a rank, 79.6 GB are free")
 
 
-def test_a_bound_a_price_and_the_bits_are_kept_to():
+def test_a_bound_a_price_and_the_weights_are_kept_to():
     options = replace(H100S, goal="cost", use="serve", price=3.6)
     slow, quick = (choose_plan("llama-70b", replace(options, token_ms=bound)) for bound in (200.0, 12.0))
     assert quick.best.token_seconds <= 0.012 < slow.best.token_seconds <= 0.2
@@ -50,8 +50,8 @@ def test_a_bound_a_price_and_the_bits_are_kept_to():
     taken = slow.to_json()["candidates"][0]
     assert taken["price_per_million"] == pytest.approx(taken["device_seconds_per_million"] / 1000)
     assert choose_plan("llama-70b", H100S).best.weights == "int8"
-    assert choose_plan("llama-70b", replace(H100S, least_bits=16)).best.weights == "bfloat16"
-    assert choose_plan("llama-70b", replace(H100S, least_bits=4)).best.weights == "int4"
+    assert choose_plan("llama-70b", replace(H100S, weights="bfloat16")).best.weights == "bfloat16"
+    assert choose_plan("llama-70b", replace(H100S, weights="int4")).best.weights == "int4"
 
 
 @needs_native

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 import hasten
 from hasten.bench.plan import PlanOptions, inference_plan, make_plan, settle, weight_bytes
-from hasten.bench.predict import step_seconds
+from hasten.bench.predict import Generating, step_seconds
 from hasten.checkpoints.gguf.write import write_gguf
 from hasten.cli.main import main
-from hasten.engine.speculation.cost import StepCost
 from hasten.errors import ConfigError
 from hasten.machine.limits import Limits
 from hasten.model.families import read_config
@@ -49,6 +48,18 @@ def test_the_surveys_rules_are_special_cases(shape):
     assert states(config, optimizer="lamb") == 16 * count
     assert 12 * count < states(config, optimizer="muon") < 16 * count
     assert states(config, adapter=1000, base=2 * count) == 2 * count + 16 * 1000
+
+
+def test_a_tied_head_in_int8_is_counted_in_the_groups_it_is_quantized_to():
+    model = tiny_llama(tie_word_embeddings=True, intermediate_size=64).bfloat16()  # every row has 64 features
+    layers = hasten.Int8().layers(model)
+    assert layers["head"].weight.group_size
+    held, plain = 0.0, parameters(model.config).total
+    for name, layer in layers.items():
+        weight = model.get_submodule(name).weight
+        held += layer.weight.bits_of(weight.shape[1]) * weight.numel() / 8
+        plain -= weight.numel()
+    assert weight_bytes(model.config, "int8") == int(held) + 2 * plain
 
 
 def test_a_cache_is_counted_as_it_is_kept():
@@ -276,7 +287,7 @@ def test_a_plan_counts_a_gguf_file_as_it_is_held(tmp_path, kind):
 
 def test_a_file_of_several_formats_takes_as_long_as_its_bytes(monkeypatch):
     subject = settle("llama-120m", PlanOptions(device="epyc"))
-    cost = StepCost((1, 896), [1e-3, 1.0], (0.0, 0.0))
+    cost = Generating(prompt=1.0, steps={1: 1e-3})
     plain = inference_plan(subject, cost=cost)
     whole = weight_bytes(subject.config, "bfloat16")
     mixed = replace(

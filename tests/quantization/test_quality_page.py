@@ -32,10 +32,8 @@ def test_int4_keeps_more_than_q4_k_m_in_fewer_bytes(rows, peer):
 @pytest.mark.parametrize("scheme", ["int3 g128", "int3 g32"])
 def test_what_three_bits_lose_is_won_back(training, scheme):
     rows = named(training)
-    rtn, gptq, sign = (rows[f"{scheme} {method}"]["kl_mean"] for method in ("rtn", "gptq", "sign"))
-    assert gptq <= 0.75 * rtn
-    assert sign <= 0.5 * rtn
-    assert sign <= gptq < rtn
+    rtn, gptq, gptaq = (rows[f"{scheme} {method}"]["kl_mean"] for method in ("rtn", "gptq", "gptaq"))
+    assert gptaq < gptq <= 0.35 * rtn
 
 
 def test_a_second_training_loses_as_much(rows):
@@ -43,10 +41,6 @@ def test_a_second_training_loses_as_much(rows):
     assert len(again) == 25
     for name in set(rows) & set(again):
         assert again[name]["kl_mean"] == pytest.approx(rows[name]["kl_mean"], rel=0.13)
-    for scheme in ("int4 g128", "int4 g64", "int4 g32"):
-        gptq, gptaq, sign = (again[f"{scheme} {method}"]["kl_mean"] for method in ("gptq", "gptaq", "sign"))
-        assert 0.89 < sign / gptq < 0.97
-        assert 1.01 < sign / gptaq < 1.11
 
 
 def test_a_cpu_and_a_gpu_lose_as_much():

@@ -256,7 +256,6 @@ def test_the_command_without_json_tells_the_errors(tiny_folder, tmp_path, capsys
         (["--scheme", "int8", "--group-size", "32"], "--group-size has no effect with --scheme int8"),
         (["--scheme", "int8", "--search", "minmax"], "--search has no effect with --scheme int8"),
         (["--json", "/no/such/folder/x.json"], "no folder"),
-        (["--scheme", "None", "--bits", "6", "--format", "gptq"], "holds one bit width"),
         (["--scheme", "None", "--formats", "/no/such/formats.json"], "formats.json is not there"),
     ],
 )

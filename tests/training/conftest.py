@@ -91,7 +91,7 @@ def recipes_in(folder: Path, corpus: Path) -> Callable[..., Recipe]:
             base, data=replace(base.data, source=str(corpus)), run=replace(base.run, folder=str(folder / "runs"))
         )
         for name, value in changes.items():
-            sections = ("model", "data", "optimizer", "schedule", "techniques", "parallel", "diloco", "run")
+            sections = ("model", "data", "optimizer", "schedule", "techniques", "parallel", "run")
             owner = next((s for s in sections if hasattr(getattr(made, s), name)), None)
             if owner is None:
                 made = replace(made, **{name: value})

@@ -9,8 +9,8 @@ from hasten.data import Batch
 from hasten.errors import ConfigError
 from hasten.model.initialize import initialize
 from hasten.training import activations
-from hasten.training.activations import checkpoint_activations
-from hasten.training.build import compile_blocks, shape_config
+from hasten.training.activations import apply_checkpointing
+from hasten.training.build import apply_compile, shape_config
 from hasten.training.optimizers import adamw
 from hasten.training.precision import Precision
 from hasten.training.recipe import Optimizer, Shape
@@ -27,9 +27,9 @@ def step_of(kind, *, attention=None, precision="float32", dropout=0.0, compiled=
 
     model = initialize(replace(CONFIG, dropout=dropout), seed=1)
     model.bind(attention=attention)
-    checkpoint_activations(model, kind)
+    apply_checkpointing(model, kind)
     if compiled:
-        compile_blocks(model)
+        apply_compile(model)
     return TrainStep(model, adamw(model, Optimizer()), Precision(precision, "cpu"))
 
 
@@ -132,4 +132,4 @@ def test_evaluation_is_the_same_and_an_unknown_kind_is_refused():
         losses = {float(step_of(kind).loss(DATA)) for kind in KINDS}
     assert len(losses) == 1
     with pytest.raises(ConfigError, match="choose one of none, selective, full, offload"):
-        checkpoint_activations(initialize(CONFIG, seed=0), "some")
+        apply_checkpointing(initialize(CONFIG, seed=0), "some")

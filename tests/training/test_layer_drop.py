@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hasten.data import Batch
 from hasten.model.context import TrainingContext, training_context
 from hasten.model.initialize import initialize
-from hasten.training.build import compile_blocks, shape_config
+from hasten.training.build import apply_compile, shape_config
 from hasten.training.layer_drop import block_scales_of_step, draw_block_scales, keep_probabilities, theta
 from hasten.training.optimizers import adamw
 from hasten.training.precision import Precision
@@ -185,12 +185,12 @@ def test_counted_flops_fall_by_the_blocks_left_out():
 def test_compiled_blocks_are_not_compiled_anew(checkpointing):
     from torch._dynamo.utils import counters
 
-    from hasten.training.activations import checkpoint_activations
+    from hasten.training.activations import apply_checkpointing
 
     torch._dynamo.reset()
     plain, compiled = step_of(), step_of()
-    checkpoint_activations(compiled.model, checkpointing)
-    compile_blocks(compiled.model)
+    apply_checkpointing(compiled.model, checkpointing)
+    apply_compile(compiled.model)
     data = Batch(inputs=TOKENS, targets=TOKENS, documents=None)
     kept = keep_probabilities(LAYERS, theta=0.4)
     counters.clear()

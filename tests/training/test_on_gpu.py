@@ -8,8 +8,8 @@ import torch
 import hasten
 from hasten.data import Batch
 from hasten.model.initialize import initialize
-from hasten.training.activations import checkpoint_activations
-from hasten.training.build import compile_blocks, shape_config
+from hasten.training.activations import apply_checkpointing
+from hasten.training.build import apply_compile, shape_config
 from hasten.training.journal import read
 from hasten.training.optimizers import adamw
 from hasten.training.precision import Precision
@@ -30,9 +30,9 @@ def step_of(device, *, precision="float32", attention=None, pattern=None, checkp
     model = initialize(config, seed=1).to(device)
     dtype = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[precision]
     model.bind(attention=attention, dtype=None if device == "cpu" else dtype)
-    checkpoint_activations(model, checkpointing)
+    apply_checkpointing(model, checkpointing)
     if compiled:
-        compile_blocks(model)
+        apply_compile(model)
     return TrainStep(model, adamw(model, Optimizer(learning_rate=2e-3)), Precision(precision, device))
 
 

@@ -209,7 +209,7 @@ def test_fitted_rows_are_cut_into_as_few_micro_batches_as_fit():
 
     def fitted(free, **run):
         recipe = replace(asked, run=replace(asked.run, **run))
-        found = Room(config=CONFIG, recipe=recipe, device=torch.device("cpu"), free=free).fitted().data
+        found = Room(config=CONFIG, recipe=recipe, device=torch.device("cpu"), free=free).fitted().recipe.data
         return found.batch_size, found.accumulation
 
     room = Room(config=CONFIG, recipe=asked, device=torch.device("cpu"))

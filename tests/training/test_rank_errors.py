@@ -161,7 +161,8 @@ def test_a_wrong_recipe_is_found_where_one_rank_tells_it(recipe, monkeypatch):
 
 def refuse(model, made, two):
     made.check()
-    build.place(model, made, two)
+    build.check_ranks(made, two)
+    build.apply_data_parallel(model, made, two)
 
 
 def test_what_does_not_fit_together_is_refused_before_anything_is_shared(recipe):

@@ -53,6 +53,14 @@ def test_free_fields_exist():
     assert flat(RECIPES["demo"]).keys() >= FREE_FIELDS
 
 
+def test_a_recipe_of_an_earlier_version_is_read():
+    demo = RECIPES["demo"]
+    assert Recipe.from_json(demo.to_json() | {"diloco": {"sync_every": None, "momentum": 0.9}}) == demo
+    for earlier in ({"sync_every": 30}, 3):
+        with pytest.raises(ConfigError, match="not a recipe of this version"):
+            Recipe.from_json(demo.to_json() | {"diloco": earlier})
+
+
 def test_an_unknown_field_is_refused():
     with pytest.raises(ConfigError, match="colour"):
         Recipe.from_json({"name": "x", "colour": "red"})

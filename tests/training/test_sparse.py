@@ -11,8 +11,8 @@ from hasten.model.context import TrainingContext, training_context
 from hasten.model.initialize import initialize
 from hasten.ops.native import library
 from hasten.planning.cost import training_flops_per_token
-from hasten.training.activations import checkpoint_activations
-from hasten.training.build import compile_blocks, shape_config
+from hasten.training.activations import apply_checkpointing
+from hasten.training.build import apply_compile, shape_config
 from hasten.training.optimizers import adamw
 from hasten.training.precision import Precision
 from hasten.training.recipe import Optimizer, Shape
@@ -28,7 +28,7 @@ def step_of(pattern=None, *, precision="float32", kernel=None, compiled=False, *
     model = initialize(config, seed=1)
     model.bind(attention=kernel)
     if compiled:
-        compile_blocks(model)
+        apply_compile(model)
     return TrainStep(model, adamw(model, Optimizer(learning_rate=1e-2)), Precision(precision, "cpu"), **options)
 
 
@@ -149,7 +149,7 @@ def test_intervals_are_the_mask(window):
 def test_activations_that_are_computed_again_change_nothing(pattern, kind):
     documents = None if pattern else documents_of([40, 1, 87], [100, 28])
     plain, again = (step_of(pattern, separate_documents=pattern is None) for _ in range(2))
-    checkpoint_activations(again.model, kind)
+    apply_checkpointing(again.model, kind)
     for number in range(2):
         one, other = (step.run([batch_of(number, documents)]) for step in (plain, again))
         assert one.loss == other.loss

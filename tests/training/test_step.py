@@ -165,10 +165,10 @@ def test_told_to_stop_it_leaves_the_weights_and_no_gradient():
 
 
 def test_compiled_blocks_compute_the_same():
-    from hasten.training.build import compile_blocks
+    from hasten.training.build import apply_compile
 
     plain, compiled = step_of(), step_of()
-    compile_blocks(compiled.model)
+    apply_compile(compiled.model)
     for number in range(3):
         data = batch(seed=number)
         torch.testing.assert_close(plain.run([data]).loss, compiled.run([data]).loss, atol=1e-5, rtol=1e-5)
@@ -177,15 +177,15 @@ def test_compiled_blocks_compute_the_same():
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_fused_activations_compute_the_same(family, precision):
-    from hasten.training.build import compile_blocks, fuse_activations
+    from hasten.training.build import apply_compile, apply_fused_activations
 
     shape = Shape(family=family, layers=2, hidden_size=32, heads=2, feed_forward=64)
     config = shape_config(shape, vocab_size=50, positions=16)
     plain, fused, compiled = (step_of(config, precision) for _ in range(3))
     dtype = plain.precision.dtype
-    assert fuse_activations(fused.model, dtype)
-    assert fuse_activations(compiled.model, dtype)
-    compile_blocks(compiled.model)
+    assert apply_fused_activations(fused.model, dtype)
+    assert apply_fused_activations(compiled.model, dtype)
+    apply_compile(compiled.model)
     tolerance = 1e-5 if precision == "float32" else 2e-2
     for number in range(3):
         one, two, three = (step.run([batch(seed=number)]) for step in (plain, fused, compiled))
@@ -197,13 +197,13 @@ def test_fused_activations_compute_the_same(family, precision):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_joined_projections_compute_the_same(family):
-    from hasten.training.build import join_projections
+    from hasten.training.build import apply_joined_projections
 
     kv_heads = 1 if family == "llama" else None
     shape = Shape(family=family, layers=2, hidden_size=32, heads=2, kv_heads=kv_heads, feed_forward=64)
     config = shape_config(shape, vocab_size=50, positions=16)
     apart, joined = step_of(config), step_of(config)
-    join_projections(joined.model)
+    apply_joined_projections(joined.model)
     names = [name for name, _ in apart.model.named_parameters()]
     for number in range(3):
         one, other = apart.run([batch(seed=number)]), joined.run([batch(seed=number)])
@@ -217,7 +217,7 @@ def test_a_layer_that_is_replaced_later_is_called(family):
     """As LoRA or a fake-quantized layer would be: nothing reads the weight behind its back."""
     from hasten.model.swap import swap_kinds
     from hasten.model.transformer import MLP, Attention
-    from hasten.training.build import fuse_activations, join_projections
+    from hasten.training.build import apply_fused_activations, apply_joined_projections
     from hasten.training.swapped import FusedMLP, JoinedAttention
 
     class Doubled(torch.nn.Linear):
@@ -227,8 +227,8 @@ def test_a_layer_that_is_replaced_later_is_called(family):
     shape = Shape(family=family, layers=1, hidden_size=32, heads=2, feed_forward=64)
     config = shape_config(shape, vocab_size=50, positions=16)
     plain, swapped = step_of(config), step_of(config)
-    assert fuse_activations(swapped.model, torch.float32)
-    join_projections(swapped.model)
+    assert apply_fused_activations(swapped.model, torch.float32)
+    apply_joined_projections(swapped.model)
     for step in (plain, swapped):
         block = step.model.blocks[0]
         block.attention.k.__class__ = block.mlp.up.__class__ = Doubled

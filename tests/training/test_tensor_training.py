@@ -9,7 +9,7 @@ import pytest
 import ranks
 import split_steps
 from hasten.distributed.ranks import Ranks
-from hasten.distributed.tensor_training import split
+from hasten.distributed.tensor_training import apply_tensor_parallel
 from hasten.errors import ConfigError
 from hasten.model.families import read_config
 from hasten.model.transformer import Transformer
@@ -110,10 +110,11 @@ def test_what_cannot_be_split_is_refused(recipe, monkeypatch):
     with pytest.raises(ConfigError, match=r"parallel.tensor is 2, which does not divide the number of processes .3."):
         Ranks(size=3, rank=0).split(2)
     model, two = tiny_llama(), Ranks(size=2, joined=True, tensor=2)
-    monkeypatch.setattr("hasten.training.setup._model", lambda *_, **__: pytest.fail("the model was made first"))
+    monkeypatch.setattr("hasten.training.setup.initialize", lambda *_, **__: pytest.fail("the model was made first"))
     with pytest.raises(ConfigError, match=r"which the model's 3 key.value heads cannot be split into"):
         set_up(recipe(**SPLIT, heads=3, kv_heads=None, hidden_size=48), progress=False, ranks=two)
     with pytest.raises(ConfigError, match=r"parallel.tensor is 4, which the model's 2 key/value heads"):
-        split(model, replace(two, size=4, tensor=4), 1)
+        apply_tensor_parallel(model, replace(two, size=4, tensor=4), 1)
+    mixtral = Transformer(read_config(make_reference("mixtral").config.to_dict() | {"vocab_size": 102}))
     with pytest.raises(ConfigError, match="no model with experts"):
-        split(Transformer(read_config(make_reference("mixtral").config.to_dict() | {"vocab_size": 102})), two, 1)
+        apply_tensor_parallel(mixtral, two, 1)

@@ -16,7 +16,7 @@ from hasten.ops import fp8
 from hasten.ops.loss.kernels import Head
 from hasten.ops.loss.pieces import loss_and_gradient, loss_and_gradients
 from hasten.ops.residual import Norm
-from hasten.training import build, train
+from hasten.training import build, train, whole_step
 from hasten.training.capture import CapturedStep
 from hasten.training.fp8_model import Fp8Model
 from hasten.training.journal import read
@@ -155,7 +155,7 @@ def test_a_whole_model_is_compiled_where_asked(tiny_recipe, monkeypatch, asked):
     """Where Triton's kernels run; elsewhere the compiler makes them."""
     refusals = {"refusal": lambda device: None}
     monkeypatch.setattr(build, "why_block_by_block", lambda *given: None)
-    monkeypatch.setattr(build, "triton_support", SimpleNamespace(**refusals))
+    monkeypatch.setattr(whole_step, "triton_support", SimpleNamespace(**refusals))
     model = make("plain").model
     recipe = replace(tiny_recipe, techniques=replace(tiny_recipe.techniques, compile=True, compile_whole=asked))
     step = build.training_step(model, recipe)
@@ -163,7 +163,7 @@ def test_a_whole_model_is_compiled_where_asked(tiny_recipe, monkeypatch, asked):
     assert ("compiled as one graph" in step.how) == asked
     assert ("kernels of our own" in step.how) != asked
     refusals["refusal"] = lambda device: "none"
-    monkeypatch.setattr(build, "triton_support", SimpleNamespace(**refusals))
+    monkeypatch.setattr(whole_step, "triton_support", SimpleNamespace(**refusals))
     assert "compiled as one graph" in build.training_step(make("plain").model, recipe).how
 
 
@@ -171,7 +171,7 @@ def test_why_steps_are_not_captured(tiny_recipe):
     model = make("plain").model
 
     def reason(recipe, dtype="float32"):
-        return build.why_not_captured(recipe, make_optimizer(model, recipe.optimizer), Precision(dtype, "cpu"))
+        return whole_step.why_not_captured(recipe, make_optimizer(model, recipe.optimizer), Precision(dtype, "cpu"))
 
     assert reason(tiny_recipe) is None
     assert "float16" in reason(tiny_recipe, "float16")
@@ -200,7 +200,7 @@ def test_what_fp8_does_not_work_beside(tiny_recipe, monkeypatch, changes, reason
     recipe = replace(recipe, techniques=replace(recipe.techniques, **({"precision": "bfloat16"} | changes)))
     precision = Precision(recipe.techniques.precision, "cpu")
     with pytest.raises(ConfigError, match=reason):
-        build.check_fp8(make("plain").model, recipe, precision, None)
+        whole_step.check_fp8(make("plain").model, recipe, precision, None)
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_a_run_read_late_stops_and_goes_on_exactly(tiny_recipe, late):
 def test_a_run_at_fixed_addresses_stops_and_goes_on_exactly(tiny_recipe, monkeypatch, accumulation):
     """A whole model's own step in the loop: update, copies, checkpoints and validation, uncaptured on a CPU."""
     monkeypatch.setattr(build, "why_block_by_block", lambda *given: None)
-    monkeypatch.setattr(build, "CapturedStep", partial(CapturedStep, captures=False))
+    monkeypatch.setattr(whole_step, "CapturedStep", partial(CapturedStep, captures=False))
     techniques = replace(tiny_recipe.techniques, precision="bfloat16")
     made = replace(tiny_recipe, techniques=techniques, data=replace(tiny_recipe.data, accumulation=accumulation))
     whole, _ = lines_of(replace(made, name="whole"))

@@ -70,9 +70,8 @@ def _formats(subject: Subject) -> Iterator[tuple[Weights, str]]:
     options = subject.options
     yield options.weights, ""
     if options.weights == "auto" and "float" in subject.own:
-        refused = "rounding loses more; --least-bits {} allows it"
-        yield "int8", "" if options.least_bits <= 8 else refused.format(8)
-        yield "int4", "" if options.least_bits <= 4 else refused.format(4)
+        yield "int8", ""
+        yield "int4", "rounding loses more; --weights int4 plans with it"
 
 
 def _doubled(most: int) -> list[int]:

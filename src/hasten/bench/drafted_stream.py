@@ -1,5 +1,6 @@
 """What a rung with a draft decodes: the ends of real documents, one after the other, greedy."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -7,8 +8,10 @@ from typing import ClassVar
 
 from hasten.bench.generate import DecodeMode, GenerateLadder
 from hasten.bench.models import BenchmarkModel
+from hasten.bench.step_seconds import step_seconds
+from hasten.engine.decoder import Decoder
 from hasten.engine.generate import Generation, Timing
-from hasten.engine.speculation import make_speculator, measure_step_cost, small_model
+from hasten.engine.speculation import make_speculator, small_model
 from hasten.engine.speculation.build import automatic
 from hasten.errors import ConfigError
 from hasten.model.fused import fuse_where_it_fits
@@ -35,9 +38,8 @@ class DraftedStream:
         return self.ladder.new_tokens
 
     def measure(self) -> dict[str, float]:
-        """Tokens a second, and what the table of costs predicts for the lengths and the share taken that were seen."""
-        cost = measure_step_cost(self.model, seconds=1.0, fastest=1.0)
-        timings, found, predicted = [], [], 0.0
+        """Tokens a second, and what the steps seen would give, each as long as one of its rows that is timed alone."""
+        timings, found = [], []
         for prompt in self.prompts:
             speculator, timing = make_speculator(self.model, self.draft, speculate=self.ladder.speculate), Timing()
             assert speculator is not None, "the ladder refuses a draft of none"
@@ -54,11 +56,13 @@ class DraftedStream:
             )
             for _ in run:
                 pass
-            stats = speculator.stats
-            context = len(prompt) + self.new_tokens / 2
-            predicted += stats.seconds + sum(n * cost.seconds(rows, context) for rows, n in stats.rows.items())
             timings.append(timing)
-            found.append(stats)
+            found.append(speculator.stats)
+        rows = sum((Counter(stats.rows) for stats in found), Counter())
+        context, kept = len(self.prompts[0]) + self.new_tokens // 2, self.ladder.kv_cache_dtype
+        decoder = Decoder(self.model, batch=1, capacity=context + max(rows), kv_cache_dtype=kept)
+        seconds = step_seconds(decoder, rows, context, seconds=1.0)
+        predicted = sum(stats.seconds for stats in found) + sum(n * seconds[count] for count, n in rows.items())
         tokens, proposed = sum(stats.tokens for stats in found), sum(stats.draft_tokens for stats in found)
         return {
             "decode_tokens_per_second": sum(t.decode_tokens for t in timings) / sum(t.decode_seconds for t in timings),

@@ -5,7 +5,7 @@ Cumulative rungs; their names never change:
 - static-cache: keys and values are kept; eager.
 - static-cache-compiled: the same with torch.compile for the decode step; -int8 and -int4: on quantized weights, with
   activations rounded to int8.
-- native-bf16, native-int8, native-int4: the fused native steps instead, on bfloat16, int8 and int4 (groups of 128)
+- native-bf16, native-int8, native-int4: the fused native steps instead, on bfloat16, int8 and int4 (groups of 32)
   weights, the head quantized like the rest (with --text: as `--quantize` does it); with int8 and int4, activations are
   rounded to int8. On a CPU.
 - int8-weight-only, gptq-int4-g32: int8 weights with activations of 16 bits, and int4 weights in groups of 32 by GPTQ

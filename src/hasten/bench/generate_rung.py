@@ -13,6 +13,7 @@ from torch import nn
 from hasten.bench.drafted_stream import DraftedStream, load_draft, real_prompts
 from hasten.bench.generate import TEXT_BYTES, DecodeMode, GenerateLadder
 from hasten.bench.models import BenchmarkModel, require_compiler
+from hasten.bench.step_seconds import step_seconds
 from hasten.checkpoints.export import export_model
 from hasten.checkpoints.load import load
 from hasten.data import read_documents
@@ -22,7 +23,6 @@ from hasten.engine.cache import row_format
 from hasten.engine.compiled import compile_blocks
 from hasten.engine.decoder import Decoder
 from hasten.engine.graphs import fastest_decoder
-from hasten.engine.speculation import measure_step_cost
 from hasten.evaluation.divergence import divergence
 from hasten.evaluation.perplexity import perplexity
 from hasten.machine import reset_peak_memory, resolve_dtype
@@ -205,8 +205,8 @@ class Stream:
         each = self.new_tokens / (time.perf_counter() - start)
         found["decode_tokens_per_second"] = self.batch * each
         if self.decoder is not None and self.batch == 1:
-            cost = measure_step_cost(self.model, row_counts=(1,), seconds=0.3, fastest=1.0)
-            found["predicted_tokens_per_second"] = 1 / cost.seconds(1, len(self.prompts[0]) + self.new_tokens / 2)
+            context = len(self.prompts[0]) + self.new_tokens - 1
+            found["predicted_tokens_per_second"] = 1 / step_seconds(self.decoder, [1], context)[1]
         if self.batch > 1:
             found["decode_tokens_per_second_per_sequence"] = each
         return found

@@ -80,15 +80,15 @@ class Ladder(BenchmarkOptions):
     """Rounds before them that are not counted."""
     limit_seconds: float = 0.3
     """How long each of the machine's limits is measured in each round."""
-    setup_seconds: Annotated[float, ON_CPU] = math.inf
-    """On a CPU: after this time no further rung is set up; those that are left are skipped, which the report says."""
+    time_budget: Annotated[float, ON_CPU] = math.inf
+    """On a CPU: seconds for all of it, about. Rungs and rounds that would exceed it are left out, which is said."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_finite("--limit-seconds", self.limit_seconds)
         check_least("--rounds", self.rounds)
-        if not self.setup_seconds > 0:
-            raise ConfigError(f"--setup-seconds is {self.setup_seconds:g}; it must be above 0")
+        if not self.time_budget > 0:
+            raise ConfigError(f"--time-budget is {self.time_budget:g}; it must be above 0")
         check_least("--warmup", self.warmup, 0)
 
     def measure(
@@ -140,7 +140,7 @@ class Ladder(BenchmarkOptions):
                 warmup=self.warmup,
                 keep=keep,
                 room=room,
-                seconds=self.setup_seconds,
+                seconds=self.time_budget,
                 tell=lambda text: progress.update(bar, description=text, advance=1),
             )
         return build_report(
@@ -149,7 +149,7 @@ class Ladder(BenchmarkOptions):
             settings={
                 **(settings or {}),
                 **process,
-                "rounds": self.rounds,
+                "rounds": max((len(run.rounds) for run in runs), default=0),
                 "warmup": self.warmup,
                 "interleaving": "processes kept" if keep else "processes restarted",
             },

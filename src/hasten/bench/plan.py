@@ -23,7 +23,7 @@ from hasten.planning.shapes import SHAPES, shape_config
 from hasten.training.recipe import Data, Lora, Optimizer, Parallel, Recipe, Run, Techniques
 
 if TYPE_CHECKING:
-    from hasten.engine.speculation.cost import StepCost
+    from hasten.bench.predict import Generating
 
 
 TRAINING = ("train", "finetune", "lora")
@@ -31,7 +31,7 @@ TRAINS, ANSWERS = Needs("use", *TRAINING), Needs("use", "generate", "serve")
 # What of a recipe decides its bytes, FLOPs and time.
 TECHNIQUES = ("precision", "attention", "joined_projections", "loss", "layer_drop", "checkpointing", "compile")
 BETWEEN_RANKS = ("zero", "tensor", "replicas")
-Weights = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int4-g64"]
+Weights = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int4-g64", "int4-g128"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class PlanOptions(Wanted):
         Needs(KIND, "cuda", but=(*BETWEEN_RANKS, "policy")),
     ] = field(default_factory=Parallel)
 
-    EFFECTS: ClassVar = {name: Needs("goal") for name in ("token_ms", "price", "least_bits")}
+    EFFECTS: ClassVar = {name: Needs("goal") for name in ("token_ms", "price")}
 
     def facts(self) -> Facts:
         """What conditions of options depend on beside other options."""
@@ -292,7 +292,7 @@ def require_degree(subject: Subject) -> None:
     """Raise ConfigError for more ranks than the model can be shared by, or than there are cores."""
     from hasten.distributed.communication import require_cores
     from hasten.model.shares import shares, whole_groups
-    from hasten.ops.linear.weights import INT8, int4_format
+    from hasten.ops.linear.weights import INT4_GROUP, INT8, int4_format
 
     formats, degree = (
         list(subject.checkpoint.weight_formats() if subject.checkpoint else ()),
@@ -300,25 +300,25 @@ def require_degree(subject: Subject) -> None:
     )
     kind, _, group = subject.weights.partition("-g")
     if subject.weights != subject.own and kind in ("int8", "int4"):
-        formats = [INT8 if kind == "int8" else int4_format(int(group or 128))]
+        formats = [INT8 if kind == "int8" else int4_format(int(group or INT4_GROUP))]
     together = whole_groups(formats) if formats else 1
     shares(subject.config, degree, output=together, down=together)
     if subject.shares_cores:
         require_cores(degree)
 
 
-def measured_cost(subject: Subject, batches: Sequence[int] = ()) -> StepCost | None:
+def measured_cost(subject: Subject, batches: Sequence[int] = ()) -> Generating | None:
     """Of the model's steps with all cores; None where they are not to be measured, or cannot be."""
     if not (subject.shares_cores and subject.options.measure):
         return None
-    from hasten.bench.predict import generating_cost
+    from hasten.bench.predict import generating_seconds
 
     use, cache, served = _inference(subject), subject.options.kv_cache_dtype, subject.options.use == "serve"
     batches = batches or [use.batch_size]
-    return generating_cost(subject.config, use, batches, subject.weights, cache=cache, served=served)
+    return generating_seconds(subject.config, use, batches, subject.weights, cache=cache, served=served)
 
 
-def inference_plan(subject: Subject, *, replicas: int = 1, cost: StepCost | None = None) -> Plan:
+def inference_plan(subject: Subject, *, replicas: int = 1, cost: Generating | None = None) -> Plan:
     """Of one rank. replicas: that share this machine's cores. cost: of steps with all cores, measured."""
     use, device = _inference(subject), subject.device
     if subject.shares_cores:
@@ -329,13 +329,13 @@ def inference_plan(subject: Subject, *, replicas: int = 1, cost: StepCost | None
             device = replace(device, link=link_here(use.degree))
     phases = inference_phases(subject.config, use)
     if cost is not None:
-        from hasten.bench.predict import generating_seconds
-
         # Ranks do the whole model's work together, on all cores; replicas get their share of these. Of a checkpoint
         # whose layers have several formats blocks in one of them were measured: a token takes as long as its bytes.
-        prompt, token = generating_seconds(use, cost)
         mixed = use.weights / weight_bytes(subject.config, subject.weights) if subject.checkpoint is not None else 1.0
-        times = prompt, token * (mixed if subject.options.weights == "auto" else 1.0)
+        times = (
+            use.batch_size * cost.prompt,
+            cost.steps[use.batch_size] * (mixed if subject.options.weights == "auto" else 1.0),
+        )
         before, each = (replace(one, measured=replicas * took) for one, took in zip(phases, times, strict=True))
         phases = before, each
     return subject.plan(device, use, *phases)
@@ -367,13 +367,17 @@ def _inference(subject: Subject) -> InferenceUse:
 
 def weight_bytes(config: ModelConfig, weights: str) -> int:
     """Of all weights in a format; the head of a quantized model is in int8, the embedding as it is."""
-    from hasten.ops.linear.weights import INT8, int4_format
+    from hasten.ops.linear.weights import INT4_GROUP, INT8, int4_format
+    from hasten.quantization.schemes import tied_head_group
 
     count, (kind, _, group) = parameters(config), weights.partition("-g")
     plain = 4 if weights == "float32" else 2
     if kind not in ("int8", "int4"):
         return plain * count.total
     width, head = config.hidden_size, count.embedding
-    inside, blocks = sum(matrices(config, layer)[0] for layer in config.layers), int4_format(int(group or 128))
-    packed = INT8.bits_of(width) * head + (INT8 if kind == "int8" else blocks).bits_of(width) * inside
+    inside, blocks = sum(matrices(config, layer)[0] for layer in config.layers), int4_format(int(group or INT4_GROUP))
+    outside = INT8
+    if kind == "int8" and config.tie_embeddings:
+        outside = replace(INT8, scales=int4_format(tied_head_group(width)).scales)
+    packed = outside.bits_of(width) * head + (INT8 if kind == "int8" else blocks).bits_of(width) * inside
     return int(packed / 8) + plain * (count.total - inside - head)

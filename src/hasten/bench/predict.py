@@ -2,8 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -14,13 +15,14 @@ from hasten.engine.engine import Engine
 from hasten.engine.params import KVCacheDtype, SamplingParams
 from hasten.engine.request import Request
 from hasten.engine.settings import EngineSettings
-from hasten.engine.speculation.cost import StepCost, measure_step_cost
+from hasten.engine.speculation.build import first_layers
 from hasten.machine import available_memory, resolve_dtype
 from hasten.machine.processor import last_level_cache_bytes
-from hasten.model.config import ModelConfig
+from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.fused import fuse_where_it_fits
 from hasten.model.initialize import initialize
 from hasten.model.transformer import Transformer
+from hasten.ops.linear.weights import INT4_GROUP
 from hasten.planning.cost import kv_bytes_per_token, matrices, parameters
 from hasten.planning.memory import InferenceUse
 from hasten.quantization import Int4, Int8, quantize
@@ -51,37 +53,73 @@ def step_seconds(config: ModelConfig, recipe: Recipe) -> float | None:
     return one - each[first] + sum(share * each[layer] for share, layer in zip(kept, config.layers, strict=True))
 
 
-def generating_cost(
-    config: ModelConfig, use: InferenceUse, batches: Iterable[int], weights: str, *, cache: KVCacheDtype, served: bool
-) -> StepCost | None:
-    """What steps of so many sequences cost, and one over a use's prompt, by speculation's cost table; steps of one
-    token a sequence as the engine (served), or the decoder in the middle of a use's answer, takes them.
+@dataclass(frozen=True, slots=True)
+class Generating:
+    """Measured seconds: to read one prompt of a use, and of a step that gives each sequence a token, by batch size."""
 
-    Measured on so many blocks that the processor's caches cannot hold them; None where they have no room.
+    prompt: float
+    steps: dict[int, float]
+
+
+def generating_seconds(
+    config: ModelConfig, use: InferenceUse, batches: Iterable[int], weights: str, *, cache: KVCacheDtype, served: bool
+) -> Generating | None:
+    """Time a model of the use's first layers, and of half as many: the difference is what further layers take.
+
+    Steps are those of the engine (served), or of the decoder in the middle of a use's answer. The layers are as many as
+    the processor's caches cannot hold. None where they have no room.
     """
-    context = use.length - use.new_tokens // 2
-    # Of longer prompts the pieces are added up.
-    prompt = min(use.length - use.new_tokens, use.step, config.max_positions // 2)
     held = matrices(config, config.layers[0])[0] * {"int8": 1, "int4": 0.5}.get(weights.partition("-")[0], 2)
     cut = replace(config, layers=config.layers[: max(2, round(4 * last_level_cache_bytes() / held))])
     if 6 * parameters(cut).total > available_memory():
         return None
-    model = random_model(cut, weights)
-    decoded = {1, *batches}
-    counts, prompts = sorted({*decoded, prompt}), {prompt} - decoded
-    layers, longest = len(config.layers), max(1024, context)
-    cost = measure_step_cost(model, row_counts=counts, seconds=2.0, layers=layers, prompts=prompts, longest=longest)
-    # The blocks that the whole has besides, and the context that is told apart.
-    more = sum(matrices(config, layer)[0] for layer in config.layers[len(cut.layers) :]) / parameters(config).active
-    base, seen = list(cost.base), cost.per_token[0] * len(cut.layers) / layers
+    whole, others = random_model(cut, weights), config.layers[len(cut.layers) :]
+    half = first_layers(whole, len(cut.layers) // 2) if others else whole
+
+    def size(layers: Sequence[LayerConfig]) -> int:
+        return sum(matrices(config, layer)[0] for layer in layers)
+
+    more = size(others) / size(cut.layers[len(half.config.layers) :]) if others else 0.0
+
+    def scaled(measure: Callable[[Transformer], float]) -> float:
+        """Seconds of all layers, from those of the two models."""
+        seconds = measure(whole)
+        return seconds + more * max(0.0, seconds - measure(half)) if more else seconds
+
+    reading, context = use.length - use.new_tokens, use.length - use.new_tokens // 2
     room = available_memory() // 4 // kv_bytes_per_token(cut, 4)  # tokens whose cache is small beside what is free
-    for at, rows in enumerate(cost.rows):
-        if rows in decoded:
-            reached = 0 if served else max(1, min(context, room // rows))
-            whole = engine_step(model, rows) if served else decoder_step(model, rows, reached, cache)
-            whole += more * base[at]
-            base[at] = max(whole / 2, whole - rows * reached * seen)
-    return StepCost(cost.rows, base, cost.per_token)
+    each = token_seconds(whole, context, cache) * len(config.layers) / len(cut.layers)  # of one token of context
+    steps = {}
+    for batch in {*batches}:
+        reached = 0 if served else max(1, min(context, room // batch))
+        if served:
+            step = scaled(partial(engine_step, sequences=batch))
+        else:
+            step = scaled(partial(decoder_step, sequences=batch, context=reached, cache=cache))
+        steps[batch] = step + batch * (context - reached) * each
+    return Generating(scaled(partial(prompt_seconds, length=reading, most=use.step)), steps)
+
+
+def prompt_seconds(model: Transformer, length: int, most: int) -> float:
+    """Seconds to read a prompt; of a long one the first and the last piece are timed."""
+    piece = min(length, most)
+    decoder, times = Decoder(model, batch=1, capacity=length), []
+    for start in (0, length - piece):
+        own = []
+        for _ in range(3):
+            decoder.lengths = [start]
+            begun = time.perf_counter()
+            decoder.prefill([[1] * piece]).argmax(-1).tolist()
+            own.append(time.perf_counter() - begun)
+        times.append(median(own))
+    return length / piece * sum(times) / len(times)
+
+
+def token_seconds(model: Transformer, context: int, cache: KVCacheDtype) -> float:
+    """Seconds that each token of context adds to a step of one sequence."""
+    context = min(max(1024, context), model.config.max_positions - 1)
+    near, far = (decoder_step(model, 1, at, cache) for at in (1, context))
+    return max(0.0, far - near) / context
 
 
 def decoder_step(model: Transformer, sequences: int, context: int, cache: KVCacheDtype) -> float:
@@ -111,20 +149,11 @@ def engine_step(model: Transformer, sequences: int) -> float:
     return median(times)
 
 
-def generating_seconds(use: InferenceUse, cost: StepCost) -> tuple[float, float]:
-    """Seconds to take all prompts in, and of a token of each sequence."""
-    batch, prompt, context = use.batch_size, use.length - use.new_tokens, use.length - use.new_tokens // 2
-    piece = max(cost.rows)
-    reading = sum(cost.seconds(min(piece, prompt - start), start) for start in range(0, prompt, piece))
-    # Each sequence reads its own context; the table's rows share one.
-    return batch * reading, cost.seconds(batch, 0) + batch * context * cost.per_token[0]
-
-
 def random_model(config: ModelConfig, weights: str) -> Transformer:
     """Random weights in a format, fused where that fits."""
     kind, _, group = weights.partition("-g")
     packed = kind in ("int8", "int4")
     model = initialize(config, seed=0, dtype=resolve_dtype("bfloat16" if packed else weights)).eval()
     if packed:
-        quantize(model, Int8() if kind == "int8" else Int4(group_size=int(group or 128), search="minmax"))
+        quantize(model, Int8() if kind == "int8" else Int4(group_size=int(group or INT4_GROUP), search="minmax"))
     return fuse_where_it_fits(model)

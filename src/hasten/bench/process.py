@@ -12,7 +12,7 @@ import pkgutil
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -192,28 +192,39 @@ def run_interleaved(
 
     keep: all processes stay alive until the end; else each is started again for each round. room: bytes of a GPU;
     rungs that fit there together are prepared side by side, measured in turns, and end before the next ones start.
-    seconds: after which no further process is set up where all are kept; its rung has an error that says so.
-    tell: called with a line about each step.
+    seconds: of the whole ladder, where there is no room; rungs and rounds that would exceed it are left out
+    (`TimeBudget`). tell: called with a line about each step.
     """
-    begun = time.monotonic()
     runs = [RungRun(rung, timeout) for rung in rungs]
     if room is not None:
         return _in_groups(runs, room, rounds=rounds, warmup=warmup, tell=tell)
+    budget = TimeBudget(seconds, rounds=rounds)
+
+    def prepare(run: RungRun) -> None:
+        tell(f"setting up: {run.rung.name}")
+        run.start()
+        for _ in range(warmup):
+            tell(f"warm-up: {run.rung.name}")
+            with budget.measuring(run):
+                run.measure(counts=False)
+
     try:
         for run in runs if keep else ():
-            if time.monotonic() - begun > seconds:
-                run.error = f"skipped: the rungs before it took more than {seconds:.0f} s to set up"
-                continue
-            tell(f"setting up: {run.rung.name}")
-            run.start()
-        for number in range(1 - warmup if keep else 1, rounds + 1):  # rounds 0, -1, … are the warm-up
+            if budget.takes(run, rounds_ahead=rounds):
+                with budget.preparing():
+                    prepare(run)
+        for number in range(1, rounds + 1):
+            if not budget.has_round(number):
+                tell(f"{number - 1} of {rounds} rounds, because more would take longer than {seconds:.0f} s")
+                break
             for run in runs:
-                tell(f"{f'round {number} of {rounds}' if number > 0 else 'warm-up'}: {run.rung.name}")
-                if not keep:
-                    run.start()
-                    for _ in range(warmup):
-                        run.measure(counts=False)
-                run.measure(counts=number > 0)
+                if number == 1 and not keep and not budget.takes(run, rounds_ahead=rounds - 1):
+                    continue
+                with budget.measuring(run):
+                    if not keep:
+                        prepare(run)
+                    tell(f"round {number} of {rounds}: {run.rung.name}")
+                    run.measure(counts=True)
                 if not keep:
                     run.end()
     except BaseException:
@@ -223,6 +234,54 @@ def run_interleaved(
     for run in runs:
         run.end()
     return runs
+
+
+class TimeBudget:
+    """The seconds that a ladder may take. What has been measured says whether a further rung or round fits."""
+
+    def __init__(self, seconds: float, *, rounds: int) -> None:
+        self.seconds, self.rounds = seconds, rounds
+        self._begun = time.monotonic()
+        self._preparations: list[float] = []
+        self._measurements: dict[str, float] = {}  # of each rung, the latest
+
+    def takes(self, run: RungRun, *, rounds_ahead: int) -> bool:
+        """Whether a further rung fits, if it takes as long as those before it on average; else it has an error.
+
+        rounds_ahead: of the rungs before it.
+        """
+        further = _mean(self._preparations) + self.rounds * _mean(self._measurements.values())
+        if self._spent() + rounds_ahead * self._round() + further > self.seconds:
+            run.error = f"skipped: with the rungs before it, it would take longer than {self.seconds:.0f} s"
+        return run.error is None
+
+    def has_round(self, number: int) -> bool:
+        """Whether one more round fits. The first one is measured in any case."""
+        return number == 1 or self._spent() + self._round() <= self.seconds
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Time the set-up and warm-up of a rung."""
+        begun = time.monotonic()
+        yield
+        self._preparations.append(time.monotonic() - begun)
+
+    @contextlib.contextmanager
+    def measuring(self, run: RungRun) -> Iterator[None]:
+        """Time a rung's part of a round."""
+        begun = time.monotonic()
+        yield
+        self._measurements[run.rung.name] = time.monotonic() - begun
+
+    def _round(self) -> float:
+        return sum(self._measurements.values())
+
+    def _spent(self) -> float:
+        return time.monotonic() - self._begun
+
+
+def _mean(values: Collection[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def _in_groups(

@@ -131,7 +131,9 @@ def save_adapter(
 def adapter_config(folder: Path) -> dict[str, Any]:
     """The adapter_config.json of a folder, checked but for its patterns. Raises as `load_adapter` does."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder with an adapter ({CONFIG} and {WEIGHTS})")
+        raise CheckpointError(
+            f"{folder} is no folder with an adapter ({CONFIG}); that of a run is in runs/NAME/adapter"
+        )
     if not (path := folder / CONFIG).exists():
         raise CheckpointError(f"{folder} holds no adapter ({CONFIG}); that of a run is in runs/NAME/adapter")
     config = read_json(path)

@@ -11,7 +11,7 @@ from hasten.errors import ConfigError
 from hasten.model.fused import FusedBlock, FusedStack, fuse_where_it_fits, unfuse
 from hasten.model.lora import Adapter, AdapterChoice, Factors, attach
 from hasten.model.transformer import Transformer
-from hasten.ops.linear.layouts import PANEL
+from hasten.ops.panels import PANEL
 
 LANES = 16  # the fused steps take ranks that are multiples of it
 

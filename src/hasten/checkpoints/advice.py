@@ -1,13 +1,29 @@
-"""Commands that errors advise, with the paths of the model at hand."""
+"""Commands that errors advise, with the model named as its user did."""
 
 import re
 import shlex
 from pathlib import Path
 
+from hasten.checkpoints import published
+from hasten.machine.caches import find_cached
+
+_SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+$")
+
+
+def asked_as(source: str | Path) -> str:
+    """What a user calls a model: the short name or hub id of one that lies in a cache, else the source itself."""
+    text = str(source)
+    for name, model in published.PUBLISHED.items():
+        if text.endswith(model.file) and find_cached("models", model.file) == Path(text):
+            return name
+    match = _SNAPSHOT.search(text)
+    return text if match is None else f"{match[1]}/{match[2]}"
+
 
 def plain_folder(source: str | Path) -> str:
     """A name, in the current folder, for the plain weights of a quantized model."""
-    name = Path(source).expanduser().resolve().name if Path(source).exists() else str(source).rpartition("/")[2]
+    called = asked_as(source)
+    name = Path(called).expanduser().resolve().name if Path(called).exists() else called.rpartition("/")[2]
     return re.sub(r"[^\w.-]", "-", name.removesuffix(".gguf")) + "-plain"
 
 
@@ -15,4 +31,4 @@ def export_plain(source: str | Path | None) -> str:
     """What writes the plain weights of a quantized model. source: what it was loaded from, if anything."""
     if source is None:
         return "hasten.save(model, folder, dequantize=True)"
-    return f"hasten export {shlex.quote(str(source))} {plain_folder(source)} --dequantize"
+    return f"hasten export {shlex.quote(asked_as(source))} {plain_folder(source)} --dequantize"

@@ -1,11 +1,13 @@
 """`convert`: a quantized checkpoint in another published layout, its numbers as they are."""
 
+import shlex
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
+from hasten.checkpoints.advice import asked_as, export_plain, plain_folder
 from hasten.checkpoints.export import Quantized, export_model
 from hasten.checkpoints.load import fill_plain, open_checkpoint, tie
 from hasten.errors import ConfigError
@@ -25,12 +27,19 @@ def convert(source: str | Path, output: str | Path, *, format: str = "compressed
     Raises ConfigError, and writes nothing, where the checkpoint is not quantized or the other layout would not hold it
     exactly; CheckpointError as `hasten.load` and `export_model` do.
     """
-    model, _, pieces, folder = fill_plain(open_checkpoint(source), keep_dtypes=True)
-    model.origin = str(source)
+    checkpoint = open_checkpoint(source)
+    model, _, pieces, folder = fill_plain(checkpoint, keep_dtypes=True)
+    model.origin, model.tokenizer = str(source), checkpoint.tokenizer
     if folder is None:
         raise ConfigError(
             f"{source} is not quantized: `hasten quantize --format {format}` quantizes it, `hasten export` writes it "
             "as it is"
+        )
+    if checkpoint.path.is_file():
+        raise ConfigError(
+            f"{asked_as(source)} is a GGUF file, whose types no folder holds: {export_plain(source)} writes its plain "
+            f"weights, and hasten quantize {plain_folder(source)} --scheme int4 --format {format} --output "
+            f"{shlex.quote(str(output))} quantizes these"
         )
     if "head.weight" not in pieces:
         tie(model)

@@ -19,6 +19,8 @@ from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.ops.pages import release_pages, return_freed_memory
 
+NO_KERNEL = "no kernel takes a quantized weight"  # how the warning about them begins
+ROUND = "hasten.quantize(model, hasten.Int8())"
 MOST_UNPACKED = 1 << 24  # numbers of several layers, a byte or two each, before their memory is given back
 
 
@@ -44,8 +46,12 @@ def fill_quantized(
     tied = embedding is not None and (head == embedding or (head is None and model.head.weight.is_meta))
     if tied:  # one matrix, which the head holds
         pieces = {"head.weight" if ours == "embedding.weight" else ours: piece for ours, piece in pieces.items()}
+    beside: dict[str, list[str]] = {}  # the tensors of each module
+    for stored in folder.stored:
+        beside.setdefault(stored.rpartition(".")[0], []).append(stored)
     module: QuantizedModule | None = None
     unpacked = 0  # numbers since memory was given back
+    whole_rows = share is None and device is None  # as blocks go to a CPU's panels
     # The head first: it is the largest, and little else is held yet.
     for ours, piece in sorted(pieces.items(), key=lambda one: one[0] != "head.weight"):
         name = ours.removesuffix(".weight")
@@ -73,7 +79,10 @@ def fill_quantized(
         else:
             layers[name] = module.layer
             options: dict[str, Any] = {"activations": module.layer.activations, "dtype": dtype}
-            if (words := folder.int4_words(module)) is None:
+            blocks = folder.blocks(module) if whole_rows else None
+            if blocks is not None:
+                packed = PackedLinear.from_blocks(replace(blocks, rows=piece.of(blocks.rows)), place.bias, **options)
+            elif (words := folder.int4_words(module)) is None:
                 packed = PackedLinear.from_weight(own(read(module)), place.bias, **options)
             else:
                 options["in_features"] = place.in_features
@@ -85,8 +94,8 @@ def fill_quantized(
         mapped = folder.values(module)
         if data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
             release_pages(mapped)
-        for stored in folder.stored:  # its scales and zeros; should a kernel read them there, they are read anew
-            if stored != module.values and stored.rpartition(".")[0] == module.name:
+        for stored in beside.get(module.name, ()):  # its scales and zeros; a kernel that uses them reads them again
+            if stored != module.values:
                 release_pages(folder.tensor(stored))
         unpacked += math.prod(module.shape)
         if unpacked > MOST_UNPACKED:
@@ -99,9 +108,9 @@ def fill_quantized(
         model.quantization = layers
     if plain:
         warnings.warn(
-            f"no kernel takes a quantized weight like {plain[0]}: {len(plain)} of {len(pieces)} are held as plain "
+            f"{NO_KERNEL} like {plain[0]}: {len(plain)} of {len(pieces)} are held as plain "
             f"{str(dtype).removeprefix('torch.')}: {plain_bytes / 1e9:.2f} GB, {plain_bytes / stored_bytes:.1f} times "
-            "as stored, which every token reads; --quantize int8 rounds them to 8 bits, with one scale a row",
+            f"as stored, which every token reads; {ROUND} rounds them to 8 bits, with one scale a row",
             HastenWarning,
             stacklevel=4,
         )

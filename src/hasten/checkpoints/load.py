@@ -4,6 +4,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.checkpoints.checkpoint import DTYPES, StoredTensor, check_finite
-from hasten.checkpoints.fill_quantized import fill_quantized
+from hasten.checkpoints.fill_quantized import NO_KERNEL, fill_quantized
 from hasten.checkpoints.formats.file_format import QuantizedFolder
 from hasten.checkpoints.formats.stream import NAMES
 from hasten.checkpoints.gguf.open import open_gguf
@@ -79,14 +80,25 @@ def load(
     checkpoint = source if isinstance(source, ModelSource) else open_checkpoint(source)
     held = None if group is None else shares_of(checkpoint, group.size)
     share = None if group is None or held is None else held[group.rank]
-    model, own, packed, quantized = fill_plain(checkpoint, share, dtype=wanted, device=place, to_generate=auto)
-    if quantized is not None:
-        fill_quantized(model, packed, quantized, dtype=own, device=place, share=share)
+    with ThreadPoolExecutor(1, thread_name_prefix="hasten-tokenizer") as beside:
+        tokenizer = beside.submit(lambda: checkpoint.tokenizer)  # while torch's functions let Python go on
+        model, own, packed, quantized = fill_plain(checkpoint, share, dtype=wanted, device=place, to_generate=auto)
+        if quantized is not None:
+            fill_quantized(model, packed, quantized, dtype=own, device=place, share=share)
+        model.tokenizer = tokenizer.result()
     if group is not None and held is not None:
         model = connect(model, group, held, checkpoint.config)
-    model.dtype_asked, model.origin = not auto, str(source)
+    model.dtype_asked = not auto
+    model.origin = str(source.path if isinstance(source, ModelSource) else source)
     _finish(model, place)
     return model
+
+
+def load_quietly(source: str | Path | ModelSource, **options: Any) -> Transformer:
+    """Load a model that will not generate, so without the warning about formats that no kernel takes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", NO_KERNEL, HastenWarning)
+        return load(source, **options)
 
 
 def shares_of(checkpoint: ModelSource, size: int) -> list[Share]:
@@ -127,7 +139,7 @@ def fill_plain(
     _warn_of_unused(seen, pieces, checkpoint.path)
     if share is not None:
         model = _skeleton(share.config(config))
-    model.generation, model.tokenizer = checkpoint.generation, checkpoint.tokenizer
+    model.generation = checkpoint.generation
     # The weights last: whatever else is wrong with a folder shows before gigabytes are read.
     plain = {o: p for o, p in pieces.items() if p.name not in modules}
     model.stored_dtype = checkpoint.dtype or own_dtype([stored[piece.name] for piece in plain.values()])

@@ -17,6 +17,8 @@ from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
 from hasten.text.tokenizer import Tokenizer
 
+TOKENIZER = 15  # bytes of memory that it takes for each of its file (SmolLM2 15, Gemma 3 13: 420 MB)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
@@ -34,10 +36,11 @@ class ModelSource:
     dtype: torch.dtype | None = None
     generation: dict[str, Any] = field(default_factory=dict)
     read_tokenizer: Callable[[], Tokenizer | None] = lambda: None
+    tokenizer_bytes: int = 0  # of memory that it will take
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Read when first asked for: a folder's takes about 15 times the bytes of its file (Gemma 3: 420 MB)."""
+        """Read when first asked for."""
         return self.read_tokenizer()
 
 
@@ -48,7 +51,7 @@ def open_folder(folder: Path) -> ModelSource:
     config = read_config(values, str(where))
     open_quantized = read_quantization(values, where)
     stored = read_headers(folder)
-    generation = folder / "generation_config.json"
+    generation, tokenizer = folder / "generation_config.json", folder / "tokenizer.json"
     return ModelSource(
         path=folder,
         config=config,
@@ -57,4 +60,5 @@ def open_folder(folder: Path) -> ModelSource:
         quantized=open_quantized(stored),
         generation=read_json(generation) if generation.exists() else {},
         read_tokenizer=partial(Tokenizer.from_folder, folder),
+        tokenizer_bytes=int(TOKENIZER * tokenizer.stat().st_size) if tokenizer.is_file() else 0,
     )

@@ -10,7 +10,7 @@ from hasten.bench.largest_batch import LargestBatch
 from hasten.bench.race import Race
 from hasten.bench.train import TrainLadder
 from hasten.cli.bench_serve import ServeBenchmark
-from hasten.cli.options import parse
+from hasten.cli.parsing import parse
 from hasten.distributed import launched
 from hasten.errors import ConfigError
 from hasten.machine.files import require_writable, write_json

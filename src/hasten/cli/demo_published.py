@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import ResourceError
@@ -50,7 +51,6 @@ SMALL_RUNG_SECONDS = {  # of the model that the demo trains
     "no-cache": 10,
     "static-cache-compiled": 40,
 }
-SETTING_UP = 0.7  # the share of a ladder's time after which it sets no further rung up
 PACE = 100.0
 CALIBRATION_SAMPLES = 8  # of 512 tokens, for GPTQ
 ROUNDS = 2
@@ -155,7 +155,7 @@ def answer(path: Path, budget: Budget, *, threads: Threads) -> None:
             print(piece, end="", flush=True)
         speeds.append(timing.decode_tokens_per_second)
         print(f"\n  [{speeds[-1]:.1f} tokens/s]")
-    budget.pace = max(1.0, PACE / max(speeds))
+    budget.pace = max(1.0, PACE / median(speeds))
 
 
 def _fused(path: Path) -> Transformer:
@@ -209,7 +209,7 @@ def run_ladder(
         rungs=tuple(rungs),
         prompt_tokens=128,
         new_tokens=64,
-        setup_seconds=SETTING_UP * left,
+        time_budget=left,
         **options,
     )
     report = ladder.run()

@@ -114,9 +114,9 @@ class Eval(JsonOption, CacheOptions, RankOptions, AdapterOptions):
         """The model, ready to score texts."""
         import torch
 
-        from hasten.training.build import fuse_activations
+        from hasten.training.build import apply_fused_activations
 
         model = self.load()
         if self.fuse and model.dtype == torch.float32:  # other dtypes have fused blocks
-            fuse_activations(model, torch.float32)
+            apply_fused_activations(model, torch.float32)
         return model

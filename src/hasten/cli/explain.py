@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hasten.cli.explain_attention import ExplainAttention
-from hasten.cli.options import AdapterOptions, JsonOption, parse
+from hasten.cli.options import AdapterOptions, JsonOption
+from hasten.cli.parsing import parse
 from hasten.machine.measured import known
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def print_kernels(bindings: Iterable[Binding]) -> None:
 
 
 def _layers(layers: list[int]) -> str:
+    if layers[-1] == -1:  # behind the last block
+        return f"{_layers(layers[:-1])} and the head" if layers[:-1] else "the head"
     if len(layers) == 1:
         return f"layer {layers[0]}"
     if layers == list(range(layers[0], layers[-1] + 1)):

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from hasten.cli.options import CacheOptions, DeviceOptions, DraftOptions, JsonOption, ModelOptions, SamplingOptions
+from hasten.cli.options import CacheOptions, DraftOptions, JsonOption, ModelOptions, RankOptions, SamplingOptions
 from hasten.effects import Holds, Needs, Unless
 from hasten.errors import ConfigError
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOptions, ModelOptions):
+class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, RankOptions, ModelOptions):
     """Continue a prompt, or several at once."""
 
     prompt: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOp
         readable = self.compile and resolve_device(self.device).type == "cpu"
         model = (replace(self, fuse=False) if readable else self).load()
         from hasten.engine.generate import Generation, Timing
-        from hasten.engine.speculation import PLAIN_STEPS, make_speculator
+        from hasten.engine.speculation import make_speculator
 
         if self.chat:
             if model.tokenizer is None:
@@ -60,9 +60,7 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOp
             turns = [[{"role": "user", "content": text}] for text in texts]
             prompts = [model.tokenizer.encode_chat(turn, chat_template_kwargs=variables) for turn in turns]
         params = self.params(model.generation)
-        # Compiled blocks draft nothing; the first steps have no draft anyway.
-        short = self.draft == "auto" and params.max_new_tokens <= PLAIN_STEPS
-        options = self if self.drafts and not short else replace(self, draft="none")
+        options = self if self.drafts else replace(self, draft="none")  # compiled blocks draft nothing
         speculator = make_speculator(model, **options.drafting(model))
         if self.compile:
             from hasten.engine.compiled import compile_blocks

@@ -1,6 +1,8 @@
 """The `hasten` command: one file a command, imported only when it is the one that was asked for."""
 
+import atexit
 import errno
+import gc
 import sys
 import warnings
 from importlib import import_module
@@ -8,36 +10,51 @@ from operator import attrgetter
 from typing import Any
 
 import hasten
+from hasten.cli.preload import preload_torch
 from hasten.errors import HastenError, HastenWarning
 
-# command -> (module, class or function of arguments, what it does)
-COMMANDS = {
-    "demo": ("hasten.cli.demo", "Demo", "train, evaluate, generate and measure on text that is already here"),
-    "train": ("hasten.cli.train", "Train.main", "pretrain or finetune by a recipe"),
-    "generate": ("hasten.cli.generate", "Generate", "continue prompts"),
-    "chat": ("hasten.cli.chat", "ChatInTerminal", "talk to a model that has a chat template"),
-    "serve": ("hasten.cli.serve", "Serve", "an OpenAI-compatible server"),
-    "eval": ("hasten.cli.eval", "Eval", "perplexity and bits per byte of a text"),
-    "quantize": ("hasten.cli.quantize", "Quantize", "write a model in int8 or int4, as a folder"),
-    "convert": ("hasten.cli.convert", "Convert", "a quantized model in another layout, its numbers as they are"),
-    "merge": ("hasten.cli.merge", "Merge", "an adapter added to its model's weights"),
-    "export": ("hasten.cli.export", "Export", "write a model as a Hugging Face folder"),
-    "plan": ("hasten.cli.plan", "PlanCommand", "bytes, FLOPs and time of a model, before anything is loaded"),
-    "bench": ("hasten.cli.bench", "bench", "the ladder: every technique, cumulative, measured, drawn"),
-    "profile": ("hasten.cli.profile", "profile", "where time and memory of a step go, and what could be gained"),
-    "explain": ("hasten.cli.explain", "explain", "which kernel runs where, and why not the others"),
-    "doctor": ("hasten.cli.doctor", "Doctor", "what this machine offers and what is missing"),
+# What for -> command -> (module, class or function of arguments, what it does)
+GROUPS = {
+    "run a model": {
+        "chat": ("hasten.cli.chat", "ChatInTerminal", "talk to a model in the terminal"),
+        "generate": ("hasten.cli.generate", "Generate", "continue prompts"),
+        "serve": ("hasten.cli.serve", "Serve", "serve a model over HTTP, as OpenAI's API does"),
+        "eval": ("hasten.cli.eval", "Eval", "perplexity and bits per byte of a text, or lm-eval's tasks"),
+    },
+    "make one": {
+        "train": ("hasten.cli.train", "Train.main", "pretrain, or finetune with --init"),
+        "quantize": ("hasten.cli.quantize", "Quantize", "write a model in int8 or int4"),
+        "merge": ("hasten.cli.merge", "Merge", "add a LoRA adapter to its model's weights"),
+        "export": ("hasten.cli.export", "Export", "write a model as a Hugging Face folder or a GGUF file"),
+        "convert": (
+            "hasten.cli.convert",
+            "Convert",
+            "write a quantized model in another layout, its numbers as they are",
+        ),
+    },
+    "measure and explain": {
+        "demo": ("hasten.cli.demo", "Demo", "ask a published model, measure each technique, train a small model"),
+        "bench": ("hasten.cli.bench", "bench", "measure every technique on this machine, as a table and a picture"),
+        "plan": ("hasten.cli.plan", "PlanCommand", "bytes, FLOPs and time of a model, before anything is loaded"),
+        "profile": ("hasten.cli.profile", "profile", "where time and memory of a step go, and what could be gained"),
+        "explain": ("hasten.cli.explain", "explain", "which kernel runs where, and why not the others"),
+        "doctor": ("hasten.cli.doctor", "Doctor", "what this machine offers and what is missing"),
+    },
 }
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
+GENERATING = ("generate", "chat", "serve")  # a person waits for the first token
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in the first line of what torch says
 
 
 def overview() -> str:
     """The text of `hasten --help`."""
-    lines = [f"  {name:<10} {text}" for name, (_, _, text) in COMMANDS.items()]
     head = f"hasten {hasten.__version__}: a PyTorch language model at the limit of the machine it runs on"
     usage = "usage: hasten COMMAND [options]      (hasten COMMAND --help for its options)"
-    return "\n".join([head, "", usage, "", *lines])
+    lines = [head, "", usage, "       hasten chat smollm2-135m       (a first try: downloads 93 MB)"]
+    for title, commands in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:<10} {text}" for name, (_, _, text) in commands.items())]
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -53,6 +70,10 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"error: {given[0]!r} is not a command of hasten\n\n{overview()}", file=sys.stderr)
         raise SystemExit(2)
     warnings.showwarning = _show_warning  # type: ignore[assignment]
+    # Before it ends, Python would look through all of torch's objects for cycles, several times: 0.4 s.
+    atexit.register(gc.freeze)
+    if given[0] in GENERATING and not {"-h", "--help", "--pin"} & set(given):  # OpenMP reads --pin when it is loaded
+        preload_torch()
     module, name, _ = COMMANDS[given[0]]
     try:
         command = attrgetter(name)(import_module(module))
@@ -61,10 +82,14 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             import tyro
 
-            from hasten.cli.options import together
+            from hasten.cli.help import first_screen, for_parser, wants_help
+            from hasten.cli.parsing import together
             from hasten.effects import refuse_ignored
 
-            given = [given[0], *together(given[1:], command)]
+            if wants_help(given[1:]):
+                print(first_screen(command, prog=f"hasten {given[0]}"))
+                return
+            given = [given[0], *for_parser(together(given[1:], command))]
             parsed: Any = tyro.cli(command, args=given[1:], prog=f"hasten {given[0]}")
             refuse_ignored(parsed, given[1:])
             if getattr(parsed, "pin", False):  # now, because a command's first import of torch settles it

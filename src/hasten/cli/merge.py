@@ -40,8 +40,8 @@ class Merge(JsonOption):
     """Replace a model that stands in the output folder already."""
 
     def run(self) -> None:
-        from hasten.checkpoints.adapter_files import load_adapter
-        from hasten.checkpoints.load import load, resolve_model
+        from hasten.checkpoints.adapter_files import adapter_config, load_adapter
+        from hasten.checkpoints.load import load, load_quietly, resolve_model
         from hasten.data import read_documents
         from hasten.model.lora import attach
         from hasten.quantization.merge import merge
@@ -49,12 +49,17 @@ class Merge(JsonOption):
         source = resolve_model(self.model)
         is_file, folder = self.output.suffix == ".gguf", self.output
         if is_file:
-            options: dict[str, Any] = {"overwrite": self.overwrite, "others": (self.json,), "dtype": self.dtype}
+            options: dict[str, Any] = {
+                "overwrite": self.overwrite,
+                "others": {"--json": self.json},
+                "dtype": self.dtype,
+            }
             folder = place_of_gguf(folder, source, option="OUTPUT", **options)
         require_new_folder(folder, source, option="OUTPUT", overwrite=self.overwrite)
         if self.output.resolve() == self.adapter.resolve():
             raise ConfigError(f"OUTPUT {self.output} is the adapter itself; name another folder")
-        model = load(source, dtype="stored")
+        adapter_config(self.adapter)  # before the model is loaded
+        model = load_quietly(source, dtype="stored")
         adapter = load_adapter(self.adapter, model)
         documents = [] if self.text is None else list(read_documents(self.text, limit_bytes=self.limit_bytes))
         rounded = merge(model, adapter, folder, dtype=resolve_dtype(self.dtype, auto=model.dtype))

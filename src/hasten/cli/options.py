@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from hasten.effects import ON_CUDA, Needs, Neutral, Unless, refuse_ignored
+from hasten.effects import ON_CUDA, Needs, Unless
 from hasten.engine.params import KVCacheDtype, SamplingParams, recommended
 from hasten.engine.settings import EngineSettings
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
@@ -29,51 +29,6 @@ if TYPE_CHECKING:
     from hasten.engine.async_engine import AsyncEngine
     from hasten.model.transformer import Transformer
     from hasten.text.tokenizer import Tokenizer
-
-
-DRAWN = Unless("temperature", 0)
-
-
-def parse(command: Any, arguments: list[str], *, prog: str, description: str | None = None) -> Any:
-    """Make a command of its arguments. What it holds of the library's dataclasses are options of their own names."""
-    registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(_several)
-    config = (tyro.conf.OmitArgPrefixes,)
-    arguments = together(arguments, command)
-    made = tyro.cli(command, args=arguments, prog=prog, description=description, config=config, registry=registry)
-    refuse_ignored(made, arguments, flat=True)
-    return made
-
-
-def together(arguments: Sequence[str], command: type) -> list[str]:
-    """The arguments, with an option of several values that stands more than once as one: the parser keeps the last.
-
-    command: the dataclass whose fields, and those of the dataclasses in it, are the options.
-    """
-    several = set(_of_several_values(command))
-    found: list[list[str]] = [[]]
-    known: dict[str, list[str]] = {}
-    group = found[0]
-    for word in arguments:
-        name, _, value = word.partition("=")
-        if not word.startswith("--"):
-            group.append(word)
-        elif name.rpartition(".")[2].strip("-").replace("-", "_") not in several or value.startswith("-"):
-            found.append(group := [word])
-        elif name in known:
-            group = known[name]
-            group += [value] * bool(value)
-        else:
-            found.append(group := known.setdefault(name, [name, *[value] * bool(value)]))
-    return [word for group in found for word in group]
-
-
-def _of_several_values(options: type) -> Iterator[str]:
-    for one in dataclasses.fields(options):
-        if isinstance(one.default_factory, type) and dataclasses.is_dataclass(one.default_factory):
-            yield from _of_several_values(one.default_factory)
-        elif "tuple[" in str(one.type):
-            yield one.name
 
 
 def same_fields(options: Any, kind: type) -> dict[str, Any]:
@@ -105,30 +60,6 @@ def with_chat_template(tokenizer: Tokenizer, path: Path, *, option: str) -> Toke
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{option} {path} cannot be read: {error}") from None
     return tokenizer.with_chat_template(text, origin=str(path))
-
-
-def _several(wanted: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    """Tuples of names and of numbers: one word with commas, or several."""
-    kinds: dict[Any, type] = {tuple[str, ...]: str, tuple[int, ...]: int, tuple[float, ...]: float}
-    if wanted.type not in kinds:
-        return None
-    kind = kinds[wanted.type]
-
-    def read(words: list[str]) -> tuple[Any, ...]:
-        parts = [part.strip() for word in words for part in word.split(",") if part.strip()]
-        try:
-            return tuple(kind(part) for part in parts)
-        except ValueError:
-            numbers = "whole numbers" if kind is int else "numbers"
-            raise ValueError(f"{numbers} separated by commas are wanted, such as 1,8; found {words}") from None
-
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="NAME,..." if kind is str else f"{kind.__name__.upper()},...",
-        instance_from_str=read,
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda value: [",".join(map(str, value))],
-    )
 
 
 @contextmanager
@@ -172,12 +103,9 @@ class LoadOptions:
 
     def _load(self) -> Transformer:
         configure(threads=self.threads, seed=getattr(self, "seed", None))  # a rank keeps to its cores already
-        from hasten.cli.writing import NO_KERNEL
-
-        with warnings.catch_warnings():
-            if self.quantize != "none":  # which this warning advises
-                warnings.filterwarnings("ignore", NO_KERNEL, HastenWarning)
+        with warnings.catch_warnings(record=True) as found:
             model = self.read_model(str(resolve_device(self.device)))
+        self._pass_on(found)
         if self.quantize != "none":
             from hasten.quantization import Int4, Int8, quantize
 
@@ -195,6 +123,17 @@ class LoadOptions:
 
             print(f"matrix products in {precision_of(model)}", file=sys.stderr)
         return model
+
+    def _pass_on(self, found: Sequence[warnings.WarningMessage]) -> None:
+        """Repeat the warnings of loading, with the option in the place of what a program calls."""
+        from hasten.checkpoints.fill_quantized import NO_KERNEL, ROUND
+
+        for one in found:
+            text = str(one.message)
+            if not text.startswith(NO_KERNEL):
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+            elif self.quantize == "none":
+                warnings.warn(text.replace(ROUND, "--quantize int8"), HastenWarning, stacklevel=2)
 
     def title(self) -> str:
         """What the first line calls the model."""
@@ -302,7 +241,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions(LoadOptions):
-    """The same for a model with an adapter."""
+    """A LoRA adapter of the model."""
 
     adapter: Path | None = None
     """A LoRA adapter of the model: a folder in peft's format, as `hasten train --lora.rank` writes it."""
@@ -326,7 +265,7 @@ class AdapterOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(AdapterOptions):
-    """The same for a command that generates by itself."""
+    """Text that can be had again, and where it ends."""
 
     seed: int | None = None
     """Makes sampling reproducible."""
@@ -345,7 +284,7 @@ class RankOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Wanted, RankOptions):
-    """The same, chosen by a plan (`hasten.cli.planned`)."""
+    """The same for a server, which a plan may choose (`hasten.cli.planned`)."""
 
     devices: Literal["given", "auto"] = "given"
     """auto: a plan chooses the ranks and the precision for this machine, by --goal (latency unless it is given), and
@@ -355,7 +294,6 @@ class DeviceOptions(Wanted, RankOptions):
     EFFECTS: ClassVar[dict[str, Any]] = {
         "goal": Needs("devices", "auto"),
         "token_ms": Needs("devices", "auto"),
-        "least_bits": Needs("devices", "auto"),
     }
 
 
@@ -372,11 +310,15 @@ class SamplingOptions:
     """How the next token is chosen."""
 
     max_new_tokens: int = 256
+    """Tokens of an answer, at most."""
     temperature: float | None = None
     """0 takes the most likely token. The folder's generation_config.json decides by default, else 1."""
-    top_k: Annotated[int | None, DRAWN, Neutral(0, 1)] = None
-    top_p: Annotated[float | None, DRAWN, Neutral(1)] = None
-    min_p: Annotated[float | None, DRAWN, Neutral(0)] = None
+    top_k: int | None = None
+    """Draw from the k most likely tokens only; 0: from all. Where temperature is 0, nothing is drawn."""
+    top_p: float | None = None
+    """Draw from the most likely tokens whose probabilities add up to this (1: from all)."""
+    min_p: float | None = None
+    """Leave out tokens below this share of the most likely one's probability (0: none)."""
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -384,7 +326,8 @@ class SamplingOptions:
     """Token ids and what is added to their scores: --logit-bias 50256 -100."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer and are not shown."""
-    min_new_tokens: Annotated[int, Unless("ignore_eos")] = 0
+    min_new_tokens: int = 0
+    """Do not end before this many tokens."""
 
     def params(self, folder: Mapping[str, Any]) -> SamplingParams:
         """What was given on the command line, else what generation_config.json recommends, else plain sampling.

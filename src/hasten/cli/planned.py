@@ -1,4 +1,4 @@
-"""`--devices auto`: the ranks and the precision of a command that runs a model, by a plan made now."""
+"""`hasten serve --devices auto`: the ranks and the precision of a server, by a plan made now."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hasten.planning.choices import Wanted
 
 if TYPE_CHECKING:
     from hasten.bench.plan import PlanOptions
+    from hasten.cli.serve import Serve
 
 WANTED = {field.name: field.default for field in fields(Wanted)}
 
@@ -58,30 +59,22 @@ def _without(arguments: list[str], names: Container[str]) -> list[str]:
     return found
 
 
-def _options(command: Any) -> PlanOptions:
-    """What the command will do, as a plan takes it: prompts are counted at four bytes a token."""
+def _options(command: Serve) -> PlanOptions:
+    """What the server will do, as a plan takes it: a quarter of the longest text is the answer."""
     from hasten.bench.plan import PlanOptions, config_of
     from hasten.training.recipe import Techniques
 
     _, config, *_ = config_of(command.model)
-    served = hasattr(command, "engine")
-    if served:
-        length = command.engine.max_length or 1024
-        new, batch = length // 4, None
-    else:
-        texts = [len(text.encode()) // 4 for text in command.prompt if text != "-"]
-        new, batch = command.max_new_tokens, max(1, len(command.prompt))
-        length = max([len(command.prompt_ids), *texts, 16]) + new
-    length = min(length, config.max_positions)
+    length = command.engine.max_length or 1024
+    new, length = length // 4, min(length, config.max_positions)
     return PlanOptions(
-        use="serve" if served else "generate",
+        use="serve",
         device=command.device,
         **{"goal": "latency"} | same_fields(command, Wanted),
         length=length,
         new_tokens=min(new, length - 1),
-        batch_size=batch,
         weights="auto" if command.quantize == "none" else command.quantize,
-        kv_cache_dtype=command.engine.kv_cache_dtype if served else command.kv_cache_dtype,
+        kv_cache_dtype=command.engine.kv_cache_dtype,
         tensor_parallel=command.tensor_parallel,
         techniques=Techniques(compile=False, precision=command.dtype),
     )

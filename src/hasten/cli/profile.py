@@ -8,7 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from hasten.cli.explain import print_kernels
-from hasten.cli.options import LoadOptions, parse
+from hasten.cli.help import first_screen, for_parser, wants_help
+from hasten.cli.options import LoadOptions
+from hasten.cli.parsing import parse
 from hasten.effects import Facts, Reads, facts_of, refuse_ignored
 from hasten.errors import ConfigError
 from hasten.training.recipe import Recipe
@@ -27,7 +29,7 @@ NOT_PROFILED = (
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """What all of them share.
+    """How it is measured, and where the result is written.
 
     Args:
         measured: Steps of each kind that are measured, and as many unobserved.
@@ -99,7 +101,12 @@ def profile(arguments: list[str]) -> None:
     if use == "train":
         recipes = {name: ProfileTraining(recipe=recipe) for name, recipe in RECIPES.items()}
         kinds = tyro.extras.subcommand_type_from_defaults(recipes, descriptions=DESCRIPTIONS, prefix_names=False)
-        made: Any = tyro.cli(kinds, args=rest, prog="hasten profile train", description=ProfileTraining.__doc__)
+        if wants_help(rest) and rest[0] in RECIPES:
+            print(first_screen(ProfileTraining, prog="hasten profile train RECIPE"))
+            return
+        made: Any = tyro.cli(
+            kinds, args=for_parser(rest), prog="hasten profile train", description=ProfileTraining.__doc__
+        )
         refuse_ignored(made, rest, usual=ProfileTraining(recipe=RECIPES[rest[0]]))
         made.run()
         return

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from hasten.checks import real
 from hasten.cli.options import JsonOption, same_fields
 from hasten.cli.quantize_defaults import for_others
 from hasten.cli.quantize_gguf import folder_to_gguf, place_of_gguf
@@ -18,7 +17,7 @@ from hasten.cli.writing import WeightLayout, load_to_write, require_new_folder
 from hasten.effects import Holds, Needs, Unless
 from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import configure, describe, peak_memory, process_memory, resolve_device
-from hasten.machine.files import require_writable, write_json
+from hasten.machine.files import require_writable
 from hasten.machine.progress import share
 from hasten.machine.threads import Threads
 
@@ -28,17 +27,11 @@ if TYPE_CHECKING:
 
     from hasten.model.transformer import Transformer
     from hasten.ops.linear.weights import WeightFormat
-    from hasten.quantization import LayerReport, Scheme
-    from hasten.quantization.sequential import BlockMethod
+    from hasten.quantization import GPTQ, LayerReport, Scheme
 
 
-GPTQ_ONLY, SIGN_ONLY, BY_BLOCK = (
-    Needs("method", "gptq"),
-    Needs("method", "sign"),
-    Needs("method", "gptq", "awq", "sign"),
-)
-CALIBRATED = Holds("calibrates", "with --method rtn, which looks at no text; give --method gptq, awq or sign")
-BY_SCHEME = Holds("scheme", "without --scheme (--bits and --formats say it by layer); give that")
+BY_GPTQ = Needs("method", "gptq")
+BY_SCHEME = Holds("scheme", "without --scheme (--formats says it by layer); give that in its place")
 IN_GROUPS = Unless("scheme", "int8")
 
 
@@ -58,18 +51,10 @@ class Quantize(JsonOption):
     """The folder to write, another than the model's own; with --format gguf a file that ends in .gguf."""
     scheme: Literal["int8", "int4", "int3", "int2"] | None = None
     """int8: one scale for each output row. The others: one for each group of input features of a row."""
-    bits: float | None = None
-    """Instead of a scheme: so many bits per weight in all, embeddings and scales included. What rounding a layer costs
-    the model on calibration text decides on its format."""
-    formats: str | None = None
-    """Each layer's format, a JSON file: with --bits what was chosen is written there, else it is read in place of a
-    scheme."""
-    allow_int3: Annotated[bool, tyro.conf.FlagCreatePairsOff, Needs("bits")] = False
-    """--bits may choose 3 bits, which no kernel multiplies."""
-    method: Literal["rtn", "gptq", "awq", "sign"] = "rtn"
-    """rtn rounds to nearest. The others look at calibration text: gptq makes up for each rounding in the weights to
-    come, awq scales the input channels that matter, sign tunes the rounding of a whole block (the most exact, and by
-    far the slowest)."""
+    formats: Path | None = None
+    """Instead of a scheme, a JSON file with the format of each layer: {"blocks.0.attention.q": "int4-g32", ...}."""
+    method: Literal["rtn", "gptq"] = "rtn"
+    """rtn rounds to nearest. gptq looks at calibration text, and makes up for each rounding in the weights to come."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace a model that stands in the output folder already."""
     group_size: Annotated[Literal[32, 64, 128, 0] | None, BY_SCHEME, IN_GROUPS] = None
@@ -93,62 +78,46 @@ class Quantize(JsonOption):
     activations: Literal["auto", "int8", "float"] = "auto"
     """Whether hasten's products round activations to int8 too; calibration takes it into account. auto: int8 for
     weights in groups; float (16 bits) for weights with one scale a row, as int8 and an int8 lm_head."""
-    calibration: Annotated[str | None, CALIBRATED] = None
-    """Text for a method that looks at some: stdlib (the default), or a file, a folder or a glob as for eval --text."""
-    samples: Annotated[int | None, CALIBRATED] = None
-    """Calibration samples (128 by default)."""
-    length: Annotated[int | None, CALIBRATED] = None
-    """Tokens of a sample (512 by default)."""
-    calibration_seed: Annotated[int | None, CALIBRATED] = None
-    """Which samples are drawn from the text (0 by default)."""
-    spill: Annotated[bool, tyro.conf.FlagCreatePairsOff, BY_BLOCK] = False
-    """Hold the samples on their way through the model in files beside the output instead of in memory."""
-    order: Annotated[Literal["columns", "activation", "groups"] | None, GPTQ_ONLY] = None
+    calibration: Annotated[str | None, BY_GPTQ] = None
+    """gptq: calibration text: stdlib (the default), or a file, a folder or a glob as for eval --text."""
+    samples: Annotated[int | None, BY_GPTQ] = None
+    """gptq: calibration samples (128 by default)."""
+    length: Annotated[int | None, BY_GPTQ] = None
+    """gptq: tokens of a sample (512 by default)."""
+    calibration_seed: Annotated[int | None, BY_GPTQ] = None
+    """gptq: which samples are drawn from the text (0 by default)."""
+    spill: Annotated[bool, tyro.conf.FlagCreatePairsOff, BY_GPTQ] = False
+    """gptq: hold the samples on their way through the model in files beside the output instead of in memory."""
+    order: Annotated[Literal["columns", "activation", "groups"] | None, BY_GPTQ] = None
     """gptq: columns as they stand; those with the largest inputs first; or whole groups so (the default)."""
-    damping: Annotated[float | None, GPTQ_ONLY] = None
+    damping: Annotated[float | None, BY_GPTQ] = None
     """gptq: added to the diagonal of the inputs' products, as a share of its mean (0.01 by default)."""
-    gptaq: Annotated[bool, tyro.conf.FlagCreatePairsOff, GPTQ_ONLY] = False
+    gptaq: Annotated[bool, tyro.conf.FlagCreatePairsOff, BY_GPTQ] = False
     """gptq: aim at the outputs of the model before quantization (GPTAQ); takes the samples' memory twice."""
-    steps: Annotated[int | None, SIGN_ONLY] = None
-    """sign: steps of tuning for each block (200 by default)."""
-    batch: Annotated[int | None, SIGN_ONLY] = None
-    """sign: calibration samples of a step (8 by default)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of everything that is not quantized; auto keeps the model's own."""
     device: str = "cpu"
     """Where it is computed, one block in memory at a time; cuda calibrates faster."""
     threads: Threads = "auto"
     """CPU threads; auto is one for each physical core that this process may use."""
-    picture: Annotated[Path | None, BY_BLOCK] = None
-    """Draw the error of each layer's outputs, of rtn and of the method, as a PNG."""
+    picture: Annotated[Path | None, BY_GPTQ] = None
+    """gptq: draw the error of each layer's outputs, of rtn and of gptq, as a PNG."""
 
-    @property
-    def calibrates(self) -> bool:
-        """Whether calibration text is looked at."""
-        return self.method != "rtn" or self.bits is not None
-
-    def scheme_of(self) -> Scheme | None:
-        """The library's scheme; None: it is to be chosen. Raises ConfigError for options that contradict each other."""
+    def scheme_of(self) -> Scheme:
+        """The library's scheme. Raises ConfigError for options that contradict each other."""
         from hasten.machine.regular_files import read_json
         from hasten.quantization.schemes import SCHEMES, Int8, Mixed
 
         if self.scheme is None:
             if self.format == "gguf":
                 raise ConfigError("--format gguf goes with --scheme int8 or int4")
-            if self.bits is not None and self.format == "gptq":
-                raise ConfigError(
-                    "--format gptq holds one bit width, and --bits chooses several: leave out one of them"
-                )
-            if self.bits is not None:
-                real("bits", self.bits, low=1.0)
-                return None
-            if self.formats is not None and not Path(self.formats).exists():
-                raise ConfigError(f"--formats {self.formats} is not there; --bits NUMBER --formats FILE writes one")
+            if self.formats is not None and not self.formats.exists():
+                raise ConfigError(f"--formats {self.formats} is not there; docs/quantization.md shows how to write one")
             if self.formats is not None:
-                return Mixed(table=read_json(Path(self.formats)), **same_fields(self, Mixed))
-            raise ConfigError("say how: --scheme int8, int4, int3 or int2, --bits NUMBER, or --formats FILE")
-        if self.bits is not None or self.formats is not None:
-            raise ConfigError("--scheme is one format for all layers; --bits and --formats take its place")
+                return Mixed(table=read_json(self.formats), **same_fields(self, Mixed))
+            raise ConfigError("say how: --scheme int8, int4, int3 or int2, or --formats FILE")
+        if self.formats is not None:
+            raise ConfigError("--scheme is one format for all layers, and --formats takes its place: leave out one")
         if self.symmetric and self.asymmetric:
             raise ConfigError("give one of --symmetric and --asymmetric")
         if self.scheme == "int8":
@@ -166,17 +135,15 @@ class Quantize(JsonOption):
         if self.format == "gguf" or model.quantization:
             return scheme
         head = self.lm_head is None and self.embedding is None
-        scheme, notes = for_others(scheme, model, head=head, group=self.group_size is None)
+        scheme, notes = for_others(scheme, model, head=head)
         print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
         return scheme
 
-    def method_of(self) -> BlockMethod | None:
+    def method_of(self) -> GPTQ | None:
         """The library's method, with what was given of it."""
-        from hasten.quantization import AWQ, GPTQ, SignRounding
+        from hasten.quantization import GPTQ
 
-        methods: dict[str, type[GPTQ | AWQ | SignRounding]] = {"gptq": GPTQ, "awq": AWQ, "sign": SignRounding}
-        kind = methods.get(self.method)
-        return None if kind is None else kind(**same_fields(self, kind))
+        return None if self.method == "rtn" else GPTQ(**same_fields(self, GPTQ))
 
     def calibration_of(self, model: Transformer) -> Tensor:
         """The calibration samples. Raises ConfigError for a text that is too short, or a model without a tokenizer."""
@@ -192,41 +159,21 @@ class Quantize(JsonOption):
         tokens = calibration_tokens(model.tokenizer, documents, **given)
         return check_calibration(tokens, model.config.vocab_size, model.config.max_positions)
 
-    def choose(self, model: Transformer, calibration: Any, device: torch.device) -> Scheme:
-        """The scheme of --bits, which is written to --formats. Says before how long it will take."""
-        from hasten.machine.measure import matrix_rate
-        from hasten.quantization.automatic import choose_bits, probing_flops
-        from hasten.quantization.schemes import Mixed
-        from hasten.quantization.walk import computing_dtype
-
-        flops = probing_flops(model, calibration)
-        minutes = flops / matrix_rate(computing_dtype(model, device), device=device) / 60
-        print(
-            f"measuring each layer: {flops / 1e12:,.1f} TFLOP, {minutes:.1f} minutes at the rate here", file=sys.stderr
-        )
-        with share("measured layers") as progress:
-            options: dict[str, Any] = {"allow_int3": self.allow_int3, "progress": progress, "device": device}
-            chosen = choose_bits(model, cast(float, self.bits), calibration=calibration, **options)
-        write_json(self.formats, chosen.table)
-        return replace(chosen, **same_fields(self, Mixed))
-
     def run(self) -> None:
         from time import perf_counter
 
         from hasten.checkpoints.load import resolve_model
         from hasten.planning.memory import PROCESS_BYTES
         from hasten.quantization import quantize_to_folder
-        from hasten.quantization.automatic import budget
 
         require_writable(None if self.picture is None else str(self.picture))
-        require_writable(self.formats if self.bits is not None else None)
         scheme, method = self.scheme_of(), self.method_of()
         configure(threads=self.threads)
         start = perf_counter()
         folder = resolve_model(self.model)
         output = self.output
         if self.format == "gguf":
-            others = (self.json, self.picture)
+            others = {"--json": self.json, "--picture": self.picture}
             output = place_of_gguf(output, folder, overwrite=self.overwrite, others=others, dtype=self.dtype)
         elif output.suffix == ".gguf":
             raise ConfigError(f"--output {output} looks like a file, which --format gguf writes; name a folder without")
@@ -236,10 +183,8 @@ class Quantize(JsonOption):
         model = load_to_write(folder, "stored" if self.dtype == "auto" else self.dtype)
         before = sum(parameter.nbytes for parameter in model.parameters())
         held = base + before if device == model.device else 0
-        if self.bits is not None:
-            budget(model, self.bits, allow_int3=self.allow_int3)
-        calibration = None if method is None and self.bits is None else self.calibration_of(model)
-        scheme = self.fitted(scheme, model) if scheme else self.choose(model, calibration, device)
+        calibration = None if method is None else self.calibration_of(model)
+        scheme = self.fitted(scheme, model)
         layers = scheme.layers(model)
         if self.format == "gguf":
             from hasten.checkpoints.gguf.write import check_gguf
@@ -249,7 +194,7 @@ class Quantize(JsonOption):
             "machine": describe().to_json(),
             "output": str(self.output),
             "scheme": {"name": self.scheme or "mixed"} | asdict(scheme),
-            "method": {"name": self.method} | ({} if method is None else asdict(cast(Any, method))),
+            "method": {"name": self.method} | ({} if method is None else asdict(method)),
         }
         if method is not None and calibration is not None:
             result |= self.announce(model, scheme, method, calibration, held, device)
@@ -261,10 +206,7 @@ class Quantize(JsonOption):
                 reports.append(report)
                 progress(len(reports), total)
 
-            def step(done: int, steps: int) -> None:
-                progress(len(reports) + done * (total // len(model.blocks)) // steps, total)
-
-            options: dict[str, Any] = {"method": method, "calibration": calibration, "report": note, "progress": step}
+            options: dict[str, Any] = {"method": method, "calibration": calibration, "report": note}
             layout = "compressed-tensors" if self.format == "gguf" else self.format
             with warnings.catch_warnings():
                 if self.format == "gguf":  # of the folder, which nobody keeps
@@ -292,7 +234,7 @@ class Quantize(JsonOption):
         self,
         model: Transformer,
         scheme: Scheme,
-        method: BlockMethod,
+        method: GPTQ,
         calibration: Tensor,
         held: int,
         device: torch.device,
@@ -301,8 +243,7 @@ class Quantize(JsonOption):
         checkpoint, 0 where only blocks come to the device.
         """
         from hasten.model.layer_format import activation_group
-        from hasten.quantization import SignRounding
-        from hasten.quantization.cost import predicted_bytes, tuning_seconds
+        from hasten.quantization.cost import predicted_bytes
 
         samples, length = calibration.shape
         beside = predicted_bytes(model, calibration, method, device=device, spill=self.spill)
@@ -316,16 +257,12 @@ class Quantize(JsonOption):
             f"{samples} calibration samples of {length} tokens, activations {rounded}{some}; memory: "
             f"{(held + beside) / 1e9:.2f} GB{place}"
         )
+        print(line, file=sys.stderr)
         source = {"text": self.calibration or "stdlib", "seed": self.calibration_seed or 0}
-        found: dict[str, Any] = {
+        return {
             "calibration": source | {"samples": samples, "length": length},
             "predicted_memory_bytes": held + beside,
         }
-        if isinstance(method, SignRounding):
-            found["predicted_seconds"] = tuning_seconds(model, scheme, calibration, method, device=device)
-            line += f"; {found['predicted_seconds'] / 60:,.1f} minutes of tuning, by three steps of the first block"
-        print(line, file=sys.stderr)
-        return found
 
 
 def _bits_per_weight(model: Transformer, reports: list[LayerReport]) -> float:

@@ -3,7 +3,7 @@
 import os
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
@@ -15,15 +15,15 @@ def place_of_gguf(
     source: Path,
     *,
     overwrite: bool,
-    others: Iterable[str | Path | None],
+    others: Mapping[str, str | Path | None],
     dtype: str,
     option: str = "--output",
 ) -> Path:
     """The folder that holds the model until its file is whole.
 
-    source: the model's folder or file. others: files that are written too. dtype: of the command's --dtype.
-    option: what names the file. Raises ConfigError for a name that is none of a GGUF file, for a dtype that the file
-    cannot hold, and where something would be lost.
+    source: the model's folder or file. others: options that name further files to write. dtype: of the command's
+    --dtype. option: what names the file. Raises ConfigError for a name that is none of a GGUF file, for a dtype that
+    the file cannot hold, and where something would be lost.
     """
     if file.suffix != ".gguf" or file.is_dir():
         raise ConfigError(f"--format gguf writes a file: {option} names one that ends in .gguf; found {file}")
@@ -36,8 +36,9 @@ def place_of_gguf(
         raise ConfigError(f"{option} {file} is the model itself, which would be lost; name another file")
     if file.exists() and not overwrite:
         raise ConfigError(f"{option} {file} is there already; --overwrite replaces it")
-    if any(other and file.resolve() == Path(other).resolve() for other in others):
-        raise ConfigError(f"{option} {file} is also where --json or --picture is to be written; name another file")
+    for name, other in others.items():
+        if other and file.resolve() == Path(other).resolve():
+            raise ConfigError(f"{option} {file} is also where {name} is to be written; name another file")
     folder = file.with_name(f"{file.name}.folder")
     if os.path.lexists(folder):
         raise ConfigError(

@@ -14,7 +14,6 @@ from hasten.planning.memory import LARGEST_PREFILL, PROCESS_BYTES, InferenceUse,
 if TYPE_CHECKING:
     from hasten.checkpoints.source import ModelSource
 
-TOKENIZER = 15  # bytes that it takes for each of its file (SmolLM2 15, Gemma 3 13)
 PROMPT = 512  # tokens that are counted on where nobody knows the prompt
 
 
@@ -47,8 +46,7 @@ def _needed(command: Any, source: ModelSource, device: str, ranks: int, **change
     memory = inference_memory(source.config, replace(use_of(command, source, device, **changes), degree=ranks))
     if device != "cpu" or "tokenizer" in vars(source):
         return memory
-    file = source.path / "tokenizer.json"
-    return memory.beside(tokenizer=int(TOKENIZER * file.stat().st_size) if file.is_file() else 0)
+    return memory.beside(tokenizer=source.tokenizer_bytes)
 
 
 def use_of(

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from hasten.cli.options import JsonOption, together
+from hasten.cli.options import JsonOption
+from hasten.cli.parsing import together
 from hasten.cli.train_help import first_screen
 from hasten.distributed import launched
 from hasten.effects import Facts, Needs, Unless, facts_of, given_options, refuse_ignored

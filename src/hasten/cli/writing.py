@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hasten.errors import ConfigError, HastenWarning
+from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
     from hasten.model.transformer import Transformer
 
-NO_KERNEL = "no kernel takes a quantized weight"  # how that warning begins
 WeightLayout = Literal["compressed-tensors", "gptq"]  # of quantized folders that are written
 
 
 def load_to_write(source: str | Path, dtype: str = "stored") -> Transformer:
     """Load a model that is only written again, so that nobody need hear which of its formats has no kernel."""
-    from hasten.checkpoints.load import load
+    from hasten.checkpoints.load import load_quietly
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", NO_KERNEL, HastenWarning)
-        return load(source, dtype=dtype)
+    return load_quietly(source, dtype=dtype)
 
 
 def require_new_folder(output: Path, source: Path, *, option: str, overwrite: bool) -> None:

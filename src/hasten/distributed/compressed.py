@@ -1,4 +1,4 @@
-"""The mean over ranks of a tensor that travels as one bit, or eight, or sixteen an element.
+"""The mean over ranks of a tensor that travels as one bit an element.
 
 Every rank compresses its tensor, piece by piece, and sends piece j to rank j; each decompresses the pieces that it got,
 takes their mean, compresses that, and sends it to all. So all ranks end with the same bits. What compressing left out
@@ -9,68 +9,32 @@ is kept by whoever compressed, and added the next time (error feedback: 1-bit Ad
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-class Code(Protocol):
-    """How pieces of a tensor travel."""
-
-    def pack(self, pieces: Tensor, kept: Tensor) -> Tensor:
-        """(P, n) float32 -> (P, bytes) uint8. kept: (P, n) float32, 0 for elements that are zero for good, else 1."""
-
-    def unpack(self, packed: Tensor, n: int) -> Tensor:
-        """(P, bytes) uint8 -> (P, n) float32."""
-
-
-class OneBit:
-    """The sign of each element, times one size for all pieces: ‖c‖/√(elements kept). sign(0) = +1. n / 8 + 4 bytes."""
-
-    def pack(self, pieces: Tensor, kept: Tensor) -> Tensor:
-        size = pieces.norm() / kept.sum(dtype=torch.float64).clamp(min=1).sqrt()
-        sizes = size.float().reshape(1, 1).repeat(len(pieces), 1).view(torch.uint8)
-        bits = ((pieces >= 0).view(torch.int64) * _GATHER) >> 56  # eight bytes of 0 or 1, into the highest one
-        return torch.cat([sizes, bits.to(torch.uint8)], dim=1)
-
-    def unpack(self, packed: Tensor, n: int) -> Tensor:
-        sizes = packed[:, :4].contiguous().view(torch.float32)
-        signs = torch.nn.functional.embedding(packed[:, 4:].int(), _SIGNS.to(packed.device))
-        return signs.view(len(packed), n).mul_(sizes)
-
-
 _GATHER = 0x0102040810204080  # times eight bytes of 0 or 1: byte i as bit 56 + i, and no sum of others reaches there
 _SIGNS = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).float() * 2 - 1  # of each byte, the lowest bit first
+_MULTIPLE = 256  # of elements in a piece; checkpoints hold errors of this size
 
 
-class EightBits:
-    """Whole numbers up to 127 times a size for each 256 elements. n + n / 64 bytes."""
+def pack(pieces: Tensor, kept: Tensor) -> Tensor:
+    """The sign of each element, times one size for all pieces: ‖c‖/√(elements kept), with sign(0) = +1.
 
-    group = 256
-
-    def pack(self, pieces: Tensor, kept: Tensor) -> Tensor:
-        groups = pieces.view(len(pieces), -1, self.group)
-        sizes = groups.abs().amax(-1, keepdim=True) / 127
-        numbers = (groups / sizes.clamp(min=torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
-        whole = numbers.view(torch.uint8).flatten(1)
-        return torch.cat([sizes.squeeze(-1).contiguous().view(torch.uint8).view(len(pieces), -1), whole], dim=1)
-
-    def unpack(self, packed: Tensor, n: int) -> Tensor:
-        sizes = packed[:, : 4 * n // self.group].contiguous().view(torch.float32)
-        numbers = packed[:, 4 * n // self.group :].contiguous().view(torch.int8).view(len(packed), -1, self.group)
-        return (numbers * sizes.unsqueeze(-1)).flatten(1)
+    (P, n) float32 -> (P, n / 8 + 4) uint8. kept: (P, n) float32, 0 for elements that are zero for good, else 1.
+    """
+    size = pieces.norm() / kept.sum(dtype=torch.float64).clamp(min=1).sqrt()
+    sizes = size.float().reshape(1, 1).repeat(len(pieces), 1).view(torch.uint8)
+    bits = ((pieces >= 0).view(torch.int64) * _GATHER) >> 56  # eight bytes of 0 or 1, into the highest one
+    return torch.cat([sizes, bits.to(torch.uint8)], dim=1)
 
 
-class SixteenBits:
-    """bfloat16. 2n bytes."""
-
-    def pack(self, pieces: Tensor, kept: Tensor) -> Tensor:
-        return pieces.bfloat16().view(torch.uint8)
-
-    def unpack(self, packed: Tensor, n: int) -> Tensor:
-        return packed.contiguous().view(torch.bfloat16).float()
+def unpack(packed: Tensor, n: int) -> Tensor:
+    """The inverse of `pack`: (P, n / 8 + 4) uint8 -> (P, n) float32."""
+    sizes = packed[:, :4].contiguous().view(torch.float32)
+    signs = torch.nn.functional.embedding(packed[:, 4:].int(), _SIGNS.to(packed.device))
+    return signs.view(len(packed), n).mul_(sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,38 +50,36 @@ class Errors:
 
     @classmethod
     def of_state(cls, state: dict[str, Tensor], ranks: int, device: torch.device) -> "Errors | None":
-        """The inverse; None where it was another number of ranks, whose pieces were others: they begin anew."""
+        """The inverse; None for another number of ranks, whose pieces were others: their errors begin at zero."""
         worker, server = state["worker_error"].to(device), state["server_error"].to(device)
         return cls(worker, server) if len(worker) == ranks * len(server) else None
 
 
 def no_errors(n: int, ranks: int, device: torch.device) -> Errors:
-    """Of a tensor of n elements, padded to a piece of whole groups for each rank, before anything was left out."""
-    piece = -(-n // (EightBits.group * ranks)) * EightBits.group
+    """Zeros for a tensor of n elements, padded to pieces of one size, before anything was left out."""
+    piece = -(-n // (_MULTIPLE * ranks)) * _MULTIPLE
     return Errors(torch.zeros(ranks * piece, device=device), torch.zeros(piece, device=device))
 
 
-def compressed_mean(
-    x: Tensor, errors: Errors, code: Code, *, kept: Tensor | None = None, group: dist.ProcessGroup | None = None
-) -> Tensor:
+def compressed_mean(x: Tensor, errors: Errors, kept: Tensor) -> Tensor:
     """The mean over all ranks of x (n,) float32, the same bits on every rank; `errors` are brought up to date.
 
     kept: (n,) bool, the same on every rank: elements that are not have the mean zero, whatever x has there.
     """
-    ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    ranks, me = dist.get_world_size(), dist.get_rank()
     c, mask = errors.worker, torch.zeros_like(errors.worker)
     c[: len(x)] += x
-    mask[: len(x)] = 1 if kept is None else kept
+    mask[: len(x)] = kept
     c *= mask
     pieces, masks = c.view(ranks, -1), mask.view(ranks, -1)
     n = pieces.shape[1]
-    sent = code.pack(pieces, masks)
-    pieces -= code.unpack(sent, n).mul_(masks)
+    sent = pack(pieces, masks)
+    pieces -= unpack(sent, n).mul_(masks)
     got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent, group=group)
-    r = code.unpack(got, n).mul_(masks[me]).mean(0).add_(errors.server)
-    answer = code.pack(r[None], masks[me : me + 1])
-    torch.sub(r, code.unpack(answer, n)[0].mul_(masks[me]), out=errors.server)
+    dist.all_to_all_single(got, sent)
+    r = unpack(got, n).mul_(masks[me]).mean(0).add_(errors.server)
+    answer = pack(r[None], masks[me : me + 1])
+    torch.sub(r, unpack(answer, n)[0].mul_(masks[me]), out=errors.server)
     answers = torch.empty(ranks, answer.shape[1], dtype=torch.uint8, device=x.device)
-    dist.all_gather(list(answers), answer[0], group=group)
-    return code.unpack(answers, n).mul_(masks).flatten()[: len(x)]
+    dist.all_gather(list(answers), answer[0])
+    return unpack(answers, n).mul_(masks).flatten()[: len(x)]

@@ -2,7 +2,6 @@
 
     Placement     whole, in one process
     Replicated    whole on every rank, gradients averaged (DistributedDataParallel)
-    Apart         whole on every rank, which trains by itself; the weights agree now and then (DiLoCo)
     Sharded       a share on every rank: ZeRO 1-3 (arXiv 1910.02054) and HSDP, by FSDP2's `fully_shard`
 
 The optimizer works on plain tensors, `worked`: the parameters; or this rank's shares of them; or copies in float32, of
@@ -19,12 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.distributed.compressed import Errors, OneBit, compressed_mean, no_errors
-from hasten.distributed.diloco import DiLoCo
+from hasten.distributed.compressed import Errors, compressed_mean, no_errors
 from hasten.distributed.mesh import TENSOR, mesh_of
 from hasten.distributed.ranks import ALONE, Ranks
-
-RANK = "@"  # before the number of the rank whose own a tensor of a checkpoint is
 
 
 class Parts:
@@ -110,10 +106,6 @@ class Placement(Parts):
         """A tensor like `worked[name]` with its place in the whole one, for a checkpoint."""
         return tensor
 
-    def named(self, name: str) -> str:
-        """What a weight is called in a checkpoint; where every rank has its own, with the rank."""
-        return name
-
     def own(self) -> dict[str, Tensor]:
         """What else a checkpoint keeps of this rank."""
         return {}
@@ -145,7 +137,7 @@ class Replicated(Placement):
         """The mean over ranks of x (n,), always of the same tensors, by one bit an element: see `compressed_mean`."""
         if self._errors is None:
             self._errors = no_errors(len(x), self.ranks.size, x.device)
-        return compressed_mean(x, self._errors, OneBit(), kept=kept)
+        return compressed_mean(x, self._errors, kept)
 
     def own(self) -> dict[str, Tensor]:
         return {} if self._errors is None else self._errors.to_state()
@@ -171,32 +163,6 @@ class Replicated(Placement):
 
     def micro_batch(self, *, last: bool) -> None:
         self._ddp.require_backward_grad_sync = last and self.averages()
-
-
-class Apart(Replicated):
-    """Every rank trains by itself, and all agree now and then: DiLoCo (arXiv 2311.08105)."""
-
-    def __init__(
-        self, model: nn.Module, *, ranks: Ranks, unused: bool, copies: torch.device | None, **outer: Any
-    ) -> None:
-        super().__init__(model, ranks=ranks, unused=unused, copies=copies)
-        self.averages = lambda: False
-        self.outer = DiLoCo(list(self.worked.values()), **outer)
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        self.outer.step()
-        super().publish()
-
-    def named(self, name: str) -> str:
-        return name if self.ranks.first else f"{name}{RANK}{self.ranks.rank}"
-
-    def own(self) -> dict[str, Tensor]:
-        return self.outer.state_dict()
-
-    def restore(self, own: dict[str, Tensor]) -> None:
-        if own:
-            self.outer.load_state_dict(own)
 
 
 class Sharded(Placement):

@@ -50,13 +50,11 @@ class SplitTransformer(Transformer):
         return numbers
 
 
-def split(model: Transformer, ranks: Ranks, replicas: int) -> Transformer:
-    """The model with this rank's part of every block, in place; as it is without tensor parallelism.
+def apply_tensor_parallel(model: Transformer, ranks: Ranks, replicas: int) -> Transformer:
+    """Split every block over `ranks.tensor` neighbouring ranks, in place; returns the model with this rank's part.
 
-    To be called before its kernels are chosen. Raises ConfigError for what cannot be split so.
+    Call it before kernels are chosen. Raises ConfigError for a model that cannot be split that way.
     """
-    if ranks.tensor == 1:
-        return model
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -100,9 +98,7 @@ def split(model: Transformer, ranks: Ranks, replicas: int) -> Transformer:
 
 
 def check_split(config: ModelConfig, degree: int) -> None:
-    """Raises ConfigError for a model whose blocks cannot be split over so many ranks."""
-    if degree == 1:
-        return
+    """Raises ConfigError for a model whose blocks cannot be split over `degree` ranks, 2 or more."""
     for what, size in (
         ("key/value heads", config.kv_heads),
         ("heads", config.heads),

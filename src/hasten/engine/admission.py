@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 from hasten.checks import require
 from hasten.engine.blocks import blocks_of
-from hasten.engine.cache import row_format
+from hasten.engine.cache import KVCache, row_format
 from hasten.engine.graphs import release
-from hasten.engine.paged import PagedCache
 from hasten.engine.params import SamplingParams
 from hasten.engine.prompts import check_ids, fit
-from hasten.engine.request import Request, RequestRefused
+from hasten.engine.request import QueueFull, Request, RequestRefused
 from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError, HastenWarning, ResourceError
 from hasten.machine.memory import available_memory
@@ -70,6 +69,18 @@ def admitted(
             f"{settings.block_size} tokens; the cache has {blocks}: ask for less, or enlarge the cache"
         )
     return request if params is request.params else dataclasses.replace(request, params=params)
+
+
+def check_room(waiting: int, *, more: int, limit: int, pace: float) -> None:
+    """Raise QueueFull if `more` requests have no room beside those that wait, RequestRefused if they never have.
+
+    pace: seconds from one end of a request to the next.
+    """
+    if more > limit:
+        raise RequestRefused(f"{more} prompts came together; the queue (queue_limit) has room for {limit}")
+    if waiting + more > limit:
+        message = f"{waiting} requests wait already, the limit is {limit}; try again later"
+        raise QueueFull(message, retry_after=max(1.0, pace))
 
 
 def _check_request(request: Request, *, vocab_size: int) -> None:
@@ -145,14 +156,14 @@ def room(model: Transformer, settings: EngineSettings, *, blocks: int, max_lengt
 
 
 def most_blocks(model: Transformer, settings: EngineSettings, tokens: int) -> int:
-    """How many blocks a sequence of so many tokens has at once."""
+    """Blocks that a sequence of `tokens` tokens has at once."""
     return blocks_of(tokens, settings.block_size, reach=model.config.reach, step=settings.budget)
 
 
 def bytes_per_block(model: Transformer, settings: EngineSettings) -> int:
-    """Of the cache, in all layers together."""
+    """Bytes of a block in all layers together."""
     rows, dtype = row_format(settings.kv_cache_dtype), model.compute_dtype
-    return PagedCache.bytes_per_block(model.config, block_size=settings.block_size, dtype=dtype, row_format=rows)
+    return KVCache.bytes_per_block(model.config, block_size=settings.block_size, dtype=dtype, row_format=rows)
 
 
 def longest(model: Transformer, settings: EngineSettings) -> int:
@@ -160,7 +171,7 @@ def longest(model: Transformer, settings: EngineSettings) -> int:
     positions = model.config.max_positions
     stretched = [rope.original_positions for rope in model.config.ropes if rope.scaling == "longrope"]
     if stretched and min(stretched) < min(positions, settings.max_length or positions):
-        # Beyond, all keys of a sequence would have to be computed anew with other frequencies.
+        # Beyond, all keys of a sequence would have to be computed again with other frequencies.
         positions = min(stretched)
         warnings.warn(
             f"this model changes its rotary frequencies at {positions} tokens, which the engine does not follow: "

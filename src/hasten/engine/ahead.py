@@ -17,15 +17,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hasten.engine.batch import StepPart
 from hasten.engine.blocks import OutOfBlocks
-from hasten.engine.model_runner import Sampler, common_adapter, part_of
-from hasten.engine.request import RequestOutput
-from hasten.engine.request_state import OutputSequence, RequestTable
+from hasten.engine.model_runner import Sampler, common_adapter
+from hasten.engine.request_state import RequestTable
+from hasten.engine.run import Group
 from hasten.engine.runner import Drawn, ModelRunner
-from hasten.engine.sampler import DrawnRow
-from hasten.engine.scheduler import ScheduledTokens, Scheduler
-from hasten.engine.stopping import stop_ids
+from hasten.engine.scheduler import Scheduler
+from hasten.engine.sequence import ScheduledTokens, TextSequence
 from hasten.machine.host_copy import HostCopy
 
 _SHORT = 0.025  # seconds of a step behind which another one may be launched that gives nobody a token
@@ -40,77 +38,37 @@ class Flight:
     count at the launch.
     """
 
-    outputs: list[OutputSequence]
+    outputs: list[TextSequence]
     drawn: Drawn
     group: Group | None
     last: bool
     ended: int
     tokens: Tensor | None = None  # on the device, of a step of its own
 
-    def nobody_ends(self, tokens: list[int], table: RequestTable) -> bool:
-        """Whether all sequences go on after these tokens, and have nothing but text to give out."""
-        group = self.group
-        if group is None or self.last or self.ended != table.ended:
-            return False
-        return group.only_ids_end_it and group.end_ids.isdisjoint(tokens)
-
-    def take(self, tokens: list[int]) -> list[RequestOutput]:
-        """Take a token each, where `nobody_ends`; what is given out."""
-        assert self.group is not None
-        for text, token in zip(self.group.texts, tokens, strict=True):
-            text.append(token)
-        if self.group.gathers:
-            return []
-        return [one.show(token) for one, token in zip(self.outputs, tokens, strict=True) if not one.gathers]
+    def all_of(self, table: RequestTable) -> Group | None:
+        """The group, if all of its sequences are there and none is full; each has only `end_ids` to end at."""
+        return None if self.last or self.ended != table.ended else self.group
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
     """The first step of a run, launched before its own tokens were read. ended: the table's count then."""
 
-    outputs: list[OutputSequence]
+    outputs: list[TextSequence]
     drawn: Drawn
     ended: int
-
-
-class Group:
-    """Sequences that take a token in each of a run of steps, and what is known ahead of all these steps.
-
-    The host's work for a step is for those to which something happens in it: one that ends, or enters a block.
-    """
-
-    def __init__(self, outputs: list[OutputSequence], *, pending: int, ended: int) -> None:
-        """pending: tokens that each has on its way. ended: the table's count of ends that `outputs` follows."""
-        self.outputs, self.ended = outputs, ended
-        self.numbers = [one.sequence.number for one in outputs]
-        self.texts = [one.sequence.tokens for one in outputs]
-        lengths = [len(one.sequence.tokens) + pending for one in outputs]
-        self.longest = max(lengths)  # tokens in the cache after the next step
-        self.steps = min(one.full - length for one, length in zip(outputs, lengths, strict=True))  # until one is full
-        self.end_ids = frozenset[int]().union(*{one.end_ids for one in outputs})
-        self.only_ids_end_it = all(one.only_ids_end_it for one in outputs)
-        self.gathers = self.only_ids_end_it and all(one.gathers for one in outputs)
-
-    def launched(self, drawn: Drawn) -> Flight:
-        """Count a step that was launched."""
-        self.steps -= 1
-        self.longest += 1
-        return Flight(self.outputs, drawn, self, self.steps == 0, self.ended)
 
 
 class Ahead:
     """The step in flight, if any, and the launch of the one behind it."""
 
-    def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, table: RequestTable, *, eos_ids: frozenset[int]
-    ) -> None:
-        self.runner, self.scheduler, self.blocks, self.eos_ids = runner, scheduler, scheduler.blocks, eos_ids
-        self.table = table
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, table: RequestTable) -> None:
+        self.runner, self.scheduler, self.blocks, self.table = runner, scheduler, scheduler.blocks, table
         self.flight: Flight | None = None
         self.late: Flight | None = None  # a planned step whose tokens are read when the next, of others, is launched
         self._short = True  # the latest step with prompts was
         # Of a run of steps, number `_step`: where each sequence fills a block, in steps counted round the block's size.
-        self._fills: list[list[OutputSequence]] = []
+        self._fills: list[list[TextSequence]] = []
         self._step = 0
 
     @property
@@ -123,37 +81,45 @@ class Ahead:
         decoder = self.runner.decoder
         if decoder is None:
             return None
-        own: list[OutputSequence] = []
+        own: list[TextSequence] = []
         outputs = self.table.outputs
         for entry in plan:
-            output = outputs.get(entry.sequence)  # prompts and beams have none
-            if output is None or entry.count != 1 or not entry.complete or entry.sequence.drafts:
+            sequence = entry.sequence
+            if sequence not in outputs or entry.count != 1 or not entry.complete or sequence.drafts:
                 return None
-            if _needs_host(output):
+            if _needs_host(sequence):
                 return None
-            own.append(output)
+            own.append(sequence)
         adapter = common_adapter(plan)
         if adapter is None:
             return None
-        rows = [self._row(one) for one in own]
-        parts = [part_of(entry, self.blocks) for entry in plan]
-        texts = [output.sequence.tokens for output in own]
-        drawn = decoder.begin(parts, rows, texts, adapter=adapter)
+        drawn = decoder.begin(plan, adapter=adapter)
         if drawn is None:
             return False
         self._run(own, drawn, ended=self.table.ended)
         return True
 
-    def _run(self, own: list[OutputSequence], drawn: Drawn, *, ended: int) -> None:
+    def _run(self, own: list[TextSequence], drawn: Drawn, *, ended: int) -> None:
         """A run of steps was begun by one of these sequences, all of whose tokens are in the cache with it."""
         size = self.blocks.block_size
         self._step, self._fills = 0, [[] for _ in range(size)]
         for output in own:
             if self.table.has(output):
-                number, length = output.sequence.number, len(output.sequence.tokens)
+                number, length = output.number, len(output.tokens)
                 self.blocks.reserve(number, -(-length // size) * size)  # all of its last block, which is nobody else's
                 self._fills[-length % size].append(output)
-        self.flight = Group(own, pending=0, ended=ended).launched(drawn)
+        self.flight = _launched(Group(own, pending=0, ended=ended), drawn)
+
+    def launch_behind(self, flight: Flight) -> Flight | Started | None:
+        """Launch the step behind one whose tokens are on their way; None where the host must plan it."""
+        return self.go_on() if flight is self.flight else self.begin_behind(flight)
+
+    def taken(self, flight: Flight, behind: Flight | Started | None) -> None:
+        """The tokens of a step were taken, with the one that was launched behind it on its way."""
+        if isinstance(behind, Started):
+            self.arrived(behind)
+        elif flight is self.flight:
+            self.landed(behind)
 
     def begin_behind(self, late: Flight) -> Started | None:
         """Launch a run's first step behind one whose tokens are on their way; None where the host must plan it.
@@ -164,42 +130,35 @@ class Ahead:
         if decoder is None or late.tokens is None or not self.scheduler.settled:
             return None
         places = {one: place for place, one in enumerate(late.outputs)}
-        own: list[OutputSequence] = []
-        texts: list[list[int]] = []
+        own: list[TextSequence] = []
         behind: tuple[list[int], list[int]] = ([], [])  # of those of `late`: numbers, and places of their tokens
         for sequence in self.scheduler.running:
-            output, at, tokens = outputs.get(sequence), sequence.computed, sequence.tokens
-            if output is None or sequence.drafts or _needs_host(output) or output.params.needs_history:
+            if sequence not in outputs or sequence.drafts or _needs_host(sequence) or sequence.params.needs_history:
                 return None
-            if at == len(tokens):
-                if output not in places:
+            at, known = sequence.computed, len(sequence.tokens)
+            if at == known:
+                if sequence not in places:
                     return None
-                if at + 1 >= output.full:
+                if at + 1 >= sequence.full:
                     continue  # it ends with the token on its way
                 behind[0].append(sequence.number)
-                behind[1].append(places[output])
-                tokens = [*tokens, 0]
-            elif at != len(tokens) - 1:
+                behind[1].append(places[sequence])
+            elif at != known - 1:
                 return None
-            own.append(output)
-            texts.append(tokens)
-        adapters = {one.sequence.adapter for one in own}
+            own.append(sequence)
+        adapters = {one.adapter for one in own}
         if len(adapters) != 1 or not self._reserve(own):
             return None
-        parts = [
-            StepPart(one.sequence.number, blocks.table(one.sequence.number), one.sequence.computed, tokens[-1:])
-            for one, tokens in zip(own, texts, strict=True)
-        ]
-        rows = [self._row(one) for one in own]
-        drawn = decoder.begin(parts, rows, texts, adapter=adapters.pop(), behind=(*behind, late.tokens))
+        plan = [ScheduledTokens(blocks.table(one.number), one.computed, 1, sequence=one) for one in own]
+        drawn = decoder.begin(plan, adapter=adapters.pop(), behind=(*behind, late.tokens))
         return None if drawn is None else Started(own, drawn, self.table.ended)
 
-    def _reserve(self, outputs: Sequence[OutputSequence]) -> bool:
+    def _reserve(self, outputs: Sequence[TextSequence]) -> bool:
         """Make room for the next token of each; False where there is not enough."""
         copies: list[tuple[int, int]] = []
         try:
             for one in outputs:
-                copies += self.blocks.reserve(one.sequence.number, one.sequence.computed + 1)
+                copies += self.blocks.reserve(one.number, one.computed + 1)
         except OutOfBlocks:
             return False
         finally:
@@ -211,31 +170,23 @@ class Ahead:
         """The tokens were taken behind which a run was begun: it is in flight."""
         for output in started.outputs:
             if self.table.has(output):
-                sequence = output.sequence
-                sequence.computed = len(sequence.tokens)
-                self.blocks.written(sequence.number, sequence.tokens)
+                output.computed = len(output.tokens)
+                self.blocks.written(output.number, output.tokens)
         self.blocks.computed()
         self.scheduler.steps += 1
         self._run(started.outputs, started.drawn, ended=started.ended)
 
-    def defer(self, logits: Tensor, growing: Mapping[OutputSequence, int], sampler: Sampler) -> bool:
+    def defer(self, logits: Tensor, growing: Mapping[TextSequence, int], sampler: Sampler) -> bool:
         """Have the tokens of a computed step read later; False: they are wanted now. growing: first row of each."""
-        if self.runner.decoder is None or not self._short or not growing or any(map(_needs_host, growing)):
+        decoder = self.runner.decoder
+        if decoder is None or not self._short or not growing or any(map(_needs_host, growing)):
             return False
-        tokens = sampler.sample_later(logits, list(growing), list(growing.values()))
+        tokens = sampler.draw(logits, list(growing), list(growing.values()))
         for one in growing:  # it decodes soon: while the device computes
-            self._row(one)
+            decoder.sampler.pack(one)
         drawn = Drawn(list(range(len(growing))), HostCopy(tokens))
         self.late = Flight(list(growing), drawn, None, True, self.table.ended, tokens)
         return True
-
-    def _row(self, output: OutputSequence) -> DrawnRow:
-        """How its tokens are drawn."""
-        if output.row is None:
-            prompt, vocab_size = output.state.request.prompt, self.runner.model.config.vocab_size
-            ends = stop_ids(output.params, eos_ids=self.eos_ids)
-            output.row = DrawnRow(output.params, prompt=prompt, end_ids=ends, vocab_size=vocab_size)
-        return output.row
 
     def took(self, plan: Sequence[ScheduledTokens], seconds: float) -> None:
         """Record how long a step took until its tokens were there."""
@@ -252,26 +203,25 @@ class Ahead:
         group, table = flight.group, self.table
         assert group is not None
         if flight.last or flight.ended != table.ended:
-            going = [one for one in flight.outputs if len(one.sequence.tokens) + 1 < one.full and table.has(one)]
+            going = [one for one in flight.outputs if len(one.tokens) + 1 < one.full and table.has(one)]
             if not going:
                 return None
             group = Group(going, pending=1, ended=table.ended)
         copies, grown, size = [], [], blocks.block_size
         for one in self._fills[self._step % size]:  # the step in flight fills its block: now it enters the next
-            sequence = one.sequence
-            length = len(sequence.tokens) + 1
+            length = len(one.tokens) + 1
             if length < one.full and table.has(one):
                 try:
-                    copies += blocks.reserve(sequence.number, length - 1 + size)
+                    copies += blocks.reserve(one.number, length - 1 + size)
                 except OutOfBlocks:
                     self.runner.copy(copies)
                     return None
-                grown.append((sequence.number, blocks.table(sequence.number)))
+                grown.append((one.number, blocks.table(one.number)))
         if copies:
             self.runner.copy(copies)
         drawn = decoder.go_on(group.numbers, grown, longest=group.longest)
         self.scheduler.steps += drawn is not None
-        return None if drawn is None else group.launched(drawn)
+        return None if drawn is None else _launched(group, drawn)
 
     def landed(self, following: Flight | None) -> None:
         """The tokens of the step in flight were taken; `following`, launched behind it, is in flight now."""
@@ -282,7 +232,7 @@ class Ahead:
             step, size = self._step, self.blocks.block_size
             for one in self._fills[step % size]:
                 if table.has(one):  # its block is full: others may find it
-                    self.blocks.written(one.sequence.number, one.sequence.tokens)
+                    self.blocks.written(one.number, one.tokens)
             self.blocks.computed()
             for one in following.outputs[step % _CAUGHT_UP :: _CAUGHT_UP]:
                 one.catch_up()
@@ -290,9 +240,16 @@ class Ahead:
                 return
             self.flight = None
         for one in flight.outputs:  # the run is over
-            one.sequence.computed = len(one.sequence.tokens) - 1
+            one.computed = len(one.tokens) - 1
 
 
-def _needs_host(output: OutputSequence) -> bool:
+def _launched(group: Group, drawn: Drawn) -> Flight:
+    """Count a step of the group that was launched."""
+    group.steps -= 1
+    group.longest += 1
+    return Flight(group.outputs, drawn, group, group.steps == 0, group.ended)
+
+
+def _needs_host(output: TextSequence) -> bool:
     """Whether its tokens are drawn with something that only the host has."""
     return output.constraint is not None or output.state.wants_logprobs

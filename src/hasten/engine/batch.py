@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from hasten.engine.blocks import SequenceBlocks
-from hasten.engine.paged import PagedCache
+from hasten.engine.cache import KVCache
+from hasten.engine.sequence import ScheduledTokens
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # sequences of a captured step
 WIDTHS = (1, 2, 4, 8, 16, 32)  # tokens of each: one, and those of a draft
@@ -37,15 +38,6 @@ class StepShape(NamedTuple):
     def covers(self, other: StepShape) -> bool:
         """Whether a step of the other shape can be padded to this one."""
         return all(own >= wanted for own, wanted in zip(self, other, strict=True))
-
-
-class StepPart(NamedTuple):
-    """What a step computes of one sequence. number: the caller's; start: tokens before those of this step."""
-
-    number: int
-    block_table: SequenceBlocks
-    start: int
-    tokens: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +62,7 @@ class StepTensors:
 class DecodeBatch:
     """The buffer, the tables, and which row is whose."""
 
-    def __init__(self, cache: PagedCache, *, sequences: int, longest: int) -> None:
+    def __init__(self, cache: KVCache, *, sequences: int, longest: int) -> None:
         """sequences: most at once. longest: most tokens of one."""
         self.cache, self.device, self.block_size = cache, cache.device, cache.block_size
         self.sequences = min(padded(sequences, SIZES), SIZES[-1])
@@ -122,22 +114,21 @@ class DecodeBatch:
 
     # -- what is copied to the device ---------------------------------------------------------------------------------
 
-    def fill(self, shape: StepShape, parts: Sequence[StepPart], values: np.ndarray | None = None) -> list[int]:
+    def fill(self, shape: StepShape, plan: Sequence[ScheduledTokens], values: np.ndarray | None = None) -> list[int]:
         """Write a whole step; returns the rows of its sequences. values int64 (10, P): what `sampler` draws with."""
-        rows = self.place([part.number for part in parts])
+        rows = self.place([entry.sequence.number for entry in plan])
         width = shape.width
         staged = np.zeros(_places(*shape[:2])[-1], dtype=np.int64)
         step = _tensors(staged, *shape[:2])
         if width == 1:
             at = np.array(rows)
-            step.tokens[at, 0] = [part.tokens[0] for part in parts]
-            step.lengths[at] = [part.start + 1 for part in parts]
+            step.tokens[at, 0] = [entry.tokens[0] for entry in plan]
+            step.lengths[at] = [entry.end for entry in plan]
             step.counts[at] = 1
         else:
-            for row, part in zip(rows, parts, strict=True):
-                own = len(part.tokens)
-                step.tokens[row, :own] = part.tokens
-                step.lengths[row], step.counts[row] = part.start + own, own
+            for row, entry in zip(rows, plan, strict=True):
+                step.tokens[row, : entry.count] = entry.tokens
+                step.lengths[row], step.counts[row] = entry.end, entry.count
         if values is not None:
             at = np.array(rows)
             step.top_k[:], step.floats[:] = 1, 1.0  # of padding: what raises no error and gives no NaN
@@ -145,7 +136,7 @@ class DecodeBatch:
                 own[at] = value
             step.floats[:, at] = values[4:].view(np.float64)
         self.buffer[: len(staged)].copy_(self._pinned(staged), non_blocking=True)
-        self.copy_tables([part.block_table for part in parts], rows)
+        self.copy_tables([entry.block_table for entry in plan], rows)
         return rows
 
     def take_tokens(self, shape: StepShape, numbers: Sequence[int], places: Sequence[int], tokens: Tensor) -> None:

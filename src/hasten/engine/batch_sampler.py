@@ -174,7 +174,7 @@ class BatchSampler:
         return self._steps[1][step - first]
 
     def _settings(self, rows: Sequence[int] | None, steps: Sequence[int]) -> tuple[RowParams, Tensor | None]:
-        """The settings of these rows (None: of all), and the tokens that must not come after so many."""
+        """The settings of these rows (None: of all), and the tokens that must not come at these steps."""
         params, ends, settings = self._params, self.end_ids, self._rows
         if rows is not None and list(rows) != list(range(len(params))):
             params, ends, settings = (
@@ -204,6 +204,6 @@ def other_seed(seed: int | None) -> int | None:
 
 
 def agreed(drawn: Sequence[int], draft: Sequence[int]) -> list[int]:
-    """Of tokens drawn at a draft's places and at the one behind it, those that are taken."""
+    """The tokens taken, given those drawn at a draft's places and at the one behind it."""
     count = next((i for i, token in enumerate(draft) if drawn[i] != token), len(draft))
     return list(drawn[: count + 1])

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hasten.engine.logprobs import TokenTexts
 from hasten.engine.request import Request, TokenLogprob
-from hasten.engine.scheduler import ScheduledSequence, Scheduler
+from hasten.engine.scheduler import Scheduler
+from hasten.engine.sequence import TextSequence
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +28,7 @@ class Beam:
     A complete text's score is divided by length ** length_penalty: what texts are ranked by.
     """
 
-    sequence: ScheduledSequence
+    sequence: TextSequence
     score: np.float32
     logprobs: tuple[TokenLogprob, ...] = ()
 
@@ -47,7 +48,7 @@ class Candidates:
 class BeamSearch:
     """The state of one search; it forks nothing itself, it says what is to be forked."""
 
-    def __init__(self, request: Request, first: ScheduledSequence, *, end_ids: Collection[int]) -> None:
+    def __init__(self, request: Request, first: TextSequence, *, end_ids: Collection[int]) -> None:
         self.request, self.end_ids = request, frozenset(end_ids)
         self.width = request.beam_width
         self.kept = max(2, 1 + len(self.end_ids)) * self.width
@@ -55,7 +56,7 @@ class BeamSearch:
         self.beams = [Beam(first, np.float32(0.0))]
         self.complete: list[Beam] = []  # best first, at most `width`
         self.done = False
-        self.candidates: dict[ScheduledSequence, Candidates] = {}  # of the beams that are scored
+        self.candidates: dict[TextSequence, Candidates] = {}  # of the beams that are scored
         self.generated = 0  # tokens of every beam
 
     def choose(self, texts: TokenTexts) -> list[Beam]:
@@ -103,7 +104,7 @@ class BeamSearch:
 
 def advance(
     logits: Tensor,
-    scored: Sequence[tuple[BeamSearch, ScheduledSequence]],
+    scored: Sequence[tuple[BeamSearch, TextSequence]],
     rows: Sequence[int],
     *,
     texts: TokenTexts,

@@ -5,7 +5,7 @@ The keys and values of a sequence lie in blocks of a fixed number of tokens, in 
 sequences refer to copies that block only. Full blocks stay findable by their tokens after everybody has left them, so
 that a later request with the same beginning adopts them, until their room is needed.
 
-Only numbers are kept here; the tensors are `hasten.engine.paged.PagedCache`. Every operation either succeeds or
+Only numbers are kept here; the tensors are `hasten.engine.cache.KVCache`. Every operation either succeeds or
 raises and changes nothing.
 """
 
@@ -39,7 +39,7 @@ class BlockStats:
 
 
 def blocks_of(tokens: int, block_size: int, *, reach: int | None, step: int) -> int:
-    """How many blocks a sequence of so many tokens has at once, most of them beside a step of so many.
+    """Blocks that a sequence of `tokens` tokens has at once, at most, with steps of `step` tokens.
 
     reach: how many keys back a query looks, None: all.
     """
@@ -95,15 +95,24 @@ class SequenceBlocks:
         return len(self.chain) - 1
 
 
+@dataclass(slots=True, eq=False)
+class Rows:
+    """`count` tokens of one sequence, at positions start … start + count - 1; block_table: its blocks in order."""
+
+    block_table: Sequence[int] | SequenceBlocks
+    start: int
+    count: int
+
+
 class BlockManager:
     """Blocks 0 … blocks - 1 of `block_size` tokens each. Sequences are numbers of the caller's choice.
 
     The order of calls for a step: `reserve` room for its tokens, make the copies it returns, tell by `written` which
-    tokens they are, run the step, say `computed`. What was told as written must be computed in that step, because
+    tokens they are, run the step, say `computed`. What `written` was given must be computed in that step, because
     others may have adopted the blocks; after a step that failed, `release` its sequences and `forget`.
-    `fork` and `truncate` stand between steps, and are refused (AssertionError) from the first `written` to `computed`:
-    they share a block that the step has yet to fill, the next write to it copies it, and copies are made before the
-    step. So the copy would be of something else.
+    `fork` and `truncate` are called between steps, and are refused (AssertionError) from the first `written` to
+    `computed`: they share a block that the step has yet to fill, the next write to it copies it, and copies are made
+    before the step. So the copy would be of something else.
     """
 
     def __init__(
@@ -123,7 +132,7 @@ class BlockManager:
             raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
         self.blocks, self.block_size, self.prefix_cache, self.reach = blocks, block_size, prefix_cache, reach
         self._sequences: dict[int, SequenceBlocks] = {}
-        self._step: set[int] = set()  # sequences that were told as written and are not computed yet
+        self._step: set[int] = set()  # sequences that `written` was given and that are not computed yet
         self._references = [0] * blocks
         self._keys: list[bytes | None] = [None] * blocks
         self._cached: dict[bytes, int] = {}
@@ -214,7 +223,7 @@ class BlockManager:
         """
         own = self._sequences[sequence]
         assert own.held <= len(tokens) <= max(own.held, own.room), (
-            f"sequence {sequence} has {own.held} tokens and room for {own.room}; told of {len(tokens)}"
+            f"sequence {sequence} has {own.held} tokens and room for {own.room}; found {len(tokens)}"
         )
         own.held = len(tokens)
         self._step.add(sequence)
@@ -232,7 +241,7 @@ class BlockManager:
                 self._keys[own.block_table[index]] = key
 
     def computed(self) -> None:
-        """The step has run: what was told as written is in the cache."""
+        """Record that the step has run: what `written` was given is in the cache."""
         for sequence in self._step if self.reach is not None else ():
             own = self._sequences[sequence]
             passed = self._passed(own.held)
@@ -255,8 +264,9 @@ class BlockManager:
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the positions from `length` on (rejected guesses) and give back the blocks behind them.
 
-        Between steps only. Those before it stay, also the ones that `written` was not told of: guesses that a step
-        found to be right. With a `reach` nothing that was told can be forgotten: what lay before may be gone.
+        Between steps only. Those before it stay, also the ones that `written` was not given: guesses that a step
+        found to be right. With a `reach` nothing that `written` was given can be forgotten: what came before may be
+        gone.
         """
         assert not self._step, f"a truncation of sequence {sequence} between `written` and `computed`"
         own = self._sequences[sequence]
@@ -315,7 +325,7 @@ class BlockManager:
         assert keys == self._cached, "the prefix cache and the blocks' keys differ"
 
     def _passed(self, held: int) -> int:
-        """The first so many blocks are those to which no query from position `held` on looks back."""
+        """Number of leading blocks to which no query from position `held` on looks back."""
         return 0 if self.reach is None else max(0, held - self.reach + 1) // self.block_size
 
     def _missing(self, own: SequenceBlocks, length: int) -> int:
@@ -326,7 +336,7 @@ class BlockManager:
         return own.block_table[own.held // self.block_size : -(-length // self.block_size)] if own.held < length else []
 
     def _shared_tail(self, own: SequenceBlocks, length: int) -> list[int]:
-        """Of these, the indices in its table of those that others refer to too."""
+        """Indices in its table of those among them that others refer to, too."""
         first = own.held // self.block_size
         return [first + i for i, block in enumerate(self._tail(own, length)) if self._references[block] > 1]
 

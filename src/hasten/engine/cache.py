@@ -1,25 +1,40 @@
-"""The static key/value cache: allocated once, so that every decode step has the same shapes and addresses."""
+"""The key/value cache: blocks of a fixed number of tokens in any order, a table a sequence (arXiv 2309.06180).
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+The tensors only; which block belongs to whom is `hasten.engine.blocks.BlockManager`'s business. A block may be as long
+as a text (`KVCache.of_texts`): then text b is block b, and no table is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hasten.engine.blocks import Rows
+from hasten.engine.layout import RaggedLayout
 from hasten.engine.sparse import SparseMasks
+from hasten.engine.step import KVStep
 from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
-from hasten.ops.attention import LayerAttention
+from hasten.ops.attention import AttentionRequest, AttentionSpec
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.attention.inputs import visible
-from hasten.ops.attention.view import AttentionMetadata, KVView, StackView
+from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup
+from hasten.ops.attention.view import AttentionMetadata
 from hasten.ops.native import library
 from hasten.ops.pages import zeros_in_large_pages
+from hasten.ops.picker import Kernel, pick
 
-# An eager decode step reads the cache up to the next multiple of this, so that a short text does not pay for the
-# whole capacity; a compiled one reads all of it, because its shapes must not change.
+# A step that reads texts side by side reads them up to the next multiple of this, so that a short text does not pay for
+# the whole capacity; a compiled one reads all of it, because its shapes must not change.
 READ_STEP = 64
+_ALIGNED = 64  # elements: layers of another shape begin at multiples
 ROW_FORMATS: Mapping[str, RowFormat] = {
     "auto": PLAIN,
     "int8": RowFormat(8, rotated=True),
@@ -39,74 +54,84 @@ def row_format(kv_cache_dtype: str) -> RowFormat:
     return ROW_FORMATS[kv_cache_dtype]
 
 
-def key_value_memory(
-    config: ModelConfig, *, slots: int, rows: RowFormat, dtype: torch.dtype, device: torch.device | str
-) -> Tensor:
-    """Room for the keys of all layers, then their values: (2·layers, slots, Hkv, …), `dtype` being the model's.
+class LayerShape(NamedTuple):
+    """What a layer keeps of each token: a key and a value for each of its heads."""
 
-    In memory a head's rows follow each other, as attention reads them: between those of other heads, a processor does
-    not foresee what is read next.
-    """
-    shape = (2 * len(config.layers), config.kv_heads, slots, rows.length(config.head_dim))
-    # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
-    return zeros_in_large_pages(shape, dtype=rows.element(dtype), device=device).transpose(1, 2)
+    kv_heads: int
+    head_dim: int
 
 
-@dataclass(frozen=True, slots=True)
-class CachedLayer:
-    """One layer's view of the cache during one step.
-
-    held: its keys and values (B·S + 1, Hkv, …), in which sequence b keeps its position p in row b·S + p (in a
-    bounded cache p modulo S); the last row takes the padding and is never read. mask: (B, T, S') of the rows that each
-    query sees, or (B, H, T, S'); in a prefill of empty sequences, where the tokens at hand are all there is, None,
-    or the blocks of a sparse pattern. read: S', how many of a sequence's S rows are read.
-    """
-
-    held: KVView
-    mask: Tensor | BlockMask | None
-    read: int
-
-    def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
-        """For a kernel that writes and reads the cache itself."""
-        return self.held
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
-        """Write the step's k, v (B, T, Hkv, D); attention of q (B, T, H, D) over what its queries may look at."""
-        held, rows = self.held, self.held.metadata.rows
-        slots, head_dim, dtype = held.metadata.slot_mapping, k.shape[-1], k.dtype
-        k, v = rows.write(k), rows.write(v)
-        held.k[slots], held.v[slots] = k.flatten(0, 1), v.flatten(0, 1)
-        if isinstance(self.mask, Tensor):
-            k, v = (t[:-1].unflatten(0, (len(q), -1))[:, : self.read] for t in (held.k, held.v))  # (B, S', Hkv, …)
-        k, v = (rows.read(t, head_dim, dtype) for t in (k, v))
-        return attention(q, k, v, mask=self.mask, dropout=dropout)
+def layer_shapes(config: ModelConfig) -> list[LayerShape]:
+    """The shape of each layer."""
+    return [LayerShape(config.kv_heads, config.head_dim)] * len(config.layers)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The context of one forward pass over a static cache."""
+class KVCache:
+    """Keys and values in `blocks` blocks of `block_size` tokens.
 
-    all_layers: StackView
-    read: int
-    masks: Sequence[Tensor | BlockMask | None]  # of each layer
-
-    @property
-    def layers(self) -> list[CachedLayer]:
-        layers = zip(self.all_layers.layers, self.masks, strict=True)
-        return [CachedLayer(view, mask, self.read) for view, mask in layers]
-
-
-class StaticCache:
-    """Keys and values of B sequences of at most `capacity` tokens each, in (B·rows + 1, Hkv, …) a layer.
-
-    row_format: how each is kept, `dtype` being the model's. rows is the capacity, rounded up to a multiple of
-    READ_STEP: steps read multiples of it, so that a text does not depend on how many tokens may still come. Where every
-    layer has a window or a local pattern, rows is no more than twice what a query can look back, however long the texts
-    get: position p is then in row p modulo rows.
+    k, v: of each layer, (blocks·block_size + 1, Hkv, …), the last row for padding, which is never read. They lie in one
+    allocation, the layers of one shape together.
     """
 
     def __init__(
         self,
+        config: ModelConfig,
+        *,
+        blocks: int,
+        block_size: int = 16,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        row_format: RowFormat = PLAIN,
+    ) -> None:
+        """dtype: of the model. row_format: how keys and values are kept. `bytes_per_block` says what a block takes.
+
+        Raises ConfigError for sizes below 1.
+        """
+        if blocks < 1 or block_size < 1:
+            raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.blocks, self.block_size, self.row_format = blocks, block_size, row_format
+        self.capacity = block_size  # tokens of a text that has one block
+        self.reach: int | None = None  # how far back its layers look, if it begins again at the block's end
+        self.first_slots = torch.arange(blocks, device=device) * block_size  # (blocks,)
+        self.windows = [layer.window for layer in config.layers]
+        self.sparse: SparseMasks | None = None
+        shapes = layer_shapes(config)
+        self._groups = self._allocate(shapes)
+        held = {shape: iter(zip(*group.chunk(2), strict=True)) for shape, group in self._groups.items()}
+        pairs = [next(held[shape]) for shape in shapes]
+        self.k, self.v = [k for k, _ in pairs], [v for _, v in pairs]
+        # One kernel for all layers: of those picked for each shape, the least particular one.
+        self.kernel = max((self._picked(shape) for shape in self._groups), key=PAGED_KERNELS.index)
+        self._latest: tuple[RaggedLayout, KVStep] | None = None
+        self._query_start_loc: dict[int, Tensor] = {}  # by the tokens of a step: the same in all of them
+
+    def _allocate(self, shapes: Sequence[LayerShape]) -> dict[LayerShape, Tensor]:
+        """For the layers of each shape, their keys and then their values: (2·layers, slots, Hkv, …)."""
+        slots, rows = self.blocks * self.block_size + 1, self.row_format
+        # In memory a head's rows follow each other, as attention reads them: between those of other heads, a processor
+        # does not foresee what is read next.
+        sizes = {
+            shape: (2 * shapes.count(shape), shape.kv_heads, slots, rows.length(shape.head_dim))
+            for shape in dict.fromkeys(shapes)
+        }
+        counts = [-(-torch.Size(size).numel() // _ALIGNED) * _ALIGNED for size in sizes.values()]
+        # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
+        self._memory = zeros_in_large_pages((sum(counts),), dtype=rows.element(self.dtype), device=self.device)
+        starts = accumulate(counts, initial=0)
+        return {
+            shape: self._memory[start : start + torch.Size(size).numel()].view(size).transpose(1, 2)
+            for (shape, size), start in zip(sizes.items(), starts, strict=False)
+        }
+
+    def _picked(self, shape: LayerShape) -> Kernel[AttentionRequest]:
+        spec = AttentionSpec(heads=self.config.heads, **shape._asdict(), scale=1.0)
+        request = AttentionRequest(spec=spec, device=self.device, dtype=self.dtype, cache_bits=self.row_format.bits)
+        return pick(PAGED_KERNELS, replace(request, block_mask=self.config.attention_pattern is not None))
+
+    @classmethod
+    def of_texts(
+        cls,
         config: ModelConfig,
         *,
         batch: int,
@@ -115,57 +140,138 @@ class StaticCache:
         device: torch.device | str,
         row_format: RowFormat = PLAIN,
         bounded: bool = True,
-    ) -> None:
-        """bounded: False where steps of any length come, of which every token is to see its own ones."""
+    ) -> KVCache:
+        """A cache with one block for each of `batch` texts of at most `capacity` tokens, for `step_of_texts`.
+
+        A block has `capacity` rows, rounded up to a multiple of READ_STEP: steps read multiples of it, so that a text
+        does not depend on how many tokens may still come. Where every layer has a window or a local pattern, a block is
+        no more than twice what a query can look back, however long the texts get: position p is then in row p modulo
+        its size. bounded: False where steps of any length come, of which every token is to see its own ones.
+        """
         if config.learned_positions and capacity > config.max_positions:
             raise ConfigError(
                 f"{capacity} tokens of prompt and answer do not fit this model's {config.max_positions} learned "
                 "positions; shorten the prompt or max_new_tokens"
             )
-        self.batch, self.capacity, self.row_format = batch, capacity, row_format
-        self.reach = config.reach if bounded else None
-        self.rows = -(-capacity // READ_STEP) * READ_STEP
-        if self.reach is not None:
-            self.rows = min(self.rows, 2 * self.reach)
-        self.config = config
-        self.windows = [layer.window for layer in config.layers]
-        self.sparse = None
-        if config.attention_pattern is not None:
-            self.sparse = SparseMasks(config, positions=self.rows, device=device)
-        slots = batch * self.rows + 1
-        memory = key_value_memory(config, slots=slots, rows=row_format, dtype=dtype, device=device)
-        self.k, self.v = list(memory[: len(config.layers)]), list(memory[len(config.layers) :])
-        self.first_slots = torch.arange(batch, device=device) * self.rows  # (B,)
-        self._query_start_loc: dict[int, Tensor] = {}  # by the tokens of a step: the same in all of them
+        reach = config.reach if bounded else None
+        rows = -(-capacity // READ_STEP) * READ_STEP
+        if reach is not None:
+            rows = min(rows, 2 * reach)
+        cache = cls(config, blocks=batch, block_size=rows, dtype=dtype, device=device, row_format=row_format)
+        cache.capacity, cache.reach = capacity, reach
+        cache.sparse_up_to(rows)
+        return cache
+
+    @staticmethod
+    def bytes_per_block(
+        config: ModelConfig, *, block_size: int = 16, dtype: torch.dtype, row_format: RowFormat = PLAIN
+    ) -> int:
+        """Bytes that one block takes in all layers together."""
+        rows = sum(shape.kv_heads * row_format.bytes(shape.head_dim, dtype) for shape in layer_shapes(config))
+        return 2 * block_size * rows
 
     @property
     def bytes(self) -> int:
         """Size of the cache in bytes."""
-        return sum(t.nbytes for t in (*self.k, *self.v))
+        return sum(group.nbytes for group in self._groups.values())
+
+    @property
+    def longest_step(self) -> int | None:
+        """The most tokens that may be added to texts that are not empty, None: as many as there is room for."""
+        return None if self.reach is None or self.block_size >= self.capacity else self.block_size - self.reach + 1
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, target), as if one after the other."""
+        for together in _independent(pairs):
+            sources, targets = torch.tensor(together, device=self.device).T
+            for group in self._groups.values():
+                blocks = group[:, :-1].unflatten(1, (self.blocks, self.block_size))
+                blocks[:, targets] = blocks[:, sources]
 
     def grow(self, capacity: int) -> None:
-        """Make room for more tokens a sequence, keeping what is there (a copy; the addresses change)."""
-        larger = StaticCache(
+        """Make room for more tokens a text, keeping what is there (a copy; the addresses change)."""
+        larger = KVCache.of_texts(
             self.config,
-            batch=self.batch,
+            batch=self.blocks,
             capacity=capacity,
-            dtype=self.k[0].dtype,
-            device=self.k[0].device,
+            dtype=self.dtype,
+            device=self.device,
             row_format=self.row_format,
             bounded=self.reach is not None,
         )
         for old, new in zip((*self.k, *self.v), (*larger.k, *larger.v), strict=True):
-            rows = old[:-1].unflatten(0, (self.batch, -1))  # (B, S, Hkv, …)
-            new[:-1].unflatten(0, (self.batch, -1))[:, : self.rows] = rows
-        self.k, self.v, self.capacity, self.rows = larger.k, larger.v, larger.capacity, larger.rows
-        self.first_slots, self.sparse = larger.first_slots, larger.sparse
+            rows = old[:-1].unflatten(0, (self.blocks, -1))  # (B, S, Hkv, …)
+            new[:-1].unflatten(0, (self.blocks, -1))[:, : self.block_size] = rows
+        vars(self).update(vars(larger))
 
-    @property
-    def longest_step(self) -> int | None:
-        """The most tokens that may be added to sequences that are not empty, None: as many as there is room for."""
-        return None if self.reach is None or self.rows >= self.capacity else self.rows - self.reach + 1
+    # -- steps --------------------------------------------------------------------------------------------------------
 
-    def step(
+    def step(self, rows: Sequence[Rows]) -> KVStep:
+        """The context of a call model(tokens (1, N), step.positions, step): the rows' tokens end to end.
+
+        The tables must have room for their tokens; nobody else may be reading the blocks that are written.
+        """
+        layout = RaggedLayout(rows, self.block_size)
+        self._latest = layout, (step := self._laid_out(layout))
+        return step
+
+    def can_go_on(self, entered: Sequence[tuple[int, int]]) -> bool:
+        """Whether `go_on` will."""
+        return self._latest is not None and self._latest[0].has_columns(entered)
+
+    def go_on(self, entered: Sequence[tuple[int, int]]) -> KVStep | None:
+        """The context of the next token of each sequence, after a `step` of one token each, which becomes unusable.
+
+        entered: (sequence, block) for each that begins a block. None, and nothing is changed, where the step's block
+        tables are too small: it has to be laid out again.
+        """
+        if not self.can_go_on(entered):
+            return None
+        assert self._latest is not None
+        layout, step = self._latest
+        layout.go_on(entered)
+        if self.device.type != "cpu" or self.config.attention_pattern is not None:
+            self._latest = layout, (step := self._laid_out(layout))
+        return step
+
+    def _laid_out(self, layout: RaggedLayout) -> KVStep:
+        positions, slots, query_start_loc, seq_lens, table = layout.on(self.device)
+
+        def groups() -> list[PagedGroup]:  # for all layers, and only where a kernel asks for it
+            return layout.groups(lambda t: t.to(self.device))
+
+        metadata = AttentionMetadata(
+            slots,
+            query_start_loc,
+            seq_lens,
+            first_slots=None,
+            block_table=table,
+            block_size=self.block_size,
+            rows=self.row_format,
+            max_query=layout.most,
+            longest=table.shape[1] * self.block_size,
+        )
+        sparse = self.sparse_up_to(layout.longest)
+        seen = sparse.native if sparse is not None and self.kernel.name == "native" else []
+        shown = [groups] * len(self.k) if sparse is None or seen else self._masked(groups(), sparse)
+        return KVStep(self.k, self.v, metadata, positions[None], seen, self.kernel.run, shown)
+
+    def _masked(self, groups: list[PagedGroup], sparse: SparseMasks) -> Sequence[Callable[[], list[PagedGroup]]]:
+        """The groups as each layer sees them, with its masks."""
+        masked: list[list[PagedGroup]] = [[] for _ in self.k]
+        for group in groups:
+            places = torch.arange(group.slots.shape[1], device=self.device)
+            for own, mask in zip(masked, sparse.masks(group.positions, places), strict=True):
+                own.append(group._replace(mask=mask))
+        return [functools.partial(list, own) for own in masked]
+
+    def sparse_up_to(self, longest: int) -> SparseMasks | None:
+        """What the model's pattern, if it has one, shows of texts of up to `longest` tokens."""
+        if self.config.attention_pattern is not None and (self.sparse is None or self.sparse.positions < longest):
+            self.sparse = SparseMasks(self.config, positions=1 << longest.bit_length(), device=self.device)
+        return self.sparse
+
+    def step_of_texts(
         self,
         positions: Tensor,
         *,
@@ -173,45 +279,58 @@ class StaticCache:
         fresh: bool = False,
         read: int | None = None,
         masks: bool = True,
-    ) -> Step:
-        """The context for tokens at positions (B, T).
+    ) -> KVStep:
+        """The context for tokens at positions (B, T), as many of each text, in a cache that `of_texts` made.
 
-        valid, bool (B, T): False for padding, whose keys are kept nowhere. fresh: the sequences are empty and the
-        positions are 0 … T-1, so that plain causal attention over the tokens at hand is enough. read: look at the
-        first so many rows of each sequence only (all positions lie below it); the whole capacity by default, as a
-        compiled step wants it. masks: False where all layers read the cache through `view` (a fused model).
+        valid, bool (B, T): False for padding, whose keys are kept nowhere. fresh: the texts are empty and the positions
+        are 0 … T-1, so that plain causal attention over the tokens at hand is enough. read: look at the first `read`
+        rows of each block only (all positions lie below it); the whole block by default, as a compiled step wants it.
+        masks: False where all layers read the cache through `view` (a fused model).
         """
         batch, tokens = positions.shape
         if tokens not in self._query_start_loc:
             self._query_start_loc[tokens] = torch.arange(0, (batch + 1) * tokens, tokens, device=positions.device)
-        around = self.longest_step is not None  # the rows of each sequence are one block, that begins again at its end
-        slots = self.first_slots[:, None] + (positions % self.rows if around else positions)  # (B, T)
+        around, size = self.longest_step is not None, self.block_size  # a block begins again at its end
+        slots = self.first_slots[:, None] + (positions % size if around else positions)  # (B, T)
         seq_lens = positions[:, 0] + tokens  # as if no token were padding: nobody looks at those
         if valid is not None:
             slots = slots.masked_fill(~valid, -1)
-        if self.rows < tokens:  # only the last ones find room
-            slots = slots.masked_fill(positions <= positions[:, -1:] - self.rows, -1)
-        read = self.rows if read is None else min(read, self.rows)
+        if size < tokens:  # only the last ones find room
+            slots = slots.masked_fill(positions <= positions[:, -1:] - size, -1)
+        read = size if read is None else min(read, size)
         made = self._masks(positions, read, fresh) if masks else [None] * len(self.windows)
         where = (slots.flatten(), self._query_start_loc[tokens], seq_lens, self.first_slots)
-        metadata = AttentionMetadata(*where, rows=self.row_format, max_query=tokens, longest=self.rows)
+        metadata = AttentionMetadata(*where, rows=self.row_format, max_query=tokens, longest=size)
         if around:
-            table = self.first_slots[:, None] // self.rows
-            metadata = metadata._replace(first_slots=None, block_table=table, block_size=self.rows)
+            table = self.first_slots[:, None] // size
+            metadata = metadata._replace(first_slots=None, block_table=table, block_size=size)
         natively = self.sparse is not None and positions.device.type == "cpu" and library() is not None
         seen = self.sparse.native if self.sparse is not None and natively else []
-        return Step(StackView(self.k, self.v, metadata, seen), read, made)
+        return KVStep(self.k, self.v, metadata, positions, seen, masks=made, read=read)
 
     def _masks(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:
         """What each layer's queries see of the rows that are read, or of the tokens at hand."""
         if fresh:
             return [None] * len(self.windows) if self.sparse is None else self.sparse.block_masks(positions.shape[1])
         places = torch.arange(read, device=positions.device)
-        if self.longest_step is not None:  # what stands in a row: the latest position that belongs there
+        if self.longest_step is not None:  # what is in a row: the latest position that belongs there
             last = positions[:, -1:]
-            places = last - (last - places) % self.rows  # (B, S')
+            places = last - (last - places) % self.block_size  # (B, S')
         if self.sparse is not None:
             return self.sparse.masks(positions, places)
         held = (places >= 0).unsqueeze(-2)
         by_window = {window: visible(positions, places, window) & held for window in set(self.windows)}  # (B, T, S')
         return [by_window[window] for window in self.windows]
+
+
+def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """The pairs in order, in runs in which nothing is read or written after it was written."""
+    runs: list[list[tuple[int, int]]] = []
+    targets: set[int] = set()
+    for source, target in pairs:
+        if not runs or source in targets or target in targets:
+            runs.append([])
+            targets = set()
+        runs[-1].append((source, target))
+        targets.add(target)
+    return runs

@@ -49,7 +49,7 @@ class Chat:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self._encode([{"role": "user", "content": "?"}])  # refuses a model without a template now
         self._decoder: Decoder | None = None
-        self._cached: list[int] = []  # the ids whose keys and values stand in the cache
+        self._cached: list[int] = []  # the ids whose keys and values are in the cache
         self.reused = 0  # tokens of the last prompt that were found in the cache
 
     @property
@@ -76,7 +76,7 @@ class Chat:
         except Exception:
             self.messages.pop()
             raise
-        # At least the last token is computed anew: its logits are needed.
+        # At least the last token is computed again: its logits are needed.
         self.reused = min(_common(self._cached, prompt), len(prompt) - 1)
         if decoder.forgets(0, self.reused):
             self.reused = 0
@@ -103,7 +103,7 @@ class Chat:
         return self.tokenizer.encode_chat(messages, chat_template_kwargs=self.chat_template_kwargs)
 
     def _with_room(self, tokens: int) -> Decoder:
-        """The decoder, with a cache of at least so many tokens: doubled when it must grow, its contents kept."""
+        """The decoder, with a cache of at least `tokens` tokens: doubled when it must grow, its contents kept."""
         if self._decoder is None:
             capacity = min(max(tokens, 1024), self.model.config.max_positions)
             self._decoder = fastest_decoder(self.model, batch=1, capacity=capacity, kv_cache_dtype=self.kv_cache_dtype)

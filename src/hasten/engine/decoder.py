@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hasten.engine.cache import READ_STEP, StaticCache, row_format
+from hasten.engine.cache import READ_STEP, KVCache, row_format
 from hasten.errors import ConfigError
 from hasten.model.fused import is_fused
 from hasten.model.sharded import ShardedTransformer
@@ -34,7 +34,7 @@ class Decoder:
         capacity: int,
         static: bool = False,
         kv_cache_dtype: str = "auto",
-        cache: StaticCache | None = None,
+        cache: KVCache | None = None,
     ) -> None:
         """capacity: tokens a sequence can hold. static: every decode step has the same shapes (for compiled blocks).
 
@@ -45,9 +45,9 @@ class Decoder:
         if static:
             capacity = static_capacity(model, capacity)
         # longrope has one set of frequencies for sequences within the pretraining context and one for longer ones: a
-        # sequence that grows past it is computed anew, for which its tokens must be known; in one step.
+        # sequence that grows past it is computed again, for which its tokens must be known; in one step.
         self._rescale_at = next((r.original_positions for r in model.config.ropes if r.scaling == "longrope"), None)
-        self.cache = cache or StaticCache(
+        self.cache = cache or KVCache.of_texts(
             model.config,
             batch=batch,
             capacity=capacity,
@@ -113,7 +113,7 @@ class Decoder:
         fresh = not any(self.lengths)
         self.lengths = [n + len(p) for n, p in zip(self.lengths, part, strict=True)]
         read, masks = max(self.lengths), not is_fused(self.model)
-        context = self.cache.step(positions, valid=valid, fresh=fresh, read=read, masks=masks)
+        context = self.cache.step_of_texts(positions, valid=valid, fresh=fresh, read=read, masks=masks)
         logits = self.model(tokens, positions, context, rows=rows)
         return logits.flatten(0, 1) if rows is None else logits
 
@@ -134,7 +134,7 @@ class Decoder:
         valid = None if all(going) else torch.tensor(going, device=tokens.device)[:, None]
         self.lengths = grown
         read = None if self.static else -(-max(grown) // READ_STEP) * READ_STEP
-        context = self.cache.step(positions, valid=valid, read=read, masks=not is_fused(self.model))
+        context = self.cache.step_of_texts(positions, valid=valid, read=read, masks=not is_fused(self.model))
         return self.model(tokens[:, None], positions, context)[:, 0]
 
     @torch.inference_mode()
@@ -168,7 +168,7 @@ class Decoder:
     def room(self, row: int) -> int:
         """How many tokens a draft of a row may have that `verify` takes beside its next token."""
         if self._rescale_at is not None and self._rescale_at in self.lengths:
-            return 0  # the next step computes that row anew, as `decode` does
+            return 0  # the next step computes that row again, as `decode` does
         length = self.lengths[row]
         room = self.cache.capacity - length - 1
         if self.cache.longest_step is not None:
@@ -178,7 +178,7 @@ class Decoder:
         return max(0, room)
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
-        """Forget everything after the first so many tokens of every row, or of each; what lies behind is overwritten
+        """Forget everything after the first `lengths` tokens of every row, or of each; what lies behind is overwritten
         later.
 
         Raises ConfigError where a bounded cache no longer holds what came before.
@@ -187,8 +187,8 @@ class Decoder:
         for row, length in enumerate(wanted):
             if self.forgets(row, length):
                 raise ConfigError(
-                    f"this model sees {self.cache.reach} tokens, and its cache keeps the last {self.cache.rows}; it "
-                    f"cannot go back to {length} of {self.lengths[row]}: make a new Decoder"
+                    f"this model sees {self.cache.reach} tokens, and its cache keeps the last "
+                    f"{self.cache.block_size}; it cannot go back to {length} of {self.lengths[row]}: make a new Decoder"
                 )
         written = [max(pair) for pair in zip(self.lengths, self._written, strict=True)]
         self._written = [n if length else 0 for n, length in zip(written, wanted, strict=True)]
@@ -197,10 +197,10 @@ class Decoder:
     def forgets(self, row: int, length: int) -> bool:
         """Whether a row that goes back to `length` tokens would miss keys that were overwritten since."""
         most, written = self.cache.longest_step, max(self._written[row], self.lengths[row])
-        return most is not None and written > self.cache.rows and 0 < length < written - most
+        return most is not None and written > self.cache.block_size and 0 < length < written - most
 
     def _grown(self, counts: Iterable[int]) -> list[int]:
-        """The rows' lengths with so many tokens more; raises ConfigError where there is no room for them."""
+        """The rows' lengths with `counts` tokens more; raises ConfigError where there is no room for them."""
         grown = [n + count for n, count in zip(self.lengths, counts, strict=True)]
         if max(grown) > self.cache.capacity:
             raise ConfigError(f"the cache holds {self.cache.capacity} tokens a sequence; {max(grown)} are needed")

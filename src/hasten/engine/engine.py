@@ -1,9 +1,10 @@
 """The engine: requests in, one step of the model for all of them together, pieces of text out. One thread owns it.
 
 A step: the scheduler plans which tokens of which sequences are computed (`Scheduler`), blocks that are written are made
-private (`PagedCache.copy`), one call of the model over the ragged rows (`model_runner.step_logits`), one batched draw
-(`Sampler.sample`), and each output sequence takes its tokens (`OutputSequence.append`). Requests with several samples
-compute their prompt once and fork; a beam is a fork.
+private (`KVCache.copy`), one call of the model over the ragged rows (`model_runner.step_logits`), one batched draw
+(`Sampler.sample`), and each output sequence takes its tokens (`TextSequence.append`). While the same sequences take
+one token each, a step skips the plan and writes only what changed (`DecodeRun`). Requests with several samples compute
+their prompt once and fork; a beam is a fork.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ import torch
 from torch import Tensor
 
 from hasten.engine import beams
-from hasten.engine.admission import AdapterNumbers, admitted, cache_blocks, longest, most_blocks
+from hasten.engine.admission import AdapterNumbers, admitted, cache_blocks, check_room, longest, most_blocks
 from hasten.engine.ahead import Ahead, Flight
 from hasten.engine.beams import BeamSearch
 from hasten.engine.blocks import BlockManager
 from hasten.engine.following import runner_of
 from hasten.engine.logprobs import TokenTexts
-from hasten.engine.model_runner import SampledTokens, Sampler, embed, step_logits
+from hasten.engine.model_runner import Sampler, embed, step_logits
 from hasten.engine.prompts import end_ids
-from hasten.engine.request import EngineFailed, FinishReason, QueueFull, Request, RequestOutput, RequestRefused
-from hasten.engine.request_state import OutputSequence, RequestState, RequestTable
-from hasten.engine.scheduler import ScheduledSequence, Scheduler
+from hasten.engine.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused, TokenLogprob
+from hasten.engine.request_state import RequestState, RequestTable, draft_text
+from hasten.engine.run import DecodeRun, Group, run_after
+from hasten.engine.scheduler import Scheduler
+from hasten.engine.sequence import TextSequence
 from hasten.engine.settings import EngineSettings, ModelFacts, Stats
 from hasten.engine.speculation import Speculator
-from hasten.engine.statistics import stats_of
+from hasten.engine.statistics import facts_of, stats_of
 from hasten.model.transformer import Transformer
 from hasten.planning.cost import parameters
 from hasten.text.tokenizer import Tokenizer
@@ -78,7 +81,10 @@ class Engine:
         )
         self.speculator = speculator
         self._table = RequestTable()
-        self.ahead: Ahead | None = Ahead(self.runner, self.scheduler, self._table, eos_ids=self.eos_ids)
+        self.ahead: Ahead | None = None
+        if self.runner.decoder is not None:
+            self.ahead = Ahead(self.runner, self.scheduler, self._table)
+        self._run: DecodeRun | None = None  # of the sequences that the last step gave a token each
         self.error: str | None = None  # why the engine stopped for good
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
         self._counts = Stats()
@@ -97,13 +103,7 @@ class Engine:
     @property
     def facts(self) -> ModelFacts:
         """What a server says of the model. Any thread may ask."""
-        return ModelFacts(
-            tokenizer=self.tokenizer,
-            eos_ids=self.eos_ids,
-            max_length=self.max_length,
-            vocabulary=self.model.config.vocab_size,
-            adapters=tuple(self.adapters.names),
-        )
+        return facts_of(self)
 
     @property
     def waiting(self) -> int:
@@ -116,13 +116,8 @@ class Engine:
             raise EngineFailed(f"the engine takes no requests: {self.error}")
 
     def check_room(self, waiting: int, *, more: int = 1) -> None:
-        """Raise QueueFull if there is no room for so many more beside those that wait, RequestRefused if never."""
-        limit = self.settings.queue_limit
-        if more > limit:
-            raise RequestRefused(f"{more} prompts came together; the queue (queue_limit) has room for {limit}")
-        if waiting + more > limit:
-            message = f"{waiting} requests wait already, the limit is {limit}; try again later"
-            raise QueueFull(message, retry_after=max(1.0, self._table.pace))
+        """Raise QueueFull if there is no room for `more` beside those that wait, RequestRefused if never."""
+        check_room(waiting, more=more, limit=self.settings.queue_limit, pace=self._table.pace)
 
     def admit(self, request: Request) -> Request:
         """The request with its answer cut to the length there is. Any thread may ask.
@@ -151,8 +146,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Give a request up: its blocks are free at once, and the next step says so. Unknown ids are ignored."""
-        state = self._table.states.get(request_id)
-        if state is not None:
+        if (state := self._table.states.get(request_id)) is not None:
             self._counts.aborted += 1
             self._pending += self._end(state, "abort", None)
 
@@ -171,7 +165,7 @@ class Engine:
             self.abort(request_id)
         self._pending.clear()
         self.error = self.error or "the engine was closed"
-        self.speculator = self.ahead = None
+        self.speculator = self.ahead = self._run = None
         if hasattr(self, "runner"):
             self.runner.close()
             del self.runner
@@ -216,15 +210,18 @@ class Engine:
         """Plan, copy, compute, sample, emit; or take the tokens of a step in flight, when the next is launched."""
         ahead, table = self.ahead, self._table
         if ahead is not None and ahead.flight is not None:
-            return self._land(ahead, ahead.flight)
+            return self._launch_behind(ahead, ahead.flight)
         late = None if ahead is None else ahead.late
         if ahead is not None and late is not None:
             ahead.late = None
             if not self.scheduler.can_read_prompts:
-                return self._arrive(ahead, late)
-        speculator, resting = self.speculator, False
-        if speculator is not None and not (resting := bool(table.outputs) and speculator.rests()):
+                return self._launch_behind(ahead, late)
+        speculator = self.speculator
+        if speculator is not None and speculator.asks:
             self._propose(speculator)
+        run, self._run = self._run, None
+        if run is not None and (gone_on := self._go_on(run)) is not None:
+            return gone_on
         plan = self.scheduler.plan(begin=ahead is None or not ahead.patient)
         if not plan:
             return [] if late is None else self._arrived(late)
@@ -234,98 +231,93 @@ class Engine:
         if speculator is not None:
             ahead = None  # drafts are made of the tokens
         launched = ahead.begin(plan) if ahead is not None and late is None else None
-        if launched:
-            self.sampler.forget()
-        else:
-            logits, first = step_logits(self.runner, plan, self.blocks, captured=launched is None)
+        if not launched:
+            logits, first = step_logits(self.runner, plan, captured=launched is None)
         self._computed(sum(entry.count for entry in plan), time.perf_counter() - started)
         self.scheduler.advance(plan)
         if launched:
+            self.sampler.forget()
             return []
-        growing: dict[OutputSequence, int] = {}  # those that take tokens now, and the first row of each
-        scored: dict[tuple[BeamSearch, ScheduledSequence], int] = {}
-        for entry, row in zip(plan, first, strict=True):
-            sequence, state = entry.sequence, table.state_of(entry.sequence)
-            if sequence.scored and entry.scored:
-                state.score_prompt(entry.start, logits[row : row + entry.scored], self.texts)
-                row += entry.scored
-            if not entry.complete:
-                continue
-            if state.prompt is sequence:
-                state.fork(self.scheduler)
-                table.outputs |= {output.sequence: output for output in state.outputs}
-                growing |= dict.fromkeys(state.outputs, row)
-            elif state.search is None:
-                growing[table.outputs[sequence]] = row
-            if state.search is not None:
-                scored[state.search, sequence] = row
+        growing, scored = table.reached(plan, first, logits, scheduler=self.scheduler, texts=self.texts)
         deferred = ahead is not None and not scored and ahead.defer(logits, growing, self.sampler)
         found = [] if late is None else self._arrived(late)
         if not deferred:
-            found += self._grow(logits, growing, learning=not resting) + self._search(logits, scored)
+            found += self._grow(logits, growing) + self._search(logits, scored)
         if ahead is not None:
             ahead.took(plan, time.perf_counter() - started)
-        if speculator is not None and resting:
-            speculator.rested(len(growing))
-        elif speculator is not None:  # drawing is a part of what rows cost
-            context = sum(entry.end for entry in plan) / len(plan)
-            speculator.stepped(sum(entry.count for entry in plan), context, time.perf_counter() - started)
+            return found
+        if speculator is not None:  # drawing is a part of what rows cost
+            speculator.stepped(sum(entry.count for entry in plan), time.perf_counter() - started)
+        if self.ahead is None:
+            self._run = run_after(plan, list(growing), self.scheduler, table)
+        return found
+
+    def _go_on(self, run: DecodeRun) -> list[RequestOutput] | None:
+        """The next step of a run; None where it has to be planned."""
+        speculator = self.speculator
+        if run.over or (speculator is not None and run.drafted) or (entered := run.enter()) is None:
+            return None
+        started = time.perf_counter()
+        if self.model.adapters is not None:
+            self.model.adapters.choose(run.adapters, self.model.device)
+        logits = self.runner.next_logits([text[-1] for text in run.texts], entered)
+        if logits is None:
+            return None
+        self._computed(len(run.texts), time.perf_counter() - started)
+        run.computed()
+        if speculator is None and run.only_ids_end_it:
+            tokens = self.sampler.draw(logits, run.outputs, run.rows).tolist()
+            found = self._take_each(run.outputs, tokens, group=run if run.steps else None)
+        else:
+            found = self._grow(logits, dict(zip(run.outputs, run.rows, strict=True)))
+        if speculator is not None:
+            speculator.stepped(len(run.texts), time.perf_counter() - started)
+        self._run = run
         return found
 
     def _propose(self, speculator: Speculator) -> None:
         """Have drafts made for the output sequences that are one token behind."""
         outputs = self._table.outputs
-        level = [outputs[s] for s in self.scheduler.running if s in outputs and len(s.tokens) - s.computed == 1]
-        texts = [one.draft_text for one in level]
-        for one, draft in zip(level, speculator.propose(texts, other_rows=self.scheduler.behind), strict=True):
-            one.sequence.drafts = draft
+        level = [one for one in self.scheduler.running if one in outputs and len(one.tokens) - one.computed == 1]
+        for one, draft in zip(level, speculator.propose(list(map(draft_text, level))), strict=True):
+            one.drafts = draft
 
-    def _grow(self, logits: Tensor, growing: dict[OutputSequence, int], *, learning: bool) -> list[RequestOutput]:
-        """Each output sequence takes what is sampled for it, from its row on. learning: the speculator is told."""
+    def _grow(self, logits: Tensor, growing: dict[TextSequence, int]) -> list[RequestOutput]:
+        """Each output sequence takes what is sampled for it, from its row on."""
         if not growing:
             return []
-        found: list[RequestOutput] = []
         owners, first = list(growing), list(growing.values())
-        drawn = self.sampler.sample(logits, owners, first, speculator=self.speculator)
-        for output, sampled in zip(owners, drawn, strict=True):
-            found += self._take(output, sampled, learning=learning)
-        return found
+        drawn = zip(owners, self.sampler.sample(logits, owners, first, speculator=self.speculator), strict=True)
+        return [piece for one, (tokens, logprobs) in drawn for piece in self._take(one, tokens, logprobs)]
 
-    def _land(self, ahead: Ahead, flight: Flight) -> list[RequestOutput]:
-        """Launch the next step if the host need not plan it, then take the tokens of the one in flight."""
+    def _launch_behind(self, ahead: Ahead, flight: Flight) -> list[RequestOutput]:
+        """Launch the step behind one in flight if the host need not plan it, then take the tokens of that one."""
         started = time.perf_counter()
-        following = ahead.go_on()
-        if following is not None:
-            self._computed(len(following.outputs), time.perf_counter() - started)
-        found = self._arrived(flight)
-        ahead.landed(following)
-        return found
-
-    def _arrive(self, ahead: Ahead, late: Flight) -> list[RequestOutput]:
-        """Begin a run of steps behind the tokens on their way, if the host need not plan it, and take these."""
-        started = time.perf_counter()
-        run = ahead.begin_behind(late)
-        if run is not None:
+        behind = ahead.launch_behind(flight)
+        if behind is not None:
             self.sampler.forget()
-            self._computed(len(run.outputs), time.perf_counter() - started)
-        found = self._arrived(late)
-        if run is not None:
-            ahead.arrived(run)
+            self._computed(len(behind.outputs), time.perf_counter() - started)
+        found = self._arrived(flight)
+        ahead.taken(flight, behind)
         return found
 
     def _arrived(self, flight: Flight) -> list[RequestOutput]:
         """Wait for the tokens of a step that was launched, and take them."""
         started, tokens = time.perf_counter(), flight.drawn.wait()
         self._counts.model_seconds += time.perf_counter() - started
-        if flight.nobody_ends(tokens, self._table):
+        return self._take_each(flight.outputs, tokens, group=flight.all_of(self._table))
+
+    def _take_each(self, outputs: list[TextSequence], tokens: list[int], *, group: Group | None) -> list[RequestOutput]:
+        """Each output sequence takes its token; those that have ended do not. group: these, if none is full."""
+        if group is not None and group.goes_on(tokens):
             self._counts.generated_tokens += len(tokens)
-            return flight.take(tokens)
+            return group.take(tokens)
         found: list[RequestOutput] = []
-        for output, token in zip(flight.outputs, tokens, strict=True):
+        for output, token in zip(outputs, tokens, strict=True):
             if not self._table.has(output):
                 continue  # it has ended: one token too many
             if not output.goes_on(token):
-                found += self._take(output, SampledTokens([token], (), None), learning=False)
+                found += self._take(output, [token], ())
                 continue
             self._counts.generated_tokens += 1
             found += output.take(token)
@@ -336,24 +328,24 @@ class Engine:
         self._counts.steps += 1
         self._counts.computed_tokens += tokens
 
-    def _take(self, output: OutputSequence, sampled: SampledTokens, *, learning: bool) -> list[RequestOutput]:
+    def _take(self, output: TextSequence, tokens: list[int], logprobs: Sequence[TokenLogprob]) -> list[RequestOutput]:
         """An output sequence takes what was sampled for it."""
-        text, count = output.append(sampled.tokens, failure=sampled.failure)
+        text, count = output.append(tokens)
         self._counts.generated_tokens += count
-        if self.speculator is not None and learning:
-            self.speculator.observe(output.sequence.number, count, checked=len(output.sequence.drafts))
-        tokens = sampled.tokens[:count]
-        self.scheduler.accept(output.sequence, tokens)
+        if self.speculator is not None:
+            self.speculator.observe(output.number, count, checked=len(output.drafts))
+        tokens, logprobs = tokens[:count], logprobs[:count]
+        self.scheduler.accept(output, tokens)
         if output.finish_reason is not None:
-            self.scheduler.finish(output.sequence)
-            self._table.end(output.sequence)
+            self.scheduler.finish(output)
+            self._table.end(output)
             self._forget(output)
-        found = output.state.emit(output, text=text, tokens=tokens, logprobs=sampled.logprobs[:count])
+        found = output.state.emit(output, text=text, tokens=tokens, logprobs=logprobs)
         if not output.state.unfinished:
             self._complete(output.state, failed=output.finish_reason == "error")
         return found
 
-    def _search(self, logits: Tensor, scored: dict[tuple[BeamSearch, ScheduledSequence], int]) -> list[RequestOutput]:
+    def _search(self, logits: Tensor, scored: dict[tuple[BeamSearch, TextSequence], int]) -> list[RequestOutput]:
         """The beams of the next step; the best texts of searches that are done."""
         if not scored:
             return []
@@ -381,9 +373,9 @@ class Engine:
         self.blocks.forget()  # what was promised to be written in this step may not have been
         return outputs
 
-    def _forget(self, output: OutputSequence) -> None:
+    def _forget(self, output: TextSequence) -> None:
         if self.speculator is not None:
-            self.speculator.end(output.sequence.number, output.generated, salt=output.state.request.salt)
+            self.speculator.end(output.number, output.generated, salt=output.state.request.salt)
 
     def _complete(self, state: RequestState, *, failed: bool = False) -> None:
         self._counts.failed += failed
@@ -394,7 +386,7 @@ class Engine:
         """Stop a request from outside: its blocks back, and a last word for each of its unfinished texts."""
         for sequence in state.sequences:
             self.scheduler.finish(sequence)
-            if (output := self._table.end(sequence)) is not None:
-                self._forget(output)
+            if self._table.end(sequence):
+                self._forget(sequence)
         self._table.remove(state)
         return state.emit_end(reason, why)

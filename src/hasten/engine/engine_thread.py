@@ -72,7 +72,7 @@ class EngineThread:
         """Take places in the queue, to be given back by `leave`: all of them, or none.
 
         The only place where it is decided whether there is room: a request that was let in here is not sent away later.
-        Raises QueueFull, or RequestRefused where there are not so many places.
+        Raises QueueFull, or RequestRefused where there will never be as many places.
         """
         with self._wake:
             self.engine.check_room(self.waiting, more=places)
@@ -137,7 +137,7 @@ class EngineThread:
         finally:
             with self._wake:
                 self._ended = True
-            while self._inbox:  # those who came too late are told so, by the engine
+            while self._inbox:  # the engine tells those who came too late
                 self._inbox.popleft()()
             self._after_step()
 

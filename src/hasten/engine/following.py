@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from hasten.checkpoints.adapters import load_adapters
-from hasten.engine.cache import row_format
-from hasten.engine.layout import Rows
-from hasten.engine.paged import PagedCache
+from hasten.engine.blocks import Rows
+from hasten.engine.cache import KVCache, row_format
 from hasten.engine.runner import BatchRunner, ModelRunner, capture_refusal
 from hasten.engine.settings import EngineSettings
 from hasten.engine.speculation import make_speculator
@@ -25,13 +24,13 @@ from hasten.errors import ConfigError
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 
-END, COPY, STEP, STATES = range(4)  # what a message is
+END, COPY, STEP, NEXT, STATES = range(5)  # what a message is
 
 
 class LeadingRunner(ModelRunner):
     """The first rank's part of the model over its part of the cache; the others follow."""
 
-    def __init__(self, model: Transformer, cache: PagedCache) -> None:
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
         super().__init__(model, cache)
         assert isinstance(model, ShardedTransformer)
         self.group = model.group
@@ -44,11 +43,17 @@ class LeadingRunner(ModelRunner):
         super().copy(pairs)
 
     def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
-        told = [STEP, *self._tokens(tokens), len(wanted), *wanted]
+        message = [STEP, *self._tokens(tokens), len(wanted), *wanted]
         for row in rows:
-            told += [row.start, row.count, len(row.block_table), *row.block_table]
-        self.group.of_first(told)
+            message += [row.start, row.count, len(row.block_table), *row.block_table]
+        self.group.of_first(message)
         return super().logits(tokens, rows, wanted)
+
+    def next_logits(self, tokens: Sequence[int], entered: Sequence[tuple[int, int]]) -> Tensor | None:
+        if not self.cache.can_go_on(entered):
+            return None
+        self.group.of_first([NEXT, *self._tokens(tokens), 0, *(value for pair in entered for value in pair)])
+        return super().next_logits(tokens, entered)
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         self.group.of_first([STATES, *self._tokens(tokens), 0])
@@ -66,7 +71,7 @@ class LeadingRunner(ModelRunner):
 
 
 def runner_of(model: Transformer, settings: EngineSettings, *, blocks: int, max_length: int) -> ModelRunner:
-    """What computes an engine's steps, with a cache of so many blocks."""
+    """What computes an engine's steps, with a cache of `blocks` blocks."""
     kind = LeadingRunner if isinstance(model, ShardedTransformer) else ModelRunner
     runner = kind(model, _cache(model, settings, blocks))
     runner.uncaptured = "--no-capture" if not settings.capture else capture_refusal(model)
@@ -78,8 +83,8 @@ def runner_of(model: Transformer, settings: EngineSettings, *, blocks: int, max_
     return runner
 
 
-def _cache(model: Transformer, settings: EngineSettings, blocks: int) -> PagedCache:
-    return PagedCache(
+def _cache(model: Transformer, settings: EngineSettings, blocks: int) -> KVCache:
+    return KVCache(
         model.config,
         blocks=blocks,
         block_size=settings.block_size,
@@ -104,12 +109,12 @@ def follow(
     """
     if adapters:
         load_adapters(model, list(adapters.values()))
-    make_speculator(model, draft, **drafting)  # measures what a step costs, together with the first
+    make_speculator(model, draft, **drafting)  # refuses what the first rank refuses
     (blocks,) = model.group.of_first()
     runner = ModelRunner(model, _cache(model, settings, blocks))
     while True:
-        kind, *told = model.group.of_first()
-        rest = iter(told)
+        kind, *message = model.group.of_first()
+        rest = iter(message)
         if kind == END:
             return
         if kind == COPY:
@@ -121,10 +126,13 @@ def follow(
         if kind == STATES:
             runner.states(tokens)
             continue
+        if kind == NEXT:
+            runner.next_logits(tokens, list(zip(rest, rest, strict=True)))
+            continue
         rows = [Rows(start=start, count=next(rest), block_table=_several(rest)) for start in rest]
         runner.logits(tokens, rows, wanted)
 
 
-def _several(told: Iterator[int]) -> list[int]:
-    """The next ones of a message, before which their count stands."""
-    return list(islice(told, next(told)))
+def _several(message: Iterator[int]) -> list[int]:
+    """The next numbers of a message, as many as the first one says."""
+    return list(islice(message, next(message)))

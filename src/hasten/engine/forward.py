@@ -2,80 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hasten.engine.batch import DecodeBatch, StepShape
+from hasten.engine.step import Groups, KVStep
 from hasten.model.transformer import Transformer
 from hasten.ops import triton_support
-from hasten.ops.attention import AttentionRequest, LayerAttention
 from hasten.ops.attention.inputs import visible
 from hasten.ops.attention.paged import PagedGroup
-from hasten.ops.attention.view import AttentionMetadata, KVView, StackView
-from hasten.ops.picker import Kernel
+from hasten.ops.attention.view import AttentionMetadata
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """For kernels that bring keys side by side: rows (S·W,) of the queries, slots (S, L) of the keys, in order, and
-    positions (S, W) of the queries.
-    """
-
-    rows: Tensor
-    slots: Tensor
-    positions: Tensor
-
-    def seen(self, window: int | None) -> list[PagedGroup]:
-        """As one group, with the mask of a layer. Padding sees a key, so that nothing becomes NaN."""
-        places = torch.arange(self.slots.shape[1], device=self.slots.device)
-        return [PagedGroup(self.rows, self.slots, self.positions, visible(self.positions, places, window))]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLayer:
-    """One layer's keys and values during a batch's step; see `LayerContext`."""
-
-    held: KVView
-    kernel: Kernel[AttentionRequest]
-    keys: Keys | None
-
-    def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
-        """For a kernel that writes and reads the cache itself."""
-        return self.held
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
-        """Write the step's k, v (S, W, Hkv, D); attention of q (S, W, H, D) over all that its sequences hold."""
-        held, spec, keys = self.held, attention.spec, self.keys
-        slots, rows = held.metadata.slot_mapping, held.metadata.rows
-        held.k[slots], held.v[slots] = rows.write(k).flatten(0, 1), rows.write(v).flatten(0, 1)
-
-        def groups() -> list[PagedGroup]:
-            assert keys is not None
-            return keys.seen(spec.window)
-
-        found = self.kernel.run(q.flatten(0, 1), held, spec=spec, groups=groups, dense=attention)
-        return found.unflatten(0, q.shape[:2])
-
-
-@dataclass(frozen=True, slots=True)
-class BatchStep:
-    """The context of a forward pass of S sequences by W tokens each, and their positions int64 (S, W)."""
-
-    all_layers: StackView
-    positions: Tensor
-    kernel: Kernel[AttentionRequest]
-    keys: Keys | None
-
-    @property
-    def layers(self) -> list[BatchLayer]:
-        """For the blocks one by one."""
-        return [BatchLayer(view, self.kernel, self.keys) for view in self.all_layers.layers]
-
-
-def batch_step(batch: DecodeBatch, shape: StepShape) -> BatchStep:
-    """Positions, slots and lengths of a filled batch, computed on the device.
+def batch_step(batch: DecodeBatch, shape: StepShape) -> KVStep:
+    """The context of a filled batch: S sequences by W tokens. Positions, slots and lengths are computed on the device.
 
     A sequence of fewer than W new tokens is padded behind them: such a token repeats the last position and is written
     nowhere (slot -1). Attention takes all W as the sequence's last ones. A padded sequence has length 0.
@@ -94,12 +36,19 @@ def batch_step(batch: DecodeBatch, shape: StepShape) -> BatchStep:
         max_query=width,
         longest=shape.longest + (width if width > 1 else 0),
     )
-    keys = None
+    groups: list[Groups] = [list] * len(cache.k)
     if cache.kernel.name == "gathered":
         places = torch.arange(shape.longest, device=batch.device)
         rows = torch.arange(positions.numel(), device=batch.device)
-        keys = Keys(rows, table[:, places // size] * size + places % size, positions)
-    return BatchStep(StackView(cache.k, cache.v, metadata), positions, cache.kernel, keys)
+        keys = PagedGroup(rows, table[:, places // size] * size + places % size, positions)
+        groups = [partial(_seen, keys, window) for window in cache.windows]
+    return KVStep(cache.k, cache.v, metadata, positions, kernel=cache.kernel.run, groups=groups)
+
+
+def _seen(keys: PagedGroup, window: int | None) -> list[PagedGroup]:
+    """The keys with the mask of a layer. Padding sees a key, so that nothing becomes NaN."""
+    places = torch.arange(keys.slots.shape[1], device=keys.slots.device)
+    return [keys._replace(mask=visible(keys.positions, places, window))]
 
 
 def places_of(

@@ -20,7 +20,7 @@ from hasten.engine.stopping import FinishReason, OutputText
 from hasten.errors import ConfigError
 from hasten.machine.host_copy import HostCopy
 from hasten.model.fused import fuse_where_it_fits
-from hasten.model.sharded import ShardedTransformer, told_by_first
+from hasten.model.sharded import told_by_first
 from hasten.model.transformer import Transformer
 
 Draft = str | Path | Transformer
@@ -145,7 +145,6 @@ class Generation:
     ) -> None:
         self.model = model
         self.speculator = speculator
-        self._shared = isinstance(model, ShardedTransformer)
         self.prompts = encode_prompts(model, prompts)
         rows = params_of(params, prompts=len(self.prompts), **settings)
         seeds = [secrets.randbits(63) for _ in rows]  # drawn here, because a draft model draws with the same
@@ -170,7 +169,7 @@ class Generation:
         self._tokens = [list(prompt) for prompt in self.prompts]  # of prompt and answer
 
     def results(self) -> list[Output]:
-        """Every prompt's continuation up to now; finish_reason "length" stands for a row that has not ended, too."""
+        """Every prompt's continuation up to now; finish_reason is "length" for a row that has not ended, too."""
         found = []
         for prompt, taken, output in zip(self.prompts, self._taken, self.outputs, strict=True):
             text = "".join(text for _, text in taken)
@@ -250,13 +249,15 @@ class Generation:
         start = drafted = time.perf_counter()
         logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
         drafts: list[list[int]] = []
-        resting, active = False, [True] * len(self.prompts)
+        active = [True] * len(self.prompts)
         while True:
             counts = [output.count for output in self.outputs]
             # All that depends on the logits is queued before the one unavoidable wait, for the tokens themselves.
             if any(drafts):
-                told = None if self.speculator is None else [*map(self.speculator.probabilities, range(len(drafts)))]
-                taken = told_by_first(self.model, sampler.take(logits, drafts, steps=counts, probabilities=told))
+                drawn_from = (
+                    None if self.speculator is None else [*map(self.speculator.probabilities, range(len(drafts)))]
+                )
+                taken = told_by_first(self.model, sampler.take(logits, drafts, steps=counts, probabilities=drawn_from))
                 tokens = torch.tensor([own[-1] for own in taken], device=self.model.device)
             else:
                 tokens = sampler.next_tokens(logits, steps=counts if self.speculator else [max(counts)] * len(counts))
@@ -265,10 +266,7 @@ class Generation:
             pushed = [one for row, on in enumerate(active) if on for one in self._push(row, taken[row])]
             going = [output.finish_reason is None for output in self.outputs]
             if self.speculator is not None:
-                if resting:
-                    self.speculator.rested(len(pushed))
-                else:
-                    self._learn(self.speculator, drafts, counts, now - drafted)
+                self._learn(self.speculator, drafts, counts, now - drafted)
                 for row in (row for row, on in enumerate(active) if on and not going[row]):
                     self.speculator.end(row, self._tokens[row][len(self.prompts[row]) :])
             if timing.first_token == 0.0:
@@ -283,9 +281,7 @@ class Generation:
             if not any(active):
                 return
             start = time.perf_counter()
-            # What ranks tell each other they do in the same steps; their clocks, by which drafts rest, differ.
-            resting = self.speculator is not None and not self._shared and self.speculator.rests()
-            drafts = [] if resting else self._drafts(active)
+            drafts = self._drafts(active)
             drafted = time.perf_counter()
             if any(drafts):  # rows that have ended go along, and back
                 logits = self.decoder.verify([[own[-1], *draft] for own, draft in zip(taken, drafts, strict=True)])
@@ -309,7 +305,8 @@ class Generation:
         if self.speculator is None:
             return drafts
         texts = []
-        for row in (row for row, on in enumerate(active) if on):
+        asked = [row for row, on in enumerate(active) if on] if self.speculator.asks else []
+        for row in asked:
             params, count = self.params[row], self.outputs[row].count
             room = min(self.decoder.room(row), params.max_new_tokens - count - 1)
             texts.append(Text(number=row, tokens=self._tokens[row], step=count, params=params, room=room))
@@ -324,9 +321,11 @@ class Generation:
         if any(drafts):  # the newest token's keys are not there yet
             self.decoder.truncate([len(tokens) - 1 for tokens in self._tokens])
         grown = [output.count - count for output, count in zip(self.outputs, counts, strict=True)]
+        rows = 0  # of the texts that go on
         for row, taken in enumerate(grown):
             if taken and counts[row]:
-                speculator.observe(row, taken, checked=len(drafts[row]) if drafts else 0)
+                checked = len(drafts[row]) if drafts else 0
+                speculator.observe(row, taken, checked=checked)
+                rows += 1 + checked
         if max(counts):
-            rows = sum(1 + len(draft) for draft in drafts)
-            speculator.stepped(rows, sum(map(len, self._tokens)) / len(self._tokens), seconds)
+            speculator.stepped(rows, seconds)

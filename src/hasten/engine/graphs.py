@@ -1,7 +1,7 @@
 """The decode step as one CUDA graph: captured once, then replayed with a single launch for each token.
 
 A step of a 7 B model is some 500 kernels, which the host launches more slowly than a GPU runs them. A graph replays the
-same kernels on the same addresses, so everything a step reads or changes stands in tensors that never move: the tokens,
+same kernels on the same addresses, so everything a step reads or changes is in tensors that never move: the tokens,
 the positions (which the step itself advances), the cache, the logits. Nothing that Python computes may differ from one
 step to the next, since Python runs only while the graph is captured. Blocks that torch.compile compiled are captured
 like any others.
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hasten.engine.cache import StaticCache
+from hasten.engine.cache import KVCache
 from hasten.engine.decoder import Decoder, static_capacity
 from hasten.errors import ConfigError
 from hasten.machine.cuda_graphs import capture_graph
@@ -31,7 +31,7 @@ def refusal(model: Transformer) -> str | None:
     if any(layer.experts for layer in model.config.layers):
         return "its experts choose their tokens on the host"
     if any(rope.scaling == "longrope" for rope in model.config.ropes):
-        return "longrope computes a sequence anew where it outgrows the pretraining context"
+        return "longrope computes a sequence again where it outgrows the pretraining context"
     return None if model.device.type == "cuda" else f"CUDA graphs need a CUDA device; the model is on {model.device}"
 
 
@@ -71,7 +71,7 @@ def fastest_decoder(
 class Kept:
     """The cache and the captured steps of a decoder that is no longer used. Nothing here refers to the model."""
 
-    cache: StaticCache
+    cache: KVCache
     captured: dict[int, tuple["FixedStep", Callable[[], None]]]
     captured_at: tuple[int, int]
     kv_cache_dtype: str
@@ -80,7 +80,7 @@ class Kept:
     def serves(self, model: Transformer, batch: int, capacity: int, kv_cache_dtype: str) -> bool:
         """Whether it may be used for a decoder of this kind: no smaller, and at most twice as large."""
         cache, stack = self.cache, model.stack
-        same = cache.batch == batch and self.kv_cache_dtype == kv_cache_dtype
+        same = cache.blocks == batch and self.kv_cache_dtype == kv_cache_dtype
         fits = capacity <= cache.capacity <= 2 * capacity
         return same and fits and isinstance(stack, CudaStack) and stack.addresses() == self.addresses
 
@@ -116,9 +116,9 @@ class FixedStep:
 
     logits: Tensor
 
-    def __init__(self, cache: StaticCache, width: int) -> None:
+    def __init__(self, cache: KVCache, width: int) -> None:
         self.cache = cache
-        self.tokens = torch.zeros(cache.batch, width, dtype=torch.int64, device=cache.first_slots.device)
+        self.tokens = torch.zeros(cache.blocks, width, dtype=torch.int64, device=cache.first_slots.device)
         self.positions, self.moves = torch.zeros_like(self.tokens), torch.ones_like(self.tokens)
         self.going = torch.ones_like(self.tokens, dtype=torch.bool)
         self.stands_at: tuple[list[int], list[int]] | None = None  # starts and counts, one each, after it has run
@@ -132,7 +132,7 @@ class FixedStep:
         self.moves.copy_(offsets < own)
 
     def __call__(self, model: Transformer) -> None:
-        context = self.cache.step(self.positions, valid=self.going, masks=not is_fused(model))
+        context = self.cache.step_of_texts(self.positions, valid=self.going, masks=not is_fused(model))
         self.logits = model(self.tokens, self.positions, context)
         self.positions.add_(self.moves)
 
@@ -185,7 +185,7 @@ class GraphDecoder(Decoder):
         return step.logits.flatten(0, 1)[torch.tensor(rows, device=step.logits.device)]
 
     def _run(self, tokens: Tensor, counts: list[int]) -> FixedStep:
-        """The step of tokens (B, W), of which each row has so many, after it has run; captured where it is new."""
+        """The step of tokens (B, W), of which each row has `counts`, after it has run; captured where it is new."""
         grown, width = self._grown(counts), tokens.shape[1]
         place = (self.cache.capacity, self.cache.k[0].data_ptr())
         if self._captured_at != place:

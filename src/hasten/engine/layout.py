@@ -1,14 +1,13 @@
 """Where the tokens of a step lie in a paged cache: host arrays in one buffer, copied to a device in one piece."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.engine.blocks import SequenceBlocks
+from hasten.engine.blocks import Rows
 from hasten.ops.attention.paged import PagedGroup, groups_of
 
 _ALIGNED = 16  # values: parts of a buffer begin at multiples, and tables have multiples of columns, so that kernels
@@ -16,20 +15,11 @@ _ALIGNED = 16  # values: parts of a buffer begin at multiples, and tables have m
 _SPARE = 4  # columns of a table that a sequence may grow by before all of it is laid out again
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """`count` tokens of one sequence, at positions start … start + count - 1; block_table: its blocks in order."""
-
-    block_table: Sequence[int] | SequenceBlocks
-    start: int
-    count: int
-
-
 class RaggedLayout:
     """The tokens of several sequences end to end in one row.
 
     int64 arrays in one buffer: positions and slots (N,), query_start_loc (B + 1,), seq_lens (B,), table (B, columns).
-    `advance` moves a step of one token a sequence on by one token each, writing only what changes.
+    `go_on` moves a step of one token a sequence on by one token each, writing only what changes.
     """
 
     def __init__(self, rows: Sequence[Rows], block_size: int) -> None:
@@ -56,10 +46,6 @@ class RaggedLayout:
         first = self.query_start_loc[:-1] - starts
         self.positions[:] = np.arange(self.tokens) - np.repeat(first, counts)
         self.slots[:] = self._slots(of)
-        # What `advance` compares with; tables of other kinds say nothing of what has changed in them.
-        single = self.most == 1 and all(isinstance(row.block_table, SequenceBlocks) for row in rows)
-        self._seen = [_seen(row.block_table) for row in rows] if single else None  # type: ignore[arg-type]
-        self._ends: list[int] = ends.tolist()
         self._groups: list[PagedGroup] | None = None
 
     def parts(self, buffer: Tensor | np.ndarray) -> list:
@@ -69,7 +55,7 @@ class RaggedLayout:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return max(self._ends)
+        return int(self.seq_lens.max())
 
     def groups(self, place: Callable[[Tensor], Tensor]) -> list[PagedGroup]:
         """The step's `PagedGroup`s on the device, made when a kernel first asks."""
@@ -78,44 +64,25 @@ class RaggedLayout:
             self._groups = [PagedGroup(*map(place, group[:3])) for group in found]
         return self._groups
 
-    def advance(self, rows: Sequence[Rows]) -> bool:
-        """Become the layout of these rows, if they are the same sequences with their next tokens; False: they are not.
+    def go_on(self, entered: Sequence[tuple[int, int]]) -> None:
+        """Become the layout of the next token of each sequence, after a step of one token each.
 
-        In place: what was handed out of this layout changes with it.
+        entered: (sequence, block) for each that begins a block; `has_columns` for them. In place: what was handed out
+        of this layout changes with it.
         """
-        seen, ends = self._seen, self._ends
-        if seen is None or len(rows) != len(seen):
-            return False
-        size, columns = self.block_size, self.table.shape[1]
-        entered = []  # sequences that begin a block
-        for i, row in enumerate(rows):
-            table, start = row.block_table, row.start
-            known = seen[i]
-            if (
-                row.count != 1
-                or start != ends[i]
-                or table is not known[0]
-                or table.edits != known[1]
-                or table.left != known[2]
-            ):
-                return False
-            if start % size == 0:
-                if start // size >= columns:
-                    return False
-                entered.append(i)
-        for i in entered:
-            row = rows[i]
-            column = row.start // size
-            self.table[i, column] = row.block_table[column : column + 1][0]
-        self._ends = [end + 1 for end in ends]
-        self._groups = None
-        self.seq_lens += 1
+        assert self.most == 1, "only a step of one token a sequence can go on"
+        size, self._groups = self.block_size, None
         self.positions += 1
-        if entered:
-            self.slots[:] = self._slots(np.arange(len(rows)))
-        else:
-            self.slots += 1
-        return True
+        self.slots += 1
+        for sequence, block in entered:
+            self.table[sequence, self.seq_lens[sequence] // size] = block
+            self.slots[sequence] = block * size
+        self.seq_lens += 1
+
+    def has_columns(self, entered: Sequence[tuple[int, int]]) -> bool:
+        """Whether the table has room for the blocks with which `go_on` is to be called."""
+        columns = self.table.shape[1]
+        return all(self.seq_lens[sequence] // self.block_size < columns for sequence, _ in entered)
 
     def _slots(self, of: np.ndarray) -> np.ndarray:
         """The slots (N,) of the tokens of these sequences (N,)."""
@@ -131,10 +98,6 @@ class RaggedLayout:
             whole = whole.to(device)
         *vectors, table = self.parts(whole)
         return [*vectors, table.view(self.table.shape)]
-
-
-def _seen(table: SequenceBlocks) -> tuple[SequenceBlocks, int, int]:
-    return table, table.edits, table.left
 
 
 def _aligned(size: int) -> int:

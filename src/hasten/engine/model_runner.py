@@ -10,76 +10,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hasten.engine.batch import StepPart
 from hasten.engine.batch_sampler import BatchSampler, agreed
-from hasten.engine.blocks import BlockManager
-from hasten.engine.layout import Rows, to_device
+from hasten.engine.layout import to_device
 from hasten.engine.logprobs import TokenTexts, token_logprobs
 from hasten.engine.prompts import check_ids
 from hasten.engine.request import RequestRefused, TokenLogprob
-from hasten.engine.request_state import OutputSequence
 from hasten.engine.runner import BatchRunner, ModelRunner
-from hasten.engine.scheduler import ScheduledTokens
+from hasten.engine.sequence import ScheduledTokens, TextSequence
 from hasten.engine.speculation import Speculator
 from hasten.errors import ConfigError
 
 
 def step_logits(
-    runner: ModelRunner,
-    plan: Sequence[ScheduledTokens],
-    blocks: BlockManager,
-    *,
-    captured: bool = True,
+    runner: ModelRunner, plan: Sequence[ScheduledTokens], *, captured: bool = True
 ) -> tuple[Tensor, list[int]]:
     """Logits (R, V) float32 of the rows that are wanted, and the first of each of the plan's entries.
 
     An entry's scored rows come before those of its last token. Where none is wanted, the step only reads, and R is 1.
     captured: whether a captured step may be looked for.
     """
-    if (
-        captured
-        and runner.decoder is not None
-        and (found := _captured_logits(runner.decoder, plan, blocks)) is not None
-    ):
+    decoder = runner.decoder if captured else None
+    if decoder is not None and (found := _captured_logits(decoder, plan)) is not None:
         return found
     tokens: list[int] = []
     wanted: list[int] = []
     first: list[int] = []
-    rows: list[Rows] = []
     for entry in plan:
-        sequence, start, count = entry.sequence, entry.start, entry.count
-        drafts, at = sequence.drafts, len(tokens)
-        tokens += tokens_of(entry)
+        drafts, at = len(entry.sequence.drafts), len(tokens)
+        tokens += entry.tokens
         first.append(len(wanted))
-        if sequence.scored:
+        if entry.sequence.scored:
             wanted += range(at, at + entry.scored)
         if entry.complete:
-            wanted += range(len(tokens) - 1 - len(drafts), len(tokens))
-        rows.append(Rows(blocks.table(sequence.number), start, count))
+            wanted += range(len(tokens) - 1 - drafts, len(tokens))
     model = runner.model
     if model.adapters is not None:
         chosen = [entry.sequence.adapter for entry in plan for _ in range(entry.count)]
         model.adapters.choose(chosen, model.device)
-    return runner.logits(tokens, rows, wanted or [len(tokens) - 1]), first
-
-
-def tokens_of(entry: ScheduledTokens) -> list[int]:
-    """The tokens that an entry of a plan computes."""
-    sequence, start, count = entry.sequence, entry.start, entry.count
-    if count == 1 and not sequence.drafts:
-        return [sequence.tokens[start]]
-    return (sequence.tokens + sequence.drafts if sequence.drafts else sequence.tokens)[start : start + count]
-
-
-def part_of(entry: ScheduledTokens, blocks: BlockManager) -> StepPart:
-    """An entry of a plan as a part of a captured step."""
-    number = entry.sequence.number
-    return StepPart(number, blocks.table(number), entry.start, tokens_of(entry))
+    return runner.logits(tokens, plan, wanted or [len(tokens) - 1]), first
 
 
 def common_adapter(plan: Sequence[ScheduledTokens]) -> int | None:
@@ -88,17 +60,13 @@ def common_adapter(plan: Sequence[ScheduledTokens]) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _captured_logits(
-    decoder: BatchRunner, plan: Sequence[ScheduledTokens], blocks: BlockManager
-) -> tuple[Tensor, list[int]] | None:
+def _captured_logits(decoder: BatchRunner, plan: Sequence[ScheduledTokens]) -> tuple[Tensor, list[int]] | None:
     """The same of a step of decodes and their drafts, where it is captured."""
     for entry in plan:
         if not entry.complete or entry.count != 1 + len(entry.sequence.drafts):
             return None
     adapter = common_adapter(plan)
-    if adapter is None:
-        return None
-    return decoder.logits([part_of(entry, blocks) for entry in plan], adapter=adapter)
+    return None if adapter is None else decoder.logits(plan, adapter=adapter)
 
 
 @torch.no_grad()
@@ -122,22 +90,13 @@ def embed(runner: ModelRunner, prompt: Sequence[int], adapter: int = -1, *, pool
     return x[-1] if pooling == "last" else x.mean(dim=0)
 
 
-@dataclass(slots=True)  # not frozen, which takes longer to make: there is one for each row of each step
-class SampledTokens:
-    """What an output sequence takes in a step. failure: why its constraint allows nothing, if so."""
-
-    tokens: list[int]
-    logprobs: Sequence[TokenLogprob]
-    failure: str | None
-
-
 class _Walk:
     """The constraints of drawn rows, each walked along its draft; what is not taken is forgotten with a fork."""
 
-    def __init__(self, outputs: Sequence[OutputSequence], end_ids: Sequence[Collection[int]]) -> None:
+    def __init__(self, outputs: Sequence[TextSequence], end_ids: Sequence[Collection[int]]) -> None:
         self.failures: dict[int, str] = {}
         self._end_ids = end_ids
-        self._drafted = [bool(output.sequence.drafts) for output in outputs]
+        self._drafted = [bool(output.drafts) for output in outputs]
         self._constraints = [
             one.constraint.fork() if drafted and one.constraint is not None else one.constraint
             for one, drafted in zip(outputs, self._drafted, strict=True)
@@ -170,41 +129,45 @@ class Sampler:
 
     def __init__(self, *, vocab_size: int, eos_ids: Collection[int], texts: TokenTexts, device: torch.device) -> None:
         self.vocab_size, self.eos_ids, self.texts, self.device = vocab_size, frozenset(eos_ids), texts, device
+        self._outputs: Sequence[TextSequence] = ()  # that all of this was laid out for
         self._key: tuple[int, ...] = ()
         self._drawn: list[int] = []  # indices of the outputs whose tokens are more than an argmax
         self._batch: BatchSampler | None = None  # of those
 
     def forget(self) -> None:
         """Lay everything out again at the next draw: tokens were drawn elsewhere meanwhile."""
-        self._key, self._drawn, self._batch = (), [], None
+        self._outputs, self._key, self._drawn, self._batch = (), (), [], None
 
     def sample(
         self,
         logits: Tensor,
-        outputs: Sequence[OutputSequence],
+        outputs: Sequence[TextSequence],
         first: Sequence[int],
         *,
         speculator: Speculator | None = None,
-    ) -> list[SampledTokens]:
-        """What each output sequence takes: its draft as far as it is right, and one token more.
+    ) -> list[tuple[list[int], Sequence[TokenLogprob]]]:
+        """The tokens that each output sequence takes, and their log-probabilities where these are wanted.
 
+        Its draft as far as it is right, and one token more. Where its constraint allows nothing, its `failure` is set.
         logits (R, V) float32; of each output the row `first`, and one more for each token of its draft behind it.
         speculator: knows what the drafts were drawn from.
         """
         self._arrange(outputs)
         scored = {
-            i: logits[first[i] : first[i] + 1 + len(output.sequence.drafts)]
+            i: logits[first[i] : first[i] + 1 + len(output.drafts)]
             for i, output in enumerate(outputs)
             if output.state.wants_logprobs
         }
         taken, failures = self._take(logits, outputs, first, speculator)
         logprobs = self._logprobs(scored, taken, outputs)
-        return [SampledTokens(own, logprobs.get(i, ()), failures.get(i)) for i, own in enumerate(taken)]
+        for i, failure in failures.items():
+            outputs[i].failure = failure
+        return [(own, logprobs.get(i, ())) for i, own in enumerate(taken)]
 
     def _take(
         self,
         logits: Tensor,
-        outputs: Sequence[OutputSequence],
+        outputs: Sequence[TextSequence],
         first: Sequence[int],
         speculator: Speculator | None,
     ) -> tuple[list[list[int]], dict[int, str]]:
@@ -215,26 +178,26 @@ class Sampler:
             best = logits.argmax(dim=-1).tolist()
             for i, output in enumerate(outputs):
                 if i not in drawn:
-                    drafts = output.sequence.drafts
+                    drafts = output.drafts
                     taken[i] = agreed(best[first[i] : first[i] + 1 + len(drafts)], drafts)
         if self._batch is None:
             return taken, {}
         own = [outputs[i] for i in self._drawn]
-        rows = [first[i] + at for i in self._drawn for at in range(1 + len(outputs[i].sequence.drafts))]
+        rows = [first[i] + at for i in self._drawn for at in range(1 + len(outputs[i].drafts))]
         if rows != list(range(len(logits))):  # several outputs of one row, or rows of a prompt's log-probabilities
             logits = logits[torch.tensor(rows, device=logits.device)]
         walk = None
         if any(output.constraint is not None for output in own):
             walk = _Walk(own, self._batch.end_ids)
-        proposed = [output.sequence.drafts for output in own]
-        told = None
+        proposed = [output.drafts for output in own]
+        drawn_from = None
         if speculator is not None:
-            told = [
-                speculator.probabilities(output.sequence.number)[: len(draft)]
+            drawn_from = [
+                speculator.probabilities(output.number)[: len(draft)]
                 for output, draft in zip(own, proposed, strict=True)
             ]
         steps = [output.count for output in own]
-        found = self._batch.take(logits, proposed, steps=steps, guide=walk, probabilities=told)
+        found = self._batch.take(logits, proposed, steps=steps, guide=walk, probabilities=drawn_from)
         failures: dict[int, str] = {}
         for at, (i, tokens) in enumerate(zip(self._drawn, found, strict=True)):
             taken[i] = tokens
@@ -246,7 +209,7 @@ class Sampler:
         return taken, failures
 
     def _logprobs(
-        self, scored: dict[int, Tensor], taken: Sequence[Sequence[int]], outputs: Sequence[OutputSequence]
+        self, scored: dict[int, Tensor], taken: Sequence[Sequence[int]], outputs: Sequence[TextSequence]
     ) -> dict[int, list[TokenLogprob]]:
         """Those of the taken tokens, for the outputs that want them."""
         if not scored:
@@ -257,25 +220,32 @@ class Sampler:
         found = iter(token_logprobs(rows, tokens, tops=tops, texts=self.texts))
         return {i: [next(found) for _ in taken[i]] for i in scored}
 
-    def sample_later(self, logits: Tensor, outputs: Sequence[OutputSequence], first: Sequence[int]) -> Tensor:
+    def draw(self, logits: Tensor, outputs: list[TextSequence], first: Sequence[int]) -> Tensor:
         """The next token of each output sequence, int64 on the device; the host does not wait for it.
 
         logits (R, V) and `first` as in `sample`; of outputs without drafts, constraints and log-probabilities.
         """
         self._arrange(outputs)
-        if self._batch is not None:
-            rows = to_device([first[i] for i in self._drawn], logits.device)
-            drawn = self._batch.next_tokens(logits[rows], steps=[outputs[i].count for i in self._drawn])
-            if len(self._drawn) == len(outputs):
-                return drawn
-        best = logits.argmax(dim=-1)[to_device(list(first), logits.device)]
-        if self._batch is not None:
-            best.index_copy_(0, to_device(self._drawn, logits.device), drawn)
+        if len(first) != len(logits) or first != range(len(logits)):
+            logits = logits[to_device(list(first), logits.device)]
+        if self._batch is None:
+            return logits.argmax(dim=-1)
+        own = self._drawn
+        whole = len(own) == len(outputs)
+        rows = None if whole else to_device(own, logits.device)
+        drawn = self._batch.next_tokens(logits if rows is None else logits[rows], steps=[outputs[i].count for i in own])
+        if rows is None:
+            return drawn
+        best = logits.argmax(dim=-1)
+        best.index_copy_(0, rows, drawn)
         return best
 
-    def _arrange(self, outputs: Sequence[OutputSequence]) -> None:
+    def _arrange(self, outputs: Sequence[TextSequence]) -> None:
         """Lay out how these are drawn for, unless it was done for the same ones."""
-        key = tuple(output.sequence.number for output in outputs)
+        if outputs is self._outputs:
+            return
+        key = tuple(output.number for output in outputs)
+        self._outputs = outputs
         if key == self._key:
             return
         self._key = key

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hasten.engine.blocks import Rows
+from hasten.engine.cache import KVCache
 from hasten.engine.captures import Captures, LogitsBuffer
-from hasten.engine.layout import RaggedLayout, Rows
-from hasten.engine.paged import PagedCache, PagedStep
+from hasten.engine.layout import RaggedLayout
+from hasten.engine.step import Groups, KVStep
 from hasten.model.transformer import Transformer
-from hasten.ops.attention.view import AttentionMetadata, StackView
+from hasten.ops.attention.view import AttentionMetadata
 
 TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 SEQUENCES = (16, 64, 256, 512)  # and rows that are scored
@@ -40,7 +42,7 @@ class PromptSteps:
     def __init__(
         self,
         model: Transformer,
-        cache: PagedCache,
+        cache: KVCache,
         captures: Captures,
         logits: LogitsBuffer,
         *,
@@ -120,8 +122,8 @@ class PromptSteps:
         )
         if self.model.adapters is not None:
             self.model.adapters.every, self.model.adapters.rows, self.model.adapters.groups = -1, None, []
-        view = StackView(cache.k, cache.v, metadata)
-        step = PagedStep(view, positions[None], cache.kernel.run, [list] * len(cache.k))
+        groups: list[Groups] = [list] * len(cache.k)
+        step = KVStep(cache.k, cache.v, metadata, positions[None], kernel=cache.kernel.run, groups=groups)
         return self.model.scores(self.model.states(ids[None], step.positions, step)[0, scored], out=out)
 
 

@@ -80,7 +80,7 @@ class Request:
 
     prompt: token ids. n: samples to give back; best_of (at least n): samples to draw, of which the n with the largest
     mean log-probability are given back, all at the end. A seed gives sample i the seed plus i.
-    beam_width: above 0, beam search with so many beams; the n best are given back at the end, ranked by sum of
+    beam_width: above 0, beam search with this many beams; the n best are given back at the end, ranked by sum of
     log-probabilities / length ** length_penalty; early_stopping: end as soon as `beam_width` texts are complete.
     logprobs: alternatives wanted for each output token, 0 for the taken one's value alone; they are those of the
     model, before bias, penalties and temperature. prompt_logprobs: the same of the prompt (which is then computed

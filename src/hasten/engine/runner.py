@@ -7,18 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hasten.engine import graphs
-from hasten.engine.batch import DecodeBatch, StepPart, StepShape
-from hasten.engine.blocks import SequenceBlocks
+from hasten.engine.batch import DecodeBatch, StepShape
+from hasten.engine.blocks import Rows, SequenceBlocks
+from hasten.engine.cache import KVCache
 from hasten.engine.captures import Captures, LogitsBuffer
 from hasten.engine.forward import forward
-from hasten.engine.layout import Rows, to_device
-from hasten.engine.paged import PagedCache
+from hasten.engine.layout import to_device
 from hasten.engine.prompt_steps import PromptSteps
-from hasten.engine.sampler import DeviceSampler, DrawKind, DrawnRow
+from hasten.engine.sampler import DeviceSampler, DrawKind
+from hasten.engine.sequence import ScheduledTokens
 from hasten.machine.host_copy import HostCopy
 from hasten.model.context import training_context
 from hasten.model.sharded import ShardedTransformer
@@ -39,22 +41,38 @@ class ModelRunner:
     decoder: BatchRunner | None = None
     uncaptured: str | None = None
 
-    def __init__(self, model: Transformer, cache: PagedCache) -> None:
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
         self.model, self.cache = model, cache
         self._wanted: tuple[list[int], Tensor] | None = None
+        self._next_tokens = np.empty(0, dtype=np.int64)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks of the cache (source, target), as if one after the other."""
         self.cache.copy(pairs)
 
     def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
-        """Logits (R, V) float32 of the wanted ones among the rows' tokens, which stand end to end."""
+        """Logits (R, V) float32 of the wanted ones among the rows' tokens, which are laid end to end."""
         if self.decoder is not None and (found := self.decoder.prompts.logits(tokens, rows, wanted)) is not None:
             return found
         step, device = self.cache.step(rows), self.model.device
         if self._wanted is None or self._wanted[0] != wanted:
             self._wanted = list(wanted), to_device(list(wanted), device)
         return self.model(to_device([list(tokens)], device), step.positions, step, rows=self._wanted[1])
+
+    def next_logits(self, tokens: Sequence[int], entered: Sequence[tuple[int, int]]) -> Tensor | None:
+        """Logits (N, V) float32 after the next token of each of the N sequences of the last step, which had one each.
+
+        entered and None: as in `KVCache.go_on`.
+        """
+        step = self.cache.go_on(entered)
+        if step is None:
+            return None
+        if len(self._next_tokens) != len(tokens):
+            self._next_tokens = np.empty(len(tokens), dtype=np.int64)
+        self._next_tokens[:] = tokens
+        ids = torch.from_numpy(self._next_tokens)[None].to(self.model.device)  # (1, N)
+        logits: Tensor = self.model(ids, step.positions, step)
+        return logits[0]
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         """The last states (T, C) float32 of a text, normalised."""
@@ -114,7 +132,7 @@ class BatchRunner:
     def __init__(
         self,
         model: Transformer,
-        cache: PagedCache,
+        cache: KVCache,
         *,
         sequences: int,
         longest: int,
@@ -141,14 +159,13 @@ class BatchRunner:
 
     # -- steps whose tokens the host draws ----------------------------------------------------------------------------
 
-    def logits(self, parts: Sequence[StepPart], *, adapter: int = -1) -> tuple[Tensor, list[int]] | None:
-        """Logits (R, V) after each token of the parts, and the row of each part's first; None: run it plainly.
+    def logits(self, plan: Sequence[ScheduledTokens], *, adapter: int = -1) -> tuple[Tensor, list[int]] | None:
+        """Logits (R, V) after each token of the plan, and the row of each entry's first; None: run it plainly.
 
         Valid until the next step.
         """
-        width = max(len(part.tokens) for part in parts)
-        longest = max(part.start + len(part.tokens) for part in parts)
-        found = self._forward(len(parts), width, longest, adapter, lambda shape: self.batch.fill(shape, parts))
+        width, longest = max(entry.count for entry in plan), max(entry.end for entry in plan)
+        found = self._forward(len(plan), width, longest, adapter, lambda shape: self.batch.fill(shape, plan))
         if found is None:
             return None
         logits, shape, rows = found
@@ -158,9 +175,7 @@ class BatchRunner:
 
     def begin(
         self,
-        parts: Sequence[StepPart],
-        rows: Sequence[DrawnRow],
-        texts: Sequence[Sequence[int]],
+        plan: Sequence[ScheduledTokens],
         *,
         adapter: int = -1,
         behind: tuple[list[int], list[int], Tensor] | None = None,
@@ -169,21 +184,21 @@ class BatchRunner:
 
         behind: sequences whose tokens the host does not know yet, and the places of these in a tensor on the device.
         """
-        numbers, longest = [part.number for part in parts], max(part.start + 1 for part in parts)
-        values = self.sampler.values(rows, texts)
+        numbers, longest = [entry.sequence.number for entry in plan], max(entry.end for entry in plan)
+        values = self.sampler.values(plan)
 
         def fill(shape: StepShape) -> list[int]:
-            found = self.batch.fill(shape, parts, values)
+            found = self.batch.fill(shape, plan, values)
             if behind is not None:
                 self.batch.take_tokens(shape, *behind)
             return found
 
-        found = self._forward(len(parts), 1, longest, adapter, fill)
+        found = self._forward(len(plan), 1, longest, adapter, fill)
         if found is None:
             return None
         logits, self._shape, _ = found
         self._adapter = adapter
-        self._kind = self.sampler.prepare(numbers, rows, texts)
+        self._kind = self.sampler.prepare(plan)
         return self._draw(numbers, logits)
 
     def go_on(

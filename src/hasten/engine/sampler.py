@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 from hasten.engine.batch import DecodeBatch, StepShape
 from hasten.engine.params import SamplingParams
 from hasten.engine.sampling import History, RowParams, next_tokens
+from hasten.engine.sequence import ScheduledTokens, TextSequence
 from hasten.ops import triton_support
 
 _TOP_KS = (64, 512)  # a batch's largest top-k is rounded up to one of these, or is the vocabulary
@@ -45,30 +46,6 @@ class DrawKind(NamedTuple):
         return self.repetition or self.presence or self.frequency
 
 
-class DrawnRow:
-    """How a sequence's tokens are drawn."""
-
-    __slots__ = ("end_ids", "params", "prompt", "values")
-
-    def __init__(
-        self, params: SamplingParams, *, prompt: Sequence[int], end_ids: Collection[int], vocab_size: int
-    ) -> None:
-        """params: with a seed. end_ids: what must not come before min_new_tokens."""
-        assert params.seed is not None, "a row of a batch has a seed"
-        self.params, self.prompt, self.end_ids = params, prompt, end_ids
-        # As in `StepTensors`, 8 bytes each: seeds, least, top_k (the vocabulary: off), and the floats.
-        self.values = struct.pack(
-            "=3q6d",
-            *(params.seed, params.min_new_tokens, min(params.top_k or vocab_size, vocab_size)),
-            *(
-                0.0 if params.greedy else params.temperature,
-                params.top_p,
-                math.log(params.min_p) if params.min_p else -math.inf,
-            ),
-            *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
-        )
-
-
 class DeviceSampler:
     """Draws for a batch, and moves it on to its next step: the tokens drawn are its tokens, one further."""
 
@@ -82,29 +59,44 @@ class DeviceSampler:
 
     # -- the host's part ----------------------------------------------------------------------------------------------
 
-    def prepare(self, numbers: Sequence[int], rows: Sequence[DrawnRow], texts: Sequence[Sequence[int]]) -> DrawKind:
-        """Write what the batch's buffer has no place for, of these sequences; returns the kind of their draw.
-
-        texts: prompt and output of each, as far as its next token is to be drawn after.
-        """
-        steps = [len(text) - len(row.prompt) for row, text in zip(rows, texts, strict=True)]
-        kind = kind_of([row.params for row in rows], steps, self.vocab_size)
+    def prepare(self, plan: Sequence[ScheduledTokens]) -> DrawKind:
+        """Write what the batch's buffer has no place for, of these sequences; returns the kind of their draw."""
+        sequences = [entry.sequence for entry in plan]
+        kind = kind_of([one.params for one in sequences], _steps(plan), self.vocab_size)
         if kind.penalized or kind.bias or kind.banned:
-            places = self.batch.place(numbers)
+            places = self.batch.place([one.number for one in sequences])
             if kind.penalized:
-                self._write_history(numbers, rows, texts, places)
+                self._write_history(sequences, places)
             if kind.banned:
-                self._write_ends(numbers, rows, places)
+                self._write_ends(sequences, places)
             if kind.bias:
-                self._write_bias(numbers, rows, places)
+                self._write_bias(sequences, places)
         return kind
 
-    def values(self, rows: Sequence[DrawnRow], texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """The values of `DecodeBatch.fill` for these rows, int64 (10, P)."""
-        found = np.empty((10, len(rows)), dtype=np.int64)
-        found[0] = [len(text) - len(row.prompt) for row, text in zip(rows, texts, strict=True)]
-        found[1:] = np.frombuffer(b"".join([row.values for row in rows]), dtype=np.int64).reshape(len(rows), 9).T
+    def values(self, plan: Sequence[ScheduledTokens]) -> np.ndarray:
+        """The values of `DecodeBatch.fill` for this plan, int64 (10, P)."""
+        found = np.empty((10, len(plan)), dtype=np.int64)
+        found[0] = _steps(plan)
+        packed = b"".join([self.pack(entry.sequence) for entry in plan])
+        found[1:] = np.frombuffer(packed, dtype=np.int64).reshape(len(plan), 9).T
         return found
+
+    def pack(self, sequence: TextSequence) -> bytes:
+        """Its values in `StepTensors`, 8 bytes each: seed, least, top_k (the vocabulary: off), and the floats."""
+        if sequence.packed is None:
+            params, vocab_size = sequence.params, self.vocab_size
+            assert params.seed is not None, "a row of a batch has a seed"
+            sequence.packed = struct.pack(
+                "=3q6d",
+                *(params.seed, params.min_new_tokens, min(params.top_k or vocab_size, vocab_size)),
+                *(
+                    0.0 if params.greedy else params.temperature,
+                    params.top_p,
+                    math.log(params.min_p) if params.min_p else -math.inf,
+                ),
+                *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+            )
+        return sequence.packed
 
     def took(self, numbers: Sequence[int]) -> None:
         """One more token of each was counted on the device."""
@@ -114,71 +106,68 @@ class DeviceSampler:
             if held is not None and held[0] == number:
                 self._held[row] = (number, held[1] + 1)
 
-    def _write_history(
-        self,
-        numbers: Sequence[int],
-        rows: Sequence[DrawnRow],
-        texts: Sequence[Sequence[int]],
-        places: Sequence[int],
-    ) -> None:
+    def _write_history(self, sequences: Sequence[TextSequence], places: Sequence[int]) -> None:
         size = self.batch.sequences, self.vocab_size
         if self._history is None:
             self._history = History(
                 counts=torch.zeros(size, dtype=torch.int32, device=self.device),
                 seen=torch.zeros(size, dtype=torch.bool, device=self.device),
             )
-        new: list[int] = []
+        new: list[tuple[TextSequence, int]] = []
         more: tuple[list[int], list[int]] = ([], [])
-        for i, (number, row, text, place) in enumerate(zip(numbers, rows, texts, places, strict=True)):
-            held = self._held[place]
-            if not row.params.needs_history:
+        for one, place in zip(sequences, places, strict=True):
+            number, text, held = one.number, one.tokens, self._held[place]
+            if not one.params.needs_history:
                 self._held[place] = None
             elif held is not None and held[0] == number and held[1] <= len(text):
                 more[0].extend([place] * (len(text) - held[1]))
                 more[1].extend(text[held[1] :])
                 self._held[place] = (number, len(text))
             else:
-                new.append(i)
+                new.append((one, place))
                 self._held[place] = (number, len(text))
         if new:
-            outputs = [texts[i][len(rows[i].prompt) :] for i in new]
             fresh = History.of_prompts(
-                [rows[i].prompt for i in new], outputs=outputs, vocab_size=self.vocab_size, device=self.device
+                [one.tokens[: one.prompt_length] for one, _ in new],
+                outputs=[one.generated for one, _ in new],
+                vocab_size=self.vocab_size,
+                device=self.device,
             )
-            at = torch.tensor([places[i] for i in new], device=self.device)
+            at = torch.tensor([place for _, place in new], device=self.device)
             self._history.counts.index_copy_(0, at, fresh.counts)
             self._history.seen.index_copy_(0, at, fresh.seen)
         if more[0]:
             self._history.observe(torch.tensor(more[1], device=self.device), rows=more[0])
 
-    def _write_ends(self, numbers: Sequence[int], rows: Sequence[DrawnRow], places: Sequence[int]) -> None:
+    def _write_ends(self, sequences: Sequence[TextSequence], places: Sequence[int]) -> None:
         """What may not come before min_new_tokens."""
         if self._ends is None:
             self._ends = torch.zeros(self.batch.sequences, self.vocab_size, dtype=torch.bool, device=self.device)
-        new = self._new("ends", numbers, places)
+        new = self._new("ends", sequences, places)
         if new:
             ends = torch.zeros(len(new), self.vocab_size, dtype=torch.bool)
             for own, i in zip(ends, new, strict=True):
-                own[[token for token in rows[i].end_ids if token < self.vocab_size]] = True
+                own[[token for token in sequences[i].end_ids if token < self.vocab_size]] = True
             self._ends.index_copy_(0, torch.tensor([places[i] for i in new], device=self.device), ends.to(self.device))
 
-    def _write_bias(self, numbers: Sequence[int], rows: Sequence[DrawnRow], places: Sequence[int]) -> None:
+    def _write_bias(self, sequences: Sequence[TextSequence], places: Sequence[int]) -> None:
         if self._bias is None:
             self._bias = torch.zeros(self.batch.sequences, self.vocab_size, device=self.device)
-        new = self._new("bias", numbers, places)
+        new = self._new("bias", sequences, places)
         if new:
             bias = torch.zeros(len(new), self.vocab_size)
             for own, i in zip(bias, new, strict=True):
-                for token, value in rows[i].params.logit_bias.items():
+                for token, value in sequences[i].params.logit_bias.items():
                     own[token] = value
             self._bias.index_copy_(0, torch.tensor([places[i] for i in new], device=self.device), bias.to(self.device))
 
-    def _new(self, what: str, numbers: Sequence[int], places: Sequence[int]) -> list[int]:
+    def _new(self, what: str, sequences: Sequence[TextSequence], places: Sequence[int]) -> list[int]:
         """Which of these sequences have something else written in their rows; theirs is to be written now."""
         owners = self._owners[what]
-        found = [i for i, (number, place) in enumerate(zip(numbers, places, strict=True)) if owners[place] != number]
+        pairs = enumerate(zip(sequences, places, strict=True))
+        found = [i for i, (one, place) in pairs if owners[place] != one.number]
         for i in found:
-            owners[places[i]] = numbers[i]
+            owners[places[i]] = sequences[i].number
         return found
 
     # -- the device's part --------------------------------------------------------------------------------------------
@@ -236,6 +225,11 @@ class DeviceSampler:
             frequency=frequency,
             bias=None if self._bias is None or not kind.bias else self._bias[: shape.sequences],
         )
+
+
+def _steps(plan: Sequence[ScheduledTokens]) -> list[int]:
+    """How many tokens each sequence has generated, one that only the device knows included."""
+    return [entry.end - entry.sequence.prompt_length for entry in plan]
 
 
 def kind_of(params: Sequence[SamplingParams], steps: Sequence[int], vocab_size: int) -> DrawKind:

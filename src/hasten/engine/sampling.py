@@ -100,7 +100,7 @@ class RowParams:
         return any(setting is not None for setting in (self.repetition, self.presence, self.frequency))
 
     def select(self, rows: Sequence[int]) -> "RowParams":
-        """The settings of these rows, in this order; one may stand there several times."""
+        """The settings of these rows, in this order; one may be there several times."""
         at = torch.tensor(rows, device=self.seeds.device)
         own = {name: getattr(self, name) for name in self.__slots__}
         chosen: dict[str, Any] = {name: value[at] for name, value in own.items() if isinstance(value, Tensor)}
@@ -123,7 +123,7 @@ class History:
         vocab_size: int,
         device: torch.device | str = "cpu",
     ) -> "History":
-        """Of rows that have said nothing after their prompts, or `outputs`."""
+        """The history of rows that have said nothing after their prompts, or `outputs`."""
         counts = torch.zeros(len(prompts), vocab_size, dtype=torch.int32)
         for row, output in enumerate(outputs):
             counts[row] = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=vocab_size)

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import attrgetter
 
 from hasten.engine.blocks import BlockManager, OutOfBlocks, blocks_of
+from hasten.engine.sequence import ScheduledTokens, TextSequence
 from hasten.errors import ConfigError
 
 _order = attrgetter("order")
@@ -29,66 +30,7 @@ _MOST_SCORED = 2048  # tokens of a step whose logits are wanted in float32: 1.2 
 _FEW, _PATIENCE = 8, 8  # while others wait, up to an eighth of the slots may stay free for 8 steps
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class ScheduledSequence:
-    """One text in the making: a sample, or a beam.
-
-    order: (priority, arrival of the request, number within it): smaller is served first and preempted last. slots:
-    how many sequences it will become (samples that still share their prompt). drafts: guessed tokens behind `tokens`,
-    to be verified in the next step. scored: of its first tokens, those whose logits are wanted too.
-    """
-
-    number: int
-    order: tuple[int, int, int]
-    tokens: list[int]
-    salt: str = ""
-    adapter: int = -1  # which of the model's, -1 for none
-    slots: int = 1
-    drafts: list[int] = field(default_factory=list)
-    computed: int = 0
-    cached: int = 0  # tokens found in the prefix cache when it was first begun
-    running: bool = False
-    begun: bool = False
-    scored: int = 0
-
-    @property
-    def request(self) -> int:
-        """Its request's number, by arrival."""
-        return self.order[1]
-
-    @property
-    def target(self) -> int:
-        return len(self.tokens) + len(self.drafts)
-
-
-@dataclass(slots=True, eq=False)
-class ScheduledTokens:
-    """`count` tokens of one sequence from position `start` on.
-
-    copies: (source, target) blocks to be copied before the step, in this order.
-    """
-
-    sequence: ScheduledSequence
-    start: int
-    count: int
-    copies: list[tuple[int, int]]
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-    @property
-    def complete(self) -> bool:
-        """Whether it gets to its last token, so that the next can be drawn."""
-        return self.end == self.sequence.target
-
-    @property
-    def scored(self) -> int:
-        """How many of its logits are wanted beside those of its last token."""
-        return max(0, min(self.end, self.sequence.scored) - self.start)
-
-
-Entries = dict[ScheduledSequence, ScheduledTokens]
+Entries = dict[TextSequence, ScheduledTokens]
 
 
 class Scheduler:
@@ -98,25 +40,25 @@ class Scheduler:
         if token_budget < max_sequences:
             raise ConfigError(f"a step of {token_budget} tokens has no room for one of each of {max_sequences} texts")
         self.blocks, self.max_sequences, self.token_budget = blocks, max_sequences, token_budget
-        self.running: list[ScheduledSequence] = []  # by order
-        self.waiting: list[ScheduledSequence] = []  # by order
+        self.running: list[TextSequence] = []  # by order
+        self.waiting: list[TextSequence] = []  # by order
         self.preemptions = 0
         self.steps = 0  # planned or launched since a waiting sequence last began
         self._full = False  # the last admission ended because the slots were all taken
         self._numbers = 0
         self._requests = 0
         # The first that waits, and the free blocks it did not fit in.
-        self._no_room: tuple[ScheduledSequence, int] | None = None
+        self._no_room: tuple[TextSequence, int] | None = None
 
     # -- sequences come and go ----------------------------------------------------------------------------------------
 
     def add(
         self, tokens: Sequence[int], *, priority: int = 0, salt: str = "", slots: int = 1, adapter: int = -1
-    ) -> ScheduledSequence:
+    ) -> TextSequence:
         """The prompt of a new request, which waits. slots: how many it will be forked into, itself included."""
         self._numbers += 1
         self._requests += 1
-        new = ScheduledSequence(
+        new = TextSequence(
             number=self._numbers,
             order=(priority, self._requests, self._numbers),
             tokens=list(tokens),
@@ -129,7 +71,7 @@ class Scheduler:
         insort(self.waiting, new, key=_order)
         return new
 
-    def fork(self, parent: ScheduledSequence) -> ScheduledSequence:
+    def fork(self, parent: TextSequence) -> TextSequence:
         """Another sequence with the same tokens, sharing all blocks (or waiting, as its parent does)."""
         self._numbers += 1
         order = (*parent.order[:2], self._numbers)
@@ -143,7 +85,7 @@ class Scheduler:
             insort(self.waiting, child, key=_order)
         return child
 
-    def accept(self, sequence: ScheduledSequence, tokens: Sequence[int]) -> None:
+    def accept(self, sequence: TextSequence, tokens: Sequence[int]) -> None:
         """Tokens that were drawn after a complete step: the drafts that were right, and one more."""
         known = len(sequence.tokens)
         sequence.tokens.extend(tokens)
@@ -153,7 +95,7 @@ class Scheduler:
                 sequence.computed = known + len(tokens) - 1
                 self.blocks.truncate(sequence.number, sequence.computed)
 
-    def finish(self, sequence: ScheduledSequence) -> None:
+    def finish(self, sequence: TextSequence) -> None:
         """The sequence ends; its blocks are free at once."""
         if sequence.running:
             self.blocks.release(sequence.number)
@@ -174,13 +116,22 @@ class Scheduler:
 
         Where slots were all taken, those that wait begin some at a time, a few steps late.
         """
+        if self.nobody_begins:
+            return True
+        if not self.running or self.waiting[0].order[0] < self.running[-1].order[0]:
+            return False
+        free = self.max_sequences - self._slots
+        return self._full and free * _FEW <= self.max_sequences and self.steps < _PATIENCE
+
+    @property
+    def nobody_begins(self) -> bool:
+        """Whether none of those that wait has room now."""
         if not self.waiting or not self.running:
             return not self.waiting
         first = self.waiting[0]
         if first.order[0] < self.running[-1].order[0]:
             return False  # the last one makes way for it
-        free = self.max_sequences - self._slots
-        if first.slots > free or (self._full and free * _FEW <= self.max_sequences and self.steps < _PATIENCE):
+        if first.slots > self.max_sequences - self._slots:
             return True
         return self._no_room is not None and self._no_room[0] is first and self.blocks.free <= self._no_room[1]
 
@@ -200,7 +151,7 @@ class Scheduler:
 
     @property
     def _slots(self) -> int:
-        """Of the running."""
+        """Slots of the running sequences."""
         return sum(sequence.slots for sequence in self.running)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -243,8 +194,8 @@ class Scheduler:
 
     def _plan_running(self, entries: Entries) -> int:
         left = self.token_budget
-        level: list[ScheduledSequence] = []
-        behind: list[ScheduledSequence] = []
+        level: list[TextSequence] = []
+        behind: list[TextSequence] = []
         for sequence in self.running:  # one that awaits its token has nothing to compute
             missing = len(sequence.tokens) - 1 - sequence.computed
             if missing >= 0:
@@ -289,17 +240,17 @@ class Scheduler:
             copies = self.blocks.reserve(first.number, first.computed + count)
             first.running = first.begun = True
             insort(self.running, first, key=_order)
-            entries[first] = entry = ScheduledTokens(first, first.computed, count, copies)
+            entries[first] = entry = self._entry(first, count, copies)
             self._offer(entry)
             left -= count
         return left
 
-    def _sibling_reads(self, sequence: ScheduledSequence, entries: Entries) -> bool:
-        """Whether another one of its request is being read anew, and will not be done in this step."""
+    def _sibling_reads(self, sequence: TextSequence, entries: Entries) -> bool:
+        """Whether another one of its request is being read again, and will not be done in this step."""
         siblings = (s for s in self.running if s.request == sequence.request and s.computed < len(s.tokens) - 1)
         return any(s not in entries or not entries[s].complete for s in siblings)
 
-    def _begin(self, sequence: ScheduledSequence) -> bool:
+    def _begin(self, sequence: TextSequence) -> bool:
         """Adopt its cached beginning, if all of it fits and everybody who runs can still take a block."""
         free = self.blocks.free
         if self.running and self._no_room is not None and self._no_room[0] is sequence and free <= self._no_room[1]:
@@ -335,13 +286,13 @@ class Scheduler:
     def _chunk(self, todo: int, left: int, *, others: bool) -> int:
         return min(todo, max(-(-left // 2), min(left, self.blocks.block_size)) if others else left)
 
-    def _scorable(self, sequence: ScheduledSequence, count: int, entries: Entries) -> int:
+    def _scorable(self, sequence: TextSequence, count: int, entries: Entries) -> int:
         """count, or fewer tokens of a prompt that is scored: the step's logits must not take too much memory."""
         if sequence.scored <= sequence.computed:
             return count
         return max(0, min(count, _MOST_SCORED - sum(entry.scored for entry in entries.values())))
 
-    def _schedule(self, sequence: ScheduledSequence, count: int, entries: Entries) -> int:
+    def _schedule(self, sequence: TextSequence, count: int, entries: Entries) -> int:
         """Plan its next `count` tokens, with blocks of the last in order if need be; 0 if that is itself."""
         while True:
             try:
@@ -357,10 +308,15 @@ class Scheduler:
                 if victim is sequence:
                     return 0
             else:
-                entries[sequence] = ScheduledTokens(sequence, sequence.computed, count, copies)
+                entries[sequence] = self._entry(sequence, count, copies)
                 return count
 
-    def _preempt(self, sequence: ScheduledSequence) -> None:
+    def _entry(self, sequence: TextSequence, count: int, copies: list[tuple[int, int]]) -> ScheduledTokens:
+        """The sequence's next `count` tokens."""
+        table = self.blocks.table(sequence.number)
+        return ScheduledTokens(table, sequence.computed, count, sequence=sequence, copies=copies)
+
+    def _preempt(self, sequence: TextSequence) -> None:
         self.blocks.release(sequence.number)
         self.running.remove(sequence)
         sequence.running, sequence.computed = False, 0

@@ -60,7 +60,7 @@ class SparseMasks:
         return [made[key] for key in own]
 
     def block_masks(self, tokens: int) -> list[BlockMask]:
-        """For each layer, the mask of a text of so many tokens that begins at position 0."""
+        """For each layer, the mask of a text of `tokens` tokens that begins at position 0."""
         pattern, heads = self.pattern, self.heads
         own = enumerate(self.windows)
         return [_block_mask(pattern, tokens, heads=heads, layer=layer, window=window) for layer, window in own]

@@ -1,15 +1,26 @@
-"""An engine's statistics, put together from its parts."""
+"""What an engine says of itself, put together from its parts."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING
 
-from hasten.engine.settings import Stats
+from hasten.engine.settings import ModelFacts, Stats
 from hasten.engine.speculation import SpeculationStats
 
 if TYPE_CHECKING:
     from hasten.engine.engine import Engine
+
+
+def facts_of(engine: Engine) -> ModelFacts:
+    """What a server says of an engine's model."""
+    return ModelFacts(
+        tokenizer=engine.tokenizer,
+        eos_ids=engine.eos_ids,
+        max_length=engine.max_length,
+        vocabulary=engine.model.config.vocab_size,
+        adapters=tuple(engine.adapters.names),
+    )
 
 
 def stats_of(engine: Engine, counts: Stats) -> Stats:

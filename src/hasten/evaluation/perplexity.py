@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.engine.cache import StaticCache, row_format
+from hasten.engine.cache import KVCache, row_format
 from hasten.engine.prompts import check_ids
 from hasten.errors import ConfigError
 from hasten.model.context import training_context
@@ -97,8 +97,8 @@ def scoring_context(model: Transformer, positions: Tensor, kv_cache_dtype: str) 
     if rows == PLAIN:
         return training_context(model, tokens)
     like: dict[str, Any] = {"dtype": model.compute_dtype, "device": model.device}
-    cache = StaticCache(model.config, batch=batch, capacity=tokens, **like, row_format=rows, bounded=False)
-    return cache.step(positions, fresh=True, masks=not is_fused(model))
+    cache = KVCache.of_texts(model.config, batch=batch, capacity=tokens, **like, row_format=rows, bounded=False)
+    return cache.step_of_texts(positions, fresh=True, masks=not is_fused(model))
 
 
 def exp(mean: float) -> float:

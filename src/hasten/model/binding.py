@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.model.fused import FusedSteps, fuse, listed, refusal, take_apart, waits
+from hasten.model.fused import CudaStack, FusedSteps, fuse, listed, refusal, take_apart, waits
 from hasten.model.transformer import Attention, Transformer, require_model
 from hasten.ops import attention as attention_operator
 from hasten.ops import picker
@@ -27,6 +27,7 @@ FORMS = {
     "masked": "attention over a cache",
     "decode": "attention over a cache, one query",
 }
+ONE_ROW = "decode step of one sequence"  # on a GPU: as one launch, or several for each block
 OPERATORS: dict[str, tuple[str, ...]] = {
     "block": ("fused", "readable"),
     "attention": tuple(kernel.name for kernel in attention_operator.KERNELS),
@@ -47,8 +48,8 @@ class Binding:
     """The kernel of one layer for one operator. `dataclasses.asdict` converts it to plain JSON values.
 
     layer: the number of the block, -1 for the head behind the last one. operator: "block" (the fused steps or the
-    readable block), "attention", "paged attention" (of readable blocks, over a cache in blocks: serving and
-    hasten.LLM), or "linear" (all products of a block that run alike are one entry).
+    readable block), "decode step of one sequence" (on a GPU), "attention", "paged attention" (of readable blocks, over
+    a cache in blocks: serving and hasten.LLM), or "linear" (all products of a block that run alike are one entry).
     """
 
     layer: int
@@ -61,6 +62,7 @@ def explain(model: Transformer) -> list[Binding]:
     """List the kernel that each layer runs for each operator, and for every other kernel the reason why it does not."""
     require_model(model, "hasten.explain")
     against_fused = refusal(model)
+    launches = [_launches(model.stack)] if isinstance(model.stack, CudaStack) else []
     bindings = []
     for layer, block in enumerate(model.blocks):
         if isinstance(block, FusedSteps):
@@ -68,6 +70,7 @@ def explain(model: Transformer) -> list[Binding]:
             bindings.append(Binding(layer, "block", "fused", [readable]))
             others = [Refusal(k.name, "the fused steps bring their own attention") for k in attention_operator.KERNELS]
             bindings.append(Binding(layer, "attention", "fused", others))
+            bindings += [replace(one, layer=layer) for one in launches]
         else:
             reason = against_fused or waits(model) or "the model is fused when it first generates (or by hasten.fuse)"
             bindings.append(Binding(layer, "block", "readable", [Refusal("fused", reason)]))
@@ -87,6 +90,15 @@ def _binding(
     forced = current if current != picker.pick(kernels, request).name else None
     choice = picker.explain(kernels, request, forced=forced)
     return Binding(layer, operator, choice.kernel, [Refusal(*other) for other in choice.others])
+
+
+def _launches(stack: CudaStack, layer: int = 0) -> Binding:
+    """How many launches a decode step of one sequence is on a GPU, which holds for all layers."""
+    each, together = "a few launches for each block", "one launch for all blocks"
+    reason = stack.why_not_one_launch()
+    if reason is None:
+        return Binding(layer, ONE_ROW, together, [Refusal(each, "all blocks at once are faster")])
+    return Binding(layer, ONE_ROW, each, [Refusal(together, reason)])
 
 
 def _attention_bindings(layer: int, attention: Attention) -> list[Binding]:

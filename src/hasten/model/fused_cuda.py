@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from hasten.errors import HastenWarning
 from hasten.model.context import PlainLayer
 from hasten.model.fused_block import FusedSteps
+from hasten.model.fused_decode import decode_layers
 from hasten.model.fused_linear import fusion_conflict, gate_up_rows, joined, mixed_formats, norm_arguments
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import MLP, Block, Linear, Transformer
 from hasten.ops import triton_support
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat, turn
-from hasten.ops.attention.spec import HALVES, LARGEST_HEAD, AttentionSpec
+from hasten.ops.attention.spec import HALVES, LARGEST_HEAD
 from hasten.ops.attention.view import KVView
 from hasten.ops.linear import PackedLinear
 from hasten.ops.linear.operator import KERNELS, LinearRequest
@@ -32,7 +33,6 @@ from hasten.ops.linear.operator import KERNELS, LinearRequest
 if TYPE_CHECKING:
     from hasten.ops.block.decode import DecodeLayers
 
-HOPPER = (9, 0)
 GATE_ROWS = 32  # rows of gate, then of up, as `gate_up_rows` puts them
 
 
@@ -263,7 +263,8 @@ class CudaStack:
         if len(bound) != len(self._bound_to) or any(a is not b for a, b in zip(bound, self._bound_to, strict=True)):
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 return False  # its buffers are made outside of graphs
-            made = decode_layers(self.model)
+            found = decode_layers(self.model)
+            made = None if isinstance(found, str) else found
             if made is None or self._decode is None or made.reads() != self._decode.reads():
                 self._decode = made  # else the weights are where they were: captured steps use its buffers
             self._bound_to = bound
@@ -278,7 +279,7 @@ class CudaStack:
             return False
         cos, sin = (table.flatten() for table in ropes[0])
         try:
-            return decode(x.flatten(), cos, sin, view.layers)
+            return decode(x.flatten(), cos, sin, view.views)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -287,6 +288,13 @@ class CudaStack:
             message = "decode steps of one sequence are launched layer by layer, slower; one launch for all failed"
             warnings.warn(f"{message}: {reason}", HastenWarning, stacklevel=2)
             return False
+
+    def why_not_one_launch(self) -> str | None:
+        """Why a step of one row is a few launches for each block, or None where it is one for all."""
+        if not self.one_launch:
+            return "it failed in an earlier step, as a warning said"
+        found = decode_layers(self.model)
+        return found if isinstance(found, str) else None
 
     def scores(self, x: Tensor) -> Tensor:
         """x (…, C) before the last norm -> logits (…, out features of the head)."""
@@ -297,80 +305,3 @@ class CudaStack:
         rows = x.float().flatten(0, -2)
         found = fused_linear(rows, **product_weight(model.head), norm=norm, out_dtype=model.dtype)
         return found.view(*x.shape[:-1], -1)
-
-
-def multiprocessors_for(device: torch.device) -> int:
-    """Number of multiprocessors for the launch of all blocks; 0 if it cannot run there."""
-    if device.type != "cuda" or triton_support.compute_capability(device) != HOPPER:
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def decode_layers(model: Transformer) -> "DecodeLayers | None":
-    """The launch of all blocks, or None if the kernel does not support the model or the GPU."""
-    from hasten.ops.block.decode import DecodeLayers, Sizes, cut_for
-    from hasten.ops.linear.beside import ACTIVATIONS
-
-    config = model.config
-    blocks: list[Any] = list(model.blocks)
-    multiprocessors = multiprocessors_for(model.device)
-    if not multiprocessors:
-        return None
-    specs: set[AttentionSpec] = set()
-    kinds: set[tuple[Any, ...]] = set()
-    formats: set[tuple[Any, ...]] = set()
-    matrices: list[list[Tensor]] = []
-    small: list[list[Any]] = []
-    for block in blocks:
-        if not isinstance(block, CudaBlock) or not block.gated:
-            return None
-        own_norms = [norm_arguments(norm) for norm in (block.attention_norm, block.mlp_norm)]
-        head_norms = [None if norm is None else norm_arguments(norm) for norm in (block.q_norm, block.k_norm)]
-        if any(post is not None for post in block._bound.post_norms) or any(own[0] is None for own in own_norms):
-            return None
-        weights = [
-            block._bound.qkv.weight,
-            block._bound.output.weight,
-            block._bound.inner.weight,
-            block._bound.down.weight,
-        ]
-        if any(own.bias is not None for own in weights[1:]):
-            return None
-        specs.add(block.spec)
-        kinds |= {(norm[1] is None, *norm[2:]) for norm in (*own_norms, *head_norms) if norm is not None}
-        formats |= {(own.format.bits, own.data.dtype) for own in weights}
-        matrices.append([own.data for own in weights])
-        of_heads = [None if norm is None else norm[0] for norm in head_norms]
-        small.append([*(norm[0] for norm in own_norms), weights[0].bias, *of_heads])
-    if len(specs) > 1 or len(kinds) > 1 or len(formats) > 1:
-        return None
-    spec, (plain, eps, offset, centred), (bits, dtype) = blocks[0].spec, kinds.pop(), formats.pop()
-    turned = config.ropes[0].dim if len(config.ropes) == 1 else 0
-    if not plain or centred or spec.window or spec.softcap or not turned or spec.head_dim not in (64, 128, 256):
-        return None
-    if bits != 16 or dtype != model.dtype:
-        return None
-    if len({tuple(one is None for one in own) for own in small}) > 1:
-        return None
-    halves = [one for own in small for one in own if one is not None]
-    held = [*chain(*matrices), *halves]
-    if any(one.dtype != model.dtype for one in halves) or any(one.data_ptr() % 16 for one in held):
-        return None
-    if config.hidden_size % 8 or any(not one.is_contiguous() for one in held):  # rows are read 16 bytes at a time
-        return None
-    sizes = Sizes(
-        layers=len(blocks),
-        hidden=config.hidden_size,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        inner=config.intermediate_size,
-        turned=turned,
-        activation=ACTIVATIONS.index(blocks[0].activation_name) + 1,
-        biased=small[0][2] is not None,
-        normed=small[0][3] is not None,
-    )
-    cut = cut_for(sizes, multiprocessors)
-    if cut is None:
-        return None
-    return DecodeLayers(sizes, matrices, small, scale=spec.scale, eps=eps, offset=offset, cut=cut)

@@ -13,8 +13,10 @@ from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.sharded import SumOfRanks
 from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
 from hasten.ops.linear import PackedLinear, QuantizedWeight, request_of
-from hasten.ops.linear.layouts import PANEL, Packed
+from hasten.ops.linear.layouts import Packed
 from hasten.ops.linear.operator import LinearRequest, native_unsupported
+from hasten.ops.pages import empty_in_large_pages
+from hasten.ops.panels import PANEL
 
 HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/phases.h)
 
@@ -96,10 +98,14 @@ def interleave_gate_up(gate: Linear, up: Linear) -> PackedLinear:
     halves = -(-parts[0].out_features // HALF_PANEL)
 
     def interleave(tensors: list[Tensor]) -> Tensor:
-        # The dimension of a panel's 64 rows is second to last (data) or last (scales): split it into two halves.
+        # The panel's 64 rows come before the bytes of a line (data) or last (scales).
         row = 2 if tensors[0].dim() == 4 else tensors[0].dim() - 1
-        split = [t.unflatten(row, (2, HALF_PANEL)).movedim(row, 1).flatten(0, 1)[:halves] for t in tensors]
-        return torch.cat(split, dim=row)
+        size = [2 * len(tensors[0]), *tensors[0].shape[1:]]
+        mixed = empty_in_large_pages(size, dtype=tensors[0].dtype)
+        for place, part in zip(mixed.split(HALF_PANEL, dim=row), tensors, strict=True):
+            # Both halves of each panel, which become halves of two.
+            place.unflatten(0, (-1, 2)).copy_(part.unflatten(row, (2, HALF_PANEL)).movedim(row, 1))
+        return mixed[:halves]
 
     def pack(_: object) -> Packed:
         buffers = {name: [getattr(part, name) for part in parts] for name in Packed._fields}

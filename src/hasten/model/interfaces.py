@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hasten.ops.attention import LayerAttention
-from hasten.ops.attention.view import KVView, StackView
+from hasten.ops.attention.view import AttentionMetadata, KVView
 
 
 class LayerContext(Protocol):
@@ -25,6 +25,25 @@ class LayerContext(Protocol):
         ...
 
 
+class AllLayers(Protocol):
+    """The keys and values of all layers during one step, for kernels that take them in one call: see `KVView`."""
+
+    @property
+    def k(self) -> list[Tensor]: ...
+
+    @property
+    def v(self) -> list[Tensor]: ...
+
+    @property
+    def metadata(self) -> AttentionMetadata: ...
+
+    @property
+    def seen(self) -> Sequence[Tensor]: ...
+
+    @property
+    def views(self) -> list[KVView]: ...
+
+
 class Context(Protocol):
     """One object for each layer: its tensors, and no layer number, so that one compiled graph serves all layers."""
 
@@ -32,7 +51,7 @@ class Context(Protocol):
     def layers(self) -> Sequence[LayerContext]: ...
 
     @property
-    def all_layers(self) -> StackView | None:
+    def all_layers(self) -> AllLayers | None:
         """All layers for a kernel that runs them at once, if they differ only in k and v."""
         ...
 

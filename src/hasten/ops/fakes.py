@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.ops.linear.layouts import PANEL, empty_panels
-from hasten.ops.linear.weights import BFLOAT16, group_format, int4_format
+from hasten.ops.panels import PANEL, panel_shape
 
 
 def _like_first(x: Tensor, *rest: Any) -> Tensor:
@@ -34,23 +33,33 @@ def linear(
 
 
 def pack_bf16(w: Tensor) -> Tensor:
-    return empty_panels(w, w.shape[1], BFLOAT16)
+    return w.new_empty(panel_shape(w.shape[0], w.shape[1], 16))
 
 
 def pack_bytes(w: Tensor, group_size: int) -> Tensor:
-    return empty_panels(w, w.shape[1], group_format("int8", group_size))
+    return w.new_empty(panel_shape(w.shape[0], w.shape[1], 8, group_size), dtype=torch.uint8)
 
 
 def pack_integers(q: Tensor, bits: int) -> Tensor:
-    return empty_panels(q, q.shape[1], int4_format(32, bits=bits))
+    return q.new_empty(panel_shape(q.shape[0], q.shape[1], bits))
 
 
 def pack_int4(q: Tensor, group_size: int) -> Tensor:
-    return empty_panels(q, q.shape[1], int4_format(group_size))
+    return q.new_empty(panel_shape(q.shape[0], q.shape[1], 4, group_size))
 
 
 def pack_int4_words(words: Tensor, group_size: int) -> Tensor:
-    return empty_panels(words, words.shape[1] * 8, int4_format(group_size))
+    rows, columns = words.shape
+    return words.new_empty(panel_shape(rows, columns * 8, 4, group_size), dtype=torch.uint8)
+
+
+# linear/blocks.cpp
+
+
+def pack_blocks(
+    rows: Tensor, type: int, data: Tensor, scales: Tensor, minima: Tensor | None, outer: Tensor | None
+) -> None:
+    """In place."""
 
 
 # linear/unpacked.cpp

@@ -46,14 +46,18 @@ def joined_in_large_pages(parts: Iterable[Tensor], count: int) -> Tensor:
     """
     rest = iter(parts)
     first = next(rest)
-    shape = (count, *first.shape[1:])
-    large = _worthwhile(math.prod(shape) * first.itemsize)
-    joined = _empty(shape, first.dtype) if large else first.new_empty(shape)
+    joined = empty_in_large_pages((count, *first.shape[1:]), dtype=first.dtype)
     start = 0
     for part in itertools.chain([first], rest):
         joined[start : start + len(part)] = part
         start += len(part)
     return joined
+
+
+def empty_in_large_pages(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+    """`torch.empty` on the CPU, in large pages where that means something (see `in_large_pages`)."""
+    large = _worthwhile(math.prod(shape) * dtype.itemsize)
+    return _empty(shape, dtype) if large else torch.empty(shape, dtype=dtype)
 
 
 def zeros_in_large_pages(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -31,8 +31,6 @@ class Wanted:
     """The most milliseconds from one token of an answer to the next; 100 for --goal cost, else no bound."""
     price: float | None = None
     """Of a device for an hour, in any currency: costs are then told in it too."""
-    least_bits: Literal[4, 8, 16] = 8
-    """The fewest bits that weights may be rounded to: 16 (not at all), 8, or 4, which loses more."""
 
     def check(self) -> None:
         """Raise ConfigError for an unknown goal and for numbers that make no sense."""
@@ -204,7 +202,8 @@ def _none(refused: list[Candidate], wanted: Wanted) -> ConfigError | ResourceErr
             "ms: raise --token-ms, or take more devices"
         )
     least = min(refused, key=lambda one: one.plan.memory.peak)
+    smaller = "" if least.weights.startswith("int4") else ", int4 weights (--weights int4, or --quantize int4)"
     return ResourceError(
         f"no plan fits: the smallest, {least.weights} on {least.use.degree} of {least.plan.device.name}, "
-        f"{_refused(least, wanted)}; take more devices, --least-bits 4, or a shorter --length"
+        f"{_refused(least, wanted)}; take more devices{smaller}, or a shorter --length"
     )

@@ -278,26 +278,22 @@ def calibration_memory(
     states: int,
     walks: int,
     step: int,
-    copies: float,
     squares: float,
     spill: bool,
-    routed: bool,
     moved: bool = False,
 ) -> Memory:
     """What quantizing with calibration text takes beside the checkpoint, whose pages are mapped.
 
     states: bytes of all samples between two blocks, kept for each of `walks` through the model unless they are spilled.
-    step: bytes of one number of each token of a pass. copies: of the largest block in float32. squares: float32
-    matrices of the widest input. routed: the inputs of the experts of a block are kept. moved: each block is copied to
-    a device, in 16 bits.
+    step: bytes of one number of each token of a pass. squares: float32 matrices of the widest input. moved: each block
+    is copied to a device, in 16 bits.
     """
     block = max(matrices(config, layer)[0] for layer in config.layers)
     inner = max(config.expert_size if layer.experts else config.intermediate_size for layer in config.layers)
     widest = max(config.hidden_size, config.heads * config.head_dim, inner)
-    chosen = config.experts_per_token * max(layer.experts for layer in config.layers) if routed else 0
+    chosen = config.experts_per_token * max(layer.experts for layer in config.layers)
     parts = {
         "rounded blocks": (4 if moved else 2) * max(block, parameters(config).embedding),
-        "copies of a block": int(4 * copies * block),
         "sums over the samples": int(4 * squares * widest**2),
         "a pass": step * (6 * config.hidden_size + 3 * inner + 4 * config.heads * config.head_dim),
         "states": 0 if spill else walks * states,

@@ -1,16 +1,12 @@
 """How to choose the numbers of a quantized model: rounding, scale search, calibration, and what is quantized how."""
 
-from hasten.quantization.automatic import choose_bits
-from hasten.quantization.awq import AWQ
 from hasten.quantization.calibration import calibration_tokens
 from hasten.quantization.gptq import GPTQ
 from hasten.quantization.quantize import quantize, quantize_to_folder
 from hasten.quantization.report import LayerReport
 from hasten.quantization.schemes import Int2, Int3, Int4, Int8, Mixed, Scheme
-from hasten.quantization.sign import SignRounding
 
 __all__ = [
-    "AWQ",
     "GPTQ",
     "Int2",
     "Int3",
@@ -19,9 +15,7 @@ __all__ = [
     "LayerReport",
     "Mixed",
     "Scheme",
-    "SignRounding",
     "calibration_tokens",
-    "choose_bits",
     "quantize",
     "quantize_to_folder",
 ]

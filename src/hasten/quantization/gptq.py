@@ -18,9 +18,9 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.ops.linear import QuantizedWeight, empty_weight
 from hasten.ops.pages import return_freed_memory
+from hasten.quantization.block_task import BlockTask
 from hasten.quantization.blocks import TILE, add_product, each_slice, on_one_thread, root_of_shares
 from hasten.quantization.rounding import Grid, check_matrix
-from hasten.quantization.sequential import BlockTask
 from hasten.quantization.walk import Call, inputs_of, inputs_of_each, rows_calls, stages
 
 Order = Literal["columns", "activation", "groups"]
@@ -53,11 +53,6 @@ class GPTQ:
             raise ConfigError(f"order must be one of {', '.join(get_args(Order))}; found {self.order!r}")
         if not 0 <= self.damping <= 1:
             raise ConfigError(f"damping must be from 0 to 1; found {self.damping!r}")
-
-    @property
-    def needs_before(self) -> bool:
-        """Whether the samples are also taken through the model as it was."""
-        return self.gptaq
 
     def quantize_block(self, task: BlockTask) -> None:
         """Stage by stage: the layers that see one input share its statistics; experts come last, each by itself."""

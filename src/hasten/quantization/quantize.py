@@ -17,12 +17,14 @@ from hasten.model.fused import fuse, is_fused, refusal, take_apart
 from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer, require_model
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
+from hasten.quantization.block_task import BlockResult, served
 from hasten.quantization.calibration import check_calibration
+from hasten.quantization.gptq import GPTQ
 from hasten.quantization.report import LayerReport, compare
 from hasten.quantization.resume import WorkFolder
 from hasten.quantization.rounding import Search, round_weight
 from hasten.quantization.schemes import Scheme, units_of
-from hasten.quantization.sequential import BlockMethod, BlockResult, quantize_blocks, served
+from hasten.quantization.sequential import quantize_blocks
 
 Report = Callable[[LayerReport], None]
 
@@ -32,23 +34,22 @@ def quantize(
     model: Transformer,
     scheme: Scheme,
     *,
-    method: BlockMethod | None = None,
+    method: GPTQ | None = None,
     calibration: Tensor | None = None,
     report: Report | None = None,
 ) -> Transformer:
     """Quantize a model for inference, in place; returns the same model.
 
-    method: how the numbers are chosen. None rounds to nearest; GPTQ(...) looks at `calibration`, int64 tokens (samples,
-    length) as `calibration_tokens` makes them of a text, and adapts each block to what the quantized ones before it
-    give.
+    method: None rounds to nearest. GPTQ(...) looks at `calibration`, int64 tokens (samples, length) as
+    `calibration_tokens` makes them of a text, and adapts each block to what the quantized ones before it give.
 
-    Each layer's original weight is let go as soon as its packed form is there (with a method, block by block), so that
-    the peak is about one layer over the model. An lm_head tied to the embedding stays one matrix with it. `report` is
+    Each layer's original weight is let go as soon as its packed form is there (with GPTQ, block by block), so that the
+    peak is about one layer over the model. An lm_head tied to the embedding stays one matrix with it. `report` is
     called after each layer (and costs a comparison of each). Layers of 3 and 2 bits stay plain ones, of the rounded
     weights.
 
     Rounding to nearest leaves layers that are quantized already as they are, with a warning. Raises ConfigError where
-    all are (with a method: any), or the weights hold NaN or infinity. A fused model is taken apart; it is fused again
+    all are (with GPTQ: any), or the weights hold NaN or infinity. A fused model is taken apart; it is fused again
     where this fails.
     """
     with taken_apart(model, fuse_after=False):
@@ -84,7 +85,7 @@ def _weights(
     model: Transformer,
     scheme: Scheme,
     formats: dict[str, LayerFormat],
-    method: BlockMethod | None,
+    method: GPTQ | None,
     calibration: Tensor | None,
     report: Report | None,
 ) -> Iterator[tuple[str, QuantizedWeight]]:
@@ -95,9 +96,6 @@ def _weights(
     tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
     for result in quantize_blocks(model, formats, tokens, method, search=scheme.search):
         _report_all(result, report)
-        for name, tensor in result.changed.items():
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
         yield from result.weights.items()
     if "embedding" in formats:
         yield "embedding", round_layer(model, "embedding", formats["embedding"], scheme.search, report)
@@ -115,27 +113,25 @@ def quantize_to_folder(
     scheme: Scheme,
     folder: str | Path,
     *,
-    method: BlockMethod | None = None,
+    method: GPTQ | None = None,
     calibration: Tensor | None = None,
     report: Report | None = None,
     spill: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
     format: str = "compressed-tensors",
     device: torch.device | None = None,
 ) -> None:
     """Write `model` quantized, as a folder of the layout `format` (see `export_model`); it is not changed.
 
     From file to file, layer by layer: a loaded model's weights are mapped from its files, so that the peak is the
-    input's pages and about one layer (the largest: often the lm_head). With a method, finished blocks are kept beside
+    input's pages and about one layer (the largest: often the lm_head). With GPTQ, finished blocks are kept beside
     the folder (its name and ".partial") until all are done: after an interruption the same call goes on there.
     spill: the samples' states stand there too, in mapped files, and take no memory.
 
     device: where it is computed, one block or layer at a time: a model on the CPU can be quantized by a GPU that is
     too small for it.
 
-    method, calibration: as in `quantize`. `report` is called for each layer, `progress` with the steps of a block
-    that takes many. The folder is written whole or not at all. Raises ConfigError
-    as `quantize` does, CheckpointError where the folder cannot be written.
+    method, calibration: as in `quantize`. `report` is called for each layer. The folder is written whole or not at
+    all. Raises ConfigError as `quantize` does, CheckpointError where the folder cannot be written.
     """
     with taken_apart(model):
         folder, formats = Path(folder), check_quantizable(model, scheme, method)
@@ -149,9 +145,10 @@ def quantize_to_folder(
             return
         tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
         with WorkFolder.open(folder, model, tokens, formats, repr((scheme, method))) as work:
-            options: dict[str, Any] = {"saved": work, "spill": work.path if spill else None, "progress": progress}
-            options |= {"search": scheme.search, "device": device}
-            results = quantize_blocks(model, formats, tokens, method, **options)
+            spilled = work.path if spill else None
+            results = quantize_blocks(
+                model, formats, tokens, method, search=scheme.search, saved=work, spill=spilled, device=device
+            )
             for index, result in enumerate(results):
                 work.keep(index, result)
                 _report_all(result, report)
@@ -159,20 +156,22 @@ def quantize_to_folder(
             def finished(name: str) -> QuantizedWeight:
                 return weight(name) if name == "embedding" else work.weight(name)
 
-            export_model(model, folder, quantized=Quantized(formats, finished, work.changed.get), format=format)
+            export_model(model, folder, quantized=Quantized(formats, finished), format=format)
 
 
 def check_quantizable(
-    model: Transformer, scheme: Scheme, method: BlockMethod | None = None, *, partly: bool = False
+    model: Transformer, scheme: Scheme, method: GPTQ | None = None, *, partly: bool = False
 ) -> dict[str, LayerFormat]:
     """The layers the scheme quantizes; ConfigError where scheme or method is none or the model cannot be quantized.
 
     partly: some of its layers may be quantized already, and stay as they are, with a warning.
     """
-    check_model(model, partly=partly)
-    if method is not None and (isinstance(method, type) or not hasattr(method, "quantize_block")):
+    require_model(model, "hasten.quantize")
+    if model.quantization is not None and not partly:
+        raise already_quantized(model)
+    if method is not None and not isinstance(method, GPTQ):
         found = f"the class {method.__name__}" if isinstance(method, type) else type(method).__name__
-        raise ConfigError(f"a method is hasten.GPTQ(), hasten.AWQ() or hasten.SignRounding(); found {found}")
+        raise ConfigError(f"the method is hasten.GPTQ(...), or None to round to nearest; found {found}")
     if not isinstance(scheme, Scheme):
         raise ConfigError(f"a scheme is hasten.Int8(...) or hasten.Int4(...); found {type(scheme).__name__}")
     asked, plain = scheme.layers(model), nn.Linear | nn.Embedding
@@ -187,13 +186,6 @@ def check_quantizable(
             text = f"{', '.join(names)} have different formats: on a GPU the model runs without the fused steps, slower"
             warnings.warn(text, HastenWarning, stacklevel=3)
     return formats
-
-
-def check_model(model: Transformer, *, partly: bool = False) -> None:
-    """ConfigError where a model cannot be quantized as it is; partly: some of its layers may be quantized already."""
-    require_model(model, "hasten.quantize")
-    if model.quantization is not None and not partly:
-        raise already_quantized(model)
 
 
 @contextmanager

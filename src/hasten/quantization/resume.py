@@ -23,10 +23,10 @@ from hasten.machine.files import locked, replacing, save_json
 from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import QuantizedWeight
+from hasten.quantization.block_task import BlockResult
 from hasten.quantization.report import LayerReport
-from hasten.quantization.sequential import BlockResult
 
-_FILES = r"settings\.json|(block-\d+|states|tuning)\.safetensors"
+_FILES = r"settings\.json|(block-\d+|states)\.safetensors"
 _OWN = re.compile(
     rf"lock|(states|before)\.spill|{_FILES}|\.({_FILES})\.[\d-]+\.partial"
 )  # the last: cut off while it was written
@@ -37,14 +37,12 @@ class WorkFolder:
 
     It holds settings.json, which says of what run it is; lock, which one process holds; block-00000.safetensors and so
     on, a file for each block's integers, scales and zeros; states.safetensors: what the block after the finished ones
-    is given; tuning.safetensors: how far a method has come in that block; states.spill and before.spill: the samples'
-    states of a run that spills them.
+    is given; states.spill and before.spill: the samples' states of a run that spills them.
     """
 
     def __init__(self, path: Path, formats: dict[str, LayerFormat]) -> None:
         self.path, self.formats = path, formats
         self._owner: dict[str, int] = {}  # the file of each layer
-        self.changed: dict[str, Tensor] = {}  # norms and biases that a method folded scales into
         self._last: tuple[int, BlockResult] | None = None
 
     @classmethod
@@ -115,20 +113,6 @@ class WorkFolder:
         named = {f"states.{i}": tensor for i, tensor in enumerate(states)}
         self._write("states", named, {"blocks": str(index + 1)})
 
-    def load_tuning(self, prefix: str) -> dict[str, Tensor] | None:
-        """The state of a block that was interrupted."""
-        file = self.path / "tuning.safetensors"
-        if not file.exists():
-            return None
-        with safe_open(file, "pt") as found:
-            if found.metadata()["block"] != prefix:
-                return None
-            return {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
-
-    def save_tuning(self, prefix: str, tensors: dict[str, Tensor]) -> None:
-        """Keep the state of the block at work; that of another one is replaced."""
-        self._write("tuning", tensors, {"block": prefix})
-
     def keep(self, index: int, result: BlockResult) -> None:
         """Keep a block's layers, unless they are."""
         if self._owner.get(next(iter(result.weights))) == index:
@@ -138,8 +122,6 @@ class WorkFolder:
             self._owner[name] = index
             parts = {"values": weight.values, "scales": weight.scales, "zeros": weight.zeros}
             tensors |= {f"{name}.{key}": part for key, part in parts.items() if part is not None}
-        tensors |= {f"changed.{name}": tensor for name, tensor in result.changed.items()}
-        self.changed |= result.changed
         reports = [asdict(report) | {"format": None} for report in result.reports]
         self._write(f"block-{index:05d}", tensors, {"reports": json.dumps(reports)})
 
@@ -159,9 +141,7 @@ class WorkFolder:
             for report in reports
         }
         self._owner |= dict.fromkeys(weights, index)
-        changed = {name.removeprefix("changed."): part for name, part in parts.items() if name.startswith("changed.")}
-        self.changed |= changed
-        return BlockResult(weights, changed, reports)
+        return BlockResult(weights, reports)
 
     def weight(self, name: str) -> QuantizedWeight:
         """A finished layer; the block it stands in stays at hand for its other layers."""

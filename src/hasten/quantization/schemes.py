@@ -11,7 +11,7 @@ from torch import nn
 from hasten.errors import ConfigError
 from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer
-from hasten.ops.linear.weights import INT8, WeightFormat, int4_format
+from hasten.ops.linear.weights import INT4_GROUP, INT8, WeightFormat, int4_format
 from hasten.quantization.rounding import GROUP_SIZES, Search
 
 CHOICES: dict[str, tuple[object, ...]] = {
@@ -25,6 +25,11 @@ CHOICES: dict[str, tuple[object, ...]] = {
 }
 AskedActivations = Literal["auto", "int8", "float"]
 KERNEL_BITS = (4, 8)  # of weights that kernels multiply; others run as plain ones
+
+
+def tied_head_group(width: int) -> int:
+    """The group size of an int8 lm_head that is the embedding too, for rows of `width` numbers."""
+    return next((size for size in (128, 64, 32) if width % size == 0), 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +58,7 @@ class Int8:
         """How each layer is stored."""
         found = _by_kind(self, model, INT8)
         if model.tied and self.lm_head == "int8" and self.activations != "int8":
-            size = next((size for size in (128, 64, 32) if model.config.hidden_size % size == 0), 128)
-            scales = weight_formats(model, "auto")[f"int4-g{size}"].scales
+            scales = weight_formats(model, "auto")[f"int4-g{tied_head_group(model.config.hidden_size)}"].scales
             found["head"] = LayerFormat(replace(INT8, scales=scales), "float")
         return found
 
@@ -63,14 +67,15 @@ class Int8:
 class Int4:
     """4-bit integers with a scale (and, asymmetric, a zero) for each group of input features of a row.
 
-    group_size: 32, 64 or 128; 0: a row. search: "mse" searches each group's scale with the least squared error,
+    group_size: 32, 64 or 128; 0: a row. Smaller groups are more exact and take more bytes.
+    search: "mse" searches each group's scale with the least squared error,
     "minmax" takes the group's range. scale_dtype: "auto" is the model's own where it is float16 or bfloat16, else
     float16. lm_head: "int8" (it is the layer whose error shows most), "same" or "none". embedding, activations: as in
     `Int8`.
     """
 
     bits: ClassVar[int] = 4
-    group_size: int = 128
+    group_size: int = INT4_GROUP
     symmetric: bool = True
     lm_head: Literal["same", "int8", "none"] = "int8"
     embedding: Literal["same", "int8", "none"] = "none"
@@ -107,7 +112,7 @@ FORMATS = ("int8", *GROUPED_FORMATS)  # as a table names them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """A format for each layer, as `choose_bits` finds them: int4 and less are symmetric, the rest is as in `Int4`.
+    """A format for each layer, from a table: int4 and less are symmetric, the rest is as in `Int4`.
 
     table: by the layers' names ("blocks.0.attention.q", …, "head", "embedding") "int8", "int4-g128" (groups of 128) or
     any of `FORMATS`. Head and embedding may be missing and stay as they are; an embedding that is tied to the head goes

@@ -22,7 +22,6 @@ from hasten.quantization.blocks import Item, Result, in_order
 PASS_TOKENS = 512  # of a pass, which one thread computes: enough for products at its rate
 
 Call = Callable[[nn.Module], Tensor]  # runs a module, a block or an expert, on some of the calibration inputs
-Run = Callable[..., Tensor]  # run(block, samples=…): on those samples, by their numbers
 
 
 class CalibrationWalk:
@@ -62,22 +61,22 @@ class CalibrationWalk:
                 layer.bind()
         return own
 
-    def run(self, index: int) -> Run:
-        """What runs a block on some of the samples."""
+    def calls(self, index: int) -> list[Call]:
+        """A block's calls, on a few samples each."""
         layer = self.model.config.layers[index]
         rope = self._ropes[layer.rope] if self._ropes else None
         own = self._context.layers[index]
-        return lambda block, samples: block(self.states[samples].to(self.device), rope, own)
 
-    def calls(self, index: int) -> list[Call]:
-        """A block's calls, on a few samples each."""
-        parts = [slice(start, start + self.step) for start in range(0, len(self.states), self.step)]
-        return [partial(self.run(index), samples=part) for part in parts]
+        def call(samples: slice) -> Call:
+            return lambda block: block(self.states[samples].to(self.device), rope, own)
+
+        return [call(slice(start, start + self.step)) for start in range(0, len(self.states), self.step)]
 
     def advance(self, index: int, block: nn.Module) -> None:
         """Replace the states by what the block, which is where it is computed, makes of them."""
-        for part, found in zip(self.states.split(self.step), outputs(block, self.calls(index)), strict=True):
-            part.copy_(found)
+        found = passes(block, self.calls(index), lambda call: call(block))
+        for part, new in zip(self.states.split(self.step), found, strict=True):
+            part.copy_(new)
 
     def whole_calls(self) -> list[Call]:
         """The calls of what comes behind the last block: of norm and head."""
@@ -129,11 +128,6 @@ def shared_copy(module: nn.Module, device: torch.device | None = None) -> Any:
     others = [value for own in module.modules() for value in vars(own).values() if isinstance(value, Tensor)]
     tensors = (*module.parameters(), *module.buffers(), *others)
     return copy.deepcopy(module, {id(tensor): here(tensor) for tensor in tensors})
-
-
-def outputs(module: nn.Module, calls: Sequence[Call]) -> Iterator[Tensor]:
-    """What each call of a module gives."""
-    return passes(module, calls, lambda call: call(module))
 
 
 def passes(module: nn.Module, items: Sequence[Item], work: Callable[[Item], Result]) -> Iterator[Result]:

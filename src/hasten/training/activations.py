@@ -26,7 +26,7 @@ from hasten.training.recipe import CheckpointingName
 PRODUCTS = ("mm", "addmm", "linear")
 
 
-def checkpoint_activations(model: Transformer, kind: CheckpointingName) -> None:
+def apply_checkpointing(model: Transformer, kind: CheckpointingName) -> None:
     """Have every block of a model recompute its activations in the backward pass. Raises ConfigError for a name."""
     if kind == "none":
         return

@@ -1,17 +1,18 @@
-"""From a recipe to a model that is ready to train: the shape, then the techniques, each a small function, in order."""
+"""From a recipe to a model that is ready to train: its shape, then the techniques in their one order."""
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from hasten.checkpoints.advice import export_plain, plain_folder
-from hasten.distributed.placement import Apart, Placement, Replicated, Sharded
+from hasten.checkpoints.advice import asked_as, export_plain, plain_folder
+from hasten.checkpoints.source import ModelSource
+from hasten.distributed.placement import Placement, Replicated, Sharded
 from hasten.distributed.ranks import ALONE, Ranks
-from hasten.distributed.tensor_training import check_split, split
+from hasten.distributed.tensor_training import apply_tensor_parallel, check_split
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.model.config import ModelConfig
@@ -20,7 +21,6 @@ from hasten.model.lora import Factors, attach, new_adapter
 from hasten.model.swap import replace_modules, swap_kinds
 from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.model.vocabulary import pad_vocabulary
-from hasten.ops import fp8, triton_support
 from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.linear.gradient import outside_graphs
@@ -28,20 +28,18 @@ from hasten.ops.native import library, obtainable
 from hasten.ops.picker import explain
 from hasten.planning.shapes import gpt2, llama
 from hasten.text.tokenizer import Tokenizer
-from hasten.training.activations import checkpoint_activations
+from hasten.training.activations import apply_checkpointing
 from hasten.training.allocator import keep_freed_memory
-from hasten.training.capture import CapturedStep
-from hasten.training.fp8_model import Fp8Model
 from hasten.training.optimizers import make_optimizer
 from hasten.training.patterns import give_pattern
 from hasten.training.precision import Precision
-from hasten.training.qat import round_while_training
+from hasten.training.qat import apply_rounding
 from hasten.training.recipe import Lora, Parallel, Recipe, Shape
 from hasten.training.step import TrainStep
 from hasten.training.swapped import FusedMLP, JoinedAttention
 from hasten.training.teacher import Teacher
-from hasten.training.update import why_not_fixed
-from hasten.training.whole import WholeModel, why_not_whole
+from hasten.training.whole import why_not_whole
+from hasten.training.whole_step import check_fp8, whole_step
 
 
 def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: Tokenizer | None = None) -> ModelConfig:
@@ -84,20 +82,23 @@ def training_config(recipe: Recipe, config: ModelConfig) -> ModelConfig:
     return replace(config, dropout=recipe.dropout).padded_to(recipe.techniques.pad_vocabulary_to)
 
 
-def pretrained_model(source: str, recipe: Recipe, *, device: torch.device) -> Transformer:
-    """The weights of a folder or hub id: in float32, copied, so that training does not write into the mapped file.
+def pretrained_model(source: str | ModelSource, recipe: Recipe, *, device: torch.device) -> Transformer:
+    """The weights of a checkpoint: in float32, copied, so that training does not write into the mapped file.
 
     Under LoRA they are only read, and are as the folder has them, or in `lora.base`. Otherwise raises ConfigError for
     quantized ones.
     """
-    from hasten.checkpoints.load import load
+    from hasten.checkpoints.load import load_quietly
 
     frozen = recipe.lora.rank is not None
-    model = load(source, dtype=recipe.lora.base.replace("auto", "stored") if frozen else "float32", device=str(device))
+    model = load_quietly(
+        source, dtype=recipe.lora.base.replace("auto", "stored") if frozen else "float32", device=str(device)
+    )
     if model.quantization and not frozen:
+        path = source if isinstance(source, str) else source.path
         raise ConfigError(
-            f"{source} is quantized, and such weights are not trained: train an adapter beside them (--lora.rank 16), "
-            f"or all of its weights after {export_plain(source)} (then --init {plain_folder(source)})"
+            f"{asked_as(path)} is quantized, and such weights are not trained: train an adapter beside them "
+            f"(--lora.rank 16), or all of its weights after {export_plain(path)} (then --init {plain_folder(path)})"
         )
     for parameter in () if frozen else model.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
@@ -124,38 +125,41 @@ def training_step(
     should_stop: Callable[[], bool] = lambda: False,
     restored: bool = False,
 ) -> TrainStep:
-    """From a model with weights in float32 to the step that trains it: every technique of a recipe, in their one order.
+    """Apply the techniques of a recipe to a model, in their one order, and make the step that trains it.
 
-    For LoRA the weights may be in any format, and stay as they are.
-
-    should_stop: asked between micro-batches. restored: what is trained will be read from a checkpoint.
+    model: weights in float32; for LoRA in any format, and they stay as they are. should_stop: asked between
+    micro-batches. restored: what is trained will be read from a checkpoint. Raises ConfigError where a technique does
+    not fit the model or the ranks.
     """
-    techniques, on_cpu = recipe.techniques, model.device.type == "cpu"
+    techniques, parallel, on_cpu = recipe.techniques, recipe.parallel, model.device.type == "cpu"
+    check_ranks(recipe, ranks)
     if techniques.keep_memory and on_cpu:
         keep_freed_memory()
     if recipe.lora.rank is None:
         pad_vocabulary(model, techniques.pad_vocabulary_to)
     precision = Precision(techniques.precision, model.device)
-    if recipe.parallel.policy == "float32-masters":
+    if parallel.policy == "float32-masters":
         model.to(precision.dtype)
-    model = split(model, ranks, recipe.parallel.replicas)
-    choose_kernels(model, attention_kernel(recipe, model.device), techniques.loss, precision.dtype)
+    if ranks.tensor > 1:
+        model = apply_tensor_parallel(model, ranks, parallel.replicas)
+    apply_kernels(model, attention_kernel(recipe, model.device), techniques.loss, precision.dtype)
     if techniques.fused_activation:
-        fuse_activations(model, precision.dtype)
+        apply_fused_activations(model, precision.dtype)
     if techniques.joined_projections and on_cpu:
-        join_projections(model)
+        apply_joined_projections(model)
     if recipe.lora.rank is not None:
-        add_lora(model, recipe.lora, seed=recipe.run.seed)
-    round_while_training(model, recipe.qat, begin=not restored or recipe.lora.rank is not None)
-    checkpoint_activations(model, techniques.checkpointing)
-    apart = why_block_by_block(model, recipe, ranks)
+        apply_lora(model, recipe.lora, seed=recipe.run.seed)
+    if recipe.qat.bits is not None:
+        apply_rounding(model, recipe.qat, begin=not restored or recipe.lora.rank is not None)
+    apply_checkpointing(model, techniques.checkpointing)
+    by_blocks = why_block_by_block(model, recipe, ranks)
     if techniques.fp8:
-        check_fp8(model, recipe, precision, apart)
-    if techniques.compile and apart is not None:
-        compile_blocks(model)
-    placement = place(model, recipe, ranks)
+        check_fp8(model, recipe, precision, by_blocks)
+    if techniques.compile and by_blocks is not None:
+        apply_compile(model)
+    placement = apply_data_parallel(model, recipe, ranks)
     optimizer = make_optimizer(placement, recipe.optimizer, fused=techniques.fused_optimizer)
-    if apart is None:
+    if by_blocks is None:
         return whole_step(model, recipe, placement, optimizer, precision, should_stop)
     teacher = None
     if recipe.teacher is not None:
@@ -171,7 +175,7 @@ def training_step(
         should_stop=should_stop,
         placement=placement,
         teacher=teacher,
-        how=f"block by block: {apart}" if techniques.compile and not on_cpu else "",
+        how=f"block by block: {by_blocks}" if techniques.compile and not on_cpu else "",
     )
 
 
@@ -199,77 +203,13 @@ def why_block_by_block(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE)
     return why_not_whole(model)
 
 
-def check_fp8(model: Transformer, recipe: Recipe, precision: Precision, apart: str | None) -> None:
-    """Raise ConfigError where the products of a recipe cannot be in FP8."""
-    reason = fp8.why_not(model.device)
-    if reason is None and apart is not None:
-        reason = f"they are part of a model trained as one function, and this one is not: {apart}"
-    if reason is None and recipe.techniques.compile and recipe.techniques.compile_whole:
-        reason = "its gradients are written by hand, and techniques.compile_whole compiles them; switch that off"
-    if reason is None and precision.dtype != torch.bfloat16:
-        reason = f"it needs techniques.precision bfloat16; it is {recipe.techniques.precision}"
-    config = model.config
-    sizes = {
-        "tokens of a batch": recipe.data.batch_size * recipe.data.context,
-        "rows of the padded vocabulary": config.padded_vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "features of all query heads": config.head_dim * config.heads,
-        "features of all key heads": config.head_dim * config.kv_heads,
-    }
-    odd = next((f"{name}: {size}" for name, size in sizes.items() if size % fp8.MULTIPLE), None)
-    if reason is None and odd is not None:
-        reason = f"rows and columns must be multiples of {fp8.MULTIPLE}; {odd}"
-    heads = config.head_dim * (config.heads + 2 * config.kv_heads)
-    widths = config.hidden_size, config.intermediate_size * (2 if config.gated else 1), heads
-    if reason is None and max(widths) > fp8.WIDEST:
-        reason = f"a row of {max(widths)} numbers does not fit a program; {fp8.WIDEST} do"
-    if reason is not None:
-        raise ConfigError(f"techniques.fp8 cannot be used here: {reason}")
-
-
-def whole_step(
-    model: Transformer,
-    recipe: Recipe,
-    placement: Placement,
-    optimizer: torch.optim.Optimizer,
-    precision: Precision,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> TrainStep:
-    """Technique: the whole model as one function, its steps captured where that can be, compiled where asked for."""
-    techniques = recipe.techniques
-    compiles = techniques.compile and (techniques.compile_whole or triton_support.refusal(model.device) is not None)
-    if compiles:
-        outside_graphs()
-    made_of = Fp8Model if techniques.fp8 else WholeModel
-    whole = made_of(model, dtype=precision.dtype, compiles=compiles)
-    placement.module = whole
-    reason = why_not_captured(recipe, optimizer, precision)
-    made = "the model is one function"
-    ours = "compiled as one graph" if compiles else "not compiled: kernels of our own"
-    given: dict[str, Any] = {"clip": recipe.optimizer.clip, "should_stop": should_stop, "placement": placement}
-    if reason is not None:
-        return TrainStep(model, optimizer, precision, **given, how=f"{made}, {ours}; steps are not captured: {reason}")
-    given["copies"] = precision.dtype != torch.float32
-    how = f"{made}, its steps are CUDA graphs; {ours}"
-    return CapturedStep(model, optimizer, precision, **given, whole=whole, how=how)
-
-
-def why_not_captured(recipe: Recipe, optimizer: torch.optim.Optimizer, precision: Precision) -> str | None:
-    """Why the steps of a whole model are not captured, or None."""
-    if not recipe.techniques.capture:
-        return "techniques.capture is off"
-    if precision.scales:
-        return "the loss is scaled for float16, and steps that overflow are skipped"
-    return why_not_fixed(optimizer)
-
-
 def check_ranks(recipe: Recipe, ranks: Ranks) -> None:
     """Raise ConfigError where so many processes cannot train by the recipe, before anything is read or made."""
     zero, replicas = recipe.parallel.zero, recipe.parallel.replicas
-    if not ranks.joined and (zero or recipe.diloco.sync_every is not None):
-        name = f"parallel.zero {zero}" if zero else "diloco.sync_every"
-        raise ConfigError(f"{name} is for several processes: start them with torchrun or --processes (1 is enough)")
+    if zero and not ranks.joined:
+        raise ConfigError(
+            f"parallel.zero {zero} is for several processes: start them with torchrun or --processes (1 is enough)"
+        )
     if ranks.readers % replicas:
         raise ConfigError(f"parallel.replicas is {replicas}, which {ranks.readers} processes cannot share evenly")
     if not recipe.run.fit:
@@ -278,7 +218,8 @@ def check_ranks(recipe: Recipe, ranks: Ranks) -> None:
 
 def check_shares(config: ModelConfig, parallel: Parallel) -> None:
     """Raises ConfigError for a model that ranks cannot share so."""
-    check_split(config, parallel.tensor)
+    if parallel.tensor > 1:
+        check_split(config, parallel.tensor)
     if parallel.zero and config.experts:
         raise ConfigError(
             f"parallel.zero {parallel.zero} cannot share a model with experts: one that no token of a rank has reached "
@@ -286,9 +227,8 @@ def check_shares(config: ModelConfig, parallel: Parallel) -> None:
         )
 
 
-def place(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> Placement:
-    """Spread the model over the ranks as the recipe says. Raises ConfigError for what does not fit together."""
-    check_ranks(recipe, ranks)
+def apply_data_parallel(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> Placement:
+    """Spread the model over the ranks: whole on each (DDP), or in shares (FSDP2). Raises ConfigError for experts."""
     parallel = recipe.parallel
     copies = None
     if parallel.offload == "optimizer" or parallel.policy == "float32-masters":
@@ -298,8 +238,6 @@ def place(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> Placement
     check_shares(model.config, parallel)
     if parallel.zero == 0:
         unused = bool(model.config.experts) or recipe.techniques.layer_drop is not None
-        if recipe.diloco.sync_every is not None:
-            return Apart(model, ranks=ranks, unused=unused, copies=copies, **asdict(recipe.diloco))
         return Replicated(model, ranks=ranks, unused=unused, copies=copies)
     return Sharded(
         model,
@@ -325,7 +263,7 @@ def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
     return techniques.attention
 
 
-def choose_kernels(model: Transformer, attention: str | None, loss: str | None, dtype: torch.dtype) -> None:
+def apply_kernels(model: Transformer, attention: str | None, loss: str | None, dtype: torch.dtype) -> None:
     """The fastest attention and loss kernels that fit, or those named. Raises ConfigError for unknown ones.
 
     dtype: of the matrix products; on a CPU every kernel takes the weights' own. The native attention is compiled before
@@ -341,7 +279,7 @@ def choose_kernels(model: Transformer, attention: str | None, loss: str | None, 
             warnings.warn(message, HastenWarning, stacklevel=3)
 
 
-def fuse_activations(model: Transformer, dtype: torch.dtype) -> bool:
+def apply_fused_activations(model: Transformer, dtype: torch.dtype) -> bool:
     """On a CPU, one native pass for bias and GELU, or SiLU and gate, forward and backward; whether there is any.
 
     dtype: of the matrix products.
@@ -358,12 +296,12 @@ def fuse_activations(model: Transformer, dtype: torch.dtype) -> bool:
     return any(fused.values())
 
 
-def join_projections(model: Transformer) -> None:
+def apply_joined_projections(model: Transformer) -> None:
     """One product for queries, keys and values, forward and backward: x is read once, by a wider product."""
     swap_kinds(model, {Attention: JoinedAttention})
 
 
-def add_lora(model: Transformer, settings: Lora, *, seed: int) -> None:
+def apply_lora(model: Transformer, settings: Lora, *, seed: int) -> None:
     """Freeze all weights and put what is trained beside the layers that are targeted."""
     adapter = lora_adapter(model.config, settings, seed=seed, device=model.device)
     attach(model, [adapter], dropout=settings.dropout)
@@ -379,7 +317,7 @@ def lora_adapter(
     return new_adapter(config, rank=rank, alpha=alpha, targets=targets, rslora=rslora, seed=seed, device=device)
 
 
-def compile_blocks(model: Transformer) -> None:
+def apply_compile(model: Transformer) -> None:
     """torch.compile each block by itself: one graph serves them all, and compiling takes as long as for one layer."""
     if model.device.type == "cpu" and find_compiler() is None:
         warnings.warn(

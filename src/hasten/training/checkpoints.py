@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hasten.distributed.parts import Part, write
-from hasten.distributed.placement import RANK, Placement
+from hasten.distributed.placement import Placement
 from hasten.distributed.ranks import Ranks
 from hasten.errors import CheckpointError, HastenError, ResourceError
 from hasten.machine.files import replacing, save_json, write_atomically
@@ -124,7 +124,7 @@ def save(
     """
     ranks = placement.ranks
     tensors: dict[str, Tensor] = {
-        f"weights/{placement.named(name)}": parameter for name, parameter in placement.parameters.items()
+        f"weights/{name}": one for name, one in placement.parameters.items()
     }  # tied ones once
     tensors |= {f"state/{name}": tensor for name, tensor in _state(placement, optimizer)}
     mine = {"cpu": random.cpu} | ({} if random.cuda is None else {"cuda": random.cuda}) | placement.own()
@@ -160,9 +160,9 @@ def _state(placement: Placement, optimizer: torch.optim.Optimizer) -> Iterator[t
     """What the optimizer keeps, by the name of the weight and its own; float32 masters of other weights too."""
     for name, worked in placement.worked.items():
         for key, value in optimizer.state.get(worked, {}).items():
-            yield f"{placement.named(name)}.{key}", placement.placed(name, value) if value.dim() else value
+            yield f"{name}.{key}", placement.placed(name, value) if value.dim() else value
         if worked.dtype != placement.parameters[name].dtype:
-            yield f"{placement.named(name)}.{MASTER}", placement.placed(name, worked.detach())
+            yield f"{name}.{MASTER}", placement.placed(name, worked.detach())
 
 
 def link(source: Path, target: Path) -> None:
@@ -188,7 +188,6 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
     placement.adopt()
     files = _files(stored, "state")
     table = {name: (shape, file.dtypes[name]) for file in files for name, (shape, _) in file.parts.items()}
-    names = _named(placement, {name.rpartition(".")[0] for name in table})
     there = placement.ranks.rank < len(files)  # else the first one's is taken over, but for its random numbers
     own = _random(placement.ranks.rank if there else 0)
     wanted, states, random = {}, defaultdict[str, dict[str, Tensor]](dict), {}
@@ -196,9 +195,8 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
         owner, _, key = name.rpartition(".")
         if owner == own:
             wanted[name] = random[key] = torch.empty(shape, dtype=dtype)
-        if owner.partition(".")[0] == "random" or (RANK in owner and owner not in names):
-            continue  # no weight's, or another rank's own
-        owner = names.get(owner, owner)
+        if owner.partition(".")[0] == "random":
+            continue  # a rank's own, and no weight's
         worked = placement.worked.get(owner)
         if worked is None:
             raise CheckpointError(f"{stored.folder}: optimizer state for {owner!r}, which the model lacks; {REMEDY}")
@@ -229,9 +227,8 @@ def load_weights(stored: Checkpoint, placement: Placement) -> None:
 
     files = _files(stored, "weights")
     found = {name: shape for file in files for name, (shape, _) in file.parts.items()}
-    names = _named(placement, found)
-    wanted = {stored_name: placement.parameters[name] for stored_name, name in names.items()}
-    for name in wanted.keys() | {name for name in found if RANK not in name and name not in names.values()}:
+    wanted = placement.parameters
+    for name in wanted.keys() | found.keys():
         ours, theirs = wanted[name].shape if name in wanted else None, found.get(name)
         if ours != theirs:
             raise CheckpointError(
@@ -239,12 +236,6 @@ def load_weights(stored: Checkpoint, placement: Placement) -> None:
                 f"{REMEDY}"
             )
     read(files, wanted)
-
-
-def _named(placement: Placement, stored: Container[str]) -> dict[str, str]:
-    """Each weight by its name in a checkpoint: this rank's own where there is one, else everybody's."""
-    own = {name: placement.named(name) for name in placement.parameters}
-    return {mine if mine in stored else name: name for name, mine in own.items()}
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from hasten.checkpoints.load import open_checkpoint
+from hasten.checkpoints.source import ModelSource
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.machine import available_memory, resolve_dtype
 from hasten.model.config import ModelConfig
@@ -104,15 +105,15 @@ class Room:
 
     @classmethod
     def here(
-        cls, config: ModelConfig, recipe: Recipe, device: torch.device, *, init: Path | None, ranks: Ranks
+        cls, config: ModelConfig, recipe: Recipe, device: torch.device, *, source: ModelSource | None, ranks: Ranks
     ) -> "Room":
-        """init: the model's folder, or its GGUF file."""
+        """Measure what is free. source: the checkpoint that the recipe starts from."""
         free = available_memory(device)
         if device.type == "cpu":  # all of this machine's processes take from the same
             free //= ranks.local_size
         if recipe.run.fit:
             free = int(ranks.of_first(free))  # what is decided by it is the same for all
-        base = None if init is None else held_bytes(open_checkpoint(init))
+        base = None if source is None else held_bytes(source)
         return cls(config=config, recipe=recipe, device=device, ranks=ranks, base=base, free=free)
 
     def memory(self, **data: int) -> Memory:
@@ -126,14 +127,15 @@ class Room:
         """Whether that is free."""
         return self.memory(**data).peak <= self.free
 
-    def fitted(self) -> Recipe:
-        """The recipe with its rows in as few micro-batches as fit, where `run.fit` asks for that; else as it is."""
+    def fitted(self) -> "Room":
+        """With the recipe's rows in as few micro-batches as fit, where `run.fit` asks for that; else as it is."""
         data, size = self.recipe.data, self.ranks.readers
         rows = data.batch_size * data.accumulation
         for count in range(1, rows // size + 1) if self.recipe.run.fit else ():
             if rows % (count * size) == 0 and self.fits(batch_size=rows // count, accumulation=count):
-                return replace(self.recipe, data=replace(data, batch_size=rows // count, accumulation=count))
-        return self.recipe
+                data = replace(data, batch_size=rows // count, accumulation=count)
+                return replace(self, recipe=replace(self.recipe, data=data))
+        return self
 
     def check(self) -> str:
         """A line on what fits. Raises ResourceError, with the numbers and the field to lower, where it does not."""

@@ -17,13 +17,12 @@ from hasten.training.recipe import Qat
 from hasten.training.step import TrainStep
 
 
-def round_while_training(model: Transformer, qat: Qat, *, begin: bool = True) -> None:
-    """Technique: linear layers multiply with what their weights will be stored as.
+def apply_rounding(model: Transformer, qat: Qat, *, begin: bool = True) -> None:
+    """Let linear layers multiply with what their weights will be stored as. qat.bits: set.
 
     begin: from `qat.init`, if there is one; a checkpoint holds what came of it.
     """
-    if qat.bits is None:
-        return
+    assert qat.bits is not None
     if model.quantization:
         raise ConfigError(
             "qat.bits rounds plain weights, and these are quantized; set lora.base auto and a plain --init"
@@ -60,8 +59,10 @@ def begin_with(model: Transformer, folder: str) -> None:
             continue
         if name not in layers:
             same = piece.name in source.stored and same_numbers(model, ours, piece.of(source.read(piece.name)))
-            if not same:  # awq scales weights, and what stands before them the other way
-                raise ConfigError(f"{folder} has another {piece.name} than --init; quantize --init itself, not by awq")
+            if not same:  # AWQ, as other programs do it, scales weights, and the norm before them the other way
+                raise ConfigError(
+                    f"{folder} has another {piece.name} than --init; give what `hasten quantize` made of --init"
+                )
             continue
         if source.quantized is None or piece.name not in modules:
             raise ConfigError(f"{folder} holds no quantized {name}; give what `hasten quantize` made of --init")

@@ -13,11 +13,10 @@ from typing import Annotated, Any, Literal
 from tyro.conf import arg
 
 from hasten.checks import ABOVE_0, AT_LEAST_0, BELOW_1, SHARE, SHARE_ABOVE_0, mistakes
-from hasten.effects import ON_CPU, ON_CUDA, Holds, Needs, Unless, ignored, options_of
+from hasten.effects import ON_CPU, ON_CUDA, Holds, Needs, Neutral, Unless, ignored, options_of
 from hasten.errors import ConfigError
 from hasten.machine.threads import Threads
 from hasten.training.conditions import (
-    APART,
     DROPPED,
     FALLING,
     KEPT_BY_RECIPES,
@@ -186,17 +185,17 @@ class Techniques:
     all, with the blocks' inputs on the host (offload)."""
     compile: bool = True
     """torch.compile, block by block; on CUDA only where the model cannot be one function."""
-    whole_model: Annotated[bool, ON_CUDA] = True
+    whole_model: Annotated[bool, ON_CUDA, Neutral(False)] = True
     """On CUDA, forward pass and loss as one function: fused norms and activations, joined projections."""
     compile_whole: Annotated[bool, ON_CUDA, Needs("techniques.whole_model"), Needs("techniques.compile")] = False
     """Compile that function as one graph too: minutes of compiling before the first step, for no gain seen so far."""
-    capture: Annotated[bool, ON_CUDA, Needs("techniques.whole_model")] = True
+    capture: Annotated[bool, ON_CUDA, Needs("techniques.whole_model"), Neutral(False)] = True
     """On CUDA, the whole step as CUDA graphs where its shapes are fixed; nothing in it waits for the host."""
     fp8: bool = False
     """On CUDA, products of blocks and head in FP8, but for the gradient of the head's weight (Ada and later)."""
     fused_optimizer: bool = True
     """Update many tensors with one kernel."""
-    keep_memory: Annotated[bool, ON_CPU] = True
+    keep_memory: Annotated[bool, ON_CPU, Neutral(False)] = True
     """On the CPU, keep freed memory in the process instead of mapping it anew in every step."""
 
 
@@ -266,24 +265,6 @@ class Parallel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diloco:
-    """Processes that train by themselves and agree now and then, for slow links (arXiv 2311.08105; torchft's names)."""
-
-    sync_every: Annotated[int | None, ABOVE_0] = None
-    """Steps from one agreement to the next (none: in every step, as usual)."""
-    should_quantize: Annotated[bool, APART] = False
-    """What they tell each other has 8 bits a weight, not 16."""
-    fragment_sync_delay: Annotated[int, AT_LEAST_0, APART] = 0
-    """Steps that are taken while it is on its way."""
-    fragment_update_alpha: Annotated[float, BELOW_1, APART] = 0.0
-    """Share of a process's own weights that stays when it goes on from what was agreed."""
-    learning_rate: Annotated[float, ABOVE_0, APART] = 0.7
-    """Of the outer step, towards the mean of where they have come to."""
-    momentum: Annotated[float, BELOW_1, APART] = 0.9
-    """Of the outer steps (Nesterov's)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """How long, where, and what is written. The run ends at the first of steps, epochs and minutes."""
 
@@ -340,7 +321,6 @@ class Recipe:
     lora: Lora = field(default_factory=Lora)
     qat: Qat = field(default_factory=Qat)
     parallel: Parallel = field(default_factory=Parallel)
-    diloco: Diloco = field(default_factory=Diloco)
     run: Run = field(default_factory=Run)
 
     def to_json(self) -> dict[str, Any]:
@@ -355,6 +335,8 @@ class Recipe:
         if not isinstance(values, Mapping):
             raise ConfigError(f"a recipe is an object with fields; found {values!r:.60}")
         try:
+            if values.get("diloco", {}).get("sync_every", 0) is None:  # an earlier version's, switched off
+                values = {name: value for name, value in values.items() if name != "diloco"}
             return cls(**{name: _made(sections[name], v) if name in sections else v for name, v in values.items()})
         except (TypeError, AttributeError) as error:
             raise ConfigError(f"this is not a recipe of this version of hasten: {error}") from None

@@ -48,7 +48,7 @@ def wrong_together(recipe: Recipe) -> Iterator[str]:
 
 
 def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
-    parallel, diloco, optimizer = recipe.parallel, recipe.diloco, recipe.optimizer
+    parallel, optimizer = recipe.parallel, recipe.optimizer
     onebit = optimizer.kind.startswith("onebit")
     rounded = recipe.qat.bits is not None
     if (rounded or recipe.lora.rank is not None) and parallel.policy != "float32-weights":
@@ -61,15 +61,6 @@ def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
         yield from _wrong_split(recipe)
     if parallel.policy == "float32-masters" and recipe.techniques.precision in ("auto", "float32"):
         yield "parallel.policy float32-masters needs techniques.precision bfloat16 or float16"
-    if diloco.sync_every is not None:
-        if parallel.zero:
-            yield "diloco.sync_every is for processes that have the whole model; set parallel.zero 0"
-        if onebit:
-            yield "diloco.sync_every and a one-bit optimizer both say what travels; choose one of them"
-        if recipe.run.steps is not None and diloco.sync_every > recipe.run.steps:
-            yield f"diloco.sync_every is {diloco.sync_every} and run.steps {recipe.run.steps}: no two would ever agree"
-        if diloco.fragment_sync_delay >= diloco.sync_every:
-            yield "diloco.fragment_sync_delay must be less than diloco.sync_every"
     if onebit and parallel.zero:
         yield (
             f"of the 20 + 4/N bytes a parameter of optimizer.kind {optimizer.kind} every process needs gradient, "

@@ -27,7 +27,6 @@ from hasten.training.build import lora_adapter
 from hasten.training.checkpoint_state import TrainingState
 from hasten.training.journal import read
 from hasten.training.loop import Loop, OnStep
-from hasten.training.precision import choose_precision
 from hasten.training.recipe import Recipe, flat
 from hasten.training.recipes import INIT_MISSING, RECIPES
 from hasten.training.run_folder import Resume, RunFolder, find_start
@@ -136,15 +135,15 @@ def _train(
     if stored is not None:
         measured.adopt(stored.measured)
         if recipe.run.fit:  # it fitted once, and the batches stay
-            begun = stored.recipe.data
-            data = replace(recipe.data, batch_size=begun.batch_size, accumulation=begun.accumulation)
+            cut = stored.recipe.data
+            data = replace(recipe.data, batch_size=cut.batch_size, accumulation=cut.accumulation)
             recipe = replace(recipe, data=data, run=replace(recipe.run, fit=False))
-    recipe, precision = choose_precision(recipe, None if stored is None else stored.recipe, ranks=ranks)
     stop = StopRequest()
     # Until the first step there is nothing to save: Ctrl-C while text is being prepared ends at once.
     # Several ranks stop together, between two steps.
     asked = stop.asked if ranks.size == 1 else lambda: False
-    setup = set_up(recipe, progress=progress, ranks=ranks, should_stop=asked, restored=stored is not None)
+    begun = None if stored is None else stored.recipe
+    setup = set_up(recipe, progress=progress, ranks=ranks, should_stop=asked, begun=begun)
     recipe = setup.recipe
     state = TrainingState() if stored is None else _restore(stored, setup, folder)
     if ranks.first:
@@ -152,7 +151,7 @@ def _train(
         remember(f"begun {folder.path}")
     with stop_on_signals(stop):
         with display.progress_bar(recipe.name, shown=progress) as bar:
-            bar.note(f"matrix products in {precision}")
+            bar.note(f"matrix products in {setup.precision}")
             for note in setup.notes:
                 bar.note(note)
             if setup.step.how:
@@ -179,7 +178,7 @@ def _train(
         tokens_per_second=_median(lines, "tokens_per_second"),
         mfu=_median(lines, "mfu"),
         seconds=state.seconds,
-        precision=precision.to_json(),
+        precision=setup.precision.to_json(),
         measured=measured.known(),
         spikes=state.spikes,
         stopped_by=None if finished else stop.signal or signal.SIGTERM,  # or it came to another rank

@@ -1,23 +1,31 @@
 """Everything a run needs before its first step: data, model, optimizer, the training step."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from hasten.checkpoints.load import open_checkpoint, resolve_model
+from hasten.checkpoints.load import open_checkpoint
+from hasten.checkpoints.source import ModelSource
 from hasten.data import Batches, TokenData, prepare
 from hasten.data.packing import longest_document
 from hasten.distributed.ranks import ALONE, Ranks
-from hasten.distributed.tensor_training import check_split
 from hasten.errors import ConfigError, HastenError
-from hasten.machine import configure, matrix_rate, resolve_device
+from hasten.machine import ProductPrecision, configure, matrix_rate, resolve_device
 from hasten.model.config import ModelConfig
 from hasten.model.initialize import initialize
 from hasten.model.transformer import Transformer
 from hasten.planning.cost import training_flops_per_token
-from hasten.training import build
+from hasten.training.build import (
+    check_ranks,
+    check_shares,
+    pretrained_model,
+    shape_config,
+    training_config,
+    training_step,
+)
 from hasten.training.evaluate import Validation
 from hasten.training.memory import Room
 from hasten.training.patterns import with_pattern
@@ -32,7 +40,7 @@ ROWS = 64  # of which the context that follows the data is a multiple
 class Setup:
     """What the loop works with. recipe: as it is trained, precision, context and micro-batches decided.
 
-    notes: for people, what would fit and how conversations are packed.
+    precision: of the matrix products, and why. notes: for people, what would fit and how conversations are packed.
 
     rate: measured FLOP/s of matrix products, if any.
 
@@ -40,6 +48,7 @@ class Setup:
     """
 
     recipe: Recipe
+    precision: ProductPrecision
     notes: tuple[str, ...]
     data: TokenData
     batches: Batches
@@ -91,23 +100,24 @@ def set_up(
     progress: bool,
     ranks: Ranks = ALONE,
     should_stop: Callable[[], bool] = lambda: False,
-    restored: bool = False,
+    begun: Recipe | None = None,
 ) -> Setup:
     """Prepare the data, check that the run fits into memory, then build the model and its step.
 
-    should_stop: asked between micro-batches. restored: what is trained will be read from a checkpoint.
+    should_stop: asked between micro-batches. begun: the recipe of the run that goes on; its precision is kept, and what
+    is trained will be read from a checkpoint.
     """
-    build.check_ranks(recipe, ranks)
-    recipe, _ = choose_precision(recipe)
-    device = own_device(recipe, ranks)
-    configure(threads=recipe.run.threads, processes=ranks.local_size)
-    init = None if recipe.init is None else resolve_model(recipe.init)
-    data = prepare_data(recipe, init=init, progress=progress)
-    recipe = fit_context(recipe, data, init=init)
-    config = _config(recipe, data, init=init)
-    check_split(config, ranks.tensor)
-    recipe = Room.here(config, recipe, device, init=init, ranks=ranks).fitted()
-    room = Room.here(config, recipe, device, init=init, ranks=ranks).check()
+    check_ranks(recipe, ranks)
+    recipe, precision = choose_precision(recipe, begun, ranks=ranks)
+    device, seed = own_device(recipe, ranks), recipe.run.seed + ranks.rank
+    configure(threads=recipe.run.threads, seed=seed, processes=ranks.local_size)
+    source = None if recipe.init is None else open_checkpoint(recipe.init)
+    data = prepare_data(recipe, init=None if source is None else source.path, progress=progress)
+    recipe = fit_context(recipe, data, source)
+    config = model_config(recipe, data, source)
+    check_shares(config, recipe.parallel)
+    room = Room.here(config, recipe, device, source=source, ranks=ranks).fitted()
+    recipe, note = room.recipe, room.check()
     rows, context = recipe.data.batch_size, recipe.data.context
     batches = Batches(
         data.train,
@@ -127,21 +137,28 @@ def set_up(
             batches=recipe.run.validation_batches,
             ranks=ranks,
         )
-    model = _model(recipe, config, data, init=init, device=device)
+    if source is None:
+        model = initialize(config, seed=recipe.run.seed, device=device)
+        eos = next(iter(data.tokenizer.eos_ids), None)
+        model.generation = {} if eos is None else {"bos_token_id": data.tokenizer.bos_id, "eos_token_id": eos}
+    else:
+        model = pretrained_model(source, recipe, device=device)
+    model.tokenizer = data.tokenizer
     if ranks.size > 1:
-        ranks.require_same(
-            {"torch": torch.__version__, "data": data.folder.name, "weights": f"{float(_sum(model)):.6g}"}
-        )
-    step = build.training_step(model, recipe, ranks=ranks, should_stop=should_stop, restored=restored)
+        weights = torch.stack([t.sum(dtype=torch.float64) for t in model.state_dict().values()]).sum()
+        ranks.require_same({"torch": torch.__version__, "data": data.folder.name, "weights": f"{float(weights):.6g}"})
+    step = training_step(model, recipe, ranks=ranks, should_stop=should_stop, restored=begun is not None)
     # LoRA computes no gradients of frozen weights: these FLOPs are not its own.
     rate = _rate(step.precision.dtype, device) if recipe.lora.rank is None else None
-    # Last: measuring draws random numbers, how many depends on the machine's mood, and dropout must not.
-    configure(threads=recipe.run.threads, seed=recipe.run.seed + ranks.rank, processes=ranks.local_size)
+    # Seed last: measuring consumes a varying number of random draws.
+    torch.manual_seed(seed)
+    random.seed(seed)
     layers, whole = model.config.layers, training_flops_per_token(model.config, context)
     without_each = [replace(model.config, layers=layers[:i] + layers[i + 1 :]) for i in range(len(layers))]
     return Setup(
         recipe=recipe,
-        notes=(room,) if batches.packing is None else (room, batches.packing.describe(context)),
+        precision=precision,
+        notes=(note,) if batches.packing is None else (note, batches.packing.describe(context)),
         data=data,
         batches=batches,
         validation=validation,
@@ -153,13 +170,13 @@ def set_up(
     )
 
 
-def fit_context(recipe: Recipe, data: TokenData, *, init: Path | None) -> Recipe:
+def fit_context(recipe: Recipe, data: TokenData, source: ModelSource | None) -> Recipe:
     """The recipe with rows no longer than its longest conversation needs, where `data.fit_context` asks for it."""
     if not recipe.data.fit_context:
         return recipe
     most = recipe.data.context
-    if init is not None:
-        most = min(most, open_checkpoint(init).config.max_positions)
+    if source is not None:
+        most = min(most, source.config.max_positions)
     if data.train.weights is not None:
         longest = max(longest_document(data.train), longest_document(data.validation))
         most = min(most, -(-(longest - 1) // ROWS) * ROWS)
@@ -172,40 +189,23 @@ def own_device(recipe: Recipe, ranks: Ranks) -> torch.device:
     return device if device.type == "cpu" or ranks.local_size == 1 else resolve_device(f"cuda:{ranks.local_rank}")
 
 
-def _sum(model: Transformer) -> torch.Tensor:
-    """Of all weights, packed ones too."""
-    return torch.stack([t.sum(dtype=torch.float64) for t in model.state_dict().values()]).sum()
-
-
-def _config(recipe: Recipe, data: TokenData, *, init: Path | None) -> ModelConfig:
+def model_config(recipe: Recipe, data: TokenData, source: ModelSource | None) -> ModelConfig:
+    """The config of the model that is trained. Raises ConfigError where it does not fit the tokens or the context."""
     context, vocab = recipe.data.context, data.tokenizer.vocab_size
-    if init is None:
-        config = build.shape_config(recipe.model, vocab_size=vocab, positions=context, tokenizer=data.tokenizer)
-    else:
-        config = with_pattern(open_checkpoint(init).config, recipe.model)
-        if vocab > config.vocab_size:
-            raise ConfigError(
-                f"the tokenizer {recipe.data.tokenizer or init} has {vocab:,} tokens and the model {init} "
-                f"{config.vocab_size:,}; use the model's own tokenizer (leave --data.tokenizer away)"
-            )
-        if context > config.max_positions:
-            raise ConfigError(
-                f"data.context is {context:,} and the model {init} knows {config.max_positions:,} positions; lower it"
-            )
-    return build.training_config(recipe, config)
-
-
-def _model(
-    recipe: Recipe, config: ModelConfig, data: TokenData, *, init: Path | None, device: torch.device
-) -> Transformer:
-    if init is None:
-        model = initialize(config, seed=recipe.run.seed, device=device)
-        eos = next(iter(data.tokenizer.eos_ids), None)
-        model.generation = {} if eos is None else {"bos_token_id": data.tokenizer.bos_id, "eos_token_id": eos}
-    else:
-        model = build.pretrained_model(str(init), recipe, device=device)
-    model.tokenizer = data.tokenizer
-    return model
+    if source is None:
+        config = shape_config(recipe.model, vocab_size=vocab, positions=context, tokenizer=data.tokenizer)
+        return training_config(recipe, config)
+    config, init = with_pattern(source.config, recipe.model), source.path
+    if vocab > config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer {recipe.data.tokenizer or init} has {vocab:,} tokens and the model {init} "
+            f"{config.vocab_size:,}; use the model's own tokenizer (leave --data.tokenizer away)"
+        )
+    if context > config.max_positions:
+        raise ConfigError(
+            f"data.context is {context:,} and the model {init} knows {config.max_positions:,} positions; lower it"
+        )
+    return training_config(recipe, config)
 
 
 def _rate(dtype: torch.dtype, device: torch.device) -> float | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hasten.checkpoints.load import load, resolve_model
+from hasten.checkpoints.load import load_quietly, resolve_model
 from hasten.data import Batch
 from hasten.errors import CheckpointError, ConfigError, ResourceError
 from hasten.model.context import TrainingContexts
@@ -37,7 +37,7 @@ class Teacher:
         """
         if dtype == torch.float16:  # in which the states of many models overflow; autocast rounds the products
             dtype = torch.float32
-        model = load(teacher_path(source), dtype=dtype, device=str(device))
+        model = load_quietly(teacher_path(source), dtype=dtype, device=str(device))
         check_vocabulary(model, student, name=f"teacher {source}", larger=True)
         if model.config.max_positions < tokens:
             raise ConfigError(

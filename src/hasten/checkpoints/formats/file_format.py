@@ -16,6 +16,7 @@ from hasten.checkpoints.checkpoint import StoredTensor, StoredTensors, check_fin
 from hasten.errors import CheckpointError
 from hasten.model.layer_format import Activations, LayerFormat, held_format, regrouped
 from hasten.ops.linear import QuantizedWeight, WeightFormat
+from hasten.ops.linear.blocks import GgufBlocks
 
 BLOCK_ELEMENTS = 1 << 20  # of a weight that are in float32 at a time
 INDEX = ("I32", "I64")  # of a tensor that says to which group each column belongs
@@ -143,6 +144,10 @@ class QuantizedFolder:
         """Read a module with its values as int32 words, for PackedLinear.from_int4_words; None if they are stored
         differently.
         """
+        return None
+
+    def blocks(self, module: QuantizedModule) -> GgufBlocks | None:
+        """Read a weight as the blocks of a GGUF file; None where it is not stored as such."""
         return None
 
     def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.checkpoints.checkpoint import MAX_ELEMENTS
 from hasten.checkpoints.gguf.choose import parts_of
 from hasten.checkpoints.gguf.types import TYPE_NAMES, TYPES, TensorType
 from hasten.errors import CheckpointError
@@ -26,6 +25,7 @@ MAX_ENTRIES = 1 << 16  # of metadata, and of tensors; published files have tens 
 MAX_TEXT_BYTES = 1 << 24  # of one text; chat templates have thousands
 MAX_TEXTS = 1 << 22  # in one list; vocabularies have up to 2^18
 MAX_RANK = 4
+MAX_ELEMENTS = 1 << 48  # of a tensor
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9

@@ -78,7 +78,7 @@ class _Table:
         self._shift = np.uint64(64 - bits)
         self._first = np.searchsorted(hashes[order], np.arange(1 << bits, dtype=np.uint64) << self._shift)
         self._most = int(np.diff(self._first, append=len(order)).max())
-        self._hashes = np.append(hashes[order], np.uint64(0))  # behind the last one
+        self._hashes = np.append(hashes[order], np.uint64((1 << 64) - 1))  # no hash is above the last
         self._places = np.append(order, -1)
 
     def find(self, hashes: np.ndarray) -> np.ndarray:
@@ -87,9 +87,10 @@ class _Table:
             at = np.searchsorted(self._hashes[:-1], hashes)
         else:
             at = self._first[hashes >> self._shift]
-            for _ in range(self._most):
-                at += self._hashes[at] < hashes
-                np.minimum(at, len(self._hashes) - 1, out=at)
+            left = np.flatnonzero(self._hashes[at] < hashes)
+            while len(left):
+                at[left] += 1
+                left = left[self._hashes[at[left]] < hashes[left]]
         return np.where(self._hashes[at] == hashes, self._places[at], -1)
 
 

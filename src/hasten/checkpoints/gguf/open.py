@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,20 +14,23 @@ from hasten.checkpoints.gguf.config import config_values
 from hasten.checkpoints.gguf.grids import table
 from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, read_gguf
 from hasten.checkpoints.gguf.names import FREQUENCIES, LONG_ROPE, Place, place_of
-from hasten.checkpoints.gguf.tokenizer import read_tokenizer
+from hasten.checkpoints.gguf.tokenizer import stored_tokenizer
 from hasten.checkpoints.gguf.types import TYPES
 from hasten.checkpoints.source import ModelSource
 from hasten.errors import CheckpointError
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES, read_config
 from hasten.ops.linear import QuantizedWeight
+from hasten.ops.linear.blocks import NUMBERS, GgufBlocks
+
+TOKEN_BYTES = 500  # of memory, for each token (SmolLM2 400, Gemma 480)
 
 
 def open_gguf(path: Path) -> ModelSource:
     """The model of a GGUF file. CheckpointError for what is damaged, hostile, or of an unknown architecture."""
     file = read_gguf(path)
     values = config_values(file)
-    tokenizer = read_tokenizer(file)
+    tokenizer = stored_tokenizer(file)
     if tokenizer is not None:
         special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids) or None}
         values |= {name: value for name, value in special.items() if value is not None}
@@ -39,7 +43,8 @@ def open_gguf(path: Path) -> ModelSource:
         quantized=weights if weights.modules else None,
         dtype=weights.dtype(),
         generation={name: values[name] for name in ("bos_token_id", "eos_token_id") if name in values},
-        read_tokenizer=lambda: tokenizer,
+        read_tokenizer=lambda: None if tokenizer is None else tokenizer.build(),
+        tokenizer_bytes=0 if tokenizer is None else TOKEN_BYTES * len(tokenizer.kinds),
     )
 
 
@@ -131,16 +136,36 @@ class GGUFWeights(QuantizedFolder):
         words = torch.cat(halves, 2).flatten(1).view(torch.int32)
         return QuantizedWeight(format=module.stored, values=words, scales=found)
 
+    def blocks(self, module: QuantizedModule) -> GgufBlocks | None:
+        """The bytes as they lie in the file, of a type that goes to panels."""
+        if module.type not in NUMBERS:
+            return None
+        return GgufBlocks(
+            type=module.type,
+            format=module.stored,
+            in_features=module.shape[1],
+            rows=self._our_rows(module),
+            read=partial(self._numbers, module),
+            check=partial(self._check, module),
+        )
+
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
         """The integers and their scales, which a layer holds as they stand in the file."""
+        return self._numbers(module, self._our_rows(module))
+
+    def _numbers(self, module: QuantizedModule, rows: Tensor) -> QuantizedWeight:
         tensor = self._tensor(module)
-        weight = tensor.type.weight(self._our_rows(module))
+        weight = tensor.type.weight(rows)
         if (scale := self.file.tensors.get(_scales_of(tensor.name)[0])) is not None:
             weight = replace(weight, scales=weight.scales * self.file.raw(scale.name).view(torch.float32).item())
-        for part in (weight.scales, weight.zeros, weight.outer):
-            if part is not None and part.is_floating_point() and part.itemsize > 1:
-                check_finite(tensor.name, part, self.file.path)
+        self._check(module, weight.scales, weight.zeros, weight.outer)
         return weight
+
+    def _check(self, module: QuantizedModule, *scales: Tensor | None) -> None:
+        """Refuse scales and minima that are not finite; integers and exponents of 8 bits always are."""
+        for part in scales:
+            if part is not None and part.is_floating_point() and part.itemsize > 1:
+                check_finite(self._tensor(module).name, part, self.file.path)
 
     def _tensor(self, module: QuantizedModule) -> GGUFTensor:
         return self.file.tensors[self.places[module.values].name]
@@ -150,4 +175,4 @@ class GGUFWeights(QuantizedFolder):
 
     def _rows(self, name: str, rows: Tensor) -> Tensor:
         order = self.places[name].order
-        return rows if order is None else rows[order.argsort()]
+        return rows if order is None else rows.index_select(0, order.argsort())

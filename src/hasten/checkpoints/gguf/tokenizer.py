@@ -74,8 +74,53 @@ _BY_SPLIT = {
 SPLITS = {name: split for split, names in _BY_SPLIT.items() for name in names.split()}
 
 
-def read_tokenizer(file: GGUFFile) -> Tokenizer | None:
-    """The tokenizer, None where there is none. CheckpointError for an unknown or a damaged one."""
+@dataclass(frozen=True, slots=True)
+class StoredTokenizer:
+    """A tokenizer's metadata, known before the library builds it (which takes a second for 262,144 tokens).
+
+    entries: those that begin with "tokenizer.ggml.", with the defaults of its kind. kinds: one of each token.
+    """
+
+    file: GGUFFile
+    entries: _Entries
+    kinds: np.ndarray
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+
+    def build(self) -> Tokenizer:
+        """The tokenizer. CheckpointError for one that does not fit together."""
+        where, tokens, own = self.file.path, self.entries["tokens"], self.entries
+        vocabulary = {token: i for i, token in enumerate(tokens)}
+        if len(vocabulary) != len(tokens):
+            raise CheckpointError(f"{where}: tokenizer.ggml.tokens must be a list of texts, none of them twice")
+        try:
+            backend = (_byte_level if own["model"] == "gpt2" else _sentencepiece)(own, vocabulary, where)
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:  # of the library, which has no kind of its own
+            raise CheckpointError(f"{where}: its tokenizer does not fit together ({error!s:.200})") from None
+        special = {}
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+            if (place := _id(own, f"{key}_token_id", len(tokens), where)) is not None:
+                special[f"{name}_token"] = tokens[place]
+        whole = np.flatnonzero(np.isin(self.kinds, (CONTROL, USER_DEFINED)))
+        added = [AddedToken(tokens[i], special=bool(self.kinds[i] == CONTROL), normalized=False) for i in whole]
+        add_tokens(backend, tokens=[one for one in added if one.content], special_tokens=special.values())
+        finish_backend(backend)
+        add_bos_eos(backend, special, own)
+        template = self.file.metadata.get("tokenizer.chat_template")
+        return Tokenizer(
+            backend=backend,
+            bos_id=self.bos_id,
+            eos_ids=self.eos_ids,
+            pad_id=_id(own, "padding_token_id", len(tokens), where),
+            special_tokens=special,
+            templates={} if template is None else {"default": ChatTemplate(template, origin=str(where))},
+        )
+
+
+def stored_tokenizer(file: GGUFFile) -> StoredTokenizer | None:
+    """The metadata of the tokenizer, None where there is none. CheckpointError for an unknown or a damaged one."""
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
     model, where = own.get("model"), file.path
     texts = ("tokenizer.ggml.model", str), ("tokenizer.chat_template", str)
@@ -87,58 +132,53 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer | None:
     if model not in ("gpt2", "llama"):
         raise CheckpointError(f"{where}: tokenizer.ggml.model is {model!r:.60}; gpt2 and llama are read")
     tokens: Any = own.get("tokens")
-    vocabulary = {token: i for i, token in enumerate(tokens)} if isinstance(tokens, list) else {}
-    if not vocabulary or len(vocabulary) != len(tokens):
+    if not isinstance(tokens, list) or not tokens:
         raise CheckpointError(f"{where}: tokenizer.ggml.tokens must be a list of texts, none of them twice")
     kinds = _numbers(own, "token_type", len(tokens), where, default=NORMAL)
-    try:
-        backend, defaults = (_byte_level if model == "gpt2" else _sentencepiece)(own, vocabulary, where)
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:  # of the library, which has no kind of its own
-        raise CheckpointError(f"{where}: its tokenizer does not fit together ({error!s:.200})") from None
-    own = {**defaults, **own}
-    special = {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        if (place := _id(own, f"{key}_token_id", len(tokens), where)) is not None:
-            special[f"{name}_token"] = tokens[place]
-    added = [(tokens[i], bool(kinds[i] == CONTROL)) for i in np.flatnonzero(np.isin(kinds, (CONTROL, USER_DEFINED)))]
-    whole = [AddedToken(token, special=control, normalized=False) for token, control in added if token]
-    add_tokens(backend, tokens=whole, special_tokens=special.values())
-    finish_backend(backend)
-    add_bos_eos(backend, special, own)
+    own = {**({"add_bos_token": _split(own, where).bos} if model == "gpt2" else _SENTENCEPIECE), **own}
+    control = {tokens[i]: int(i) for i in np.flatnonzero(kinds == CONTROL)}
     ends = [_id(own, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
-    ends += [vocabulary[text] for text in ENDS if (text, True) in added]
-    template = file.metadata.get("tokenizer.chat_template")
-    return Tokenizer(
-        backend=backend,
+    ends += [control.get(text) for text in ENDS]
+    return StoredTokenizer(
+        file=file,
+        entries=own,
+        kinds=kinds,
         bos_id=_id(own, "bos_token_id", len(tokens), where),
         eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
-        pad_id=_id(own, "padding_token_id", len(tokens), where),
-        special_tokens=special,
-        templates={} if template is None else {"default": ChatTemplate(template, origin=str(where))},
     )
 
 
-def _byte_level(own: _Entries, vocabulary: dict[str, int], where: Path) -> tuple[tokenizers.Tokenizer, _Entries]:
+def read_tokenizer(file: GGUFFile) -> Tokenizer | None:
+    """The tokenizer, None where there is none. CheckpointError for an unknown or a damaged one."""
+    stored = stored_tokenizer(file)
+    return None if stored is None else stored.build()
+
+
+_SENTENCEPIECE = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_bos_token": True}
+
+
+def _split(own: _Entries, where: Path) -> Split:
     name = own.get("pre", "default")
     split = SPLITS.get(name) if isinstance(name, str) else None
     if split is None:
         raise CheckpointError(f"{where}: tokenizer.ggml.pre is {name!r:.60}; known are {', '.join(SPLITS)}")
-    merges = own.get("merges", [])
+    return split
+
+
+def _byte_level(own: _Entries, vocabulary: dict[str, int], where: Path) -> tokenizers.Tokenizer:
+    split, merges = _split(own, where), own.get("merges", [])
     pairs = [tuple(merge.split(" ")) for merge in merges] if isinstance(merges, list) else None
     if pairs is None or any(len(pair) != 2 for pair in pairs):
         raise CheckpointError(f"{where}: tokenizer.ggml.merges must be a list of two tokens each")
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=split.ignore_merges))
     split.apply(backend)
-    return backend, {"add_bos_token": split.bos}
+    return backend
 
 
-def _sentencepiece(own: _Entries, vocabulary: dict[str, int], where: Path) -> tuple[tokenizers.Tokenizer, _Entries]:
+def _sentencepiece(own: _Entries, vocabulary: dict[str, int], where: Path) -> tokenizers.Tokenizer:
     scores = _numbers(own, "scores", len(vocabulary), where, default=0)
-    defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_bos_token": True}
-    unknown = _id({**defaults, **own}, "unknown_token_id", len(vocabulary), where)
-    named = {} if unknown is None else {"unk_token": list(vocabulary)[unknown]}
+    unknown = _id(own, "unknown_token_id", len(vocabulary), where)
+    named = {} if unknown is None else {"unk_token": own["tokens"][unknown]}
     merges = merges_of(vocabulary, scores)
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True, **named))
     # As llama.cpp: a space before a text, and after every special token.
@@ -147,7 +187,7 @@ def _sentencepiece(own: _Entries, vocabulary: dict[str, int], where: Path) -> tu
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if prefix else spaces)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
-    return backend, defaults
+    return backend
 
 
 def _numbers(own: _Entries, key: str, count: int, where: Path, *, default: int) -> np.ndarray:

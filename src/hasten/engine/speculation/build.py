@@ -1,10 +1,8 @@
 """From the name of a draft ("suffix", "self:4-layers", a folder) to a `Speculator`."""
 
-import hashlib
-import json
 import re
-from contextlib import suppress
-from dataclasses import asdict, replace
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 from weakref import WeakKeyDictionary
@@ -12,28 +10,25 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from hasten.checkpoints.load import load
+from hasten.checkpoints.load import load_quietly
 from hasten.checks import whole
-from hasten.engine.speculation.cost import MOST_SECONDS, Price, StepCost, measure_price, measure_step_cost, warm_up
+from hasten.engine.params import SamplingParams
 from hasten.engine.speculation.draft_model import DraftModel
-from hasten.engine.speculation.proposer import LIMIT, Accept, Proposer
+from hasten.engine.speculation.price import Price
+from hasten.engine.speculation.proposer import LIMIT, Accept, Proposer, Text
 from hasten.engine.speculation.speculator import MOST, Speculator
 from hasten.engine.speculation.suffix import SuffixProposer
-from hasten.errors import ConfigError, ResourceError
-from hasten.machine.caches import cache_folder, find_cached
-from hasten.machine.files import write_atomically
-from hasten.machine.processor import processor_name
+from hasten.errors import ConfigError
 from hasten.model.fused import fuse_where_it_fits, refusal
-from hasten.model.sharded import ShardedTransformer, told_by_first
+from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 from hasten.model.vocabulary import check_vocabulary
-from hasten.ops.native import choose_isa
 
-# Of drafting with each model for each target, by the rule: for "distribution" each draft token is drawn in Python.
-_PRICES: WeakKeyDictionary[Transformer, WeakKeyDictionary[Transformer, dict[Accept, Price]]] = WeakKeyDictionary()
-_CHECKED: set[str] = set()  # tables of costs that this process has looked at
-_LOOKED_AT = (1, 8)  # their rows
-_FAR = 1.6  # as much as the speed of memory, which decides what one row costs, changes on shared machines
+# The steps of each target, and the drafts of each model that drafts: a second speculator begins with what the first one
+# learnt. By the rule, because for "distribution" each draft token is drawn in Python.
+_PRICES: WeakKeyDictionary[Transformer, Price] = WeakKeyDictionary()
+_DRAFTING: WeakKeyDictionary[Transformer, dict[Accept, Price]] = WeakKeyDictionary()
+_REHEARSED = (1, 5) * 3  # tokens of the drafts that are timed before the first real one
 _LAYERS = re.compile(r"self:(\d+)(-layers)?")
 
 
@@ -50,7 +45,7 @@ def make_speculator(
     draft: "suffix" (what followed the same words before), "auto" (see `automatic`), "self:N-layers" (the model's own
     first N layers), a folder or hub id of a smaller model with the same vocabulary (`small_model`), or such a model.
     speculate: the most tokens of a draft; how many are proposed is decided step by step, by what is accepted and what
-    steps cost. accept: "exact" takes what the model would have drawn, so that the text is the one without drafts;
+    steps take. accept: "exact" takes what the model would have drawn, so that the text is the one without drafts;
     "distribution" (for models that draft) takes a token with min(1, p/q), more of them at high temperatures, for
     another text of the same distribution. tokens: of all sequences together, whose keys and values a draft model keeps.
 
@@ -71,15 +66,25 @@ def make_speculator(
         raise ConfigError(f"accept='distribution' is for a model that drafts; {proposer.name} gives no probabilities")
     if proposer is None:
         return None
-    price = Price()
+    price = _PRICES.setdefault(model, Price())
+    return Speculator(proposer, price=price, drafting=rehearsed(proposer), most=most)
+
+
+def rehearsed(proposer: Proposer) -> Price:
+    """Draft for a meaningless text, so that the first real draft finds its memory and an estimate of what it takes."""
+    drafting, reads = Price(), 2 * max(_REHEARSED)
     if isinstance(proposer, DraftModel):
-        prices = _PRICES.setdefault(proposer.model, WeakKeyDictionary()).setdefault(model, {})
-        if accept in prices:
-            warm_up(proposer)
-        else:
-            prices[accept] = measure_price(proposer, model)
-        price = prices[accept]
-    return Speculator(proposer, step_cost(model), most=most, price=price)
+        reads = proposer.reads
+        drafting = _DRAFTING.setdefault(proposer.model, {}).setdefault(proposer.accept, drafting)
+    rooms = (1,) if drafting.measured else (1, *_REHEARSED)
+    for number, room in enumerate(rooms):
+        text = Text(number=-1, tokens=[1] * reads, step=0, params=SamplingParams(temperature=0), room=room)
+        start = time.perf_counter()
+        proposer.propose([text], floor=0.0, chance=lambda kind: 1.0)
+        if number:  # the first one also reads the text
+            drafting.learn(room, time.perf_counter() - start)
+    proposer.end(-1, ())
+    return drafting
 
 
 def automatic(model: Transformer) -> str:
@@ -118,7 +123,7 @@ def small_model(name: str, model: Transformer) -> Transformer:
     """The model of a folder or hub id, to draft for another one: in int8 where both have the fused native steps, since
     it is read for each token and need not be exact. Raises ConfigError for another vocabulary, CheckpointError.
     """
-    small = load(name, dtype=model.dtype, device=str(model.device))
+    small = load_quietly(name, dtype=model.dtype, device=str(model.device))
     check_vocabulary(small, model, name=f"the draft {name}")
     if model.stack is not None and small.quantization is None and refusal(small) is None:
         from hasten.quantization import Int8, quantize  # only here: it takes a while to import
@@ -143,42 +148,3 @@ def first_layers(model: Transformer, count: int) -> Transformer:
     if model.stack is not None:
         short.stack = type(model.stack)(short)  # type: ignore[call-arg]
     return short
-
-
-def step_cost(model: Transformer) -> StepCost:
-    """What the model's steps cost on this machine; measured once for a shape, its formats and the threads.
-
-    A process times steps of one and eight rows before it believes a table that it finds: one that was measured while
-    other programs kept the machine busy is measured again.
-    """
-    formats = sorted({f"{kind}" for kind in (model.quantization or {}).values()})
-    shape, ranks = replace(model.config, source={}), model.group.size if isinstance(model, ShardedTransformer) else 1
-    where = (
-        f"{model.device}, {processor_name()}, {choose_isa()}, {torch.get_num_threads()} threads"
-        + f", {ranks} ranks" * (ranks > 1)
-    )
-    key = f"4 {shape} {formats} {model.dtype} {model.readable} {where}"
-    file = f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
-    known: StepCost | None = None
-    with suppress(OSError, ResourceError, ValueError, KeyError, TypeError):
-        if (found_file := find_cached("steps", file)) is not None:
-            known = StepCost(**json.loads(found_file.read_text(encoding="utf-8"))["cost"])
-    holds = told_by_first(model, [[known is not None]]) == [[1]]
-    if holds and key not in _CHECKED:
-        now = measure_step_cost(model, row_counts=_LOOKED_AT, seconds=0.05)
-        holds = told_by_first(model, [[known is not None and _agree(known, now)]]) == [[1]]
-    _CHECKED.add(key)
-    if holds:
-        return known or StepCost((1,), (1.0,), (0.0,))  # only the first one asks it
-    found = measure_step_cost(model, most_seconds=MOST_SECONDS)
-    cost = {name: value for name, value in asdict(found).items() if not name.startswith("_")}
-    with suppress(OSError, ResourceError):  # then it is measured again, as one that had to end early is
-        if found.rows[-1] >= _LOOKED_AT[-1]:
-            write_atomically(cache_folder("steps") / file, json.dumps({"key": key, "cost": cost}) + "\n")
-    return found
-
-
-def _agree(table: StepCost, now: StepCost) -> bool:
-    """Whether more rows cost as many times one row by both."""
-    shares = [now.seconds(rows, 0) / table.seconds(rows, 0) for rows in now.rows]
-    return max(shares) < _FAR * min(shares)

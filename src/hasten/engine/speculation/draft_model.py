@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hasten.engine.batch_sampler import BatchSampler, other_seed
-from hasten.engine.blocks import BlockManager, OutOfBlocks
-from hasten.engine.layout import Rows
-from hasten.engine.paged import PagedCache
+from hasten.engine.blocks import BlockManager, OutOfBlocks, Rows
+from hasten.engine.cache import KVCache
 from hasten.engine.params import SamplingParams
 from hasten.engine.speculation.proposer import LIMIT, Accept, Chance, Draft, Text
 from hasten.model.grow import Blocks, Draws, Ending, can_grow, grow
@@ -62,7 +61,7 @@ class DraftModel:
         """
         self.model, self.name, self.accept = model, name, accept
         blocks, dtype, size = -(-tokens // _BLOCK_SIZE), model.compute_dtype, _BLOCK_SIZE
-        self.cache = PagedCache(model.config, blocks=blocks, block_size=size, dtype=dtype, device=model.device)
+        self.cache = KVCache(model.config, blocks=blocks, block_size=size, dtype=dtype, device=model.device)
         self._blocks = BlockManager(blocks=blocks, block_size=size, prefix_cache=False)
         self._known: dict[int, _Known] = {}
         self._sampler: tuple[list[int], BatchSampler] | None = None

@@ -1,11 +1,14 @@
-"""How many tokens to propose: as many as pay, by what was accepted so far and by what a step costs here.
+"""How many tokens to propose: as many as pay, by what was accepted and what steps took so far.
 
-A step over R rows takes `cost(R)`. Of the proposed tokens each is accepted with a chance that is counted while running,
-by its kind. A batch gets the tokens that are most likely accepted, as many as give the most tokens a second; where none
-does, nothing is proposed, and the step is a plain one. Chances and costs are estimates, so what drafts gained or lost
-is measured too: a small credit, in plain steps, pays for losses and grows by gains, and a little with each step. Where
-it is used up, drafts rest for as many steps as it takes to grow again. So drafts that never help cost `_CREDIT` steps
-and `_INTEREST` of all.
+A step over R rows takes `price.seconds(R)`, making drafts of up to N tokens takes `drafting.seconds(N)`: both are
+learnt from the steps that run. Each proposed token is accepted with a chance that is counted while running, by its
+kind. In plain steps (of S sequences, S rows), drafts gain
+
+    tokens taken / S - (seconds of the checking step + seconds of drafting) / seconds of a plain step
+
+Each step proposes the tokens that promise the most tokens a second, or none where none is faster than a plain step.
+Promises are estimates: where recent drafts lost on average, one is made again only so often that it takes `_SHARE` of
+the time. So text on which drafts never help is written about as fast as without them.
 """
 
 import time
@@ -15,31 +18,31 @@ from typing import Any
 
 from torch import Tensor
 
-from hasten.engine.speculation.cost import Price, StepCost, towards
+from hasten.engine.speculation.price import Price
 from hasten.engine.speculation.proposer import Chance, Draft, Proposer, Text
 
 MOST = 16  # tokens of a draft, unless said otherwise
 _PRIOR = 3.0  # proposed tokens that a proposer's own belief counts for
 _MEMORY = 200.0  # proposed tokens of a kind after which older ones count for less
-_PROBE = 32  # of so many steps without a draft, one has a draft all the same: texts change
-PLAIN_STEPS = 4  # steps without drafts at first: they say what plain ones take
-_PLAIN_AGAIN = 64  # and one of so many later, as after each rest
-_SEEN = 8  # of so many plain steps one bends the table of costs: a small model's step is short
-_CREDIT = 1.0  # plain steps that drafts may lose at first
-_MOST_CREDIT = 4.0  # that they may have by what they gained, in one text; a batch's steps tell more, and cost more
-_INTEREST = 0.006  # of a plain step that they may lose more, with each step
-_FAR = 2.0  # times as long as usual: others had the processor
-_LATEST = 16  # steps, by which `active` counts
-_GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
+_PLAIN_STEPS = 4  # that are measured before the first draft
+_PLAIN_AGAIN = 128  # one of so many steps is plain, so that the price of those stays known
+_LEARN = 8  # of so many plain steps one is learnt from: a small model's step is short
+_MARGIN = 1.02  # a draft must promise this many times the speed of none: chances and prices are estimates
+_SHARE = 0.004  # of the time, for drafts that promise nothing
+_TRY = 32  # steps without a draft after which one is tried that promises nothing: texts change
+_TRIED = 2  # tokens of that, and of the first drafts, at most
+_RECENT = 32  # drafts whose gain is averaged
+_HOPE = (0.25, 6)  # the gain that is believed at first, and the number of drafts that this counts for
+_LATEST = 16  # steps over which `active` is averaged
 
 
 @dataclass(slots=True)
 class SpeculationStats:
     """drafts: sequences in steps that had one; draft_tokens and accepted_tokens of them, accepted also by position.
 
-    tokens: all that were taken, in `steps` of the target, plain ones included; rows: how many steps had so many rows.
+    tokens: all that were taken, in `steps` of the target, plain ones included; rows: the number of steps by their rows.
     seconds: of proposing; step_seconds: of the steps; plain_seconds: what plain steps would have taken for these
-    tokens, by the table of costs. active: the share of the latest steps that had a draft, near 0 where none pays.
+    tokens, by the prices learnt. active: the share of the latest steps that had a draft, near 0 where none pays.
     """
 
     drafts: int = 0
@@ -107,196 +110,153 @@ class Speculator:
     def __init__(
         self,
         proposer: Proposer,
-        cost: StepCost,
         *,
+        price: Price | None = None,
+        drafting: Price | None = None,
         most: int = MOST,
         always: bool = False,
-        price: Price | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """most: tokens of a draft. always: propose so many without asking whether they pay (for measuring).
+        """price, drafting: what is known of the target's steps and of making drafts; learnt while running.
 
-        price: of proposing, as far as it is known; what is 0 is found while running.
+        most: tokens of a draft. always: propose that many without asking whether they pay (for tests and measuring).
         """
-        self.proposer, self.cost, self.most, self.always = proposer, cost, most, always
-        price = price or Price()
-        self.seconds, self.more_seconds, self._displaced = price.first, price.more, price.after
-        self._clock = clock
+        self.proposer, self.most, self.always = proposer, most, always
+        self.price, self.drafting = price or Price(), drafting or Price()
         self.acceptance = Acceptance(proposer.prior)
         self.stats = SpeculationStats()
+        self._clock = clock
+        self._gain, self._averaged = _HOPE  # what recent drafts gained, and how many those are
+        self._cost = 0.0  # in plain steps, of this step with its drafts; 0 where nothing was hoped from them
+        self._next_try = _TRY  # the step from which on a draft is tried that promises nothing
+        self._reach = _TRIED  # tokens of a draft: twice as many as were accepted at once
         self._drafts: dict[int, Draft] = {}  # of this step
-        self._more: dict[int, float] = {}  # seconds that a further row costs beside so many, by the table as it is
-        self._plain_steps = 0
-        self._asked_at = 0  # the step in which the proposer was asked last
-        self._credit = _CREDIT
-        self._rest = 0  # steps that go by without a word
-        self._rested = False  # the step before was one of those
-        self._context = 0.0  # of the latest step that was told
-        # Seconds: proposing in this step, a plain one; and whether what the step itself takes tells of the drafts.
-        self._asked: tuple[float, float, bool] | None = None
-        self._texts = 0  # for which drafts were asked in this step
-        self._taken = 0  # tokens of this step, of sequences that might have had a draft
-        self._all = (0, 0, 0)  # of this step: sequences, tokens that they took, proposed ones that were checked
+        self._sequences = self._taken = self._checked = 0  # of this step: the latter two are tokens
 
-    def rests(self) -> bool:
-        """Whether this step is one of a rest: `rested` ends it, and nothing else is asked or told of it."""
-        if not self._rest and self._credit < 0 and not self.always:
-            self._rest = int(-self._credit / _INTEREST)
-            self._credit += self._rest * _INTEREST
-        return self._rest > 0
+    @property
+    def asks(self) -> bool:
+        """Whether the next step may have drafts; where not, `propose` need not be called."""
+        if self.always:
+            return True
+        steps = self.stats.steps
+        if self.price.measured < _PLAIN_STEPS or steps % _PLAIN_AGAIN == _PLAIN_AGAIN - 1:
+            return False
+        return self._gain > -_SHARE or steps >= self._next_try
 
-    def rested(self, tokens: int) -> None:
-        """A step of a rest took so many tokens, one of each sequence; as long as usual, it is supposed."""
-        stats, usual = self.stats, self.cost.seconds(tokens, self._context)
-        self._rest -= 1
-        self._rested = True
-        stats.steps += 1
-        stats.tokens += tokens
-        stats.rows[tokens] = stats.rows.get(tokens, 0) + 1
-        stats.active -= stats.active / _LATEST
-        stats.step_seconds += usual
-        stats.plain_seconds += usual
-
-    def propose(self, texts: Sequence[Text], *, other_rows: int = 0) -> list[list[int]]:
-        """Drafts for the next step of these sequences. other_rows: of the same step, prompts that are read."""
-        started = asked = self._clock()
+    def propose(self, texts: Sequence[Text]) -> list[list[int]]:
+        """Drafts for the next step of these sequences."""
         self._drafts.clear()
-        self._asked, self._taken, self._all = None, 0, (0, 0, 0)
-        self._credit = max(self._credit, min(_CREDIT, self._credit + _INTEREST))
-        steps, rested = self.stats.steps, self._rested
-        self._rested = False
-        quiet = rested or self._credit < 0 or steps < PLAIN_STEPS or steps % _PLAIN_AGAIN == 0
-        if not texts or (quiet and not self.always):
+        if not texts or not self.asks:
             return [[] for _ in texts]
-        self._texts = len(texts)
-        self._credit = min(self._credit, _MOST_CREDIT / len(texts) ** 0.5)
-        context = sum(len(text.tokens) for text in texts) / len(texts)
-        rows = len(texts) + other_rows
-        plain = self.cost.seconds(rows, context)
-        probing = self._plain_steps >= _PROBE or not self.seconds  # as little is known of it
-        most = 1 if probing and not self.always else self.most
+        trying = self.stats.steps >= self._next_try and not self.always
+        started = self._clock()
+        plain = self.price.seconds(len(texts))
+        floor = 0.0 if self.always or trying else self._floor(len(texts), plain)
+        if floor >= 1:  # a row costs as much as a step
+            return [[] for _ in texts]
         for text in texts:
-            text.room = min(text.room, most)
-        floor = 0.0 if self.always or probing else self._floor(rows, context, plain)
-        usual = displaced = 0.0
-        if floor >= 1:
-            drafts = [Draft() for _ in texts]
-        else:
-            drafts = self.proposer.propose(texts, floor=floor, chance=self.acceptance.chance)
-            longest = max(len(draft.tokens) for draft in drafts)
-            # After a rest a model first reads what was written meanwhile: that is not what its next drafts cost.
-            rested = self.seconds > 0 and self.stats.steps > self._asked_at + 1
-            usual = self._proposing(longest) if rested else self._took(self._clock() - asked, longest)
-            self._asked_at = self.stats.steps
-            displaced = self._displaced if rested else 0.0  # of drafts in a row it shows in what rows cost
-            if not self.always and any(draft.tokens for draft in drafts):
-                drafts = self._paying(drafts, rows, context, probing)
+            text.room = min(text.room, self.most if self.always else _TRIED if trying else self._reach)
+        drafts = self.proposer.propose(texts, floor=floor, chance=self.acceptance.chance)
+        longest = max(1, *(len(draft.tokens) for draft in drafts))
+        self.drafting.learn(longest, self._clock() - started)
+        if not self.always:
+            drafts = self._paying(drafts, plain, self.drafting.seconds(longest), trying)
         self._drafts = {text.number: draft for text, draft in zip(texts, drafts, strict=True)}
-        self._plain_steps = 0 if any(draft.tokens for draft in drafts) or probing else self._plain_steps + 1
-        took = self._clock() - started
-        self.stats.seconds += took
-        self.stats.plain_seconds -= displaced  # by which the next plain steps are too long
-        # All that a plain run does not do. More than twice as long is not ours: others had the processor.
-        self._asked = min(took, _FAR * usual + plain) + displaced, plain, floor < 1 and not other_rows
+        self.stats.seconds += self._clock() - started
         return [draft.tokens for draft in drafts]
 
     def probabilities(self, number: int) -> list[Tensor]:
-        """Those that a sequence's draft was drawn from, where it has such."""
+        """The distributions that a sequence's draft was drawn from, if the proposer gave any."""
         draft = self._drafts.get(number)
         return [] if draft is None else draft.probabilities
 
     def observe(self, number: int, taken: int, *, checked: int) -> None:
-        """A sequence took so many tokens in this step: what was right of its draft, of which so many tokens were
-        checked, and one more.
+        """Count the tokens that a sequence took in this step: those of its draft that were right, and one more.
+
+        checked: the tokens of its draft that were checked.
         """
         stats, draft = self.stats, self._drafts.get(number)
         stats.tokens += taken
-        self._all = self._all[0] + 1, self._all[1] + taken, self._all[2] + checked
-        self._taken += 0 if draft is None else taken
-        if draft is None or not checked or not taken:  # none: its constraint failed
+        self._sequences += 1
+        self._taken += taken
+        self._checked += checked
+        if draft is None or not checked or not taken:  # none was taken: its constraint failed
             return
         stats.drafts += 1
         stats.draft_tokens += checked
         stats.accepted_tokens += taken - 1
+        self._reach = min(self.most, max(self._reach, 2 * taken))
         stats.accepted_by_position += [0] * (checked - len(stats.accepted_by_position))
         for place, kind in enumerate(draft.kinds[: min(taken, checked)]):
             accepted = place < taken - 1
             stats.accepted_by_position[place] += accepted
             self.acceptance.count(kind, accepted)
 
-    def stepped(self, rows: int, context: float, seconds: float) -> None:
-        """The target's step over so many rows took so long."""
-        stats, (sequences, taken, checked) = self.stats, self._all
-        self._context = context
+    def stepped(self, rows: int, seconds: float) -> None:
+        """Record that a step of the target over `rows` rows took `seconds`. Comes after `observe` for its sequences."""
+        stats, checked, price = self.stats, self._checked, self.price
         stats.steps += 1
         stats.rows[rows] = stats.rows.get(rows, 0) + 1
         stats.active += (bool(checked) - stats.active) / _LATEST
-        without = self.cost.seconds(rows - checked, context) / self.cost.seconds(rows, context) if checked else 1.0
+        without = price.seconds(rows - checked) / price.seconds(rows) if checked else 1.0
         stats.step_seconds += seconds
-        stats.plain_seconds += seconds * without * (taken / sequences if sequences else 1.0)
-        if checked or stats.steps <= _SEEN or stats.steps % _SEEN == 0:
-            self.cost.observe(rows, context, seconds)
-            self._more.clear()
-        if self._asked is not None:
-            proposing, plain, tells = self._asked
-            spent = self.cost.seconds(rows, context)
-            if tells and rows <= self.cost.rows[-1]:
-                spent = min(max(seconds, spent / _FAR), spent * _FAR)
-            self._credit += self._taken / self._texts - (spent + proposing) / plain
+        stats.plain_seconds += seconds * without * (self._taken / self._sequences if self._sequences else 1.0)
+        if rows == self._sequences + checked:  # no prompts were read
+            if self._cost and self._sequences:
+                self._averaged = min(self._averaged + 1, _RECENT)
+                self._gain += (self._taken / self._sequences - self._cost - self._gain) / self._averaged
+            if checked or price.measured < _LEARN or stats.steps % _LEARN == 0:
+                price.learn(rows, seconds)
+        self._drafts.clear()
+        self._sequences = self._taken = self._checked = 0
+        self._cost = 0.0
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
-        """A sequence has ended."""
+        """Forget a sequence that has ended, with this answer."""
         self._drafts.pop(number, None)
         self.proposer.end(number, answer, salt=salt)
 
-    def _took(self, seconds: float, longest: int) -> float:
-        """What drafts whose longest has so many tokens cost, after these took so long."""
-        if not self.seconds:
-            self.seconds = max(seconds, 1e-9)
-        elif longest > 1 and not self.more_seconds:
-            self.more_seconds = max(seconds - self.seconds, 0.0) / (longest - 1)
-        bend = towards(1.0, seconds / self._proposing(longest), most=0.3)
-        self.seconds *= bend
-        if longest > 1:
-            self.more_seconds *= bend
-        return self._proposing(longest)
+    def _floor(self, sequences: int, plain: float) -> float:
+        """The chance below which no further token can pay: what it adds to a step, over a plain step's price of one."""
+        row = min((self.price.seconds(sequences + n) - plain) / n for n in (1, 2, 4, 8))
+        token = (self.drafting.seconds(5) - self.drafting.seconds(1)) / 4 if self.drafting.measured else 0.0
+        return _MARGIN * (sequences * row + token) / plain
 
-    def _proposing(self, longest: int) -> float:
-        """Seconds that it takes to propose; nothing is known to be found at once."""
-        return self.seconds + self.more_seconds * max(0, longest - 1)
+    def _paying(self, drafts: list[Draft], plain: float, drafting: float, trying: bool) -> list[Draft]:
+        """Cut the drafts to the tokens that together promise the most tokens a second. trying: keep one at least."""
+        kept, expected = self._best(drafts, plain, drafting)
+        cost = (self.price.seconds(len(drafts) + sum(kept)) + drafting) / plain
+        if trying and expected / len(drafts) <= cost:
+            first = next((index for index, draft in enumerate(drafts) if draft.tokens), 0)
+            kept[first] = max(kept[first], min(1, len(drafts[first].tokens)))
+            cost = (self.price.seconds(len(drafts) + sum(kept)) + drafting) / plain
+            self._next_try = self.stats.steps + max(_TRY, int((cost - 1) / _SHARE))
+        else:
+            self._cost = cost
+            if any(kept) and self._gain > -_SHARE:
+                self._next_try = self.stats.steps + _TRY
+        return [draft.first(count) for draft, count in zip(drafts, kept, strict=True)]
 
-    def _floor(self, rows: int, context: float, plain: float) -> float:
-        """The chance below which no further token can pay: of what a plain step costs a token, what one more adds."""
-        more = self._more.get(rows)
-        if more is None:
-            more = min((self.cost.seconds(rows + n, context) - plain) / n for n in (1, 2, 4, 8))
-            self._more[rows] = more
-        return _GAIN * (more * rows + self.more_seconds) / plain if plain else 0.0
-
-    def _paying(self, drafts: list[Draft], rows: int, context: float, probing: bool) -> list[Draft]:
-        """The drafts cut to those tokens that together give the most tokens a second.
-
-        Not those with probabilities: whether a token is checked must not depend on what was drawn behind it.
-        """
-        if any(draft.probabilities for draft in drafts):
-            return drafts
+    def _best(self, drafts: list[Draft], plain: float, drafting: float) -> tuple[list[int], float]:
+        """How many tokens of each draft to keep, and the tokens that all sequences are expected to take with those."""
+        expected = float(len(drafts))
         likely: list[tuple[float, int]] = []
         for index, draft in enumerate(drafts):
             chance = 1.0
             for kind in draft.kinds:
                 chance *= self.acceptance.chance(kind)
                 likely.append((chance, index))
+        if any(draft.probabilities for draft in drafts):
+            # Whether a token is checked must not depend on what was drawn behind it.
+            return [len(draft.tokens) for draft in drafts], expected + sum(chance for chance, _ in likely)
         likely.sort(key=lambda one: -one[0])
-        spent = self._proposing(max(len(draft.tokens) for draft in drafts))  # whatever is kept of them
-        expected = float(len(drafts))
-        best = expected / (self.cost.seconds(rows, context) + spent) * _GAIN
-        kept = 1 if probing and likely else 0
+        best, most, kept = expected, _MARGIN * expected / (plain + drafting), 0
         for count, (chance, _) in enumerate(likely, start=1):
             expected += chance
-            rate = expected / (self.cost.seconds(rows + count, context) + spent)
-            if rate > best:
-                best, kept = rate, count
+            rate = expected / (self.price.seconds(len(drafts) + count) + drafting)
+            if rate > most:
+                best, most, kept = expected, rate, count
         lengths = [0] * len(drafts)
         for _, index in likely[:kept]:
             lengths[index] += 1
-        return [draft.first(length) for draft, length in zip(drafts, lengths, strict=True)]
+        return lengths, best

@@ -1,7 +1,5 @@
 """The views of a cache for kernels that write a step's keys and values themselves and read all others."""
 
-import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -49,18 +47,3 @@ class KVView(NamedTuple):
     v: Tensor
     metadata: AttentionMetadata
     seen: Tensor | None = None
-
-
-class StackView(NamedTuple):
-    """The views of all layers, for kernels that run them in one call."""
-
-    k: list[Tensor]
-    v: list[Tensor]
-    metadata: AttentionMetadata
-    seen: Sequence[Tensor] = ()
-
-    @property
-    def layers(self) -> list[KVView]:
-        """The view of each layer."""
-        held = zip(self.k, self.v, self.seen or itertools.repeat(None), strict=False)
-        return [KVView(k, v, self.metadata, seen) for k, v, seen in held]

@@ -55,27 +55,35 @@ class Tiling:
     warps: int = 8
 
 
-def cut_for(sizes: Sizes, multiprocessors: int) -> Tiling | None:
-    """How a step is divided on a GPU, or None where the programs would not all have work."""
+WORDS, STAGED = 512, 2048  # 32-bit words of a row of a tile; features of x that are put into shared memory at once
+FEWEST_STAGES = 4  # tiles on their way, with which the memory is kept busy
+
+
+def cut_for(sizes: Sizes, multiprocessors: int) -> Tiling | str:
+    """How a step is divided on a GPU, or why the kernel does not serve these sizes.
+
+    Tiles have 16 rows, or 8 where these give more programs work or leave room for x beside them in shared memory.
+    """
     largest = max(sizes.hidden, sizes.inner, sizes.heads * sizes.head_dim)
+    places = triton.cdiv(triton.cdiv(largest, 2 * WORDS) * 2 * WORDS, STAGED) * STAGED
+    room = SHARED - SPARE - places * 4
     for rows in (16, 8):
         blocks = min(sizes.hidden, sizes.qkv, 2 * sizes.inner) // rows
-        if blocks >= multiprocessors:
+        stages = min(10, room // (rows * WORDS * 4))
+        if blocks >= multiprocessors and stages >= FEWEST_STAGES:
             break
     programs = min(multiprocessors, blocks)
-    words, staged = 512, 2048
-    features, tile = 2 * words, rows * words * 4
-    room = SHARED - SPARE - triton.cdiv(triton.cdiv(largest, features) * features, staged) * staged * 4
-    stages = min(10, room // tile)
     splits = programs // sizes.heads
-    if splits < 1 or stages < 4 or 2 * programs < multiprocessors:
-        return None
+    if stages < FEWEST_STAGES:
+        return f"its kernel has no shared memory for tiles of weights beside {largest:,} features"
+    if splits < 1 or 2 * programs < multiprocessors:
+        return f"its kernel has work for {programs} of {multiprocessors} multiprocessors, with {sizes.heads} heads"
     return Tiling(
         programs=programs,
         rows=rows,
-        words=words,
+        words=WORDS,
         across=2,
-        staged=staged,
+        staged=STAGED,
         stages=stages,
         splits=min(8, splits),
     )

@@ -33,12 +33,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
-from hasten.ops.linear.weights import FLOAT16, MXFP4, TABLES, VALUE_DTYPES, QuantizedWeight, WeightFormat
+from hasten.ops.linear.weights import MXFP4, TABLES, VALUE_DTYPES, QuantizedWeight, WeightFormat
 from hasten.ops.native import native_ops
 from hasten.ops.pages import joined_in_large_pages
+from hasten.ops.panels import PADDING, PANEL, steps
 
-PANEL = 64  # output rows that are interleaved
-PADDING = 32
 PIECE = 1 << 20  # values that are looked up at a time
 LARGE = 1 << 22  # values of a weight that is packed in parts
 CHUNK_ROWS = 4  # output rows of which a GPU's thread reads 16 bytes at once
@@ -81,11 +80,6 @@ class Layout:
     rows: Callable[[Packed, WeightFormat, tuple[int, int], Tensor | None], QuantizedWeight]
 
 
-def steps(size: int, step: int) -> int:
-    """How many steps cover a size, the last one filled up."""
-    return -(-size // step)
-
-
 def empty_weight(size: tuple[int, int], format: WeightFormat, device: torch.device) -> QuantizedWeight:
     """A weight (N, K) that is not initialised."""
     groups, outer = (size[0], format.groups(size[1])), None
@@ -106,17 +100,6 @@ def empty_weight(size: tuple[int, int], format: WeightFormat, device: torch.devi
 
 
 # Panels
-
-
-def empty_panels(rows: Tensor, in_features: int, format: WeightFormat) -> Tensor:
-    """The packed tensor, not initialised, of a weight of as many rows as there are here."""
-    multiple = format.group_size or PADDING
-    padded, panels = steps(in_features, multiple) * multiple, steps(len(rows), PANEL)
-    if format == FLOAT16:
-        return rows.new_empty((panels, padded, PANEL, 1), dtype=torch.float16)
-    plain = format.bits == 16
-    size = (panels, padded * format.bits // 32, PANEL, 2 if plain else 4)  # words of 4 bytes
-    return rows.new_empty(size, dtype=torch.bfloat16 if plain else torch.uint8)
 
 
 def _pack_panels(weight: QuantizedWeight) -> Packed:

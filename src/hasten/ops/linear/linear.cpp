@@ -1,5 +1,6 @@
 // y = x·Wᵀ + b from packed weights, and the packing itself, as torch operators.
 #include "../tensors.h"
+#include "pack.h"
 #include "rows.h"
 
 namespace hasten {
@@ -74,8 +75,6 @@ static void interleave(int64_t n, int64_t steps, int64_t whole, uint32_t filler,
 // What is made at the end of rows only: not worth the seconds that it takes to compile it into the loop.
 #define SELDOM __attribute__((noinline, cold))
 
-INLINE uint32_t word_at(const uint8_t* p) { uint32_t w; std::memcpy(&w, p, 4); return w; }
-
 // w (N, K) bf16 -> panels with K padded to a multiple of 32.
 Tensor pack_bf16(Tensor w) {
   const int64_t n = w.size(0), k = w.size(1), steps = round_up(k, PADDING) / 2, panels = (n + PANEL - 1) / PANEL;
@@ -119,8 +118,6 @@ Tensor pack_bytes(Tensor w, int64_t group_size) {
   return out;
 }
 
-INLINE uint32_t nibbles_at(const uint8_t* p) { return (word_at(p) & 0x0f0f0f0fu) | (word_at(p + 4) & 0x0f0f0f0fu) << 4; }
-
 // q (N, K) uint8 with values of 6, 5, 3 or 2 bits, K a multiple of 32 -> uint8 panels.
 Tensor pack_integers(Tensor q, int64_t bits) {
   STD_TORCH_CHECK(bits == 6 || bits == 5 || bits == 3 || bits == 2, "there is no layout of ", bits, " bits");
@@ -129,21 +126,9 @@ Tensor pack_integers(Tensor q, int64_t bits) {
   q = as_contiguous(q);
   const uint8_t* from = static_cast<const uint8_t*>(q.const_data_ptr());
   Tensor out = empty({(n + PANEL - 1) / PANEL, steps, PANEL, 4}, ScalarType::Byte);
-  // Lines and values that share a line of upper bits, and of how many bits the others are.
-  const int64_t values = bits % 2 ? 32 : 16, lines = bits == 2 ? 1 : bits == 5 ? 5 : 3, low = bits > 4 ? 4 : 2;
+  const Unit unit = unit_of(bits);
   auto word = [=](int64_t row, int64_t s) {
-    const uint8_t* p = from + row * k + s / lines * values;
-    const int64_t i = s % lines;
-    if (i * 32 / low < values) {
-      if (low == 4) return nibbles_at(p + i * 8);
-      uint32_t found = 0;
-      for (int t = 0; t < 4; t++) found |= (word_at(p + i * 16 + 4 * t) & 0x03030303u) << (2 * t);
-      return found;
-    }
-    uint32_t upper = 0;
-    for (int t = 0; t < values / 4; t++)
-      upper |= (word_at(p + 4 * t) >> low & (bits == 6 ? 0x03030303u : 0x01010101u)) << ((bits - low) * t);
-    return upper;
+    return unit_line(from + row * k + s / unit.lines * unit.values, s % unit.lines, bits);
   };
   interleave(n, steps, steps, 0, out.mutable_data_ptr(), word, word);
   return out;

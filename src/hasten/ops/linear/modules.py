@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, HastenWarning
+from hasten.ops.linear.blocks import GgufBlocks, pack_blocks
 from hasten.ops.linear.gradient import frozen_product
-from hasten.ops.linear.layouts import PANEL, PANELS, ROWS, Layout, Operands, Packed, empty_weight, panel_scales, steps
+from hasten.ops.linear.layouts import PANELS, ROWS, Layout, Operands, Packed, empty_weight, panel_scales
 from hasten.ops.linear.operator import KERNELS, LinearRequest, Product, layout_of, slow_for_its_format, takes
 from hasten.ops.linear.weights import (
     FLOAT16,
@@ -22,6 +23,7 @@ from hasten.ops.linear.weights import (
     check_weight,
 )
 from hasten.ops.native import native_ops
+from hasten.ops.panels import PANEL, steps
 from hasten.ops.picker import pick
 
 ACTIVATION_PLANES = {"int8": 1, "float": 2}
@@ -156,6 +158,18 @@ class PackedLinear(nn.Module):
             return layout.pack(ROWS.rows(rows, format, (words.shape[0], in_features), None))
 
         return cls(in_features, words.shape[0], format, device=words.device, bias=bias, pack=pack, **options)
+
+    @classmethod
+    def from_blocks(cls, blocks: GgufBlocks, bias: Tensor | None = None, **options: Any) -> Self:
+        """A layer of a weight in a GGUF file's blocks. For the native kernel they go to panels in one pass.
+
+        options: activations, dtype and kernel, as in `from_weight`.
+        """
+
+        def pack(layout: Layout) -> Packed:
+            return pack_blocks(blocks) if layout is PANELS else layout.pack(blocks.read(blocks.rows))
+
+        return cls(blocks.in_features, len(blocks.rows), blocks.format, bias=bias, pack=pack, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 0 or x.shape[-1] != self.in_features:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from hasten.machine import emulated
 from hasten.ops import triton_support
-from hasten.ops.linear.layouts import CHUNKS, PADDING, PANELS, ROWS, Layout, Operands, Packed
+from hasten.ops.linear.layouts import CHUNKS, PANELS, ROWS, Layout, Operands, Packed
 from hasten.ops.linear.weights import BFLOAT16, INT8, PLAIN, QuantizedWeight, WeightFormat
 from hasten.ops.linear.wide import wide_linear
 from hasten.ops.native import library, missing_library, native_ops, slower_than_pytorch
+from hasten.ops.panels import PADDING
 from hasten.ops.picker import Kernel
 
 TRITON_GROUPS = (32, 64, 128, 256)

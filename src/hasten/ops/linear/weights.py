@@ -110,6 +110,7 @@ class WeightFormat:
 
 
 BFLOAT16, FLOAT16 = (WeightFormat(element=name) for name in ("bfloat16", "float16"))
+INT4_GROUP = 32  # input features that share a scale unless another number is asked for
 INT8 = WeightFormat(element="int8", scales=(Scales(torch.float32),))
 SUPER_BLOCK = 256  # values of GGUF's k-quants that share the outer scales
 

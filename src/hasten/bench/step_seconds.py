@@ -1,0 +1,38 @@
+"""Whole steps of a decoder, timed: what predictions of its speed are made of."""
+
+import time
+from collections.abc import Collection
+from statistics import median
+
+import torch
+
+from hasten.engine.decoder import Decoder
+
+
+@torch.inference_mode()
+def step_seconds(decoder: Decoder, rows: Collection[int], context: int, *, seconds: float = 0.3) -> dict[int, float]:
+    """Median seconds of a step over each number of rows, after `context` tokens of one sequence.
+
+    A decoder that holds fewer tokens reads a prompt of that length first; afterwards it holds `context` tokens. Row
+    counts take turns for about `seconds` in all, each at least once; of two steps in a row the second one counts, since
+    steps usually follow others of their size.
+    """
+    device = decoder.model.device
+    token = torch.tensor([1], device=device)
+    if decoder.lengths[0] < context:
+        decoder.truncate(0)
+        decoder.prefill([[1] * context])
+    decoder.truncate(context)
+    times: dict[int, list[float]] = {count: [] for count in sorted(rows)}
+    begun = time.perf_counter()
+    while True:
+        for count, own in times.items():
+            for _ in range(2):
+                start = time.perf_counter()
+                logits = decoder.decode(token) if count == 1 else decoder.verify([[1] * count])
+                logits.argmax(-1).tolist()
+                took = time.perf_counter() - start
+                decoder.truncate(context)
+            own.append(took)
+        if time.perf_counter() - begun >= seconds:
+            return {count: median(own) for count, own in times.items()}

@@ -1,0 +1,27 @@
+"""Loading torch's shared libraries beside the first Python of a command."""
+
+import ctypes
+import importlib.util
+import os
+import sys
+import threading
+from pathlib import Path
+
+
+def preload_torch() -> None:
+    """Begin to load libtorch in a thread; `import torch` then finds it loaded (on Linux; elsewhere nothing happens).
+
+    Part of `import torch` (0.16 of 1.3 s) is the dynamic linker at work. Python waits for it when it imports an
+    extension module, but not when a foreign function calls `dlopen`, so options are parsed meanwhile.
+    """
+    if sys.platform != "linux" or "torch" in sys.modules:
+        return
+    found = importlib.util.find_spec("torch")  # does not import it
+    origin = None if found is None else found.origin
+    library = Path(origin or "").parent / "lib" / "libtorch_cpu.so"
+    if not library.is_file():
+        return
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
+    # If it fails, `import torch` does too, and says why. Not a daemon: the process must not end inside the linker.
+    threading.Thread(target=dlopen, args=(os.fsencode(library), os.RTLD_LAZY), name="hasten-preload").start()

@@ -1,0 +1,115 @@
+"""Runs of decode steps: while the same sequences take one token each, a step does only what changed since the last.
+
+Plan, block tables and sampling parameters stay as they are. What happens to few sequences in few steps (one enters a
+block, fills one, or ends) is known ahead, so that a step costs the host little however many sequences there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hasten.engine.blocks import OutOfBlocks
+from hasten.engine.request import RequestOutput
+from hasten.engine.request_state import RequestTable
+from hasten.engine.scheduler import Scheduler
+from hasten.engine.sequence import ScheduledTokens, TextSequence
+
+
+class Group:
+    """Sequences that take a token in each of a run of steps, and what is known ahead of all these steps.
+
+    steps: how many are left until one of the sequences is full.
+    """
+
+    def __init__(self, outputs: list[TextSequence], *, pending: int, ended: int) -> None:
+        """pending: tokens that each has on its way. ended: the table's count of ends that `outputs` follows."""
+        self.outputs, self.ended = outputs, ended
+        self.numbers = [one.number for one in outputs]
+        self.texts = [one.tokens for one in outputs]
+        lengths = [len(one.tokens) + pending for one in outputs]
+        self.longest = max(lengths)  # tokens in the cache after the next step
+        self.steps = min(one.full - length for one, length in zip(outputs, lengths, strict=True))
+        self.end_ids = frozenset[int]().union(*{one.end_ids for one in outputs})
+        self.only_ids_end_it = all(one.only_ids_end_it for one in outputs)
+        self.gathers = self.only_ids_end_it and all(one.gathers for one in outputs)
+
+    def goes_on(self, tokens: list[int]) -> bool:
+        """Whether none of these tokens, one of each, ends its text, and nothing but text comes of them."""
+        return self.only_ids_end_it and self.end_ids.isdisjoint(tokens)
+
+    def take(self, tokens: list[int]) -> list[RequestOutput]:
+        """Take a token each, none of which ends its text; returns what is given out."""
+        for text, token in zip(self.texts, tokens, strict=True):
+            text.append(token)
+        if self.gathers:
+            return []
+        return [one.show(token) for one, token in zip(self.outputs, tokens, strict=True) if not one.gathers]
+
+
+class DecodeRun(Group):
+    """The steps of a group whose tokens the host reads one step after the other.
+
+    Begun after a step that computed one token of each of these sequences, in this order. Of each step: `enter`, the
+    computation, `computed`. It is over when a sequence ends, another one may begin, or `enter` returns None.
+    """
+
+    def __init__(self, outputs: list[TextSequence], scheduler: Scheduler, table: RequestTable) -> None:
+        super().__init__(outputs, pending=0, ended=table.ended)
+        self._scheduler, self._blocks, self._table = scheduler, scheduler.blocks, table
+        self.rows = range(len(outputs))
+        self.adapters = [one.adapter for one in outputs]
+        size = self._blocks.block_size
+        # Which rows fill a block in a step, by the step's number modulo the block's size; they enter one in the next.
+        self._fills: list[list[int]] = [[] for _ in range(size)]
+        self._step = 0
+        for row, (number, text) in enumerate(zip(self.numbers, self.texts, strict=True)):
+            self._fills[-len(text) % size].append(row)
+            self._blocks.reserve(number, -(-(len(text) - 1) // size) * size)  # the rest of the block it writes to
+
+    @property
+    def over(self) -> bool:
+        """Whether a sequence has ended, or others may begin."""
+        return self.ended != self._table.ended or not self._scheduler.nobody_begins
+
+    @property
+    def drafted(self) -> bool:
+        """Whether a sequence has a draft to be checked."""
+        return any(one.drafts for one in self.outputs)
+
+    def enter(self) -> list[tuple[int, int]] | None:
+        """Get ready for the next step; returns (row, block) of each sequence that enters a block.
+
+        None where a block is missing, or has left the window of a sequence: the step has to be planned.
+        """
+        blocks, size = self._blocks, self._blocks.block_size
+        entered: list[tuple[int, int]] = []
+        for row in self._fills[(self._step - 1) % size]:
+            number, start = self.numbers[row], len(self.texts[row]) - 1
+            if blocks.reach is not None:
+                return None
+            try:
+                blocks.reserve(number, start + size)
+            except OutOfBlocks:
+                return None
+            entered.append((row, blocks.table(number).block_table[start // size]))
+        for row in self._fills[self._step % size]:  # others may find it from now on
+            blocks.written(self.numbers[row], self.texts[row])
+        self._step += 1
+        return entered
+
+    def computed(self) -> None:
+        """The step has been computed; its tokens are to be taken next."""
+        self._blocks.computed()
+        self._scheduler.steps += 1
+        self.steps -= 1
+        for one in self.outputs:
+            one.computed += 1
+
+
+def run_after(
+    plan: Sequence[ScheduledTokens], outputs: list[TextSequence], scheduler: Scheduler, table: RequestTable
+) -> DecodeRun | None:
+    """The run that a step begins whose plan gave these sequences a token; None where it computed anything else."""
+    if not len(outputs) == len(plan) == sum(entry.count for entry in plan) or not all(map(table.has, outputs)):
+        return None
+    return DecodeRun(outputs, scheduler, table)

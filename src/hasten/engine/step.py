@@ -1,0 +1,96 @@
+"""The context of one forward pass over a `KVCache`: what each layer writes, and what its queries see."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hasten.ops.attention import LayerAttention
+from hasten.ops.attention.block_mask import BlockMask
+from hasten.ops.attention.paged import PagedGroup
+from hasten.ops.attention.view import AttentionMetadata, KVView
+
+Groups = Callable[[], Sequence[PagedGroup]]  # made when a kernel first asks
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """One layer's keys and values during one step; see `LayerContext`.
+
+    held: its tensors in the cache. Attention of blocks that do not write and read these themselves is either that of
+    `kernel`, which finds the keys by `groups` or through the block tables; or, where kernel is None, the layer's own
+    over the first `read` rows of each block, one block for each of the step's rows: mask (B, T, read) or
+    (B, H, T, read) of those that each query sees. A mask of None or of a sparse pattern's blocks is that of a step of
+    empty sequences, which see the tokens at hand only.
+    """
+
+    held: KVView
+    kernel: Callable[..., Tensor] | None = None
+    groups: Groups | None = None
+    mask: Tensor | BlockMask | None = None
+    read: int = 0
+
+    def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
+        """For a kernel that writes and reads the cache itself."""
+        return self.held
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
+        """Write the step's k, v (B, T, Hkv, D); attention of q (B, T, H, D) over what its queries may look at."""
+        held, rows = self.held, self.held.metadata.rows
+        slots, head_dim, dtype = held.metadata.slot_mapping, k.shape[-1], k.dtype
+        k, v = rows.write(k), rows.write(v)
+        held.k[slots], held.v[slots] = k.flatten(0, 1), v.flatten(0, 1)
+        if self.kernel is not None:
+            found = self.kernel(q.flatten(0, 1), held, spec=attention.spec, groups=self.groups, dense=attention)
+            return found.unflatten(0, q.shape[:2])
+        if isinstance(self.mask, Tensor):
+            k, v = (t[:-1].unflatten(0, (len(q), -1))[:, : self.read] for t in (held.k, held.v))  # (B, S', Hkv, …)
+        k, v = (rows.read(t, head_dim, dtype) for t in (k, v))
+        return attention(q, k, v, mask=self.mask, dropout=dropout)
+
+
+@dataclass(frozen=True, slots=True)
+class KVStep:
+    """The context of a forward pass of tokens at positions int64 (B, T); several sequences may share a row.
+
+    k, v, metadata, seen: as in `KVView`, of each layer what is not the same for all. kernel, groups, masks, read: as in
+    `KVLayer`; groups and masks of each layer.
+    """
+
+    k: list[Tensor]
+    v: list[Tensor]
+    metadata: AttentionMetadata
+    positions: Tensor
+    seen: Sequence[Tensor] = ()
+    kernel: Callable[..., Tensor] | None = None
+    groups: Sequence[Groups] = ()
+    masks: Sequence[Tensor | BlockMask | None] = ()
+    read: int = 0
+
+    @property
+    def last(self) -> Tensor:
+        """Each sequence's last row (B,)."""
+        return self.metadata.query_start_loc[1:] - 1
+
+    @property
+    def all_layers(self) -> KVStep:
+        """Itself: for kernels that take all layers in one call."""
+        return self
+
+    @property
+    def views(self) -> list[KVView]:
+        """The cache of each layer."""
+        held = zip(self.k, self.v, self.seen or itertools.repeat(None), strict=False)
+        return [KVView(k, v, self.metadata, seen) for k, v, seen in held]
+
+    @property
+    def layers(self) -> list[KVLayer]:
+        """For the blocks one by one."""
+        views = self.views
+        if self.kernel is not None:
+            return [KVLayer(view, self.kernel, groups) for view, groups in zip(views, self.groups, strict=True)]
+        pairs = zip(views, self.masks, strict=True)
+        return [KVLayer(view, mask=mask, read=self.read) for view, mask in pairs]
