@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from instruction_sets import needs_native
 from tiny_model import tiny_llama
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -77,6 +78,7 @@ def test_training_loop(run):
 
 
 @pytest.mark.slow  # 10 s of measuring
+@needs_native
 def test_profile(run, model, tmp_path):
     printed = run("08_profile.py", model, tmp_path)
     assert "ms, at the limit" in printed
