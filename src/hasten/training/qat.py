@@ -59,7 +59,7 @@ def begin_with(model: Transformer, folder: str) -> None:
             continue
         if name not in layers:
             same = piece.name in source.stored and same_numbers(model, ours, piece.of(source.read(piece.name)))
-            if not same:  # awq scales weights, and what stands before them the other way
+            if not same:  # awq scales weights, and what precedes them the other way
                 raise ConfigError(f"{folder} has another {piece.name} than --init; quantize --init itself, not by awq")
             continue
         if source.quantized is None or piece.name not in modules:
@@ -97,7 +97,7 @@ def stretches(model: Transformer, qat: Qat, batch: Batch) -> list[int]:
 
 
 def block_eigenvalues(model: Transformer, batch: Batch, steps: int) -> list[float]:
-    """Of the loss's Hessian in each block's matrices the largest eigenvalue's size, by power iteration.
+    """The largest eigenvalue's size of the loss's Hessian in each block's matrices, by power iteration.
 
     The native kernels have no second derivative: H·v is (g(w + εv) - g(w - εv)) / 2ε, in float32. Two passes a step.
     """
