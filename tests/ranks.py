@@ -33,7 +33,7 @@ TRAIN = textwrap.dedent("""
             collect(placement)
             steps.append(1)
             if len(steps) == at and os.environ["RANK"] == "1":
-                placement.worked["norm.weight"].grad[0] = float("inf")
+                placement.optimizer_params["norm.weight"].grad[0] = float("inf")
         Sharded.collect = overflowing
         train(Recipe.from_json(case), progress=False, on_step=on_step)
 """)

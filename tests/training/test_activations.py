@@ -27,7 +27,8 @@ def step_of(kind, *, attention=None, precision="float32", dropout=0.0, compiled=
 
     model = initialize(replace(CONFIG, dropout=dropout), seed=1)
     model.bind(attention=attention)
-    apply_checkpointing(model, kind)
+    if kind != "none":
+        apply_checkpointing(model, kind)
     if compiled:
         apply_compile(model)
     return TrainStep(model, adamw(model, Optimizer()), Precision(precision, "cpu"))

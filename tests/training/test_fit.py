@@ -7,7 +7,7 @@ import pytest
 
 from hasten.errors import ConfigError, ResourceError
 from hasten.training import memory
-from hasten.training.memory import Room
+from hasten.training.memory import MemoryCheck
 from hasten.training.session import train
 
 
@@ -18,14 +18,14 @@ def stored(result):
 
 def test_what_was_chosen_is_kept_when_the_run_goes_on(recipe, monkeypatch):
     asked = recipe(steps=2, batch_size=2, accumulation=4, fit=True, checkpoint_every=1)
-    here = Room.here
+    here = MemoryCheck.here
 
     def with_room_for(rows):
         def patched(config, own, device, **options):
             room = here(config, own, device, **options)
             return replace(room, free=room.memory(batch_size=rows, accumulation=8 // rows).peak)
 
-        monkeypatch.setattr(Room, "here", patched)
+        monkeypatch.setattr(MemoryCheck, "here", patched)
 
     with_room_for(4)
     first = train(asked, progress=False)

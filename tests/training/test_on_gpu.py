@@ -30,7 +30,8 @@ def step_of(device, *, precision="float32", attention=None, pattern=None, checkp
     model = initialize(config, seed=1).to(device)
     dtype = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[precision]
     model.bind(attention=attention, dtype=None if device == "cpu" else dtype)
-    apply_checkpointing(model, checkpointing)
+    if checkpointing != "none":
+        apply_checkpointing(model, checkpointing)
     if compiled:
         apply_compile(model)
     return TrainStep(model, adamw(model, Optimizer(learning_rate=2e-3)), Precision(precision, device))

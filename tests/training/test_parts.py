@@ -24,7 +24,7 @@ from hasten.training.budget import fixed_steps, timed_steps
 from hasten.training.build import attention_kernel, shape_config
 from hasten.training.evaluate import Validation
 from hasten.training.journal import Journal, read
-from hasten.training.memory import Room, step_memory
+from hasten.training.memory import MemoryCheck, step_memory
 from hasten.training.optimizers import adamw
 from hasten.training.precision import Precision
 from hasten.training.recipe import Data, Optimizer, Recipe, Run, Shape, Techniques
@@ -191,7 +191,7 @@ def test_the_memory_error_names_the_field_that_helps(monkeypatch):
 
     def room(free, **data):
         own = replace(recipe, data=replace(recipe.data, **data))
-        return Room(config=CONFIG, recipe=own, device=torch.device("cpu"), free=free)
+        return MemoryCheck(config=CONFIG, recipe=own, device=torch.device("cpu"), free=free)
 
     line = room(need.peak).check()
     assert "batches of 8 x 256 tokens" in line
@@ -209,10 +209,10 @@ def test_fitted_rows_are_cut_into_as_few_micro_batches_as_fit():
 
     def fitted(free, **run):
         recipe = replace(asked, run=replace(asked.run, **run))
-        found = Room(config=CONFIG, recipe=recipe, device=torch.device("cpu"), free=free).fitted().recipe.data
+        found = MemoryCheck(config=CONFIG, recipe=recipe, device=torch.device("cpu"), free=free).fitted().recipe.data
         return found.batch_size, found.accumulation
 
-    room = Room(config=CONFIG, recipe=asked, device=torch.device("cpu"))
+    room = MemoryCheck(config=CONFIG, recipe=asked, device=torch.device("cpu"))
     assert fitted(room.memory(batch_size=24, accumulation=1).peak) == (24, 1)
     assert fitted(room.memory(batch_size=24, accumulation=1).peak - 1) == (12, 2)
     assert fitted(room.memory(batch_size=2, accumulation=12).peak) == (2, 12)

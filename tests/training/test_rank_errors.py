@@ -47,7 +47,7 @@ CHILD = textwrap.dedent("""
     recipe = Recipe.from_json(values)
     if os.environ["RANK"] == "1":
         if wrong == "memory":
-            setup.Room.here = memory
+            setup.MemoryCheck.here = memory
         if wrong == "code":
             session.code_digest = lambda: "older"
         if wrong == "folder":  # of which only rank 0 sees the checkpoints
@@ -128,7 +128,7 @@ def test_a_first_rank_that_never_came_is_not_asked_for_its_process():
     watch.ranks, watch.store = Ranks(rank=1, size=2, local_rank=1, local_size=2), dist.HashStore()
     before = time.monotonic()
     assert watch._first() is None
-    assert not watch._wait("told", 0.1, by=None)
+    assert not watch._wait("reported", 0.1, by=None)
     assert time.monotonic() - before < 10, "the store waits for half an hour for what is not there"
     watch.store.set("first", "17")
     assert watch._first() == 17

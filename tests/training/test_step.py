@@ -59,7 +59,7 @@ def test_the_gradients_of_unequal_micro_batches_are_those_of_one_big_batch():
         step = step_of(clip=None)
         step.optimizer.step = lambda: None
         kept = []
-        step.where.forget = lambda step=step, kept=kept: kept.extend(p.grad for p in step.parameters)
+        step.where.zero_grad = lambda step=step, kept=kept: kept.extend(p.grad for p in step.parameters)
         step.run(parts)
         gradients.append(kept)
     for one, many in zip(*gradients, strict=True):
@@ -114,8 +114,8 @@ def test_clipping_bounds_the_gradient_and_reports_the_norm_before_it():
     unclipped = step_of(clip=None).run([data]).gradient_norm
     step = step_of(clip=1e-3)
     kept = []
-    forget = step.where.forget
-    step.where.forget = lambda: (kept.extend(p.grad.clone() for p in step.parameters), forget())
+    zero_grad = step.where.zero_grad
+    step.where.zero_grad = lambda: (kept.extend(p.grad.clone() for p in step.parameters), zero_grad())
     assert step.run([data]).gradient_norm == unclipped > 1e-3
     assert torch.nn.utils.get_total_norm(kept).item() == pytest.approx(1e-3, rel=1e-3)
 
@@ -129,8 +129,8 @@ def test_padding_the_vocabulary_changes_nothing_and_the_padded_rows_get_no_gradi
         parameter.data[: len(source)] = source.data
     data = batch()
     kept = []
-    forget = padded.where.forget
-    padded.where.forget = lambda: (kept.append(padded.model.head.weight.grad.clone()), forget())
+    zero_grad = padded.where.zero_grad
+    padded.where.zero_grad = lambda: (kept.append(padded.model.head.weight.grad.clone()), zero_grad())
     losses = [(plain.run([data]).loss.item(), padded.run([data]).loss.item()) for _ in range(5)]
     assert padded.model.head.weight.shape == (64, 32)
     for one, other in losses:

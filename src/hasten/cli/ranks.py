@@ -75,6 +75,6 @@ def run(command: Any, arguments: list[str]) -> None:
 
 
 def _of_one_process(command: Any) -> list[str]:
-    """The options of a command that ranks cannot take, as they stand on the command line."""
+    """The options of a command that ranks cannot take, as written on the command line."""
     found = [f"--{name}" for name in ("pin", "compile", "tasks") if getattr(command, name, None)]
     return found + ["--draft self:"] * str(getattr(command, "draft", "")).startswith("self:")

@@ -34,9 +34,9 @@ class Train(JsonOption):
     print_config: bool = False
     """Print the recipe as JSON and end."""
     processes: Annotated[int, TRAINS] = 0
-    """Train in so many processes of this machine, which share the work as --parallel says (0: in this one)."""
+    """Train in N processes on this machine, which share the work as --parallel says (0: in this one)."""
     max_restarts: Annotated[int, TRAINS, Needs("processes")] = 0
-    """With --processes: start all of them again, so many times, when one has died."""
+    """With --processes: how often to start all of them again when one has died."""
     progress: Annotated[bool, TRAINS] = True
     """Show the progress on standard error: a bar, or a line about every 30 seconds where it is no terminal."""
 
@@ -53,7 +53,7 @@ class Train(JsonOption):
         from hasten.training.session import train
 
         result = train(self.recipe, progress=self.progress, resume=self.resume)
-        if launched() and os.environ["RANK"] != "0":  # the first one tells
+        if launched() and os.environ["RANK"] != "0":  # the first one reports
             raise SystemExit(0 if result.stopped_by is None else 128 + result.stopped_by)
         for_people = self.write(result.to_json())
         if result.stopped_by is not None:

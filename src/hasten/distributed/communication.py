@@ -1,7 +1,7 @@
 """What an exchange between ranks of this machine costs: a latency and a bandwidth, measured in a fraction of a second.
 
 Sums of zeros through shared memory (`ops/collective`), with processes forked from this one as the other ranks: they do
-nothing else, so nothing of torch is loaded anew. Undisturbed: in a model's step the ranks also wait for the slowest.
+nothing else, so torch is not loaded again. Undisturbed: in a model's step the ranks also wait for the slowest.
 """
 
 import mmap
@@ -32,8 +32,9 @@ BUSY = 100e-6  # seconds; a piece that took longer was of ranks without a core o
 
 
 def link_here(ranks: int) -> Link:
-    """Of so many ranks on this machine, from the cache where it was measured before. Raises ConfigError for more ranks
-    than cores.
+    """Measure the link between ranks of this machine, or take it from the cache.
+
+    Raises ConfigError for more ranks than cores.
     """
     require_cores(ranks)
     typical = LINKS["shared-memory"]
@@ -70,7 +71,7 @@ def require_cores(ranks: int) -> None:
 
 
 def _sums() -> dict[int, int]:
-    """How many sums of so many values a call makes."""
+    """Sums that a call makes, by their number of values."""
     return {count: max(2, SUMS * COUNTS[0] // count) for count in COUNTS}
 
 
@@ -123,7 +124,7 @@ def _called(group: RankGroup, count: int) -> None:
 
 
 def _follow(rank: int, ranks: int, segment: torch.Tensor, first: int) -> None:
-    """As another rank: add what the first one says, until it says 0."""
+    """Run another rank: add as many values as the first one says, until it says 0."""
     try:
         group = RankGroup(rank, ranks, segment, _peers({0: first}, ranks))
         with share_of_cores(rank, ranks):

@@ -1,8 +1,8 @@
-"""Becoming one of several processes, telling one error for all of them, and starting them.
+"""Joins this process to the others, reports one error for all of them, and starts them.
 
-Rank 0 speaks for all. A rank that fails leaves its reason in the store through which the processes found each other,
-breaks its connections, so that nobody waits for it, and stays until the reason was told; rank 0 tells it as its own.
-One that was killed leaves none; then the others say that they are there, and rank 0 names who does not.
+Rank 0 reports for all. A rank that fails writes its reason into the store through which the processes found each other,
+breaks its connections, so that nobody waits for it, and stays until rank 0 has reported the reason as its own. A rank
+that was killed writes none; then the others announce themselves, and rank 0 names the missing one.
 """
 
 import atexit
@@ -30,20 +30,20 @@ from hasten.distributed.ranks import ALONE, Ranks
 from hasten.errors import ConfigError, HastenError, TrainingError
 
 TOGETHER = timedelta(minutes=5)  # in which all processes come; torchrun starts them at once
-PATIENCE = 20.0  # seconds that a failed rank waits for its reason to be told
+PATIENCE = 20.0  # seconds that a failed rank waits for its reason to be reported
 ROLL_CALL = 2.0  # seconds in which every rank that is still there says so
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BY_US = "HASTEN_PROCESSES"  # set where `start` has started us: it says itself which process was killed
 
 
 def remember(fact: str) -> None:
-    """Tell the processes that torchrun starts in the place of these when one has died."""
+    """Record `fact` for the processes that torchrun starts in place of these when one has died."""
     if dist.is_initialized():
         _of_launch().set(fact, "")
 
 
 def remembered(fact: str) -> bool:
-    """Whether processes in whose place these were started have told it."""
+    """True if a previous attempt of this launch recorded `fact`."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return again and dist.is_initialized() and bool(_of_launch().check([fact]))
 
@@ -80,8 +80,8 @@ def joined() -> Iterator[Ranks]:
             torch.cuda.set_device(ranks.local_rank)
         if not dist.is_initialized():  # once a process: a second group would find what the first has left in the store
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            # torchrun may keep its store when it restarts the processes: what stands there of those before, such as
-            # their addresses, must not be taken for ours.
+            # torchrun may keep its store when it restarts the processes: entries of the previous attempt, such as
+            # addresses, must not be taken for ours.
             shared, rank, size = next(iter(rendezvous("env://", timeout=TOGETHER)))
             shared.set_timeout(default_pg_timeout)
             store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
@@ -132,7 +132,7 @@ def _unmet(error: Exception) -> str:
 
 
 class _Watch:
-    """What the ranks tell each other when something goes wrong."""
+    """Error reporting between ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -153,7 +153,7 @@ class _Watch:
                     continue
                 if not self.over.wait(5):
                     print(f"error: {store.get('error').decode()}", file=sys.stderr, flush=True)
-                    store.set("told", "")
+                    store.set("reported", "")
                     os._exit(2)
             return
 
@@ -169,14 +169,14 @@ class _Watch:
                 try:
                     return self._named(error) if broken else error
                 finally:
-                    self.store.set("told", "")
+                    self.store.set("reported", "")
             if broken:
                 self.store.set(f"here/{self.ranks.rank}", "")
             else:
                 reason = str(error).split("\n")[0] or "memory ran out"
                 self.store.set("error", f"rank {self.ranks.rank}: {reason}")
                 dist.distributed_c10d._abort_process_group()
-            self._wait("told", PATIENCE, by=self._first())  # whoever started us ends all as soon as one has ended
+            self._wait("reported", PATIENCE, by=self._first())  # whoever started us ends all as soon as one has ended
             return SystemExit(2) if known else error
         return SystemExit(2) if broken else error
 
@@ -199,7 +199,7 @@ class _Watch:
         return int(self.store.get("first")) if here else None
 
     def _wait(self, key: str, seconds: float, by: int | None = None) -> bool:
-        """Until the key stands in the store; not longer than the process is there that would put it there."""
+        """Wait for a key of the store, at most as long as the process `by` that would set it exists."""
         end = time.monotonic() + seconds
         while not self.store.check([key]):
             if time.monotonic() > end or (by is not None and not psutil.pid_exists(by)):
@@ -227,7 +227,7 @@ def meeting(size: int) -> tuple[Any, list[dict[str, str]]]:
 
 
 def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0, resumes: bool = True) -> None:
-    """Run `python -m hasten ARGUMENTS` in so many processes of this machine, by torchrun's agent; they find each other.
+    """Run `python -m hasten ARGUMENTS` in N processes on this machine, by torchrun's agent; they find each other.
 
     max_restarts: how often all are started again when one has died. resumes: the command goes on from where it was.
     Raises TrainingError that names a rank that was killed, and SystemExit where one has ended with its own status.
@@ -253,7 +253,7 @@ def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0, re
         local_addr="localhost",
         logs_specs=DefaultLogsSpecs(),
     )
-    for part in ("", ".agent.server.api", ".multiprocessing.api"):  # what happened is told below, or by the rank
+    for part in ("", ".agent.server.api", ".multiprocessing.api"):  # what happened is reported below, or by the rank
         logging.getLogger(f"torch.distributed.elastic{part}").setLevel(logging.CRITICAL)
     try:
         elastic_launch(config, sys.executable)("-m", "hasten", *arguments)

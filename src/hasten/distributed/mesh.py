@@ -8,7 +8,7 @@ from hasten.distributed.ranks import Ranks
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-TENSOR = "tensor"  # the mesh's innermost dimension: neighbours, which tell each other most
+TENSOR = "tensor"  # the mesh's innermost dimension: neighbours, which exchange most
 
 
 @lru_cache  # the styles and FSDP2 want submeshes of one mesh

@@ -1,4 +1,4 @@
-"""Rows of tensors in safetensors files: the place of a part in the whole tensor stands in the file's header."""
+"""Rows of tensors in safetensors files, whose headers say where a part belongs in the whole tensor."""
 
 import json
 from collections.abc import Iterable

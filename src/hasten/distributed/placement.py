@@ -4,9 +4,9 @@
     Replicated    whole on every rank, gradients averaged (DistributedDataParallel)
     Sharded       a share on every rank: ZeRO 1-3 (arXiv 1910.02054) and HSDP, by FSDP2's `fully_shard`
 
-The optimizer works on plain tensors, `worked`: the parameters; or this rank's shares of them; or copies in float32, of
-16-bit weights (masters) or on the host (offload). So one optimizer serves every placement. What it cannot know from its
-own rows, the norm of a whole tensor (LAMB) or the whole matrix (Muon), it asks the placement for.
+The optimizer works on plain tensors, `optimizer_params`: the parameters; or this rank's shares of them; or copies in
+float32, of 16-bit weights (masters) or on the host (offload). So one optimizer serves every placement. What it cannot
+know from its own rows, the norm of a whole tensor (LAMB) or the whole matrix (Muon), it asks the placement for.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hasten.distributed.ranks import ALONE, Ranks
 
 
 class Parts:
-    """Of a tensor that an optimizer works on, what only the whole one knows. Here they are whole."""
+    """What an optimizer needs to know of whole tensors; here its tensors are whole."""
 
     def shape(self, part: Tensor) -> torch.Size:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return part.shape
 
     def norms(self, parts: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
@@ -44,9 +44,9 @@ class Parts:
 
 
 class Placement(Parts):
-    """Everything whole, in one process. module: what is called forward. worked: what the optimizer updates, by name.
+    """Everything whole, in one process. module: what is called forward. optimizer_params: tensors it updates, by name.
 
-    copies: the device on which the optimizer has float32 copies of the weights, if it has such.
+    copies: the device on which the optimizer has float32 copies of the weights, if it has any.
     """
 
     ranks: Ranks = ALONE
@@ -57,11 +57,15 @@ class Placement(Parts):
         self.copies = copies
         # Frozen ones are read from where they came from, and are nobody's to update or keep.
         self.parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.worked = {name: self._worked(p) for name, p in self.parameters.items()}
+        self.optimizer_params = {name: self._optimizer_param(p) for name, p in self.parameters.items()}
         # Of what the optimizer works on, all that is not the parameter itself.
-        self._apart = [(p, self.worked[n]) for n, p in self.parameters.items() if self.worked.get(n, p) is not p]
+        self._apart = [
+            (p, self.optimizer_params[n])
+            for n, p in self.parameters.items()
+            if self.optimizer_params.get(n, p) is not p
+        ]
 
-    def _worked(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _optimizer_param(self, parameter: nn.Parameter) -> nn.Parameter:
         if self.copies is None:
             return parameter
         return nn.Parameter(self.local(parameter).detach().to(self.copies, torch.float32, copy=True))
@@ -82,28 +86,28 @@ class Placement(Parts):
             own.grad = None if parameter.grad is None else self.local(parameter.grad).to(own.device, own.dtype)
             parameter.grad = None
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """No gradients any more."""
-        for tensor in (*self.parameters.values(), *self.worked.values()):
+        for tensor in (*self.parameters.values(), *self.optimizer_params.values()):
             tensor.grad = None
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def copy_to_model(self) -> None:
         """Give the optimizer's weights to the model, where they are copies."""
         for parameter, own in self._apart if self.copies is not None else ():
             self.local(parameter).copy_(own)
 
     @torch.no_grad()
-    def adopt(self) -> None:
+    def copy_from_model(self) -> None:
         """Give the model's weights to the optimizer, where it has copies: they were loaded."""
         for parameter, own in self._apart if self.copies is not None else ():
             own.copy_(self.local(parameter))
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Give up what was gathered for a forward pass that no backward pass follows."""
 
     def placed(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor like `worked[name]` with its place in the whole one, for a checkpoint."""
+        """A tensor like `optimizer_params[name]` with its place in the whole one, for a checkpoint."""
         return tensor
 
     def own(self) -> dict[str, Tensor]:
@@ -144,18 +148,18 @@ class Replicated(Placement):
 
     def restore(self, own: dict[str, Tensor]) -> None:
         if own:
-            self._errors = Errors.of_state(own, self.ranks.size, next(iter(self.worked.values())).device)
+            self._errors = Errors.of_state(own, self.ranks.size, next(iter(self.optimizer_params.values())).device)
 
     @torch.no_grad()
     def collect(self) -> None:
         for parameter, own in self._apart:
             own.grad = None if parameter.grad is None else parameter.grad.to(own.device, own.dtype)
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         # The gradients are views of the buckets. They stay there, or micro-batches would be summed beside them.
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if self._unused or not gradients:
-            super().forget()
+            super().zero_grad()
         else:
             torch._foreach_zero_(gradients)
             for _, own in self._apart:
@@ -207,18 +211,20 @@ class Sharded(Placement):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
             block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
         super().__init__(model, copies=copies)
-        self._shapes: dict[Tensor, torch.Size] = {own: self.parameters[name].shape for name, own in self.worked.items()}
+        self._shapes: dict[Tensor, torch.Size] = {
+            own: self.parameters[name].shape for name, own in self.optimizer_params.items()
+        }
         # Of what all neighbours have whole, each counts its part.
         self._counted: dict[Tensor, Tensor] = {
             own: torch.tensor(1.0 if self.parameters[name].placements[-1].is_shard() else 1 / ranks.tensor).to(
                 own.device
             )
-            for name, own in self.worked.items()
+            for name, own in self.optimizer_params.items()
         }
 
-    def _worked(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _optimizer_param(self, parameter: nn.Parameter) -> nn.Parameter:
         if self.copies is not None:
-            return super()._worked(parameter)
+            return super()._optimizer_param(parameter)
         return nn.Parameter(self.local(parameter))
 
     @torch.no_grad()
@@ -231,7 +237,7 @@ class Sharded(Placement):
             self._root.set_requires_gradient_sync(last)
             self._root.set_reshard_after_backward(last)
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         for unit in self._units:
             unit.reshard()
 

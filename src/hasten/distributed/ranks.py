@@ -1,4 +1,4 @@
-"""This process among those that train together: who it is, and the few small things they tell each other.
+"""This process among those that train together: its rank, and the few small things they exchange.
 
 Numbers and words travel between the hosts (gloo), whatever carries the tensors: nothing here waits for a GPU.
 """
@@ -31,7 +31,7 @@ class Ranks:
         return self.rank == 0
 
     def split(self, tensor: int) -> "Ranks":
-        """With so many neighbours that split every block. Raises ConfigError where they do not come out even."""
+        """Group the ranks by `tensor` neighbours that split every block. Raises ConfigError for a remainder."""
         if self.size % tensor:
             raise ConfigError(
                 f"parallel.tensor is {tensor}, which does not divide the number of processes ({self.size})"
@@ -40,7 +40,7 @@ class Ranks:
 
     @property
     def reader(self) -> int:
-        """Whose rows of a batch this process reads, of so many `readers`."""
+        """Index of the rows that this process reads, below `readers`."""
         return self.rank // self.tensor
 
     @property
@@ -61,23 +61,23 @@ class Ranks:
         """The first rank's number: what is decided by a clock is decided there."""
         if self.size == 1:
             return number
-        told = torch.tensor(number, dtype=torch.float64)
-        dist.broadcast(told, 0)
-        return told.item()
+        found = torch.tensor(number, dtype=torch.float64)
+        dist.broadcast(found, 0)
+        return found.item()
 
     def texts(self, own: str) -> list[str]:
         """Every rank's text."""
         if self.size == 1:
             return [own]
-        told = [""] * self.size
-        dist.all_gather_object(told, own)
-        return told
+        found = [""] * self.size
+        dist.all_gather_object(found, own)
+        return found
 
     def require_same(self, facts: dict[str, str]) -> None:
         """Raise ConfigError, on every rank, where one has other facts than the first: by its number and both values."""
-        told = self.texts("\0".join(facts.values()))
-        for rank, other in enumerate(told):
-            for name, first, here in zip(facts, told[0].split("\0"), other.split("\0"), strict=False):
+        found = self.texts("\0".join(facts.values()))
+        for rank, other in enumerate(found):
+            for name, first, here in zip(facts, found[0].split("\0"), other.split("\0"), strict=False):
                 if first != here:
                     raise ConfigError(
                         f"rank {rank} has another {name} than rank 0 ({here:.80}, not {first:.80}): give every process "

@@ -1,4 +1,4 @@
-"""Memory that the processes of one machine share, for what they tell each other in every step of a model.
+"""Memory that the processes of one machine share, for what they exchange in every step of a model.
 
 It has no name in any folder: rank 0 makes it (memfd), the others open it through rank 0's open files, and the kernel
 takes it back when the last of them has ended, however that came about.
@@ -30,13 +30,13 @@ def open_group(ranks: Ranks) -> RankGroup:
         if ranks.first and able:
             file = os.memfd_create("hasten")
             os.ftruncate(file, size)
-    told = [text.split() for text in ranks.texts(f"{os.getpid()} {file} {int(able)}")]
-    if all(able == "1" for _, _, able in told) and told[0][1] != "-1":
+    found = [text.split() for text in ranks.texts(f"{os.getpid()} {file} {int(able)}")]
+    if all(able == "1" for _, _, able in found) and found[0][1] != "-1":
         with suppress(OSError):
             if not ranks.first:
-                file = os.open(f"/proc/{told[0][0]}/fd/{told[0][1]}", os.O_RDWR)
+                file = os.open(f"/proc/{found[0][0]}/fd/{found[0][1]}", os.O_RDWR)
             segment = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
-            peers = [-1 if rank == ranks.rank else os.pidfd_open(int(one[0])) for rank, one in enumerate(told)]
+            peers = [-1 if rank == ranks.rank else os.pidfd_open(int(one[0])) for rank, one in enumerate(found)]
     shared = not ranks.any(len(peers) < ranks.size)  # after this, all have opened it
     if file >= 0:
         os.close(file)  # the mapping keeps it

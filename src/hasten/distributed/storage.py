@@ -1,8 +1,8 @@
 """Tensors in safetensors files, each rank's part in a file of its own, and read by any number of ranks.
 
 torch.distributed.checkpoint plans who writes and who reads what. Its own files keep their table in a pickle; ours need
-none: a part's place in the whole tensor stands in the header of the file that holds it, as JSON, and a tensor of which
-nothing stands there is whole. So a file that one process has written is nothing special.
+none: the header of a file says, as JSON, where its parts belong in the whole tensors, and a tensor that it does not
+mention is whole. So a file that one process has written is nothing special.
 """
 
 import json
@@ -46,7 +46,7 @@ def own_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
 
 def read(files: Sequence["StoredFile"], tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors, or this rank's parts of DTensors, by name, in place. Raises CheckpointError for a damaged file."""
-    with warnings.catch_warnings():  # each rank reads for itself, and is told that it does
+    with warnings.catch_warnings():  # each rank reads for itself, which torch warns of
         warnings.simplefilter("ignore")
         try:
             load({name: one.detach() for name, one in tensors.items()}, storage_reader=Reader(files), no_dist=True)

@@ -30,7 +30,7 @@ class Wanted:
     token_ms: float | None = None
     """The most milliseconds from one token of an answer to the next; 100 for --goal cost, else no bound."""
     price: float | None = None
-    """Of a device for an hour, in any currency: costs are then told in it too."""
+    """Price per device-hour (any currency), to report costs."""
 
     def check(self) -> None:
         """Raise ConfigError for an unknown goal and for numbers that make no sense."""
@@ -86,12 +86,12 @@ class Candidate:
 
     @property
     def answer_seconds(self) -> float:
-        """Of a batch of prompts and their answers."""
+        """Seconds for a batch of prompts and their answers."""
         return self.plan.phases[0].seconds(self.plan.device) + self.use.new_tokens * self.token_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all answers of all replicas."""
+        """Tokens/s of all replicas together."""
         return self.replicas * self.plan.tokens_per_second
 
     @property
@@ -163,7 +163,7 @@ class Choices:
 
 
 def choose(candidates: Iterable[Candidate], wanted: Wanted) -> Choices:
-    """Take the best for the goal and tell of each other one why not; of its batches only the best is kept.
+    """Choose the best candidate for the goal, and give every other one the reason; keeps only its best batch.
 
     Raises ResourceError where none fits in memory, ConfigError where none is as fast as the bound.
     """

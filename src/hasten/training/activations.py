@@ -28,8 +28,6 @@ PRODUCTS = ("mm", "addmm", "linear")
 
 def apply_checkpointing(model: Transformer, kind: CheckpointingName) -> None:
     """Have every block of a model recompute its activations in the backward pass. Raises ConfigError for a name."""
-    if kind == "none":
-        return
     if kind not in ("full", "selective", "offload"):
         raise ConfigError(f"techniques.checkpointing is {kind!r}; choose one of none, selective, full, offload")
     own = OffloadedBlock if kind == "offload" else RecomputedBlock
@@ -68,7 +66,7 @@ class OffloadedBlock(RecomputedBlock):
     """A recomputed block whose input waits for the backward pass on the host."""
 
     def __call__(self, x: Tensor, *args: Any) -> Any:
-        """As every module's; in the place of `forward`, because here the block is not compiled."""
+        """Call the block; overridden instead of `forward`, because this part is not compiled."""
         place, device = x.data_ptr(), x.device  # x itself is not to be kept by the functions below
 
         def pack(kept: Tensor) -> Tensor | tuple[Tensor]:

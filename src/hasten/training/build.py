@@ -151,7 +151,8 @@ def training_step(
         apply_lora(model, recipe.lora, seed=recipe.run.seed)
     if recipe.qat.bits is not None:
         apply_rounding(model, recipe.qat, begin=not restored or recipe.lora.rank is not None)
-    apply_checkpointing(model, techniques.checkpointing)
+    if techniques.checkpointing != "none":
+        apply_checkpointing(model, techniques.checkpointing)
     by_blocks = why_block_by_block(model, recipe, ranks)
     if techniques.fp8:
         check_fp8(model, recipe, precision, by_blocks)
@@ -204,7 +205,7 @@ def why_block_by_block(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE)
 
 
 def check_ranks(recipe: Recipe, ranks: Ranks) -> None:
-    """Raise ConfigError where so many processes cannot train by the recipe, before anything is read or made."""
+    """Raise ConfigError where these ranks cannot train by the recipe, before anything is read or created."""
     zero, replicas = recipe.parallel.zero, recipe.parallel.replicas
     if zero and not ranks.joined:
         raise ConfigError(

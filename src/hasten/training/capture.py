@@ -87,7 +87,7 @@ class CapturedStep(TrainStep):
         learning_rate: float | None = None,
         block_scales: Sequence[Sequence[float]] | None = None,
     ) -> StepResult | None:
-        """As `TrainStep.run`; block_scales must be None."""
+        """Run a step like `TrainStep.run`; block_scales must be None."""
         assert block_scales is None
         assert self.whole is not None
         if learning_rate is not None:

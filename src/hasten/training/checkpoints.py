@@ -158,7 +158,7 @@ def _random(rank: int) -> str:
 
 def _state(placement: Placement, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     """What the optimizer keeps, by the name of the weight and its own; float32 masters of other weights too."""
-    for name, worked in placement.worked.items():
+    for name, worked in placement.optimizer_params.items():
         for key, value in optimizer.state.get(worked, {}).items():
             yield f"{name}.{key}", placement.placed(name, value) if value.dim() else value
         if worked.dtype != placement.parameters[name].dtype:
@@ -185,7 +185,7 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
     from hasten.distributed.storage import read
 
     load_weights(stored, placement)
-    placement.adopt()
+    placement.copy_from_model()
     files = _files(stored, "state")
     table = {name: (shape, file.dtypes[name]) for file in files for name, (shape, _) in file.parts.items()}
     there = placement.ranks.rank < len(files)  # else the first one's is taken over, but for its random numbers
@@ -197,7 +197,7 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
             wanted[name] = random[key] = torch.empty(shape, dtype=dtype)
         if owner.partition(".")[0] == "random":
             continue  # a rank's own, and no weight's
-        worked = placement.worked.get(owner)
+        worked = placement.optimizer_params.get(owner)
         if worked is None:
             raise CheckpointError(f"{stored.folder}: optimizer state for {owner!r}, which the model lacks; {REMEDY}")
         if shape and shape != placement.parameters[owner].shape:
@@ -211,7 +211,7 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
         wanted[name] = placement.placed(owner, held) if shape else held
     read(files, wanted)
     for name, state in states.items():
-        optimizer.state[placement.worked[name]] = state
+        optimizer.state[placement.optimizer_params[name]] = state
     try:
         dice = RandomState(cpu=random.pop("cpu"), cuda=random.pop("cuda", None), python=stored.python_random)
         if there:

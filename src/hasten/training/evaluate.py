@@ -56,5 +56,5 @@ class Validation:
                 targets += (own.targets != IGNORED).sum()
                 total += step.loss(own.to(step.device, non_blocking=True)).double()
         step.model.train(trained)
-        step.where.rest()
+        step.where.reshard()
         return step.ranks.sum(total).item() / max(1, int(step.ranks.sum(targets)))

@@ -157,7 +157,7 @@ class Loop:
         return self.ranks.any(self.stop.asked())
 
     def _seconds(self) -> float:
-        """Of the run, up to now."""
+        """Seconds of the run up to now."""
         return self.ranks.of_first(time.perf_counter() - self._start)
 
     def _account(self, queued: Queued) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from hasten.training.teacher import teacher_path
 def training_use(
     config: ModelConfig, recipe: Recipe, device: torch.device, *, base: int | None = None, ranks: Ranks = ALONE
 ) -> TrainingUse:
-    """What one rank does in a step of a recipe. base: bytes of the checkpoint that a LoRA adapter stands beside."""
+    """What one rank does in a step of a recipe. base: bytes of the checkpoint that a LoRA adapter belongs to."""
     techniques, data, parallel = recipe.techniques, recipe.data, recipe.parallel
     dtype = resolve_dtype(techniques.precision, auto=torch.bfloat16)
     loss = pick(KERNELS, LossRequest(device=device, dtype=dtype, softcap=config.logit_softcap), forced=techniques.loss)
@@ -74,7 +74,7 @@ def _adapter_weights(config: ModelConfig, lora: Lora) -> int:
 
 
 def _teacher_bytes(source: str, use: TrainingUse) -> int:
-    """Of a teacher, a pass of it, and the logits of both models, their logarithms and gradients, of a few rows."""
+    """Bytes of a teacher, its pass, and the logits of both models, their logarithms and gradients, for a few rows."""
     path = teacher_path(source)
     config, stored = _teacher_facts(path, path.stat().st_mtime_ns)
     tokens, size = use.batch_size * use.length, ITEMSIZE["float32" if use.dtype == "float16" else use.dtype]
@@ -93,7 +93,7 @@ def _teacher_facts(path: Path, _changed: int) -> tuple[ModelConfig, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class MemoryCheck:
     """What fits of a recipe's training. base: bytes of the checkpoint it starts from. free: bytes of a process."""
 
     config: ModelConfig
@@ -106,7 +106,7 @@ class Room:
     @classmethod
     def here(
         cls, config: ModelConfig, recipe: Recipe, device: torch.device, *, source: ModelSource | None, ranks: Ranks
-    ) -> "Room":
+    ) -> "MemoryCheck":
         """Measure what is free. source: the checkpoint that the recipe starts from."""
         free = available_memory(device)
         if device.type == "cpu":  # all of this machine's processes take from the same
@@ -127,7 +127,7 @@ class Room:
         """Whether that is free."""
         return self.memory(**data).peak <= self.free
 
-    def fitted(self) -> "Room":
+    def fitted(self) -> "MemoryCheck":
         """With the recipe's rows in as few micro-batches as fit, where `run.fit` asks for that; else as it is."""
         data, size = self.recipe.data, self.ranks.readers
         rows = data.batch_size * data.accumulation
@@ -159,4 +159,4 @@ class Room:
 
 def step_memory(config: ModelConfig, recipe: Recipe, device: torch.device, *, ranks: Ranks = ALONE) -> Memory:
     """What a step of a recipe takes, of one process."""
-    return Room(config=config, recipe=recipe, device=device, ranks=ranks).memory()
+    return MemoryCheck(config=config, recipe=recipe, device=device, ranks=ranks).memory()

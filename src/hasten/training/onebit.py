@@ -42,7 +42,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     freeze_after: int | None = None
     """Steps of warm-up; None: until the sum of the variance has become steady."""
     mean: Callable[[Tensor, Tensor], Tensor]
-    """Of a tensor (n,) over all ranks, by one bit an element; and which elements (n,) are not zero for good."""
+    """(x, kept) -> mean of x (n,) over all ranks, one bit an element. kept (n,): elements that are not always zero."""
 
     @property
     def frozen(self) -> bool:

@@ -23,7 +23,7 @@ def make_optimizer(model: nn.Module | Placement, settings: Optimizer, *, fused: 
     """
     placement = model if isinstance(model, Placement) else Placement(model)
     rules = [parse_rule(text) for text in settings.groups]
-    groups = parameter_groups(list(placement.worked.items()), weight_decay=settings.weight_decay, rules=rules)
+    groups = parameter_groups(list(placement.optimizer_params.items()), weight_decay=settings.weight_decay, rules=rules)
     groups = [group | {"lr": settings.learning_rate * group["rate_factor"]} for group in groups]
     if settings.kind == "adamw":
         return _adamw(groups, settings, fused=fused)
@@ -65,7 +65,7 @@ def _muon(placement: Placement, groups: list[dict[str, Any]], settings: Optimize
 
     Muon's step is scaled to the length of AdamW's (arXiv 2502.16982), so that one learning rate serves both.
     """
-    own = {id(p) for name, p in placement.worked.items() if name.startswith("blocks.") and p.dim() == 2}
+    own = {id(p) for name, p in placement.optimizer_params.items() if name.startswith("blocks.") and p.dim() == 2}
 
     def members(inside: bool) -> list[dict[str, Any]]:
         parts = [group | {"params": [p for p in group["params"] if (id(p) in own) == inside]} for group in groups]

@@ -27,7 +27,7 @@ class Rule:
 
 
 def parse_rule(text: str) -> Rule:
-    """A rule as it stands in a recipe: PATTERN:rate=NUMBER,decay=NUMBER, one of the two at least.
+    """Parse a rule of a recipe: PATTERN:rate=NUMBER,decay=NUMBER, one of the two at least.
 
     Raises ConfigError for anything else.
     """

@@ -99,7 +99,7 @@ def stretches(model: Transformer, qat: Qat, batch: Batch) -> list[int]:
 
 
 def block_eigenvalues(model: Transformer, batch: Batch, steps: int) -> list[float]:
-    """Of the loss's Hessian in each block's matrices the largest eigenvalue's size, by power iteration.
+    """The largest eigenvalue's size of the loss's Hessian in each block's matrices, by power iteration.
 
     The native kernels have no second derivative: H·v is (g(w + εv) - g(w - εv)) / 2ε, in float32. Two passes a step.
     """

@@ -97,11 +97,11 @@ class Data:
     ] = "text"
     """The field of .jsonl and .parquet rows that holds the text."""
     limit_bytes: Annotated[int | None, ABOVE_0] = None
-    """Take only the first documents, up to so many bytes."""
+    """Maximum bytes of text; only the first documents are taken."""
     context: Annotated[int, ABOVE_0] = 256
     """Tokens in a row of a batch (T)."""
     fit_context: bool = False
-    """Of conversations: rows only as long as the longest one needs, and context at most."""
+    """Shorten rows to what the longest conversation needs, at most to the context."""
     batch_size: Annotated[int, ABOVE_0] = 8
     """Rows in a micro-batch (B): what is in memory at once."""
     accumulation: Annotated[int, ABOVE_0] = 1
@@ -135,7 +135,7 @@ class Optimizer:
     weight_decay: Annotated[float, AT_LEAST_0] = 0.1
     """On matrices only: parameters with two dimensions or more."""
     momentum: Annotated[float, BELOW_1, MUON] = 0.95
-    """Of muon's matrices."""
+    """Momentum of muon's matrices."""
     groups: tuple[str, ...] = ()
     """Exceptions by name, the first that matches counts: PATTERN:rate=0.1,decay=0 (rate: times the learning rate)."""
     clip: Annotated[float | None, ABOVE_0] = 1.0
@@ -167,7 +167,7 @@ class Techniques:
     pad_vocabulary_to: Annotated[int, ABOVE_0, Unless("lora.rank")] = 64
     """Round the rows of embedding and head up to a multiple of this; an exported model has them cut off (1: do not)."""
     precision: Annotated[PrecisionName, arg(aliases=["--dtype"])] = "auto"
-    """Of matrix products; weights and loss stay float32. auto: bfloat16 where it is fast here, else float32."""
+    """Dtype of matrix products; weights and loss stay float32. auto: bfloat16 where it is fast here, else float32."""
     attention: str | None = None
     """Force an attention kernel, for example reference or sdpa (none: the fastest that fits)."""
     fused_activation: Annotated[bool, ON_CPU] = True
@@ -196,7 +196,7 @@ class Techniques:
     fused_optimizer: bool = True
     """Update many tensors with one kernel."""
     keep_memory: Annotated[bool, ON_CPU, Neutral(False)] = True
-    """On the CPU, keep freed memory in the process instead of mapping it anew in every step."""
+    """On the CPU, keep freed memory in the process instead of mapping it again in every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +222,7 @@ class Qat:
     """Quantization-aware training: the weights are multiplied as they will be stored."""
 
     bits: Literal[8, 4, 3, 2] | None = None
-    """Of the blocks' weights (none: not rounded). The exported folder holds them so."""
+    """Bits of the blocks' weights, in training and in the exported folder (none: not rounded)."""
     group_size: Annotated[Literal[32, 64, 128, 0], ROUNDED, Unless("qat.bits", 8)] = 32
     """Weights with one scale (0: a row, as 8 bits always have)."""
     init: Annotated[str | None, ROUNDED] = None
@@ -235,13 +235,13 @@ class Qat:
     learned_scales: Annotated[bool, ROUNDED] = True
     """Train the scales (LSQ); else they follow the largest weight of their group."""
     start_bits: Annotated[int | None, ROUNDED] = None
-    """Begin with so many bits, and take one off after period, 2 period, 4 period, … steps (MoQ; none: at once)."""
+    """Bits to begin with; one less after period, 2 period, 4 period, … steps (MoQ; none: at once)."""
     period: Annotated[int, ABOVE_0, ROUNDED, FALLING] = 100
     """Steps to the first bit less."""
     mixing_steps: Annotated[int, AT_LEAST_0, ROUNDED, FALLING] = 0
     """Steps after each bit less in which the exact weights fade out."""
     eigenvalue_steps: Annotated[int, AT_LEAST_0, ROUNDED, FALLING] = 0
-    """Stretch each block's periods by the curvature of the loss in it, found in so many steps (0: do not)."""
+    """Stretch each block's periods by the curvature of the loss in it, found in this many steps (0: do not)."""
     stochastic: Annotated[bool, ROUNDED] = False
     """Round up or down with the chance that keeps the mean (without learned scales)."""
 
@@ -253,9 +253,9 @@ class Parallel:
     zero: Literal[0, 1, 2, 3] = 0
     """0: everything on every process (DDP). ZeRO 1-3: shares of weights, gradients and states (FSDP2)."""
     tensor: Annotated[int, ABOVE_0, SHARED] = 1
-    """So many neighbouring processes split every block and every row of tokens (tensor and sequence parallelism)."""
+    """Neighbouring processes that split every block and every row of tokens (tensor and sequence parallelism)."""
     replicas: Annotated[int, ABOVE_0, SHARED] = 1
-    """So many groups of processes each have the whole, in shares (HSDP); for several machines."""
+    """Groups of processes that each hold the whole model in shards (HSDP); for several machines."""
     offload: OffloadName = "none"
     """On the host: nothing, the optimizer (its weights, states and step), or all that no block is using (zero 1-3)."""
     policy: PolicyName = "float32-weights"
@@ -356,7 +356,7 @@ def _made(section: Any, values: Mapping[str, Any]) -> Any:
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
-    """The fields by dotted name, as they stand on the command line ("optimizer.learning_rate")."""
+    """The fields by dotted name, as on the command line ("optimizer.learning_rate")."""
     values: dict[str, Any] = {}
     for name, value in recipe.to_json().items():
         if isinstance(value, dict):

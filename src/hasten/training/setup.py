@@ -27,7 +27,7 @@ from hasten.training.build import (
     training_step,
 )
 from hasten.training.evaluate import Validation
-from hasten.training.memory import Room
+from hasten.training.memory import MemoryCheck
 from hasten.training.patterns import with_pattern
 from hasten.training.precision import choose_precision
 from hasten.training.recipe import Recipe
@@ -61,7 +61,7 @@ class Setup:
 
     @property
     def validation_batches(self) -> int:
-        """Of one measurement of the validation loss."""
+        """Batches of one measurement of the validation loss."""
         return 0 if self.validation is None else self.validation.batches
 
     def mfu(self, tokens_per_second: float, block_scales: Sequence[Sequence[float]] | None = None) -> float | None:
@@ -116,7 +116,7 @@ def set_up(
     recipe = fit_context(recipe, data, source)
     config = model_config(recipe, data, source)
     check_shares(config, recipe.parallel)
-    room = Room.here(config, recipe, device, source=source, ranks=ranks).fitted()
+    room = MemoryCheck.here(config, recipe, device, source=source, ranks=ranks).fitted()
     recipe, note = room.recipe, room.check()
     rows, context = recipe.data.batch_size, recipe.data.context
     batches = Batches(

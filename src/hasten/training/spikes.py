@@ -1,4 +1,4 @@
-"""Loss spikes: a step whose loss stands far above the ones before it, often the first sign of a diverging run."""
+"""Loss spikes: a step whose loss is far above the ones before it, often the first sign of a diverging run."""
 
 from statistics import fmean, pstdev
 

@@ -59,7 +59,7 @@ class TrainStep:
     def __post_init__(self) -> None:
         self.where = Placement(self.model) if self.placement is None else self.placement
         self.ranks, self.device = self.where.ranks, self.precision.device
-        self.parameters = list(self.where.worked.values())
+        self.parameters = list(self.where.optimizer_params.values())
         self.contexts = TrainingContexts(self.model)
 
     @property
@@ -78,7 +78,7 @@ class TrainStep:
 
         learning_rate: set it first (None: as it is). block_scales: for each micro-batch (layer dropping). A block left
         out of all of them has no gradient, and the optimizer leaves it as it is. Returns None, with the weights
-        untouched, if it was told to stop.
+        untouched, if `should_stop` said so.
         """
         if learning_rate is not None:
             set_learning_rate(self.optimizer, learning_rate)
@@ -90,7 +90,7 @@ class TrainStep:
         total = torch.zeros((), device=device)
         for number, batch in enumerate(batches):
             if self.should_stop():
-                self.where.forget()
+                self.where.zero_grad()
                 return None
             self.where.micro_batch(last=number == len(batches) - 1)
             own = None if block_scales is None else block_scales[number]
@@ -112,8 +112,8 @@ class TrainStep:
         if self.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
         self.precision.step(self.optimizer)
-        self.where.forget()
-        self.where.publish()
+        self.where.zero_grad()
+        self.where.copy_to_model()
         return norm
 
     def loss(

@@ -1,7 +1,7 @@
 """What takes the place of attention and MLP while a model trains on a CPU: the same parameters under the same names, in
 fewer passes over memory.
 
-They read the weights of plain linear layers. Where something else stands in a layer's place (LoRA, a quantized layer),
+They read the weights of plain linear layers. Where another module replaces a layer (LoRA, a quantized layer),
 they call it, as the module does whose place they take.
 """
 
@@ -25,7 +25,7 @@ class JoinedAttention(Attention):
         if len(layers) < 3:
             return super().project(x)
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        # Joined anew each time: they stay parameters of their own.
+        # Joined in every step: they stay parameters of their own.
         weights: list[Tensor] = [layer.weight for layer in layers]
         weight, bias = torch.cat(weights), torch.cat(biases) if biases else None
         q, k, v = F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)

@@ -1,6 +1,6 @@
 """Distillation (arXiv 1503.02531): a model learns another one's probabilities instead of the text's next tokens.
 
-They tell of every token what the text tells of one, so the same tokens teach more. That is what a draft model is for,
+They score every token where the text names one, so the same tokens teach more. That is what a draft model is for,
 which has to guess what its target says, and a model that is trained while rounded, which has to stay what it was.
 """
 
@@ -30,7 +30,7 @@ class Teacher:
     def of(
         cls, source: str, student: Transformer, *, device: torch.device, dtype: torch.dtype, tokens: int
     ) -> "Teacher":
-        """Of a folder, file or hub id, with products in `dtype`, for rows of so many tokens.
+        """Load the teacher from a folder, file or hub id, with products in `dtype`, for rows of `tokens` tokens.
 
         Its vocabulary may have more rows than the student's, which no token has. Raises ConfigError where it does not
         fit the student, and as `load` does.

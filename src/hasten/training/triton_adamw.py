@@ -90,7 +90,7 @@ def adamw_kernel(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As PyTorch's fused AdamW computes it, on clipped gradients."""
+    """Compute PyTorch's fused AdamW on clipped gradients."""
     row, places, inside = place_of(table, blocks, FIELDS, BLOCK)
     g = gradient_of(row, places, inside, DTYPE)
     if clip > 0:
@@ -181,7 +181,7 @@ class FusedUpdate:
             self._pending = None
 
     def run(self, gradients: Sequence[Tensor]) -> Tensor:
-        """As `Update.run`."""
+        """Run like `Update.run`."""
         update = self.update
         gradients = [one.contiguous() for one in gradients]  # held until the kernels are queued
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
