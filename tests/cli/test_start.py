@@ -32,7 +32,6 @@ NOT_NEEDED = [
         "torch._inductor",
         "hasten.bench.plan",
         "hasten.data",
-        "hasten.engine",
         "hasten.text.chat_sandbox",
     ),
     *("hasten.ops.fp8", "hasten.ops.loss", "hasten.planning.plan", "hasten.profiling", "hasten.quantization"),
