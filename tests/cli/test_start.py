@@ -126,7 +126,10 @@ def test_a_tokenizer_that_does_not_fit_together_is_refused_by_load(file, monkeyp
         loading.load(file)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the import loads it")
+@pytest.mark.skipif(
+    sys.platform != "linux" or torch.version.cuda is not None or torch.version.hip is not None,
+    reason="only for the CPU build on Linux",
+)
 def test_libtorch_is_loaded_before_it_is_imported():
     code = (
         "import sys, threading\nfrom hasten.cli.preload import preload_torch\npreload_torch()\n"

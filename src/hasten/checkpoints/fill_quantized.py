@@ -33,11 +33,11 @@ def fill_quantized(
     device: torch.device | None,
     share: Share | None = None,
 ) -> None:
-    """Fill each layer whose weight stands in `pieces` straight from the mapped tensors: with a packed one, or, where
-    no kernel takes its format, with its plain weight, of which one warning tells.
+    """Fill each layer of `pieces` straight from the mapped tensors: with a packed one or, after one warning, with a
+    plain weight where no kernel takes its format.
 
-    Its bias, where it has one, is in place already. dtype: of the activations to come. One module at a time is unpacked
-    (none of int4: its words go to the kernel's layout as they are). share: the part that this rank holds.
+    Biases are in place already. dtype: of the activations to come. One module at a time is unpacked; int4 words and, on
+    a CPU, the blocks of a GGUF file go to the kernel's layout as they are. share: the part that this rank holds.
     """
     layers: dict[str, LayerFormat] = {}
     plain: list[str] = []
@@ -89,8 +89,8 @@ def fill_quantized(
                 packed = PackedLinear.from_int4_words(own(words), place.bias, **options)
             model.set_submodule(name, packed.eval())
             data = packed.data
-        # Let go of the file's pages, unless the layer's kernel reads rows as they stand in the file. (Read anew from
-        # the mapping: were it ever a copy instead, nobody else would hold it.)
+        # Release the file's pages, unless the layer's kernel reads the mapping itself. (`values` maps them again: were
+        # it ever a copy instead, nobody else would hold it.)
         mapped = folder.values(module)
         if data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
             release_pages(mapped)

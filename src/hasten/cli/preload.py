@@ -9,7 +9,9 @@ from pathlib import Path
 
 
 def preload_torch() -> None:
-    """Begin to load libtorch in a thread; `import torch` then finds it loaded (on Linux; elsewhere nothing happens).
+    """Begin to load libtorch in a thread, so that `import torch` finds it loaded.
+
+    Only on Linux and for torch's CPU build: one for GPUs loads their libraries first, in an order of its own.
 
     Part of `import torch` (0.16 of 1.3 s) is the dynamic linker at work. Python waits for it when it imports an
     extension module, but not when a foreign function calls `dlopen`, so options are parsed meanwhile.
@@ -18,8 +20,9 @@ def preload_torch() -> None:
         return
     found = importlib.util.find_spec("torch")  # does not import it
     origin = None if found is None else found.origin
-    library = Path(origin or "").parent / "lib" / "libtorch_cpu.so"
-    if not library.is_file():
+    folder = Path(origin or "").parent / "lib"
+    library = folder / "libtorch_cpu.so"
+    if not library.is_file() or any((folder / f"libtorch_{kind}.so").exists() for kind in ("cuda", "hip", "xpu")):
         return
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p

@@ -98,7 +98,7 @@ def interleave_gate_up(gate: Linear, up: Linear) -> PackedLinear:
     halves = -(-parts[0].out_features // HALF_PANEL)
 
     def interleave(tensors: list[Tensor]) -> Tensor:
-        # The panel's 64 rows come before the bytes of a line (data) or last (scales).
+        # The 64 rows are the dimension before a line's bytes (data), or the last one (scales).
         row = 2 if tensors[0].dim() == 4 else tensors[0].dim() - 1
         size = [2 * len(tensors[0]), *tensors[0].shape[1:]]
         mixed = empty_in_large_pages(size, dtype=tensors[0].dtype)

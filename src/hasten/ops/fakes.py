@@ -33,24 +33,30 @@ def linear(
 
 
 def pack_bf16(w: Tensor) -> Tensor:
-    return w.new_empty(panel_shape(w.shape[0], w.shape[1], 16))
+    return _panels(w, 16)
 
 
 def pack_bytes(w: Tensor, group_size: int) -> Tensor:
-    return w.new_empty(panel_shape(w.shape[0], w.shape[1], 8, group_size), dtype=torch.uint8)
+    return _panels(w, 8, group_size)
 
 
 def pack_integers(q: Tensor, bits: int) -> Tensor:
-    return q.new_empty(panel_shape(q.shape[0], q.shape[1], bits))
+    return _panels(q, bits)
 
 
 def pack_int4(q: Tensor, group_size: int) -> Tensor:
-    return q.new_empty(panel_shape(q.shape[0], q.shape[1], 4, group_size))
+    return _panels(q, 4, group_size)
 
 
 def pack_int4_words(words: Tensor, group_size: int) -> Tensor:
-    rows, columns = words.shape
-    return words.new_empty(panel_shape(rows, columns * 8, 4, group_size), dtype=torch.uint8)
+    return _panels(words, 4, group_size, columns=8)
+
+
+def _panels(values: Tensor, bits: int, group_size: int = 0, columns: int = 1) -> Tensor:
+    """columns: values of the weight in one of these."""
+    n, k = values.shape
+    shape = panel_shape(n, k * columns, bits, group_size)
+    return values.new_empty(shape, dtype=torch.bfloat16 if bits == 16 else torch.uint8)
 
 
 # linear/blocks.cpp

@@ -137,7 +137,7 @@ class GGUFWeights(QuantizedFolder):
         return QuantizedWeight(format=module.stored, values=words, scales=found)
 
     def blocks(self, module: QuantizedModule) -> GgufBlocks | None:
-        """The bytes as they lie in the file, of a type that goes to panels."""
+        """The bytes of the file, if they are of a type that `pack_blocks` takes."""
         if module.type not in NUMBERS:
             return None
         return GgufBlocks(
