@@ -14,6 +14,7 @@ _NAMES = {  # by their module
     "hasten.errors": "HastenError HastenWarning",
     "hasten.engine.chat": "Chat",
     "hasten.engine.generate": "generate stream",
+    "hasten.engine.own_text": "own_text",
     "hasten.engine.params": "SamplingParams",
     "hasten.evaluation.perplexity": "perplexity",
     "hasten.checkpoints.adapters": "load_adapters",

@@ -49,6 +49,14 @@ def test_the_methods(extra, tiny_folder, text, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out"]
 
 
+def test_the_model_writes_the_text(tiny_folder, tmp_path, capsys):
+    options = ["--calibration", "self", "--samples", "4", "--length", "16", "--json", "-"]
+    main(["quantize", str(tiny_folder), "--scheme", "int4", "--method", "gptq", *options, "--output", str(tmp_path / "o")])
+    found = json.loads(capsys.readouterr().out)
+    assert found["calibration"] == {"text": "self", "samples": 4, "length": 16, "seed": 0}
+    assert hasten.load(tmp_path / "o").quantization
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("method", ["gptq", "awq", "sign"])

@@ -73,15 +73,14 @@ class Quantize(JsonOption):
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace a model that stands in the output folder already."""
     group_size: Annotated[Literal[32, 64, 128, 0] | None, BY_SCHEME, IN_GROUPS] = None
-    """Input features that share a scale (by default 128, or fewer where that does not divide them; 0: a whole row):
-    fewer are more exact and take more bytes."""
+    """Input features that share a scale (32 by default; 0: a whole row): fewer are more exact and take more bytes."""
     symmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff, BY_SCHEME] = False
     """No zero points (the default; int8 is always symmetric)."""
     asymmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff, BY_SCHEME, IN_GROUPS] = False
     """A zero point for each group."""
     format: WeightLayout | Literal["gguf"] = "compressed-tensors"
     """The layout of the folder. gptq holds one bit width, and scales in float16. gguf is a file instead, of int8 (Q8_0)
-    or symmetric int4 (Q4_0, for which 32 is the group size by default)."""
+    or symmetric int4 (Q4_0)."""
     lm_head: Annotated[Literal["int8", "same", "none"] | None, BY_SCHEME] = None
     """The output matrix: in int8 (the default; with --scheme int8 in groups where it is the embedding too), like the
     other layers, or left as it is (the default of gptq, and where it is tied to the embedding, whose quantized form
@@ -94,7 +93,8 @@ class Quantize(JsonOption):
     """Whether hasten's products round activations to int8 too; calibration takes it into account. auto: int8 for
     weights in groups; float (16 bits) for weights with one scale a row, as int8 and an int8 lm_head."""
     calibration: Annotated[str | None, CALIBRATED] = None
-    """Text for a method that looks at some: stdlib (the default), or a file, a folder or a glob as for eval --text."""
+    """Text for a method that looks at some: stdlib (the default), a file, a folder or a glob as for eval --text, or
+    self, which the model writes first (takes its memory, and about as long again)."""
     samples: Annotated[int | None, CALIBRATED] = None
     """Calibration samples (128 by default)."""
     length: Annotated[int | None, CALIBRATED] = None
@@ -157,8 +157,6 @@ class Quantize(JsonOption):
         own: dict[str, Any] = {} if self.format == "compressed-tensors" else {"scale_dtype": "float16"}
         if self.format == "gptq":
             own["lm_head"] = self.lm_head or "none"
-        if self.format == "gguf" and self.group_size is None:
-            own["group_size"] = 32  # Q4_0 has a scale for each 32, whatever the group
         return kind(**same_fields(self, kind) | {"symmetric": not self.asymmetric} | own)
 
     def fitted(self, scheme: Scheme, model: Transformer) -> Scheme:
@@ -166,7 +164,7 @@ class Quantize(JsonOption):
         if self.format == "gguf" or model.quantization:
             return scheme
         head = self.lm_head is None and self.embedding is None
-        scheme, notes = for_others(scheme, model, head=head, group=self.group_size is None)
+        scheme, notes = for_others(scheme, model, head=head)
         print("".join(f"{note}\n" for note in notes), end="", file=sys.stderr)
         return scheme
 
@@ -180,7 +178,9 @@ class Quantize(JsonOption):
 
     def calibration_of(self, model: Transformer) -> Tensor:
         """The calibration samples. Raises ConfigError for a text that is too short, or a model without a tokenizer."""
+        from hasten.checkpoints.load import load, resolve_model
         from hasten.data import read_documents
+        from hasten.engine.own_text import own_text
         from hasten.quantization import calibration_tokens
         from hasten.quantization.calibration import check_calibration
 
@@ -188,6 +188,10 @@ class Quantize(JsonOption):
             raise ConfigError("calibration text needs a tokenizer, which this model's folder lacks")
         wanted = {"samples": self.samples, "length": self.length, "seed": self.calibration_seed}
         given = {name: value for name, value in wanted.items() if value is not None}
+        if self.calibration == "self":
+            with share("calibration samples written") as progress:
+                runnable = load(resolve_model(self.model), device=str(resolve_device(self.device)))
+                return own_text(runnable, **given, progress=progress).cpu()
         documents = read_documents("stdlib" if self.calibration is None else self.calibration)
         tokens = calibration_tokens(model.tokenizer, documents, **given)
         return check_calibration(tokens, model.config.vocab_size, model.config.max_positions)
