@@ -31,7 +31,7 @@ def folders(tmp_path_factory):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is exact there")
 @pytest.mark.parametrize(("name", "shape", "samples", "length"), CASES)
 def test_the_peak_is_the_predicted_one(folders, tmp_path, name, shape, samples, length):
-    text = ["--samples", str(samples), "--length", str(length)]
+    text = ["--calibration", "stdlib", "--samples", str(samples), "--length", str(length)]
     options = ["--scheme", "int4", "--group-size", "32", "--lm-head", "none", *text]
     command = [sys.executable, "-m", "hasten", "quantize", str(folders / shape), *options, "--method", *METHODS[name]]
     done = subprocess.run(

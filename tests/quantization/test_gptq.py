@@ -159,15 +159,15 @@ def test_scales_are_chosen_by_what_remains_of_an_error(monkeypatch):
     """On other inputs of the same kind too, less is left than where all weights of a group count the same."""
     x, weight = inputs_and_weight(64, 256, 4000)
     seen, unseen = (statistics(part).gram for part in x.split(2000))
-    errors = []
-    for weighted in (True, False):
-        if not weighted:
-            choose = Grid.choose
-            monkeypatch.setattr(Grid, "choose", lambda self, w, weights: choose(self, w, torch.ones_like(weights)))
+
+    def found():
         rounded = gptq_round(weight, statistics(x[:2000]), Grid(int4_format(32)), GPTQ())
-        errors.append([output_error(weight, rounded, gram) for gram in (seen, unseen)])
-    assert errors[0][0] < 0.98 * errors[1][0]
-    assert errors[0][1] < 0.98 * errors[1][1]
+        return [output_error(weight, rounded, gram) for gram in (seen, unseen)]
+
+    weighted, choose = found(), Grid.choose
+    monkeypatch.setattr(Grid, "choose", lambda self, w, weights: choose(self, w, torch.ones_like(weights)))
+    alike = found()
+    assert all(less < 0.98 * more for less, more in zip(weighted, alike, strict=True))
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2])

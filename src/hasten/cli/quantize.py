@@ -40,6 +40,7 @@ GPTQ_ONLY, SIGN_ONLY, BY_BLOCK = (
 CALIBRATED = Holds("calibrates", "with --method rtn, which looks at no text; give --method gptq, awq or sign")
 BY_SCHEME = Holds("scheme", "without --scheme (--bits and --formats say it by layer); give that")
 IN_GROUPS = Unless("scheme", "int8")
+SELF = "self"  # the calibration text that the model writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +94,8 @@ class Quantize(JsonOption):
     """Whether hasten's products round activations to int8 too; calibration takes it into account. auto: int8 for
     weights in groups; float (16 bits) for weights with one scale a row, as int8 and an int8 lm_head."""
     calibration: Annotated[str | None, CALIBRATED] = None
-    """Text for a method that looks at some: stdlib (the default), a file, a folder or a glob as for eval --text, or
-    self, which the model writes first (takes its memory, and about as long again)."""
+    """Text for a method that looks at some: self (the default), which the model writes first (takes its memory, and up
+    to as long again), or a file, a folder, a glob or stdlib as for eval --text."""
     samples: Annotated[int | None, CALIBRATED] = None
     """Calibration samples (128 by default)."""
     length: Annotated[int | None, CALIBRATED] = None
@@ -176,11 +177,13 @@ class Quantize(JsonOption):
         kind = methods.get(self.method)
         return None if kind is None else kind(**same_fields(self, kind))
 
-    def calibration_of(self, model: Transformer) -> Tensor:
-        """The calibration samples. Raises ConfigError for a text that is too short, or a model without a tokenizer."""
-        from hasten.checkpoints.load import load, resolve_model
+    def calibration_of(self, model: Transformer) -> tuple[Tensor, int]:
+        """The calibration samples, and the bytes that writing them took (0: they are of a text).
+
+        Raises ConfigError for a text that is too short, or a model without a tokenizer.
+        """
+        from hasten.cli.written_text import written_text
         from hasten.data import read_documents
-        from hasten.engine.own_text import own_text
         from hasten.quantization import calibration_tokens
         from hasten.quantization.calibration import check_calibration
 
@@ -188,13 +191,11 @@ class Quantize(JsonOption):
             raise ConfigError("calibration text needs a tokenizer, which this model's folder lacks")
         wanted = {"samples": self.samples, "length": self.length, "seed": self.calibration_seed}
         given = {name: value for name, value in wanted.items() if value is not None}
-        if self.calibration == "self":
-            with share("calibration samples written") as progress:
-                runnable = load(resolve_model(self.model), device=str(resolve_device(self.device)))
-                return own_text(runnable, **given, progress=progress).cpu()
-        documents = read_documents("stdlib" if self.calibration is None else self.calibration)
+        if self.calibration in (None, SELF):
+            return written_text(self, **given)
+        documents = read_documents(self.calibration)
         tokens = calibration_tokens(model.tokenizer, documents, **given)
-        return check_calibration(tokens, model.config.vocab_size, model.config.max_positions)
+        return check_calibration(tokens, model.config.vocab_size, model.config.max_positions), 0
 
     def choose(self, model: Transformer, calibration: Any, device: torch.device) -> Scheme:
         """The scheme of --bits, which is written to --formats. Says before how long it will take."""
@@ -242,7 +243,7 @@ class Quantize(JsonOption):
         held = base + before if device == model.device else 0
         if self.bits is not None:
             budget(model, self.bits, allow_int3=self.allow_int3)
-        calibration = None if method is None and self.bits is None else self.calibration_of(model)
+        calibration, written = self.calibration_of(model) if self.calibrates else (None, 0)
         scheme = self.fitted(scheme, model) if scheme else self.choose(model, calibration, device)
         layers = scheme.layers(model)
         if self.format == "gguf":
@@ -257,6 +258,7 @@ class Quantize(JsonOption):
         }
         if method is not None and calibration is not None:
             result |= self.announce(model, scheme, method, calibration, held, device)
+            result["predicted_memory_bytes"] = max(result["predicted_memory_bytes"], held and held - before + written)
         reports: list[LayerReport] = []
         total = len(layers)
         with share("quantized layers") as progress:
@@ -320,7 +322,7 @@ class Quantize(JsonOption):
             f"{samples} calibration samples of {length} tokens, activations {rounded}{some}; memory: "
             f"{(held + beside) / 1e9:.2f} GB{place}"
         )
-        source = {"text": self.calibration or "stdlib", "seed": self.calibration_seed or 0}
+        source = {"text": self.calibration or SELF, "seed": self.calibration_seed or 0}
         found: dict[str, Any] = {
             "calibration": source | {"samples": samples, "length": length},
             "predicted_memory_bytes": held + beside,

@@ -40,7 +40,9 @@ def own_text(
     if length <= len(before):
         raise ConfigError(f"calibration length must be above the {len(before)} tokens before a text; found {length}")
     if length > model.config.max_positions:
-        raise ConfigError(f"this model has {model.config.max_positions} positions; found a calibration length of {length}")
+        raise ConfigError(
+            f"this model has {model.config.max_positions} positions; found a calibration length of {length}"
+        )
     drawn = torch.randint(model.tokenizer.vocab_size, (samples, 1), generator=generator).tolist()
     seeds = torch.randint(LARGEST_SEED, (samples,), generator=generator).tolist()
     prompts = [before or first for first in drawn]
