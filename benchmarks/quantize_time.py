@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+TEXT = ("--calibration", "stdlib")
 METHODS = {
-    "gptq": ["--scheme", "int4", "--method", "gptq"],
-    "gptaq": ["--scheme", "int3", "--group-size", "128", "--method", "gptq", "--gptaq"],
+    "gptq": ["--scheme", "int4", "--method", "gptq", *TEXT],
+    "gptaq": ["--scheme", "int3", "--group-size", "128", "--method", "gptq", "--gptaq", *TEXT],
 }
 
 

@@ -170,7 +170,8 @@ def real_precision(report: Report) -> str:
         row = [name]
         for model in models:
             plain, other = (found.get((model, off_grid, name)) for off_grid in (False, True))
-            row += [f"{plain['bits']:.2f}", f"{plain['kl']:.4f}"] if plain else ["", ""]
+            either = plain or other
+            row += [f"{either['bits']:.2f}" if either else "", f"{plain['kl']:.4f}" if plain else ""]
             row.append(f"{plain['perplexity_change']:+.1%}" if plain else "")
             row.append(f"{other['kl']:.4f}" if other else "")
         rows.append(row)

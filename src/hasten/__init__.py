@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; `__getattr__` imports 
     from hasten.engine.chat import Chat
     from hasten.engine.generate import generate, stream
     from hasten.engine.llm import LLM
+    from hasten.engine.own_text import own_text
     from hasten.engine.params import SamplingParams
     from hasten.engine.settings import EngineSettings
     from hasten.errors import HastenError, HastenWarning
@@ -67,6 +68,7 @@ __all__ = [
     "load",
     "load_adapters",
     "merge",
+    "own_text",
     "pad_vocabulary",
     "perplexity",
     "prepare",
@@ -102,6 +104,7 @@ _MODULES = {  # the module of each public name, as imported above
     "load": "hasten.checkpoints.load",
     "load_adapters": "hasten.checkpoints.adapters",
     "merge": "hasten.quantization.merge",
+    "own_text": "hasten.engine.own_text",
     "pad_vocabulary": "hasten.model.vocabulary",
     "perplexity": "hasten.evaluation.perplexity",
     "prepare": "hasten.data",

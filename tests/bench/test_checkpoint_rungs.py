@@ -25,9 +25,8 @@ SHORT += ["--limit-seconds", "0.02"]
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibration by a few tokens."""
-    few = hasten.calibration_tokens
-    monkeypatch.setattr("hasten.quantization.calibration_tokens", lambda *given, **_: few(*given, samples=4, length=32))
-    monkeypatch.setattr("hasten.data.read_documents", lambda source, **_: iter([TEXT * 9]))
+    few = hasten.own_text
+    monkeypatch.setattr("hasten.engine.own_text.own_text", lambda model, **_: few(model, samples=4, length=32))
 
 
 @needs_native

@@ -485,7 +485,7 @@ SEEN: list[tuple[str, Callable[[Any], Any], list[dict[str, Any]], dict[str, Any]
             for method in ("rtn", "gptq")
         ],
         {
-            "group_size": 32,
+            "group_size": 64,
             "symmetric": None,
             "lm_head": "none",
             "embedding": "int8",

@@ -47,6 +47,39 @@ def test_gptq(extra, tiny_folder, text, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out"]
 
 
+def test_the_model_writes_the_text(tiny_folder, tmp_path, capsys):
+    options = ["--samples", "4", "--length", "16", "--json", "-"]
+    main(
+        [
+            "quantize",
+            str(tiny_folder),
+            "--scheme",
+            "int4",
+            "--method",
+            "gptq",
+            *options,
+            "--output",
+            str(tmp_path / "o"),
+        ]
+    )
+    captured = capsys.readouterr()
+    assert "the model writes its calibration text first: about" in captured.err
+    found = json.loads(captured.out)
+    assert found["calibration"] == {"text": "self", "samples": 4, "length": 16, "seed": 0}
+    assert hasten.load(tmp_path / "o").quantization
+
+
+def test_without_the_memory_to_run_the_model_text_is_asked_for(tiny_folder, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hasten.cli.written_text.available_memory", lambda device: 10_000)
+    command = ["quantize", str(tiny_folder), "--scheme", "int4", "--method", "gptq", "--output", str(tmp_path / "o")]
+    with pytest.raises(SystemExit):
+        main(command)
+    err = capsys.readouterr().err
+    assert "writing calibration text with" in err
+    assert "give text: --calibration FILE, or stdlib" in err
+    main([*command, "--calibration", str(text), "--samples", "4", "--length", "16"])
+
+
 @pytest.mark.gpu
 @needs_gpu
 def test_a_gpu_computes_it_too(tiny_folder, text, tmp_path):

@@ -64,13 +64,16 @@ def test_int4_over_the_whole_range_is_at_most_half_a_step_off(weight, group, sym
 @settings(max_examples=60)
 @given(weight=weights(), group=GROUPS, symmetric=st.booleans(), scale_dtype=SCALE_DTYPES)
 def test_the_search_never_errs_more_than_the_range(weight, group, symmetric, scale_dtype):
-    errors = {}
+    errors, size = {}, group or weight.shape[1]
+
+    def groups(x):
+        return torch.nn.functional.pad(x.double(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))
+
+    counts = groups(weight).abs() + groups(weight).square().mean(-1, keepdim=True).sqrt() if symmetric else 1.0
     for search in ("minmax", "mse"):
         quantized = round_int4(weight, group_size=group, symmetric=symmetric, search=search, scale_dtype=scale_dtype)
-        wrong = (quantized.dequantize() - weight.float()).double().square()
-        size = group or weight.shape[1]
-        padded = torch.nn.functional.pad(wrong, (0, -weight.shape[1] % size))
-        errors[search] = padded.unflatten(1, (-1, size)).sum(-1)  # of each group
+        wrong = groups(quantized.dequantize()) - groups(weight.float())
+        errors[search] = (wrong.square() * counts).sum(-1)  # of each group
     assert (errors["mse"] <= errors["minmax"] * (1 + 1e-4) + 1e-30).all()
 
 

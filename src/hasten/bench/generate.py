@@ -129,8 +129,8 @@ class GenerateLadder(Ladder):
     """Also report each rung's perplexity on this text (a file, folder, glob or stdlib), and its KL divergence from the
     model in bfloat16; needs --model. For a GGUF file by default four short texts: a book, a chat, code, German."""
     gptq: str | None = None
-    """Also measure gptq-int4-g32, of this folder; if there is none, the model is first quantized there (with stdlib as
-    the calibration text). Without it the rung is measured only if --rungs names it, and its folder is not kept."""
+    """Also measure gptq-int4-g32, of this folder; if there is none, the model is first quantized there (it writes
+    the calibration text itself). Without it the rung is measured only if --rungs names it; its folder is not kept."""
     gptq_samples: Annotated[int, Holds("quantizes", "without a folder to make; give --gptq")] = 128
     """Pieces of 512 tokens of the calibration text, where the folder is made."""
     draft: str | None = None

@@ -10,22 +10,21 @@ from hasten.errors import ConfigError
 from hasten.machine import Threads, configure
 from hasten.machine.progress import share
 
-GROUP, TEXT = 32, "stdlib"
+GROUP, TEXT = 32, "self"  # the text that the model writes
 
 
 def gptq_folder(source: BenchmarkModel, folder: Path, *, threads: Threads, samples: int = 128) -> dict[str, Any]:
     """Make sure that `folder` holds `source` in int4 by groups of 32; what the report says of how it came there.
 
-    samples: pieces of calibration text.
-    Made as `hasten quantize --scheme int4 --group-size 32 --method gptq` makes it: after an interruption
-    the next call goes on. Raises ConfigError for a folder that holds something else.
+    samples: pieces of calibration text, which the model writes. Made as `hasten quantize --scheme int4 --method gptq`
+    makes it: after an interruption the next call goes on. Raises ConfigError for a folder that holds something else.
     """
     if (folder / "config.json").exists():
         _check(source, BenchmarkModel(model=str(folder)))
         return {"found": True}
     from hasten.checkpoints.load import load, resolve_model
-    from hasten.data import read_documents
-    from hasten.quantization import GPTQ, Int4, calibration_tokens, quantize_to_folder
+    from hasten.engine.own_text import own_text
+    from hasten.quantization import GPTQ, Int4, quantize_to_folder
 
     configure(threads=threads)
     start = time.perf_counter()
@@ -33,7 +32,8 @@ def gptq_folder(source: BenchmarkModel, folder: Path, *, threads: Threads, sampl
     if model.tokenizer is None:
         raise ConfigError(f"GPTQ looks at text, and {source.name} has no tokenizer to read it: leave gptq-int4-g32 out")
     length = min(512, model.config.max_positions)
-    tokens = calibration_tokens(model.tokenizer, read_documents(TEXT), samples=samples, length=length)
+    with share("calibration samples written") as progress:
+        tokens = own_text(load(resolve_model(source.model)), samples=samples, length=length, progress=progress)
     scheme, done = Int4(group_size=GROUP), count(1)
     with share("layers quantized by GPTQ") as progress:
 

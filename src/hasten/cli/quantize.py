@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 BY_GPTQ = Needs("method", "gptq")
 BY_SCHEME = Holds("scheme", "without --scheme (--formats says it by layer); give that in its place")
 IN_GROUPS = Unless("scheme", "int8")
+SELF = "self"  # the calibration text that the model writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +59,14 @@ class Quantize(JsonOption):
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace a model that stands in the output folder already."""
     group_size: Annotated[Literal[32, 64, 128, 0] | None, BY_SCHEME, IN_GROUPS] = None
-    """Input features that share a scale (by default 128, or fewer where that does not divide them; 0: a whole row):
-    fewer are more exact and take more bytes."""
+    """Input features that share a scale (32 by default; 0: a whole row): fewer are more exact and take more bytes."""
     symmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff, BY_SCHEME] = False
     """No zero points (the default; int8 is always symmetric)."""
     asymmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff, BY_SCHEME, IN_GROUPS] = False
     """A zero point for each group."""
     format: WeightLayout | Literal["gguf"] = "compressed-tensors"
     """The layout of the folder. gptq holds one bit width, and scales in float16. gguf is a file instead, of int8 (Q8_0)
-    or symmetric int4 (Q4_0, for which 32 is the group size by default)."""
+    or symmetric int4 (Q4_0)."""
     lm_head: Annotated[Literal["int8", "same", "none"] | None, BY_SCHEME] = None
     """The output matrix: in int8 (the default; with --scheme int8 in groups where it is the embedding too), like the
     other layers, or left as it is (the default of gptq, and where it is tied to the embedding, whose quantized form
@@ -79,7 +79,8 @@ class Quantize(JsonOption):
     """Whether hasten's products round activations to int8 too; calibration takes it into account. auto: int8 for
     weights in groups; float (16 bits) for weights with one scale a row, as int8 and an int8 lm_head."""
     calibration: Annotated[str | None, BY_GPTQ] = None
-    """gptq: calibration text: stdlib (the default), or a file, a folder or a glob as for eval --text."""
+    """gptq: calibration text: self (the default), which the model writes first (takes its memory, and up to as long again),
+    or a file, a folder, a glob or stdlib as for eval --text."""
     samples: Annotated[int | None, BY_GPTQ] = None
     """gptq: calibration samples (128 by default)."""
     length: Annotated[int | None, BY_GPTQ] = None
@@ -126,8 +127,6 @@ class Quantize(JsonOption):
         own: dict[str, Any] = {} if self.format == "compressed-tensors" else {"scale_dtype": "float16"}
         if self.format == "gptq":
             own["lm_head"] = self.lm_head or "none"
-        if self.format == "gguf" and self.group_size is None:
-            own["group_size"] = 32  # Q4_0 has a scale for each 32, whatever the group
         return kind(**same_fields(self, kind) | {"symmetric": not self.asymmetric} | own)
 
     def fitted(self, scheme: Scheme, model: Transformer) -> Scheme:
@@ -145,8 +144,12 @@ class Quantize(JsonOption):
 
         return None if self.method == "rtn" else GPTQ(**same_fields(self, GPTQ))
 
-    def calibration_of(self, model: Transformer) -> Tensor:
-        """The calibration samples. Raises ConfigError for a text that is too short, or a model without a tokenizer."""
+    def calibration_of(self, model: Transformer) -> tuple[Tensor, int]:
+        """The calibration samples, and the bytes that writing them took (0: they are of a text).
+
+        Raises ConfigError for a text that is too short, or a model without a tokenizer.
+        """
+        from hasten.cli.written_text import written_text
         from hasten.data import read_documents
         from hasten.quantization import calibration_tokens
         from hasten.quantization.calibration import check_calibration
@@ -155,9 +158,11 @@ class Quantize(JsonOption):
             raise ConfigError("calibration text needs a tokenizer, which this model's folder lacks")
         wanted = {"samples": self.samples, "length": self.length, "seed": self.calibration_seed}
         given = {name: value for name, value in wanted.items() if value is not None}
-        documents = read_documents("stdlib" if self.calibration is None else self.calibration)
+        if self.calibration in (None, SELF):
+            return written_text(self, **given)
+        documents = read_documents(self.calibration)
         tokens = calibration_tokens(model.tokenizer, documents, **given)
-        return check_calibration(tokens, model.config.vocab_size, model.config.max_positions)
+        return check_calibration(tokens, model.config.vocab_size, model.config.max_positions), 0
 
     def run(self) -> None:
         from time import perf_counter
@@ -183,7 +188,7 @@ class Quantize(JsonOption):
         model = load_to_write(folder, "stored" if self.dtype == "auto" else self.dtype)
         before = sum(parameter.nbytes for parameter in model.parameters())
         held = base + before if device == model.device else 0
-        calibration = None if method is None else self.calibration_of(model)
+        calibration, written = (None, 0) if method is None else self.calibration_of(model)
         scheme = self.fitted(scheme, model)
         layers = scheme.layers(model)
         if self.format == "gguf":
@@ -198,6 +203,7 @@ class Quantize(JsonOption):
         }
         if method is not None and calibration is not None:
             result |= self.announce(model, scheme, method, calibration, held, device)
+            result["predicted_memory_bytes"] = max(result["predicted_memory_bytes"], held and held - before + written)
         reports: list[LayerReport] = []
         total = len(layers)
         with share("quantized layers") as progress:
@@ -258,7 +264,7 @@ class Quantize(JsonOption):
             f"{(held + beside) / 1e9:.2f} GB{place}"
         )
         print(line, file=sys.stderr)
-        source = {"text": self.calibration or "stdlib", "seed": self.calibration_seed or 0}
+        source = {"text": self.calibration or SELF, "seed": self.calibration_seed or 0}
         return {
             "calibration": source | {"samples": samples, "length": length},
             "predicted_memory_bytes": held + beside,

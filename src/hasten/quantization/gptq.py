@@ -2,7 +2,8 @@
 
 For a layer's inputs X (tokens, K) it looks for integers whose weight Q has the least |X·(W - Q)ᵀ|², which depends on X
 through H = XᵀX alone. With U upper triangular and H⁻¹ = UᵀU, the error e = (w - q)/U[i, i] of column i is best made up
-for by taking e·U[i, j] off every column j to come.
+for by taking e·U[i, j] off every column j to come. What then remains of it is |e|²: so the scale of a group is the one
+with the least Σ ((w - q)/U[i, i])² over its columns.
 """
 
 import re
@@ -193,7 +194,7 @@ class Solver:
                 if group not in groups:
                     columns = (self.order // self.group_size == group).nonzero().squeeze(1)  # in their order
                     now = w[columns] - self.lower[columns, start:i] @ errors[:done]
-                    groups[group] = self._choose(now, grid, rounded, group)
+                    groups[group] = self._choose(now, columns, grid, rounded, group)
                 scale, zero = groups[group]
                 column = torch.addmv(w[i], errors[:done].T, self.lower[i, start:i], alpha=-1)
                 value = grid.round(column, scale, zero)
@@ -201,9 +202,12 @@ class Solver:
                 torch.sub(column, (value - zero) * scale, out=errors[done]).div_(self.lower[i, i])
             w[stop:].addmm_(self.lower[stop:, start:stop], errors, alpha=-1)
 
-    def _choose(self, now: Tensor, grid: Grid, rounded: QuantizedWeight, group: int) -> tuple[Tensor, Tensor | float]:
-        """Fix the scale (R) and the zero of a group, whose columns (group, R) are as earlier errors left them."""
-        scale, zero = grid.choose(now.T.unsqueeze(1).float())
+    def _choose(
+        self, now: Tensor, columns: Tensor, grid: Grid, rounded: QuantizedWeight, group: int
+    ) -> tuple[Tensor, Tensor | float]:
+        """Fix the scale (R) and the zero of a group. now (group, R): its columns as earlier errors left them."""
+        remaining = 1 / self.lower.diagonal()[columns]
+        scale, zero = grid.choose(now.T.unsqueeze(1).float(), remaining.float().unsqueeze(0))
         rounded.scales[:, group] = scale.flatten().to(rounded.scales.dtype)
         if rounded.zeros is None:
             return scale.flatten().to(now.dtype), zero

@@ -38,9 +38,10 @@ def round_weight(
     bits, symmetric: the zero is the middle of the integers; else each group has its own zero point, and its range
     always holds 0. search "minmax": the range covers the group, and every element is at most half a step off. "mse": of
     that range and smaller ones the one with the least squared error over the group, which clips a few outliers to serve
-    the rest; a symmetric scale may then be negative.
+    the rest; a symmetric scale may then be negative. In symmetric formats the squared error of a weight w counts
+    rms + |w| times (rms: that of its group; llama.cpp's k-quants have the idea): published models lose less so.
 
-    importance: how much the squared error of each input feature counts in the search, (K,); all the same by default.
+    importance: how much the squared error of each input feature counts instead, (K,).
 
     Groups of zeros stay exactly zero. Raises ConfigError for NaN and infinity, for formats that are not integers, and
     where a scale passes the largest number of its dtype.
@@ -93,7 +94,7 @@ class Grid:
     def choose(self, groups: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
         """Scale (R, G, 1) in float32, and zero of the same shape (symmetric: a number), of groups (R, G, group).
 
-        weights (G, group): what the errors are multiplied with in the search.
+        weights (G, group): what the errors are multiplied with in the search, instead of what `round_weight` says.
         """
         if self.format.element == "int8":
             largest = groups.abs().amax(dim=-1, keepdim=True)
@@ -113,6 +114,8 @@ class Grid:
         if self.search == "minmax":
             return best
         buffers = torch.empty_like(w), torch.empty_like(w)
+        if weights is None and self.format.symmetric:
+            weights = (w.square().mean(dim=-1, keepdim=True).sqrt_() + w.abs()).sqrt_()
         least = self._error(w, *best, weights, buffers)
         for factor in SHRINK[: SHRINKS[self.format.bits]]:
             zero: Tensor | float = self.format.middle
