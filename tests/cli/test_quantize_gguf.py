@@ -51,7 +51,6 @@ def test_what_would_fail_is_refused_before_any_work(tiny_folder, tmp_path, capfd
     file = tmp_path / "tiny.gguf"
     refused(capfd, "zero points", call=(tiny_folder, file, *INT4, "--asymmetric"))
     refused(capfd, "no type of GGUF", call=(tiny_folder, file, "--scheme", "int3"))
-    refused(capfd, "goes with --scheme", call=(tiny_folder, file, "--bits", "6"))
     refused(capfd, tmp_path / "tiny", "ends in .gguf", call=(tiny_folder, tmp_path / "tiny", *INT4))
     refused(capfd, file, "--format gguf", call=(tiny_folder, file, *INT4), format="compressed-tensors")
     refused(capfd, "--json", call=(tiny_folder, file, *INT4, "--json", str(file)))

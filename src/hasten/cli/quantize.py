@@ -79,8 +79,8 @@ class Quantize(JsonOption):
     """Whether hasten's products round activations to int8 too; calibration takes it into account. auto: int8 for
     weights in groups; float (16 bits) for weights with one scale a row, as int8 and an int8 lm_head."""
     calibration: Annotated[str | None, BY_GPTQ] = None
-    """gptq: calibration text: self (the default), which the model writes first (takes its memory, and up to as long again),
-    or a file, a folder, a glob or stdlib as for eval --text."""
+    """gptq: calibration text: self (the default), which the model writes first (this takes its memory, and up to as
+    long again), or a file, a folder, a glob or stdlib as for eval --text."""
     samples: Annotated[int | None, BY_GPTQ] = None
     """gptq: calibration samples (128 by default)."""
     length: Annotated[int | None, BY_GPTQ] = None
