@@ -376,8 +376,7 @@ class Transformer(nn.Module):
     def bind(self, *, attention: str | None = None, loss: str | None = None, dtype: torch.dtype | None = None) -> None:
         """Choose every layer's kernels again, or force one by name; needed after moving to another device or dtype.
 
-        dtype: of the products, if autocast will run them in another dtype than the weights'; the model may then only be
-        called under it.
+        dtype: of the products, if autocast runs them in another dtype; the model may then only be called under it.
 
         Without `loss`, each call uses the first loss kernel that fits, since autocast decides its dtype; an earlier
         choice is dropped.
