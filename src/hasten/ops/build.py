@@ -157,9 +157,14 @@ def is_built(isa: str, part: Part = "inference", *, sources: Path = SOURCES, fol
 
 def can_build(isa: str) -> bool:
     """Whether `build` is likely to work, found in milliseconds; False if it failed the last time."""
+    takes = _compiler_takes(isa, *(os.environ.get(name) for name in ("CXX", "PATH")))
+    return takes and _header().is_file() and not any(_log(place, isa).exists() for place in _places(None))
+
+
+@functools.cache  # each layer asks, and the answer calls the compiler
+def _compiler_takes(isa: str, *_where_compilers_are: str | None) -> bool:
     compiler, kind = find_compiler(), INSTRUCTION_SETS[isa].here()
-    ready = compiler is not None and _header().is_file() and compiler.takes(kind.flags, kind.probe)
-    return ready and not any(_log(place, isa).exists() for place in _places(None))
+    return compiler is not None and compiler.takes(kind.flags, kind.probe)
 
 
 def _places(folder: Path | None) -> tuple[Path, ...]:

@@ -24,7 +24,6 @@ from hasten.ops.build import INSTRUCTION_SETS, Part, build, can_build, is_built,
 MISSING = "the native library is not there (no compiler, or HASTEN_ISA=none)"
 NONE = "none"  # HASTEN_ISA=none: PyTorch's kernels only
 
-_tried: set[tuple[str, Part]] = set()  # the libraries that were loaded, or could not be
 _loading = threading.Lock()  # torch takes a fake implementation once; two threads may ask for the library at once
 
 
@@ -73,8 +72,6 @@ def choose_isa(isa: str | None = None) -> str:
 
 @functools.cache
 def _fastest(isas: tuple[str, ...], *_where_compilers_are: str | None) -> str:
-    if is_built(isas[0]):  # a compiler here knew it
-        return isas[0]
     compiler = find_compiler()
     if compiler is None:  # then a library from before has to do
         return next((isa for isa in isas if is_built(isa)), isas[0])
@@ -117,14 +114,9 @@ def obtainable(part: Part) -> bool:
     chosen = choose_isa()
     if chosen == NONE:
         return False
-    if (chosen, part) not in _tried and _buildable(chosen, part, *(os.environ.get(name) for name in ("CXX", "PATH"))):
+    if not is_built(chosen, part) and can_build(chosen):
         return True
     return library(part=part) is not None  # which says why not
-
-
-@functools.cache  # each layer asks, and the answer calls the compiler
-def _buildable(isa: str, part: Part, *_where_compilers_are: str | None) -> bool:
-    return not is_built(isa, part) and can_build(isa)
 
 
 @functools.cache
@@ -140,7 +132,6 @@ def _library(isa: str | None, part: Part, *_environment: str | None) -> NativeLi
 def _load(isa: str, part: Part) -> NativeLibrary | None:
     import torch
 
-    _tried.add((isa, part))
     ops = getattr(torch.ops, namespace(isa))
     try:
         path = build(isa, part)
