@@ -7,8 +7,8 @@ transformers as the originals. Only the layers of the blocks are quantized, in a
 embedding and lm_head stays as it is, and bits are counted without it. Ours are made by `hasten.quantize`; llama.cpp's
 by the functions of its quantizer in the `xllamacpp` wheel, with the types that its rules for Q4_0 and Q4_K_M give each
 layer. hasten scores them all with 16-bit activations, so that only the weights differ. GPTQ is calibrated on what the
-model itself writes (`hasten.own_text`), not on the text that is scored. "int8 v and down": these two layers of each block
-are in int8, the others in int4, which takes the bits of Q4_K_M.
+model itself writes (`hasten.own_text`), not on the text that is scored. "int8 v and down": these two layers of each
+block are in int8, the others in int4, which takes the bits of Q4_K_M.
 
 The published weights lie on the grids of the formats they were published in (Q4_1; Q4_K, Q5_0, Q6_K and Q8_0), which
 formats with these grids find again: Q4_K_M takes Gemma's file back almost without loss. So every row is measured a

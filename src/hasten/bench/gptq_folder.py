@@ -33,7 +33,7 @@ def gptq_folder(source: BenchmarkModel, folder: Path, *, threads: Threads, sampl
         raise ConfigError(f"GPTQ looks at text, and {source.name} has no tokenizer to read it: leave gptq-int4-g32 out")
     length = min(512, model.config.max_positions)
     with share("calibration samples written") as progress:
-        tokens = own_text(load(resolve_model(source.model)), samples=samples, length=length, progress=progress)
+        tokens = own_text(load(resolve_model(str(source.model))), samples=samples, length=length, progress=progress)
     scheme, done = Int4(group_size=GROUP), count(1)
     with share("layers quantized by GPTQ") as progress:
 
