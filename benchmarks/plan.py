@@ -97,12 +97,12 @@ CASES = {
     "generate, bfloat16": generate(SERVED, 1, 512),
     "generate, batch 8": generate(SERVED, 8, 512),
     "generate, int8": generate(SERVED, 1, 512, weights="int8"),
-    "generate, int4": generate(SERVED, 1, 512, weights="int4"),
+    "generate, int4": generate(SERVED, 1, 512, weights="int4-g128"),
     "generate, 3,072 tokens, int8 cache": generate(SERVED, 4, 3072, kv_cache_dtype="int8"),
     "generate, GPT-2": generate(GPT2 | {"n_embd": 1024, "n_head": 16, "n_inner": 4096}, 4, 256),
     "serve, batch 4": generate(SERVED, 4, 256, use="serve"),
     "serve, batch 16": generate(SERVED, 16, 256, use="serve"),
-    "serve, int4, batch 8": generate(SERVED, 8, 256, use="serve", weights="int4"),
+    "serve, int4, batch 8": generate(SERVED, 8, 256, use="serve", weights="int4-g128"),
 }
 
 
