@@ -35,6 +35,16 @@ def test_answers_are_those_of_the_prompts_alone(model, llm):
         assert answer.prompt_tokens == alone.prompt_tokens
 
 
+def test_sampling_settings_may_be_given_by_keyword(llm):
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=9)
+    expected = [answer.text for answer in llm.generate(PROMPTS, params)]
+    assert [answer.text for answer in llm.generate(PROMPTS, temperature=0, max_new_tokens=9)] == expected
+    longer = hasten.SamplingParams(temperature=0, max_new_tokens=30)
+    (answer,) = llm.generate(PROMPTS[0], longer, max_new_tokens=9, logprobs=0)
+    assert answer.text == expected[0]
+    assert "".join(output.text for output in llm.stream(PROMPTS[0], temperature=0, max_new_tokens=9)) == expected[0]
+
+
 def test_conversations_are_answered_as_vllm_does(model, llm):
     params = hasten.SamplingParams(temperature=0, max_new_tokens=8)
     talk = [{"role": "user", "content": [{"type": "text", "text": "def add"}]}]
