@@ -1,4 +1,4 @@
-"""The shape of the house, beyond import-linter's layers: no circles inside a room, no two classes of one name."""
+"""Structure that import-linter does not check: no cycles, no two classes of one name, pages that name what exists."""
 
 import ast
 import re
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import grimp
 
-SOURCE = Path(__file__).parents[1] / "src" / "hasten"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "hasten"
 
 
 def test_no_modules_import_each_other():
@@ -25,8 +26,17 @@ def test_no_two_public_classes_have_one_name():
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
+def test_what_the_contributing_page_names_exists():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    names = {name for name in re.findall(r"`([A-Za-z]\w+)(?:\([^`]*\))?`", page) if re.search(r"_|[a-z][A-Z]", name)}
+    assert len(names) > 10
+    folders = (SOURCE, ROOT / "tests")
+    written = "\n".join(file.read_text() for folder in folders for file in folder.rglob("*.py"))
+    assert names - set(re.findall(r"\w+", written)) == set()
+
+
 def test_the_stops_of_the_architecture_page_exist():
-    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "architecture.md").read_text()
     stops = re.findall(r"`([\w/]+\.(?:py|cpp|h)):([\w.]+)`", page)
     assert len(stops) > 30
 

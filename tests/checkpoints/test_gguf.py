@@ -18,7 +18,7 @@ from hasten.errors import CheckpointError, ConfigError, HastenWarning, ResourceE
 from hasten.model.context import TrainingContext
 from hasten.model.fused import refusal
 from hasten.ops.linear import PackedLinear
-from hasten.ops.linear.blocks import Blocks, pack_blocks
+from hasten.ops.linear.blocks import GgufBlocks, pack_blocks
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.layouts import PANELS
 from hasten.ops.native import library
@@ -197,7 +197,7 @@ def test_blocks_go_to_the_panels_of_their_numbers(name, rows):
     raw = np.random.default_rng(0).integers(0, 256, (rows, columns // kind.elements, kind.bytes), dtype=np.uint8)
     raw = torch.from_numpy(finite(name, raw)).flatten(1)
     checked = []
-    blocks = Blocks(name, kind.format, columns, raw, kind.weight, lambda *scales: checked.extend(scales))
+    blocks = GgufBlocks(name, kind.format, columns, raw, kind.weight, lambda *scales: checked.extend(scales))
     found, expected = pack_blocks(blocks), PANELS.pack(kind.weight(raw))
     for own, same in zip(found, expected, strict=True):
         assert (own is None) == (same is None)

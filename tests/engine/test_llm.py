@@ -36,13 +36,16 @@ def test_answers_are_those_of_the_prompts_alone(model, llm):
 
 
 def test_sampling_settings_may_be_given_by_keyword(llm):
-    params = hasten.SamplingParams(temperature=0, max_new_tokens=9)
-    expected = [answer.text for answer in llm.generate(PROMPTS, params)]
-    assert [answer.text for answer in llm.generate(PROMPTS, temperature=0, max_new_tokens=9)] == expected
-    longer = hasten.SamplingParams(temperature=0, max_new_tokens=30)
-    (answer,) = llm.generate(PROMPTS[0], longer, max_new_tokens=9, logprobs=0)
-    assert answer.text == expected[0]
-    assert "".join(output.text for output in llm.stream(PROMPTS[0], temperature=0, max_new_tokens=9)) == expected[0]
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=4)
+    (wanted,) = llm.generate("def add(a", params)
+    assert llm.generate("def add(a", temperature=0, max_new_tokens=4)[0].tokens == wanted.tokens
+    assert llm.generate("def add(a", params, max_new_tokens=2, n=1)[0].tokens == wanted.tokens[:2]
+    assert "".join(part.text for part in llm.stream("def add(a", temperature=0, max_new_tokens=4)) == wanted.text
+    talk = [{"role": "user", "content": "def add"}]
+    assert llm.chat(talk, temperature=0, max_new_tokens=4)[0].text == llm.chat(talk, params)[0].text
+    for wrong in ({"temperature": -1}, {"temprature": 0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            llm.generate("x", **wrong)
 
 
 def test_conversations_are_answered_as_vllm_does(model, llm):

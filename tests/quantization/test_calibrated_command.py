@@ -3,12 +3,14 @@
 import gc
 import json
 import re
+import weakref
 
 import pytest
 import torch
 
 import hasten
 from hasten.cli.main import main
+from hasten.engine.own_text import own_text
 from tiny_model import tiny_llama
 from triton_cases import needs_gpu
 
@@ -67,6 +69,54 @@ def test_the_model_writes_the_text(tiny_folder, tmp_path, capsys):
     found = json.loads(captured.out)
     assert found["calibration"] == {"text": "self", "samples": 4, "length": 16, "seed": 0}
     assert hasten.load(tmp_path / "o").quantization
+
+
+def test_the_model_that_wrote_the_text_is_gone_when_layers_are_quantized(tiny_folder, tmp_path, monkeypatch):
+    models, alive = [], []
+
+    def noted(model, **options):
+        models.append(weakref.ref(model))
+        return own_text(model, **options)
+
+    def at_quantization(*arguments, **options):
+        alive.extend(model() is not None for model in models)
+
+    monkeypatch.setattr("hasten.engine.own_text.own_text", noted)
+    monkeypatch.setattr("hasten.quantization.quantize_to_folder", at_quantization)
+    options = ["--scheme", "int4", "--method", "gptq", "--samples", "2", "--length", "8"]
+    gc.disable()  # it may not run for long: few objects, many bytes
+    try:
+        main(["quantize", str(tiny_folder), *options, "--output", str(tmp_path / "o")])
+    finally:
+        gc.enable()
+    assert alive == [False]
+
+
+def test_what_cannot_be_quantized_is_refused_before_text_is_written(tiny_folder, tmp_path, capsys):
+    main(["quantize", str(tiny_folder), "--scheme", "int8", "--output", str(tmp_path / "int8")])
+    capsys.readouterr()
+    options = ["--scheme", "int4", "--method", "gptq", "--output", str(tmp_path / "o")]
+    with pytest.raises(SystemExit):
+        main(["quantize", str(tmp_path / "int8"), *options])
+    err = capsys.readouterr().err
+    assert "are quantized already" in err
+    assert "writes its calibration text" not in err
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (["--length", "100000"], "positions; found a calibration length of 100000"),
+        (["--samples", "0"], "calibration samples must be a whole number, at least 1; found 0"),
+        (["--calibration-seed", "-1"], "the calibration seed must be a whole number, at least 0"),
+    ],
+)
+def test_numbers_of_the_text_are_checked_before_its_memory(option, words, tiny_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hasten.cli.written_text.available_memory", lambda device: 10_000)
+    options = ["--scheme", "int4", "--method", "gptq", "--output", str(tmp_path / "o")]
+    with pytest.raises(SystemExit):
+        main(["quantize", str(tiny_folder), *options, *option])
+    assert words in capsys.readouterr().err
 
 
 def test_without_the_memory_to_run_the_model_text_is_asked_for(tiny_folder, text, tmp_path, capsys, monkeypatch):

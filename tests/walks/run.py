@@ -92,7 +92,7 @@ def chat_request(folder: Path) -> Walk:
 
 
 def training(folder: Path) -> tuple[Walk, Walk]:
-    """Set a run of six steps up, and make one of them."""
+    """Set a run of six steps up, whose text is prepared, and make one of them."""
     from hasten.training.recipes import RECIPES
 
     source = folder.parent / "text.txt"
@@ -106,8 +106,9 @@ def training(folder: Path) -> tuple[Walk, Walk]:
         techniques=replace(demo.techniques, compile=False, precision="float32"),
         run=replace(demo.run, steps=6, minutes=None, folder=str(folder.parent), validate_every=100),
     )
+    hasten.train(recipe, progress=False)  # prepares the text
     with traced() as walk:
-        hasten.train(recipe, progress=False)
+        hasten.train(recipe, progress=False, resume="never")
     return walk.before("TrainStep.run"), walk.between("TrainStep.run", 2)
 
 

@@ -24,7 +24,7 @@ def load_adapters(model: Transformer, folders: Sequence[str | Path]) -> AdapterC
     `load_adapter` does.
     """
     if model.adapters is not None:
-        raise ConfigError("this model has adapters already; load it anew and name all of them at once")
+        raise ConfigError("this model has adapters already; load it again and name all of them at once")
     adapters = [load_adapter(folder, model) for folder in folders]
     if model.device.type == "cpu":
         fuse_where_it_fits(model)

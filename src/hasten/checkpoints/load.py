@@ -209,7 +209,7 @@ def _locate(
             missing = missing or "model.embed_tokens.weight"
     raise CheckpointError(
         f"{where}: the tensor {missing!r} is missing, which a {family.model_type} of {len(config.layers)} layers "
-        f"(config.json) needs; {len(tensors)} tensors are there. Download the folder again, or mend config.json"
+        f"(config.json) needs; {len(tensors)} tensors are there. Download the folder again, or correct config.json"
     )
 
 

@@ -65,7 +65,7 @@ class ChatInTerminal(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
                 answer.close()
                 print(" [stopped]", end="")
             except ConfigError as error:
-                hint = "; /clear starts anew" if len(chat.messages) > 1 else ""
+                hint = "; /clear starts a new conversation" if len(chat.messages) > 1 else ""
                 print(f"error: {error}{hint}", file=sys.stderr)
                 continue
             print()

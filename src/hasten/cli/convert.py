@@ -28,7 +28,7 @@ class Convert(JsonOption):
     """The layout of what is written."""
 
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace a model that stands in the output folder already."""
+    """Replace a model that the output folder holds already."""
 
     def run(self) -> None:
         from hasten.checkpoints.convert import convert

@@ -37,7 +37,7 @@ class Merge(JsonOption):
     limit_bytes: Annotated[int | None, Needs("text")] = 200_000
     """Of the text, about so many bytes."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace a model that stands in the output folder already."""
+    """Replace a model that the output folder holds already."""
 
     def run(self) -> None:
         from hasten.checkpoints.adapter_files import adapter_config, load_adapter

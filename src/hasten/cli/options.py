@@ -265,7 +265,7 @@ class AdapterOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(AdapterOptions):
-    """Text that can be had again, and where it ends."""
+    """The seed, and where a text ends."""
 
     seed: int | None = None
     """Makes sampling reproducible."""
@@ -275,7 +275,7 @@ class ModelOptions(AdapterOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """Several processes that hold one model together (`hasten.cli.ranks`)."""
+    """One model split over several processes (`hasten.cli.ranks`)."""
 
     tensor_parallel: int = 1
     """Hold the model in so many processes of this machine, a share of every matrix in each (as does torchrun … -m
@@ -284,7 +284,7 @@ class RankOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Wanted, RankOptions):
-    """The same for a server, which a plan may choose (`hasten.cli.planned`)."""
+    """Processes and precision chosen by a plan (`hasten.cli.planned`)."""
 
     devices: Literal["given", "auto"] = "given"
     """auto: a plan chooses the ranks and the precision for this machine, by --goal (latency unless it is given), and

@@ -29,7 +29,7 @@ def parse(command: Any, arguments: list[str], *, prog: str, description: str | N
 
 
 def together(arguments: Sequence[str], command: type) -> list[str]:
-    """The arguments, with an option of several values that stands more than once as one: the parser keeps the last.
+    """The arguments, with an option of several values that is given more than once as one: the parser keeps the last.
 
     command: the dataclass whose fields, and those of the dataclasses in it, are the options.
     """

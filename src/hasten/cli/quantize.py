@@ -57,7 +57,7 @@ class Quantize(JsonOption):
     method: Literal["rtn", "gptq"] = "rtn"
     """rtn rounds to nearest. gptq looks at calibration text, and makes up for each rounding in the weights to come."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace a model that stands in the output folder already."""
+    """Replace a model that the output folder holds already."""
     group_size: Annotated[Literal[32, 64, 128, 0] | None, BY_SCHEME, IN_GROUPS] = None
     """Input features that share a scale (32 by default; 0: a whole row): fewer are more exact and take more bytes."""
     symmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff, BY_SCHEME] = False
@@ -167,9 +167,11 @@ class Quantize(JsonOption):
     def run(self) -> None:
         from time import perf_counter
 
+        from hasten.checkpoints.export import check_layers
         from hasten.checkpoints.load import resolve_model
         from hasten.planning.memory import PROCESS_BYTES
         from hasten.quantization import quantize_to_folder
+        from hasten.quantization.quantize import check_quantizable
 
         require_writable(None if self.picture is None else str(self.picture))
         scheme, method = self.scheme_of(), self.method_of()
@@ -188,13 +190,17 @@ class Quantize(JsonOption):
         model = load_to_write(folder, "stored" if self.dtype == "auto" else self.dtype)
         before = sum(parameter.nbytes for parameter in model.parameters())
         held = base + before if device == model.device else 0
-        calibration, written = (None, 0) if method is None else self.calibration_of(model)
         scheme = self.fitted(scheme, model)
         layers = scheme.layers(model)
+        layout = "compressed-tensors" if self.format == "gguf" else self.format
         if self.format == "gguf":
             from hasten.checkpoints.gguf.write import check_gguf
 
             check_gguf(model, layers, self.output)
+        if method is not None:  # writing calibration text takes minutes: refuse before it
+            with warnings.catch_warnings(action="ignore"):  # `quantize_to_folder` gives them
+                check_layers(model, check_quantizable(model, scheme, method), layout)
+        calibration, written = (None, 0) if method is None else self.calibration_of(model)
         result: dict[str, Any] = {
             "machine": describe().to_json(),
             "output": str(self.output),
@@ -203,7 +209,9 @@ class Quantize(JsonOption):
         }
         if method is not None and calibration is not None:
             result |= self.announce(model, scheme, method, calibration, held, device)
-            result["predicted_memory_bytes"] = max(result["predicted_memory_bytes"], held and held - before + written)
+            if written and held:  # it maps the checkpoint a second time
+                written += held + before
+            result["predicted_memory_bytes"] = max(result["predicted_memory_bytes"], written)
         reports: list[LayerReport] = []
         total = len(layers)
         with share("quantized layers") as progress:
@@ -213,7 +221,6 @@ class Quantize(JsonOption):
                 progress(len(reports), total)
 
             options: dict[str, Any] = {"method": method, "calibration": calibration, "report": note}
-            layout = "compressed-tensors" if self.format == "gguf" else self.format
             with warnings.catch_warnings():
                 if self.format == "gguf":  # of the folder, which nobody keeps
                     warnings.filterwarnings("ignore", "hasten reads this quantized model", HastenWarning)

@@ -137,7 +137,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         return self.served_model_name or (Path(self.model).resolve().name if Path(self.model).exists() else self.model)
 
     def adapters(self) -> dict[str, Path]:
-        """The folders of --adapter by their names. Raises ConfigError for a name that is none, or stands twice."""
+        """The folders of --adapter by their names. Raises ConfigError for a name that is none, or is given twice."""
         found: dict[str, Path] = {}
         for text in self.adapter:
             name, _, folder = text.partition("=")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,12 @@ def written_text(command: Any, **wanted: int) -> tuple[Tensor, int]:
     """
     from hasten.checkpoints.load import load, open_checkpoint
     from hasten.cli.room import use_of
-    from hasten.engine.own_text import BATCH, own_text
+    from hasten.engine.own_text import BATCH, check_wanted, own_text
     from hasten.ops.pages import return_freed_memory
     from hasten.planning.memory import inference_memory
 
     device, source = str(resolve_device(command.device)), open_checkpoint(command.model)
+    check_wanted(source.config, **wanted)
     length = wanted.get("length", 512)
     use = replace(
         use_of(command, source, device, quantize="none", dtype="auto"),
@@ -37,5 +39,6 @@ def written_text(command: Any, **wanted: int) -> tuple[Tensor, int]:
     print(f"the model writes its calibration text first: about {memory.peak / 1e9:.2f} GB on {device}", file=sys.stderr)
     with share("calibration samples written") as progress:
         tokens = own_text(load(source, device=device), progress=progress, **wanted).cpu()
+    gc.collect()  # a fused model is in reference cycles, and quantization needs its memory
     return_freed_memory()
     return tokens, memory.peak

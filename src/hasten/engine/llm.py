@@ -25,7 +25,7 @@ from hasten.model.transformer import Transformer
 from hasten.text.chat import plain_messages
 from hasten.text.tokenizer import Tokenizer
 
-_SAMPLING = {one.name for one in fields(SamplingParams)}
+SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
 DRAFT_TOKENS = 1 << 16  # of all sequences of an engine, for which a draft model keeps keys and values
 
 
@@ -138,8 +138,8 @@ class LLM:
         """Continue all prompts; the answers come in their order.
 
         params: for all, or one for each prompt. request: fields of `Request` for all of them (n, best_of, beam_width,
-        logprobs, …), and single fields of `SamplingParams` (temperature=0, …) as in `hasten.generate`. Raises
-        ConfigError for an unknown one, RequestRefused before anything is computed, EngineFailed when a step failed.
+        logprobs, …), and single fields of `SamplingParams` (temperature=0, max_new_tokens=100, …), as in
+        `hasten.generate`. Raises RequestRefused before anything is computed, EngineFailed when a step failed.
         """
         requests = self._requests(prompts, params, {"gathered": True} | request)
         outputs: dict[str, list[RequestOutput]] = {one.id: [] for one in requests}
@@ -219,12 +219,11 @@ class LLM:
 
     def _requests(self, prompts: Any, params: Any, request: dict[str, Any]) -> list[Request]:
         encoded = encode_prompts(self.model, prompts)
-        settings = {name: value for name, value in request.items() if name in _SAMPLING}
-        own = {name: value for name, value in request.items() if name not in _SAMPLING}
-        rows = params_of(params, prompts=len(encoded), **settings)
+        sampling = {name: request.pop(name) for name in SAMPLING_FIELDS & request.keys()}
+        rows = params_of(params, prompts=len(encoded), **sampling)
         try:
             return [
-                Request(id=f"llm-{next(self._numbers)}", prompt=tuple(ids), params=row, **own)
+                Request(id=f"llm-{next(self._numbers)}", prompt=tuple(ids), params=row, **request)
                 for ids, row in zip(encoded, rows, strict=True)
             ]
         except TypeError as error:

@@ -13,9 +13,18 @@ from hasten.checks import LARGEST_SEED, whole
 from hasten.engine.generate import generate
 from hasten.engine.params import SamplingParams
 from hasten.errors import ConfigError
+from hasten.model.config import ModelConfig
 from hasten.model.transformer import Transformer
 
 BATCH = 32  # sequences that are sampled together
+
+
+def check_wanted(config: ModelConfig, *, samples: int = 128, length: int = 512, seed: int = 0) -> None:
+    """Raise ConfigError for numbers that `own_text` cannot take, before a model is loaded for it."""
+    whole("calibration samples", samples)
+    whole("the calibration seed", seed, low=0, high=LARGEST_SEED)
+    if whole("calibration length", length, low=2) > config.max_positions:
+        raise ConfigError(f"this model has {config.max_positions} positions; found a calibration length of {length}")
 
 
 def own_text(
@@ -32,17 +41,13 @@ def own_text(
     the whole vocabulary. A text that ends is followed by the next, as in training. The model is fused, as in
     `generate`. progress: called with the samples done, and all. The same seed gives the same text on the same kernels.
     """
-    samples, length = whole("calibration samples", samples), whole("calibration length", length, low=2)
-    generator = torch.Generator().manual_seed(whole("the calibration seed", seed, low=0, high=LARGEST_SEED))
+    check_wanted(model.config, samples=samples, length=length, seed=seed)
     if model.tokenizer is None:
         raise ConfigError("calibration text needs a tokenizer, which this model's folder lacks")
     before = model.tokenizer.encode("")
     if length <= len(before):
         raise ConfigError(f"calibration length must be above the {len(before)} tokens before a text; found {length}")
-    if length > model.config.max_positions:
-        raise ConfigError(
-            f"this model has {model.config.max_positions} positions; found a calibration length of {length}"
-        )
+    generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(model.tokenizer.vocab_size, (samples, 1), generator=generator).tolist()
     seeds = torch.randint(LARGEST_SEED, (samples,), generator=generator).tolist()
     prompts = [before or first for first in drawn]

@@ -19,8 +19,6 @@ from hasten.engine.speculation import Text
 from hasten.engine.stopping import OutputText, stop_ids
 from hasten.text.tokenizer import Tokenizer
 
-_SEEDS = 2**63
-
 
 def draft_text(sequence: TextSequence) -> Text:
     """A sample, as a speculator continues it."""

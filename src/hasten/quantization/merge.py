@@ -1,4 +1,4 @@
-"""`merge`: an adapter added to the weights of its model; quantized ones are rounded anew, at a cost that is told."""
+"""`merge`: an adapter added to the weights of its model; quantized ones are rounded again, and the cost is reported."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -54,7 +54,7 @@ class DraftModel:
     """Drafts by a model's own draws."""
 
     def __init__(self, model: Transformer, *, tokens: int, name: str = "model", accept: Accept = "exact") -> None:
-        """tokens: of all sequences together that its cache holds; where it is full, a text is begun anew with its last
+        """tokens: of all sequences together that its cache holds; where it is full, a text begins again with its last
         tokens, and gets no drafts where not even those have room.
 
         accept: "distribution" draws with noise of its own, and says from what probabilities.
