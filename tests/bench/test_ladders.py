@@ -288,7 +288,7 @@ def test_the_help_of_a_ladder_is_its_own(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
-        main(["bench", name, "--help"])
+        main(["bench", name, "--help-all"])
     text = capsys.readouterr().out
     assert all(words in text for words in said)
     assert not any(words in text for words in unsaid)

@@ -114,7 +114,7 @@ def test_every_limit_on_a_request_is_an_option_that_says_so(capsys, monkeypatch)
 
     monkeypatch.setenv("COLUMNS", "120")  # one column
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main(["serve", "--help-all"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     limits = [name for name, value in asdict(ServerSettings()).items() if type(value) is int]
     assert "samples" in limits

@@ -118,6 +118,8 @@ def make(changes):
     for name, one in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(one, std=0.3)
+        if name.endswith("router.weight"):  # decisions that are no near ties: else any rounding takes another expert
+            one.data *= 4
     return model.eval()
 
 

@@ -69,7 +69,9 @@ def test_the_search_never_errs_more_than_the_range(weight, group, symmetric, sca
     def groups(x):
         return torch.nn.functional.pad(x.double(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))
 
-    counts = groups(weight).abs() + groups(weight).square().mean(-1, keepdim=True).sqrt() if symmetric else 1.0
+    counts = (
+        groups(weight).abs() + groups(weight).square().mean(-1, keepdim=True).sqrt() if symmetric and group else 1.0
+    )
     for search in ("minmax", "mse"):
         quantized = round_int4(weight, group_size=group, symmetric=symmetric, search=search, scale_dtype=scale_dtype)
         wrong = groups(quantized.dequantize()) - groups(weight.float())

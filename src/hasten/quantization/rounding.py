@@ -27,9 +27,7 @@ SHRINK = tuple(1.0 - 0.04 * i for i in range(16))
 SHRINKS = {4: 8, 3: 12, 2: 16}  # of these, by bits: the fewer, the more a range is worth clipping
 
 
-def round_weight(
-    weight: Tensor, format: WeightFormat, *, search: Search = "mse", importance: Tensor | None = None
-) -> QuantizedWeight:
+def round_weight(weight: Tensor, format: WeightFormat, *, search: Search = "mse") -> QuantizedWeight:
     """Round a weight (N, K) of any float dtype to nearest, with scales of its own choice.
 
     Where K is no multiple of the group, the last group of a row is shorter.
@@ -38,10 +36,9 @@ def round_weight(
     bits, symmetric: the zero is the middle of the integers; else each group has its own zero point, and its range
     always holds 0. search "minmax": the range covers the group, and every element is at most half a step off. "mse": of
     that range and smaller ones the one with the least squared error over the group, which clips a few outliers to serve
-    the rest; a symmetric scale may then be negative. In symmetric formats the squared error of a weight w counts
-    rms + |w| times (rms: that of its group; llama.cpp's k-quants have the idea): published models lose less so.
-
-    importance: how much the squared error of each input feature counts instead, (K,).
+    the rest; a symmetric scale may then be negative. In symmetric groups of 4 bits the squared error of a weight w
+    counts rms + |w| times (rms: that of its group; llama.cpp's k-quants have the idea): published models lose less so.
+    Whole rows and fewer bits were not compared.
 
     Groups of zeros stay exactly zero. Raises ConfigError for NaN and infinity, for formats that are not integers, and
     where a scale passes the largest number of its dtype.
@@ -51,14 +48,11 @@ def round_weight(
     n, k = weight.shape
     size, groups = format.group_size or k, format.groups(k)
     rounded = empty_weight((n, k), format, weight.device)
-    weights = None
-    if importance is not None:
-        weights = pad(importance.clamp(min=0).sqrt(), (0, groups * size - k)).unflatten(0, (groups, size))
 
     def work(rows: slice) -> None:
         # Zeros at the end change neither a range that holds 0 nor an error.
         grouped = pad(weight[rows].float(), (0, groups * size - k)).unflatten(1, (groups, size))
-        scale, zero = grid.choose(grouped, weights)
+        scale, zero = grid.choose(grouped)
         rounded.values[rows] = grid.round(grouped, scale, zero).flatten(1)[:, :k].to(rounded.values.dtype)
         rounded.scales[rows] = scale.squeeze(-1).to(format.scale_dtype)
         if rounded.zeros is not None:
@@ -114,7 +108,7 @@ class Grid:
         if self.search == "minmax":
             return best
         buffers = torch.empty_like(w), torch.empty_like(w)
-        if weights is None and self.format.symmetric:
+        if weights is None and self.format.symmetric and self.format.bits == 4 and self.format.group_size:
             weights = (w.square().mean(dim=-1, keepdim=True).sqrt_() + w.abs()).sqrt_()
         least = self._error(w, *best, weights, buffers)
         for factor in SHRINK[: SHRINKS[self.format.bits]]:
