@@ -247,6 +247,14 @@ def test_an_unreadable_file_is_named(tmp_path):
         texts(str(tmp_path))
 
 
+@pytest.mark.parametrize("source", ["", " "])
+def test_an_empty_name_is_not_the_current_folder(source, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("here")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="the name of the text is empty"):
+        open_source(source)
+
+
 def test_nothing_to_read(tmp_path):
     with pytest.raises(DataError, match=r"has no \.txt"):
         open_source(str(tmp_path))

@@ -1,7 +1,9 @@
 """`hasten.LLM`: prompts in, answers out, by calls, iterators and coroutines."""
 
 import asyncio
+import gc
 import warnings
+import weakref
 
 import pytest
 
@@ -33,6 +35,18 @@ def test_answers_are_those_of_the_prompts_alone(model, llm):
         (alone,) = hasten.generate(model, prompt, params)
         assert (answer.text, answer.tokens, answer.finish_reason) == (alone.text, alone.tokens, alone.finish_reason)
         assert answer.prompt_tokens == alone.prompt_tokens
+
+
+def test_a_closed_llm_lets_its_cache_go_at_once(model):
+    own = hasten.LLM(model, **SETTINGS)
+    own.generate("def add(a", max_new_tokens=3)
+    cache = weakref.ref(own.engine.runner.cache)
+    gc.disable()  # it may not run for long: few objects, many bytes
+    try:
+        own.close()
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 def test_sampling_settings_may_be_given_by_keyword(llm):

@@ -131,11 +131,13 @@ def read_documents(source: str, *, text_field: str = "text", limit_bytes: int | 
         raise DataError(f"limit_bytes is {limit_bytes}; it must be at least 1")
     for item in open_source(source, text_field=text_field, limit_bytes=limit_bytes).items():
         if not isinstance(item, Document):
-            raise DataError(f"{item.name} is a conversation; perplexity is measured on plain text")
+            raise DataError(f"{item.name} is a conversation; plain text is needed here")
         yield "".join(item.pieces())
 
 
 def _find(source: str, *, text_field: str) -> Source:
+    if not source.strip():  # as a path it is the current folder
+        raise DataError("the name of the text is empty; give 'stdlib', a file, a folder or a quoted glob")
     if source in PYTHON_FOLDERS:
         return _python_source(source)
     if source.startswith("hf:"):

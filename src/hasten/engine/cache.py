@@ -237,8 +237,10 @@ class KVCache:
     def _laid_out(self, layout: RaggedLayout) -> KVStep:
         positions, slots, query_start_loc, seq_lens, table = layout.on(self.device)
 
+        device = self.device  # `groups` must not refer to the cache, which keeps the step: a cycle holds its memory
+
         def groups() -> list[PagedGroup]:  # for all layers, and only where a kernel asks for it
-            return layout.groups(lambda t: t.to(self.device))
+            return layout.groups(lambda t: t.to(device))
 
         metadata = AttentionMetadata(
             slots,
