@@ -119,7 +119,7 @@ _MODULES = {  # the module of each public name, as imported above
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
 if not TYPE_CHECKING:  # a type checker that sees `__getattr__` accepts any name, misspelt ones too

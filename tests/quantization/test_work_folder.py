@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import hasten
 from hasten.errors import CheckpointError, ConfigError
-from hasten.quantization import GPTQ, Int4, gptq, quantize, quantize_to_folder
+from hasten.quantization import GPTQ, Int4, gptq, quantize, quantize_to_folder, resume
 from hasten.quantization.cost import predicted_bytes
 from hasten.quantization.resume import WorkFolder
 from references import make_reference
@@ -89,6 +89,23 @@ def test_a_disk_that_fills_up_is_one_error_and_the_run_goes_on_when_there_is_roo
     quantize_to_folder(model, SCHEME, tmp_path / "out", **options)
     assert reports == ["blocks.2.", "blocks.3.", ""]
     assert same(tmp_path / "out", whole)
+
+
+def test_blocks_of_an_earlier_versions_rules_are_not_continued(tmp_path, monkeypatch):
+    def stop(self, task):
+        if task.prefix == "blocks.1.":
+            raise KeyboardInterrupt
+        return run(self, task)
+
+    run = GPTQ.quantize_block
+    monkeypatch.setattr(GPTQ, "quantize_block", stop)
+    model, options = hasten.load(make_reference("llama")), {"method": GPTQ(), "calibration": SAMPLES}
+    monkeypatch.setattr(resume, "RULES", 1)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_to_folder(model, SCHEME, tmp_path / "out", **options)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="1 finished blocks of a run with other settings"):
+        quantize_to_folder(model, SCHEME, tmp_path / "out", **options)
 
 
 def test_a_model_of_which_one_weight_differs_does_not_go_on(tmp_path, monkeypatch):

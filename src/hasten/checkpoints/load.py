@@ -140,7 +140,7 @@ def fill_plain(
     if share is not None:
         model = _skeleton(share.config(config))
     model.generation = checkpoint.generation
-    # The weights last: whatever else is wrong with a folder shows before gigabytes are read.
+    # The weights last: what else is wrong with a folder, but for its tokenizer, shows before gigabytes are read.
     plain = {o: p for o, p in pieces.items() if p.name not in modules}
     model.stored_dtype = checkpoint.dtype or own_dtype([stored[piece.name] for piece in plain.values()])
     own = dtype or model.stored_dtype

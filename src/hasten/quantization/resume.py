@@ -26,6 +26,7 @@ from hasten.ops.linear.weights import QuantizedWeight
 from hasten.quantization.block_task import BlockResult
 from hasten.quantization.report import LayerReport
 
+RULES = 2  # of rounding and calibration: blocks that an earlier version finished by other rules are not continued
 _FILES = r"settings\.json|(block-\d+|states)\.safetensors"
 _OWN = re.compile(
     rf"lock|(states|before)\.spill|{_FILES}|\.({_FILES})\.[\d-]+\.partial"
@@ -58,6 +59,7 @@ class WorkFolder:
         folder = Path(os.path.abspath(folder))  # "." has no name to put an ending to
         path = folder.with_name(f"{folder.name}.partial")
         identity = {
+            "rules": RULES,
             "settings": settings,
             "tokens": hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest(),
             "model": _fingerprint(model),
