@@ -25,8 +25,8 @@ MOST = 16  # tokens of a draft, unless said otherwise
 _PRIOR = 3.0  # proposed tokens that a proposer's own belief counts for
 _MEMORY = 200.0  # proposed tokens of a kind after which older ones count for less
 _PLAIN_STEPS = 4  # that are measured before the first draft
-_PLAIN_AGAIN = 128  # one of so many steps is plain, so that the price of those stays known
-_LEARN = 8  # of so many plain steps one is learnt from: a small model's step is short
+_PLAIN_AGAIN = 128  # every 128th step makes no draft, which keeps the price of a plain step up to date
+_LEARN = 8  # every eighth plain step updates the prices: doing so in each would slow a small model
 _MARGIN = 1.02  # a draft must promise this many times the speed of none: chances and prices are estimates
 _SHARE = 0.004  # of the time, for drafts that promise nothing
 _TRY = 32  # steps without a draft after which one is tried that promises nothing: texts change
@@ -81,7 +81,7 @@ class SpeculationStats:
 
     @property
     def acceptance(self) -> float:
-        """Of the proposed tokens, the share that was taken."""
+        """Share of the proposed tokens that was accepted."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
 
