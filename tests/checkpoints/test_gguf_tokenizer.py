@@ -1,5 +1,8 @@
 """The tokenizer of a GGUF file splits text as the one it was made of."""
 
+import json
+
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, normalizers
@@ -21,8 +24,6 @@ MORE = [
 
 def there_and_back(tokenizer, tmp_path, rows=400):
     """Read what was written; lists of numbers as the header's reader gives them."""
-    import numpy as np
-
     entries = {
         key: np.array(value) if isinstance(value, list) and not isinstance(value[0], str) else value
         for key, value in tokenizer_entries(tokenizer, rows).items()
@@ -67,6 +68,16 @@ def test_sentencepiece_comes_back_with_its_merges(prefix, tmp_path):
     for text in [*LINES, "the cat", " the  cat ", "é\n", ""]:
         assert found.encode(text) == expected.encode(text)
         assert found.decode(found.encode(text)) == text
+
+
+def test_merges_of_tokens_with_equal_scores_come_back(tmp_path):
+    tokens = ["<unk>", *"abcd▁", "ab", "bc", "cd", "abc", "bcd", "abcd"]
+    entries = {"model": "llama", "tokens": tokens, "scores": np.array([0.0] * 6 + [-5.0] * 3 + [-5.0, -6.0, -6.0])}
+    entries |= {"bos_token_id": 0, "eos_token_id": 0, "unknown_token_id": 0}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
+    expected = read_tokenizer(GGUFFile(tmp_path / "x.gguf", metadata, {}, None))
+    found = there_and_back(expected, tmp_path, rows=len(tokens))
+    assert json.loads(found.backend.to_str())["model"] == json.loads(expected.backend.to_str())["model"]
 
 
 def test_others_are_refused(tmp_path):

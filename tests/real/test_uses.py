@@ -154,7 +154,7 @@ def theirs_tokens(folder, messages):
     return torch.tensor([tokenizer(text)["input_ids"]])
 
 
-def test_llama_cpp_loads_the_export(smollm2, tmp_path):
+def test_llama_cpp_loads_the_export(real, tmp_path):
     peer = cache_folder("real-models") / LLAMA_CPP
     with locked(peer.with_suffix(".lock"), waiting="another process installs llama.cpp"):
         if not peer.exists():
@@ -163,7 +163,7 @@ def test_llama_cpp_loads_the_export(smollm2, tmp_path):
             if done.returncode:
                 pytest.skip(f"pip cannot get {LLAMA_CPP}: {done.stderr.strip().splitlines()[-1]}")
     path = tmp_path / "export.gguf"
-    write_gguf(hasten.load(smollm2.folder, dtype="bfloat16"), path, "Q8_0")
+    write_gguf(hasten.load(real.folder, dtype="bfloat16"), path, "Q8_0")
     command = [sys.executable, "-c", ASK_LLAMA_CPP, str(path), "Q: What is the capital of France?\nA: The capital is"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(peer)}

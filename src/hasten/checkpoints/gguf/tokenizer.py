@@ -246,9 +246,7 @@ def _model(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -
             return {"model": "gpt2", "pre": name, "merges": [" ".join(pair) for pair in pairs]}
     spaces = _spaces(spec)
     if model["type"] == "BPE" and model.get("byte_fallback") and spaces is not None:
-        scores = [0.0] * len(tokens)
-        for place, (left, right) in reversed(list(enumerate(pairs))):
-            scores[model["vocab"][left + right]] = -float(place)
+        scores = _scores(pairs, model["vocab"], len(tokens))
         if merges_of(model["vocab"], scores) == pairs:
             for i, token in enumerate(tokens):
                 if len(token) == 6 and token.startswith("<0x"):
@@ -263,6 +261,22 @@ def _model(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -
         "llama.cpp has no tokenizer that splits text as this one does: it has sentencepiece's BPE, and byte-level BPE "
         f"as in {', '.join(SPLITS)}. Write a folder instead (hasten export)"
     )
+
+
+def _scores(merges: list[tuple[str, str]], vocabulary: dict[str, int], count: int) -> list[float]:
+    """A score for each token, by which `merges_of` finds merges in this order, if any scores can.
+
+    All merges that make a token have its score. So tokens whose merges alternate have equal ones.
+    """
+    made = [vocabulary[left + right] for left, right in merges]
+    last = {token: place for place, token in enumerate(made)}
+    scores, score, end = [0.0] * count, 0.0, -1
+    for place, token in enumerate(made):
+        if place > end:
+            score -= 1.0
+        end = max(end, last[token])
+        scores[token] = score
+    return scores
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:

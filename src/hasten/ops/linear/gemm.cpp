@@ -229,18 +229,25 @@ __attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first
   }
 }
 
-// sums -= minimum · Σq of some groups, for rows of planes from `row` on.
+// sums -= minimum · Σq of at most 8 groups, for rows of planes from `row` on. Asks for the next groups' minima.
 static void take_minima(const Groups& w, const Rows& x, int64_t row, int64_t rows, float* sums) {
-  for (int64_t m = 0; m < rows; m++)
+  const int64_t line = PANEL * bytes_of(w.minima_type);
+  const char* next = static_cast<const char*>(w.minima) + w.count * line;
+  if (w.minima_type == ScaleType::f16)
+    for (int64_t at = 0; at < w.count * line; at += 64) __builtin_prefetch(next + at);
+  for (int64_t m = 0; m < rows; m++) {
+    float own[8];
+    for (int64_t i = 0; i < w.count; i++) {
+      const int64_t at = (w.first + i) * x.rows + row + m;
+      own[i] = -x.scales[at] * float(x.sums[at]);
+    }
     for (int v = 0; v < VECTORS; v++) {
       F32 sum = load(sums + m * PANEL + v * LANES);
-      for (int64_t i = 0; i < w.count; i++) {
-        const int64_t at = (w.first + i) * x.rows + row + m;
-        const F32 own = splat(-x.scales[at] * float(x.sums[at]));
-        sum = multiply_add(load(w.minima + i * PANEL + v * LANES), own, sum);
-      }
+      for (int64_t i = 0; i < w.count; i++)
+        sum = multiply_add(load_scale(w.minima, w.minima_type, i * PANEL + v * LANES), splat(own[i]), sum);
       store(sums + m * PANEL + v * LANES, sum);
     }
+  }
 }
 
 static void product_bf16(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {

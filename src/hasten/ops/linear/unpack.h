@@ -206,7 +206,8 @@ struct Groups {
   const void* scales;
   ScaleType scale_type;
   const int8_t* zeros;   // null: all are the middle
-  const float* minima;   // [count][64], which are taken from each weight; null: there are none
+  const void* minima;    // [count][64], which are taken from each weight; null: there are none
+  ScaleType minima_type; // f32 or f16
   int64_t size;          // values of a group
   int64_t first, count;  // which of the row's they are
   int32_t middle;        // that all zeros are
@@ -259,7 +260,11 @@ Groups groups_of(const Weight& w, int64_t panel, int64_t g0, int64_t count) {
     some.next = base + values * w.bits() / 8 * PANEL - AHEAD;
     some.middle = 0;
   }
-  if (w.scale_type <= ScaleType::f16 && !w.minima) return some;
+  if (w.minima) {
+    some.minima = w.minima + at;
+    some.minima_type = ScaleType::f16;
+  }
+  if (w.scale_type <= ScaleType::f16) return some;
   float* scales = scratch<float, 18>(2 * some.count * PANEL);
   float* minima = scales + some.count * PANEL;
   const int64_t block = (panel * groups + g0) * w.group / SUPER_BLOCK;
@@ -276,11 +281,7 @@ Groups groups_of(const Weight& w, int64_t panel, int64_t g0, int64_t count) {
       unpack_nibble_scales(reinterpret_cast<const uint8_t*>(own) + at, outer, some.count, scales, minima);
       some.minima = minima;
       break;
-    default:
-      for (int64_t i = 0; i < some.count * PANEL; i += LANES) store(minima + i, load_f16(w.minima + at + i));
-      for (int i = 0; i < 8; i++) __builtin_prefetch(w.minima + at + some.count * PANEL + i * 32);
-      some.minima = minima;
-      return some;
+    default: break;
   }
   some.scales = scales;
   some.scale_type = ScaleType::f32;

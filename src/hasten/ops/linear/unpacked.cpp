@@ -25,7 +25,7 @@ static void widen_groups(const Groups& some, int64_t from, int64_t end, const Ta
       const F32 scale = load_scale(some.scales, some.scale_type, at);
       I32 zero = I32{} + (BITS == 8 ? 128 : some.middle);
       if (some.zeros) zero = load_int8(some.zeros + at) + (BITS == 8 ? 128 : 0);
-      const F32 least = some.minima ? load(some.minima + at) : F32{};
+      const F32 least = some.minima ? load_scale(some.minima, some.minima_type, at) : F32{};
       for (int64_t s = 0; s < steps; s++) {
         const U32 line = load_line(some.lines + (i * steps + s) * PANEL * 4 + v * 64);
         for (int j = 0; j < each; j++) {
