@@ -115,7 +115,7 @@ def _indented(size: int) -> dict[str, Any]:
 
 def _title(owner: type, command: type) -> str:
     """What a group of options is about: how the text of its class begins."""
-    return "Of this command" if owner is command else re.split(r"[:;]| \(", _sentence(str(owner.__doc__)))[0]
+    return "This command alone" if owner is command else re.split(r"[:;]| \(", _sentence(str(owner.__doc__)))[0]
 
 
 def _sentence(text: str) -> str:

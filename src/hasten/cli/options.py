@@ -103,9 +103,12 @@ class LoadOptions:
 
     def _load(self) -> Transformer:
         configure(threads=self.threads, seed=getattr(self, "seed", None))  # a rank keeps to its cores already
-        with warnings.catch_warnings(record=True) as found:
-            model = self.read_model(str(resolve_device(self.device)))
-        self._pass_on(found)
+        found: Sequence[warnings.WarningMessage] = ()
+        try:
+            with warnings.catch_warnings(record=True) as found:
+                model = self.read_model(str(resolve_device(self.device)))
+        finally:  # where loading fails they may say why
+            self._pass_on(found)
         if self.quantize != "none":
             from hasten.quantization import Int4, Int8, quantize
 
