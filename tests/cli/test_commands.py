@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import warnings
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ import hasten
 from hasten.cli.main import COMMANDS, main
 from hasten.engine.params import SamplingParams
 from hasten.engine.speculation import Speculator
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, HastenWarning
 
 
 def run(*arguments, **settings):
@@ -83,6 +84,25 @@ def test_generate_streams_text_and_reports_speed_apart(tiny_folder, capfd):
     out, err = capfd.readouterr()
     assert out.startswith("def add")
     assert "prompt tokens" in err
+
+
+def test_one_token_has_no_decoding_speed(tiny_folder, capfd):
+    main(["generate", str(tiny_folder), "--prompt", "def add", "--max-new-tokens", "1", "--ignore-eos"])
+    _, err = capfd.readouterr()
+    assert "1 new, first after" in err
+
+
+def test_warnings_of_a_load_that_fails_are_shown(tiny_folder, capfd, monkeypatch):
+    def read_model(self, device):
+        warnings.warn("the file is older than its index", HastenWarning, stacklevel=2)
+        raise ConfigError("no room for it")
+
+    monkeypatch.setattr("hasten.cli.options.LoadOptions.read_model", read_model)
+    with pytest.raises(SystemExit):
+        main(["generate", str(tiny_folder), "--prompt", "x"])
+    _, err = capfd.readouterr()
+    assert "the file is older than its index" in err
+    assert "error: no room for it" in err
 
 
 def test_generate_several_prompts_and_ids(tiny_folder, tmp_path, capfd):

@@ -144,8 +144,8 @@ class Quantize(JsonOption):
 
         return None if self.method == "rtn" else GPTQ(**same_fields(self, GPTQ))
 
-    def calibration_of(self, model: Transformer) -> tuple[Tensor, int]:
-        """The calibration samples, and the bytes that writing them took (0: they are of a text).
+    def calibration_of(self, model: Transformer, output: Path) -> tuple[Tensor, int]:
+        """The calibration samples, and the bytes of memory that writing them took (0 if they were read).
 
         Raises ConfigError for a text that is too short, or a model without a tokenizer.
         """
@@ -156,12 +156,15 @@ class Quantize(JsonOption):
 
         if model.tokenizer is None:
             raise ConfigError("calibration text needs a tokenizer, which this model's folder lacks")
-        wanted = {"samples": self.samples, "length": self.length, "seed": self.calibration_seed}
-        given = {name: value for name, value in wanted.items() if value is not None}
+        wanted = {
+            "samples": 128 if self.samples is None else self.samples,
+            "length": 512 if self.length is None else self.length,
+            "seed": self.calibration_seed or 0,
+        }
         if self.calibration in (None, SELF):
-            return written_text(self, **given)
+            return written_text(self, model, output, wanted)
         documents = read_documents(self.calibration)
-        tokens = calibration_tokens(model.tokenizer, documents, **given)
+        tokens = calibration_tokens(model.tokenizer, documents, **wanted)
         return check_calibration(tokens, model.config.vocab_size, model.config.max_positions), 0
 
     def run(self) -> None:
@@ -200,7 +203,7 @@ class Quantize(JsonOption):
         if method is not None:  # writing calibration text takes minutes: refuse before it
             with warnings.catch_warnings(action="ignore"):  # `quantize_to_folder` gives them
                 check_layers(model, check_quantizable(model, scheme, method), layout)
-        calibration, written = (None, 0) if method is None else self.calibration_of(model)
+        calibration, written = (None, 0) if method is None else self.calibration_of(model, output)
         result: dict[str, Any] = {
             "machine": describe().to_json(),
             "output": str(self.output),
