@@ -5,8 +5,10 @@ import json
 import signal
 import subprocess
 import sys
+import tomllib
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,16 @@ def test_help_is_quick_and_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in COMMANDS)
+
+
+def test_the_version_is_the_projects_and_the_changelogs(capsys):
+    root = Path(__file__).parents[2]
+    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    main(["--version"])
+    assert capsys.readouterr().out == f"hasten {version}\n"
+    changes = (root / "CHANGELOG.md").read_text()
+    assert changes.index(f"\n## {version} ") == changes.index("\n## ")
+    assert max(len(part.splitlines()) for part in changes.split("\n## ")) <= 60  # a screen
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
