@@ -1,4 +1,4 @@
-"""Block by block: each block is quantized for the inputs that the quantized blocks before it give."""
+"""Calibrated quantization block by block: each one for the outputs of the quantized blocks before it."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,11 +31,10 @@ def quantize_blocks(
     spill: Path | None = None,
     device: torch.device | None = None,
 ) -> Iterator[BlockResult]:
-    """Quantize the layers `formats` for calibration tokens (S, T), a result for each block and one for the head.
+    """Quantize the layers of `formats` with calibration tokens (S, T); yields a result for each block and the head.
 
-    The model is not changed. Blocks are computed on `device`, one of them there at a time; the results are where the
-    model is. Blocks that `saved` has are not computed again. `spill` is a folder for files that hold the samples'
-    states.
+    The model is not changed. One block at a time is computed on `device`; the results are on the model's device. Blocks
+    finished in `saved` are not computed again. spill: a folder for files that hold the samples' states.
     """
     files = [None if spill is None else spill / f"{name}.spill" for name in ("states", "before")]
     walks = [_first_walk(model, formats.get("embedding"), tokens, search, device=device, spill=files[0])]
@@ -64,7 +63,7 @@ def quantize_blocks(
         for walk, module in zip(walks, (task.block, task.before), strict=False):
             walk.advance(index, module)
         result = task.result().to(model.device)
-        del task, module  # before the next block takes their place
+        del task, module  # before the next block is copied
         if saved is not None:
             saved.save(index, result, [walk.states for walk in walks])
         yield result
@@ -79,7 +78,7 @@ def _task(
     walks: Sequence[CalibrationWalk],
     search: Search,
 ) -> BlockTask:
-    """What GPTQ is given of a block; index None: of norm and head."""
+    """Prepare a block for GPTQ. index None: the norm and the head."""
     block: nn.Module
     if index is None:
         prefix, names = "", ["head"]
@@ -105,7 +104,7 @@ def _task(
 def _first_walk(
     model: Transformer, layer: LayerFormat | None, tokens: Tensor, search: Search, **options: Any
 ) -> CalibrationWalk:
-    """The walk through the model as it will be: from an embedding's rows as they will be stored."""
+    """The walk of the quantized model, which starts at the rounded embedding if that is quantized."""
     exact = model.embedding
     try:
         if layer is not None:
