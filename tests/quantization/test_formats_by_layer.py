@@ -88,7 +88,7 @@ def test_the_command(tiny, tiny_folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "say how: --scheme int8, int4, int3 or int2, or --formats FILE"),
+        ([], "no format is given: give --scheme int8, int4, int3 or int2, or --formats FILE"),
         (["--scheme", "int8", "--formats", "x.json"], "--formats takes its place"),
         (["--formats", "x.json", "--group-size", "32"], "--group-size has no effect without --scheme"),
         (["--formats", "/no/such/file"], "--formats /no/such/file is not there"),

@@ -1,4 +1,4 @@
-"""Command lines: parsed by tyro into a command's dataclass, after what tyro does not do."""
+"""Command lines: parsed by tyro into a command's dataclass, after steps that tyro lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def parse(command: Any, arguments: list[str], *, prog: str, description: str | None = None) -> Any:
-    """Make a command of its arguments. What it holds of the library's dataclasses are options of their own names."""
+    """Parse arguments into a command. Fields of dataclasses in it are options without a prefix."""
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_several)
     config = (tyro.conf.OmitArgPrefixes,)
@@ -51,7 +51,7 @@ def with_model_option(arguments: Sequence[str], command: type) -> list[str]:
 
 
 def together(arguments: Sequence[str], command: type) -> list[str]:
-    """The arguments, with an option of several values that is given more than once as one: the parser keeps the last.
+    """Join an option of several values that is given more than once, of which the parser would keep the last.
 
     command: the dataclass whose fields, and those of the dataclasses in it, are the options.
     """
@@ -87,7 +87,7 @@ def _kinds(options: type) -> Iterator[tuple[str, str]]:
 
 
 def _several(wanted: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    """Tuples of names and of numbers: one word with commas, or several."""
+    """The parser of tuples of names or numbers: one word with commas, or several words."""
     kinds: dict[Any, type] = {tuple[str, ...]: str, tuple[int, ...]: int, tuple[float, ...]: float}
     if wanted.type not in kinds:
         return None
