@@ -115,7 +115,7 @@ def _indented(size: int) -> dict[str, Any]:
 
 def _title(owner: type, command: type) -> str:
     """The heading of a group of options: the beginning of its class's docstring."""
-    return "This command alone" if owner is command else re.split(r"[:;]| \(", _sentence(str(owner.__doc__)))[0]
+    return "Specific to this command" if owner is command else re.split(r"[:;]| \(", _sentence(str(owner.__doc__)))[0]
 
 
 def _sentence(text: str) -> str:

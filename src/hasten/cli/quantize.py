@@ -59,7 +59,7 @@ class Quantize(JsonOption):
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace a model that the output folder already holds."""
     group_size: Annotated[Literal[32, 64, 128, 0] | None, BY_SCHEME, IN_GROUPS] = None
-    """Input features that share a scale (default 32; 0: a whole row); smaller groups are more exact, and larger in all."""
+    """Input features with one scale (default 32; 0: a whole row); smaller groups are more exact and take more bytes."""
     symmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff, BY_SCHEME] = False
     """No zero points (the default; int8 is always symmetric)."""
     asymmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff, BY_SCHEME, IN_GROUPS] = False
