@@ -13,7 +13,17 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from hasten.cli.demo_published import NAME, SMALL_RUNG_SECONDS, Budget, answer, find, measure, run_ladder
+from hasten.cli.demo_published import (
+    NAME,
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    SMALL_RUNG_SECONDS,
+    Budget,
+    answer,
+    find,
+    measure,
+    run_ladder,
+)
 from hasten.effects import Needs
 from hasten.engine.params import SamplingParams
 from hasten.errors import ConfigError
@@ -204,12 +214,21 @@ def _write(model: Any) -> None:
 
 def _measure(folder: Path, run: Path, documents: list[str], budget: Budget, *, threads: Threads) -> None:
     """Measure the ladder; each rung also scores the beginning of the held-out text, to show what its speed costs."""
+    from hasten.bench.generate import GenerateLadder
+
     with tempfile.TemporaryDirectory(prefix="hasten-demo-") as place:
         text = Path(place) / "held-out.txt"
         text.write_text("\n".join(documents).encode()[:LADDER_TEXT_BYTES].decode(errors="ignore"))
-        options: dict[str, Any] = {"rounds": LADDER_ROUNDS, "threads": threads, "text": str(text)}
+        ladder = GenerateLadder(
+            model=str(folder),
+            rounds=LADDER_ROUNDS,
+            threads=threads,
+            text=str(text),
+            prompt_tokens=PROMPT_TOKENS,
+            new_tokens=NEW_TOKENS,
+        )
         title = "Generation ladder of the demo model"
-        run_ladder(folder, run, budget, SMALL_RUNG_SECONDS, reserved=0, title=title, options=options)
+        run_ladder(ladder, run, budget, SMALL_RUNG_SECONDS, reserved=0, title=title)
 
 
 def _measure_training(run: Path, budget: Budget, *, threads: Threads) -> None:

@@ -9,10 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hasten.errors import ResourceError
 from hasten.machine import configure
@@ -20,6 +20,7 @@ from hasten.machine.files import write_json
 from hasten.machine.threads import Threads
 
 if TYPE_CHECKING:
+    from hasten.bench.generate import GenerateLadder
     from hasten.model.transformer import Transformer
 
 NAME = "smollm2-135m"
@@ -54,6 +55,7 @@ SMALL_RUNG_SECONDS = {  # the same for the model that the demo trains
 PACE = 100.0
 CALIBRATION_SAMPLES = 8  # of 512 tokens, for GPTQ
 ROUNDS = 2
+PROMPT_TOKENS, NEW_TOKENS = 128, 64  # of a rung
 
 
 @dataclass(slots=True)
@@ -170,32 +172,32 @@ def measure(path: Path, folder: Path, budget: Budget, *, reserved: float, thread
 
     reserved: seconds that the rest of the demo needs.
     """
-    from hasten.bench.generate import GGUF_RUNG, GPTQ_RUNG
+    from hasten.bench.generate import GGUF_RUNG, GPTQ_RUNG, GenerateLadder
     from hasten.data.book import BOOK
 
     known = {name: seconds for name, seconds in RUNG_SECONDS.items() if name != GGUF_RUNG or path.is_file()}
-    options: dict[str, Any] = {"rounds": ROUNDS, "threads": threads, "text": str(BOOK), "draft": "suffix"}
-    options |= {"gptq": str(folder / GPTQ_RUNG), "gptq_samples": CALIBRATION_SAMPLES}
-    title = f"Generation ladder of {NAME}"
-    run_ladder(path, folder, budget, known, reserved=reserved, title=title, options=options)
+    ladder = GenerateLadder(
+        model=str(path),
+        rounds=ROUNDS,
+        threads=threads,
+        text=str(BOOK),
+        draft="suffix",
+        gptq=str(folder / GPTQ_RUNG),
+        gptq_samples=CALIBRATION_SAMPLES,
+        prompt_tokens=PROMPT_TOKENS,
+        new_tokens=NEW_TOKENS,
+    )
+    run_ladder(ladder, folder, budget, known, reserved=reserved, title=f"Generation ladder of {NAME}")
 
 
 def run_ladder(
-    model: Path,
-    folder: Path,
-    budget: Budget,
-    known: Mapping[str, float],
-    *,
-    reserved: float,
-    title: str,
-    options: dict[str, Any],
+    ladder: GenerateLadder, folder: Path, budget: Budget, known: Mapping[str, float], *, reserved: float, title: str
 ) -> None:
     """Measure the rungs of `known` (with their seconds) that fit into the rest of the budget, and print which do not.
 
     Writes ladder.json and ladder.png in `folder`. reserved: seconds that the rest of the demo needs.
     """
     from hasten.bench.draw import draw_ladder
-    from hasten.bench.generate import GenerateLadder
     from hasten.bench.table import print_ladder
 
     left = budget.left() - reserved
@@ -204,15 +206,7 @@ def run_ladder(
         print(f"  skipped: {name}, about {seconds:.0f} s here, would break the budget (--budget gives it more minutes)")
     if not rungs:
         return
-    ladder = GenerateLadder(
-        model=str(model),
-        rungs=tuple(rungs),
-        prompt_tokens=128,
-        new_tokens=64,
-        time_budget=left,
-        **options,
-    )
-    report = ladder.run()
+    report = replace(ladder, rungs=tuple(rungs), time_budget=left).run()
     write_json(folder / "ladder.json", report)
     draw_ladder(report, folder / "ladder.png", title=title)
     print_ladder(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
@@ -91,14 +91,28 @@ class Eval(JsonOption, CacheOptions, RankOptions, AdapterOptions):
         stride = self.stride if self.overlap else context
         start = time.perf_counter()
         with share("scored tokens") as progress:
-            how: dict[str, Any] = {"context": context, "stride": stride, "kv_cache_dtype": self.kv_cache_dtype}
             if other is None:
-                found = perplexity(model, documents, **how, progress=progress)
+                found = perplexity(
+                    model,
+                    documents,
+                    context=context,
+                    stride=stride,
+                    kv_cache_dtype=self.kv_cache_dtype,
+                    progress=progress,
+                )
                 facts = asdict(found)
                 bits = "" if found.bits_per_byte is None else f"bits per byte {found.bits_per_byte:.4f}   "
                 line = f"perplexity {found.perplexity:.4f}   {bits}tokens {found.tokens:,}"
             else:
-                both = divergence(model, other, documents, **how, progress=progress)
+                both = divergence(
+                    model,
+                    other,
+                    documents,
+                    context=context,
+                    stride=stride,
+                    kv_cache_dtype=self.kv_cache_dtype,
+                    progress=progress,
+                )
                 facts = asdict(both) | {"model": self.model, "against": self.against}
                 line = (
                     f"perplexity {both.perplexity:.4f}, of {self.against} {both.against_perplexity:.4f} "

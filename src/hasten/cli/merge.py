@@ -49,12 +49,14 @@ class Merge(JsonOption):
         source = resolve_model(self.model)
         is_file, folder = self.output.suffix == ".gguf", self.output
         if is_file:
-            options: dict[str, Any] = {
-                "overwrite": self.overwrite,
-                "others": {"--json": self.json},
-                "dtype": self.dtype,
-            }
-            folder = place_of_gguf(folder, source, option="OUTPUT", **options)
+            folder = place_of_gguf(
+                folder,
+                source,
+                overwrite=self.overwrite,
+                others={"--json": self.json},
+                dtype=self.dtype,
+                option="OUTPUT",
+            )
         require_new_folder(folder, source, option="OUTPUT", overwrite=self.overwrite)
         if self.output.resolve() == self.adapter.resolve():
             raise ConfigError(f"OUTPUT {self.output} is the adapter itself; name another folder")

@@ -228,7 +228,8 @@ def fake_quantize(
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear | LoRALinear), "a quantized model is refused before"
         tied = name == "head" and model.tied
-        model.set_submodule(name, new := FakeQuantized.of(layer, own))
+        new = FakeQuantized.of(layer, own)
+        model.set_submodule(name, new)
         if tied:
             model.embedding = take_over(FakeQuantizedEmbedding, model.embedding)
             model.embedding.head = (new,)
@@ -244,7 +245,8 @@ def as_stored(model: Transformer) -> Quantized:
     layers: Mapping[str, FakeQuantized] = fake_layers(model)
     for name, layer in layers.items():
         layer.bits = layer.rounding.bits
-        model.set_submodule(name, plain := take_over(nn.Linear, layer))
+        plain = take_over(nn.Linear, layer)
+        model.set_submodule(name, plain)
         # New dictionaries: the rounding layer is still read by `weight` below.
         plain._parameters = {"weight": nn.Parameter(layer.exact.detach()), "bias": layer.bias}
         plain._buffers = {}
