@@ -42,6 +42,8 @@ class BodyRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
 
         async def handle_parsed(request: Request) -> Response:
             parsed = _ParsedRequest(request.scope, request.receive)
