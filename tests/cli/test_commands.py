@@ -104,6 +104,7 @@ def test_one_token_has_no_decoding_speed(tiny_folder, capfd):
     assert "1 new, first after" in err
 
 
+@pytest.mark.filterwarnings("default::hasten.errors.HastenWarning")
 def test_warnings_of_a_load_that_fails_are_shown(tiny_folder, capfd, monkeypatch):
     def read_model(self, device):
         warnings.warn("the file is older than its index", HastenWarning, stacklevel=2)
