@@ -1,7 +1,7 @@
 """One block during calibration: the layers to quantize, their inputs, and the layers quantized so far."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,17 +62,24 @@ class BlockTask:
         """The rounding grid of a layer's format."""
         return Grid(self.layers[name].weight, self.search)
 
-    def place(self, name: str, weight: QuantizedWeight, **report: Any) -> None:
-        """Replace a layer by its quantized form, which rounds activations if its format does.
-
-        report: the fields that only the method knows: `output_error`, `nearest_output_error` and `note`.
-        """
+    def place(
+        self,
+        name: str,
+        weight: QuantizedWeight,
+        *,
+        output_error: float | None = None,
+        nearest_output_error: float | None = None,
+        note: str = "",
+    ) -> None:
+        """Replace a layer by its quantized form, which rounds activations if its format does, and report it."""
         layer = self.layers[name]
         linear = self.before.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         self.block.set_submodule(name, served(weight, linear, linear.bias, layer, self.dtype))
         self.weights[name] = weight
-        self.reports.append(compare(self.prefix + name, linear.weight, weight, layer, **report))
+        report = compare(self.prefix + name, linear.weight, weight, layer)
+        report = replace(report, output_error=output_error, nearest_output_error=nearest_output_error, note=note)
+        self.reports.append(report)
 
     def result(self) -> BlockResult:
         """The quantized layers, and their reports."""

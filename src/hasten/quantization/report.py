@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,17 +33,14 @@ class LayerReport:
     note: str = ""
 
 
-def compare(
-    name: str, weight: Tensor, quantized: QuantizedWeight, layer: LayerFormat, **of_outputs: Any
-) -> LayerReport:
-    """Report the error of a quantized weight. of_outputs: the fields of a calibrated layer."""
+def compare(name: str, weight: Tensor, quantized: QuantizedWeight, layer: LayerFormat) -> LayerReport:
+    """Report the error of a quantized weight."""
     return LayerReport(
         name=name,
         format=layer,
         relative_error=relative_error(weight.detach(), quantized),
         bytes_before=weight.nbytes,
         bytes_after=stored_bytes(quantized),
-        **of_outputs,
     )
 
 

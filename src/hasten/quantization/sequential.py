@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def quantize_blocks(
     finished in `saved` are not computed again. spill: a folder for files that hold the samples' states.
     """
     files = [None if spill is None else spill / f"{name}.spill" for name in ("states", "before")]
-    walks = [_first_walk(model, formats.get("embedding"), tokens, search, device=device, spill=files[0])]
+    with _rounded_embedding(model, formats.get("embedding"), search):
+        walks = [CalibrationWalk(model, tokens, device=device, spill=files[0])]
     if method.gptaq:
         walks.append(CalibrationWalk(model, tokens, device=device, spill=files[1]))
     done = 0 if saved is None else saved.blocks()
@@ -101,15 +103,14 @@ def _task(
     )
 
 
-def _first_walk(
-    model: Transformer, layer: LayerFormat | None, tokens: Tensor, search: Search, **options: Any
-) -> CalibrationWalk:
-    """The walk of the quantized model, which starts at the rounded embedding if that is quantized."""
-    exact = model.embedding
+@contextmanager
+def _rounded_embedding(model: Transformer, layer: LayerFormat | None, search: Search) -> Iterator[None]:
+    """Replace the model's embedding by its quantized form, if it is quantized, during the block."""
+    exact: Any = model.embedding
+    if layer is not None:
+        weight = round_weight(exact.weight.detach(), layer.weight, search=search)
+        model.embedding = served(weight, exact, None, layer, model.compute_dtype)
     try:
-        if layer is not None:
-            weight = round_weight(exact.weight.detach(), layer.weight, search=search)
-            model.embedding = served(weight, exact, None, layer, model.compute_dtype)
-        return CalibrationWalk(model, tokens, **options)
+        yield
     finally:
         model.embedding = exact
