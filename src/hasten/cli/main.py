@@ -83,13 +83,13 @@ def main(arguments: list[str] | None = None) -> None:
             import tyro
 
             from hasten.cli.help import first_screen, for_parser, wants_help
-            from hasten.cli.parsing import together
+            from hasten.cli.parsing import merge_repeated
             from hasten.effects import refuse_ignored
 
             if wants_help(given[1:]):
                 print(first_screen(command, prog=f"hasten {given[0]}"))
                 return
-            given = [given[0], *for_parser(together(given[1:], command))]
+            given = [given[0], *for_parser(merge_repeated(given[1:], command))]
             parsed: Any = tyro.cli(command, args=given[1:], prog=f"hasten {given[0]}")
             refuse_ignored(parsed, given[1:])
             if getattr(parsed, "pin", False):  # before a command imports torch, which reads it

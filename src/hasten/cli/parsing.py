@@ -23,7 +23,7 @@ def parse(command: Any, arguments: list[str], *, prog: str, description: str | N
     if wants_help(arguments):
         print(first_screen(command, prog=prog, flat=True, description=description))
         raise SystemExit(0)
-    arguments = for_parser(together(arguments, command))
+    arguments = for_parser(merge_repeated(arguments, command))
     made = tyro.cli(command, args=arguments, prog=prog, description=description, config=config, registry=registry)
     refuse_ignored(made, arguments, flat=True)
     return made
@@ -50,7 +50,7 @@ def with_model_option(arguments: Sequence[str], command: type) -> list[str]:
     return list(arguments)
 
 
-def together(arguments: Sequence[str], command: type) -> list[str]:
+def merge_repeated(arguments: Sequence[str], command: type) -> list[str]:
     """Join an option of several values that is given more than once, of which the parser would keep the last.
 
     command: the dataclass whose fields, and those of the dataclasses in it, are the options.

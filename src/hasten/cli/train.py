@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from hasten.cli.options import JsonOption
-from hasten.cli.parsing import together
+from hasten.cli.parsing import merge_repeated
 from hasten.cli.train_help import first_screen, recipes_screen
 from hasten.distributed import launched
 from hasten.effects import Facts, Needs, Unless, facts_of, given_options, refuse_ignored
@@ -73,7 +73,7 @@ class Train(JsonOption):
             print(recipes_screen() if recipe is None else first_screen(recipe))
             return
         argv = ["--help" if argument == "--help-all" else argument for argument in argv]
-        argv = together(argv, Recipe)
+        argv = merge_repeated(argv, Recipe)
         command: Train = tyro.cli(
             command_type(),
             prog="hasten train",

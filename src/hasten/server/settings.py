@@ -15,7 +15,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+", re.IGNORECASE)  # also of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Limits in bytes, items and seconds; an error names the limit that was passed. (Limits of lists: bodies.py.)
+    """Limits in bytes, items and seconds; an error names the limit that was exceeded.
 
     Args:
         api_keys: Keys, any of which gives access; without keys all have access. /health and /ready are always open.

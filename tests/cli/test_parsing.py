@@ -6,7 +6,7 @@ import pytest
 
 from hasten.cli.bench import LADDERS
 from hasten.cli.main import main
-from hasten.cli.parsing import parse, together, with_model_option
+from hasten.cli.parsing import merge_repeated, parse, with_model_option
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Options:
     ],
 )
 def test_values_of_an_option_stand_together(given, expected):
-    assert together(given.split(), Options) == expected.split()
+    assert merge_repeated(given.split(), Options) == expected.split()
 
 
 def test_two_adapters_are_both_served(monkeypatch):
