@@ -13,12 +13,14 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "hasten"
 CLEAN = [
     "checkpoints/formats",
+    "cli",
     "data",
     "evaluation",
     "machine",
     "model",
     "ops",
     "profiling",
+    "quantization",
     "replicas",
     "server",
     "text",

@@ -25,7 +25,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 
 
 def run_interpreted(file: str) -> None:
-    """Run the tests of a file beside this one's rooms under Triton's interpreter; fail with their output."""
+    """Run the tests of a file under Triton's interpreter; fail with their output."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton has no wheel for this platform")
     path = Path(__file__).parent / file

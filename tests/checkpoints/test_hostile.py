@@ -190,7 +190,14 @@ def test_a_header_that_is_not_one_is_refused(folder, header):
 )
 def test_a_malformed_entry_is_refused(folder, field, value):
     path = change_header(folder, lambda header: header[Q].update({field: value}))
-    with refused(path):
+    with refused(path, Q):
+        hasten.load(folder)
+
+
+@pytest.mark.parametrize("entry", [5, None, [], {}, {"dtype": "F32", "shape": [8, 8]}])
+def test_an_entry_that_describes_no_tensor_is_named(folder, entry):
+    path = change_header(folder, lambda header: header.update({Q: entry}))
+    with refused(path, f"the entry of '{Q}' is malformed"):
         hasten.load(folder)
 
 

@@ -5,7 +5,10 @@ import json
 import signal
 import subprocess
 import sys
+import tomllib
+import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +16,7 @@ import hasten
 from hasten.cli.main import COMMANDS, main
 from hasten.engine.params import SamplingParams
 from hasten.engine.speculation import Speculator
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, HastenWarning
 
 
 def run(*arguments, **settings):
@@ -31,6 +34,16 @@ def test_help_is_quick_and_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in COMMANDS)
+
+
+def test_the_version_is_the_projects_and_the_changelogs(capsys):
+    root = Path(__file__).parents[2]
+    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    main(["--version"])
+    assert capsys.readouterr().out == f"hasten {version}\n"
+    changes = (root / "CHANGELOG.md").read_text()
+    assert changes.index(f"\n## {version} ") == changes.index("\n## ")
+    assert max(len(part.splitlines()) for part in changes.split("\n## ")) <= 60  # a screen
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
@@ -83,6 +96,26 @@ def test_generate_streams_text_and_reports_speed_apart(tiny_folder, capfd):
     out, err = capfd.readouterr()
     assert out.startswith("def add")
     assert "prompt tokens" in err
+
+
+def test_one_token_has_no_decoding_speed(tiny_folder, capfd):
+    main(["generate", str(tiny_folder), "--prompt", "def add", "--max-new-tokens", "1", "--ignore-eos"])
+    _, err = capfd.readouterr()
+    assert "1 new, first after" in err
+
+
+@pytest.mark.filterwarnings("default::hasten.errors.HastenWarning")
+def test_warnings_of_a_load_that_fails_are_shown(tiny_folder, capfd, monkeypatch):
+    def read_model(self, device):
+        warnings.warn("the file is older than its index", HastenWarning, stacklevel=2)
+        raise ConfigError("no room for it")
+
+    monkeypatch.setattr("hasten.cli.options.LoadOptions.read_model", read_model)
+    with pytest.raises(SystemExit):
+        main(["generate", str(tiny_folder), "--prompt", "x"])
+    _, err = capfd.readouterr()
+    assert "the file is older than its index" in err
+    assert "error: no room for it" in err
 
 
 def test_generate_several_prompts_and_ids(tiny_folder, tmp_path, capfd):

@@ -68,7 +68,7 @@ def test_ranks_and_precision_go_to_the_ranks_and_replicas_are_told(h100s, tiny_f
     assert h100s[1].weights == "int8"
     told = capsys.readouterr().err
     replicas = 8 // planned.tensor_parallel
-    assert f"that is of {replicas} replicas" in told
+    assert f"the plan has {replicas} replicas" in told
     line = f"hasten serve {tiny_folder} --replicas {replicas} --quantize int8"
     assert (line in told) == (planned.tensor_parallel == 1), "a replica of several ranks would be refused"
     with pytest.raises(ConfigError, match="--replicas and --devices auto do not go together"):

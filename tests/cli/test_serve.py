@@ -120,7 +120,7 @@ def test_every_limit_on_a_request_is_an_option_that_says_so(capsys, monkeypatch)
     assert "samples" in limits
     for name in limits:
         if name != "body_bytes":  # --max-body-mib
-            assert f" --max-{name.replace('_', '-')} INT Most " in text
+            assert f" --max-{name.replace('_', '-')} INT Maximum " in text
     command = tyro.cli(Serve, args=["x", "--max-samples", "5", "--max-choices", "3"])
     assert (command.server.samples, command.server.choices) == (5, 3)
 

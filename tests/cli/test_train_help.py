@@ -20,6 +20,14 @@ def test_the_help_of_a_recipe_is_one_screen_with_its_own_defaults(name, capsys):
     assert all(f"  --{group}." in "\n".join(lines) for group in ("model", "data", "schedule", "run"))
 
 
+def test_the_help_without_a_recipe_has_a_line_for_each(capsys):
+    main(["train", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("usage: hasten train RECIPE ")
+    assert max(map(len, lines)) <= 100
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == list(RECIPES)
+
+
 def test_every_flag_on_the_first_screen_is_taken_with_the_default_that_it_shows():
     recipe = RECIPES["demo"]
     values = flat(recipe)

@@ -7,10 +7,12 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import hasten
 from hasten.cli.main import main
 from hasten.engine.own_text import own_text
+from hasten.quantization.resume import KeptText
 from tiny_model import tiny_llama
 from triton_cases import needs_gpu
 
@@ -69,6 +71,48 @@ def test_the_model_writes_the_text(tiny_folder, tmp_path, capsys):
     found = json.loads(captured.out)
     assert found["calibration"] == {"text": "self", "samples": 4, "length": 16, "seed": 0}
     assert hasten.load(tmp_path / "o").quantization
+
+
+def test_a_run_that_is_repeated_reads_the_text_that_the_model_wrote(tiny_folder, tmp_path, capsys, monkeypatch):
+    def interrupted(self, task):
+        if task.prefix == "blocks.1.":
+            raise KeyboardInterrupt
+        return quantize_block(self, task)
+
+    quantize_block = hasten.GPTQ.quantize_block
+    options = ["--scheme", "int4", "--method", "gptq", "--samples", "4", "--length", "16"]
+    command = ["quantize", str(tiny_folder), *options, "--output", str(tmp_path / "o")]
+    monkeypatch.setattr(hasten.GPTQ, "quantize_block", interrupted)
+    with pytest.raises(SystemExit):
+        main(command)
+    monkeypatch.undo()
+    assert "writes its calibration text first" in capsys.readouterr().err
+    main([*command, "--calibration-seed", "0"])  # the default
+    err = capsys.readouterr().err
+    assert "calibration text: what the model wrote before the interruption" in err
+    assert "writes its calibration text first" not in err
+    assert [path.name for path in tmp_path.glob("o*")] == ["o"]
+    main([*command[:-1], str(tmp_path / "whole")])
+    names = ("o", "whole")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in names)
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_text_of_another_model_or_of_other_settings_is_not_read(tiny_folder, tmp_path):
+    model = hasten.load(tiny_folder)
+    wanted = {"samples": 2, "length": 4, "seed": 0}
+    tokens = torch.arange(8).view(2, 4)
+    KeptText(tmp_path / "o", model, wanted).save(tokens)
+    assert torch.equal(KeptText(tmp_path / "o", model, wanted).read(), tokens)
+    assert KeptText(tmp_path / "o", model, wanted | {"seed": 1}).read() is None
+    with torch.no_grad():
+        model.blocks[0].mlp.down.weight[0, 0] += 1
+    assert KeptText(tmp_path / "o", model, wanted).read() is None
+
+
+def test_nothing_is_left_where_no_text_was_written(tiny_folder, tmp_path):
+    assert KeptText(tmp_path / "o", hasten.load(tiny_folder), {}).read() is None
+    assert list(tmp_path.glob("o*")) == []
 
 
 def test_the_model_that_wrote_the_text_is_gone_when_layers_are_quantized(tiny_folder, tmp_path, monkeypatch):

@@ -88,10 +88,10 @@ def test_the_command(tiny, tiny_folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "say how: --scheme int8, int4, int3 or int2, or --formats FILE"),
-        (["--scheme", "int8", "--formats", "x.json"], "--formats takes its place"),
+        ([], "no format is given: give --scheme int8, int4, int3 or int2, or --formats FILE"),
+        (["--scheme", "int8", "--formats", "x.json"], "--formats one for each"),
         (["--formats", "x.json", "--group-size", "32"], "--group-size has no effect without --scheme"),
-        (["--formats", "/no/such/file"], "--formats /no/such/file is not there"),
+        (["--formats", "/no/such/file"], "--formats /no/such/file does not exist"),
         (["--formats", __file__], "is not valid JSON"),
         (["--scheme", "int8", "--method", "awq"], "awq"),
         (["--bits", "5"], "--bits"),

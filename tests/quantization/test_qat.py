@@ -112,7 +112,7 @@ def test_training_can_begin_with_any_integers_and_scales(bits, group):
     assert torch.equal(begun.values, stored.values)
     assert torch.equal(begun.scales, stored.scales)
     torch.testing.assert_close(made.exact.detach(), stored.dequantize())
-    with pytest.raises(ConfigError, match="of another weight"):
+    with pytest.raises(ConfigError, match="belong to another weight"):
         made.begin_with(replace(stored, values=(2**bits - 1) - stored.values, scales=3 * stored.scales))
     with pytest.raises(ConfigError, match=rf"2 bits, .*; training rounds .* to {bits} bits"):
         made.begin_with(replace(stored, format=replace(stored.format, element="int2")))

@@ -256,7 +256,7 @@ def test_the_command_without_json_tells_the_errors(tiny_folder, tmp_path, capsys
         (["--scheme", "int8", "--group-size", "32"], "--group-size has no effect with --scheme int8"),
         (["--scheme", "int8", "--search", "minmax"], "--search has no effect with --scheme int8"),
         (["--json", "/no/such/folder/x.json"], "no folder"),
-        (["--scheme", "None", "--formats", "/no/such/formats.json"], "formats.json is not there"),
+        (["--scheme", "None", "--formats", "/no/such/formats.json"], "formats.json does not exist"),
     ],
 )
 def test_options_that_contradict_each_other(extra, word, tiny_folder, tmp_path, capsys):

@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 from fake_engine import FakeEngine
 from hasten.errors import ConfigError
 from hasten.server.guard import Guard
+from hasten.server.logs import JsonLines
 from hasten.server.settings import ServerSettings
 from server_case import PROMPT, app_of
 
@@ -91,8 +92,6 @@ def test_logs_say_how_it_ended_and_nothing_of_what_was_said(engine, caplog):
     with TestClient(app_of(engine, api_keys=("sesame",)), base_url="http://localhost") as client:
         headers = {"Authorization": "Bearer sesame", "X-Request-Id": "r1"}
         client.post("/v1/completions", json=PROMPT | {"prompt": "my secret", "user": "u\n7"}, headers=headers)
-    from hasten.server.logs import JsonLines
-
     (line,) = [JsonLines().format(record) for record in caplog.records if record.name == "hasten.server"]
     found = json.loads(line)
     assert "\n" not in line
@@ -122,13 +121,18 @@ def test_what_was_begun_is_ended_though_one_end_fails(engine):
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_our_own_mistake_is_a_500_without_its_details(engine, prompts):
+def test_our_own_mistake_is_a_500_without_its_details_which_the_log_has(engine, prompts, caplog):
     engine.refusal = RuntimeError("something private")
     with TestClient(app_of(engine), base_url="http://localhost") as client:
         answer = client.post("/v1/completions", json=PROMPT | {"prompt": ["def"] * prompts})
     assert answer.status_code == 500
     assert "private" not in answer.text
     assert answer.json()["error"]["code"] == "internal_error"
+    (record,) = [one for one in caplog.records if one.getMessage() == "failed"]
+    line = json.loads(JsonLines().format(record))
+    assert line["error"] == "RuntimeError: something private"
+    assert "Traceback" in line["traceback"]
+    assert line["request_id"] == answer.headers["x-request-id"]
 
 
 def test_health_is_red_when_the_engine_failed(engine):

@@ -111,8 +111,8 @@ class GenerateLadder(Ladder):
     shape: str | None = None
     """A named shape with random weights: llama-120m, llama-1.1b, gpt2-124m, qwen3-0.6b, llama-7b, llama-70b, tiny."""
     model: str | None = None
-    """A Hugging Face folder, a GGUF file, a hub id or a short name such as smollm2-135m instead of a shape; it may also
-    be the first argument. The rungs of a GGUF file are made from its dequantized weights, but for gguf-file."""
+    """A Hugging Face folder, a GGUF file, a hub id or a short name such as smollm2-135m instead of a shape, also
+    without --model. The rungs of a GGUF file are made from its dequantized weights, but for gguf-file."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights (auto: bfloat16); products are in it too, or in float32 where the processor only emulates it."""
     prompt_tokens: int = 512

@@ -110,8 +110,8 @@ def read_header(path: Path) -> StoredTensors:
     except (SafetensorError, OSError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
         raise CheckpointError(
-            f"{path} is damaged or not whole: {reason:.200} ({size - 8 - length:,} bytes of data are there); download "
-            "or copy it again"
+            f"{path} is damaged or not whole: {_malformed_entry(header, reason)}{reason:.200} "
+            f"({size - 8 - length:,} bytes of data are there); download or copy it again"
         ) from None
     header.pop("__metadata__", None)
     for name, value in header.items():
@@ -127,6 +127,25 @@ def read_header(path: Path) -> StoredTensors:
 def _not_safetensors(path: Path, first: bytes, reason: str) -> NoReturn:
     found = next((f": it is {what}" for start, what in _FOREIGN.items() if first.startswith(start)), None)
     raise CheckpointError(f"{path} is not a whole safetensors file{found or f': {reason}; download or copy it again'}")
+
+
+def _malformed_entry(header: dict[str, Any], reason: str) -> str:
+    """Name the entry of a refused header that cannot describe a tensor, which the library seldom does; else ""."""
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            whole = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
+            if dtype in _BYTES:
+                fits = whole and math.prod(shape[:MAX_DIMENSIONS]) * _BYTES[dtype] == stop - start
+            else:  # the library knows more than we read
+                fits = whole and isinstance(dtype, str) and f"unknown variant `{dtype}`" not in reason
+        except (KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            return f"the entry of {name!r:.100} is malformed: "
+    return ""
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

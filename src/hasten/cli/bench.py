@@ -10,7 +10,7 @@ from hasten.bench.largest_batch import LargestBatch
 from hasten.bench.race import Race
 from hasten.bench.train import TrainLadder
 from hasten.cli.bench_serve import ServeBenchmark
-from hasten.cli.parsing import parse
+from hasten.cli.parsing import parse, with_model_option
 from hasten.distributed import launched
 from hasten.errors import ConfigError
 from hasten.machine.files import require_writable, write_json
@@ -52,8 +52,8 @@ def bench(arguments: list[str]) -> None:
         if os.environ.get("OMP_NUM_THREADS") == "1":
             del os.environ["OMP_NUM_THREADS"]
     kind, options = LADDERS[name], arguments[1:]
-    if name in ("generate", "serve") and options and not options[0].startswith("-"):
-        options = ["--model", *options]
+    if name in ("generate", "serve"):
+        options = with_model_option(options, kind)
     run(parse(kind, options, prog=f"hasten bench {name}", description=kind.__doc__))
 
 

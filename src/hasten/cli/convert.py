@@ -1,4 +1,4 @@
-"""`hasten convert MODEL OUTPUT --format …`: a quantized checkpoint in another layout."""
+"""`hasten convert MODEL OUTPUT --format …`: write a quantized checkpoint in another layout."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,8 @@ from hasten.cli.writing import WeightLayout, require_new_folder
 class Convert(JsonOption):
     """Write a quantized checkpoint (GPTQ, AWQ, compressed-tensors) in another layout, every number as it is.
 
-    Integers, scales and zero points are taken over, never rounded. Where the other layout would not hold them exactly
-    it is refused, and nothing is written.
+    Integers, scales and zero points are copied, never rounded. A layout that cannot hold them exactly is refused, and
+    nothing is written.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -25,7 +25,7 @@ class Convert(JsonOption):
     """The folder to write; another than the model's own."""
 
     format: WeightLayout = "compressed-tensors"
-    """The layout of what is written."""
+    """The layout to write."""
 
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace a model that the output folder holds already."""

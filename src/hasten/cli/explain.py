@@ -1,4 +1,4 @@
-"""`hasten explain`: which kernel each layer of a model runs, and why not the others; `explain attention`: a call."""
+"""`hasten explain`: which kernel each layer of a model runs, and why not the others; `explain attention`: one call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def explain(arguments: list[str]) -> None:
-    """Parse what follows `hasten explain`, a model or one operator, and run it; a folder of that name: ./attention."""
+    """Parse what follows `hasten explain`, a model or "attention", and run it. (A folder of that name: ./attention.)"""
     if arguments and arguments[0] == "attention":
         parse(ExplainAttention, arguments[1:], prog="hasten explain attention").run()
         return
-    note = "`hasten explain attention` tells of one call of attention instead of a model."
+    note = "`hasten explain attention` explains one call of attention instead of a model."
     parse(ExplainModel, arguments, prog="hasten explain", description=f"{ExplainModel.__doc__} {note}").run()
 
 
@@ -52,7 +52,7 @@ class ExplainModel(JsonOption, AdapterOptions):
 
 
 def print_kernels(bindings: Iterable[Binding]) -> None:
-    """The kernel that each layer runs and the reasons against the others, to standard output; alike ones told once."""
+    """Print the kernel of each layer and the reasons against the others; layers with the same answer share a line."""
     alike: dict[tuple, list[int]] = {}
     for b in bindings:
         alike.setdefault((b.operator, b.kernel, tuple((o.kernel, o.reason) for o in b.others)), []).append(b.layer)
@@ -63,7 +63,7 @@ def print_kernels(bindings: Iterable[Binding]) -> None:
 
 
 def _layers(layers: list[int]) -> str:
-    if layers[-1] == -1:  # behind the last block
+    if layers[-1] == -1:  # after the last block
         return f"{_layers(layers[:-1])} and the head" if layers[:-1] else "the head"
     if len(layers) == 1:
         return f"layer {layers[0]}"

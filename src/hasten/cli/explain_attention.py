@@ -16,13 +16,13 @@ from hasten.ops.picker import explain
 if TYPE_CHECKING:
     from hasten.ops.attention import AttentionRequest
 
-OF_CALL = Unless("layer")  # what differs from call to call is not known of a layer
+OF_CALL = Unless("layer")  # a layer is bound before these are known
 IN_WORDS = ("mask", "key_padding", "key_lengths", "bias", "alibi", "documents", "dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainAttention(JsonOption):
-    """Say which attention kernel serves a call of this shape, and for every other kernel the reason against it."""
+    """Show which attention kernel serves a call of this shape, and for every other kernel the reason against it."""
 
     shape: Annotated[tuple[int, ...], tyro.conf.arg(metavar="B,T,H,D")] = (1, 1024, 16, 64)
     """Sequences, queries, query heads, head size."""
@@ -31,21 +31,21 @@ class ExplainAttention(JsonOption):
     keys: Annotated[int | None, OF_CALL] = None
     """Keys (S); as many as queries by default, more than queries when a cache holds earlier ones."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16"
-    """Of q, k and v."""
+    """The dtype of q, k and v."""
     causal: Annotated[bool, Unless("block_mask")] = True
-    """A query sees the keys up to its own position (an explicit mask has it inside)."""
+    """A query sees the keys up to its own position (an explicit mask includes that)."""
     window: int | None = None
-    """Only the last so many keys."""
+    """A query sees only the last N keys."""
     mask: Annotated[bool, OF_CALL] = False
     """An explicit boolean mask (T, S) or (B, T, S)."""
     key_padding: Annotated[bool, OF_CALL] = False
-    """A mask (B, S) of keys that do not exist, with gaps or on a GPU."""
+    """A mask (B, S) of padding keys, with gaps or on a GPU."""
     key_lengths: Annotated[bool, OF_CALL] = False
-    """Keys that do not exist at the ends of each row: lengths, or on a CPU such a mask."""
+    """Padding keys at the end of each row, as lengths, or on a CPU as a mask."""
     bias: Annotated[bool, OF_CALL] = False
-    """Something is added to the scores."""
+    """A bias is added to the scores."""
     learned_bias: Annotated[bool, OF_CALL] = False
-    """It is learned: it needs a gradient."""
+    """The bias is learned: it needs a gradient."""
     alibi: Annotated[bool, OF_CALL] = False
     """Linear biases by distance."""
     softcap: float | None = None
@@ -53,7 +53,7 @@ class ExplainAttention(JsonOption):
     block_mask: bool = False
     """A block-sparse pattern."""
     block_size: Annotated[int, Needs("block_mask")] = 64
-    """Positions of its blocks."""
+    """Positions in a block of the pattern."""
     documents: Annotated[bool, OF_CALL] = False
     """Documents packed by cumulative lengths."""
     dropout: Annotated[bool, OF_CALL] = False
@@ -61,18 +61,18 @@ class ExplainAttention(JsonOption):
     gradient: Annotated[bool, OF_CALL] = True
     """For training; --no-gradient is inference."""
     layer: bool = False
-    """What a model's layer gets, whose calls differ, instead of one call."""
+    """Show what a model's layer is bound to, for all of its calls, instead of one call."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:INDEX; cuda is also answered where there is none."""
+    """auto, cpu, cuda or cuda:INDEX; cuda is answered even if there is none."""
     capability: Annotated[str | None, ON_CUDA] = None
-    """Compute capability of the CUDA device, as 8.0; its own by default, 9.0 where there is none."""
+    """Compute capability of the CUDA device, as 8.0; its own by default, 9.0 if there is none."""
     kernel: str | None = None
-    """Force this one."""
+    """Force this kernel."""
     json: str | None = None
     """Write {"operator", "request", "kernel", "others": [{kernel, reason}], "score_bytes"} to a file; "-": stdout."""
 
     def facts(self) -> Facts:
-        """What conditions of options depend on beside other options: it also answers for a GPU that is not here."""
+        """Facts that conditions of options depend on; a GPU need not be here."""
         return {KIND: lambda: "cuda"} if self.device.partition(":")[0] == "cuda" else facts_of(self.device)
 
     def run(self) -> None:
@@ -96,7 +96,7 @@ class ExplainAttention(JsonOption):
             print(f"All scores, in float32, would take {score_bytes / 2**20:,.1f} MiB.")
 
     def request(self) -> tuple[AttentionRequest, bool]:
-        """What is asked for, and whether about a CUDA device that is not here. Raises ConfigError for nonsense."""
+        """The request, and whether its CUDA device is absent. Raises ConfigError for invalid numbers."""
         import torch
 
         from hasten.ops.attention import AttentionRequest, AttentionSpec
@@ -143,7 +143,7 @@ class ExplainAttention(JsonOption):
         return ", ".join(parts)
 
     def score_bytes(self, request: AttentionRequest) -> int | None:
-        """Bytes of all scores in float32: what a kernel that is linear in memory saves."""
+        """Bytes of all scores in float32, which kernels with linear memory save."""
         if request.batch is None or request.queries is None or request.keys is None:
             return None
         return 4 * request.batch * request.spec.heads * request.queries * request.keys

@@ -1,4 +1,4 @@
-"""`hasten export MODEL OUTPUT`: a model as a Hugging Face folder, or as a GGUF file."""
+"""`hasten export MODEL OUTPUT`: write a model as a Hugging Face folder or a GGUF file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,8 @@ class Export(JsonOption):
 
     An OUTPUT that ends in .gguf becomes a file that llama.cpp loads; layers in int4 or int8 keep their integers there.
 
-    Vocabulary padding is taken off, weights are checked for NaN, and pieces of a checkpoint are brought into the
-    layout that the model's family publishes.
+    Vocabulary padding is removed, weights are checked for NaN, and tensors are written in the layout that the model's
+    family publishes.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -36,8 +36,8 @@ class Export(JsonOption):
     """The dtype of the weights; auto keeps the model's own."""
 
     dequantize: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Write the plain weights that quantized layers stand for: a folder that every program reads, and that can be
-    quantized or trained. With --dtype float32 each number is exact."""
+    """Write quantized layers as plain weights: a folder that every program reads, and that can be quantized or trained.
+    With --dtype float32 each number is exact."""
 
     gguf: Annotated[
         Literal["BF16", "F16", "Q8_0", "Q4_0"] | None,
@@ -69,7 +69,7 @@ class Export(JsonOption):
             )
         console = Console(stderr=True)
         with console.status(f"reading {self.model}"):
-            # Stored numbers are converted one tensor at a time; of quantized layers they are made in the dtype.
+            # Plain weights are converted one by one as they are written; dequantized ones are computed in the dtype.
             model = load_to_write(self.model, self.dtype if self.dequantize and self.dtype != "auto" else "stored")
         dtype = resolve_dtype(self.dtype, auto=model.dtype)
         with console.status(f"writing {self.output}"):

@@ -96,9 +96,10 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, RankOpti
         if speculator is not None:
             speeds["speculation"] = speculator.stats.to_json()
         if show:
+            decode = timing.decode_tokens_per_second
             print(
-                f"\n[{timing.prefill_tokens} prompt tokens at {speeds['prefill_tokens_per_second']:.1f}/s, "
-                f"{sum(len(r['tokens']) for r in results)} new at {speeds['decode_tokens_per_second']:.1f}/s, "
+                f"\n[{timing.prefill_tokens} prompt tokens at {timing.prefill_tokens_per_second:.1f}/s, "
+                f"{sum(len(r['tokens']) for r in results)} new{f' at {decode:.1f}/s' if decode else ''}, "
                 f"first after {timing.first_token:.2f} s]",
                 file=sys.stderr,
             )

@@ -1,7 +1,7 @@
-"""The first screen of a command's --help: what most people need, explained, then the other options by name, in groups.
+"""The first screen of a command's --help: the options that most people need, then the names of the others in groups.
 
-`FIRST` lists the options of a command's first screen; by default they are those of its own class. The groups are the
-dataclasses that the others come from. `--help-all` explains everything.
+`FIRST` lists the explained options of each command; by default those of its own class. The groups are the dataclasses
+that declare the others. `--help-all` explains everything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hasten.effects import Reads, options_of
 
 WIDTH = 100
 COLUMN = 30  # where explanations begin
-ONE_LINE = 140  # letters of an explanation, about; of longer ones what follows a semicolon is left out
+ONE_LINE = 140  # characters of an explanation; longer ones are cut at a semicolon
 FIRST = {
     "generate": "prompt chat max_new_tokens temperature top_p seed quantize device json",
     "chat": "system max_new_tokens temperature top_p seed quantize device verbose",
@@ -61,17 +61,17 @@ class Shown:
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
-    """Whether the first screen is asked for."""
+    """Whether the arguments ask for the first screen."""
     return bool({"-h", "--help"} & set(arguments))
 
 
 def for_parser(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with --help-all as the parser's --help, which explains every option."""
+    """Replace --help-all by the parser's --help, which explains every option."""
     return ["--help" if one == "--help-all" else one for one in arguments]
 
 
 def first_screen(command: type, *, prog: str, flat: bool = False, description: str | None = None) -> str:
-    """The help of a command in one screen. prog: as it is called. flat: options of sections have no prefixes."""
+    """The help of a command in one screen. prog: the command as typed. flat: options of sections have no prefixes."""
     options = [
         _shown(command, option.path, option.place)
         for option in options_of(command, flat=flat).values()
@@ -114,12 +114,12 @@ def _indented(size: int) -> dict[str, Any]:
 
 
 def _title(owner: type, command: type) -> str:
-    """What a group of options is about: how the text of its class begins."""
-    return "Of this command" if owner is command else re.split(r"[:;]| \(", _sentence(str(owner.__doc__)))[0]
+    """The heading of a group of options: the beginning of its class's docstring."""
+    return "Specific to this command" if owner is command else re.split(r"[:;]| \(", _sentence(str(owner.__doc__)))[0]
 
 
 def _sentence(text: str) -> str:
-    """The first sentence, without its full stop."""
+    """The first sentence of a text, without its full stop."""
     whole = " ".join(inspect.cleandoc(text).partition("\n\n")[0].split())
     return re.split(r"\.(?:\s|$)", whole, maxsplit=1)[0]
 
@@ -136,12 +136,9 @@ def _shown(command: type, path: str, place: tuple[str, ...]) -> Shown:
     default = field.default if field.default_factory is MISSING else field.default_factory()
     positional = "Positional" in map(str, extras)
     said = next((found for one in extras if (found := getattr(one, "name", None))), None)
-    written = path.rpartition(".")[0] + "." * ("." in path) + said if said else path
+    section, dot, last = path.rpartition(".")
     metavar, switch = _metavar(_inner(hint)), default is True
-    flag = f"--{'no-' * switch}{written.replace('_', '-')}"
-    if switch and "." in written:
-        section, _, last = written.rpartition(".")
-        flag = f"--{section}.no-{last.replace('_', '-')}"
+    flag = f"--{section}{dot}{'no-' if switch else ''}{said or last}".replace("_", "-")
     if positional:
         metavar = next((found for one in extras if (found := getattr(one, "metavar", None))), name.upper())
     text = _sentence(_texts(owner).get(name, ""))
@@ -156,7 +153,7 @@ def _shown(command: type, path: str, place: tuple[str, ...]) -> Shown:
 
 
 def _inner(hint: Any) -> Any:
-    """A type without what is noted beside it, and without None."""
+    """A type without its annotations, and without None."""
     if get_origin(hint) is Annotated:
         return _inner(get_args(hint)[0])
     if get_origin(hint) not in (Literal, tuple, dict) and type(None) in get_args(hint):
@@ -178,7 +175,7 @@ def _metavar(kind: Any) -> str:
 
 @lru_cache
 def _texts(kind: type) -> dict[str, str]:
-    """What is said of a dataclass's fields: below each, or under Args in the text of the class."""
+    """The documentation of a dataclass's fields: below each, or under Args in the class's docstring."""
     (found,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(found, ast.ClassDef)
     texts: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""`python -m hasten.cli.lm_eval`: lm-eval's own command line, which knows the model "hasten" too.
+"""`python -m hasten.cli.lm_eval`: lm-eval's own command line, with the model "hasten" added.
 
 python -m hasten.cli.lm_eval run --model hasten --model_args pretrained=FOLDER --tasks lambada_openai
 """
@@ -10,9 +10,9 @@ from hasten.errors import HastenError
 
 
 def main() -> None:
-    """Run it. Exit status 2 for an error of hasten's, told in one line; else lm-eval's own."""
+    """Run lm-eval. Exit status 2 and one line for an error of hasten; else lm-eval's own."""
     try:
-        import_module("hasten.evaluation.lm_eval")  # adds the model; says what to install where lm-eval is not there
+        import_module("hasten.evaluation.lm_eval")  # registers the model; says what to install if lm-eval is missing
         from lm_eval.__main__ import cli_evaluate
 
         cli_evaluate()

@@ -1,4 +1,4 @@
-"""The `hasten` command: one file a command, imported only when it is the one that was asked for."""
+"""The `hasten` command: one file a command, imported only when that command runs."""
 
 import atexit
 import errno
@@ -58,7 +58,7 @@ def overview() -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command. Exit status: 0; 2 for an error of the user's, told in one line; 130 for Ctrl-C."""
+    """Run one command. Exit status: 0; 2 for a user's error, printed as one line; 130 for Ctrl-C."""
     given = sys.argv[1:] if arguments is None else arguments
     if not given or given[0] in ("-h", "--help", "help"):
         print(overview())
@@ -70,29 +70,29 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"error: {given[0]!r} is not a command of hasten\n\n{overview()}", file=sys.stderr)
         raise SystemExit(2)
     warnings.showwarning = _show_warning  # type: ignore[assignment]
-    # Before it ends, Python would look through all of torch's objects for cycles, several times: 0.4 s.
+    # Without this Python searches all of torch's objects for cycles at exit, several times: 0.4 s.
     atexit.register(gc.freeze)
     if given[0] in GENERATING and not {"-h", "--help", "--pin"} & set(given):  # OpenMP reads --pin when it is loaded
         preload_torch()
     module, name, _ = COMMANDS[given[0]]
     try:
         command = attrgetter(name)(import_module(module))
-        if not isinstance(command, type):  # it parses its own arguments
+        if not isinstance(command, type):  # a function that parses its own arguments
             command(given[1:])
         else:
             import tyro
 
             from hasten.cli.help import first_screen, for_parser, wants_help
-            from hasten.cli.parsing import together
+            from hasten.cli.parsing import merge_repeated
             from hasten.effects import refuse_ignored
 
             if wants_help(given[1:]):
                 print(first_screen(command, prog=f"hasten {given[0]}"))
                 return
-            given = [given[0], *for_parser(together(given[1:], command))]
+            given = [given[0], *for_parser(merge_repeated(given[1:], command))]
             parsed: Any = tyro.cli(command, args=given[1:], prog=f"hasten {given[0]}")
             refuse_ignored(parsed, given[1:])
-            if getattr(parsed, "pin", False):  # now, because a command's first import of torch settles it
+            if getattr(parsed, "pin", False):  # before a command imports torch, which reads it
                 from hasten.machine.threads import pin_threads
 
                 pin_threads()
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+    except BrokenPipeError:  # the reader of our output is gone, as with `| head`
         sys.stderr.close()
         raise SystemExit(0) from None
     except (MemoryError, RuntimeError) as error:
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def as_option(message: str, given: list[str]) -> str:
-    """What the library says of a field, said of the option that it was given by: "keys is 0" of --max-keys."""
+    """A message of the library about a field, with the option that set it: "keys is 0" becomes "--max-keys is 0"."""
     name, _, rest = message.partition(" ")
     options = {word.partition("=")[0].replace("_", "-") for word in given}
     wanted = name.replace("_", "-")
@@ -132,6 +132,6 @@ def as_option(message: str, given: list[str]) -> str:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *rest: object) -> None:
-    """Our own warnings as one line; those of libraries only where Python was asked for them (-W)."""
+    """Print our own warnings as one line; those of libraries only with Python's -W."""
     if issubclass(category, HastenWarning) or sys.warnoptions:
         print(f"warning: {message}", file=sys.stderr)

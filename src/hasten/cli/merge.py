@@ -1,4 +1,4 @@
-"""`hasten merge MODEL ADAPTER OUTPUT`: an adapter added to the weights of its model, as a folder or GGUF file."""
+"""`hasten merge MODEL ADAPTER OUTPUT`: add an adapter to its model's weights, and write a folder or GGUF file."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ class Merge(JsonOption):
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """What the adapter was trained on: a Hugging Face folder, a GGUF file, or a hub id."""
+    """The model that the adapter was trained on: a Hugging Face folder, a GGUF file, or a hub id."""
     adapter: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ADAPTER")]
     """A folder with adapter_config.json and adapter_model.safetensors."""
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
@@ -35,9 +35,9 @@ class Merge(JsonOption):
     text: str | None = None
     """Measure the perplexity of this text before and after: a file, a folder or a glob."""
     limit_bytes: Annotated[int | None, Needs("text")] = 200_000
-    """Of the text, about so many bytes."""
+    """Read about N bytes of the text."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace a model that the output folder holds already."""
+    """Replace a model that the output folder already holds."""
 
     def run(self) -> None:
         from hasten.checkpoints.adapter_files import adapter_config, load_adapter
@@ -49,12 +49,14 @@ class Merge(JsonOption):
         source = resolve_model(self.model)
         is_file, folder = self.output.suffix == ".gguf", self.output
         if is_file:
-            options: dict[str, Any] = {
-                "overwrite": self.overwrite,
-                "others": {"--json": self.json},
-                "dtype": self.dtype,
-            }
-            folder = place_of_gguf(folder, source, option="OUTPUT", **options)
+            folder = place_of_gguf(
+                folder,
+                source,
+                overwrite=self.overwrite,
+                others={"--json": self.json},
+                dtype=self.dtype,
+                option="OUTPUT",
+            )
         require_new_folder(folder, source, option="OUTPUT", overwrite=self.overwrite)
         if self.output.resolve() == self.adapter.resolve():
             raise ConfigError(f"OUTPUT {self.output} is the adapter itself; name another folder")

@@ -1,4 +1,4 @@
-"""Options that every command that runs a model shares."""
+"""Options shared by the commands that run a model."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 def same_fields(options: Any, kind: type) -> dict[str, Any]:
-    """The options that stand among a dataclass's fields, as its arguments; those that are None are left out."""
+    """Arguments for a dataclass: the options that have the name of one of its fields and are not None."""
     values = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class JsonOption:
-    """Where the result goes for programs. A place that cannot be written is refused before any work."""
+    """Where the result is written for programs. A file that cannot be written is refused before any work."""
 
     json: str | None = None
     """Write the result as JSON to this file; "-": to standard output, and nothing else there."""
@@ -48,13 +48,13 @@ class JsonOption:
         require_writable(self.json)
 
     def write(self, result: object) -> bool:
-        """Write the result where it is wanted; whether standard output is left for people."""
+        """Write the result as JSON if asked; returns whether standard output is free for text."""
         write_json(self.json, result)
         return self.json != "-"
 
 
 def with_chat_template(tokenizer: Tokenizer, path: Path, *, option: str) -> Tokenizer:
-    """The tokenizer with the chat template (Jinja) of a file. Raises CheckpointError, which names the option."""
+    """The tokenizer with the chat template (Jinja) of a file. Raises CheckpointError that names the option."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -64,7 +64,7 @@ def with_chat_template(tokenizer: Tokenizer, path: Path, *, option: str) -> Toke
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No search for cycles of objects meanwhile: importing torch and loading a model make a million that stay."""
+    """Disable the search for cycles: importing torch and loading a model create a million objects that stay."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -76,36 +76,39 @@ def _uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Which model, and how it is run."""
+    """The model, and how it is run."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A Hugging Face folder, a GGUF file, a hub id such as owner/name, or a short name: smollm2-135m, gemma3-270m."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights that are not quantized. auto: the checkpoint's own, but bfloat16 for one in float32 where the fused
-    kernels run it or bfloat16 products are fast; float32 keeps such a checkpoint as it is, slower."""
+    """The dtype of weights that are not quantized. auto: the checkpoint's own, but bfloat16 for one in float32 if the
+    fused kernels run it or bfloat16 products are fast; float32 keeps such a checkpoint as it is, slower."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:INDEX."""
     threads: Threads = "auto"
     """CPU threads; auto is one for each physical core that this process may use."""
     pin: bool = False
-    """Keep each thread on a core of its own (docs/kernels.md says when that helps)."""
+    """Pin each thread to its own core (docs/kernels.md says when that helps)."""
     quantize: Literal["none", "int8", "int4"] = "none"
     """Round the weights after loading; `hasten quantize` does it once, has more settings and keeps the result."""
     fuse: bool = True
-    """Run the fused kernels where they fit: in 16 bits or quantized."""
+    """Run the fused kernels where they support the model: in 16 bits or quantized."""
     verbose: bool = False
-    """Say more: in which dtype products are computed and why, and the speed of each answer of a chat."""
+    """Print more: the dtype of products and why, and the speed of each answer of a chat."""
 
     def load(self) -> Transformer:
-        """Load the model onto the device, with the threads and the seed set, quantized and fused as asked."""
+        """Load the model onto the device, set threads and seed, quantize and fuse as asked."""
         with _uncollected():
             return self._load()
 
     def _load(self) -> Transformer:
-        configure(threads=self.threads, seed=getattr(self, "seed", None))  # a rank keeps to its cores already
-        with warnings.catch_warnings(record=True) as found:
-            model = self.read_model(str(resolve_device(self.device)))
-        self._pass_on(found)
+        configure(threads=self.threads, seed=getattr(self, "seed", None))  # a rank has its cores already
+        found: Sequence[warnings.WarningMessage] = ()
+        try:
+            with warnings.catch_warnings(record=True) as found:
+                model = self.read_model(str(resolve_device(self.device)))
+        finally:  # where loading fails they may say why
+            self._pass_on(found)
         if self.quantize != "none":
             from hasten.quantization import Int4, Int8, quantize
 
@@ -116,7 +119,7 @@ class LoadOptions:
         with warnings.catch_warnings(record=True) as reasons:
             fuse_where_it_fits(model)
         print(f"{self.title()}: {path_of(model)}", file=sys.stderr)
-        for reason in reasons:  # why it is slower than it could be, below what runs
+        for reason in reasons:  # after the line above, why it is slower than it could be
             warnings.warn(reason.message, stacklevel=2)
         if self.verbose:
             from hasten.model.wide import precision_of
@@ -125,7 +128,7 @@ class LoadOptions:
         return model
 
     def _pass_on(self, found: Sequence[warnings.WarningMessage]) -> None:
-        """Repeat the warnings of loading, with the option in the place of what a program calls."""
+        """Repeat the warnings of loading, with the option instead of the call that a program would make."""
         from hasten.checkpoints.fill_quantized import NO_KERNEL, ROUND
 
         for one in found:
@@ -136,18 +139,18 @@ class LoadOptions:
                 warnings.warn(text.replace(ROUND, "--quantize int8"), HastenWarning, stacklevel=2)
 
     def title(self) -> str:
-        """What the first line calls the model."""
+        """The model's name in the first line."""
         from hasten.bench.models import folder_name
 
         return folder_name(str(self.model))
 
     def in_int4(self, model: Transformer) -> Transformer:
-        """The same weights in int4, to draft for the model. Raises ConfigError where it is in int4 itself."""
+        """Load the same weights in int4, to draft for the model. Raises ConfigError if the model is in int4 itself."""
         if any(layer.weight.bits < 8 for layer in (model.quantization or {}).values()):
             raise ConfigError("--draft self:int4 is for a model of more bits; this one is in int4 itself")
         if model.quantization is not None and self.quantize == "none":
             raise ConfigError(
-                "--draft self:int4 rounds the weights anew, and this folder has them in int8 already; give the folder "
+                "--draft self:int4 rounds plain weights, and this folder has them in int8 already; give the folder "
                 "of an int4 model of the same checkpoint instead"
             )
         small = replace(self, quantize="int4").load()
@@ -156,33 +159,33 @@ class LoadOptions:
         return small
 
     def read_model(self, device: str) -> Transformer:
-        """The model as it lies in its folder. Raises ResourceError, before loading it, where it will not fit."""
+        """Read the model. Raises ResourceError before loading it if it will not fit."""
         from hasten.checkpoints.load import load, open_checkpoint
         from hasten.cli.room import require_room
         from hasten.distributed.tensor_parallel import current_group
 
         group, source = current_group(), open_checkpoint(self.model)
-        if group is None:  # ranks load their shares side by side, each from what the others leave
+        if group is None:  # ranks were checked together before they were started
             require_room(self, source, device)
         return load(source, dtype=self.dtype, device=device, group=group)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """Speculative decoding: the same text, sooner."""
+    """Speculative decoding: the same text, faster."""
 
     draft: str = "auto"
-    """What proposes tokens for the model to check together: suffix (what followed the same words before), a FOLDER with
-    a smaller model of the same vocabulary, self:N-layers (its own first layers), self:int4, or none. auto is suffix
-    where the text stays the same, bit for bit or in float32: on a CPU."""
+    """What proposes tokens for the model to verify: suffix (what followed the same words before), a FOLDER with a
+    smaller model of the same vocabulary, self:N-layers (its own first layers), self:int4, or none. auto is suffix where
+    the text stays the same, bit for bit or in float32: on a CPU."""
     speculate: Annotated[int | None, Unless("draft", "none")] = None
-    """The most tokens of a draft, 16 by default; as many are proposed as pay here."""
+    """Maximum draft length (default 16); the actual length adapts."""
     accept: Annotated[Literal["exact", "distribution"], Unless("draft", "none", "auto", "suffix")] = "exact"
-    """exact takes what the model would have drawn: the same text. distribution, for a model that drafts, takes a token
-    with min(1, p/q): another text of the same distribution, sooner at high temperatures."""
+    """exact accepts the tokens that the model would have drawn: the same text. distribution, for drafts by a model,
+    accepts with probability min(1, p/q): another text of the same distribution, faster at high temperatures."""
 
     def drafting(self, model: Transformer) -> dict[str, Any]:
-        """The same, as the library's functions take it."""
+        """The options as keyword arguments of the library's functions."""
         from hasten.distributed.tensor_parallel import current_group
         from hasten.engine.speculation.build import automatic
 
@@ -200,11 +203,11 @@ class DraftOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The engine of a server, here or in `hasten bench serve`."""
+    """Options of a server's engine."""
 
     engine: tyro.conf.OmitArgPrefixes[EngineSettings] = field(default_factory=EngineSettings)
     cache_gib: float | None = None
-    """Memory of the cache in GiB; by default half of what is free, and never more than can be used."""
+    """Memory of the cache in GiB; by default half of the free memory, and never more than can be used."""
 
     EFFECTS: ClassVar[dict[str, Any]] = {
         "cache_share": (Unless("cache_gib"), Unless("fit")),
@@ -223,8 +226,9 @@ class EngineOptions:
         adapters: Mapping[str, Path] | None = None,
         secret: bytes | None = None,
     ) -> AsyncEngine:
-        """The engine of a loaded model, with its cache and its thread. adapters: folders by their names. secret: of
-        the keys of its blocks.
+        """Start the engine of a loaded model, with its cache and its thread.
+
+        adapters: folders by their names. secret: the key of its blocks' hashes.
         """
         from hasten.engine.async_engine import AsyncEngine
         from hasten.engine.batch import SIZES
@@ -241,20 +245,20 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions(LoadOptions):
-    """A LoRA adapter of the model."""
+    """The LoRA adapter of a model."""
 
     adapter: Path | None = None
     """A LoRA adapter of the model: a folder in peft's format, as `hasten train --lora.rank` writes it."""
 
     def check_inputs(self) -> None:
-        """What can be refused before anything is measured, started or loaded."""
+        """Check the options before anything is measured, started or loaded."""
         if self.adapter is not None:
             from hasten.checkpoints.adapter_files import adapter_config
 
             adapter_config(self.adapter.expanduser())
 
     def load(self) -> Transformer:
-        """As every command does, and give the model its adapter."""
+        """Load the model, and its adapter."""
         model = super().load()
         if self.adapter is not None:
             from hasten.checkpoints.adapters import load_adapters
@@ -265,12 +269,12 @@ class AdapterOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(AdapterOptions):
-    """The seed, and where a text ends."""
+    """The seed, and the end of a text."""
 
     seed: int | None = None
     """Makes sampling reproducible."""
     ignore_eos: bool = False
-    """Go on after the end-of-text token (for measuring)."""
+    """Continue after the end-of-text token (to measure)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,8 +282,7 @@ class RankOptions:
     """One model split over several processes (`hasten.cli.ranks`)."""
 
     tensor_parallel: int = 1
-    """Hold the model in so many processes of this machine, a share of every matrix in each (as does torchrun … -m
-    hasten); they share the cores."""
+    """Split the model over N processes on this machine, which share its cores (as torchrun … -m hasten does)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,9 +290,9 @@ class DeviceOptions(Wanted, RankOptions):
     """Processes and precision chosen by a plan (`hasten.cli.planned`)."""
 
     devices: Literal["given", "auto"] = "given"
-    """auto: a plan chooses the ranks and the precision for this machine, by --goal (latency unless it is given), and
-    says why. --tensor-parallel and --quantize are kept where they are given."""
-    price: tyro.conf.Suppress[float | None] = None  # hasten plan says what it costs
+    """auto: a plan chooses the ranks and the precision for this machine by --goal (default latency), and says why;
+    --tensor-parallel and --quantize are kept if given."""
+    price: tyro.conf.Suppress[float | None] = None  # an option of `hasten plan` alone
 
     EFFECTS: ClassVar[dict[str, Any]] = {
         "goal": Needs("devices", "auto"),
@@ -299,10 +302,10 @@ class DeviceOptions(Wanted, RankOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """How keys and values are kept."""
+    """How keys and values are cached."""
 
     kv_cache_dtype: KVCacheDtype = "auto"
-    """Keys and values in the model's dtype, or rounded to int8 or int4 after a rotation; -plain: not rotated."""
+    """Cache keys and values in the model's dtype, or in int8 or int4 after a rotation; -plain: not rotated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,15 +313,15 @@ class SamplingOptions:
     """How the next token is chosen."""
 
     max_new_tokens: int = 256
-    """Tokens of an answer, at most."""
+    """Maximum tokens of an answer."""
     temperature: float | None = None
-    """0 takes the most likely token. The folder's generation_config.json decides by default, else 1."""
+    """0 takes the most likely token. By default what the folder's generation_config.json says, else 1."""
     top_k: int | None = None
-    """Draw from the k most likely tokens only; 0: from all. Where temperature is 0, nothing is drawn."""
+    """Draw from the k most likely tokens only; 0: from all. At temperature 0 nothing is drawn."""
     top_p: float | None = None
     """Draw from the most likely tokens whose probabilities add up to this (1: from all)."""
     min_p: float | None = None
-    """Leave out tokens below this share of the most likely one's probability (0: none)."""
+    """Exclude tokens below this share of the most likely one's probability (0: none)."""
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -330,8 +333,8 @@ class SamplingOptions:
     """Do not end before this many tokens."""
 
     def params(self, folder: Mapping[str, Any]) -> SamplingParams:
-        """What was given on the command line, else what generation_config.json recommends, else plain sampling.
+        """The options given, else what generation_config.json recommends, else plain sampling.
 
-        Raises ConfigError for values that make no sense.
+        Raises ConfigError for invalid values.
         """
         return SamplingParams(**recommended(folder) | same_fields(self, SamplingParams))

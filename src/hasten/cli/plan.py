@@ -1,4 +1,4 @@
-"""`hasten plan MODEL`: what a model takes and how fast it can be, before anything is loaded."""
+"""`hasten plan MODEL`: predict memory and speed of a model before anything is loaded."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from hasten.planning.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand(JsonOption, PlanOptions):
-    """Say what training, generating or serving a model takes in bytes and time, here or on a known device."""
+    """Predict the memory and time of training, generating or serving a model, here or on a known device."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A folder, a hub id, a named shape (llama-7b, gpt2-124m, …) or a config.json alone."""
@@ -48,7 +48,7 @@ class PlanCommand(JsonOption, PlanOptions):
             console.print("\nit does not fit: docs/planning.md says what helps", style="red")
 
     def _choose(self) -> None:
-        """Say how it is run best on several devices."""
+        """Show how to run it best on several devices."""
         if self.picture is not None:
             raise ConfigError("--picture draws one plan; leave --goal and --gpus out, or --picture")
         from hasten.bench.choices import choose_plan
@@ -59,12 +59,12 @@ class PlanCommand(JsonOption, PlanOptions):
 
 
 def show(choices: Choices) -> None:
-    """The candidates as a table, and the one that is taken."""
+    """Print the candidates as a table, with the chosen one."""
     from rich.console import Console
     from rich.table import Table
 
     console, best, price = Console(highlight=False), choices.best, choices.wanted.price
-    console.width = max(console.width, 140)  # a narrow terminal breaks lines more legibly than cells
+    console.width = max(console.width, 140)  # wrapped lines are easier to read than wrapped cells
     table = Table(box=None, pad_edge=False)
     names = ["ranks", "replicas", "weights", "batch", "GB a rank", "cache, GB", "prompt, ms", "token, ms", "tokens/s"]
     names += ["device-s a million", *(["a million costs"] if price is not None else []), "why not"]
@@ -85,7 +85,7 @@ def show(choices: Choices) -> None:
 
 
 def lines(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What a plan says, for people: a name and a value each."""
+    """A plan as text: names and values."""
     device, memory, training = plan.device, plan.memory, len(plan.phases) == 1
     for name, size in memory.parts.items():
         if size:

@@ -1,4 +1,4 @@
-"""`hasten serve --devices auto`: the ranks and the precision of a server, by a plan made now."""
+"""`hasten serve --devices auto`: choose the ranks and the precision of a server by a plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WANTED = {field.name: field.default for field in fields(Wanted)}
 
 
 def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
-    """The command with what the plan chose, and the arguments that make the same of it in another process."""
+    """The command with the plan's choices, and the arguments with which another process parses the same."""
     if command.devices == "given":
         return command, arguments
     if launched():
@@ -30,25 +30,26 @@ def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
 
     configure(threads=command.threads)
     options = _options(command)
-    print("measuring what ranks and precisions would do …", file=sys.stderr)
+    print("measuring ranks and precisions …", file=sys.stderr)
     found = choose_plan(command.model, options)
     best = found.best
     quantize = best.weights if best.rounded else "none"
     chosen = ["--tensor-parallel", str(best.use.degree), "--quantize", quantize]
-    ranks, cache = f"{best.use.degree} rank{'s' * (best.use.degree > 1)}", best.plan.memory.parts["cache"] / 1e9
+    ranks = "1 rank" if best.use.degree == 1 else f"{best.use.degree} ranks"
+    cache = best.plan.memory.parts["cache"] / 1e9
     batch = f"{best.use.batch_size} at once in a cache of {cache:.2f} GB"
     speed = f"{1e3 * best.token_seconds:.1f} ms a token and {best.tokens_per_second:.1f} tokens/s predicted"
     print(f"{ranks}, {best.weights}, {batch}: {speed}; {found.why()}", file=sys.stderr)
     if best.replicas > 1:
         line = " ".join(["hasten", "serve", command.model, "--replicas", str(best.replicas), "--quantize", quantize])
         others = f"all of them: {line}" if best.use.degree == 1 else "start the others like it, on devices of their own"
-        print(f"that is of {best.replicas} replicas, of which this is one; {others}", file=sys.stderr)
+        print(f"the plan has {best.replicas} replicas, and this is one of them; {others}", file=sys.stderr)
     command = replace(command, devices="given", tensor_parallel=best.use.degree, quantize=quantize, **WANTED)
     return command, [*_without(arguments, {*WANTED, "devices"}), *chosen]
 
 
 def _without(arguments: list[str], names: Container[str]) -> list[str]:
-    """The arguments but for these options, which take a value each."""
+    """The arguments without these options, each of which takes a value."""
     found, skip = [], False
     for word in arguments:
         option, equals, _ = word.partition("=")
@@ -60,7 +61,7 @@ def _without(arguments: list[str], names: Container[str]) -> list[str]:
 
 
 def _options(command: Serve) -> PlanOptions:
-    """What the server will do, as a plan takes it: a quarter of the longest text is the answer."""
+    """The server's use as a plan's options; a quarter of the longest text is the answer."""
     from hasten.bench.plan import PlanOptions, config_of
     from hasten.training.recipe import Techniques
 

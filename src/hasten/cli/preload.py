@@ -1,4 +1,4 @@
-"""Loading torch's shared libraries beside the first Python of a command."""
+"""Load torch's shared libraries while a command is parsed."""
 
 import ctypes
 import importlib.util
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def preload_torch() -> None:
-    """Begin to load libtorch in a thread, so that `import torch` finds it loaded.
+    """Start loading libtorch in a thread, so that `import torch` finds it loaded.
 
-    Only on Linux and for torch's CPU build: one for GPUs loads their libraries first, in an order of its own.
+    Only on Linux and for torch's CPU build: a GPU build loads its libraries in an order of its own.
 
     Part of `import torch` (0.16 of 1.3 s) is the dynamic linker at work. Python waits for it when it imports an
     extension module, but not when a foreign function calls `dlopen`, so options are parsed meanwhile.

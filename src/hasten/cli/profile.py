@@ -1,4 +1,4 @@
-"""`hasten profile train RECIPE` and `hasten profile generate|serve MODEL`: where time and memory go."""
+"""`hasten profile train RECIPE` and `hasten profile generate|serve MODEL`: show where time and memory go."""
 
 import inspect
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from hasten.errors import ConfigError
 from hasten.training.recipe import Recipe
 from hasten.training.recipes import DESCRIPTIONS, RECIPES
 
-# Of a recipe: how long it trains, and what comes of that; and what is left out so that a step has parts.
+# Fields of a recipe without effect here: its length, its results, and techniques that hide the parts of a step.
 NOT_PROFILED = (
     *(f"run.{name}" for name in ("steps", "epochs", "minutes", "validate_every", "validation_batches")),
     *(
@@ -29,14 +29,14 @@ NOT_PROFILED = (
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """How it is measured, and where the result is written.
+    """How to measure, and where to write the result.
 
     Args:
-        measured: Steps of each kind that are measured, and as many unobserved.
-        sort: The parts in their order (tree), or the leaves alone: that with most time above the machine's limit first
-            (gain), or with most time.
-        tensorboard: Write the times as TensorBoard scalars, too (needs the package tensorboard).
-        output: The folder that is written; by default runs/NAME/profile of a recipe, profile-USE here of a model.
+        measured: Measured steps of each kind; as many run without measuring.
+        sort: Show all parts in order (tree), or only the leaves: most time above the machine's limit first (gain), or
+            most time first.
+        tensorboard: Also write the times as TensorBoard scalars (needs the package tensorboard).
+        output: The folder to write; by default runs/NAME/profile for a recipe, profile-USE here for a model.
     """
 
     measured: int = 8
@@ -45,7 +45,7 @@ class ProfileOptions:
     output: Path | None = None
 
     def measure(self, subject: Any, folder: Path, **settings: Any) -> None:
-        """Measure, write, print; the kernels to standard output."""
+        """Measure, write the result, and print it with the kernels."""
         from hasten.profiling.profile import profile
         from hasten.profiling.show import show
 
@@ -57,14 +57,14 @@ class ProfileOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileTraining(ProfileOptions):
-    """Measure a recipe's training step; nothing is learned, and the run's folder keeps what it has."""
+    """Measure a recipe's training step; nothing is trained, and the run's folder is left as it is."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
 
     EFFECTS: ClassVar = dict.fromkeys(NOT_PROFILED, Reads(by="a profile, which takes --measured steps"))
 
     def facts(self) -> Facts:
-        """What conditions of options depend on beside other options."""
+        """Facts that conditions of options depend on."""
         return facts_of(self.recipe.run.device)
 
     def run(self) -> None:
@@ -76,8 +76,8 @@ class ProfileModel(ProfileOptions, LoadOptions):
     """Measure how a model reads prompts and appends tokens to them.
 
     Args:
-        batch: Prompts that are read and continued together.
-        prompt_tokens: Random tokens of each; fewer where the model has no room for an answer behind them.
+        batch: Prompts that are processed together.
+        prompt_tokens: Random tokens of each prompt; fewer if the model has no room for an answer.
     """
 
     batch: int = 1

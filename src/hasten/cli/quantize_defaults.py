@@ -1,4 +1,4 @@
-"""What `hasten quantize` takes where nothing is said, so that other programs read the folder it writes."""
+"""Defaults of `hasten quantize` that keep the folder readable for other programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def for_others(scheme: Scheme, model: Transformer, *, head: bool) -> tuple[Scheme, list[str]]:
-    """The scheme with defaults for this model, and a line for each that is not the usual one.
+    """The scheme with defaults for this model, and a line about each unusual one.
 
-    head: the lm_head's format was not given: one that is tied to the embedding stays as it is, since transformers and
-    vLLM read no quantized embedding.
+    head: whether the lm_head's format is left to us. If it is tied to the embedding it stays as it is, because
+    transformers and vLLM do not read quantized embeddings.
     """
     from hasten.quantization.schemes import Mixed
 
@@ -25,8 +25,8 @@ def for_others(scheme: Scheme, model: Transformer, *, head: bool) -> tuple[Schem
         weight = model.head.weight
         saved = weight.numel() * (weight.element_size() - 1) / 1e6
         notes.append(
-            "the lm_head stays as it is, one matrix with the embedding, so that transformers and vLLM read the folder; "
-            f"--lm-head int8 makes it {saved:,.0f} MB smaller, which each token need not read then, for hasten alone"
+            "the lm_head, one matrix with the embedding, is not quantized, so that transformers and vLLM can read the "
+            f"folder; --lm-head int8 makes it {saved:,.0f} MB smaller and faster, for hasten alone"
         )
         scheme = replace(scheme, lm_head="none")
     return scheme, notes

@@ -1,4 +1,4 @@
-"""`hasten quantize --format gguf`: a quantized folder that becomes a file, and what is checked before any work."""
+"""`hasten quantize --format gguf`: turn a quantized folder into a file, and check the options before any work."""
 
 import os
 import shutil
@@ -19,11 +19,11 @@ def place_of_gguf(
     dtype: str,
     option: str = "--output",
 ) -> Path:
-    """The folder that holds the model until its file is whole.
+    """The folder that holds the model until its file is complete.
 
-    source: the model's folder or file. others: options that name further files to write. dtype: of the command's
-    --dtype. option: what names the file. Raises ConfigError for a name that is none of a GGUF file, for a dtype that
-    the file cannot hold, and where something would be lost.
+    source: the model's folder or file. others: options that name further files to write. dtype: the command's --dtype.
+    option: the one that names the file. Raises ConfigError for a name without .gguf, for a dtype that the file cannot
+    hold, and if something would be overwritten.
     """
     if file.suffix != ".gguf" or file.is_dir():
         raise ConfigError(f"--format gguf writes a file: {option} names one that ends in .gguf; found {file}")
@@ -49,9 +49,9 @@ def place_of_gguf(
 
 
 def folder_to_gguf(folder: Path, file: Path) -> float:
-    """Write a folder as a file, and remove it; the file's bits per weight in all.
+    """Write a folder as a GGUF file and remove the folder; returns the bits per weight of the whole file.
 
-    Where that fails the folder stays, and the error names it.
+    If that fails the folder stays, and the error names it.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""`--tensor-parallel`: a command in several processes that hold one model together, of which the first one speaks."""
+"""`--tensor-parallel`: run a command in several processes that share one model; only the first one prints."""
 
 import os
 import signal
@@ -17,9 +17,9 @@ from hasten.machine.processor import available_cores
 
 
 def run(command: Any, arguments: list[str]) -> None:
-    """Run a command that was made of these arguments, in as many processes as it asks for.
+    """Run a parsed command in the number of processes that it asks for. arguments: those it was parsed from.
 
-    They are started here, by torchrun's agent; or this is one of those that torchrun has started.
+    The processes are started here, by torchrun's agent, or this is one of those that torchrun has started.
     """
     alone = not launched()
     if alone and hasattr(command, "check_inputs"):
@@ -27,7 +27,9 @@ def run(command: Any, arguments: list[str]) -> None:
     planned = isinstance(command, DeviceOptions) and command.devices == "auto"
     degree = command.tensor_parallel if isinstance(command, RankOptions) else None
     if degree is None and not alone and (size := os.environ["WORLD_SIZE"]) != "1":
-        raise ConfigError(f"torchrun has started {size} processes, and this command runs in one: leave torchrun away")
+        raise ConfigError(
+            f"torchrun has started {size} processes, but this command is single-process; run it without torchrun"
+        )
     if degree is not None and degree < 1:
         raise ConfigError(f"--tensor-parallel is {degree}; it must be at least 1")
     if planned or (degree is not None and (degree > 1 or not alone)):
@@ -49,10 +51,10 @@ def run(command: Any, arguments: list[str]) -> None:
         from hasten.machine import resolve_device
 
         source = open_checkpoint(command.model)
-        shares_of(source, degree)  # as many as there can be, before any is started
+        shares_of(source, degree)  # raises if the model cannot be split that way, before any process is started
         require_room(command, source, str(resolve_device(command.device)), ranks=degree)
         if command.device in ("auto", "cpu") and degree > (cores := available_cores().physical):
-            text = f"{degree} ranks on {cores} cores: a rank waits for others that wait for its core"
+            text = f"{degree} ranks on {cores} cores: ranks will wait for each other's cores"
             warnings.warn(text, HastenWarning, stacklevel=1)
         start(arguments, processes=degree, resumes=False)
         return
@@ -61,11 +63,11 @@ def run(command: Any, arguments: list[str]) -> None:
     with joined() as ranks:
         if hasattr(command, "check_inputs"):
             command.check_inputs()
-        if "-" in getattr(command, "prompt", ()):  # what the first one reads
+        if "-" in getattr(command, "prompt", ()):  # read by the first rank, sent to the others
             sys.stdin = StringIO(ranks.texts(sys.stdin.read() if ranks.first else "")[0])
         with tensor_parallel(ranks), ExitStack() as quiet:
             if not ranks.first:
-                for stop in (signal.SIGINT, signal.SIGTERM):  # they are for the first one, whose end is everybody's
+                for stop in (signal.SIGINT, signal.SIGTERM):  # handled by the first rank, whose end ends all
                     signal.signal(stop, signal.SIG_IGN)
                 command = replace(command, json=None) if hasattr(command, "json") else command
                 nowhere = quiet.enter_context(open(os.devnull, "w"))
@@ -75,6 +77,8 @@ def run(command: Any, arguments: list[str]) -> None:
 
 
 def _of_one_process(command: Any) -> list[str]:
-    """The options of a command that ranks cannot take, as written on the command line."""
+    """The options of a command that several ranks do not support, as written on the command line."""
     found = [f"--{name}" for name in ("pin", "compile", "tasks") if getattr(command, name, None)]
-    return found + ["--draft self:"] * str(getattr(command, "draft", "")).startswith("self:")
+    if str(getattr(command, "draft", "")).startswith("self:"):
+        found.append("--draft self:")
+    return found

@@ -1,4 +1,4 @@
-"""A command that loads a model is refused before it does where memory will not suffice, with what needs it."""
+"""Check that a model fits into memory before it is loaded; the error lists what needs the memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hasten.planning.memory import LARGEST_PREFILL, PROCESS_BYTES, InferenceUse,
 if TYPE_CHECKING:
     from hasten.checkpoints.source import ModelSource
 
-PROMPT = 512  # tokens that are counted on where nobody knows the prompt
+PROMPT = 512  # tokens assumed for an unknown prompt
 
 
 def require_room(command: Any, source: ModelSource, device: str, *, ranks: int = 1) -> None:
-    """Raise ResourceError, with the parts, where the model of a command (LoadOptions) and its cache do not fit.
+    """Raise ResourceError, with a list of parts, if the model of a command (LoadOptions) and its cache do not fit.
 
-    ranks: processes that hold the model together; on a CPU they share its memory.
+    ranks: processes that share the model; on a CPU they share its memory too.
     """
     free = available_memory(device)
     if device == "cpu" and ranks > 1:
@@ -30,11 +30,10 @@ def require_room(command: Any, source: ModelSource, device: str, *, ranks: int =
     if memory.peak <= free:
         return
     tries = {"leave --dtype out": {"dtype": "auto"}} if command.dtype != "auto" else {}
-    for name in ("int8", "int4") if command.quantize == "none" and source.quantized is None else ():
-        tries[f"give --quantize {name}{' without --dtype' * (command.dtype != 'auto')}"] = {
-            "dtype": "auto",
-            "quantize": name,
-        }
+    if command.quantize == "none" and source.quantized is None:
+        without = "" if command.dtype == "auto" else " without --dtype"
+        for name in ("int8", "int4"):
+            tries[f"give --quantize {name}{without}"] = {"dtype": "auto", "quantize": name}
     smaller = (a for a, changes in tries.items() if _needed(command, source, device, ranks, **changes).peak <= free)
     remedy = next(smaller, "take a smaller or a quantized model, or a machine with more memory")
     what = f"running {command.model}" if ranks == 1 else f"each of {ranks} ranks of {command.model}"
@@ -42,7 +41,7 @@ def require_room(command: Any, source: ModelSource, device: str, *, ranks: int =
 
 
 def _needed(command: Any, source: ModelSource, device: str, ranks: int, **changes: str) -> Memory:
-    """The command's memory, and on a CPU that of a tokenizer which has not been read yet."""
+    """The command's memory; on a CPU with that of a tokenizer that has not been read yet."""
     memory = inference_memory(source.config, replace(use_of(command, source, device, **changes), degree=ranks))
     if device != "cpu" or "tokenizer" in vars(source):
         return memory
@@ -52,10 +51,10 @@ def _needed(command: Any, source: ModelSource, device: str, ranks: int, **change
 def use_of(
     command: Any, source: ModelSource, device: str, *, quantize: str | None = None, dtype: str | None = None
 ) -> InferenceUse:
-    """What a command does with a model. A server's cache is what is left, so that of one sequence is counted.
+    """What a command does with a model. A server's cache takes the remaining memory, so one sequence is counted.
 
-    quantize, dtype: instead of what the command says. Weights in their own dtype are mapped, and make room as they are
-    rounded; those that are converted stay until all of them are.
+    quantize, dtype: override the command's. Weights in their own dtype are mapped, and freed as they are rounded;
+    converted ones stay until all are rounded.
     """
     from hasten.checkpoints.load import own_dtype
     from hasten.engine.cache import row_format
@@ -69,7 +68,8 @@ def use_of(
     if quantize != "none":
         from hasten.bench.plan import weight_bytes
 
-        weights = weight_bytes(source.config, quantize) + weights * (kept != own)
+        converted = 0 if kept == own else weights
+        weights = weight_bytes(source.config, quantize) + converted
     texts = [len(text.encode()) // 4 for text in getattr(command, "prompt", ()) if text != "-"]
     prompt = max([len(getattr(command, "prompt_ids", ())), *texts], default=0) or PROMPT
     new, batch = getattr(command, "max_new_tokens", 1), max(1, len(texts))

@@ -1,4 +1,4 @@
-"""`hasten serve`: an OpenAI-compatible server."""
+"""`hasten serve`: run an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
     """Serve a model over HTTP, as OpenAI's API does. SIGTERM or Ctrl-C drains; a second one ends at once."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; the default is reached from this machine only, 0.0.0.0 from everywhere."""
+    """Address to listen on: the default for this machine only, 0.0.0.0 for every interface."""
     port: int = 8000
-    """0 takes a free one."""
+    """Port to listen on; 0 takes a free one."""
     api_key: tuple[str, ...] = ()
-    """Keys, any of which a client must give; also read from HASTEN_API_KEY, which no list of processes shows."""
+    """Keys, one of which a client must give; also read from HASTEN_API_KEY, which process lists do not show."""
     allowed_host: Annotated[
         tuple[str, ...], Holds("checks_hosts", "with an API key, or on an address that is not loopback")
     ] = ()
-    """Further names that the Host header may carry; "*" allows all. Checked only without keys and on loopback."""
+    """Further names allowed in the Host header; "*" allows all. Checked only without keys and on loopback."""
     served_model_name: str | None = None
-    """The name that requests give; by default the hub id, or the name of the folder or file."""
+    """The model's name in requests; by default the hub id, or the name of the folder or file."""
     adapter: tuple[str, ...] = ()
     """LoRA adapters as NAME=FOLDER, several at once: requests choose one by its name in `model`."""
     chat_template: Path | None = None
-    """A file with a chat template (Jinja), where the folder has none or another is wanted."""
+    """A file with a chat template (Jinja), instead of the folder's own."""
     chat_template_kwargs: str | None = None
-    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'; a request's own win."""
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}'; requests override them."""
     fleet: tyro.conf.OmitArgPrefixes[ReplicaSettings] = field(default_factory=ReplicaSettings)
     server: tyro.conf.OmitArgPrefixes[ServerSettings] = field(default_factory=ServerSettings)
     max_body_mib: float = 4.0
     """Largest request body in MiB."""
     log: Literal["debug", "info", "warning", "error"] = "info"
-    """JSON lines on standard error: info has one for each request."""
+    """Level of the log, JSON lines on standard error: info has one for each request."""
 
     EFFECTS: ClassVar = {
         **dict.fromkeys(("max_replicas", "ray_address", "restart_seconds"), Needs("replicas")),
@@ -66,7 +66,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
 
     @property
     def checks_hosts(self) -> bool:
-        """Whether the Host header is checked: of a server without keys that only this machine reaches."""
+        """Whether the Host header is checked: without keys and on loopback."""
         from hasten.server.server import is_loopback
 
         return not (self.api_key or os.environ.get("HASTEN_API_KEY")) and is_loopback(self.host)
@@ -79,7 +79,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
             raise ConfigError("--replicas and --devices auto do not go together: the plan says how many, or you do")
 
     def check_inputs(self) -> None:
-        """What can be refused before anything is measured, started or loaded."""
+        """Check the options before anything is measured, started or loaded."""
         from hasten.checkpoints.adapter_files import adapter_config
         from hasten.server import require_packages
 
@@ -106,7 +106,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         if group is not None and group.rank:
             self._follow()
             return
-        sock = bind(self.host, self.port)  # before the model: a port that is taken is told at once
+        sock = bind(self.host, self.port)  # before the model is loaded: a taken port is reported at once
         try:
             self._warn_of_strangers(settings)
             app = self._replicated(settings) if self.fleet.replicas else self._app(self.load(), settings)
@@ -124,7 +124,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         print("drained and closed", file=sys.stderr)
 
     def _follow(self) -> None:
-        """As a rank that is not the first: compute what that one serves, until it has drained."""
+        """Run as a rank other than the first: compute what that one serves, until it has drained."""
         from hasten.engine.following import follow
         from hasten.model.sharded import ShardedTransformer
 
@@ -133,11 +133,11 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         follow(model, self.engine, adapters=self.adapters(), **self.drafting(model))
 
     def name(self) -> str:
-        """The name under which the model is served: never a path."""
+        """The name under which the model is served, never a path."""
         return self.served_model_name or (Path(self.model).resolve().name if Path(self.model).exists() else self.model)
 
     def adapters(self) -> dict[str, Path]:
-        """The folders of --adapter by their names. Raises ConfigError for a name that is none, or is given twice."""
+        """The folders of --adapter by their names. Raises ConfigError for an invalid name, or one given twice."""
         found: dict[str, Path] = {}
         for text in self.adapter:
             name, _, folder = text.partition("=")
@@ -161,7 +161,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         return make_app(Service(engine, model_name=self.name(), settings=settings))
 
     def _replicated(self, settings: ServerSettings) -> FastAPI:
-        """The same in front of replicas, which load the model by themselves."""
+        """Build the app in front of replicas, which load the model themselves."""
         import signal
         import threading
 
@@ -171,7 +171,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         from hasten.server.logs import configure_logs
         from hasten.server.service import Service
 
-        checkpoint = open_checkpoint(self.model)  # what is wrong with a folder is told before anything is started
+        checkpoint = open_checkpoint(self.model)  # errors of the folder are raised before anything is started
         tokenizer = self._tokenizer(checkpoint)
         configure_logs(self.log)
         one, gpus = self._one_replica(), float(self.device.startswith("cuda"))
@@ -193,7 +193,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         return make_app(Service(engine, model_name=self.name(), settings=settings))
 
     def _one_replica(self) -> Serve:
-        """The command as a replica runs it: files by their whole paths, its share of the cores and the memory."""
+        """The command that a replica runs: absolute paths, its share of the cores and the memory."""
         from hasten.machine.processor import available_cores
 
         threads, engine = self.threads, self.engine
@@ -219,12 +219,12 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         )
 
     def replica_engine(self, secret: bytes) -> AsyncEngine:
-        """As a replica: what answers. secret: of the keys by which all of them know their blocks."""
+        """Start the engine of a replica. secret: the key of all replicas' block hashes."""
         model = self.load()
         return self.start_engine(model, self._tokenizer(model), adapters=self.adapters(), secret=secret)
 
     def _tokenizer(self, model: Transformer | ModelSource) -> Tokenizer | None:
-        """The model's, with the chat template that was asked for."""
+        """The model's tokenizer, with the chat template of --chat-template."""
         tokenizer, path = model.tokenizer, self.chat_template
         if path is not None:
             if tokenizer is None:
@@ -245,8 +245,8 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
 
         if not settings.api_keys and not is_loopback(self.host):
             warnings.warn(
-                f"whoever reaches {self.host} may use this server: it listens beyond this machine and has no --api-key "
-                "(or HASTEN_API_KEY)",
+                f"anybody who reaches {self.host} may use this server: it listens beyond this machine and has no "
+                "--api-key (or HASTEN_API_KEY)",
                 HastenWarning,
                 stacklevel=2,
             )
@@ -265,7 +265,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         keys = self.api_key
         if (key := os.environ.get("HASTEN_API_KEY")) is not None:
             keys = (*keys, key)
-        if not all(keys):  # a variable that was not set, as likely as not: never a server that is open to all
+        if not all(keys):  # probably a variable that was not set: never serve without a key then
             raise ConfigError("an API key is empty (--api-key, or HASTEN_API_KEY); leave it out to serve without keys")
         if not 0 < self.max_body_mib < math.inf:
             raise ConfigError(f"--max-body-mib is {self.max_body_mib}; it must be above 0 and finite")

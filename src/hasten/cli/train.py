@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from hasten.cli.options import JsonOption
-from hasten.cli.parsing import together
-from hasten.cli.train_help import first_screen
+from hasten.cli.parsing import merge_repeated
+from hasten.cli.train_help import first_screen, recipes_screen
 from hasten.distributed import launched
 from hasten.effects import Facts, Needs, Unless, facts_of, given_options, refuse_ignored
 from hasten.training.recipe import Recipe
@@ -68,11 +68,12 @@ class Train(JsonOption):
     @staticmethod
     def main(argv: list[str]) -> None:
         """Parse the arguments after `hasten train` and run; a recipe's --help is one screen, --help-all everything."""
-        if argv and argv[0] in RECIPES and {"-h", "--help"} & set(argv):
-            print(first_screen(RECIPES[argv[0]]))
+        if {"-h", "--help"} & set(argv):
+            recipe = next((RECIPES[word] for word in argv[:1] if word in RECIPES), None)
+            print(recipes_screen() if recipe is None else first_screen(recipe))
             return
         argv = ["--help" if argument == "--help-all" else argument for argument in argv]
-        argv = together(argv, Recipe)
+        argv = merge_repeated(argv, Recipe)
         command: Train = tyro.cli(
             command_type(),
             prog="hasten train",

@@ -1,4 +1,4 @@
-"""The first screen of `hasten train RECIPE --help`: what people use, with this recipe's values; the rest by name."""
+"""`hasten train --help` lists the recipes; `hasten train RECIPE --help` is what people use, with its values."""
 
 import dataclasses
 import textwrap
@@ -22,11 +22,18 @@ COMMANDS_OWN = {"--resume": "auto"}
 WIDTH = 80
 
 
+def recipes_screen() -> str:
+    """The help of the command without a recipe: what there is to choose from."""
+    lines = ["usage: hasten train RECIPE [--option value ...]      (RECIPE --help for its options)", ""]
+    lines += ["Pretrain a language model, or go on training one (--init). The recipes:", ""]
+    return "\n".join([*lines, *(f"  {name:<18}{text}" for name, text in DESCRIPTIONS.items())])
+
+
 def first_screen(recipe: Recipe) -> str:
     """The help of a recipe in one screen of 80 columns; `--help-all` explains every field."""
     values = flat(recipe)
     lines = [f"usage: hasten train {recipe.name} [--option value ...]"]
-    lines += [*textwrap.wrap(DESCRIPTIONS[recipe.name], WIDTH), ""]
+    lines += ["", *textwrap.wrap(DESCRIPTIONS[recipe.name], WIDTH), ""]
     for flag, (field, text) in USUAL.items():
         value = COMMANDS_OWN[flag] if field is None else values[field]
         lines.append(f"  {flag + ' ' + ('-' if value is None else str(value)):<33} {text}")

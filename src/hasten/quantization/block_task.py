@@ -1,7 +1,7 @@
-"""One block at work: the layers to quantize, what they are given, and what has been placed so far."""
+"""One block during calibration: the layers to quantize, their inputs, and the layers quantized so far."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,24 +17,24 @@ from hasten.quantization.walk import Call, shared_copy
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """The quantized layers of a block, by their names in the model, and a report of each."""
+    """The quantized layers of a block by their names in the model, with a report of each."""
 
     weights: dict[str, QuantizedWeight]
     reports: list[LayerReport]
 
     def to(self, device: torch.device) -> "BlockResult":
-        """The same on another device."""
+        """The same result on another device."""
         weights = {name: weight.map(lambda tensor: tensor.to(device)) for name, weight in self.weights.items()}
         return BlockResult(weights, self.reports)
 
 
 @dataclass(slots=True)
 class BlockTask:
-    """One block at work: `block` is a copy in which layers are replaced as they are done, `before` the block as it was.
+    """One block during calibration: `block` is a copy whose layers are replaced one by one, `before` the original.
 
-    layers: by their names in the block. calls run a block on the quantized blocks' outputs, a few samples each;
-    calls_before on those of the model before (GPTAQ alone needs them; else None). prefix: the block's name in the
-    model; empty for the head.
+    layers: formats by the layers' names in the block. calls run a block on the outputs of the quantized blocks before
+    it, a few samples each; calls_before on those of the original blocks (needed by GPTAQ; else None). prefix: the
+    block's name in the model; empty for the head.
     """
 
     block: nn.Module
@@ -55,35 +55,42 @@ class BlockTask:
         return linear.weight.detach()
 
     def nearest(self, name: str) -> QuantizedWeight:
-        """The layer rounded to nearest."""
+        """Round a layer to nearest."""
         return round_weight(self.weight(name), self.layers[name].weight, search=self.search)
 
     def grid(self, name: str) -> Grid:
-        """The integers of a layer's format."""
+        """The rounding grid of a layer's format."""
         return Grid(self.layers[name].weight, self.search)
 
-    def place(self, name: str, weight: QuantizedWeight, **report: Any) -> None:
-        """Replace a layer by its quantized form, as it will be served: rounding activations, where its format does.
-
-        report: what only the method can say of it, `output_error`, `nearest_output_error` and `note`.
-        """
+    def place(
+        self,
+        name: str,
+        weight: QuantizedWeight,
+        *,
+        output_error: float | None = None,
+        nearest_output_error: float | None = None,
+        note: str = "",
+    ) -> None:
+        """Replace a layer by its quantized form, which rounds activations if its format does, and report it."""
         layer = self.layers[name]
         linear = self.before.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         self.block.set_submodule(name, served(weight, linear, linear.bias, layer, self.dtype))
         self.weights[name] = weight
-        self.reports.append(compare(self.prefix + name, linear.weight, weight, layer, **report))
+        report = compare(self.prefix + name, linear.weight, weight, layer)
+        report = replace(report, output_error=output_error, nearest_output_error=nearest_output_error, note=note)
+        self.reports.append(report)
 
     def result(self) -> BlockResult:
-        """What has become of the block."""
+        """The quantized layers, and their reports."""
         return BlockResult({self.prefix + name: weight for name, weight in self.weights.items()}, self.reports)
 
 
 def served(weight: QuantizedWeight, old: Any, bias: Tensor | None, layer: LayerFormat, dtype: torch.dtype) -> nn.Module:
-    """A layer of a quantized weight as it is run: packed for its kernel, or plain where no kernel takes the format."""
+    """Build the layer of a quantized weight: packed for its kernel, or plain if no kernel supports the format."""
     if weight.format.bits in KERNEL_BITS:
         if (held := held_format(weight.format)) not in (None, weight.format):
-            weight = regrouped(weight, held)  # one scale a row, in groups that kernels know
+            weight = regrouped(weight, held)  # one scale a row, repeated for groups that kernels support
         if isinstance(old, nn.Embedding):
             return PackedEmbedding.from_weight(weight, dtype=dtype)
         return PackedLinear.from_weight(weight, bias, activations=layer.activations, dtype=dtype)

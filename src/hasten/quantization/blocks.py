@@ -1,7 +1,7 @@
-"""Work cut into pieces that do not depend on the number of threads, one thread a piece: so the bits do not either.
+"""Work split into pieces of one thread each, whatever the number of threads, so that results are bit-identical.
 
-On a GPU the caller's thread starts one piece after the other. There further threads would only wait for each other, and
-cost memory: cuBLAS has a workspace of 32 MB for each.
+On a GPU the calling thread starts one piece after the other: more threads would wait for each other there, and each
+would cost 32 MB of workspace in cuBLAS.
 """
 
 import math
@@ -16,21 +16,21 @@ from torch import Tensor
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Elements of a block of rows, of which a thread holds about four copies in float32. Smaller ones spend their time on
-# calls, larger ones leave the caches.
+# Elements of a block of rows. A thread holds about four float32 copies of it: smaller blocks spend their time in calls,
+# larger ones do not fit into the caches.
 BLOCK_ELEMENTS = 1 << 18
 TILE = 512  # rows of a product that one thread computes at a time
-GPU_STEPS = 4  # a piece on a GPU is this many times a CPU's: there a call costs more than its work
+GPU_STEPS = 4  # pieces are this many times larger on a GPU, where a call costs more than its work
 CPU = torch.device("cpu")
 
 
 def each_block(matrix: Tensor, work: Callable[[slice], Result]) -> list[Result]:
-    """What `work` returns for slices of a matrix's rows: float32 copies are small whatever the matrix is."""
+    """Call `work` with slices of a matrix's rows, so that float32 copies are small; returns its results."""
     return each_slice(matrix, max(1, BLOCK_ELEMENTS // matrix.shape[1]), work)
 
 
 def each_slice(matrix: Tensor, step: int, work: Callable[[slice], Result]) -> list[Result]:
-    """What `work` returns for slices of `step` rows (on a GPU: more) that cover a matrix, where the matrix is."""
+    """Call `work` with slices of `step` rows (more on a GPU) that cover a matrix; returns its results."""
     size = len(matrix)
     step *= 1 if matrix.device.type == "cpu" else GPU_STEPS
     slices = [slice(start, min(start + step, size)) for start in range(0, size, step)]
@@ -38,15 +38,15 @@ def each_slice(matrix: Tensor, step: int, work: Callable[[slice], Result]) -> li
 
 
 def at_once(device: torch.device) -> int:
-    """The pieces at work at a time: one on each thread, and one on a GPU."""
+    """Number of pieces computed at the same time: one a thread, or one on a GPU."""
     return torch.get_num_threads() if device.type == "cpu" else 1
 
 
 def in_order(items: Sequence[Item], work: Callable[[Item], Result], *, device: torch.device = CPU) -> Iterator[Result]:
-    """What `work` returns for each item, in their order and without gradients: on a CPU as many at a time as threads.
+    """Yield `work(item)` for each item in order, without gradients; a CPU computes one item on each thread.
 
-    Each thread takes items of its own: sums that several threads share have other bits for each number of them. (Short
-    steps are not worth sharing anyway: measured, five times slower with two threads on a busy machine.)
+    An item is one thread's, because sums that threads share depend on their number. (Short steps are not worth sharing
+    either: measured, five times slower with two threads on a busy machine.)
     """
     if device.type != "cpu":
         for item in items:
@@ -55,7 +55,7 @@ def in_order(items: Sequence[Item], work: Callable[[Item], Result], *, device: t
             yield result
         return
     threads = torch.get_num_threads()
-    inference = torch.is_inference_mode_enabled()  # a mode of the thread, as the number of threads is
+    inference = torch.is_inference_mode_enabled()  # like the number of threads, a setting of the thread
 
     def alone(item: Item) -> Result:
         torch.set_num_threads(1)
@@ -64,7 +64,7 @@ def in_order(items: Sequence[Item], work: Callable[[Item], Result], *, device: t
 
     try:
         lanes = min(threads, len(items))
-        # Torch sets a new thread's count at its first step, unless it was asked for before.
+        # torch sets a new thread's count at its first operation, unless it was read before.
         with ThreadPoolExecutor(max(1, lanes), initializer=torch.get_num_threads) as pool:
             waiting: deque[Future[Result]] = deque()
             for item in items:
@@ -78,7 +78,7 @@ def in_order(items: Sequence[Item], work: Callable[[Item], Result], *, device: t
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total (K, K) += aᵀ·b of a and b (T, K); where they are the same, only the lower half (and a little more)."""
+    """Add aᵀ·b to total (K, K), for a and b (T, K); if they are one tensor, to the lower half and the diagonal."""
     symmetric = a is b
 
     def work(rows: slice) -> None:
@@ -89,7 +89,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def on_one_thread(work: Callable[[], Result]) -> Result:
-    """What `work` returns, computed by one thread: some of torch's factorisations differ between one and several."""
+    """Call `work` on one thread: the bits of some factorisations of torch depend on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -99,6 +99,6 @@ def on_one_thread(work: Callable[[], Result]) -> Result:
 
 
 def root_of_shares(sums: Sequence[tuple[float, float]]) -> float:
-    """√(Σ wrong / Σ whole) of sums of squares (wrong, whole), each of a slice; 0 where there is nothing."""
+    """√(Σ wrong / Σ whole), from the sums of squares (wrong, whole) of slices; 0 if all are zero."""
     wrong, whole = (math.fsum(column) for column in zip(*sums, strict=True))
     return math.sqrt(wrong / whole) if whole else 0.0

@@ -1,4 +1,4 @@
-"""Calibration text: the tokens on which a method looks at what a layer is given."""
+"""Calibration samples: tokens of a text, on which a method observes the inputs of each layer."""
 
 from collections.abc import Iterable
 
@@ -9,17 +9,16 @@ from hasten.checks import LARGEST_SEED, whole
 from hasten.errors import ConfigError
 from hasten.text.tokenizer import Tokenizer
 
-SPREAD = 4  # so many times the wanted tokens are read, for the samples to be drawn from
+SPREAD = 4  # the samples are drawn from this many times their number of tokens
 
 
 def calibration_tokens(
     tokenizer: Tokenizer, documents: Iterable[str], *, samples: int = 128, length: int = 512, seed: int = 0
 ) -> Tensor:
-    """Samples of a text: int64 (samples, length), fewer where the text is shorter; the same for the same seed.
+    """Draw samples from a text: int64 (samples, length), fewer if the text is shorter; reproducible by the seed.
 
-    Documents are taken in an order drawn by the seed, one after the other, and cut into pieces of `length`; which
-    pieces, is drawn too. Each begins with the tokens that the tokenizer puts before every text. Raises ConfigError for
-    a text shorter than one sample.
+    Documents are joined in random order and cut into pieces of `length`, from which the samples are drawn. Each begins
+    with the tokens that the tokenizer puts before every text. Raises ConfigError for a text shorter than one sample.
     """
     samples, length = whole("calibration samples", samples), whole("calibration length", length, low=2)
     generator = torch.Generator().manual_seed(whole("the calibration seed", seed, low=0, high=LARGEST_SEED))
@@ -45,7 +44,7 @@ def calibration_tokens(
 
 
 def check_calibration(tokens: Tensor | None, vocab_size: int, positions: int) -> Tensor:
-    """The tokens; ConfigError where there are none, or they are not samples (S, L) that the model takes."""
+    """Return the tokens (S, L). Raises ConfigError if there are none, or the model cannot take them as samples."""
     if tokens is None:
         raise ConfigError("this method looks at calibration text; give calibration= (tokens), or --calibration TEXT")
     if not isinstance(tokens, Tensor):

@@ -1,4 +1,4 @@
-"""The memory that GPTQ takes, predicted before it starts."""
+"""Prediction of GPTQ's memory."""
 
 import torch
 from torch import Tensor
@@ -20,10 +20,9 @@ def predicted_bytes(
     device: torch.device | None = None,
     spill: bool = False,
 ) -> int:
-    """Bytes beside the checkpoint; where blocks move to another device than the model's, all bytes there.
+    """Bytes beside the checkpoint; if blocks are computed on another device than the model's, all bytes there.
 
-    GPTQ has three matrices as large as a sum over the samples and a quarter of one at work, GPTAQ five, and what the
-    experts of a block are given.
+    GPTQ holds 3.25 matrices of a layer's squared width, GPTAQ five, and the inputs of a block's experts.
     """
     device = device or model.device
     moved, size = device != model.device, computing_dtype(model, device).itemsize

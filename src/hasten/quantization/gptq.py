@@ -1,8 +1,8 @@
-"""GPTQ (arXiv 2210.17323): the columns of a weight are rounded one after the other, each error spread over the rest.
+"""GPTQ (arXiv 2210.17323): round the columns of a weight one after the other, and spread each error over the rest.
 
 For a layer's inputs X (tokens, K) it looks for integers whose weight Q has the least |X·(W - Q)ᵀ|², which depends on X
-through H = XᵀX alone. With U upper triangular and H⁻¹ = UᵀU, the error e = (w - q)/U[i, i] of column i is best made up
-for by taking e·U[i, j] off every column j to come. What then remains of it is |e|²: so the scale of a group is the one
+through H = XᵀX alone. With U upper triangular and H⁻¹ = UᵀU, the error e = (w - q)/U[i, i] of column i is compensated
+best by subtracting e·U[i, j] from every later column j. What remains of it is |e|²: so the scale of a group is the one
 with the least Σ ((w - q)/U[i, i])² over its columns.
 """
 
@@ -26,23 +26,23 @@ from hasten.quantization.walk import Call, inputs_of, inputs_of_each, rows_calls
 
 Order = Literal["columns", "activation", "groups"]
 
-COLUMNS = 128  # whose errors are gathered before they are spread over the columns behind them
-ROWS = 1024  # of a weight that one thread rounds; rows know nothing of each other
-LEAST_ROWS = 128  # that an expert must have seen
-ERROR_ROWS = 512  # of a weight whose outputs are compared for the report
-ATTEMPTS = 8  # at a factorisation, each with ten times the damping
+COLUMNS = 128  # columns whose errors are gathered before they are spread over the columns after them
+ROWS = 1024  # rows of a weight that one thread rounds; rows are independent
+LEAST_ROWS = 128  # tokens that an expert must have seen to be calibrated
+ERROR_ROWS = 512  # outputs of a weight that are compared for the report
+ATTEMPTS = 8  # at a factorisation, with ten times the damping each time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTQ:
     """Settings of the method.
 
-    order: which column comes first. "columns": as they stand. "activation": those with the largest inputs.
-    "groups": the groups with the largest inputs, and inside each its columns likewise (a group stays together, so its
-    scale is chosen when all earlier errors are known). No order changes what is stored.
-    damping: added to the diagonal of H, as a share of its mean; ten times more as long as it cannot be factorised.
-    gptaq: the target is what the layer gave in the model before quantization, and not what its quantized inputs
-    give with the exact weight (GPTAQ, arXiv 2504.02692). It takes a second copy of the samples.
+    order: the order in which columns are rounded. "columns": as stored. "activation": largest inputs first. "groups":
+    the groups with the largest inputs first, and their columns likewise (a group stays together, so that its scale is
+    chosen when all earlier errors are known). What is stored does not depend on it.
+    damping: added to the diagonal of H, as a share of its mean; ten times more until H can be factorised.
+    gptaq: aim at the layer's output in the original model instead of the exact weight's output for the quantized
+    inputs (GPTAQ, arXiv 2504.02692). It takes a second copy of the samples.
     """
 
     order: Order = "groups"
@@ -56,7 +56,7 @@ class GPTQ:
             raise ConfigError(f"damping must be from 0 to 1; found {self.damping!r}")
 
     def quantize_block(self, task: BlockTask) -> None:
-        """Stage by stage: the layers that see one input share its statistics; experts come last, each by itself."""
+        """Quantize a block: layers with the same input share its statistics; experts come last, one by one."""
         experts: dict[str, list[str]] = {}
         plain: list[str] = []
         for name in task.layers:
@@ -68,7 +68,7 @@ class GPTQ:
             parts = rows.pop(prefix)
             seen = sum(len(part) for part in parts)
             if seen >= LEAST_ROWS:
-                # Before quantization other tokens came here: there is no drift to take off.
+                # In the original model other tokens came here: there is no drift to correct.
                 self._stages(task, f"{prefix}.", names, rows_calls(parts), None)
                 continue
             for name in names:
@@ -82,7 +82,7 @@ class GPTQ:
         calls: Sequence[Call],
         calls_before: Sequence[Call] | None,
     ) -> None:
-        """Quantize layers of a block, or of its submodule `prefix`, which the calls run."""
+        """Quantize layers of a block, or of its submodule `prefix`. calls: run that module."""
         module, before = (whole.get_submodule(prefix.rstrip(".")) for whole in (task.block, task.before))
         own = [name.removeprefix(prefix) for name in names]
         for stage in stages(module, own, calls[0]):
@@ -92,7 +92,7 @@ class GPTQ:
             for x, x_before in zip(inputs_of(module, stage[0], calls), exact, strict=True):
                 inputs.add(x, x_before)
             inputs.finish()
-            return_freed_memory()  # of the samples' activations, before matrices follow
+            return_freed_memory()  # of the samples' activations, before matrices are allocated
             solvers: dict[int, Solver] = {}
             for name in (prefix + one for one in stage):
                 grid = task.grid(name)
@@ -105,7 +105,7 @@ class GPTQ:
 
 
 class InputStatistics:
-    """H = XᵀX of a layer's inputs X, and (X_before - X)ᵀX where the inputs before quantization are given too."""
+    """H = XᵀX of a layer's inputs X, and (X_before - X)ᵀX if the inputs before quantization are given too."""
 
     def __init__(
         self,
@@ -119,14 +119,14 @@ class InputStatistics:
         self.drift = torch.zeros_like(self.gram) if drift else None
 
     def add(self, x: Tensor, before: Tensor | None = None) -> None:
-        """Inputs (T, K); summed in an order that depends on nothing else."""
+        """Add inputs (T, K), in the order of the calls."""
         wide = x.to(self.gram.dtype)
         add_product(self.gram, wide, wide)
         if self.drift is not None and before is not None:
             add_product(self.drift, before.to(wide.dtype) - wide, wide)
 
     def finish(self) -> None:
-        """Fill the upper half. Call it once, when all inputs are in."""
+        """Fill the upper half; call it once, after all inputs."""
         for start in range(0, len(self.gram), TILE):
             stop = start + TILE
             own = self.gram[start:stop, start:stop].tril()
@@ -135,19 +135,19 @@ class InputStatistics:
 
 
 class Solver:
-    """What depends on the inputs alone, shared by the weights that see them: order, damping and U, (K, K)."""
+    """Everything that depends on the inputs alone, shared by the weights that see them: order, damping and U (K, K)."""
 
     def __init__(self, inputs: InputStatistics, settings: GPTQ, group_size: int) -> None:
         gram = inputs.gram
         diagonal = gram.diagonal().clone()
-        if not torch.isfinite(diagonal).all():  # which sees every input
+        if not torch.isfinite(diagonal).all():  # the diagonal sees every input
             raise ConfigError(
                 "the calibration samples give NaN or infinite inputs; this checkpoint cannot be calibrated"
             )
-        self.dead = diagonal == 0  # inputs that never occur: nothing can be said of their columns, which become 0
+        self.dead = diagonal == 0  # inputs that are always 0: their columns have no effect, and become 0
         self.group_size = group_size or len(gram)
         self.order = column_order(diagonal, settings.order, self.group_size)
-        # From back to front: then H's factor, and its inverse, are the other way round what is wanted (see below).
+        # In reverse order, so that the flipped inverse of H's factor is U (see below).
         back = self.order.flip(0)
         mean = float(on_one_thread(torch.where(self.dead, 1, diagonal).mean))
         self.damping = settings.damping
@@ -164,7 +164,7 @@ class Solver:
         inverse = torch.zeros_like(factor)
         on_one_thread(partial(_invert_lower, factor, inverse))
         del factor
-        # H = R·Rᵀ with R upper triangular; U = R⁻¹. Row j: what column j takes of the errors of those before it.
+        # H = R·Rᵀ with R upper triangular; U = R⁻¹. Row j: the factors of earlier columns' errors in column j.
         inverse = inverse.flip(0, 1)
         self.lower = inverse.T.contiguous()
         self.drift = None if inputs.drift is None else inputs.drift[self.order][:, self.order]
@@ -177,10 +177,10 @@ class Solver:
         return rounded
 
     def _rows(self, weight: Tensor, grid: Grid, rounded: QuantizedWeight) -> None:
-        """Round some rows. Columns lie one after the other here: (K, R)."""
+        """Round some rows. Computed transposed, (K, R), so that columns are contiguous."""
         w = weight.to(self.lower.dtype)
         w = torch.where(self.dead, 0, w)[:, self.order]
-        if self.drift is not None:  # the unrounded best: W·(XX̃ᵀ)·(X̃X̃ᵀ)⁻¹, with X - X̃ the drift
+        if self.drift is not None:  # the best unrounded weight: W·(XX̃ᵀ)·(X̃X̃ᵀ)⁻¹, with X - X̃ the drift
             w = w + w @ self.drift @ self.lower @ self.lower.T
         w = w.T.contiguous()
         places = self.order.tolist()
@@ -205,7 +205,7 @@ class Solver:
     def _choose(
         self, now: Tensor, columns: Tensor, grid: Grid, rounded: QuantizedWeight, group: int
     ) -> tuple[Tensor, Tensor | float]:
-        """Fix the scale (R) and the zero of a group. now (group, R): its columns as earlier errors left them."""
+        """Choose the scale (R) and the zero of a group. now (group, R): its columns with earlier errors."""
         remaining = 1 / self.lower.diagonal()[columns]
         scale, zero = grid.choose(now.T.unsqueeze(1).float(), remaining.float().unsqueeze(0))
         rounded.scales[:, group] = scale.flatten().to(rounded.scales.dtype)
@@ -217,7 +217,7 @@ class Solver:
 
 
 def column_order(diagonal: Tensor, order: Order, group_size: int) -> Tensor:
-    """The columns in the order in which they are rounded, int64 (K,). diagonal: of H, (K,)."""
+    """The order in which columns are rounded, int64 (K,). diagonal: that of H, (K,)."""
     if order == "columns":
         return torch.arange(len(diagonal), device=diagonal.device)
     by_size = torch.argsort(diagonal, descending=True, stable=True)
@@ -229,14 +229,14 @@ def column_order(diagonal: Tensor, order: Order, group_size: int) -> Tensor:
 
 
 def _factor(gram: Tensor) -> Tensor | None:
-    """L, lower triangular with L·Lᵀ = H; None where rounding has left H not positive definite."""
+    """L, lower triangular with L·Lᵀ = H; None if H is not positive definite, by rounding."""
     factor, info = on_one_thread(lambda: torch.linalg.cholesky_ex(gram))
-    # The diagonal sees every row: no second matrix to look at all.
+    # NaN reaches the diagonal from every row, so the rest need not be checked.
     return None if bool(info) or not bool(torch.isfinite(factor.diagonal()).all()) else factor
 
 
 def _invert_lower(matrix: Tensor, inverse: Tensor) -> None:
-    """Write the inverse of a lower triangular matrix, by quarters: half the time of solving for the identity."""
+    """Write the inverse of a lower triangular matrix by quarters, in half the time of solving for the identity."""
     half = len(matrix) // 2
     if half < 128:
         identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
@@ -250,9 +250,9 @@ def _invert_lower(matrix: Tensor, inverse: Tensor) -> None:
 
 
 def output_error(weight: Tensor, rounded: QuantizedWeight, gram: Tensor) -> float:
-    """|X·(W - Q)ᵀ| / |X·Wᵀ| for inputs with XᵀX = gram: how far off the layer's outputs are.
+    """Relative error of a layer's outputs, |X·(W - Q)ᵀ| / |X·Wᵀ|, for inputs with XᵀX = gram.
 
-    Of layers with very many outputs a part is looked at, spread over all.
+    Layers with many outputs are sampled evenly.
     """
     every = slice(None, None, -(-len(weight) // ERROR_ROWS))
     weight, rounded = weight[every], rounded.rows(every)

@@ -1,4 +1,4 @@
-"""`merge`: an adapter added to the weights of its model; quantized ones are rounded again, and the cost is reported."""
+"""`merge`: add an adapter to the weights of its model; quantized ones are rounded again, and the cost is reported."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,10 @@ from hasten.quantization.rounding import round_weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedLayer:
-    """A quantized layer whose merged weight was rounded. lost: root mean square of what rounding changed, over that of
-    what the adapter added: from 1 on the rounding is as large as the adapter. relative_error: the same over the weight.
+    """A quantized layer whose merged weight was rounded.
+
+    lost: root mean square of the rounding error over that of the adapter's addition; from 1 on the error is as large.
+    relative_error: the same over the weight.
     """
 
     name: str
@@ -28,8 +30,9 @@ class MergedLayer:
 
 @torch.no_grad()
 def merge(model: Transformer, adapter: Adapter, folder: Path, *, dtype: torch.dtype | None = None) -> list[MergedLayer]:
-    """Write a model (readable blocks) with W + s·B·A in the place of W, computed in float64 and rounded once to the
-    dtype of W, or to `dtype`; the model is not changed.
+    """Write a model (not fused) with W + s·B·A in place of W, computed in float64 and rounded once.
+
+    dtype: of the weights that are not quantized; by default each weight's own. The model is not changed.
 
     Layers in int8 or int4 are rounded to nearest in their own format, and what that costs is returned. Raises
     ConfigError for formats that hasten does not round to, CheckpointError where the folder cannot be written.
@@ -54,7 +57,7 @@ def merge(model: Transformer, adapter: Adapter, folder: Path, *, dtype: torch.dt
         return rounded
 
     def changed(ours: str) -> Tensor | None:
-        """An adapted weight, made when it is asked for."""
+        """Compute an adapted weight when it is written; None for other weights."""
         name = ours.removesuffix(".weight")
         if name not in adapter:
             return None

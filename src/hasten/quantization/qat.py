@@ -1,10 +1,10 @@
-"""Quantization-aware training: linear layers that multiply with the numbers their weight will be rounded to.
+"""Quantization-aware training: linear layers that multiply with their rounded weight.
 
-The parameter stays exact; `weight` is what it rounds to, and the gradient passes the rounding as if it were not there
-(straight-through, arXiv 1308.3432). With learned scales the gradient reaches those too (LSQ, arXiv 1902.08153). The
-integers are the export format's own, so that the trained loss is the exported model's loss.
+The parameter stays exact; `weight` is its rounded form, and the gradient ignores the rounding (straight-through, arXiv
+1308.3432). Learned scales get a gradient too (LSQ, arXiv 1902.08153). The integers are those of the export format, so
+the trained loss is the exported model's loss.
 
-2 bits with learned scales take the levels {-3, -1, 1, 3}·s/2, symmetric around zero. They are stored as int4, which
+2 bits with learned scales use the levels {-3, -1, 1, 3}·s/2, symmetric around zero. They are stored as int4, which
 holds them exactly.
 """
 
@@ -32,9 +32,9 @@ from hasten.quantization.schemes import layers_to_quantize
 class FakeRounding:
     """How a layer's weight is rounded while it trains.
 
-    bits: 2, 3, 4 or 8. group_size: values with one scale; 0: a row. learned: the scales are trained. activations:
-    "int8" rounds what comes in as the kernel of this format does, if it does. stochastic: up or down with the chance
-    that keeps the mean, in training.
+    bits: 2, 3, 4 or 8. group_size: values with one scale; 0: a row. learned: train the scales. activations: "int8"
+    rounds the inputs if the kernel of this format does. stochastic: round up or down at random so that the mean is
+    kept, in training.
     """
 
     bits: int
@@ -45,36 +45,36 @@ class FakeRounding:
 
     @property
     def format(self) -> WeightFormat:
-        """In which the weight is stored."""
+        """The format in which the weight is stored."""
         if self.bits == 8:
             return INT8
         return int4_format(self.group_size, scale_dtype=torch.bfloat16, bits=4 if self.bits == 2 else self.bits)
 
     @property
     def layer(self) -> LayerFormat:
-        """How such a layer is stored and multiplied."""
+        """The format of the layer."""
         return LayerFormat(self.format, self.activations)
 
 
 class FakeQuantized(nn.Linear):
     """A linear layer whose `weight` is the rounded one. `bits` and `mix` may change from step to step.
 
-    mix: 0-dim, the share of the exact weight in the one that is multiplied with. scales: (N · groups,), if learned.
-    a (r, K), b (N, r): of an adapter that is rounded with the frozen weight it stands beside, `added` times B·A.
+    mix: 0-dim, the share of the exact weight in the multiplied one. scales: (N · groups,), if learned. a (r, K), b
+    (N, r): an adapter that is rounded together with its frozen weight, `added` times B·A.
     """
 
     rounding: FakeRounding
-    activation_group: int  # inputs that are rounded with one scale; 0: none are
+    activation_group: int  # inputs that are rounded with one scale; 0: not rounded
     bits: int
     mix: Tensor
     a: Tensor | None
     b: Tensor | None
     added: float
-    scales: nn.Parameter | None  # as `_logarithms`: an optimizer's step then changes every scale by the same share
+    scales: nn.Parameter | None  # as `_logarithms`, so that an optimizer step changes every scale by the same factor
 
     @classmethod
     def of(cls, linear: nn.Linear | LoRALinear, rounding: FakeRounding) -> "FakeQuantized":
-        """In the place of `linear`, with its parameters. Raises ConfigError for a width that is no whole group."""
+        """Replace `linear`, with its parameters. Raises ConfigError if the width is not a multiple of the group."""
         plain, factors = (linear.base, attached(linear)[""]) if isinstance(linear, LoRALinear) else (linear, None)
         new = take_over(cls, plain)
         new.a, new.b, new.added = (None, None, 0.0) if factors is None else (factors.a, factors.b, factors.scale)
@@ -87,19 +87,19 @@ class FakeQuantized(nn.Linear):
         new.scales = None
         if rounding.learned and rounding.bits < 8:
             exact = new.exact.detach().float()
-            if rounding.bits == 2:  # four levels a step apart serve normally distributed weights best so
+            if rounding.bits == 2:  # best for four levels and normally distributed weights
                 start = 1.25 * exact.unflatten(1, (-1, width)).abs().mean(-1)
             else:
                 start = round_weight(exact, rounding.format).scales.float() * (1 - 2**-11)  # `stored_scale` rounds up
-            new.scales = nn.Parameter(_logarithms(start.flatten()))  # one dimension: matrices decay, not these
+            new.scales = nn.Parameter(_logarithms(start.flatten()))  # one dimension: only matrices have weight decay
         return new
 
     @torch.no_grad()
     def begin_with(self, stored: QuantizedWeight) -> None:
-        """Begin with these integers and scales, not with rounding to nearest: the parameter becomes what they stand
-        for. (One nearer to the exact one would lie at the edge of its integer, and fall back in the first steps.)
+        """Start from these integers and scales instead of rounding to nearest: the parameter becomes their product.
 
-        Raises ConfigError where they are of another format, or of another weight.
+        (A parameter nearer to the exact one would be at the edge of its integer, and fall back in the first steps.)
+        Raises ConfigError if they have another format, or belong to another weight.
         """
         own, found = self.rounding.format, stored.format
         found = replace(found, scales=own.scales) if found.group_size == own.group_size else found
@@ -113,26 +113,26 @@ class FakeQuantized(nn.Linear):
         old, begun = self._parameters["weight"], (levels * scale).flatten(1)
         assert old is not None
         if (begun - old.float()).square().sum() > old.float().square().sum():
-            raise ConfigError("its numbers are of another weight, not of the one that is trained")
+            raise ConfigError("its numbers belong to another weight, not to the one that is trained")
         # A new tensor: the old one may be a view of the checkpoint's file.
         self._parameters["weight"] = nn.Parameter(begun.to(old.dtype), requires_grad=old.requires_grad)
         self.scales.copy_(_logarithms(scale.flatten() * (1 - 2**-11)))
 
     @property
     def group(self) -> int:
-        """Values with one scale."""
+        """Number of values with one scale."""
         return self.in_features if self.rounding.bits == 8 else self.rounding.group_size or self.in_features
 
     @property
     def exact(self) -> Tensor:
-        """The parameter, and what an adapter adds to it."""
+        """The parameter, with an adapter added."""
         found = self._parameters["weight"]
         assert found is not None
         return found if self.a is None or self.b is None else found + self.added * (self.b @ self.a)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """(N, K), what the parameter rounds to, or on the way there."""
+        """The rounded parameter (N, K), mixed with the exact one."""
         exact = self.exact
         groups = exact.float().unflatten(1, (-1, self.group))
         levels, scale = self._levels(groups)
@@ -148,7 +148,7 @@ class FakeQuantized(nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
     def _levels(self, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """What the groups' values are rounded to, in units of their scale, with a gradient where scales are learned."""
+        """The groups' rounded values in units of their scale, and the scale; with a gradient if scales are learned."""
         bits = self.bits
         most = 2 ** (bits - 1)
         low, high = (-127, 127) if bits == 8 else (-most, most - 1)
@@ -157,7 +157,7 @@ class FakeQuantized(nn.Linear):
                 largest = groups.abs().amax(-1, keepdim=True)
                 scale = stored_scale(largest / (127 if bits == 8 else most - 0.5), self.rounding.format.scale_dtype)
                 return self._round(groups / scale, bits).clamp(low, high), scale
-        # The gradient of a scale is made as large as those of the weights it serves.
+        # The gradient of a scale is made as large as those of its weights.
         share = 1 / math.sqrt(self.group * max(1, high))
         scales = _numbers(self.scales).view(self.out_features, -1, 1)
         scale = scales * share + (scales * (1 - share)).detach()
@@ -176,7 +176,7 @@ class FakeQuantized(nn.Linear):
 
     @torch.no_grad()
     def quantized(self) -> QuantizedWeight:
-        """The weight as it is stored: what `weight` is with nothing of the exact one in it."""
+        """The weight as it is stored: `weight` without a share of the exact one."""
         groups = self.exact.float().unflatten(1, (-1, self.group))
         training, self.training = self.training, False
         try:
@@ -191,19 +191,21 @@ class FakeQuantized(nn.Linear):
 
 
 def _logarithms(scales: Tensor) -> Tensor:
-    """Of scales of either sign, which these keep: counted from e^-40, which is below the smallest, and a tenth."""
+    """Logarithms of scales above e^-40 (below the smallest), divided by ten, with the sign of the scale."""
     return torch.where(scales < 0, -1, 1) * (scales.abs().clamp(min=1e-6).log() / 10 + 4)
 
 
 def _numbers(logarithms: Tensor) -> Tensor:
-    """The scales. A step of Adam's is as large as the learning rate, whatever the gradient; a scale is small, so that
-    its logarithm is trained (arXiv 1903.08066), with ten times the rate: at 1e-4 a step is 0.1% of it.
+    """The scales of `_logarithms`.
+
+    A step of Adam is as large as the learning rate, whatever the gradient, and scales are small. So their logarithms
+    are trained (arXiv 1903.08066), with ten times the rate: at 1e-4 a step changes a scale by 0.1%.
     """
     return logarithms.sign() * (10 * (logarithms.abs() - 4)).exp()
 
 
 class FakeQuantizedEmbedding(nn.Embedding):
-    """The embedding of a model whose head, one matrix with it, is rounded."""
+    """The embedding of a model whose tied head is rounded."""
 
     head: tuple[FakeQuantized]  # in a tuple: not a module of this one
 
@@ -215,35 +217,37 @@ class FakeQuantizedEmbedding(nn.Embedding):
 def fake_quantize(
     model: Transformer, rounding: FakeRounding, *, head: Literal["none", "int8", "same"] = "none"
 ) -> None:
-    """Put rounding layers in the place of all linear layers of the blocks, and of the head as `head` says."""
+    """Replace all linear layers of the blocks by rounding ones, and the head as `head` says."""
     for name in layers_to_quantize(model):
         own = rounding
         if name == "embedding" or (name == "head" and head == "none"):
             continue
-        if name == "head":  # what comes in is not rounded: the loss reads the weight
+        if name == "head":  # its inputs are not rounded: the loss reads the weight
             own = replace(rounding, activations="float", bits=8 if head == "int8" else rounding.bits)
         name = name.removesuffix(".base")
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear | LoRALinear), "a quantized model is refused before"
         tied = name == "head" and model.tied
-        model.set_submodule(name, new := FakeQuantized.of(layer, own))
+        new = FakeQuantized.of(layer, own)
+        model.set_submodule(name, new)
         if tied:
             model.embedding = take_over(FakeQuantizedEmbedding, model.embedding)
             model.embedding.head = (new,)
 
 
 def fake_layers(model: nn.Module) -> dict[str, FakeQuantized]:
-    """The rounding layers, by name."""
+    """The rounding layers by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, FakeQuantized)}
 
 
 def as_stored(model: Transformer) -> Quantized:
-    """The layers as `export_model` writes them; the model gets plain ones of the exact weights back."""
+    """The layers as `export_model` writes them. The model gets plain layers with the exact weights back."""
     layers: Mapping[str, FakeQuantized] = fake_layers(model)
     for name, layer in layers.items():
         layer.bits = layer.rounding.bits
-        model.set_submodule(name, plain := take_over(nn.Linear, layer))
-        # Dictionaries of its own: the rounding layer is still asked for its numbers.
+        plain = take_over(nn.Linear, layer)
+        model.set_submodule(name, plain)
+        # New dictionaries: the rounding layer is still read by `weight` below.
         plain._parameters = {"weight": nn.Parameter(layer.exact.detach()), "bias": layer.bias}
         plain._buffers = {}
     if isinstance(model.embedding, FakeQuantizedEmbedding):
@@ -259,10 +263,10 @@ def as_stored(model: Transformer) -> Quantized:
 
 
 def bits_at(step: int, *, start: int, target: int, period: int, mixing: int) -> tuple[int, float]:
-    """MoQ's schedule: bits in a step (from 0), and the share of the exact weight in it.
+    """MoQ's schedule: bits in a step (from 0), and the share of the exact weight.
 
-    One bit less at `period`, 2·period, 4·period, … steps, down to the target; after each the exact weight's share
-    falls from 1 to 0 in `mixing` steps.
+    One bit less at steps `period`, 2·period, 4·period, … down to the target; after each the exact weight's share falls
+    from 1 to 0 within `mixing` steps.
     """
     bits, last, next_drop = start, None, period
     while bits > target and step >= next_drop:
@@ -273,7 +277,7 @@ def bits_at(step: int, *, start: int, target: int, period: int, mixing: int) -> 
 
 
 def set_bits(model: nn.Module, bits: int, mix: float) -> None:
-    """What the layers of the blocks round to from now on; a head that is stored in more bits does not change."""
+    """Set the bits and the mix of the blocks' layers; a head that is stored in more bits does not change."""
     layers = fake_layers(model).values()
     fewest = min(layer.rounding.bits for layer in layers)
     for layer in layers:

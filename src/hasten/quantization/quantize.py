@@ -1,4 +1,4 @@
-"""`hasten.quantize`: a loaded model's linear layers quantized one after the other, in place or into a folder."""
+"""`hasten.quantize`: quantize a loaded model's linear layers one after the other, in place or into a folder."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,17 +40,16 @@ def quantize(
 ) -> Transformer:
     """Quantize a model for inference, in place; returns the same model.
 
-    method: None rounds to nearest. GPTQ(...) looks at `calibration`, int64 tokens (samples, length) as
-    `calibration_tokens` makes them of a text, and adapts each block to what the quantized ones before it give.
+    method: None rounds to nearest. GPTQ(...) uses `calibration`, int64 tokens (samples, length) as
+    `calibration_tokens` and `own_text` make them, and adapts each block to the outputs of the quantized ones before it.
 
-    Each layer's original weight is let go as soon as its packed form is there (with GPTQ, block by block), so that the
-    peak is about one layer over the model. An lm_head tied to the embedding stays one matrix with it. `report` is
-    called after each layer (and costs a comparison of each). Layers of 3 and 2 bits stay plain ones, of the rounded
-    weights.
+    Each layer's original weight is freed as soon as its packed form is there (with GPTQ, block by block), so the peak
+    is about one layer above the model. An lm_head tied to the embedding stays one matrix with it. `report` is called
+    after each layer (and costs a comparison of each). Layers of 3 and 2 bits become plain layers of the rounded
+    weights, because no kernel multiplies those.
 
-    Rounding to nearest leaves layers that are quantized already as they are, with a warning. Raises ConfigError where
-    all are (with GPTQ: any), or the weights hold NaN or infinity. A fused model is taken apart; it is fused again
-    where this fails.
+    Rounding to nearest skips layers that are quantized already, with a warning. Raises ConfigError if all of them are
+    (with GPTQ: any), or if weights hold NaN or infinity. A fused model is unfused, and fused again if this fails.
     """
     with taken_apart(model, fuse_after=False):
         formats = check_quantizable(model, scheme, method, partly=method is None)
@@ -64,7 +63,7 @@ def quantize(
                 model.tie()
             del old, weight
             if isinstance(layer, PackedLinear | PackedEmbedding):
-                # Said layer by layer: after an interruption the model is half quantized, and says so.
+                # Updated layer by layer, so that it is true of a half-quantized model after an interruption.
                 done[name] = formats[name]
                 model.stored_types.pop(name, None)
                 model.quantization = dict(done)
@@ -122,16 +121,15 @@ def quantize_to_folder(
 ) -> None:
     """Write `model` quantized, as a folder of the layout `format` (see `export_model`); it is not changed.
 
-    From file to file, layer by layer: a loaded model's weights are mapped from its files, so that the peak is the
-    input's pages and about one layer (the largest: often the lm_head). With GPTQ, finished blocks are kept beside
-    the folder (its name and ".partial") until all are done: after an interruption the same call goes on there.
-    spill: the samples' states stand there too, in mapped files, and take no memory.
+    Works from file to file, layer by layer: a loaded model's weights are mapped from its files, so the peak is the
+    input's pages and about one layer (the largest: often the lm_head). With GPTQ, finished blocks are kept beside the
+    folder (its name and ".partial") until all are done, and the same call continues there after an interruption.
+    spill: keep the samples' states there too, in mapped files instead of memory.
 
-    device: where it is computed, one block or layer at a time: a model on the CPU can be quantized by a GPU that is
-    too small for it.
+    device: where one block or layer at a time is computed: a GPU can quantize a model that is too large for it.
 
     method, calibration: as in `quantize`. `report` is called for each layer. The folder is written whole or not at
-    all. Raises ConfigError as `quantize` does, CheckpointError where the folder cannot be written.
+    all. Raises ConfigError as `quantize` does, CheckpointError if the folder cannot be written.
     """
     with taken_apart(model):
         folder, formats = Path(folder), check_quantizable(model, scheme, method)
@@ -162,9 +160,10 @@ def quantize_to_folder(
 def check_quantizable(
     model: Transformer, scheme: Scheme, method: GPTQ | None = None, *, partly: bool = False
 ) -> dict[str, LayerFormat]:
-    """The layers the scheme quantizes; ConfigError where scheme or method is none or the model cannot be quantized.
+    """The formats of the layers that the scheme quantizes.
 
-    partly: some of its layers may be quantized already, and stay as they are, with a warning.
+    partly: layers that are quantized already are skipped, with a warning. Raises ConfigError if the scheme or the
+    method is not one, or the model cannot be quantized.
     """
     require_model(model, "hasten.quantize")
     if model.quantization is not None and not partly:
@@ -190,9 +189,9 @@ def check_quantizable(
 
 @contextmanager
 def taken_apart(model: Transformer, *, fuse_after: bool = True) -> Iterator[None]:
-    """Take a fused model apart, and fuse it again at the end: after an error, and unless `fuse_after` is False.
+    """Unfuse a fused model, and fuse it again at the end: after an error, or unless `fuse_after` is False.
 
-    A model that an error left half quantized stays apart where the fused steps cannot join its layers.
+    A model that an error left half quantized stays unfused if its layers cannot be fused.
     """
     require_model(model, "hasten.quantize")
     fused = is_fused(model, any)
@@ -208,7 +207,7 @@ def taken_apart(model: Transformer, *, fuse_after: bool = True) -> Iterator[None
 
 
 def already_quantized(model: Transformer) -> ConfigError:
-    """The error for a model that is to be quantized again."""
+    """The error for a model that is quantized already."""
     name, layer = next(iter((model.quantization or {}).items()))
     return ConfigError(
         f"{len(model.quantization or {})} layers of this model are quantized already, such as {name} ({layer.weight}): "
@@ -225,7 +224,7 @@ def round_layer(
     *,
     device: torch.device | None = None,
 ) -> QuantizedWeight:
-    """Round a layer to nearest, on another device if one is given, and report it; an error names the layer."""
+    """Round a layer to nearest and report it; an error names the layer. device: where it is computed."""
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear | nn.Embedding)
     weight = linear.weight.detach().to(device)

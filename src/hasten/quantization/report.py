@@ -1,9 +1,8 @@
-"""What quantizing a layer cost and saved, in numbers and drawn."""
+"""The error and the bytes of quantized layers, as numbers and as a picture."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +15,12 @@ from hasten.quantization.blocks import each_block, root_of_shares
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReport:
-    """One layer that was quantized. relative_error: root mean square of what rounding changed over that of the weight.
+    """One quantized layer.
 
-    output_error: the same of the layer's outputs on the calibration samples, and nearest_output_error that of rounding
-    to nearest (None without calibration). bytes_before and bytes_after count the weight's numbers, scales and zeros
-    (4 bits are half a byte). note: what was out of the ordinary.
+    relative_error: root mean square of the rounding error over that of the weight. output_error: the same for the
+    layer's outputs on the calibration samples; nearest_output_error: if it were rounded to nearest (both None without
+    calibration). bytes_before, bytes_after: of the weight's numbers, scales and zeros (4 bits are half a byte). note:
+    anything unusual.
     """
 
     name: str
@@ -33,28 +33,25 @@ class LayerReport:
     note: str = ""
 
 
-def compare(
-    name: str, weight: Tensor, quantized: QuantizedWeight, layer: LayerFormat, **of_outputs: Any
-) -> LayerReport:
-    """The report of a weight; of_outputs: the fields of a calibrated one."""
+def compare(name: str, weight: Tensor, quantized: QuantizedWeight, layer: LayerFormat) -> LayerReport:
+    """Report the error of a quantized weight."""
     return LayerReport(
         name=name,
         format=layer,
         relative_error=relative_error(weight.detach(), quantized),
         bytes_before=weight.nbytes,
         bytes_after=stored_bytes(quantized),
-        **of_outputs,
     )
 
 
 def stored_bytes(quantized: QuantizedWeight) -> int:
-    """Of the numbers, scales and zeros; 4 bits are half a byte."""
+    """Bytes of a weight's numbers, scales and zeros; 4 bits are half a byte."""
     zeros = 0 if quantized.zeros is None else quantized.zeros.numel()
     return (quantized.values.numel() + zeros) * quantized.format.bits // 8 + quantized.scales.nbytes
 
 
 def stored_weights(model: Transformer) -> dict[str, Tensor]:
-    """All parameters by name; a matrix that is head and embedding goes by the head's."""
+    """All parameters by name; a matrix that is both head and embedding has the head's name."""
     weights: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     if model.tied:
         weights.pop("embedding.weight", None)
@@ -62,7 +59,7 @@ def stored_weights(model: Transformer) -> dict[str, Tensor]:
 
 
 def relative_error(weight: Tensor, quantized: QuantizedWeight) -> float:
-    """Root mean square of the difference to a weight (N, K), over the weight's own; 0 for a weight of zeros."""
+    """Root mean square of the rounding error of a weight (N, K) over that of the weight; 0 for a weight of zeros."""
 
     def work(rows: slice) -> tuple[float, float]:
         exact = weight[rows].float()
@@ -73,7 +70,7 @@ def relative_error(weight: Tensor, quantized: QuantizedWeight) -> float:
 
 
 def draw_errors(reports: Sequence[LayerReport], method: str, file: Path) -> None:
-    """A PNG: for each kind of layer the relative error of its outputs, block by block, of rtn and of the method."""
+    """Draw a PNG: for each kind of layer the relative error of its outputs in every block, by rtn and by the method."""
     from matplotlib.figure import Figure
 
     kinds: dict[str, list[LayerReport]] = {}

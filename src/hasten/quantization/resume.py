@@ -1,4 +1,7 @@
-"""Finished blocks on the disk: a calibrated run that is interrupted goes on at its block, and the export reads them."""
+"""What a calibrated run keeps on the disk beside its output: the text that the model wrote, and finished blocks.
+
+An interrupted run continues with them, and the export reads the blocks from there.
+"""
 
 import hashlib
 import json
@@ -6,7 +9,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,38 +29,98 @@ from hasten.ops.linear.weights import QuantizedWeight
 from hasten.quantization.block_task import BlockResult
 from hasten.quantization.report import LayerReport
 
-RULES = 2  # of rounding and calibration: blocks that an earlier version finished by other rules are not continued
-_FILES = r"settings\.json|(block-\d+|states)\.safetensors"
+RULES = 2  # version of rounding and calibration: blocks that an earlier version finished are not continued
+TEXT = "calibration.safetensors"
+_FILES = r"settings\.json|(block-\d+|states|calibration)\.safetensors"
 _OWN = re.compile(
     rf"lock|(states|before)\.spill|{_FILES}|\.({_FILES})\.[\d-]+\.partial"
 )  # the last: cut off while it was written
 
 
+@contextmanager
+def _work_path(output: Path) -> Iterator[Path]:
+    """Create the folder OUT.partial beside an output folder OUT, and hold its lock. It is removed if left empty.
+
+    Raises CheckpointError where it cannot be written, ConfigError where it holds other files or another process works
+    there.
+    """
+    output = Path(os.path.abspath(output))  # "." has no name to append to
+    path = output.with_name(f"{output.name}.partial")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        foreign = sorted(one.name for one in path.iterdir() if not _OWN.fullmatch(one.name))
+        if foreign:
+            raise ConfigError(
+                f"finished blocks are kept in {path}, which holds other files ({foreign[0]!r:.60}); move it away, "
+                "or choose another output"
+            )
+        with locked(path / "lock", waiting=None):
+            try:
+                yield path
+            finally:
+                if path.exists() and [one.name for one in path.iterdir()] == ["lock"]:
+                    shutil.rmtree(path)
+    except Timeout:
+        raise ConfigError(
+            f"another process is quantizing into {output}; wait until it has ended, or choose another output"
+        ) from None
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{path}, where finished blocks are kept, cannot be written or read: {error}; make room, or remove it"
+        ) from error
+
+
+class KeptText:
+    """Calibration text that a model wrote for a run into `output`, kept in OUT.partial.
+
+    wanted: the settings that decide the text beside the model's weights.
+    """
+
+    def __init__(self, output: Path, model: Transformer, wanted: Mapping[str, int]) -> None:
+        self._output = output
+        self._identity = json.dumps({"model": _fingerprint(model), **wanted}, sort_keys=True)
+
+    def read(self) -> Tensor | None:
+        """The text, int64 (samples, length), or None if this model has not written it yet. Raises as `_work_path`."""
+        with _work_path(self._output) as path:
+            if not (path / TEXT).exists():
+                return None
+            with safe_open(path / TEXT, "pt") as file:
+                if file.metadata().get("identity") != self._identity:
+                    return None
+                tokens: Tensor = file.get_tensor("tokens")
+                return tokens
+
+    def save(self, tokens: Tensor) -> None:
+        """Keep the text. Raises as `_work_path`."""
+        with _work_path(self._output) as path, replacing(path / TEXT) as temporary:
+            save_file({"tokens": tokens}, temporary, {"identity": self._identity})
+
+
 class WorkFolder:
     """The folder OUT.partial beside an output folder OUT. Use `open`, which removes it when all has ended well.
 
-    It holds settings.json, which says of what run it is; lock, which one process holds; block-00000.safetensors and so
-    on, a file for each block's integers, scales and zeros; states.safetensors: what the block after the finished ones
-    is given; states.spill and before.spill: the samples' states of a run that spills them.
+    It holds settings.json, which identifies the run; lock, which one process holds; block-00000.safetensors and so on,
+    a file for each block's integers, scales and zeros; states.safetensors: the inputs of the block after the finished
+    ones; states.spill and before.spill: the samples' states of a run that spills them; calibration.safetensors: the
+    text of `KeptText`.
     """
 
     def __init__(self, path: Path, formats: dict[str, LayerFormat]) -> None:
         self.path, self.formats = path, formats
-        self._owner: dict[str, int] = {}  # the file of each layer
+        self._owner: dict[str, int] = {}  # the block of each layer
         self._last: tuple[int, BlockResult] | None = None
 
     @classmethod
     @contextmanager
     def open(
-        cls, folder: Path, model: Transformer, tokens: Tensor, formats: dict[str, LayerFormat], settings: str
+        cls, output: Path, model: Transformer, tokens: Tensor, formats: dict[str, LayerFormat], settings: str
     ) -> Iterator["WorkFolder"]:
-        """The work of this very run, begun or gone on with.
+        """Begin or continue the work of this very run.
 
         Raises CheckpointError where it cannot be written, ConfigError where it holds other files or finished blocks of
         another run, or another process works there.
         """
-        folder = Path(os.path.abspath(folder))  # "." has no name to put an ending to
-        path = folder.with_name(f"{folder.name}.partial")
         identity = {
             "rules": RULES,
             "settings": settings,
@@ -65,39 +128,24 @@ class WorkFolder:
             "model": _fingerprint(model),
             "layers": {name: str(layer) for name, layer in formats.items()},
         }
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            foreign = sorted(one.name for one in path.iterdir() if not _OWN.fullmatch(one.name))
-            if foreign:
-                raise ConfigError(
-                    f"finished blocks are kept in {path}, which holds other files ({foreign[0]!r:.60}); move it away, "
-                    "or choose another output"
-                )
-            with locked(path / "lock", waiting=None):
-                known = path / "settings.json"
-                work = cls(path, formats)
-                if not known.exists() or json.loads(known.read_text()) != identity:
-                    if done := work.blocks():
-                        raise ConfigError(
-                            f"{path} holds {done} finished blocks of a run with other settings, text or weights; "
-                            "repeat that run, remove the folder, or choose another output"
-                        )
-                    for stale in (*path.glob("*.json"), *path.glob("*.safetensors"), *path.glob(".*.partial")):
+        with _work_path(output) as path:
+            known = path / "settings.json"
+            work = cls(path, formats)
+            if not known.exists() or json.loads(known.read_text()) != identity:
+                if done := work.blocks():
+                    raise ConfigError(
+                        f"{path} holds {done} finished blocks of a run with other settings, text or weights; "
+                        "repeat that run, remove the folder, or choose another output"
+                    )
+                for stale in (*path.glob("*.json"), *path.glob("*.safetensors"), *path.glob(".*.partial")):
+                    if stale.name != TEXT:
                         stale.unlink()
-                    save_json(known, identity)
-                yield work
-                shutil.rmtree(path)
-        except Timeout:
-            raise ConfigError(
-                f"another process is quantizing into {folder}; wait until it has ended, or choose another output"
-            ) from None
-        except (OSError, SafetensorError, json.JSONDecodeError) as error:
-            raise CheckpointError(
-                f"{path}, where finished blocks are kept, cannot be written or read: {error}; make room, or remove it"
-            ) from error
+                save_json(known, identity)
+            yield work
+            shutil.rmtree(path)
 
     def blocks(self) -> int:
-        """How many blocks are finished, and need not be computed again."""
+        """Number of finished blocks, which are not computed again."""
         file = self.path / "states.safetensors"
         if not file.exists():
             return 0
@@ -105,18 +153,18 @@ class WorkFolder:
             return int(states.metadata()["blocks"])
 
     def states(self) -> list[Tensor]:
-        """What the block after them is given: a tensor for each walk."""
+        """The inputs of the block after the finished ones: a tensor for each walk."""
         with safe_open(self.path / "states.safetensors", "pt") as file:
             return [file.get_tensor(name) for name in sorted(file.keys())]
 
     def save(self, index: int, result: BlockResult, states: Sequence[Tensor]) -> None:
-        """Keep a block, and the states behind it; the states last, which say that it is there."""
+        """Write a block and its outputs. The outputs come last: they mark the block as finished."""
         self.keep(index, result)
         named = {f"states.{i}": tensor for i, tensor in enumerate(states)}
         self._write("states", named, {"blocks": str(index + 1)})
 
     def keep(self, index: int, result: BlockResult) -> None:
-        """Keep a block's layers, unless they are."""
+        """Write a block's layers, unless they are there."""
         if self._owner.get(next(iter(result.weights))) == index:
             return
         tensors: dict[str, Tensor] = {}
@@ -128,7 +176,7 @@ class WorkFolder:
         self._write(f"block-{index:05d}", tensors, {"reports": json.dumps(reports)})
 
     def load(self, index: int) -> BlockResult:
-        """A finished block."""
+        """Read a finished block."""
         with safe_open(self.path / f"block-{index:05d}.safetensors", "pt") as file:
             found = json.loads(file.metadata()["reports"])
             reports = [LayerReport(**one | {"format": self.formats[one["name"]]}) for one in found]
@@ -146,7 +194,7 @@ class WorkFolder:
         return BlockResult(weights, reports)
 
     def weight(self, name: str) -> QuantizedWeight:
-        """A finished layer; the block it stands in stays at hand for its other layers."""
+        """Read a finished layer. Its block is cached for the other layers."""
         index = self._owner[name]
         if self._last is None or self._last[0] != index:
             self._last = (index, self.load(index))
@@ -158,9 +206,9 @@ class WorkFolder:
 
 
 def _fingerprint(model: Transformer) -> dict[str, Any]:
-    """What tells a model from another: its config, its dtype and a checksum of every weight's bytes.
+    """Identify a model: its config, its dtype and a checksum of every weight's bytes.
 
-    CRC-32 reads them at the speed of the mapped pages, which a pass needs anyway.
+    CRC-32 reads them as fast as mapped pages are read.
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():

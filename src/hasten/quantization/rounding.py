@@ -1,7 +1,7 @@
-"""Round-to-nearest: the integers and scales that stand for a weight matrix, and the search for good scales.
+"""Round to nearest: the integers and scales of a weight matrix, and the search for good scales.
 
-Every scale is rounded to the dtype it is stored in before the integers are chosen, so that they are the best ones for
-the scale a kernel will really read.
+Every scale is rounded to its stored dtype before the integers are chosen, so that they fit the scale that a kernel
+reads.
 """
 
 from typing import Any, Literal
@@ -21,27 +21,27 @@ SCALE_DTYPES = (torch.float16, torch.bfloat16)
 
 GROUPED = ("int4", "int3", "int2")
 
-# How far the search shrinks a group's range. Normally distributed weights want about 0.85 in groups of 128 and 0.95 in
-# groups of 32 at 4 bits. Steps of half the size found 0.3% less error for twice the time.
+# Factors by which the search shrinks a group's range. At 4 bits normally distributed weights want about 0.85 in groups
+# of 128 and 0.95 in groups of 32. Steps of half the size found 0.3% less error in twice the time.
 SHRINK = tuple(1.0 - 0.04 * i for i in range(16))
-SHRINKS = {4: 8, 3: 12, 2: 16}  # of these, by bits: the fewer, the more a range is worth clipping
+SHRINKS = {4: 8, 3: 12, 2: 16}  # how many of them are tried, by bits: the fewer bits, the more clipping helps
 
 
 def round_weight(weight: Tensor, format: WeightFormat, *, search: Search = "mse") -> QuantizedWeight:
-    """Round a weight (N, K) of any float dtype to nearest, with scales of its own choice.
+    """Round a weight (N, K) of any float dtype to nearest, and choose its scales.
 
-    Where K is no multiple of the group, the last group of a row is shorter.
+    If K is not a multiple of the group, the last group of a row is shorter.
 
     int8: the scale is max |group| / 127, so nothing is clipped, and every element is at most half a step off. Fewer
     bits, symmetric: the zero is the middle of the integers; else each group has its own zero point, and its range
     always holds 0. search "minmax": the range covers the group, and every element is at most half a step off. "mse": of
-    that range and smaller ones the one with the least squared error over the group, which clips a few outliers to serve
-    the rest; a symmetric scale may then be negative. In symmetric groups of 4 bits the squared error of a weight w
-    counts rms + |w| times (rms: that of its group; llama.cpp's k-quants have the idea): published models lose less so.
+    that range and smaller ones the one with the least squared error, which clips a few outliers in favour of the rest;
+    a symmetric scale may then be negative. In symmetric groups of 4 bits the squared error of a weight w
+    has the weight rms + |w| (rms: that of its group; an idea of llama.cpp's k-quants): published models lose less.
     Whole rows and fewer bits were not compared.
 
     Groups of zeros stay exactly zero. Raises ConfigError for NaN and infinity, for formats that are not integers, and
-    where a scale passes the largest number of its dtype.
+    if a scale exceeds the largest number of its dtype.
     """
     check_matrix(weight)
     grid = Grid(format, search)
@@ -64,7 +64,7 @@ def round_weight(weight: Tensor, format: WeightFormat, *, search: Search = "mse"
 
 
 class Grid:
-    """The integers of a format, and how the scales (and zeros) of groups of numbers are chosen."""
+    """The integers of a format, and the choice of scales (and zeros) for groups of numbers."""
 
     def __init__(self, format: WeightFormat, search: Search = "mse") -> None:
         if format.element == "int8":
@@ -86,9 +86,9 @@ class Grid:
         self.format, self.search = format, search
 
     def choose(self, groups: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
-        """Scale (R, G, 1) in float32, and zero of the same shape (symmetric: a number), of groups (R, G, group).
+        """Choose the scale (R, G, 1) in float32 and the zero (the same shape, or a number) of groups (R, G, group).
 
-        weights (G, group): what the errors are multiplied with in the search, instead of what `round_weight` says.
+        weights (G, group): factors of the errors in the search, instead of those of `round_weight`.
         """
         if self.format.element == "int8":
             largest = groups.abs().amax(dim=-1, keepdim=True)
@@ -125,18 +125,18 @@ class Grid:
         return best
 
     def _range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Scale (as stored, and back in float32) and zero of a range that covers [low, high], which holds 0."""
+        """Scale (as stored, in float32) and zero of a range that covers [low, high], which holds 0."""
         if self.format.symmetric:
-            # Half a step more on either side: the outermost value on the positive side is then half a step off.
+            # Half a step more on either side: the largest positive value is then half a step off.
             steps = self.format.middle - 0.5
             return stored_scale(torch.maximum(-low, high) / steps, self.format.scale_dtype), self.format.middle
         scale = stored_scale((high - low) / self.highest, self.format.scale_dtype)
         return scale, (-low / scale).round_().clamp_(0, self.highest)
 
     def _signed_range(self, low: Tensor, high: Tensor, factor: float) -> Tensor:
-        """The scale whose lowest integer is the group's extreme value, whatever its sign (negative for a positive one).
+        """The scale that maps the lowest integer to the group's extreme value (negative if that is positive).
 
-        The idea is llama.cpp's Q4_0: none of the values is wasted; 4 to 6% less error than positive scales alone.
+        The idea is from llama.cpp's Q4_0: no integer is wasted; 4 to 6% less error than with positive scales alone.
         """
         scale = stored_scale(torch.maximum(-low, high) * (factor / self.format.middle), self.format.scale_dtype)
         return torch.where(high > -low, -scale, scale)
@@ -148,7 +148,7 @@ class Grid:
         exact, rounded = buffers
         torch.mul(w, 1 / scale, out=exact)
         torch.round(exact, out=rounded)
-        lowest: Any = 0 - zero  # a number, or a tensor where each group has its own
+        lowest: Any = 0 - zero  # a number, or a tensor if each group has its own
         highest: Any = self.highest - zero
         torch.clamp(rounded, lowest, highest, out=rounded)
         wrong = exact.sub_(rounded)
@@ -158,9 +158,9 @@ class Grid:
 
 
 def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale as `dtype` holds it, rounded up so that the range it spans shrinks no further; in float32.
+    """The scale as `dtype` holds it, in float32; rounded up, so that its range does not shrink.
 
-    Never zero: a group of zeros gets the smallest scale there is (and the value of its zero point).
+    Never zero: a group of zeros gets the smallest scale there is.
     """
     smallest = torch.finfo(dtype).smallest_normal
     if dtype == torch.float32:
@@ -174,13 +174,14 @@ def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
         name = str(dtype).removeprefix("torch.")
         advice = "quantize a model in bfloat16 (--dtype bfloat16), or choose bfloat16 scales"
         raise ConfigError(
-            f"the weights are so large that a scale passes the largest {name}; "
+            f"the weights are so large that a scale exceeds the largest {name}; "
             + (advice if dtype == torch.float16 else "int8 holds them")
         )
     return up
 
 
 def check_matrix(weight: Tensor) -> None:
+    """Raise ConfigError unless the weight is a matrix of floats."""
     if weight.dim() != 2 or not weight.is_floating_point() or not weight.numel():
         raise ConfigError(f"only a matrix of floats can be quantized; found {list(weight.shape)} in {weight.dtype}")
 
@@ -191,7 +192,7 @@ def _check_finite(extreme: Tensor) -> None:
 
 
 def rounded_activations(x: Tensor, group: int) -> Tensor:
-    """x (…, K) rounded to int8 by group of features, as the products do that serve it; gradients pass unchanged."""
+    """Round x (…, K) to int8 by group of features, as the int8 products do; gradients pass unchanged."""
     k = x.shape[-1]
     wide = pad(x.detach().float(), (0, -k % group)).unflatten(-1, (-1, group))
     scale = (wide.abs().amax(dim=-1, keepdim=True) / 127).clamp_(min=torch.finfo(torch.float32).tiny)

@@ -24,25 +24,26 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "activations": ("auto", "int8", "float"),
 }
 AskedActivations = Literal["auto", "int8", "float"]
-KERNEL_BITS = (4, 8)  # of weights that kernels multiply; others run as plain ones
+KERNEL_BITS = (4, 8)  # bits of weights that kernels multiply; others run as plain weights
 
 
 def tied_head_group(width: int) -> int:
-    """The group size of an int8 lm_head that is the embedding too, for rows of `width` numbers."""
+    """The group size of an int8 lm_head that is also the embedding, for rows of `width` numbers."""
     return next((size for size in (128, 64, 32) if width % size == 0), 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8:
-    """8-bit integers with one float32 scale for each output row, and by group in an lm_head that is the embedding too.
+    """8-bit integers with one float32 scale for each output row, or for each group in an lm_head tied to the embedding.
 
-    activations: "int8" also rounds each token's activations to int8 for the product (faster where more than a few rows
-    are computed at once), "float" keeps 16 bits of them. "auto" is "int8" for weights in groups, whose activations have
-    a scale for each group too, and "float" for weights with one scale a row: with one scale for a whole row of
-    activations, published models lose several percent of perplexity. lm_head: "int8" and "same" quantize it too, "none"
-    leaves it. embedding: the same; where it is tied to the lm_head they stay one matrix, and `lm_head` says how it is
-    stored: "int8" in groups of 128 (or what divides the width), for rows of embeddings have outliers and one scale for
-    a row errs twice as much; by row with "same", and where activations are "int8".
+    activations: "int8" also rounds each token's activations to int8 for the product (faster with more than a few rows),
+    "float" keeps them in 16 bits. "auto" is "int8" for weights in groups, whose activations have a scale for each group
+    too, and "float" for weights with one scale a row: with one scale for a whole row of activations, published models
+    lose several percent of perplexity.
+    lm_head: "int8" and "same" quantize it too, "none" leaves it.
+    embedding: likewise. If it is tied to the lm_head they stay one matrix, stored as `lm_head` says: "int8" in groups
+    of 128 (or what divides the width), because rows of embeddings have outliers and one scale for a row errs twice as
+    much; by row with "same", or if activations are "int8".
     """
 
     bits: ClassVar[int] = 8
@@ -65,13 +66,12 @@ class Int8:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int4:
-    """4-bit integers with a scale (and, asymmetric, a zero) for each group of input features of a row.
+    """4-bit integers with a scale (and, if asymmetric, a zero) for each group of input features of a row.
 
     group_size: 32, 64 or 128; 0: a row. Smaller groups are more exact and take more bytes.
-    search: "mse" searches each group's scale with the least squared error,
-    "minmax" takes the group's range. scale_dtype: "auto" is the model's own where it is float16 or bfloat16, else
-    float16. lm_head: "int8" (it is the layer whose error shows most), "same" or "none". embedding, activations: as in
-    `Int8`.
+    search: "mse" searches each group's scale with the least squared error, "minmax" takes the group's range.
+    scale_dtype: "auto" is the model's own if it is float16 or bfloat16, else float16.
+    lm_head: "int8" (errors in this layer matter most), "same" or "none". embedding, activations: as in `Int8`.
     """
 
     bits: ClassVar[int] = 4
@@ -101,7 +101,7 @@ class Int3(Int4):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int2(Int4):
-    """2-bit integers; as `Int3`."""
+    """2-bit integers; otherwise as `Int3`."""
 
     bits: ClassVar[int] = 2
 
@@ -114,9 +114,9 @@ FORMATS = ("int8", *GROUPED_FORMATS)  # as a table names them
 class Mixed:
     """A format for each layer, from a table: int4 and less are symmetric, the rest is as in `Int4`.
 
-    table: by the layers' names ("blocks.0.attention.q", …, "head", "embedding") "int8", "int4-g128" (groups of 128) or
-    any of `FORMATS`. Head and embedding may be missing and stay as they are; an embedding that is tied to the head goes
-    by the head's name.
+    table: maps layer names ("blocks.0.attention.q", …, "head", "embedding") to "int8", "int4-g128" (groups of 128) or
+    any other of `FORMATS`. Head and embedding are left as they are if missing; an embedding tied to the head has the
+    head's name.
     """
 
     table: Mapping[str, str]
@@ -131,7 +131,7 @@ class Mixed:
                 raise ConfigError(f"{name}: there is no format {format!r:.40}; known: {', '.join(FORMATS)}")
 
     def layers(self, model: Transformer) -> dict[str, LayerFormat]:
-        """How each layer is stored. ConfigError for a table of another model."""
+        """How each layer is stored. Raises ConfigError for a table of another model."""
         known = layers_to_quantize(model)
         if unknown := [name for name in self.table if name not in known]:
             tied = " (it is one matrix with the head)" if unknown[0] == "embedding" else ""
@@ -151,10 +151,10 @@ SCHEMES: dict[str, type[Int8 | Int4]] = {"int8": Int8, "int4": Int4, "int3": Int
 
 
 def layers_to_quantize(model: Transformer) -> list[str]:
-    """The layers that can be quantized, by name: all linear layers of the blocks, then the head, then the embedding.
+    """Names of the layers that can be quantized: all linear layers of the blocks, then the head, then the embedding.
 
-    Those of experts too; never a router (it is small, and a token sent to the wrong expert is lost). An embedding that
-    is tied to the head is one matrix with it, and goes by the head's name.
+    Experts are among them, routers never (they are small, and a token sent to the wrong expert is lost). An embedding
+    tied to the head has the head's name.
     """
     linears = [name for name, module in model.blocks.named_modules() if isinstance(module, nn.Linear)]
     blocks = [f"blocks.{name}" for name in linears if not name.endswith(".router")]
@@ -162,9 +162,9 @@ def layers_to_quantize(model: Transformer) -> list[str]:
 
 
 def units_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Layers that should have one format: q, k and v of a block, and gate and up, are one product in the fused steps.
+    """Group layers that should have the same format: fused steps compute q, k and v, or gate and up, in one product.
 
-    A block's experts have one format each for gate and up, and for down.
+    A block's experts have one format for gate and up, and one for down.
     """
     units: dict[str, list[str]] = {}
     for name in names:
@@ -175,7 +175,7 @@ def units_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def weight_formats(model: Transformer, scale_dtype: str) -> dict[str, WeightFormat]:
-    """What the names of FORMATS stand for in a model, symmetric; scale_dtype as in `Int4`."""
+    """The weight formats of a model by their names in FORMATS, symmetric. scale_dtype: as in `Int4`."""
     if scale_dtype == "auto":
         scale_dtype = "bfloat16" if model.dtype == torch.bfloat16 else "float16"
     scales = torch.bfloat16 if scale_dtype == "bfloat16" else torch.float16
@@ -184,14 +184,14 @@ def weight_formats(model: Transformer, scale_dtype: str) -> dict[str, WeightForm
 
 
 def _layer(weight: WeightFormat, activations: AskedActivations | Literal["none"]) -> LayerFormat:
-    """How a layer is stored and multiplied; "auto" is decided here, by whether the weight has groups."""
+    """The format of a layer; "auto" activations are "int8" if the weight has groups, else "float"."""
     if activations == "auto":
         activations = "int8" if weight.group_size else "float"
     return LayerFormat(weight, activations)
 
 
 def _by_kind(scheme: "Int8 | Int4", model: Transformer, weight: WeightFormat) -> dict[str, LayerFormat]:
-    """One format for the blocks' layers; lm_head and embedding by their own settings."""
+    """The same format for all layers of the blocks; lm_head and embedding by their own settings."""
     layer = _layer(weight, scheme.activations)
     kinds = {"same": layer, "int8": _layer(INT8, scheme.activations)}
     head, embedding = kinds.get(scheme.lm_head), kinds.get(scheme.embedding)
@@ -208,5 +208,5 @@ def _by_kind(scheme: "Int8 | Int4", model: Transformer, weight: WeightFormat) ->
 def _check(scheme: Scheme) -> None:
     for name, known in CHOICES.items():
         value = getattr(scheme, name, known[0])
-        if type(value) is not type(known[0]) or value not in known:  # 64.0 and True equal numbers that they are not
+        if type(value) is not type(known[0]) or value not in known:  # 64.0 and True are equal to valid values
             raise ConfigError(f"{name} must be one of {', '.join(map(str, known))}; found {value!r}")

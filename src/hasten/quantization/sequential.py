@@ -1,7 +1,8 @@
-"""Block by block: each block is quantized for the inputs that the quantized blocks before it give."""
+"""Calibrated quantization block by block: each one for the outputs of the quantized blocks before it."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,14 @@ def quantize_blocks(
     spill: Path | None = None,
     device: torch.device | None = None,
 ) -> Iterator[BlockResult]:
-    """Quantize the layers `formats` for calibration tokens (S, T), a result for each block and one for the head.
+    """Quantize the layers of `formats` with calibration tokens (S, T); yields a result for each block and the head.
 
-    The model is not changed. Blocks are computed on `device`, one of them there at a time; the results are where the
-    model is. Blocks that `saved` has are not computed again. `spill` is a folder for files that hold the samples'
-    states.
+    The model is not changed. One block at a time is computed on `device`; the results are on the model's device. Blocks
+    finished in `saved` are not computed again. spill: a folder for files that hold the samples' states.
     """
     files = [None if spill is None else spill / f"{name}.spill" for name in ("states", "before")]
-    walks = [_first_walk(model, formats.get("embedding"), tokens, search, device=device, spill=files[0])]
+    with _rounded_embedding(model, formats.get("embedding"), search):
+        walks = [CalibrationWalk(model, tokens, device=device, spill=files[0])]
     if method.gptaq:
         walks.append(CalibrationWalk(model, tokens, device=device, spill=files[1]))
     done = 0 if saved is None else saved.blocks()
@@ -64,7 +65,7 @@ def quantize_blocks(
         for walk, module in zip(walks, (task.block, task.before), strict=False):
             walk.advance(index, module)
         result = task.result().to(model.device)
-        del task, module  # before the next block takes their place
+        del task, module  # before the next block is copied
         if saved is not None:
             saved.save(index, result, [walk.states for walk in walks])
         yield result
@@ -79,7 +80,7 @@ def _task(
     walks: Sequence[CalibrationWalk],
     search: Search,
 ) -> BlockTask:
-    """What GPTQ is given of a block; index None: of norm and head."""
+    """Prepare a block for GPTQ. index None: the norm and the head."""
     block: nn.Module
     if index is None:
         prefix, names = "", ["head"]
@@ -102,15 +103,14 @@ def _task(
     )
 
 
-def _first_walk(
-    model: Transformer, layer: LayerFormat | None, tokens: Tensor, search: Search, **options: Any
-) -> CalibrationWalk:
-    """The walk through the model as it will be: from an embedding's rows as they will be stored."""
-    exact = model.embedding
+@contextmanager
+def _rounded_embedding(model: Transformer, layer: LayerFormat | None, search: Search) -> Iterator[None]:
+    """Replace the model's embedding by its quantized form, if it is quantized, during the block."""
+    exact: Any = model.embedding
+    if layer is not None:
+        weight = round_weight(exact.weight.detach(), layer.weight, search=search)
+        model.embedding = served(weight, exact, None, layer, model.compute_dtype)
     try:
-        if layer is not None:
-            weight = round_weight(exact.weight.detach(), layer.weight, search=search)
-            model.embedding = served(weight, exact, None, layer, model.compute_dtype)
-        return CalibrationWalk(model, tokens, **options)
+        yield
     finally:
         model.embedding = exact

@@ -1,4 +1,4 @@
-"""The calibration samples on their way through a model: what a layer is given, one block in memory at a time."""
+"""Calibration samples passed through a model one block at a time, and the inputs of each layer."""
 
 import copy
 import os
@@ -19,16 +19,16 @@ from hasten.model.transformer import Attention, Transformer
 from hasten.model.wide import NARROW
 from hasten.quantization.blocks import Item, Result, in_order
 
-PASS_TOKENS = 512  # of a pass, which one thread computes: enough for products at its rate
+PASS_TOKENS = 512  # tokens of a pass, which one thread computes: enough for fast products
 
 Call = Callable[[nn.Module], Tensor]  # runs a module, a block or an expert, on some of the calibration inputs
 
 
 class CalibrationWalk:
-    """The states (samples, length, C) between two blocks. They begin as embeddings; `advance` takes them on.
+    """The states (samples, length, C) between two blocks: embeddings first; `advance` computes the next ones.
 
-    device: where blocks are computed, one at a time; the states stay where the model is. spill: a file that holds
-    them, mapped, instead of memory. It may be there already, and is not removed.
+    device: where blocks are computed, one at a time; the states stay on the model's device. spill: a file that is
+    mapped to hold them instead of memory. It may exist already, and is not removed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CalibrationWalk:
             room.copy_(part)
 
     def here(self, module: nn.Module) -> nn.Module:
-        """A module of the model where it is computed: itself, or a copy on the walk's device, with kernels for it."""
+        """A module of the model, copied to the walk's device (with kernels for it) if that is another one."""
         if self.device == self.model.device:
             return module
         own = shared_copy(module, self.device)
@@ -62,7 +62,7 @@ class CalibrationWalk:
         return own
 
     def calls(self, index: int) -> list[Call]:
-        """A block's calls, on a few samples each."""
+        """Calls that run a block, on a few samples each."""
         layer = self.model.config.layers[index]
         rope = self._ropes[layer.rope] if self._ropes else None
         own = self._context.layers[index]
@@ -73,13 +73,13 @@ class CalibrationWalk:
         return [call(slice(start, start + self.step)) for start in range(0, len(self.states), self.step)]
 
     def advance(self, index: int, block: nn.Module) -> None:
-        """Replace the states by what the block, which is where it is computed, makes of them."""
+        """Replace the states by the block's outputs. block: on the walk's device."""
         found = passes(block, self.calls(index), lambda call: call(block))
         for part, new in zip(self.states.split(self.step), found, strict=True):
             part.copy_(new)
 
     def whole_calls(self) -> list[Call]:
-        """The calls of what comes behind the last block: of norm and head."""
+        """Calls that run the norm and the head after the last block."""
 
         def call(part: Tensor) -> Call:
             return lambda module: module(part.to(self.device))
@@ -88,12 +88,12 @@ class CalibrationWalk:
 
 
 def computing_dtype(model: Transformer, device: torch.device) -> torch.dtype:
-    """Of the model's blocks on a device. Those that move compute in their weights' own: only on CPUs may it be slow."""
+    """The dtype in which blocks compute on a device; if copied there, that of the weights (slow on some CPUs only)."""
     return model.compute_dtype if device == model.device else model.dtype
 
 
 def _mapped(file: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor whose memory is a file. OSError where the disk has no room: later a write would end the process."""
+    """A tensor in a mapped file. Raises OSError if the disk is full, since a later write would kill the process."""
     count = torch.Size(shape).numel()
     handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -105,7 +105,7 @@ def _mapped(file: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def rows_calls(parts: Sequence[Tensor]) -> list[Call]:
-    """The calls of a module that takes rows (T, K), as an expert does."""
+    """Calls that run a module on rows (T, K), for experts."""
     return [partial(_call, part) for rows in parts for part in rows.split(PASS_TOKENS)]
 
 
@@ -114,9 +114,9 @@ def _call(x: Tensor, module: nn.Module) -> Tensor:
 
 
 def shared_copy(module: nn.Module, device: torch.device | None = None) -> Any:
-    """A module whose submodules can be replaced without changing the original; all tensors are shared.
+    """Copy a module with shared tensors, so that its submodules can be replaced without changing the original.
 
-    device: where another one is given, the copy's tensors stand there.
+    device: move the copy's tensors there instead.
     """
 
     def here(tensor: Tensor) -> Tensor:
@@ -131,14 +131,14 @@ def shared_copy(module: nn.Module, device: torch.device | None = None) -> Any:
 
 
 def passes(module: nn.Module, items: Sequence[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
-    """What `work` makes of each item, in their order, where the module is."""
+    """Yield `work(item)` for each item in order, computed on the module's device."""
     return in_order(items, work, device=next(chain(module.parameters(), module.buffers())).device)
 
 
 def stages(module: nn.Module, names: Sequence[str], call: Call) -> list[list[str]]:
-    """The linear layers `names` of a module in the order in which it calls them; together, where they get one input.
+    """The linear layers `names` of a module in the order of its calls; layers with the same input form one stage.
 
-    The last one is not run: of a head that would be the logits of a whole pass, of which nobody counts on the memory.
+    The last one is not run: the logits of a whole pass would take memory that is not planned for.
     """
     found: list[tuple[Tensor, list[str]]] = []
     left = set(names)
@@ -154,11 +154,11 @@ def stages(module: nn.Module, names: Sequence[str], call: Call) -> list[list[str
 
     with suppress(_ReachedError):
         call(_watched(module, names, note))
-    return [together for _, together in found]
+    return [stage for _, stage in found]
 
 
 def inputs_of(module: nn.Module, name: str, calls: Sequence[Call]) -> Iterator[Tensor]:
-    """What the submodule `name` is given, (T, K) for each call; nothing behind it is computed."""
+    """Yield the inputs (T, K) of the submodule `name` in each call; nothing after it is computed."""
 
     def stop(_: str, x: Tensor) -> None:
         raise _ReachedError(x)
@@ -176,8 +176,8 @@ def inputs_of(module: nn.Module, name: str, calls: Sequence[Call]) -> Iterator[T
 
 
 def inputs_of_each(module: nn.Module, names: Sequence[str], calls: Sequence[Call]) -> dict[str, list[Tensor]]:
-    """All inputs (T, K) of several submodules, of which a call may reach any number (experts)."""
-    own = threading.local()  # of a thread: what its call has found
+    """All inputs (T, K) of several submodules (experts); a call may reach any number of them."""
+    own = threading.local()  # what the call of each thread has found
     watched = _watched(module, names, lambda name, x: own.found[name].append(x.flatten(0, -2)))
 
     def inputs(call: Call) -> dict[str, list[Tensor]]:
@@ -190,7 +190,7 @@ def inputs_of_each(module: nn.Module, names: Sequence[str], calls: Sequence[Call
 
 
 def _watched(module: nn.Module, names: Sequence[str], look: Callable[[str, Tensor], None]) -> nn.Module:
-    """A copy that calls `look` with the name and the input of each of these submodules before it runs."""
+    """Copy a module so that `look` is called with the name and the input of each of these submodules."""
     copied = shared_copy(module)
 
     def hook_of(name: str) -> Callable:
@@ -202,7 +202,7 @@ def _watched(module: nn.Module, names: Sequence[str], look: Callable[[str, Tenso
 
 
 class _ReachedError(Exception):
-    """A pass has come to the layer whose input is wanted."""
+    """Raised when a pass reaches the layer whose input is wanted."""
 
     def __init__(self, inputs: Tensor) -> None:
         self.inputs = inputs

@@ -1,4 +1,4 @@
-"""Turns the engine's outputs of one HTTP request into OpenAI's chunks, and joins chunks into whole answers."""
+"""Convert the engine's outputs of one HTTP request into OpenAI's chunks, and join chunks into whole answers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fastapi import Response
 
 from hasten.engine.request import Request, RequestOutput, SlowReader, TokenLogprob
 from hasten.errors import HastenError
-from hasten.server.build_request import samples
-from hasten.server.fields import SamplingBody, StreamOptions
+from hasten.server.bodies import SamplingBody, StreamOptions
+from hasten.server.build_request import samples_of
 from hasten.server.metrics import Stopwatch
 from hasten.server.responses import ApiError, ClientGone, EventStream, from_library, overloaded, reply
 from hasten.server.service import Service
@@ -22,7 +22,7 @@ from hasten.server.structured import Grammar
 
 Body = TypeVar("Body", bound=SamplingBody)
 Json = dict[str, Any]
-LOWEST = -9999.0  # in place of minus infinity, which JSON does not have (vLLM's value)
+LOWEST = -9999.0  # instead of minus infinity, which JSON lacks (vLLM's value)
 
 
 class AnswerBuilder(ABC, Generic[Body]):
@@ -36,8 +36,8 @@ class AnswerBuilder(ABC, Generic[Body]):
 
     def __init__(self, service: Service, body: Body, *, prompts: int) -> None:
         self.service, self.body = service, body
-        self.samples = samples(body, service.settings, prompts=prompts)
-        self.n = self.samples["n"]
+        self.samples = samples_of(body, service.settings, prompts=prompts)
+        self.n = self.samples.n
         options = body.stream_options or StreamOptions()
         self.usage_at_end, self.usage_always = options.include_usage, options.continuous_usage_stats
         if (self.usage_at_end or self.usage_always) and not body.stream:
@@ -59,10 +59,10 @@ class AnswerBuilder(ABC, Generic[Body]):
         """Join all chunk choices of one index into a whole choice, without its finish reason."""
 
     async def respond(self, http: HttpRequest) -> Response:
-        """The response, streamed or whole. A request that cannot be served gets an error status at once."""
+        """Build the response, streamed or whole. A request that cannot be served gets an error status at once."""
         requests = await self.requests(http.state.request_id)
         parts = self._parts(requests, http)
-        http.state.cleanup.append(parts.aclose)  # called whatever happens: what still runs is aborted
+        http.state.cleanup.append(parts.aclose)  # closed in any case, which aborts running requests
         first = await anext(parts)
         if self.body.stream:
             return EventStream(self._chunks(first, parts))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from hasten import __version__
+from hasten.server.bodies import BodyRoute
 from hasten.server.chat import add_chat
 from hasten.server.completions import add_completions
 from hasten.server.documentation import ERRORS, Model, Models, Status
@@ -39,17 +39,17 @@ def make_app(service: Service) -> FastAPI:
         await service.engine.close()
         service.close()
 
-    # Its pages of documentation would fetch scripts from elsewhere; the description itself is at /openapi.json.
+    # FastAPI's documentation pages would load scripts from other hosts; the description is at /openapi.json.
     app = FastAPI(title="hasten", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service
     app.add_middleware(Guard, service=service)
-    if origins := service.settings.allowed_origins:  # outside the guard, so that a page can read its refusals too
+    if origins := service.settings.allowed_origins:  # outside the guard, so that pages can read its errors too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=[origin.lower() for origin in origins],
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            allow_private_network=True,  # a public page that asks a server on this machine
+            allow_private_network=True,  # public pages may call a server on this machine
             expose_headers=("x-request-id", "x-hasten-ignored", "retry-after"),
         )
 
@@ -67,26 +67,26 @@ def make_app(service: Service) -> FastAPI:
         text = message.get(error.status_code, str(error.detail))
         return ApiError(text, status=error.status_code, headers=error.headers or {}).response()
 
-    router = APIRouter(route_class=_ParsedRoute)
+    router = APIRouter(route_class=BodyRoute)
     for add in (_add_status, add_completions, add_chat, add_embeddings, add_tokens):
         add(router, service)
     app.include_router(router)
     return app
 
 
-UNWELL: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}
+UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}
 
 
 def _add_status(router: APIRouter, service: Service) -> None:
 
-    @router.get("/health", response_model=Status, responses=UNWELL)
+    @router.get("/health", response_model=Status, responses=UNAVAILABLE)
     async def health() -> Response:
         """Report whether the engine works."""
         if not service.engine.healthy:
             raise overloaded("the engine has failed", seconds=30)
         return reply({"status": "ok"})
 
-    @router.get("/ready", response_model=Status, responses=UNWELL)
+    @router.get("/ready", response_model=Status, responses=UNAVAILABLE)
     async def ready() -> Response:
         """Report whether requests are accepted: the model is loaded, the engine works, and no shutdown has begun."""
         if not service.ready or service.draining or not service.engine.healthy:
@@ -124,20 +124,3 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "max_model_len": service.max_length,
         "vocab_size": service.vocabulary,
     }
-
-
-class _ParsedRequest(Request):
-    async def json(self) -> Any:
-        return self.state.json
-
-
-class _ParsedRoute(APIRoute):
-    """A route whose body is the parsed value that the guard has put into the request's state."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_parsed(request: Request) -> Response:
-            return await handle(_ParsedRequest(request.scope, request.receive))
-
-        return handle_parsed

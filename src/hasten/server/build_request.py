@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hasten.engine.params import RECOMMENDED, SamplingParams
 from hasten.engine.request import Request
 from hasten.errors import ConfigError
-from hasten.server.fields import ResponseFormat, SamplingBody
+from hasten.server.bodies import ResponseFormat, SamplingBody
 from hasten.server.responses import ApiError, check_limit
 from hasten.server.service import Service, too_long
 from hasten.server.settings import ServerSettings
@@ -18,34 +19,59 @@ from hasten.server.structured import Grammar
 _SAME = ("presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "ignore_eos")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Number of samples (or beams) of each prompt; the fields are those of the engine's Request."""
+
+    n: int
+    best_of: int | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+
 def build_request(
     body: SamplingBody,
     service: Service,
     *,
+    id: str,
+    prompt: Sequence[int],
     max_tokens: int,
+    samples: Samples,
     constraint: Grammar | None,
-    **fields: Any,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    skip_special_tokens: bool,
 ) -> Request:
-    """Build the engine's request. fields: what differs between chat and completions. Raises ApiError naming a field."""
+    """Build the engine's request. Raises ApiError naming the field."""
     return Request(
+        id=id,
+        prompt=prompt,
         params=sampling_params(body, service, max_tokens=max_tokens, constrained=constraint is not None),
+        n=samples.n,
+        best_of=samples.best_of,
+        beam_width=samples.beam_width,
+        length_penalty=samples.length_penalty,
+        early_stopping=samples.early_stopping,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         priority=body.priority or 0,
         salt=body.cache_salt or "",
         adapter=service.check_model(body.model),
         timeout=service.settings.request_timeout,
         constraint=constraint,
+        skip_special_tokens=skip_special_tokens,
         whole=not body.stream,
-        **fields,
     )
 
 
 def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, constrained: bool) -> SamplingParams:
     """Sampling parameters of a request. Raises ApiError naming the field."""
-    # A beam search draws nothing: what the folder recommends for drawing is not meant.
+    # A beam search draws nothing, so the folder's recommended temperature does not apply.
     defaults: Mapping[str, Any] = {"temperature": 0.0} if body.use_beam_search else service.settings.defaults
     known = {name: defaults[name] for name in RECOMMENDED if defaults.get(name) is not None}
     chosen = known | body.model_dump(include={*RECOMMENDED, *_SAME}, exclude_none=True)
-    if chosen.get("top_k") == -1:  # vLLM's way to say all
+    if chosen.get("top_k") == -1:  # vLLM's value for all
         chosen["top_k"] = 0
     highest = max(body.stop_token_ids or (), default=0)
     if highest >= service.vocabulary:
@@ -70,13 +96,13 @@ def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, co
         raise ApiError(str(error), code="invalid_value") from None
 
 
-def samples(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> dict[str, Any]:
-    """Number of samples (or beams) of a request, checked against the limits, as fields of Request."""
+def samples_of(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> Samples:
+    """Number of samples (or beams) of a request, checked against the limits."""
     n, best_of = body.n or 1, body.best_of
     if best_of is not None and best_of < n:
         raise ApiError(f"best_of is {best_of}, below n, which is {n}", param="best_of")
     if best_of is not None and best_of > n and body.stream:
-        raise ApiError("best_of cannot be streamed: the best are known at the end", param="best_of")
+        raise ApiError("best_of cannot be streamed: the best samples are known at the end", param="best_of")
     drawn = best_of or n
     check_limit("n" if best_of is None else "best_of", drawn, settings.samples)
     if drawn * prompts > settings.choices:
@@ -84,12 +110,11 @@ def samples(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> di
         raise ApiError(message, param="prompt")
     if body.use_beam_search:
         penalty = 1.0 if body.length_penalty is None else body.length_penalty
-        early_stopping = bool(body.early_stopping)
-        return {"n": n, "beam_width": drawn, "length_penalty": penalty, "early_stopping": early_stopping}
+        return Samples(n=n, beam_width=drawn, length_penalty=penalty, early_stopping=bool(body.early_stopping))
     for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
         if getattr(body, name) not in (None, neutral):
             raise ApiError(f"{name} needs use_beam_search", param=name)
-    return {"n": n, "best_of": None if best_of == n else best_of}
+    return Samples(n=n, best_of=None if best_of == n else best_of)
 
 
 def room(
@@ -135,7 +160,7 @@ async def constraint_of(wanted: ResponseFormat | None, service: Service) -> Gram
 async def prompts_of(
     given: Any, service: Service, *, param: str, add_special_tokens: bool | None
 ) -> list[tuple[int, ...]]:
-    """Token ids of one prompt or several, each a text or its ids (`fields.Prompts`). Raises ApiError naming `param`."""
+    """Token ids of one prompt or several, each a text or its ids (`bodies.Prompts`). Raises ApiError naming `param`."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
     if not given:
@@ -163,10 +188,9 @@ def check_ids(prompt: Sequence[int], service: Service, *, param: str) -> tuple[i
 def _biases(given: Mapping[str, float], service: Service) -> dict[int, float]:
     biases = {}
     for key, value in given.items():
-        # Written one way only: "05" beside "5" would be one of them unheard.
-        if not (key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key) or (
-            int(key) >= service.vocabulary
-        ):
+        # One spelling only: of "05" and "5" one would be ignored.
+        plain = key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key
+        if not plain or int(key) >= service.vocabulary:
             raise ApiError(f"logit_bias: {key[:40]!r} is no token id below {service.vocabulary}", param="logit_bias")
         biases[int(key)] = value
     return biases

@@ -32,8 +32,8 @@ class _ChatCompletion(AnswerBuilder[ChatBody]):
 
     def __init__(self, service: Service, body: ChatBody) -> None:
         super().__init__(service, body, prompts=1)
-        self.tools = Tools(body, service)
-        self.readers = [self.tools.reader() for _ in range(self.n)]
+        self.tools = Tools(body, service) if body.tools or body.tool_choice is not None else None
+        self.readers = [None if self.tools is None else self.tools.reader() for _ in range(self.n)]
         self._begun: set[int] = set()
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -43,46 +43,41 @@ class _ChatCompletion(AnswerBuilder[ChatBody]):
             raise ApiError("max_tokens and max_completion_tokens differ; give one", param="max_tokens")
 
     async def requests(self, name: str) -> list[Request]:
-        body, service = self.body, self.service
+        body, service, tools = self.body, self.service, self.tools
         self.id = f"chatcmpl-{name}-{service.number()}"
         special = body.add_special_tokens is True  # the template writes them itself
-        ids = await encode_conversation(
-            body.messages, body, service, tools=self.tools.shown, add_special_tokens=special
-        )
+        shown = None if tools is None else tools.shown
+        ids = await encode_conversation(body.messages, body, service, tools=shown, add_special_tokens=special)
         prompt = check_ids(ids, service, param="messages")
         name_of = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         wanted = getattr(body, name_of)
         if wanted == 0:
             raise ApiError(f"{name_of} is 0: an answer has at least one token", param=name_of)
         most = room(prompt, wanted, service, param="messages", wanted_by=name_of, default=None)
-        # Last: a schema takes longer to compile than anything here takes to be refused.
-        constraint = await self.tools.constraint()
+        # Last, because compiling a schema takes longer than refusing anything above.
+        constraint = None if tools is None else await tools.constraint()
         if constraint is None:
             constraint = await constraint_of(body.response_format, service)
+        skip_special_tokens = body.skip_special_tokens is not False
+        if tools is not None:
+            skip_special_tokens = tools.skip_special_tokens(skip_special_tokens)
         request = build_request(
             body,
             service,
             id=self.id,
             prompt=prompt,
             max_tokens=most,
-            **self.samples,
+            samples=self.samples,
             constraint=constraint,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            skip_special_tokens=self.tools.skip_special_tokens(body.skip_special_tokens is not False),
+            skip_special_tokens=skip_special_tokens,
         )
         return [request]
 
     def take(self, which: int, output: RequestOutput) -> list[Json]:
-        reader, text, calls = self.readers[output.index], output.text, list[ParsedCall]()
         reason: str | None = output.finish_reason
-        if reader is not None:
-            text = reader.push(text)
-            if reason is not None:
-                rest, calls = reader.finish(cut=reason == "length")
-                text += rest
-                if not self.tools.parallel:
-                    calls = calls[:1]
-        if calls and not self.tools.named and reason == "stop":
+        text, calls = self._split(output)
+        if calls and self.tools is not None and not self.tools.named and reason == "stop":
             reason = "tool_calls"
         parts = []
         if output.index not in self._begun:
@@ -102,6 +97,17 @@ class _ChatCompletion(AnswerBuilder[ChatBody]):
         if output.stop_reason is not None:
             part["stop_reason"] = output.stop_reason
         return [*parts, part]
+
+    def _split(self, output: RequestOutput) -> tuple[str, list[ParsedCall]]:
+        """The text of an output, and at the end of its choice the tool calls in the answer."""
+        reader = self.readers[output.index]
+        if reader is None or self.tools is None:
+            return output.text, []
+        text = reader.push(output.text)
+        if output.finish_reason is None:
+            return text, []
+        rest, calls = reader.finish(cut=output.finish_reason == "length")
+        return text + rest, calls if self.tools.parallel else calls[:1]
 
     def join(self, index: int, parts: list[Json]) -> Json:
         content = "".join(part["delta"].get("content", "") for part in parts)

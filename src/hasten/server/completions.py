@@ -10,9 +10,9 @@ from pydantic import Field
 
 from hasten.engine.request import Request, RequestOutput, TokenLogprob
 from hasten.server.answers import AnswerBuilder, Json, completion_logprobs, join_logprobs
+from hasten.server.bodies import COMMON_NEUTRAL, Count, Neutral, Prompts, SamplingBody
 from hasten.server.build_request import build_request, constraint_of, prompts_of, room
 from hasten.server.documentation import ERRORS, Completion
-from hasten.server.fields import COMMON_NEUTRAL, Count, Neutral, Prompts, SamplingBody
 from hasten.server.responses import ApiError, check_limit
 from hasten.server.service import Service
 
@@ -47,18 +47,18 @@ class _Completions(AnswerBuilder[CompletionBody]):
     def __init__(self, service: Service, body: CompletionBody, prompts: list[tuple[int, ...]]) -> None:
         super().__init__(service, body, prompts=len(prompts))
         self.prompts = prompts
-        self.nothing = body.max_tokens == 0  # only the prompt is wanted back
+        self.nothing = body.max_tokens == 0  # only the prompt is returned
         if self.nothing and not body.echo:
             raise ApiError("max_tokens is 0: without echo nothing would come back", param="max_tokens")
         check_limit("logprobs", body.logprobs or 0, service.settings.logprobs)
-        self._offsets: dict[int, int] = {}  # by choice: characters given so far, where the next token's text begins
+        self._offsets: dict[int, int] = {}  # by choice: characters sent so far, where the next token's text begins
         self._scores: dict[int, tuple[TokenLogprob | None, ...]] = {}  # the prompts' log-probabilities
 
     async def requests(self, name: str) -> list[Request]:
         body, service = self.body, self.service
         self.id = f"cmpl-{name}-{service.number()}"
         constraint = await constraint_of(body.response_format, service)
-        wanted = max(1, body.max_tokens) if body.max_tokens is not None else None
+        wanted = None if body.max_tokens is None else max(1, body.max_tokens)
         return [
             build_request(
                 body,
@@ -68,7 +68,7 @@ class _Completions(AnswerBuilder[CompletionBody]):
                 max_tokens=room(
                     prompt, wanted, service, param="prompt", wanted_by="max_tokens", default=DEFAULT_TOKENS
                 ),
-                **self.samples,
+                samples=self.samples,
                 constraint=None if constraint is None else constraint.fork(),
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo else None,

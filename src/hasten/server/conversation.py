@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from hasten.errors import ConfigError, HastenError
-from hasten.server.fields import COMMON_NEUTRAL, MANY, Body, Count, Neutral, RequestBody, SamplingBody, Text
+from hasten.server.bodies import COMMON_NEUTRAL, MANY, Body, Count, Neutral, RequestBody, SamplingBody, Text
 from hasten.server.responses import ApiError
 from hasten.server.service import Service
 from hasten.text.chat import check_template_kwargs, plain_messages
@@ -19,27 +19,27 @@ from hasten.text.chat import check_template_kwargs, plain_messages
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Said(Body):
-    """A part of a conversation. Clients send back what any server put into an answer, so unknown fields are dropped."""
+class ConversationPart(Body):
+    """A part of a conversation. Unknown fields are dropped, because clients send back answers of other servers too."""
 
     model_config = ConfigDict(extra="ignore")
 
 
-class TextPart(Said):
+class TextPart(ConversationPart):
     """A part of a message. Images, audio and files are refused."""
 
     type: Literal["text"]
     text: Text
 
 
-class FunctionCall(Said):
+class FunctionCall(ConversationPart):
     """A function call by the assistant; the arguments are JSON in a string."""
 
     name: Name
     arguments: Text
 
 
-class ToolCall(Said):
+class ToolCall(ConversationPart):
     """One call of an earlier turn."""
 
     id: Annotated[str, Field(max_length=256)] | None = None
@@ -47,8 +47,8 @@ class ToolCall(Said):
     function: FunctionCall
 
 
-class Message(Said):
-    """One turn. What an assistant's answer carried beside its text may be sent back with it."""
+class Message(ConversationPart):
+    """One turn. The further fields of an assistant's answer may be sent back with it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -91,7 +91,7 @@ class ToolChoice(Body):
     function: NamedFunction
 
 
-def _few_parts(messages: Any) -> Any:
+def _check_parts(messages: Any) -> Any:
     """Refuse more than `MANY` parts and calls in all messages together, before any of them is parsed."""
     if isinstance(messages, list):
         lists = (message.get(name) for message in messages if isinstance(message, dict) for name in _LISTS)
@@ -102,7 +102,7 @@ def _few_parts(messages: Any) -> Any:
 
 _LISTS = ("content", "tool_calls")
 TOOLS = 128
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MANY, fail_fast=True), BeforeValidator(_few_parts)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MANY, fail_fast=True), BeforeValidator(_check_parts)]
 ToolList = Annotated[list[Tool], Field(max_length=TOOLS, fail_fast=True)]
 
 
@@ -132,7 +132,7 @@ class ChatBody(SamplingBody, TemplateBody):
     parallel_tool_calls: bool | None = None
     neutral: ClassVar[Neutral] = COMMON_NEUTRAL | {
         "audio": (),
-        "chat_template": (),  # a template is a program: it comes with the model, never with a request
+        "chat_template": (),  # a template is a program: only the model's own is run
         "documents": ([],),
         "echo": (False,),
         "function_call": ("none",),
@@ -168,7 +168,7 @@ async def encode_conversation(
     if continued and prompted:
         message = "add_generation_prompt begins a new turn and continue_final_message goes on with the last; give one"
         raise ApiError(message, param="add_generation_prompt")
-    try:  # a template is a program: it is never run where it could hold up everybody
+    try:  # a template is a program: it never runs on the event loop
         text = await service.in_thread(render)
     except HastenError as error:
         raise ApiError(str(error)[:500], param="messages", code="chat_template") from None
@@ -176,7 +176,7 @@ async def encode_conversation(
 
 
 def _variables(body: TemplateBody, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables that the template gets: the server's, the effort, and what the request itself names."""
+    """Variables of the template: the server's, the effort, and the request's own."""
     given = body.chat_template_kwargs or {}
     try:
         check_template_kwargs(given)

@@ -1,4 +1,4 @@
-"""The responses as the OpenAPI description shows them. They are documentation: responses are built as plain values."""
+"""Response models for the OpenAPI description; responses themselves are built as plain values."""
 
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ class CompletionChoice(BaseModel):
 
 
 class Answered(BaseModel):
-    """What both kinds of answers have."""
+    """Fields of both kinds of answers."""
 
     id: str
     created: int

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
-from pydantic import Field
 
 from hasten.errors import HastenError
+from hasten.server.bodies import ModelBody, Neutral, Prompts
 from hasten.server.build_request import prompts_of
 from hasten.server.documentation import ERRORS
 from hasten.server.documentation import Embeddings as EmbeddingsReply
-from hasten.server.fields import Neutral, Prompts, RequestBody
 from hasten.server.responses import from_library, reply
 from hasten.server.service import Service
 
 
-class EmbeddingBody(RequestBody):
+class EmbeddingBody(ModelBody):
     """A text, several, or their token ids. pooling and normalize are ours: mean and unit length by default."""
 
-    model: Annotated[str, Field(max_length=512)]
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Literal["mean", "last"] | None = None
     normalize: bool | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None
-    add_special_tokens: bool | None = None
     neutral: ClassVar[Neutral] = {"dimensions": (), "truncate_prompt_tokens": (), "priority": (0,)}
 
 
@@ -41,9 +37,12 @@ def add_embeddings(router: APIRouter, service: Service) -> None:
         service.check_in(body, http)
         given = await prompts_of(body.input, service, param="input", add_special_tokens=body.add_special_tokens)
         try:
-            limit = service.settings.request_timeout
-            how: Any = {"pooling": body.pooling or "mean", "adapter": service.check_model(body.model), "timeout": limit}
-            vectors = await service.engine.embed(given, **how)  # (N, C)
+            vectors = await service.engine.embed(
+                given,
+                pooling=body.pooling or "mean",
+                adapter=service.check_model(body.model),
+                timeout=service.settings.request_timeout,
+            )  # (N, C)
         except HastenError as error:
             raise from_library(error) from None
         vectors = vectors.float().cpu()
@@ -58,7 +57,7 @@ def add_embeddings(router: APIRouter, service: Service) -> None:
 
 
 def _encoded(vector: Any, as_bytes: bool) -> Any:
-    """Numbers, or the bytes of little-endian float32 in base64, which OpenAI's client asks for."""
+    """A vector as numbers, or as little-endian float32 in base64, which OpenAI's client asks for."""
     if as_bytes:
         return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
     return vector.tolist()

@@ -1,7 +1,7 @@
 """Middleware before every endpoint: limits, keys, request ids, one log line, and aborting for a client that is gone.
 
-Plain ASGI. The body is read here, whole and within limits of size and time, so that afterwards the only news from the
-client is that it has gone: then the endpoint is cancelled, and the work that it started is aborted.
+Plain ASGI. The body is read here, whole and within limits of size and time. After it only a disconnect can arrive: then
+the endpoint is cancelled, and the work that it started is aborted.
 """
 
 from __future__ import annotations
@@ -9,23 +9,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
 
-from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hasten.server.logs import log_exception, log_request
+from hasten.server.logs import LOGGER
 from hasten.server.responses import ApiError, ClientGone, overloaded
 from hasten.server.service import Service
 
 OPEN = ("/health", "/ready")  # without a key
-WATCHED = (*OPEN, "/metrics")  # answered under load and while the server drains
-NESTING, KEYS = 64, 4096  # most levels of a body, and most keys of an object in it
+WATCHED = (*OPEN, "/metrics")  # also answered under load and while the server drains
+_LOG = logging.getLogger(LOGGER)
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -49,7 +48,7 @@ class Guard:
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raise ApiError for a request that is not allowed (host, key, size, load)."""
         settings, path = self.service.settings, scope["path"]
-        # uvicorn's limit is for headers that are not complete yet; those that came in one piece are counted here.
+        # uvicorn limits incomplete headers only; those that arrive in one piece are counted here.
         size = len(scope.get("raw_path") or path.encode()) + len(scope.get("query_string", b""))
         size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if size > settings.header_bytes:
@@ -74,7 +73,7 @@ class Guard:
             raise overloaded("the server is shutting down", seconds=5)
 
     def _knows(self, header: bytes) -> bool:
-        """Compare with every key by hashes of one length, so that the time reveals nothing about a key."""
+        """Compare with every key by hashes of the same length, so that the time reveals nothing about a key."""
         scheme, _, key = header.partition(b" ")
         given = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(given, known) for known in self._keys]
@@ -90,7 +89,7 @@ class _Exchange:
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = given if _GOOD_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         self.facts: dict[str, object] = {}
-        self.cleanup: list[Callable[[], Awaitable[None]]] = []  # what the endpoint began, to be ended whatever happens
+        self.cleanup: list[Callable[[], Awaitable[None]]] = []  # generators of the endpoint, closed in any case
         self.arrived = time.perf_counter()
         state = scope.setdefault("state", {})
         state.update(request_id=self.id, arrived=self.arrived, facts=self.facts, cleanup=self.cleanup)
@@ -122,7 +121,7 @@ class _Exchange:
             raise
         except Exception as error:
             outcome = "failed"
-            log_exception(self.id, error)
+            _LOG.error("failed", exc_info=error, extra={"fields": {"request_id": self.id}})
             await self._answer(ApiError("the server failed at this request", status=500, code="internal_error"))
         finally:
             guard._requests -= 1
@@ -132,7 +131,8 @@ class _Exchange:
             guard.service.metrics.responses.labels(path, str(self.status or 499)).inc()
             fields = {"request_id": self.id, "method": self.scope["method"], "path": self.scope["path"][:200]}
             fields |= {"status": self.status or 499, "seconds": round(time.perf_counter() - self.arrived, 4)}
-            log_request(fields | {"outcome": outcome, **self.facts}, quiet=self.scope["path"] in WATCHED)
+            level = logging.DEBUG if self.scope["path"] in WATCHED else logging.INFO
+            _LOG.log(level, "request", extra={"fields": fields | {"outcome": outcome, **self.facts}})
 
     async def _read_body(self) -> bytes:
         """Read the whole body within the limits. GET and HEAD have none."""
@@ -164,9 +164,8 @@ class _Exchange:
         body = b"".join(chunks)
         if body and self.scope["method"] == "POST":
             kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-            if kind != b"application/json":  # what a web page may send to a foreign server without being asked
+            if kind != b"application/json":  # types that web pages may send to other hosts
                 raise ApiError("the Content-Type must be application/json", status=415, code="content_type")
-            self.scope["state"]["json"] = parse_json(body)
         return body
 
     async def _run_until_gone(self, body: bytes) -> None:
@@ -175,7 +174,7 @@ class _Exchange:
         async def replay() -> Message:
             nonlocal given
             if given:
-                await asyncio.Event().wait()  # the watcher below hears of the end
+                await asyncio.Event().wait()  # the watcher below reports the disconnect
             given = True
             return {"type": "http.request", "body": body, "more_body": False}
 
@@ -193,8 +192,8 @@ class _Exchange:
                     with suppress(asyncio.CancelledError, Exception):
                         await task
             for end in self.cleanup:
-                # A generator that still runs (we were cancelled while we waited for the work above) cannot be closed:
-                # its own cancellation ends it, and the others are to be ended too.
+                # A generator that still runs (if we were cancelled while waiting for the work above) cannot be closed:
+                # its own cancellation ends it. The others must be closed too.
                 with suppress(RuntimeError):
                     await end()
 
@@ -223,33 +222,7 @@ class _Exchange:
         if self.status is not None:
             return
         response = error.response()
-        if error.status in (408, 413, 431):  # what is left of the body is not read
+        if error.status in (408, 413, 431):  # the rest of the body is not read
             response.headers["Connection"] = "close"
         with suppress(ClientGone):
             await response(self.scope, self.receive, self.send)
-
-
-def parse_json(data: bytes) -> Any:
-    """Parse JSON; raises ApiError (400) if it is invalid, nested too deeply, or an object has too many keys.
-
-    NaN, infinity, numbers of more than 4,300 digits, lone surrogates and invalid UTF-8 are refused (RFC 8259). Python's
-    own parser accepts the first and the third, and recurses as deeply as the input nests.
-    """
-    try:
-        value = from_json(data, allow_inf_nan=False, cache_strings="none")
-    except ValueError as error:
-        code = "nesting" if "recursion" in str(error) else "invalid_json"
-        raise ApiError(f"the body is not JSON that can be read: {error}", code=code) from None
-    depth, level = 0, [value]
-    while level:
-        if any(len(item) > KEYS for item in level if isinstance(item, dict)):
-            raise ApiError(f"an object in the body has more than {KEYS:,} keys", code="too_many_keys")
-        level = [item for items in level for item in _children(items) if isinstance(item, (dict, list))]
-        depth += 1
-        if depth > NESTING and level:
-            raise ApiError(f"the body is nested deeper than {NESTING} levels", code="nesting")
-    return value
-
-
-def _children(value: Any) -> Any:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

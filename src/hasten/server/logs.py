@@ -1,4 +1,7 @@
-"""Logs one JSON object a line to standard error: request, status, times; never a prompt, an answer or a key."""
+"""The log: one JSON object a line on standard error, with request, status, times; never a prompt, an answer or a key.
+
+A record's own fields are in `extra={"fields": {...}}`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import logging
 import sys
 import traceback
-from collections.abc import Mapping
 from datetime import UTC, datetime
 
 LOGGER = "hasten.server"
@@ -19,6 +21,9 @@ class JsonLines(logging.Formatter):
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, object] = {"time": time, "level": record.levelname.lower(), "event": record.getMessage()}
         line |= getattr(record, "fields", {})
+        if record.exc_info is not None and (error := record.exc_info[1]) is not None:
+            line["error"] = f"{type(error).__name__}: {error}"
+            line["traceback"] = "".join(traceback.format_exception(error))
         return json.dumps(line, default=str)
 
 
@@ -26,20 +31,8 @@ def configure_logs(level: str = "info") -> None:
     """Write our log and uvicorn's to standard error as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    # asyncio warns of every write to a client that has gone: that is in the request's own line.
+    # asyncio warns about every write to a disconnected client, which the request's own line reports.
     for name, least in ((LOGGER, level.upper()), ("uvicorn.error", "WARNING"), ("asyncio", "ERROR")):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(least)
-
-
-def log_request(fields: Mapping[str, object], *, quiet: bool) -> None:
-    """Log a request that ended; a quiet one at debug level."""
-    logging.getLogger(LOGGER).log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})
-
-
-def log_exception(request_id: str, error: BaseException) -> None:
-    """Log an internal error with its traceback."""
-    text = "".join(traceback.format_exception(error))
-    fields = {"request_id": request_id, "error": f"{type(error).__name__}: {error}", "traceback": text}
-    logging.getLogger(LOGGER).error("failed", extra={"fields": fields})

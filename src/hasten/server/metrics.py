@@ -1,8 +1,8 @@
 """Prometheus metrics under the names that vLLM's dashboards use, with the prefix `hasten:`.
 
-https://docs.vllm.ai/en/latest/usage/metrics.html. The registry is our own, so metrics of the process do not
-leak in and two servers in one process do not collide. Gauges and the engine's counters are read at each scrape; only
-the histograms are written by requests.
+https://docs.vllm.ai/en/latest/usage/metrics.html. It has a registry of its own, so that metrics of the
+process do not appear in it and two servers in one process do not collide. Gauges and the engine's counters are read at
+each scrape; only the histograms are written by requests.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Events: one `data:` line a chunk, `[DONE]` at the end, https://html.spec.whatwg.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from hasten.engine.request import DeadlineExceeded, EngineFailed, QueueFull, RequestRefused
 from hasten.errors import HastenError
-from hasten.server.logs import log_exception
+from hasten.server.logs import LOGGER
 
 # status -> (OpenAI's type, when it is sent)
 ERRORS = {
@@ -105,9 +106,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _meant(error: Mapping[str, Any]) -> tuple[bool, int, int, bool]:
-    """Sort key for validation errors of a union, in which every member fails: highest for the member that was meant.
+    """Sort key for the errors of a union, in which every member fails: highest for the member that was meant.
 
-    That is the one that counted a list, or came deepest, furthest, and to a value of its type.
+    That is the one that counted a list, or failed deepest, furthest, and at a value of its own type.
     """
     path = _path(error)
     place = path[-1] if path and isinstance(path[-1], int) else -1
@@ -135,7 +136,7 @@ def reply(body: Any) -> Response:
 
 
 class EventStream(Response):
-    """Streams chunks as events. A failure after the first is sent as an event, since the status is already sent."""
+    """Streams chunks as events. A failure after the first one is sent as an event, since the status is already sent."""
 
     media_type = "text/event-stream"
 
@@ -154,7 +155,8 @@ class EventStream(Response):
         except ClientGone:
             raise
         except Exception as error:
-            log_exception(scope["state"]["request_id"], error)
+            fields = {"request_id": scope["state"]["request_id"]}
+            logging.getLogger(LOGGER).error("failed", exc_info=error, extra={"fields": fields})
             failed = ApiError("the server failed at this request", status=500, code="internal_error")
             await _event(send, to_json(failed.body()))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})

@@ -1,4 +1,4 @@
-"""Runs the app: binds the socket before anything slow, limits uvicorn's connections, and shuts down in order."""
+"""Run the app: bind the socket first, limit uvicorn's connections, shut down in order."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             limit_concurrency=CONNECTIONS,
             h11_max_incomplete_event_size=settings.header_bytes,
-            timeout_graceful_shutdown=1,  # everybody was waited for: what is left are last bytes
+            timeout_graceful_shutdown=1,  # requests have finished: only last bytes are left
         )
         super().__init__(config)
         self._service: Service = app.state.service
@@ -96,7 +96,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         in_time = await self._service.drain(self._settings.drain_timeout, given_up=lambda: self.force_exit)
         if not in_time and not self.force_exit:
-            await self._service.engine.close()  # who is still served hears that it was aborted, and why
+            await self._service.engine.close()  # aborts the rest, which get an error that says why
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

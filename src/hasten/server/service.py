@@ -9,9 +9,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from hasten.server.fields import RequestBody
+from hasten.server.bodies import ModelBody, RequestBody
 from hasten.server.metrics import Metrics
 from hasten.server.responses import ApiError, overloaded
 from hasten.server.settings import ServerSettings
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# Shorter texts are encoded where they are: handing them to a thread takes longer.
+# Shorter texts are encoded on the event loop: a thread switch takes longer.
 SHORT_TEXT = 2000
-NAMED = 16  # most ignored fields that a response names
+NAMED = 16  # maximum number of ignored fields that a response names
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -103,8 +103,8 @@ class Service:
             raise ApiError(message, status=404, param="model", code="model_not_found")
         return "" if name == self.model_name else name
 
-    def check_in(self, body: Any, http: HttpRequest) -> None:
-        """Check the model's name and the engine, and note the user, at the start of every request."""
+    def check_in(self, body: ModelBody, http: HttpRequest) -> None:
+        """Check the fields, the model's name and the engine at the start of a request; note the user for its log."""
         self.note_ignored(body, http)
         self.check_model(body.model)
         if not self.engine.healthy:
@@ -129,7 +129,7 @@ class Service:
         return next(self._numbers)
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run work in a thread, so that it does not block the event loop, and return its result."""
+        """Run `work` in a thread, so that it does not block the event loop; returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:

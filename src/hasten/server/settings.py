@@ -15,10 +15,10 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+", re.IGNORECASE)  # also of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Limits in bytes, items and seconds; each refuses with an error that names it. (Lists have theirs in fields.py.)
+    """Limits in bytes, items and seconds; an error names the limit that was exceeded.
 
     Args:
-        api_keys: Keys, any of which gives access; without keys everybody has it. /health and /ready are always open.
+        api_keys: Keys, any of which gives access; without keys all have access. /health and /ready are always open.
         allowed_hosts: Names that the Host header may carry; empty allows all. A server on the loopback interface
             without a key needs them against DNS rebinding: a web page whose name resolves to 127.0.0.1.
         defaults: Sampling values for fields that a request leaves out, from the model's generation_config.json; other
@@ -28,19 +28,19 @@ class ServerSettings:
         allowed_origins: Origins (https://example.com) whose pages may use the server from a browser; "*" allows all.
             None by default.
         strict_fields: Refuse unknown request fields with a 400 instead of ignoring them.
-        header_bytes: Most bytes of a request's line and headers together.
-        body_bytes: Most bytes of one request body.
-        bodies_bytes: Most bytes of all request bodies held at once.
-        requests: Most requests in flight, queued ones included.
-        samples: Most samples of one prompt (n or best_of).
-        choices: Most sequences of one request: prompts × best_of.
-        logprobs: Most alternatives reported for each token.
-        schema_bytes: Most bytes of a JSON schema.
+        header_bytes: Maximum bytes of a request's line and headers together.
+        body_bytes: Maximum bytes of one request body.
+        bodies_bytes: Maximum bytes of all request bodies held at once.
+        requests: Maximum number of requests in flight, queued ones included.
+        samples: Maximum samples of one prompt (n or best_of).
+        choices: Maximum sequences of one request: prompts × best_of.
+        logprobs: Maximum alternatives reported for each token.
+        schema_bytes: Maximum bytes of a JSON schema.
         body_timeout: Seconds for a body to arrive.
-        write_timeout: Seconds after which a client that takes nothing is dropped.
-        request_timeout: Seconds after which a request is given up; never by default.
-        grammar_timeout: Seconds for a JSON schema to be compiled.
-        drain_timeout: Seconds that requests in flight have to end after SIGTERM.
+        write_timeout: Seconds after which a client that does not read is dropped.
+        request_timeout: Seconds after which a request is aborted; never by default.
+        grammar_timeout: Seconds to compile a JSON schema.
+        drain_timeout: Seconds that requests in flight have to finish after SIGTERM.
     """
 
     api_keys: Suppress[tuple[str, ...]] = field(default=(), repr=False)
@@ -49,7 +49,7 @@ class ServerSettings:
     chat_template_kwargs: Suppress[Mapping[str, Any]] = field(default_factory=dict)
     allowed_origins: tuple[str, ...] = ()
     strict_fields: bool = False
-    # On the command line --max-…, because the names alone read like switches there (--logprobs).
+    # --max-… on the command line, where the bare names read like switches (--logprobs).
     header_bytes: Annotated[int, arg(name="max-header-bytes")] = 32 << 10
     body_bytes: Suppress[int] = 4 << 20  # --max-body-mib on the command line
     bodies_bytes: Annotated[int, arg(name="max-bodies-bytes")] = 256 << 20

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from hasten.text.tokenizer import Tokenizer
 
-# Without a bound a model that is unsure writes blanks until its length is used up.
+# Unbounded, an unsure model writes blanks until its maximum length.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"\n? {0,32}", "lenient": False}
 KEPT = 64  # compiled grammars
 # Work in llguidance's units: a lexer's fuel is some 50,000 a millisecond at first and 14,000 later.
@@ -51,9 +51,9 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-PER_TOKEN = 0.01  # seconds of computing for each token
-ALLOWANCE = 0.2  # and these, once, or saved up
-WALKS, STEPS, FIRST = 4, 32, 16  # of the rehearsal: walks, tokens of each, and beginnings that are tried one by one
+PER_TOKEN = 0.01  # seconds of computing that each token adds to a request's budget
+ALLOWANCE = 0.2  # the budget at the start, and its maximum
+WALKS, STEPS, FIRST = 4, 32, 16  # of the rehearsal: walks, tokens of each, and first tokens that are tried one by one
 
 
 def error_of(matcher: LLMatcher) -> str:
@@ -161,7 +161,7 @@ class Grammar:
         return self._failures[0] if self._failures else None
 
     def mask(self, row: Tensor) -> None:
-        """Set the logits (V,) of tokens that may not come to -inf, in place."""
+        """Set the logits (V,) of tokens that are not allowed to -inf, in place."""
         import torch
 
         if not self.done:
@@ -169,7 +169,7 @@ class Grammar:
             self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
             self._note()
             self._pay(time.thread_time() - started)
-        if self.done:  # the end, or an error: nothing but an end-of-text token
+        if self.done:  # at the end or after an error only an end-of-text token may come
             ends = [i for i in self._eos_ids if i < row.shape[0]]
             kept = row[ends].clone()
             row.fill_(-torch.inf)
@@ -181,7 +181,7 @@ class Grammar:
         row[self._vocabulary :] = -torch.inf
 
     def advance(self, token: int) -> None:
-        """Advance by the token that was sampled."""
+        """Advance by the sampled token."""
         if self.done or token in self._eos_ids:
             self._ended = True
             if not self._failures and not self._matcher.is_accepting():
@@ -212,21 +212,21 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles JSON schemas for one tokenizer, keeps the latest, and never on the caller's thread."""
+    """Compiles JSON schemas for one tokenizer, on threads of its own, and caches the latest."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, *, vocabulary: int, eos_ids: Collection[int], settings: ServerSettings
     ) -> None:
         self._tokenizer, self._vocabulary, self._settings = tokenizer, vocabulary, settings
         self._eos_ids = tuple(sorted(eos_ids))
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar", initializer=_give_way)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar", initializer=_lower_priority)
         self._compiled = functools.lru_cache(KEPT)(self._start)
         self._lock = threading.Lock()  # of the tokens
         self._waiting = 0
 
     async def constraint(self, schema: Mapping[str, Any] | bool, *, param: str) -> Grammar:
         """A fresh constraint to this JSON schema. Raises ApiError: 400 for a schema that is refused, 503 when busy."""
-        if isinstance(schema, bool):  # JSON schema's words for anything, and for nothing
+        if isinstance(schema, bool):  # JSON schema for anything, and for nothing
             if not schema:
                 raise ApiError(f"{param}: the JSON schema false allows nothing", param=param)
             schema = {}
@@ -241,8 +241,8 @@ class Grammars:
             raise ApiError(message, param=param)
         try:
             if "_tokens" not in vars(self):
-                # Takes seconds for 262,144 words and holds Python's lock meanwhile. So not on a thread that gives way,
-                # for which the whole server would wait, and not within the schema's time.
+                # Takes seconds for 262,144 words and holds Python's lock meanwhile. So it runs on a thread of normal
+                # priority, since the whole server waits for it, and does not count as the schema's time.
                 await asyncio.to_thread(self._prepare)
             work = self._compiled(text)
             matcher = await asyncio.wait_for(asyncio.shield(work), self._settings.grammar_timeout)
@@ -251,8 +251,9 @@ class Grammars:
             raise ApiError(f"{param}: the JSON schema was not compiled within {seconds:g} s", param=param) from None
         except ValueError as error:
             raise ApiError(f"{param}: the JSON schema is refused: {error}"[:500], param=param) from None
-        facts: Any = {"vocabulary": self._vocabulary, "eos_ids": self._eos_ids}
-        return Grammar(matcher.deep_copy(), **facts, schema=text, param=param)
+        return Grammar(
+            matcher.deep_copy(), vocabulary=self._vocabulary, eos_ids=self._eos_ids, schema=text, param=param
+        )
 
     def close(self) -> None:
         """Stop the threads."""
@@ -270,7 +271,7 @@ class Grammars:
     def _ready(self, work: asyncio.Future[LLMatcher]) -> None:
         self._waiting -= 1
         if not work.cancelled():
-            work.exception()  # seen: nobody may be waiting any more
+            work.exception()  # mark it as retrieved: its request may be gone
 
     @functools.cached_property
     def _tokens(self) -> LLTokenizer:
@@ -295,7 +296,7 @@ class Grammars:
         return matcher
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower this thread's priority below the engine's. On Linux niceness is counted by thread."""
     if hasattr(os, "setpriority") and hasattr(threading, "get_native_id"):
         with suppress(OSError):

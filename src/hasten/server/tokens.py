@@ -8,9 +8,9 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from pydantic import Field
 
+from hasten.server.bodies import Neutral, RequestBody, Text, TokenId
 from hasten.server.conversation import Messages, TemplateBody, ToolList, encode_conversation
 from hasten.server.documentation import ERRORS, Detokenized, Tokens
-from hasten.server.fields import Neutral, RequestBody, Text, TokenId
 from hasten.server.responses import ApiError, reply
 from hasten.server.service import Service
 

@@ -1,11 +1,11 @@
-"""tools and tool_choice: what the template gets, what constrains the answer, and how calls are parsed from it.
+"""tools and tool_choice: what the template shows, what constrains the answer, and how calls are parsed from it.
 
 The chat template shows how a model writes calls:
 - Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one after the other
 - Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}`
 - Llama 3: the whole answer is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`, several divided by `;`
-Text that looks like a call but is none (no JSON, a name that was not offered) stays text, so nothing is lost.
-An answer that is cut off by its length inside a call ends with that call, its arguments as far as they came.
+Text that looks like a call but is not (invalid JSON, an unknown name) stays text, so nothing is lost. An answer cut off
+by its length inside a call ends with that call and its partial arguments.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hasten.server.structured import Grammar
 
 Format = Literal["hermes", "mistral", "llama"]
 MARKERS: dict[Format, str] = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": "<|python_tag|>"}
-BEHIND: dict[Format | None, str] = {"hermes": "</tool_call>", "llama": ";"}  # a call
+AFTER_CALL: dict[Format | None, str] = {"hermes": "</tool_call>", "llama": ";"}
 _DECODER = json.JSONDecoder()
-# The beginning of a call: its whole name, and what there is of its arguments.
+# The beginning of a call: its complete name, and its arguments so far.
 _NAME, _ARGUMENTS = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"', r"(?P<arguments>\{.*)"
 _BEGUN = re.compile(rf'{_NAME}(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*{_ARGUMENTS})?', re.DOTALL)
 _BEGUN_MISTRAL = re.compile(rf"(?P<name>[^\[{{\s]+)(?:\[ARGS\])?\s*{_ARGUMENTS}", re.DOTALL)
@@ -33,7 +33,7 @@ _BEGUN_MISTRAL = re.compile(rf"(?P<name>[^\[{{\s]+)(?:\[ARGS\])?\s*{_ARGUMENTS}"
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """One call: the function's name, and its arguments as JSON text (the beginning of it, where the answer was cut)."""
+    """One call: the function's name, and its arguments as JSON text (partial if the answer was cut off)."""
 
     name: str
     arguments: str
@@ -57,7 +57,7 @@ class CallReader:
         self._marker = "" if form is None else MARKERS[form]
         self._held = ""
         self._holding = form is None
-        self._begun = False  # something was shown, or is certain to be text
+        self._begun = False  # some text was shown
 
     def push(self, text: str) -> str:
         """Add a piece of the answer; returns the part that is certainly text."""
@@ -70,7 +70,7 @@ class CallReader:
             return ""
         if place >= 0:
             self._holding = True
-        else:  # the end may be the beginning of the marker
+        else:  # the end of the text may be the beginning of the marker
             longest = min(len(self._marker) - 1, len(self._held))
             kept = next((k for k in range(longest, 0, -1) if self._marker.startswith(self._held[-k:])), 0)
             place = len(self._held) - kept
@@ -107,13 +107,13 @@ class CallReader:
                 found, end = _DECODER.raw_decode(rest)
             several = isinstance(found, list) and self._form in (None, "mistral")
             calls += [self._call(item) for item in (found if several else [found])]
-            rest = rest[end:].lstrip().removeprefix(BEHIND.get(self._form, "")).lstrip()
+            rest = rest[end:].lstrip().removeprefix(AFTER_CALL.get(self._form, "")).lstrip()
         return calls
 
     def _read_cut(self, text: str) -> list[ParsedCall]:
         """Parse the calls of an answer that was cut off; the last call may be incomplete."""
         calls: list[ParsedCall] = []
-        words = [word for word in (self._marker, BEHIND.get(self._form, "")) if word]
+        words = [word for word in (self._marker, AFTER_CALL.get(self._form, "")) if word]
         between = re.compile("|".join([*map(re.escape, words), r"[\[\],\s]"]))
         rest = text
         while True:
@@ -129,7 +129,7 @@ class CallReader:
                 return [*calls, ParsedCall(begun["name"], arguments)]
             calls.append(self._call({"name": begun["name"], "arguments": found}))
             rest = arguments[end:].lstrip().removeprefix("}")
-        if self._form is None and len(self._names) == 1 and (rest or not calls):  # no other name could follow
+        if self._form is None and len(self._names) == 1 and (rest or not calls):  # the only possible name
             calls.append(ParsedCall(next(iter(self._names)), ""))
         elif self._form is not None and rest and not any(word.startswith(rest) for word in words):
             return []  # text
@@ -218,7 +218,7 @@ class Tools:
         """The schema of one call."""
         given = self._functions[name].parameters or {"type": "object", "properties": {}}
         arguments = {key: value for key, value in given.items() if key != "$schema"}
-        arguments["$id"] = f"urn:function:{name}"  # what it refers to ("#/$defs/x") is found in it, not in the whole
+        arguments["$id"] = f"urn:function:{name}"  # what "#/$defs/x" in it refers to
         return {
             "type": "object",
             "properties": {"name": {"const": name}, "arguments": arguments},

@@ -1,4 +1,4 @@
-"""Base classes of all request bodies: which fields work, which have no effect, and which are refused by name.
+"""Request bodies: parsed within limits, and validated by base classes that know every field.
 
 - Bookkeeping (`metadata`, `prompt_cache_key`, …) is accepted and has no effect.
 - A field that would change the answer and is not supported is accepted only with a neutral value (one that asks for
@@ -9,26 +9,84 @@
 """
 
 import json
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, ClassVar
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
+
+from hasten.server.responses import ApiError
 
 Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(max_length=1 << 22)]
-# Bodies are checked on the event loop, where everybody waits: so the first wrong item ends it (a complaint about each
-# of a million would take minutes and gigabytes), and so does the first item too many.
+# Bodies are validated on the event loop, where all requests wait. So validation ends at the first wrong item (an error
+# for each of a million would take minutes and gigabytes), and at the first item too many.
 MANY = 4096
 PROMPTS, STOPS, STOP_TOKENS, BIASES = 256, 16, 256, 1024
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[Text], Field(max_length=PROMPTS, fail_fast=True)]
 Prompts = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=PROMPTS, fail_fast=True)]
-Stop = Annotated[str, Field(min_length=1, max_length=256)]  # an empty one would end every answer before it begins
+Stop = Annotated[str, Field(min_length=1, max_length=256)]  # an empty one would end every answer at once
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Neutral = dict[str, tuple[Any, ...]]  # field -> the values that ask for nothing, beside null
+NESTING, KEYS = 64, 4096  # maximum levels of a body, and keys of an object in it
+
+
+class BodyRoute(APIRoute):
+    """A route whose JSON body is parsed by `parse_json` instead of Python's parser."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+
+        async def handle_parsed(request: Request) -> Response:
+            parsed = _ParsedRequest(request.scope, request.receive)
+            if body := await parsed.body():
+                parsed.value = parse_json(body)
+            return await handle(parsed)
+
+        return handle_parsed
+
+
+class _ParsedRequest(Request):
+    value: Any = None
+
+    async def json(self) -> Any:
+        return self.value
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON; raises ApiError (400) if it is invalid, nested too deeply, or an object has too many keys.
+
+    NaN, infinity, numbers of more than 4,300 digits, lone surrogates and invalid UTF-8 are refused (RFC 8259). Python's
+    own parser accepts the first and the third, and recurses as deeply as the input nests.
+    """
+    try:
+        value = from_json(data, allow_inf_nan=False, cache_strings="none")
+    except ValueError as error:
+        code = "nesting" if "recursion" in str(error) else "invalid_json"
+        raise ApiError(f"the body is not valid JSON: {error}", code=code) from None
+    depth, level = 0, [value]
+    while level:
+        if any(len(item) > KEYS for item in level if isinstance(item, dict)):
+            raise ApiError(f"an object in the body has more than {KEYS:,} keys", code="too_many_keys")
+        level = [item for items in level for item in _children(items) if isinstance(item, (dict, list))]
+        depth += 1
+        if depth > NESTING and level:
+            raise ApiError(f"the body is nested deeper than {NESTING} levels", code="nesting")
+    return value
+
+
+def _children(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 class Body(BaseModel):
@@ -44,7 +102,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_is_not_honoured(cls, values: Any) -> Any:
+    def _refuse_unsupported(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         kept = {}
@@ -99,10 +157,17 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
-class SamplingBody(RequestBody):
-    """The fields of completions and chat completions alike. Defaults are the model folder's, else OpenAI's."""
+class ModelBody(RequestBody):
+    """A request that the model computes."""
 
     model: Annotated[str, Field(max_length=512)]
+    user: Annotated[str, Field(max_length=512)] | None = None  # in the log of the request
+    add_special_tokens: bool | None = None
+
+
+class SamplingBody(ModelBody):
+    """Fields shared by completions and chat completions. Defaults are the model folder's, else OpenAI's."""
+
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
     stream: bool | None = None
@@ -117,12 +182,10 @@ class SamplingBody(RequestBody):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=BIASES)] | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None  # in the log of the request
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=STOP_TOKENS)] | None = None
     skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     use_beam_search: bool | None = None  # best_of (else n) beams, of which the n best come back
     length_penalty: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] | None = None
@@ -131,7 +194,7 @@ class SamplingBody(RequestBody):
     cache_salt: Annotated[str, Field(max_length=512)] | None = None  # requests of one salt share cached prefixes
 
 
-# What clients of OpenAI, vLLM, SGLang and llama.cpp may send beside them, and the values that ask for nothing.
+# Other fields that clients of OpenAI, vLLM, SGLang and llama.cpp send, and the values that ask for nothing.
 _ZERO, _ONE = (0, 0.0), (1, 1.0)
 COMMON_NEUTRAL: Neutral = {
     "allowed_token_ids": (),
