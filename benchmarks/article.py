@@ -14,10 +14,10 @@ from typing import Any
 import tyro
 from training_figures import ArticleBatches, ArticleRungs
 
-from hasten.bench.measure import BenchmarkOptions
 from hasten.cli.bench import run as measure_and_write
 from hasten.machine import resolve_device
 from hasten.machine.files import write_json
+from hasten.measure.options import BenchmarkOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,7 @@ class FormatSpeeds:
         """All formats, each in a process of its own."""
         from hasten.bench.generate import RUNGS, GenerateLadder
         from hasten.bench.models import BenchmarkModel
-        from hasten.bench.process import Rung
+        from hasten.measure.process import Rung
 
         wanted = [(name, *CASES[name], self.model) for name in self.cases]
         if self.gptq is not None:
@@ -165,8 +165,8 @@ def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Tokens a second by KL divergence; a point's size is its bits per weight."""
-    from hasten.bench.draw import LINES, curve_axes
-    from hasten.bench.table import machine_line
+    from hasten.measure.draw import LINES, curve_axes
+    from hasten.measure.table import machine_line
 
     with curve_axes(
         path,

@@ -188,7 +188,7 @@ def digest(folder: Path) -> str:
 
 def draw(rows: list[dict[str, Any]], model: str, path: Path) -> None:
     """KL divergence by bits per weight: one line a method, through its formats."""
-    from hasten.bench.draw import LINES, curve_axes
+    from hasten.measure.draw import LINES, curve_axes
 
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in shown(rows):

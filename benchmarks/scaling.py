@@ -52,9 +52,9 @@ class Collectives:
 
 def measured(shape: str, rows: int, context: int, steps: int, rounds: int) -> dict[str, Any]:
     """One process, two apart, two ranks at every stage, in turns."""
-    from hasten.bench.process import Rung, RungRun
     from hasten.bench.train import StepOptions, sent
     from hasten.distributed.ranks import Ranks
+    from hasten.measure.process import Rung, RungRun
     from hasten.planning.cost import parameters
     from hasten.training.recipe import Parallel
 

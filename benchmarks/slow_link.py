@@ -296,8 +296,8 @@ def share(row: dict[str, Any]) -> str:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Loss against wall time, over the slowest link."""
-    from hasten.bench.draw import draw_curves
-    from hasten.bench.table import machine_line
+    from hasten.measure.draw import draw_curves
+    from hasten.measure.table import machine_line
 
     there = report.get("link_there")
     slowest, losses = there or min(row["megabits"] for row in report["rows"]), "losses_there" if there else "losses"

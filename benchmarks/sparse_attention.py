@@ -229,7 +229,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Time over density; the dense ones as dots at 100%."""
-    from hasten.bench.draw import draw_curves
+    from hasten.measure.draw import draw_curves
 
     own = sorted((row for row in result["rows"] if "pattern" in row), key=lambda row: row["density"])
     density = [100 * row["density"] for row in own]

@@ -214,8 +214,8 @@ def contest(rounds: int, drafts: dict[str, Any], measure: Any) -> list[dict[str,
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Speed against the tokens of a pass, measured and as timed steps predict it."""
-    from hasten.bench.draw import LINES, curve_axes
-    from hasten.bench.table import machine_line
+    from hasten.measure.draw import LINES, curve_axes
+    from hasten.measure.table import machine_line
 
     rows = [row for row in report["rows"] if row["part"] == "texts" and "predicted_ratio" in row]
     with curve_axes(

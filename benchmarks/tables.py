@@ -137,8 +137,8 @@ SHORT = ("decode_tokens_per_second", "speedup", "mbu", "perplexity", "kl_mean", 
 
 def ladder(report: Report, only: tuple[str, ...] = ()) -> str:
     """`hasten bench generate`, `train` and `heads`, as they print it. only: these columns."""
-    from hasten.bench.report import SPEED_METRICS
-    from hasten.bench.table import COLUMNS, cell, format_value, limits_line, machine_line
+    from hasten.measure.report import SPEED_METRICS
+    from hasten.measure.table import COLUMNS, cell, format_value, limits_line, machine_line
 
     rows, speed = report["rows"], SPEED_METRICS[report["kind"]]
     columns = [column for column in COLUMNS if any(row.get(column[1]) is not None for row in rows)]
@@ -159,7 +159,7 @@ def ladder(report: Report, only: tuple[str, ...] = ()) -> str:
 def formats(report: Report) -> str:
     """`hasten bench generate`: what each format of the weights costs and gives, beside bfloat16."""
     from hasten.bench.generate import RUNGS
-    from hasten.bench.table import format_value
+    from hasten.measure.table import format_value
 
     rows = {row["name"]: row for row in report["rows"] if "kl_mean" in row}
     plain, body = rows["native-bf16"], []
@@ -202,7 +202,7 @@ def limits(report: Report) -> str:
 
 def measured_limits(report: Report) -> str:
     """The bandwidth and the matrix rates that the utilisation is of."""
-    from hasten.bench.table import limits_line
+    from hasten.measure.table import limits_line
 
     line = limits_line(report)
     return f"{line[0].upper()}{line[1:]}; {report['settings']['rounds']} rounds."

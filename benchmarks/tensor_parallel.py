@@ -86,7 +86,7 @@ class TensorParallel:
 
     def draw(self, rows: list[dict[str, Any]]) -> None:
         """Speeds over one process's, by ranks: dots as measured on the same cores, lines for as many more cores."""
-        from hasten.bench.draw import LINES, curve_axes
+        from hasten.measure.draw import LINES, curve_axes
 
         assert self.picture is not None
         title = "Decoding with tensor parallelism"

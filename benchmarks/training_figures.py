@@ -26,18 +26,19 @@ import torch.nn.functional as F
 import tyro
 from timing import interleaved
 
-from hasten.bench.draw import draw_curves
 from hasten.bench.largest_batch import STEPS, LargestBatch
-from hasten.bench.measure import Ladder, say
 from hasten.bench.models import check_fits
-from hasten.bench.process import Rung, run_interleaved
 from hasten.bench.race import Race
-from hasten.bench.table import machine_line
 from hasten.bench.train import TrainLadder
 from hasten.bench.train_rungs import FIRST, LAYER_DROP, PADDING, Rungs, cumulative, possible
 from hasten.cli.bench import run as measure_and_write
 from hasten.errors import ResourceError
 from hasten.machine import available_memory, resolve_device, resolve_dtype, training_precision
+from hasten.measure.draw import draw_curves
+from hasten.measure.ladder import Ladder
+from hasten.measure.options import say
+from hasten.measure.process import Rung, run_interleaved
+from hasten.measure.table import machine_line
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
 from hasten.training.recipe import Recipe, Schedule, Techniques
 from hasten.training.recipes import RECIPES

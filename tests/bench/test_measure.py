@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hasten.bench.measure import Ladder
-from hasten.bench.process import Rung, RungRun, run_interleaved
 from hasten.errors import ConfigError
+from hasten.measure.ladder import Ladder
+from hasten.measure.process import Rung, RungRun, run_interleaved
 
 RUNGS = '''
 """Rungs for the tests of the measuring core: they write down when they ran."""
@@ -113,7 +113,7 @@ def test_rounds_interleave_and_memory_is_the_rungs_own(log: Path, capfd: pytest.
 
 
 def test_a_rung_that_fails_becomes_a_row_and_the_others_go_on(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten.bench.measure.LIMITS_SETUP", "ladder_test_rungs:FakeLimits")
+    monkeypatch.setattr("hasten.measure.ladder.LIMITS_SETUP", "ladder_test_rungs:FakeLimits")
     rungs = [
         rung(log, "user", fail="user", at=1),
         rung(log, "bug", fail="bug", at=2),
@@ -134,7 +134,7 @@ def test_a_rung_that_fails_becomes_a_row_and_the_others_go_on(log: Path, monkeyp
 
 
 def test_rungs_that_do_not_fit_together_are_restarted(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hasten.bench.measure.LIMITS_SETUP", "ladder_test_rungs:FakeLimits")
+    monkeypatch.setattr("hasten.measure.ladder.LIMITS_SETUP", "ladder_test_rungs:FakeLimits")
     rungs = [rung(log, "a", memory_bytes=1 << 50), rung(log, "b", speed=2)]
     report = Ladder(rounds=1, warmup=1, device="cpu").measure(rungs, kind="generate")
     assert events(log) == ["a set-up", "a measure", "a measure", "b set-up", "b measure", "b measure"]
@@ -147,7 +147,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("hasten.bench.process.time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("hasten.measure.process.time", SimpleNamespace(monotonic=lambda: self.now))
         for name, seconds in (("start", 10.0), ("measure", 5.0)):
             monkeypatch.setattr(RungRun, name, self._moved_by(seconds, getattr(RungRun, name)))
 
@@ -224,8 +224,8 @@ def test_ctrl_c_ends_the_children(log: Path, tmp_path: Path) -> None:
         textwrap.dedent(
             f"""
             import signal
-            from hasten.bench.measure import Ladder
-            from hasten.bench.process import Rung
+            from hasten.measure.ladder import Ladder
+            from hasten.measure.process import Rung
             if __name__ == "__main__":
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
                 arguments = dict(log={str(log)!r}, name="slow", fail="hang", at=1)

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hasten.bench.draw import draw_curves, draw_ladder
-from hasten.bench.process import Rung, RungRun
-from hasten.bench.report import build_report
-from hasten.bench.table import cell, format_value, print_ladder
 from hasten.errors import ResourceError
 from hasten.machine.files import write_json
+from hasten.measure.draw import draw_curves, draw_ladder
+from hasten.measure.process import Rung, RungRun
+from hasten.measure.report import build_report
+from hasten.measure.table import cell, format_value, print_ladder
 
 MACHINE = {"cpu": "Test CPU", "physical_cores": 2, "versions": {"torch": "2.13.0"}, "gpus": []}
 NAMELESS = Rung("", (), "")

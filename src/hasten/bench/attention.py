@@ -16,13 +16,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from hasten.bench.attention_picture import draw_growth
-from hasten.bench.measure import BenchmarkOptions, say
-from hasten.bench.models import check_finite
-from hasten.bench.process import Rung, run_interleaved
-from hasten.bench.table import format_value, print_growth
 from hasten.errors import ConfigError
 from hasten.machine import available_cores, available_memory, describe, resolve_device, resolve_dtype, thread_count
 from hasten.machine.memory import peak_memory, process_memory, reset_peak_memory
+from hasten.measure.options import BenchmarkOptions, check_finite, say
+from hasten.measure.process import Rung, run_interleaved
+from hasten.measure.table import format_value, print_growth
 from hasten.ops.picker import pick
 
 if TYPE_CHECKING:

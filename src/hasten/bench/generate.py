@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from hasten.bench.gptq_folder import gptq_folder
-from hasten.bench.measure import Ladder, say
-from hasten.bench.models import BenchmarkModel, check_fits, check_least, choose_rungs, folder_name
-from hasten.bench.process import Rung
+from hasten.bench.models import BenchmarkModel, check_fits, choose_rungs, folder_name
 from hasten.effects import Holds
 from hasten.engine.params import KVCacheDtype
 from hasten.errors import ConfigError
 from hasten.machine import emulated, resolve_device, resolve_dtype
+from hasten.measure.ladder import Ladder
+from hasten.measure.options import check_least, say
+from hasten.measure.process import Rung
 from hasten.model.config import ModelConfig
 from hasten.planning.cost import parameters
 from hasten.planning.memory import LARGEST_PREFILL, InferenceUse, Memory, cache_bytes, inference_memory

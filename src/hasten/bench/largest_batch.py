@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hasten.bench.draw import BAR, BAR_FIRST, Bar, draw_bars
-from hasten.bench.measure import say
-from hasten.bench.models import check_finite, check_least
-from hasten.bench.process import Rung, run_interleaved
 from hasten.bench.race import first_and_last
-from hasten.bench.table import format_value, machine_line
 from hasten.bench.train import StepOptions, TrainRung
 from hasten.bench.train_rungs import recipes
 from hasten.errors import ConfigError
 from hasten.machine import describe, resolve_device
+from hasten.measure.draw import BAR, BAR_FIRST, Bar, draw_bars
+from hasten.measure.options import check_finite, check_least, say
+from hasten.measure.process import Rung, run_interleaved
+from hasten.measure.table import format_value, machine_line
 from hasten.planning.memory import largest
 from hasten.training.recipe import Recipe
 

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from hasten.bench.models import BenchmarkModel, check_least
+from hasten.bench.models import BenchmarkModel
 from hasten.effects import KIND, Facts, Needs, Reads, Unless
 from hasten.engine.params import KVCacheDtype
 from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
 from hasten.machine import available_memory, measure_limits, resolve_device, resolve_dtype, training_precision
+from hasten.measure.options import check_least
 from hasten.model.config import ModelConfig
 from hasten.planning.choices import Wanted
 from hasten.planning.cost import matrices, parameters

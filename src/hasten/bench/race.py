@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hasten.bench.draw import draw_curves
-from hasten.bench.measure import Ladder, say
-from hasten.bench.models import check_finite, check_least
-from hasten.bench.process import Rung
-from hasten.bench.table import machine_line, print_ladder
 from hasten.bench.train import kept_work, known_recipe, with_batch
 from hasten.bench.train_rungs import recipes
 from hasten.machine import resolve_device
+from hasten.measure.draw import draw_curves
+from hasten.measure.ladder import Ladder
+from hasten.measure.options import check_finite, check_least, say
+from hasten.measure.process import Rung
+from hasten.measure.table import machine_line, print_ladder
 from hasten.training.recipe import Recipe
 from hasten.training.schedules import learning_rate
 

@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import Suppress
 
-from hasten.bench.models import check_least
 from hasten.errors import ConfigError
+from hasten.measure.options import check_least
 
 Lengths = Literal["fixed", "sharegpt", "alpaca"]
 MEANS: dict[str, tuple[float, float]] = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}

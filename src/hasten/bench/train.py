@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hasten.bench.measure import BenchmarkOptions, Ladder
-from hasten.bench.models import check_fits, check_least, require_compiler
-from hasten.bench.process import Rung
+from hasten.bench.models import check_fits, require_compiler
 from hasten.bench.train_rungs import rank_recipes, recipes
 from hasten.errors import ConfigError
 from hasten.machine import resolve_device, resolve_dtype, training_precision
+from hasten.measure.ladder import Ladder
+from hasten.measure.options import BenchmarkOptions, check_least
+from hasten.measure.process import Rung
 from hasten.model.config import ModelConfig
 from hasten.planning.cost import training_flops_per_token
 from hasten.planning.shapes import shape_config

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from hasten.bench.process import RungRun
 from hasten.machine import Limits, vendor_limits
+from hasten.measure.process import RungRun
 
 SCHEMA = 1
 # the metric that is the speed of a ladder, by its kind

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from hasten.bench.report import SPEED_METRICS, gpu_of
+from hasten.measure.report import SPEED_METRICS, gpu_of
 
 if TYPE_CHECKING:
     from rich.console import Console

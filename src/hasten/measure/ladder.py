@@ -8,63 +8,24 @@ weather; ratios and utilisation are formed within a round and only then is the m
 """
 
 import math
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from hasten.bench.draw import draw_ladder
-from hasten.bench.models import check_finite, check_least
-from hasten.bench.process import Rung, run_interleaved
-from hasten.bench.report import build_report
-from hasten.bench.table import print_ladder
 from hasten.effects import ON_CPU
 from hasten.errors import ConfigError
-from hasten.machine import Threads, available_cores, available_memory, describe, resolve_device, thread_count
+from hasten.machine import available_cores, available_memory, describe, resolve_device, thread_count
 from hasten.machine.progress import bars
+from hasten.measure.draw import draw_ladder
+from hasten.measure.options import BenchmarkOptions, check_finite, check_least, say
+from hasten.measure.process import Rung, run_interleaved
+from hasten.measure.report import build_report
+from hasten.measure.table import print_ladder
 
-LIMITS_SETUP = "hasten.bench.process:LimitsProbe"
+LIMITS_SETUP = "hasten.measure.process:LimitsProbe"
 LIMITS_MEMORY = 1 << 30  # bytes the limits' own process needs at most for its buffer and matrices
-
-
-def say(text: str) -> None:
-    """To standard error: standard output may be carrying the report."""
-    print(text, file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Benchmark:
-    """What `hasten bench` runs. The text below a field is its help on the command line.
-
-    A benchmark has `run()`, which measures and returns the report, `draw(report, *paths)`, and `show(report)`, which
-    prints it for people, to standard error, and says whether anything could be measured.
-    """
-
-    json: str | None = None
-    """Write the report as JSON to this file; "-": to standard output, and nothing else there."""
-    picture: str | None = None
-    """Draw the report into this PNG."""
-
-    def pictures(self, name: str) -> tuple[str, ...]:
-        """The files that `draw` writes for --picture NAME."""
-        return (name,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchmarkOptions(Benchmark):
-    """What every benchmark but the server's takes."""
-
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:INDEX."""
-    threads: Threads = "auto"
-    """CPU threads; auto is one for each physical core that this process may use."""
-    seed: int = 0
-    """Decides all that is random: weights, tokens, the order of the data."""
-
-    def __post_init__(self) -> None:
-        thread_count(self.threads)  # refused now, not after the text is prepared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +61,7 @@ class Ladder(BenchmarkOptions):
         dtypes: Sequence[str] = ("float32", "bfloat16"),
         shared_cache: bool = False,
     ) -> dict[str, Any]:
-        """Runs the rungs and returns the report (see hasten.bench.report) as plain JSON values.
+        """Runs the rungs and returns the report (see hasten.measure.report) as plain JSON values.
 
         `kind` is "generate" or "train" and decides which metric is the speed. `dtypes` are those whose matrix rate is
         measured in every round. shared_cache: let rungs find what others have compiled. A rung that fails or does not

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hasten.bench.report import SPEED_METRICS
-from hasten.bench.table import cell, format_value, limits_line, machine_line
 from hasten.errors import ResourceError
 from hasten.machine.files import replacing
+from hasten.measure.report import SPEED_METRICS
+from hasten.measure.table import cell, format_value, limits_line, machine_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
