@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from timing import interleaved
+
+from hasten.measure.timing import interleaved
 
 LIMIT = 0.05
 

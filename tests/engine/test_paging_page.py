@@ -15,8 +15,8 @@ PAGE = ROOT / "docs" / "paged-cache.md"
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+def script(name, folder=BENCHMARKS):
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -130,5 +130,5 @@ def test_beams_share_more_than_samples():
 
 
 def test_the_picture_is_drawn(tmp_path):
-    script("draw_paging").draw(tmp_path / "x.png")
+    script("draw_paging", PAGE.parent).draw(tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
