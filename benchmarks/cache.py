@@ -47,7 +47,7 @@ class PagedDecode(TimedScript):
     result = "paged-decode"
     shape: str = "llama-1.1b"
     layers: int = 8
-    """Of the shape; fewer than it has, so that weights and caches fit a small machine."""
+    """Layers of the shape; fewer than it has, so that weights and caches fit a small machine."""
     tokens: int = 2048
     batches: tuple[int, ...] = (1, 8)
     block_size: int = 16
@@ -167,7 +167,7 @@ class SparseDecode(TimedScript):
         return {"settings": self.settings() | {"dtype": "bfloat16"}, "rows": rows}
 
     def decoder(self, pattern: str | None) -> Any:
-        """Of a model with the pattern."""
+        """A decoder of a model with the pattern."""
         sizes = (self.hidden_size, 3 * self.hidden_size, self.layers, self.heads, self.heads)
         values: dict[str, Any] = llama(*sizes, max_position_embeddings=self.tokens + 64) | {"vocab_size": 1024}
         if pattern is not None:
@@ -179,7 +179,7 @@ class SparseDecode(TimedScript):
 
 
 def token_after(decoder: Any, at: int) -> None:
-    """A token after so many."""
+    """Decode a token after `at` others."""
     decoder.lengths = [at]
     decoder.decode(torch.tensor([1]))
 
@@ -208,11 +208,11 @@ class CacheFormats(TimedScript):
     recipe: str = "demo"
     """That it was trained by: its held-out files are read."""
     kilobytes: int = 60
-    """Of held-out text."""
+    """Size of the held-out text."""
     outliers: float = 16.0
     shape: str = "llama-1.1b"
     layers: int = 8
-    """Of the shape; fewer than it has, so that weights and caches fit a small machine."""
+    """Layers of the shape; fewer than it has, so that weights and caches fit a small machine."""
     tokens: tuple[int, ...] = (2048, 4096)
     batches: tuple[int, ...] = (1, 8)
     rounds: int = 31
@@ -225,7 +225,7 @@ class CacheFormats(TimedScript):
         return {"quality": quality, "speed": self.speed(), "tokens_per_gib": tokens_that_fit()}
 
     def quality(self, texts: list[str]) -> list[dict[str, Any]]:
-        """Of the model in float32, and over a cache of each format."""
+        """Quality of the model in float32, and over a cache of each format."""
         base = hasten.fuse(hasten.load(self.model, dtype="bfloat16"))
         models = {
             "float32": hasten.load(self.model, dtype="float32"),

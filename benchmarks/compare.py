@@ -174,7 +174,7 @@ def built_for(settings: dict[str, Any]) -> list[str]:
 
 
 def switches() -> dict[str, Any]:
-    """hasten's instruction set in this environment, and whether that stands in for a processor without AVX-512."""
+    """hasten's instruction set in this environment, and whether that simulates a processor without AVX-512."""
     given = {name: os.environ[name] for name in AVX2_SWITCH if name in os.environ}
     return {
         "isa": choose_isa(),
@@ -253,7 +253,7 @@ def summarise(
 
 
 def bandwidth_of(threads: int) -> float:
-    """Bytes/s that so many threads read."""
+    """Bytes/s that `threads` threads read."""
     with limited_threads(threads):
         return read_bandwidth()
 

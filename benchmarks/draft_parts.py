@@ -56,7 +56,7 @@ class RowCosts(TimedScript):
     result = "rows"
     shape: str = "llama-1.1b"
     layers: int = 22
-    """Of the shape."""
+    """Layers of the shape."""
     context: int = 544
     """Tokens of the sequence before the rows."""
     rows: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -251,7 +251,7 @@ class Trees(Script):
     new_tokens: int = 256
     most_rows: int = 32
     weights: tuple[str, ...] = ("bfloat16", "int8", "int4")
-    """Of the target."""
+    """Formats of the target."""
 
     def measure(self) -> Report:
         configure(threads="auto", seed=None)

@@ -67,7 +67,7 @@ def plain(source: str) -> str:
 
 
 def losses(target: str | Path, draft: Path | None, recipe: str) -> dict[str, float]:
-    """Of target and draft, nats per token on 100 KB of held-out files."""
+    """Losses of target and draft, nats per token on 100 KB of held-out files."""
     texts, folders = held_out(100_000, recipe), {"target": target} | ({} if draft is None else {"draft": draft})
     return {name: log(hasten.perplexity(load(folder, None), texts).perplexity) for name, folder in folders.items()}
 
@@ -153,7 +153,7 @@ class Stream:
         return len(steps) == UNCOUNTED + TURN
 
     def result(self) -> Result:
-        """Of all texts."""
+        """Speed and drafts over all texts."""
         speed = self.tokens / self.seconds
         context = self.prompt_tokens + self.settings["max_new_tokens"] / 2
         found = {"tokens_per_second": speed, "repeated_16_grams": median(repeated(text) for text in self.texts)}
@@ -311,7 +311,7 @@ class Served:
         return tokens
 
     def result(self) -> Result:
-        """Of all answers."""
+        """Speed and drafts over all answers."""
         stats = self.engine.stats()
         return {
             "tokens_per_second": self.tokens / self.seconds,

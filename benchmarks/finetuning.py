@@ -67,14 +67,14 @@ class LoraBenchmark(Script):
     text: str = "/usr/include/**/*.h"
     """The new domain."""
     megabytes: float = 2.0
-    """Of it."""
+    """Size of the text."""
     steps: int = 250
-    """Of 8 rows of 128 characters."""
+    """Steps of 8 rows of 128 characters."""
     rank: int = 32
     learning_rate: float = 1.4e-3
-    """Of A; B's is four times that (LoRA+, arXiv 2402.12354)."""
+    """Rate of A; B's is four times that (LoRA+, arXiv 2402.12354)."""
     full_learning_rate: float = 2e-3
-    """Of all weights."""
+    """Rate of full finetuning."""
     seeds: tuple[int, ...] = (0, 1, 2)
     layers: int = 3
     hidden_size: int = 768

@@ -101,7 +101,7 @@ class TensorParallel(Script):
     result = "tensor-parallel"
     shape: str = "llama-1.1b"
     layers: int = 4
-    """Of the shape's; the ratio hardly depends on them, and the head's share falls with them."""
+    """Layers of the shape; the ratio hardly depends on them, and the head's share falls with them."""
     ranks: int = 2
     formats: tuple[Literal["bf16", "int8", "int4"], ...] = ("bf16", "int8", "int4")
     prompt: int = 256
@@ -189,7 +189,7 @@ class TensorParallel(Script):
         }
 
     def gains(self, whole: dict[str, float], links: dict[str, Link]) -> dict[str, dict[str, dict[int, float]]]:
-        """By the link: how many times as fast so many sockets or machines are as one, whose seconds are given."""
+        """By link: how many times as fast several sockets or machines are as one, whose seconds are given."""
         config = config_of(self.shape, self.layers)
         length = self.prompt + self.tokens
         found: dict[str, dict[str, dict[int, float]]] = {}
@@ -235,7 +235,7 @@ def tensor_table(report: Report) -> str:
 
 
 def config_of(shape: str, layers: int) -> Any:
-    """The config of a shape with so many layers."""
+    """The config of a shape with `layers` layers."""
     return read_config(dict(shape_config(shape).source) | {"num_hidden_layers": layers})
 
 
@@ -257,7 +257,7 @@ def combined(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_model(folder: Path, shape: str, layers: int, format: str) -> None:
-    """A random model of the shape, with so many layers."""
+    """Write a random model of the shape, with `layers` layers."""
     model = initialize(config_of(shape, layers), seed=0, dtype=torch.bfloat16).eval()
     if format != "bf16":
         quantize(model, Int8() if format == "int8" else Int4(group_size=128))
@@ -268,7 +268,7 @@ def rank_of_model(folder: str, *numbers: str) -> None:
     """Load, say how much memory that took, and measure a round for each line of standard input."""
 
     def sum_seconds(group: RankGroup, rows: tuple[int, ...], times: int = 8) -> dict[int, float]:
-        """Of a sum, by its bytes: of so many rows of the model's width."""
+        """Seconds of a sum by its bytes, for each number of rows of the model's width."""
         found = {}
         for count in rows:
             states = torch.zeros(count, model.config.hidden_size, dtype=torch.bfloat16)

@@ -297,7 +297,7 @@ class Planned(Script):
     cases: tuple[str, ...] = ()
     """Some of the cases, measured again; all by default. The time of compiled ones is not predicted."""
     minutes: float = 1e9
-    """Begin no case after so many. The next run leaves out what this one has measured: the file says which."""
+    """Begin no case after this many. The next run leaves out what this one has measured: the file says which."""
 
     def measure(self) -> Report:
         report = {"cases": {}} | self.before()

@@ -53,7 +53,7 @@ class PlanRanks(Script):
     prompt: int = 256
     tokens: int = 32
     rounds: int = 4
-    """Of a pass."""
+    """Rounds of a pass."""
     passes: int = 3
     runs: tuple[Path, ...] = ()
     """Measure nothing: write the medians over these reports of earlier runs."""
@@ -77,7 +77,7 @@ class PlanRanks(Script):
         return settings | {"rows": rows, "order": order(rows)}
 
     def compared(self, folder: str, batch: int) -> dict[tuple[int, int], list[Round]]:
-        """Of each layout (ranks, replicas), what was predicted and what was measured in each round of a pass."""
+        """What was predicted and measured for each layout (ranks, replicas) in each round of a pass."""
         options = PlanOptions(
             goal="throughput",
             gpus=self.ranks,
@@ -200,7 +200,7 @@ def far(ratio: float) -> bool:
 
 
 def order(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all pairs whose predictions are clearly apart, those measured the other way round; and what is far off."""
+    """The pairs whose predictions are clearly apart and were measured the other way round; and what is far off."""
     found: dict[str, Any] = {}
     for metric in rows[0]["predicted"]:
         pairs, wrong = 0, []
@@ -216,7 +216,7 @@ def order(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def name(row: dict[str, Any]) -> str:
-    """Of a row, for people."""
+    """The name of a row, for people."""
     of = [f"{row[name]} {name[: -1 if row[name] == 1 else None]}" for name in ("ranks", "replicas")]
     return ", ".join([row["format"], f"batch {row['batch']}", *of])
 

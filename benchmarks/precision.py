@@ -88,7 +88,7 @@ class PublishedPrecision(Script):
     models: tuple[str, ...] = tuple(PUBLISHED)
     """Short names; `make test-real` leaves the folders in the cache."""
     tokens: int = 512
-    """Of the chapter."""
+    """Length of the chapter."""
     samples: int = 32
     """Calibration samples, which the model writes."""
     length: int = 256
@@ -227,7 +227,7 @@ def stored_bits(model: Any) -> float:
 
 @torch.inference_mode()
 def log_probabilities(model: Any, document: list[int]) -> Tensor:
-    """Of every next token, (T - 1, V) in float32."""
+    """Log-probabilities of every next token, (T - 1, V) in float32."""
     tokens = torch.tensor([document[:-1]])
     positions = torch.arange(tokens.shape[1])[None]
     states = model.states(tokens, positions, scoring_context(model, positions, "auto")).flatten(0, -2)
@@ -254,7 +254,7 @@ class SchemePerplexity(Script):
     model: Path = Path("runs/demo/model")
     """The demo's model."""
     kilobytes: int = 150
-    """Of held-out text."""
+    """Size of the held-out text."""
 
     def measure(self) -> Report:
         documents, rows = held_out(self.kilobytes * 1000), list[dict[str, Any]]()
@@ -282,7 +282,7 @@ def schemes() -> dict[str, Callable[[], Any] | None]:
 
 
 def held_out(limit_bytes: int, recipe: str = "demo") -> list[str]:
-    """Documents that a recipe does not train on, about so many bytes of them."""
+    """Documents that a recipe does not train on, about `limit_bytes` bytes."""
     documents: list[str] = []
     size = 0
     for _, text in prepare_data(RECIPES[recipe], init=None, progress=False).validation_documents():

@@ -282,7 +282,7 @@ class EvalRate(TimedScript):
     recipe: Literal["demo", "llama-120m"] = "demo"
     """Whose model."""
     bytes: int = 200_000
-    """Of the text."""
+    """Size of the text."""
     rounds: int = 7
 
     def measure(self) -> Report:

@@ -56,7 +56,7 @@ class ProfileOverhead(TimedScript):
     recipe: str = "demo"
     """The recipe whose training step is measured, its blocks not compiled: most parts, and most to watch."""
     rounds: int = 30
-    """Of training steps; ten times as many of a token, and twice as many of the engine, which reads prompts again."""
+    """Rounds of training steps; ten times as many of a token, twice of the engine, which reads prompts again."""
     threads: int = 1
     """One: where others work, two wait for each other, and that is no step's own time."""
 
@@ -185,7 +185,7 @@ class TokenOverhead(TimedScript):
     steps: int = 30
     """Decode steps that are measured, and as many that are traced."""
     rounds: int = 9
-    """Of the prompts."""
+    """Rounds of the prompts."""
 
     def measure(self) -> Report:
         tokens = [self.token(shape, way) for shape in self.shapes for way in ("eager", "compiled", "native")]
@@ -285,7 +285,7 @@ class Start(Script):
         return {"kind": "start", "rounds": rounds}
 
     def generated(self, model: str, tokens: int) -> dict[str, float]:
-        """Of a folder without a tokenizer tokens are given and printed as numbers."""
+        """Time a command. A folder without a tokenizer takes and prints tokens as numbers."""
         given, before = ["--prompt", PROMPT], len(PROMPT)
         if Path(model).is_dir() and not (Path(model) / "tokenizer.json").exists():
             given, before = ["--prompt-ids", *map(str, range(3, 19))], 0

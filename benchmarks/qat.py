@@ -46,16 +46,16 @@ class QatBenchmark(Script):
     recipe: str = "code-25m"
     """The recipe it was trained with: it says on which text, and which files are held out."""
     steps: int = 80
-    """Of training on."""
+    """Steps of further training."""
     batch_size: int = 8
     optimizer: str = "adamw"
-    """Of the training on."""
+    """Optimizer of the further training."""
     learning_rate: float = 5e-5
     """Falling to none."""
     qat_rate: float | None = None
     """While rounded, where it is another."""
     taught_rate: float = 2e-4
-    """Of what is taught."""
+    """Learning rate with a teacher."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """int2 is measured with the first only."""
     cases: tuple[str, ...] = tuple(CASES)
@@ -64,13 +64,13 @@ class QatBenchmark(Script):
     methods: tuple[str, ...] = ("rtn", "gptq", "gptaq")
     """Without training."""
     kilobytes: int = 150
-    """Of held-out text."""
+    """Size of the held-out text."""
     samples: int = 64
-    """Of calibration, of 512 tokens."""
+    """Calibration samples of 512 tokens."""
     work: Path | None = None
     """Where the trained models are kept, so that another run goes on; a temporary folder by default."""
     minutes: float = 1e9
-    """Begin nothing after so many; the next run with the same output and work folder goes on."""
+    """Begin nothing after this many; the next run with the same output and work folder goes on."""
 
     def measure(self) -> Report:
         with tempfile.TemporaryDirectory(prefix="hasten-qat-") as name:
@@ -117,7 +117,7 @@ class Measuring:
         return False
 
     def ways(self, case: str, *, first: bool) -> list[str]:
-        """Of a case, with the first seed or a further one."""
+        """The ways to measure of a case, with the first seed or a further one."""
         if case == "plain":
             return ["trained"]
         ways = [*self.options.trained, *self.options.methods]
@@ -179,7 +179,7 @@ class Measuring:
         return {"rows": self.rows, "recovered": recovered(self.rows)}
 
     def trained(self, model: Path, name: str, seed: int, rate: float, options: list[str]) -> dict[str, Any]:
-        """Of a model that is trained on: its loss, the seconds of its steps, and the process's peak memory."""
+        """Train a model further: its loss, the seconds of its steps, and the process's peak memory."""
         asked, runs = self.options, self.place / "runs"
         shutil.rmtree(runs / name, ignore_errors=True)
         own = {
@@ -214,7 +214,7 @@ def scored(folder: Path, held: Path) -> float:
 
 
 def recovered(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of the loss that rounding to nearest adds, the share that each way gets back: by case and way, over seeds."""
+    """The share of rounding's added loss that each way gets back, by case and way, over seeds."""
     nearest = {(row["case"], row["seed"]): row["loss"] for row in rows if row["way"] == "rtn"}
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:

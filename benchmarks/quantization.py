@@ -119,7 +119,7 @@ class QuantizeQuality(Script):
     recipe: str = "code-25m"
     """The recipe it was trained with: it says which files are held out."""
     kilobytes: int = 300
-    """Of held-out text."""
+    """Size of the held-out text."""
     samples: int = 128
     """Calibration samples."""
     length: int = 512
@@ -131,7 +131,7 @@ class QuantizeQuality(Script):
     llama_python: Path | None = None
     """A Python that has llama-cpp-python."""
     activations: str = "float"
-    """Of the products: float shows what the weights lost, int8 what is served by default."""
+    """Activations of the products: float shows what the weights lost, int8 what is served by default."""
     device: str = "cpu"
     """Where rows are quantized and scored; only on a CPU through our packed kernels."""
     jobs: int = 1
@@ -221,7 +221,7 @@ def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def digest(folder: Path) -> str:
-    """Of the folder's weights: two trainings of one recipe are different models."""
+    """The digest of the folder's weights: two trainings of one recipe are different models."""
     sums = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
@@ -259,7 +259,7 @@ def stored(file: Path) -> tuple[int, int]:
 
 
 def seen(limit_bytes: int, recipe: str) -> list[str]:
-    """Documents of the recipe's text that are not held out, spread over it; about so many bytes of them."""
+    """Documents of the recipe's text that are not held out, spread over it; about `limit_bytes` bytes."""
     out = set(held_out(1 << 60, recipe))
     documents = [text for text in read_documents(RECIPES[recipe].data.source) if text not in out]
     total = sum(len(text) for text in documents)

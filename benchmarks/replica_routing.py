@@ -57,7 +57,7 @@ class ReplicaRouting(Script):
     prompts: int = 400
     """Different system prompts."""
     blocks: int = 2048
-    """Of each replica's cache."""
+    """Blocks of each replica's cache."""
     shape: str = "llama-1.1b"
     bits: Literal[4, 8, 16] = 4
     threads: int = 2

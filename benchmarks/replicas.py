@@ -165,7 +165,7 @@ class Fleet:
         self.slowest = 0.0
 
     def processes(self) -> list[int]:
-        """Of the replicas that there are and that have reported."""
+        """Process ids of the replicas that have reported."""
         return [state.report["process"] for state in self.replicas.board.states.values() if state.report is not None]
 
     def text(self, prompt: str, tokens: int) -> str:
@@ -371,7 +371,7 @@ async def answered_in(url: str, folder: str, given: ReplicaThroughput, *, stream
 
 
 def processor_time(port: int) -> float:
-    """Of the process that listens there, and all that it has started."""
+    """Processor seconds of the process that listens on a port, and of all that it has started."""
     listening = [one for one in psutil.net_connections("tcp") if one.status == "LISTEN" and one.laddr.port == port]
     owner = next(one.pid for one in listening if one.pid)
     total = 0.0

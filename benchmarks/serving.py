@@ -174,7 +174,7 @@ def speed_bounds(limits: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def turn_medians(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Of each turn and program over the rounds."""
+    """Medians over the rounds, by turn and program."""
     return {
         turn: {
             name: round(statistics.median(one[turn][name]["tokens_per_second"] for one in rounds), 1)

@@ -233,15 +233,15 @@ class SharingSpeed(TimedScript):
     shape: str = "llama-120m"
     """A named shape."""
     samples: tuple[int, ...] = (2, 4, 6)
-    """Of each prompt."""
+    """Samples of each prompt."""
     prompts: int = 4
     """That wait at the beginning."""
     prompt_tokens: int = 161
-    """Of each: ShareGPT's mean, as in the paper."""
+    """Length of each: ShareGPT's mean, as in the paper."""
     new_tokens: int = 96
-    """Of each sample."""
+    """Length of each sample."""
     beam_tokens: int = 24
-    """Of each beam: a request for each token of each takes its time."""
+    """Length of each beam: a request for each token of each takes its time."""
     slots: int = 2560
     """Tokens that the cache holds."""
     rounds: int = 3

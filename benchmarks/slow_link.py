@@ -67,9 +67,9 @@ class SlowLink(Script):
     recipe: str = "demo"
     """That is trained."""
     steps: int = 300
-    """Of every method over the slowest link."""
+    """Steps of every method over the slowest link."""
     rows: int = 2
-    """Of a step on both processes together, of 256 tokens each."""
+    """Rows of a step on both processes together, of 256 tokens each."""
     fewer: int = 120
     """Steps over the faster links, and over one of 10 Gbit/s, for the time that computing takes."""
     times: Path | None = None

@@ -75,13 +75,13 @@ class Speculation(Script):
     parts: tuple[str, ...] = ("texts", "edits", "many")
     """What to measure."""
     weights: tuple[str, ...] = ("bfloat16", "int8", "int4")
-    """Of the target; also file, a GGUF file's own."""
+    """Formats of the target; also file, a GGUF file's own."""
     own_layers: int | None = None
-    """Draft with so many first layers of the target, too."""
+    """Draft with this many first layers of the target, too."""
     prompts: int = 8
     """Files."""
     prompt_tokens: int = 200
-    """Of each that are given."""
+    """Tokens given of each file."""
     new_tokens: int = 256
     """That follow."""
     streams: tuple[int, ...] = (1, 4, 16, 32)
@@ -89,7 +89,7 @@ class Speculation(Script):
     rounds: int = 5
     """Every contestant once in each."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
     picture: Path | None = None
     """Where to draw speed against acceptance."""
 
@@ -231,23 +231,23 @@ class LlamaCppDrafts(Script):
     model: Path
     """The target's folder."""
     draft: Path
-    """Of a smaller model of the same vocabulary."""
+    """The folder of a smaller model of the same vocabulary."""
     binary: Path
     """llama-speculative-simple, built with llama.cpp's examples."""
     recipe: str = "code-25m"
     """The target's recipe: it says which files are held out."""
     weights: tuple[str, ...] = tuple(TYPES)
-    """Of the target; the draft is in int8 (Q8_0)."""
+    """Formats of the target; the draft is in int8 (Q8_0)."""
     lengths: tuple[int, ...] = (2, 4, 8)
     """Tokens that llama.cpp's draft model proposes."""
     prompts: int = 4
     """Files."""
     prompt_tokens: int = 200
-    """Of each that are given."""
+    """Tokens given of each file."""
     new_tokens: int = 200
     """That follow."""
     threads: int = 2
-    """Of both programs."""
+    """Threads of both programs."""
     rounds: int = 4
     """Every contestant once in each."""
 
@@ -259,7 +259,7 @@ class LlamaCppDrafts(Script):
         return found | {"held_out_loss": losses(self.model, self.draft, self.recipe)}
 
     def version(self) -> str:
-        """As the program names itself."""
+        """The version that the program reports."""
         done = subprocess.run([self.binary, "--version"], capture_output=True, text=True, check=True)
         return (done.stdout + done.stderr).strip().splitlines()[0]
 

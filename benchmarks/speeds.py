@@ -294,7 +294,7 @@ def two_versions(
     for metric in found["now"][0]:
         speeds = {which: [one[metric] for one in each] for which, each in found.items()}
         ratios = [now / before for now, before in zip(speeds["now"], speeds["before"], strict=True)]
-        # Of neighbours: the memory's speed changes within a run, and medians would be of unlike states.
+        # Ratios of neighbours: the memory's speed changes within a run, and medians would be of unlike states.
         row["ratio"][metric], row["ratios"][metric] = statistics.median(ratios), ratios
         shown = " ".join(f"{ratio:.2f}" for ratio in row["ratios"][metric])
         print(f"{name} {metric}: now / before {row['ratio'][metric]:.3f}, in each round {shown}", flush=True)
@@ -302,7 +302,7 @@ def two_versions(
 
 
 def commit(source: Path) -> str:
-    """Of a checkout, with a + where files differ from it."""
+    """The commit of a checkout, with a + where files differ from it."""
     return subprocess.run(
         ["git", "-C", str(source), "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=True
     ).stdout.strip()

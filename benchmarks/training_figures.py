@@ -184,9 +184,9 @@ class Reasons(Script):
 
     result = "article-reasons"
     rows: tuple[int, ...] = (1, 20, 30)
-    """Of 256 tokens, six heads."""
+    """Numbers of rows of 256 tokens, six heads."""
     rungs: tuple[str, ...] = ("compile", "math")
-    """Of figure 2."""
+    """Rungs of figure 2."""
     rounds: int = 4
 
     def measure(self) -> Report:

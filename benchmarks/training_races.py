@@ -52,9 +52,9 @@ class Contest(Race):
     repetitions: int = 3
     """With seeds 0, 1, …; all of them take turns."""
     tokenizer_kind: Literal["bpe", "character"] | None = None
-    """Of the text's tokens; the recipe's own by default."""
+    """Kind of the text's tokens; the recipe's own by default."""
     limit_bytes: int | None = None
-    """Take only so many bytes of the text."""
+    """Take only this many bytes of the text."""
 
     def held_bytes(self) -> int:
         """What a contestant keeps while it waits."""
@@ -131,7 +131,7 @@ class ArticleBatches(Contest):
     rounds: int = 12
     seconds: float = 10.0
     steps: int = 120
-    """Of the schedule, about what the time is long enough for; a tenth of them warms up."""
+    """Length of the schedule, about what the time is long enough for; a tenth of them warms up."""
 
     def held_bytes(self) -> int:
         return int(self.memory * (1 << 30))
@@ -275,7 +275,7 @@ class Article(BenchmarkOptions):
     rounds: int = 2
     """Rounds of figure 2."""
     seconds: float = 1.5
-    """Of each contestant of figure 3 in a round of 3."""
+    """Training time of each contestant of figure 3 in a round of 3."""
     tiny: bool = False
     """One rung of a tiny model in figure 2 and a small model in figure 3, to try the command."""
 

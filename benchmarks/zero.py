@@ -312,7 +312,7 @@ def measured(shape: str, rows: int, context: int, steps: int, rounds: int) -> di
 
 
 def on_paper(name: str, zero: int, rows: int, context: int, *, ranks: int = 8) -> dict[str, Any]:
-    """A step of so many H100, by `hasten plan`'s formulas."""
+    """A step of `ranks` H100, by `hasten plan`'s formulas."""
     device, config = known_device("h100"), shape_config(name)
     use = TrainingUse(batch_size=rows, length=context, dtype="bfloat16", zero=zero, ranks=ranks)
     limits = training_phase(config, use).limits(device)

@@ -22,7 +22,7 @@ PANELS = (
 
 
 def seen(queries: int, window: int | None) -> np.ndarray:
-    """bool (queries, SIZE): which keys a query sees; the last query stands where the last key does."""
+    """bool (queries, SIZE): which keys a query sees; the last query is at the position of the last key."""
     behind = np.arange(queries)[:, None] + SIZE - queries - np.arange(SIZE)
     return (behind >= 0) & (behind < (window or SIZE))
 

@@ -175,7 +175,7 @@ class BesideNanoGPT(Script):
     steps: int = 2
     """Steps of each in a round."""
     total: int = 0
-    """Go on to so many steps for the losses (0: stop after the rounds)."""
+    """Go on to this many steps for the losses (0: stop after the rounds)."""
     nanogpt_bf16: bool = False
     """On a CPU, where train.py ignores its dtype, patch nanoGPT to run its forward pass under bfloat16 autocast."""
     micro_batch: int = 32

@@ -46,10 +46,10 @@ def main() -> None:
         name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
         rows = [client(options, url, name, backend) for backend in options.backend]
         metrics = httpx.get(f"{url}/metrics").text.splitlines()
-    told = [line for line in metrics if line.startswith(("hasten:request_success", "hasten:http_requests_total"))]
+    counted = [line for line in metrics if line.startswith(("hasten:request_success", "hasten:http_requests_total"))]
     if options.json:
         report = {"schema": 1, "kind": "vllm-client", "machine": describe().to_json(), "runs": rows}
-        write_json(options.json, report | {"server_counted": told})
+        write_json(options.json, report | {"server_counted": counted})
 
 
 def client(options: argparse.Namespace, url: str, name: str, backend: str) -> dict[str, object]:

@@ -52,7 +52,7 @@ class AttentionGrowth(BenchmarkOptions):
     head_dim: int = 64
     """Head size."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of q, k and v."""
+    """Dtype of q, k and v."""
     causal: bool = True
     """A query sees the keys up to its own position."""
     backward: bool = True
@@ -64,7 +64,7 @@ class AttentionGrowth(BenchmarkOptions):
     rounds: int = 3
     """Every kernel is measured once in each round; the median counts."""
     point_seconds: float = 60.0
-    """A kernel is not asked for a length that will take longer than this."""
+    """Skip lengths at which a kernel would take longer than this."""
 
     def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError for kernels that are unknown or cannot serve the call."""
@@ -120,7 +120,7 @@ class AttentionGrowth(BenchmarkOptions):
         )
 
     def flops(self, tokens: int) -> float:
-        """Of the forward pass: two products of T × S × D a head, half of them where it is causal."""
+        """FLOPs of the forward pass: two products of T × S × D a head, half of them where it is causal."""
         return 4 * self.batch * self.heads * self.head_dim * tokens**2 * (0.5 if self.causal else 1)
 
     def pictures(self, name: str) -> tuple[str, ...]:

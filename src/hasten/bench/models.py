@@ -129,7 +129,7 @@ def folder_name(path: str) -> str:
 
 
 def check_fits(name: str, memory: Memory, device: str, *, processes: int = 1) -> int:
-    """The peak, of so many processes of their own. Raises ResourceError with the figures if it is not free."""
+    """The peak of `processes` processes. Raises ResourceError with the figures if it is not free."""
     whole = memory.beside(process=PROCESS_BYTES)
     remedy = "choose a smaller shape, dtype, batch or context, or a larger machine"
     shared = processes if device == "cpu" else 1

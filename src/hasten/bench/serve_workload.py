@@ -50,7 +50,7 @@ class Workload:
     n: int = 1
     """Samples of each prompt."""
     temperature: float = 0.0
-    """Of sampling; with n above 1 at 0 all samples are the same."""
+    """Sampling temperature; with n above 1 at 0 all samples are the same."""
     seed: int = 0
     """Decides arrivals, lengths, prompts and random weights."""
 

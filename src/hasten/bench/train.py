@@ -33,7 +33,7 @@ TINY_SHAKESPEARE = 65  # characters that occur in it: the vocabulary of nanoGPT'
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(BenchmarkOptions):
-    """Of which model, and on rows of which length, steps are measured."""
+    """The model whose steps are measured, and the length of its rows."""
 
     shape: str | None = None
     """A named shape: gpt2-124m, llama-120m, …; on 4 x 256 tokens unless said otherwise."""
@@ -70,7 +70,7 @@ class TrainLadder(StepOptions, Ladder):
     steps: int = 2
     """Optimizer steps measured in each round."""
     processes: int = 1
-    """Of this machine, that train together: the rungs are then the ways to share the work, after one process alone."""
+    """Processes of this machine that train together: the rungs are then ways to share the work, after one process."""
 
     def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""

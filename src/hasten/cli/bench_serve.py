@@ -36,7 +36,7 @@ class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
     shape: str | None = None
     """In place of --model: a named shape with random weights."""
     url: str | None = None
-    """Of a running server, such as http://127.0.0.1:8000."""
+    """URL of a running server, such as http://127.0.0.1:8000."""
     api_key: Annotated[str | None, Needs("url")] = None
     """Key of that server."""
     engine: tyro.conf.OmitArgPrefixes[EngineSettings] = field(default_factory=EngineSettings)

@@ -90,15 +90,15 @@ def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str) -> N
 
 def _shares(row: Mapping[str, Any], *, cache: bool) -> str:
     """What was predicted, a rung's shares of the machine's limits, its drafts and cache, and how well it predicts."""
-    told = [
+    shown = [
         share for share in SHARES if row.get(share[1]) is not None and (cache or share[1] != "cache_bytes_per_token")
     ]
-    return ", ".join(text.format(cell(row, key, style)) for text, key, style in told)
+    return ", ".join(text.format(cell(row, key, style)) for text, key, style in shown)
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A horizontal bar: what stands behind it in bold and after that, and the ends of a line over it; or an error."""
+    """A horizontal bar: its label in bold, a note, and the ends of the line over it; or an error."""
 
     name: str
     value: float = 0.0
@@ -217,7 +217,7 @@ def draw_memory(memory: Memory, path: str | Path, *, title: str, free: int) -> N
 
 @contextmanager
 def picture(path: str | Path, *, title: str, size: tuple[float, float], foot: str = "") -> Iterator[Figure]:
-    """A figure in our style, of so many inches, written as a PNG when the block ends.
+    """A figure in our style, of `size` inches, written as a PNG when the block ends.
 
     Its folder is made if need be. Raises ResourceError where it cannot be written.
     """

@@ -3,8 +3,8 @@
     round 1:  limits, rung A, rung B, rung C
     round 2:  limits, rung A, rung B, rung C ...
 
-A shared machine changes its speed two-fold within minutes. Rounds that interleave the rungs let every rung see the same
-weather; ratios and utilisation are formed within a round and only then is the median taken over the rounds.
+A shared machine changes its speed two-fold within minutes. In interleaved rounds every rung meets the same conditions;
+ratios and utilisation are formed within a round and only then is the median taken over the rounds.
 """
 
 import math

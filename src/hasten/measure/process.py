@@ -29,7 +29,7 @@ class Rung:
     """One step of a ladder.
 
     `setup` names a function as "module:function"; called with `arguments` in a fresh process it returns an object with
-    `measure() -> dict[str, float]` and, if it likes, `describe() -> dict`: facts such as bytes_per_token,
+    `measure() -> dict[str, float]` and optionally `describe() -> dict`: facts such as bytes_per_token,
     flops_per_token and matrix_dtype, from which the utilisation is formed. `techniques` are all that are switched on,
     in their order. `memory_bytes` is an estimate of what the rung keeps while it waits for its turn.
 
@@ -39,7 +39,7 @@ class Rung:
     `twice`: the set-up leaves something behind (compiled code), so it is done in two processes, one after the other;
     the report has the seconds of both, and the second is measured.
 
-    `processes`: the set-up is done in so many, which work together; each is given its `ranks`, and the first one's
+    `processes`: how many do the set-up and work together; each is given its `ranks`, and the first one's
     figures count.
 
     The last four are the process's own; a ladder fills them in. `compile_cache`: torch.compile's folder, if not the
@@ -188,7 +188,7 @@ def run_interleaved(
     seconds: float = math.inf,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[RungRun]:
-    """What came of each rung. The warm-up's rounds are not counted; one that fails is left out from there on.
+    """Run the rungs in turns. The warm-up's rounds are not counted; one that fails is left out from there on.
 
     keep: all processes stay alive until the end; else each is started again for each round. room: bytes of a GPU;
     rungs that fit there together are prepared side by side, measured in turns, and end before the next ones start.
@@ -287,7 +287,7 @@ def _mean(values: Collection[float]) -> float:
 def _in_groups(
     runs: list[RungRun], room: int, *, rounds: int, warmup: int, tell: Callable[[str], None]
 ) -> list[RungRun]:
-    """As `run_interleaved` on a GPU. A rung that failed beside others is measured again alone."""
+    """Run rungs on a GPU in groups that fit its memory. A rung that failed beside others is measured again alone."""
     how: dict[str, Any] = {"rounds": rounds, "warmup": warmup, "tell": tell}
     begin = 0
     while begin < len(runs):

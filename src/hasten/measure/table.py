@@ -91,7 +91,7 @@ def limits_line(report: Mapping[str, Any]) -> str:
 
 
 def machine_line(machine: Mapping[str, Any], device: str = "cpu") -> str:
-    """The machine in one line, as it stands under a picture."""
+    """The machine in one line, for the foot of a picture."""
     torch = f"torch {machine.get('versions', {}).get('torch', 'unknown')}"
     gpu = gpu_of(machine, device)
     if gpu is None:
@@ -111,7 +111,7 @@ def standard_error(*, width: int) -> Console:
 def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> None:
     """Prints one line a rung, the limits and the machine; to standard error unless a console is given.
 
-    The spread of the speed over the rounds stands behind it.
+    The spread of the speed over the rounds follows it.
     """
     from rich.text import Text
 
