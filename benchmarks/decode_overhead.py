@@ -42,7 +42,7 @@ class DecodeOverhead:
     """Tokens of each text whose way is timed."""
 
     rounds: int = 9
-    """Tokens of these texts."""
+    """Rounds of these texts."""
 
     threads: int = 2
     """Threads of torch."""
