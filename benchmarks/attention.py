@@ -235,7 +235,7 @@ class Prefill(TimedScript):
         whole = [t.transpose(0, 1)[None].contiguous() for t in (q, k[:tokens], v[:tokens])]
 
         def ours() -> torch.Tensor:
-            return native.ops.attention(q, k, v, starts, lengths, first, None, 0, size**-0.5, 0, 0.0)
+            return native.ops.attention(q, k, v, starts, lengths, first, None, 0, False, size**-0.5, 0, 0.0)
 
         def flash() -> torch.Tensor:
             return F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)

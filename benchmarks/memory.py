@@ -40,8 +40,12 @@ KEPT = ("seconds", "peak_memory_bytes", "predicted_memory_bytes", "bits_per_weig
 LIMIT = 1.15  # times the checkpoint's size, of loading
 # Measured by the process itself. Its baseline is taken after importing torch, before importing anything else of ours.
 LOAD = """
+import json, sys, time
+import torch
+from hasten.machine import peak_memory, process_memory
 baseline = process_memory()
 start = time.perf_counter()
+import hasten
 model = hasten.load(sys.argv[1])
 peak, tensors = peak_memory(), sum(p.nbytes for p in model.parameters())
 found = {"baseline_bytes": baseline, "peak_bytes": peak, "tensor_bytes": tensors}

@@ -105,7 +105,7 @@ def test_as_much_is_saved_as_was_published_or_more():
 def test_the_lengths_have_the_published_means():
     sharing = script("sharing")
     for data, means in sharing.MEANS.items():
-        pairs = sharing.lengths(np.random.default_rng(1), data)
+        pairs = sharing.length_pairs(np.random.default_rng(1), data)
         assert pairs.mean(0) == pytest.approx(means, rel=0.01)
         assert pairs.min() >= 1
         assert pairs.sum(1).max() < 2048

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import tyro
 
+from hasten.errors import HastenError
 from hasten.machine import configure, describe
 from hasten.machine.files import require_writable, write_json
 
@@ -97,7 +98,10 @@ def main(
         chosen: Any = tyro.cli(*benchmarks.values(), description=about)
     else:
         chosen = tyro.extras.subcommand_cli_from_dict(dict(benchmarks), description=about)
-    report = chosen.run()
+    try:
+        report = chosen.run()
+    except HastenError as error:
+        raise SystemExit(f"error: {error}") from None
     if isinstance(chosen, Script):
         chosen.show(report)
     for name, table in (tables or {}).items():
