@@ -50,7 +50,7 @@ test-real: $(STAMP)
 test-avx2: $(STAMP)
 	benchmarks/as_avx2.sh --check
 	HASTEN_MEASURE=0 benchmarks/as_avx2.sh $(BIN)/hasten demo --minutes 1 --no-ladder --no-published --again fresh --folder runs/avx2
-	benchmarks/as_avx2.sh $(BIN)/python benchmarks/check_speed.py runs/avx2/demo
+	benchmarks/as_avx2.sh $(BIN)/python benchmarks/training_figures.py check-speed --run-folder runs/avx2/demo
 	benchmarks/as_avx2.sh $(BIN)/hasten generate runs/avx2/demo/model --prompt "import " --max-new-tokens 32
 	benchmarks/as_avx2.sh $(PYTEST) $(KERNEL_TESTS)
 
@@ -61,13 +61,12 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/publish.py
-	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python benchmarks/tables.py --ladders
 
 # Each run goes on where it was interrupted.
 pair: $(STAMP)
 	$(BIN)/hasten train code-25m
-	test -e runs/code-45m-start/config.json || $(BIN)/python benchmarks/deepen.py --model runs/code-25m/model --layers 12 --output runs/code-45m-start
+	test -e runs/code-45m-start/config.json || $(BIN)/python benchmarks/finetuning.py deepen --model runs/code-25m/model --layers 12 --folder runs/code-45m-start
 	$(BIN)/hasten train code-45m --init runs/code-45m-start
 	$(BIN)/hasten train code-4m --teacher runs/code-25m/model --data.tokenizer runs/code-25m/model
 

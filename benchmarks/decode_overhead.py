@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from timing import interleaved
+
+from hasten.measure.timing import interleaved
 
 LIMIT = 0.05
 
@@ -41,7 +42,7 @@ class DecodeOverhead:
     """Tokens of each text whose way is timed."""
 
     rounds: int = 9
-    """Of these texts."""
+    """Rounds of these texts."""
 
     threads: int = 2
     """Threads of torch."""

@@ -1,4 +1,7 @@
-"""Ways to decode with and without drafts, each timed: after real texts, over real edits, and in the engine."""
+"""Ways to decode with and without drafts, each timed: after real texts, over real edits, and in the engine.
+
+What `speculation.py drafts` and `draft_parts.py` measure with.
+"""
 
 import atexit
 import random
@@ -15,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from quantize_perplexity import held_out
+from precision import held_out
 
 import hasten
 from hasten.bench.models import BenchmarkModel
@@ -30,8 +33,11 @@ from hasten.engine.speculation import Text, make_speculator
 from hasten.engine.speculation.draft_model import DraftModel
 from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse_where_it_fits
+from hasten.model.initialize import initialize
 
-REPOSITORY = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[1]
+
+
 EDITED = "783f8354"  # the last commit whose edits are taken
 EDITS = 8  # files
 EDIT_TOKENS = 300, 1500  # of a file
@@ -61,7 +67,7 @@ def plain(source: str) -> str:
 
 
 def losses(target: str | Path, draft: Path | None, recipe: str) -> dict[str, float]:
-    """Of target and draft, nats per token on 100 KB of held-out files."""
+    """Losses of target and draft, nats per token on 100 KB of held-out files."""
     texts, folders = held_out(100_000, recipe), {"target": target} | ({} if draft is None else {"draft": draft})
     return {name: log(hasten.perplexity(load(folder, None), texts).perplexity) for name, folder in folders.items()}
 
@@ -78,7 +84,7 @@ def beginnings(model: Any, recipe: str, count: int, tokens: int) -> list[list[in
 
 
 def pieces(model: Any, text: str, count: int, tokens: int) -> list[list[int]]:
-    """So many pieces of a text, spread over it, each beginning at a line."""
+    """`count` pieces of a text, spread over it, each beginning at a line."""
     lines = text.splitlines(keepends=True)
     starts = ("".join(lines[number * len(lines) // count :]) for number in range(count))
     found = [model.tokenizer.encode(start)[:tokens] for start in starts]
@@ -147,7 +153,7 @@ class Stream:
         return len(steps) == UNCOUNTED + TURN
 
     def result(self) -> Result:
-        """Of all texts."""
+        """Speed and drafts over all texts."""
         speed = self.tokens / self.seconds
         context = self.prompt_tokens + self.settings["max_new_tokens"] / 2
         found = {"tokens_per_second": speed, "repeated_16_grams": median(repeated(text) for text in self.texts)}
@@ -166,7 +172,7 @@ def in_turns(contestants: dict[str, Any], questions: Sequence[Any]) -> dict[str,
 
     In random order, so that nobody has always the same one before: what that one left in the caches counts.
     `turn_ratio` is the median of a turn's speed over that of "none" beside it: it leaves out what other programs took
-    of some turns, and tells what a draft costs that is not taken. What one gives that is taken, the sums tell.
+    of some turns, and shows what a draft costs that is not taken. What one gives that is taken, the sums show.
     """
     order = random.Random(0)
     speeds: dict[str, list[float | None]] = {name: [] for name in contestants}
@@ -197,7 +203,7 @@ def _turn(one: Any, speeds: list[float | None]) -> bool:
 
 
 def repeated(tokens: list[int], size: int = 16) -> float:
-    """The share of pieces of 16 tokens that stood in the text before: loops would be easy to guess."""
+    """The share of pieces of 16 tokens that are in the text before: loops would be easy to guess."""
     pieces = [tuple(tokens[at : at + size]) for at in range(len(tokens) - size + 1)]
     return 1 - len(set(pieces)) / len(pieces) if pieces else 0.0
 
@@ -224,7 +230,7 @@ def changed(model: Any, count: int) -> list[tuple[list[int], list[int]]]:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"edits are read from this repository's whole history: {done.stderr.strip()}")
     return done.stdout
@@ -294,7 +300,7 @@ class Served:
         return not self.engine.idle
 
     def _steps(self, count: int) -> int:
-        """So many tokens came of so many steps."""
+        """Take `count` steps, and count their tokens."""
         tokens = 0
         for _ in range(count):
             if self.engine.idle:
@@ -305,7 +311,7 @@ class Served:
         return tokens
 
     def result(self) -> Result:
-        """Of all answers."""
+        """Speed and drafts over all answers."""
         stats = self.engine.stats()
         return {
             "tokens_per_second": self.tokens / self.seconds,
@@ -319,3 +325,31 @@ def served(
 ) -> dict[str, tuple[Any, Result]]:
     """Each batch by an engine of each draft."""
     return in_turns({name: Served(model, draft, new_tokens) for name, draft in drafts.items()}, batches)
+
+
+def useless(model: Any) -> Any:
+    """A model of the same shape whose weights are random."""
+    random = hasten.quantize(initialize(model.config, seed=0, dtype=torch.bfloat16).eval(), hasten.Int8())
+    return fuse_where_it_fits(random)
+
+
+def contest(rounds: int, drafts: dict[str, Any], measure: Any) -> list[dict[str, Any]]:
+    """Each draft once in each round, in changing order; medians of what it gives over "none" of the same round."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in drafts}
+    texts: dict[str, Any] = {}
+    names = list(drafts)
+    for number in range(rounds + 1):
+        order = names if number % 2 else names[::-1]
+        for name, (text, result) in measure({name: drafts[name] for name in order}).items():
+            texts.setdefault("none", text)
+            if text != texts["none"]:
+                raise SystemExit(f"with {name} the text is another one")
+            if number:  # the first warms up
+                found[name].append(result)
+    rows = []
+    for name, results in found.items():
+        pairs = zip(results, found["none"], strict=True)
+        ratios = [own["tokens_per_second"] / base["tokens_per_second"] for own, base in pairs]
+        middle = {key: median(result[key] for result in results) for key in results[0]}
+        rows.append({"draft": name, "ratio": median(ratios), "ratios": ratios, **middle})
+    return rows

@@ -1,8 +1,8 @@
-"""The planner's predictions beside what is measured: memory and time of training steps, of generating and of serving.
+"""The planner's predictions beside what is measured: memory and time of training, of generating and of serving.
 
-    python benchmarks/plan.py --json benchmarks/results/plan.json            # memory, then speed
-    python benchmarks/plan.py --only memory --json …                         # keeps the other half of the file
-    python benchmarks/plan.py --only speed --minutes 8 --json …              # in pieces: goes on where it ended
+    python benchmarks/plan.py --output benchmarks/results/plan.json            # memory, then speed
+    python benchmarks/plan.py --only memory --output …                         # keeps the other half of the file
+    python benchmarks/plan.py --only speed --minutes 8 --output …              # in pieces: goes on where it ended
 
 Each case runs in a process of its own, forked from one that has imported everything. Memory: the peak of the resident
 set above what a tiny model of the same kind left behind. Speed: what `hasten plan` predicts from a few measured blocks,
@@ -19,15 +19,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
-import tyro
 
 from hasten.bench.plan import PlanOptions, make_plan
 from hasten.bench.predict import random_model
 from hasten.bench.train import TrainRung
-from hasten.machine import describe, peak_memory, process_memory, reset_peak_memory
+from hasten.engine.decoder import Decoder
+from hasten.engine.engine import Engine
+from hasten.engine.params import SamplingParams
+from hasten.engine.request import Request
+from hasten.engine.settings import EngineSettings
+from hasten.machine import configure, describe, peak_memory, process_memory, reset_peak_memory
+from hasten.measure.script import Report, Script, Table, main, markdown
+from hasten.model.families import read_config
+from hasten.planning.devices import REACHED
 from hasten.planning.shapes import gpt2, llama
 from hasten.training.recipe import Optimizer, Parallel, Techniques
 
@@ -108,16 +116,12 @@ CASES = {
 
 def config_of(case: Case) -> Any:
     """The model's config."""
-    from hasten.model.families import read_config
-
     return read_config(case.config)
 
 
 @contextmanager
 def planned(case: Case, **changes: Any) -> Iterator[Any]:
     """The case's plan."""
-    from tempfile import TemporaryDirectory
-
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case.config))
         yield make_plan(folder, replace(case.options, **changes))
@@ -160,8 +164,6 @@ class Generating:
         return self.served(prompts) if self.options.use == "serve" else self.generated(prompts)
 
     def generated(self, prompts: list[list[int]]) -> dict[str, float]:
-        from hasten.engine.decoder import Decoder
-
         new, cache = self.options.new_tokens, self.options.kv_cache_dtype
         decoder = Decoder(self.model, batch=self.batch, capacity=self.options.length, kv_cache_dtype=cache)
         start = time.perf_counter()
@@ -174,11 +176,6 @@ class Generating:
         return {"prompt": middle - start, "token": median(times)}
 
     def served(self, prompts: list[list[int]]) -> dict[str, float]:
-        from hasten.engine.engine import Engine
-        from hasten.engine.params import SamplingParams
-        from hasten.engine.request import Request
-        from hasten.engine.settings import EngineSettings
-
         settings = EngineSettings(max_length=self.options.length, max_sequences=self.batch)
         engine = Engine(self.model, None, settings)
         params = SamplingParams(temperature=0, max_new_tokens=self.options.new_tokens, ignore_eos=True)
@@ -249,8 +246,6 @@ def read_small(case: Case) -> Any:
 
 def speed(name: str, rounds: int = 4) -> dict[str, Any]:
     """Predicted and measured seconds of a case's phases, in turns."""
-    from hasten.machine import configure
-
     configure()
     case = CASES[name]
     kind: Any = Training if case.options.training else Generating
@@ -293,30 +288,23 @@ def in_a_process(call: Callable[[str], dict[str, Any]], name: str) -> dict[str, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class Planned(Script):
     """Compare the planner's predictions with measurements."""
 
-    json: Path | None = None
-    """Where the results are written, beside those of the other half."""
+    result = "plan"
     only: Literal["both", "memory", "speed", "predictions"] = "both"
-    """predictions: those of memory anew, beside what was measured before (after the count has changed)."""
+    """predictions: those of memory again, beside what was measured before (after the count has changed)."""
     cases: tuple[str, ...] = ()
-    """Some of the cases, measured anew; all by default. The time of compiled ones is not predicted."""
+    """Some of the cases, measured again; all by default. The time of compiled ones is not predicted."""
     minutes: float = 1e9
-    """Begin no case after so many. The next run leaves out what this one has measured: the file says which."""
+    """Begin no case after this many. The next run leaves out what this one has measured: the file says which."""
 
-    def run(self) -> None:
-        """Measure and write."""
-        report: dict[str, Any] = {"schema": 1, "cases": {}}
-        if self.json is not None and self.json.exists():
-            report = json.loads(self.json.read_text())
+    def measure(self) -> Report:
+        report = {"cases": {}} | self.before()
         if self.only == "predictions":
             for name, found in report["cases"].items():
                 found["memory"] |= predicted_memory(CASES[name])
-            assert self.json is not None, "there is nothing measured without a file"
-            self.json.write_text(json.dumps(report, indent=1) + "\n")
-            return
-        report["machine"] = describe().to_json()
+            return report
         torch.set_num_threads(1)  # no threads before the forks, and no processes that compile for them
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         for name in self.cases or ("llama, LoRA", "generate, int4", "serve, batch 4"):  # import everything
@@ -333,13 +321,66 @@ class Planned:
                 if "error" not in found and not self.cases:
                     done.setdefault(what, []).append(name)
                 if set(done.get(what, ())) >= set(wanted):
-                    del done[what]  # the next run measures all anew
+                    del done[what]  # the next run measures all again
                 report["cases"].setdefault(name, {"use": CASES[name].options.use})[what] = found
                 said = found.get("error") or found.get("ratios") or found["predicted_bytes"] / found["measured_bytes"]
                 print(f"{what:7} {name:36} {said}", flush=True)
-                if self.json is not None:
-                    self.json.write_text(json.dumps(report, indent=1) + "\n")
+                self.write(report | {"machine": describe().to_json()})
+        return report | {"machine": describe().to_json()}
+
+
+MEMORY, SPEED = 0.15, 0.20  # how far a prediction may be off
+
+
+def plan_memory(report: Report) -> str:
+    """Peaks of the resident set, in MB."""
+    rows, within = [], []
+    for name, found in report["cases"].items():
+        memory = found.get("memory", {})
+        if "measured_bytes" not in memory:
+            continue
+        predicted, measured = memory["predicted_bytes"], memory["measured_bytes"]
+        within.append(abs(predicted / measured - 1) <= MEMORY)
+        numbers = [f"{predicted / 1e6:,.0f}", f"{measured / 1e6:,.0f}", _ratio(predicted / measured, MEMORY)]
+        rows.append([name, found["use"], *numbers])
+    head = ["", "use", "predicted, MB", "measured, MB", "ratio"]
+    return f"{markdown(head, rows, left=2)}\n\n{sum(within)} of {len(within)} within {MEMORY:.0%}."
+
+
+def plan_speed(report: Report) -> str:
+    """Seconds of a step, of prompts and of tokens, medians of the rounds; and what the roofline alone would predict."""
+    rows, within, alone = [], list[bool](), list[bool]()
+    for name, found in report["cases"].items():
+        for phase, ratio in found.get("speed", {}).get("ratios", {}).items():
+            within.append(abs(ratio - 1) <= SPEED)
+            each = [one["predicted"][phase] / one["measured"][phase] for one in found["speed"]["rounds"]]
+            spread = f"{min(each):.2f} to {max(each):.2f}"
+            limit = median(one["limits"][phase] / one["measured"][phase] for one in found["speed"]["rounds"])
+            roofline = limit / REACHED["cpu"][phase]
+            alone.append(abs(roofline - 1) <= SPEED)
+            numbers = [_milliseconds(found["speed"], phase), _ratio(ratio, SPEED), spread, _ratio(roofline, SPEED)]
+            rows.append([name, phase, *numbers])
+    if not rows:
+        return "Not measured yet."
+    head = ["", "phase", "measured, ms", "predicted / measured", "in each round", "roofline alone / measured"]
+    counts = f"{sum(within)} of {len(within)} within {SPEED:.0%}; by the roofline alone {sum(alone)}."
+    return f"{markdown(head, rows, left=2)}\n\n{counts}"
+
+
+def _milliseconds(speed: dict[str, Any], phase: str) -> str:
+    times = sorted(one["measured"][phase] for one in speed["rounds"])
+    return f"{1e3 * times[len(times) // 2]:,.1f}"
+
+
+def _ratio(ratio: float, most: float) -> str:
+    return f"{ratio:.2f}" if abs(ratio - 1) <= most else f"**{ratio:.2f}**"
+
+
+TABLES: dict[str, Table] = {
+    "plan memory": plan_memory,
+    "plan speed": plan_speed,
+}
 
 
 if __name__ == "__main__":
-    tyro.cli(Planned).run()
+    main({"compare": Planned}, TABLES)

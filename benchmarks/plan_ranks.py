@@ -1,14 +1,8 @@
-"""What a plan says of ranks and replicas, beside what they do: order and numbers.
+"""What a plan predicts of ranks and replicas, beside what they do: order and numbers.
 
-    python benchmarks/plan_ranks.py --shape llama-1.1b --layers 4 --json benchmarks/results/plan-ranks.json
+    python benchmarks/plan_ranks.py --layers 4 --output benchmarks/results/plan-ranks.json
 
-Each format of the weights and batch as one process of all cores, as ranks of one thread that share the model, and as as
-many independent processes of one thread (replicas). All processes stay alive; in each round the plan is made, then all
-are measured, so that they see the same states of a shared machine; and all formats and batches have their turn in each
-pass, because such a state lasts seconds to minutes. Memory here is 1.6 times as fast at one time as at another, which
-no plan can foresee: its rate is read before and after each plan and each measurement, and a round counts where all four
-are within 15%. What is compared is the median over these rounds of predicted over measured; `quickest` is each one's
-best round, where the machine was least disturbed.
+Plans of one device: plan.py.
 """
 
 import json
@@ -21,16 +15,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import torch.distributed as dist
-import tyro
-from tensor_parallel import answer, start, write_model
+from parallel import places, together, worker, write_model
 
 from hasten.bench import predict
 from hasten.bench.choices import choose_plan
 from hasten.bench.plan import PlanOptions
-from hasten.machine import configure, describe
-from hasten.machine.files import write_json
+from hasten.machine import configure
 from hasten.machine.measure import read_bandwidth
+from hasten.measure.script import Report, Script, Table, main, markdown
 
 Round = dict[str, dict[str, float]]
 Case = tuple[str, int, int, int]  # format, batch, ranks, replicas
@@ -40,10 +32,19 @@ STEADY = 1.15  # times the least rate that was seen around a plan and its measur
 CLEAR = 1.05  # of two predictions; what lies closer has no order to be right
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRanks:
-    """Compare the plans for ranks and replicas with measurements."""
+@dataclass(frozen=True, kw_only=True)
+class PlanRanks(Script):
+    """Plans for ranks and replicas beside measurements.
 
+    Each format of the weights and batch as one process of all cores, as ranks of one thread that share the model, and
+    as as many independent processes of one thread (replicas). All processes stay alive; in each round the plan is made,
+    then all are measured; and all formats and batches have their turn in each pass, because a state of a shared machine
+    lasts seconds to minutes. Memory here is 1.6 times as fast at one time as at another, which no plan can foresee: its
+    rate is read before and after each plan and each measurement, and a round counts where all four are within 15%. What
+    is compared is the median over these rounds of predicted over measured; `quickest` is each one's best round.
+    """
+
+    result = "plan-ranks"
     shape: str = "llama-1.1b"
     layers: int = 4
     ranks: int = 2
@@ -52,20 +53,15 @@ class PlanRanks:
     prompt: int = 256
     tokens: int = 32
     rounds: int = 4
-    """Of a pass."""
+    """Rounds of a pass."""
     passes: int = 3
     runs: tuple[Path, ...] = ()
     """Measure nothing: write the medians over these reports of earlier runs."""
-    json: Path | None = None
-    """Where the results are written."""
 
-    def run(self) -> None:
-        """Measure, compare and write."""
+    def measure(self) -> Report:
         if self.runs:
-            report = combined([json.loads(path.read_text()) for path in self.runs])
-            write_json("-", report["order"])
-            write_json(self.json, report)
-            return
+            return combined([json.loads(path.read_text()) for path in self.runs])
+        os.environ["HASTEN_MEASURE"] = "1"
         configure()
         predict.random_model = made_once(predict.random_model)
         found: dict[Case, list[Round]] = {}
@@ -78,12 +74,10 @@ class PlanRanks:
                         found.setdefault((name, batch, ranks, replicas), []).extend(rounds)
         rows = [dict(zip(CASE, case, strict=True)) | summary(rounds) for case, rounds in found.items()]
         settings = {name: getattr(self, name) for name in ("shape", "layers", "prompt", "tokens", "rounds", "passes")}
-        report = {"schema": 1, "machine": describe().to_json(), **settings, "rows": rows, "order": order(rows)}
-        write_json("-", report["order"])
-        write_json(self.json, report)
+        return settings | {"rows": rows, "order": order(rows)}
 
     def compared(self, folder: str, batch: int) -> dict[tuple[int, int], list[Round]]:
-        """Of each layout (ranks, replicas), what was predicted and what was measured in each round of a pass."""
+        """What was predicted and measured for each layout (ranks, replicas) in each round of a pass."""
         options = PlanOptions(
             goal="throughput",
             gpus=self.ranks,
@@ -92,21 +86,17 @@ class PlanRanks:
             length=self.prompt + self.tokens,
             new_tokens=self.tokens,
         )
-        arguments = [folder, str(self.prompt), str(self.tokens)]
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        common |= {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks)}
-        environments = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.ranks)]
+        arguments = [folder, self.prompt, self.tokens]
         groups = {  # (ranks, replicas) -> its processes
-            (1, 1): [start([*arguments, str(self.ranks), str(batch)], {})],
-            (self.ranks, 1): [start([*arguments, "1", str(batch)], one) for one in environments],
-            (1, self.ranks): [start([*arguments, "1", str(batch)], {}) for _ in range(self.ranks)],
+            (1, 1): [worker([*arguments, self.ranks, batch])],
+            (self.ranks, 1): [worker([*arguments, 1, batch], place) for place in places(self.ranks)],
+            (1, self.ranks): [worker([*arguments, 1, batch]) for _ in range(self.ranks)],
         }
         found: dict[tuple[int, int], list[Round]] = {layout: [] for layout in groups}
         try:
             for processes in groups.values():
                 for one in processes:
-                    answer(one)
+                    one.answer()
             for number in range(WARMUP + self.rounds):
                 planned = [read_bandwidth(seconds=GLANCE)]
                 predicted = {
@@ -129,18 +119,15 @@ class PlanRanks:
         finally:
             for processes in groups.values():
                 for one in processes:
-                    one.kill()
+                    one.close()
         return found
 
     def measured(self, processes: list[Any], batch: int, replicas: int) -> dict[str, float]:
         """A round of processes that work at the same time: the mean of their times; of tokens the median's."""
-        for one in processes:
-            one.stdin.write("go\n")
-            one.stdin.flush()
-        told = [answer(one) for one in processes]
-        prompt, token = (sum(one[name] for one in told) / len(told) for name in ("prefill", "token"))
+        answers = together(processes)
+        prompt, token = (sum(one[name] for one in answers) / len(answers) for name in ("prefill", "token"))
         speed = replicas * batch * self.tokens / (prompt + self.tokens * token)
-        least = sum(one["least_token"] for one in told) / len(told)
+        least = sum(one["least_token"] for one in answers) / len(answers)
         return {"prompt": prompt, "token": token, "tokens_per_second": speed, "least_token": least}
 
 
@@ -178,7 +165,7 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
 
 
 def made_once(make: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    """The model whose steps a plan measures, kept from round to round: its steps are measured anew."""
+    """The model whose steps a plan measures, kept from round to round: its steps are measured again."""
     kept: dict[tuple[int, str], Any] = {}
 
     def model(config: Any, weights: str) -> Any:
@@ -213,8 +200,8 @@ def far(ratio: float) -> bool:
 
 
 def order(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all pairs whose predictions are clearly apart, those measured the other way round; and what is far off."""
-    told: dict[str, Any] = {}
+    """The pairs whose predictions are clearly apart and were measured the other way round; and what is far off."""
+    found: dict[str, Any] = {}
     for metric in rows[0]["predicted"]:
         pairs, wrong = 0, []
         for one, other in combinations(rows, 2):
@@ -224,16 +211,67 @@ def order(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 if (predicted > 1) != (measured > 1):
                     wrong.append([name(one), name(other), predicted, measured])
         off = [name(one) for one in rows if far(one[RATIO][metric])]
-        told[metric] = {"pairs": pairs, "in the wrong order": wrong, "off by more than 20%": off}
-    return told
+        found[metric] = {"pairs": pairs, "in the wrong order": wrong, "off by more than 20%": off}
+    return found
 
 
 def name(row: dict[str, Any]) -> str:
-    """Of a row, for people."""
+    """The name of a row, for people."""
     of = [f"{row[name]} {name[: -1 if row[name] == 1 else None]}" for name in ("ranks", "replicas")]
     return ", ".join([row["format"], f"batch {row['batch']}", *of])
 
 
+SPEED = 0.20  # how far a prediction may be off
+
+
+def plan_ranks(report: Report) -> str:
+    """`plan_ranks.py`: a token of each layout, predicted beside measured, and what was in the wrong order."""
+    rows = []
+    for one in report["rows"]:
+        layout = f"{one['ranks']} × {one['replicas']}"
+        row = [one["format"], str(one["batch"]), layout]
+        for metric in ("prompt", "token"):
+            times = [f"{1e3 * one[kind][metric]:,.1f}" for kind in ("predicted", "measured")]
+            row += [" / ".join(times), _ratio(one["predicted / measured"][metric], SPEED)]
+        speeds = " / ".join(f"{one[kind]['tokens_per_second']:,.1f}" for kind in ("predicted", "measured"))
+        rows.append([*row, speeds, _ratio(one["predicted / measured"]["tokens_per_second"], SPEED)])
+    head = ["", "batch", "ranks × replicas", "prompt, ms", "ratio", "token, ms", "ratio", "tokens/s", "ratio"]
+    found = report["order"]["tokens_per_second"]
+    wrong = [f"{one} and {other}" for one, other, *_ in found["in the wrong order"]]
+    right = f"{found['pairs'] - len(wrong)} of {found['pairs']} pairs whose predicted tokens/s are 5% apart"
+    end = f"{right} were measured in that order" + (f"; not: {'; '.join(wrong)}." if wrong else ".")
+    return f"{markdown(head, rows, left=1)}\n\n{end}"
+
+
+ARTICLE = {("int8", 8): 55}  # tokens/s, https://pytorch.org/blog/accelerating-generative-ai-2/
+
+
+def plan_70b(report: Report) -> str:
+    """A 70 B model on GPUs that we have not: tokens/s of one stream as planned, and what the article measured."""
+    alone = [one for one in report["candidates"] if one["replicas"] == 1]
+    degrees, formats = (sorted({one[key] for one in alone}) for key in ("tensor_parallel", "weights"))
+    rows = []
+    for weights in formats:
+        row = [weights]
+        for degree in degrees:
+            one = next(one for one in alone if (one["weights"], one["tensor_parallel"]) == (weights, degree))
+            fits = one["peak_bytes"] <= one["free_bytes"]
+            row.append(f"{1 / one['token_seconds']:,.0f}" if fits else "does not fit")
+        rows.append([*row, str(ARTICLE.get((weights, degrees[-1]), ""))])
+    counts = (f"{degree} GPU{'s' * (degree > 1)}" for degree in degrees)
+    head = ["tokens/s, predicted", *counts, "measured by the article"]
+    return markdown(head, rows, left=1)
+
+
+def _ratio(ratio: float, most: float) -> str:
+    return f"{ratio:.2f}" if abs(ratio - 1) <= most else f"**{ratio:.2f}**"
+
+
+TABLES: dict[str, Table] = {
+    "plan-ranks": plan_ranks,
+    "plan-70b": plan_70b,
+}
+
+
 if __name__ == "__main__":
-    os.environ["HASTEN_MEASURE"] = "1"
-    tyro.cli(PlanRanks).run()
+    main({"compare": PlanRanks}, TABLES)

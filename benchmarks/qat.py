@@ -2,7 +2,7 @@
 
     python benchmarks/qat.py --model runs/code-25m/model --output benchmarks/results/qat.json
 
-A finished model is trained on for the same few steps with plain weights (the side that all are held against) and while
+A finished model is trained on for the same few steps with plain weights (the side that all are compared with) and while
 rounded, from rounding to nearest and from what gptq makes of it. The plain one is then rounded to nearest, and by the
 other methods, with calibration text that it was trained on. "taught": what gptq makes of the plain one is trained while
 rounded, on the same tokens again, with the plain one as its teacher; "taught once": what gptq makes of the given model,
@@ -18,12 +18,16 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from math import log
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from quantize_perplexity import held_out
-from quantize_quality import METHODS, command, seen, write_texts
+from precision import held_out
+
+from hasten.measure.script import Report, Script, Table, main, markdown
+from hasten.measure.workers import hasten_json
+from quantization import METHODS, seen, write_texts
 
 CASES = {"int3 g32": (3, 32), "int4 row": (4, 0), "int2 g32": (2, 32)}
 BEGUN = "qat from gptq"  # which begins with the integers and scales of the given model by gptq
@@ -32,64 +36,50 @@ ONCE = "taught once"  # which has that teacher, but begins as BEGUN does
 FIRST = ("qat", BEGUN, ONCE, "gptaq")  # are measured with the first seed only
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QatBenchmark:
-    """Measure, print, and write."""
+@dataclass(frozen=True, kw_only=True)
+class QatBenchmark(Script):
+    """Train on, round, and score."""
 
+    result = "qat"
     model: Path
     """The model's folder, in plain weights."""
-
     recipe: str = "code-25m"
     """The recipe it was trained with: it says on which text, and which files are held out."""
-
     steps: int = 80
-    """Of training on."""
-
+    """Steps of further training."""
     batch_size: int = 8
-
     optimizer: str = "adamw"
-    """Of the training on."""
-
+    """Optimizer of the further training."""
     learning_rate: float = 5e-5
     """Falling to none."""
-
     qat_rate: float | None = None
     """While rounded, where it is another."""
-
     taught_rate: float = 2e-4
-    """Of what is taught."""
-
+    """Learning rate with a teacher."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """int2 is measured with the first only."""
-
     cases: tuple[str, ...] = tuple(CASES)
     trained: tuple[str, ...] = ("qat", BEGUN, ONCE, TAUGHT)
     """Ways of training while rounded."""
-
     methods: tuple[str, ...] = ("rtn", "gptq", "gptaq")
     """Without training."""
-
     kilobytes: int = 150
-    """Of held-out text."""
-
+    """Size of the held-out text."""
     samples: int = 64
-    """Of calibration, of 512 tokens."""
-
+    """Calibration samples of 512 tokens."""
     work: Path | None = None
     """Where the trained models are kept, so that another run goes on; a temporary folder by default."""
-
     minutes: float = 1e9
-    """Begin nothing after so many; the next run with the same output and work folder goes on."""
+    """Begin nothing after this many; the next run with the same output and work folder goes on."""
 
-    output: Path | None = None
-    """Where to write the JSON, after each row; the rows are printed in any case."""
-
-    def run(self) -> None:
+    def measure(self) -> Report:
         with tempfile.TemporaryDirectory(prefix="hasten-qat-") as name:
             place = self.work or Path(name)
             place.mkdir(parents=True, exist_ok=True)
-            if Measuring(self, place).all():
+            measuring = Measuring(self, place)
+            if measuring.all():
                 print(f"--minutes {self.minutes:g} are over: the same command goes on", flush=True)
+            return measuring.found()
 
     def settings(self) -> dict[str, Any]:
         """All but where things lie."""
@@ -104,11 +94,10 @@ class Measuring:
     def __init__(self, options: QatBenchmark, place: Path) -> None:
         self.options, self.place, self.rows = options, place, []
         self.end = time.monotonic() + 60 * options.minutes
-        output = options.output
-        if output is not None and output.exists():
-            before = json.loads(output.read_text())
+        before = options.before()
+        if before:
             if before["settings"] != options.settings():
-                raise SystemExit(f"{output} has rows of other settings: move it away, or give the same")
+                raise SystemExit(f"{options.output} has rows of other settings: move it away, or give the same")
             self.rows: list[dict[str, Any]] = before["rows"]
         self.held = write_texts(place / "held-out.jsonl", held_out(options.kilobytes * 1000, options.recipe))
         self.known = write_texts(place / "calibration.jsonl", seen(4_000_000, options.recipe))
@@ -128,7 +117,7 @@ class Measuring:
         return False
 
     def ways(self, case: str, *, first: bool) -> list[str]:
-        """Of a case, with the first seed or a further one."""
+        """The ways to measure of a case, with the first seed or a further one."""
         if case == "plain":
             return ["trained"]
         ways = [*self.options.trained, *self.options.methods]
@@ -176,24 +165,21 @@ class Measuring:
         options += ["--activations", "float", "--output", str(out)]
         if method != "rtn":
             options += ["--calibration", str(self.known), "--samples", str(self.options.samples)]
-        found = command(["quantize", str(model), *options])
+        found = hasten_json(["quantize", str(model), *options])
         facts = {"seconds": found["seconds"], "peak_memory_bytes": found["peak_memory_bytes"]}
         out.with_name(out.name + ".json").write_text(json.dumps(facts))
 
     def add(self, row: dict[str, Any]) -> None:
         """Print and write."""
-        from hasten.machine import describe
-        from hasten.machine.files import write_json
-
         self.rows.append(row)
         print(row, flush=True)
-        result = {"schema": 1, "machine": describe().to_json(), "settings": self.options.settings(), "rows": self.rows}
-        result["recovered"] = recovered(self.rows)
-        if self.options.output is not None:
-            write_json(self.options.output, result)
+        self.options.write(self.found())
+
+    def found(self) -> Report:
+        return {"rows": self.rows, "recovered": recovered(self.rows)}
 
     def trained(self, model: Path, name: str, seed: int, rate: float, options: list[str]) -> dict[str, Any]:
-        """Of a model that is trained on: its loss, the seconds of its steps, and the process's peak memory."""
+        """Train a model further: its loss, the seconds of its steps, and the process's peak memory."""
         asked, runs = self.options, self.place / "runs"
         shutil.rmtree(runs / name, ignore_errors=True)
         own = {
@@ -224,13 +210,11 @@ class Measuring:
 
 def scored(folder: Path, held: Path) -> float:
     """Held-out loss in nats a token, through the kernels that serve it."""
-    from math import log
-
-    return log(command(["eval", str(folder), "--text", str(held)])["perplexity"])
+    return log(hasten_json(["eval", str(folder), "--text", str(held)])["perplexity"])
 
 
 def recovered(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of the loss that rounding to nearest adds, the share that each way gets back: by case and way, over seeds."""
+    """The share of rounding's added loss that each way gets back, by case and way, over seeds."""
     nearest = {(row["case"], row["seed"]): row["loss"] for row in rows if row["way"] == "rtn"}
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
@@ -241,7 +225,56 @@ def recovered(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {case: {way: mean(shares) for way, shares in ways.items()} for case, ways in found.items()}
 
 
-if __name__ == "__main__":
-    import tyro
+WAYS = ("trained", "rtn", "gptq", "gptaq", "qat", "qat from gptq", "taught", "taught once")
 
-    tyro.cli(QatBenchmark).run()
+
+def loss_table(report: Report) -> str:
+    """Held-out losses, means over the seeds, and what of rounding's loss each way gets back."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in report["rows"]:
+        if row["way"] in WAYS:  # the file has ways that hasten had once
+            found.setdefault(row["case"], {}).setdefault(row["way"], []).append(row)
+    plain = [row["loss"] for row in found["plain"]["trained"]]
+    rows = [["plain, trained on", "", f"{sum(plain) / len(plain):.4f}", "", ""]]
+    for case, ways in found.items():
+        if case == "plain":
+            continue
+        nearest = {row["seed"]: row["loss"] for row in ways["rtn"]}
+        for way, own in ways.items():
+            loss = sum(row["loss"] for row in own) / len(own)
+            shares = [(nearest[row["seed"]] - row["loss"]) / (nearest[row["seed"]] - row["plain"]) for row in own]
+            share = "" if way == "rtn" else f"{sum(shares) / len(shares):.0%}"
+            spread = "" if way == "rtn" or len(shares) == 1 else f"{min(shares):.0%} to {max(shares):.0%}"
+            rows.append([case, way, f"{loss:.4f}", share, spread])
+    return markdown(["weights", "way", "held-out loss", "of rounding's loss got back", "over seeds"], rows, left=2)
+
+
+def cost_table(report: Report) -> str:
+    """Seconds and memory of training, plain and while rounded: of each the seed that other programs disturbed least.
+
+    All that is taught costs the same, from wherever it begins.
+    """
+    ways: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in report["rows"]:
+        name = row["case"], row["way"]
+        own = "seconds" in row and not row["way"].startswith("taught ")
+        if own and (name not in ways or row["seconds"] < ways[name]["seconds"]):
+            ways[name] = row
+    rows, plain = [], ways["plain", "trained"]
+    for (case, way), row in ways.items():
+        cells = [f"{case}, {way}"]
+        for field, unit in (("seconds", "{:.0f}"), ("peak_memory_bytes", "{:.2f}")):
+            size = row[field] / (1 if field == "seconds" else 1e9)
+            cells += [unit.format(size), f"{row[field] / plain[field]:.2f}×"]
+        rows.append(cells)
+    return markdown(["", "seconds", "to plain", "peak, GB", "to plain"], rows)
+
+
+TABLES: dict[str, Table] = {
+    **dict.fromkeys(("qat", "qat-128"), loss_table),
+    "qat cost": cost_table,
+}
+
+
+if __name__ == "__main__":
+    main({"compare": QatBenchmark}, TABLES)

@@ -1,7 +1,7 @@
 """A day's traffic over 64 replicas, simulated: what routing by held blocks gives beside other ways.
 
-    python benchmarks/replica_routing.py                       # -> benchmarks/results/replica-routing.json
-    python benchmarks/replica_routing.py --hours 1 --replicas 8 --json /tmp/routing.json
+    python benchmarks/replica_routing.py --output benchmarks/results/replica-routing.json
+    python benchmarks/replica_routing.py --hours 1 --replicas 8
 
 What is real: the routing (`hasten.replicas.routing`), the cache of each replica (`BlockManager`, with its evictions),
 and the cost of a step by its rows and context, measured here with an engine of the shape (--costs takes those of
@@ -16,13 +16,12 @@ with all that was said before. Every way of routing gets the same requests.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import json
 import math
 import random
-import sys
+import statistics
 import time
 from array import array
 from bisect import bisect_left
@@ -30,14 +29,58 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
+
+import hasten
+from hasten.bench.predict import random_model
 from hasten.engine.blocks import BlockManager, prefix_keys
-from hasten.machine import describe
-from hasten.machine.files import save_json
+from hasten.engine.engine import Engine
+from hasten.engine.request import Request
+from hasten.engine.settings import EngineSettings
+from hasten.measure.script import Report, Script, Table, main, markdown
+from hasten.measure.timing import timed
+from hasten.planning.shapes import shape_config
 from hasten.replicas.routing import Ask, Board, ReplicaState, soonest
 
-RESULT = Path(__file__).parent / "results" / "replica-routing.json"
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaRouting(Script):
+    """Simulate a day."""
+
+    result = "replica-routing"
+    replicas: int = 64
+    hours: float = 24.0
+    requests_per_second: float = 2.0
+    """The mean of a day."""
+    prompts: int = 400
+    """Different system prompts."""
+    blocks: int = 2048
+    """Blocks of each replica's cache."""
+    shape: str = "llama-1.1b"
+    bits: Literal[4, 8, 16] = 4
+    threads: int = 2
+    rounds: int = 7
+    seed: int = 0
+    costs: tuple[Path, ...] = ()
+    """Earlier reports whose measured costs are taken: the least."""
+
+    def measure(self) -> Report:
+        if self.costs:
+            costs = least([json.loads(path.read_text())["costs"] for path in self.costs])
+        else:
+            costs = measured_costs(self.shape, self.bits, threads=self.threads, rounds=self.rounds)
+        jobs = traffic(self.hours, per_second=self.requests_per_second, prompts=self.prompts, seed=self.seed)
+        # A step of fewer rows takes no longer than one of more: where it did, something else ran here.
+        base = [min(costs["base"][index:]) for index in range(len(costs["base"]))]
+        seconds = Costs(costs["rows"], base, costs["per_token"])
+        how = {"replicas": self.replicas, "blocks": self.blocks, "seed": self.seed}
+        ways = [replay(jobs, seconds, way, **how) for way in WAYS]
+        workload = self.settings() | {"requests": len(jobs)}
+        return {"kind": "replica-routing", "workload": workload, "costs": costs, "ways": ways}
+
+
 BLOCK, BUDGET, SLOTS = 16, 512, 32  # tokens of a block and of a step; sequences at once
 SECRET = b"simulated"
 REPORT_EVERY = 1.0  # seconds, hasten.replicas' own
@@ -139,7 +182,7 @@ class Replica:
     def finish(self, now: float) -> list[Job]:
         """The step has run; those that got their first token, or their last."""
         self.busy += now - self.started
-        told = []
+        ready = []
         for job, count in self.plan:
             if job.reading:
                 job.computed += count
@@ -148,7 +191,7 @@ class Replica:
                 if job.reading:
                     continue
                 job.given, job.first = 1, now
-                told.append(job)
+                ready.append(job)
             else:
                 job.given += self.steps
         self.blocks.computed()
@@ -160,8 +203,8 @@ class Replica:
                 self.running.remove(job)
                 job.end = now
                 self.changed = True
-                told.append(job)
-        return told
+                ready.append(job)
+        return ready
 
 
 def traffic(hours: float, *, per_second: float, prompts: int, seed: int) -> list[Job]:
@@ -285,39 +328,22 @@ def replay(jobs: list[Job], costs: Costs, way: str, *, replicas: int, blocks: in
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
-    """Seconds."""
     values = sorted(values)
     found = {f"p{share:g}": values[int(share / 100 * (len(values) - 1))] for share in (50, 90, 99, 99.9)}
     return {"mean": sum(values) / len(values)} | found
 
 
-def measure(shape: str, bits: int, *, threads: int, rounds: int) -> dict[str, Any]:
+def measured_costs(shape: str, bits: int, *, threads: int, rounds: int) -> dict[str, Any]:
     """The costs of an engine's steps on this machine: medians."""
-    import statistics
-
-    import torch
-
-    import hasten
-    from hasten.engine.engine import Engine
-    from hasten.engine.request import Request
-    from hasten.engine.settings import EngineSettings
-    from hasten.model.families import read_config
-    from hasten.model.initialize import initialize
-    from hasten.planning.shapes import SHAPES
-    from hasten.quantization import Int4, Int8
-
     torch.set_num_threads(threads)
-    model = initialize(read_config(SHAPES[shape]), seed=0, dtype=torch.bfloat16).eval()
-    if bits < 16:
-        hasten.quantize(model, Int4() if bits == 4 else Int8())
-    model = hasten.fuse(model)
+    model = random_model(shape_config(shape), {4: "int4", 8: "int8", 16: "bfloat16"}[bits])
     draw = random.Random(0)
 
     def prompt(tokens: int) -> tuple[int, ...]:
         return tuple(draw.randrange(1, 30_000) for _ in range(tokens))
 
     def decoding(rows: int, context: int) -> float:
-        """A step of so many sequences that hold `context` tokens each."""
+        """A step of `rows` sequences that hold `context` tokens each."""
         engine = Engine(model, None, EngineSettings(max_sequences=SLOTS, token_budget=BUDGET, prefix_cache=False))
         more = rounds + rows * context // BUDGET + 8
         params = hasten.SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=more)
@@ -325,7 +351,7 @@ def measure(shape: str, bits: int, *, threads: int, rounds: int) -> dict[str, An
             engine.add(Request(id=str(number), prompt=prompt(context), params=params))
         while engine.waiting or engine.scheduler.behind:
             engine.step()
-        return statistics.median(timed(engine) for _ in range(rounds))
+        return statistics.median(timed(engine.step) for _ in range(rounds))
 
     def reading(rows: int, context: int) -> float:
         """A step that reads the next `rows` tokens of a prompt of which `context` are read."""
@@ -336,22 +362,17 @@ def measure(shape: str, bits: int, *, threads: int, rounds: int) -> dict[str, An
             engine.add(Request(id=str(number), prompt=prompt(context + rows), params=params))
             for _ in range(context // rows):
                 engine.step()
-            times.append(timed(engine))
+            times.append(timed(engine.step))
             assert engine.idle
         return statistics.median(times)
-
-    def timed(engine: Engine) -> float:
-        start = time.perf_counter()
-        engine.step()
-        return time.perf_counter() - start
 
     decoding(1, 16)  # what is slow the first time
     base = [decoding(rows, 16) if rows <= SLOTS else reading(rows, 0) for rows in ROWS]
     per_token = (decoding(8, 1024) - base[ROWS.index(8)]) / 8 / 1008
-    far = reading(256, 1024)  # what the model of the costs says of it stands beside
-    told = Costs(list(ROWS), base, per_token).step(256, 256 * 1024)
+    far = reading(256, 1024)  # to compare with what the model of the costs says of it
+    of_table = Costs(list(ROWS), base, per_token).step(256, 256 * 1024)
     costs = {"rows": list(ROWS), "base": base, "per_token": per_token, "shape": shape, "bits": bits, "threads": threads}
-    return costs | {"checked": {"rows": 256, "context": 1024, "measured": far, "of_the_table": told}}
+    return costs | {"checked": {"rows": 256, "context": 1024, "measured": far, "of_the_table": of_table}}
 
 
 def least(measured: list[dict[str, Any]]) -> dict[str, Any]:
@@ -361,55 +382,19 @@ def least(measured: list[dict[str, Any]]) -> dict[str, Any]:
     return measured[0] | {"base": base, "per_token": per_token, "least_of": [one["base"] for one in measured]}
 
 
-def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows for docs/replicas.md."""
+def routing_table(report: Report) -> str:
+    """What each way of routing gives."""
     head = ["routing", "prompt tokens found", "first token p50", "p99", "p99.9", "whole answer p99", "busy"]
     rows = []
     for one in report["ways"]:
         first, whole = one["first_token"], one["whole"]
         times = [f"{first[name]:.2f} s" for name in ("p50", "p99", "p99.9")] + [f"{whole['p99']:.1f} s"]
         rows.append([one["routing"], f"{one['hit_rate']:.0%}", *times, f"{one['busy']['mean']:.0%}"])
-    return head, rows
+    return markdown(head, rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, default=64)
-    parser.add_argument("--hours", type=float, default=24.0)
-    parser.add_argument("--requests-per-second", type=float, default=2.0, help="the mean of a day")
-    parser.add_argument("--prompts", type=int, default=400, help="different system prompts")
-    parser.add_argument("--blocks", type=int, default=2048, help="of each replica's cache")
-    parser.add_argument("--shape", default="llama-1.1b")
-    parser.add_argument("--bits", type=int, default=4, choices=(4, 8, 16))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--costs", type=Path, nargs="+", help="earlier reports whose measured costs are taken: the least"
-    )
-    parser.add_argument("--json", type=Path, default=RESULT)
-    given = parser.parse_args()
-    if given.costs is not None:
-        costs = least([json.loads(path.read_text())["costs"] for path in given.costs])
-    else:
-        costs = measure(given.shape, given.bits, threads=given.threads, rounds=given.rounds)
-    jobs = traffic(given.hours, per_second=given.requests_per_second, prompts=given.prompts, seed=given.seed)
-    # A step of fewer rows takes no longer than one of more: where it did, something else ran here.
-    base = [min(costs["base"][index:]) for index in range(len(costs["base"]))]
-    seconds = Costs(costs["rows"], base, costs["per_token"])
-    print(f"{len(jobs):,} requests, {sum(len(job.prompt) for job in jobs):,} tokens of prompts", file=sys.stderr)
-    ways = []
-    for way in WAYS:
-        ways.append(replay(jobs, seconds, way, replicas=given.replicas, blocks=given.blocks, seed=given.seed))
-        print(json.dumps(ways[-1]), file=sys.stderr)
-    workload = {name: getattr(given, name) for name in ("replicas", "hours", "prompts", "blocks", "seed")}
-    workload |= {"requests_per_second": given.requests_per_second, "requests": len(jobs)}
-    report = {"schema": 1, "kind": "replica-routing", "machine": describe().to_json(), "workload": workload}
-    report |= {"costs": costs, "ways": ways}
-    head, rows = table(report)
-    print("\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]))
-    save_json(given.json, report, indent=1)
+TABLES: dict[str, Table] = {"replica-routing": routing_table}
 
 
 if __name__ == "__main__":
-    main()
+    main({"simulate": ReplicaRouting}, TABLES)

@@ -2,15 +2,14 @@
 
     sudo python benchmarks/slow_link.py --megabits 100 1000 --output benchmarks/results/slow-link.json \\
         --picture benchmarks/results/slow-link.png
+    python benchmarks/slow_link.py --megabits 10000 --steps 1500 --output benchmarks/results/slow-link-long.json \\
+        --times benchmarks/results/slow-link.json --picture benchmarks/results/slow-link-long.png
 
 Each process has a network of its own (`ip netns`), joined by a pair of virtual interfaces whose rate is bounded in
 both directions (`tc … tbf`); that takes root. Bytes are those of the interfaces. A step cannot be faster than what it
 computes plus what has to travel: `bound` is that, from the time of a step over a link of 10 Gbit/s, less what its bytes
 take there, and the bytes of a step over the rate. Losses do not depend on the rate, so only the slowest link sees all
 steps.
-
-    python benchmarks/slow_link.py --megabits 10000 --steps 1500 --output benchmarks/results/slow-link-long.json \\
-        --times benchmarks/results/slow-link.json --picture benchmarks/results/slow-link-long.png
 """
 
 import json
@@ -26,6 +25,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+
+from hasten.bench.train import StepOptions
+from hasten.machine import describe
+from hasten.measure.draw import draw_curves
+from hasten.measure.script import Report, Script, Table, main, markdown
+from hasten.measure.table import machine_line
+from hasten.planning.cost import parameters
 
 NAMES = tuple(f"hasten-{os.getpid()}-{number}" for number in range(2))  # another run has others
 PORT = 29533
@@ -49,76 +55,53 @@ def methods(steps: int) -> dict[str, list[str]]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlowLink:
-    """Train over slow links."""
+@dataclass(frozen=True, kw_only=True)
+class SlowLink(Script):
+    """Train over slow links. Of an output of the same settings, the rows of other methods stay."""
 
+    result = "slow-link"
     megabits: tuple[int, ...] = (100, 1000)
     """Rates of the link, Mbit/s."""
-
     methods: tuple[str, ...] = ()
     """Only these."""
-
     recipe: str = "demo"
     """That is trained."""
-
     steps: int = 300
-    """Of every method over the slowest link."""
-
+    """Steps of every method over the slowest link."""
     rows: int = 2
-    """Of a step on both processes together, of 256 tokens each."""
-
+    """Rows of a step on both processes together, of 256 tokens each."""
     fewer: int = 120
     """Steps over the faster links, and over one of 10 Gbit/s, for the time that computing takes."""
-
-    output: Path | None = None
-    """Where to write the JSON; a line a run is printed in any case. Of a file of the same settings that is there, the
-    rows of other methods stay."""
-
     times: Path | None = None
     """A report of fewer steps over a slower link: the rows of the same methods get their wall time there, computed from
     its clock, times how many more steps they took (a warm-up is the same share of both)."""
-
     picture: Path | None = None
     """Where to draw loss against wall time."""
-
     only_draw: bool = False
     """Measure nothing: only `times` and `picture`."""
 
-    def run(self) -> None:
-        from hasten.machine import describe
-        from hasten.machine.files import write_json
-
-        found: list[dict[str, Any]] = []
-        settings = {"recipe": self.recipe, "steps": self.steps, "fewer": self.fewer, "rows": self.rows}
-        report = {"schema": 1, "machine": describe().to_json(), "settings": settings, "rows": found}
+    def measure(self) -> Report:
         names = () if self.only_draw else self.methods or tuple(methods(self.steps))
-        if self.output is not None and self.output.exists():
-            before = json.loads(self.output.read_text())
-            if before["settings"] == settings:
-                found += [row for row in before["rows"] if row["method"] not in names]
+        settings = {"recipe": self.recipe, "steps": self.steps, "fewer": self.fewer, "rows": self.rows}
+        before, rows = self.before(), list[dict[str, Any]]()
+        if before.get("settings") == settings:
+            rows += [row for row in before["rows"] if row["method"] not in names]
+        found: Report = {"settings": settings, "rows": rows}
         for name in names:
             free = self.over(FAST, name, self.steps if self.megabits == (FAST,) else self.fewer)
             computing = free["mean_step_seconds"] - free["bytes_a_step"] * 8 / (FAST * 1e6)
             for rate in sorted(self.megabits):
-                slowest = rate == min(self.megabits)
-                row = free if rate == FAST else self.over(rate, name, self.steps if slowest else self.fewer)
+                steps = self.steps if rate == min(self.megabits) else self.fewer
+                row = free if rate == FAST else self.over(rate, name, steps)
                 row |= {"computing_seconds": computing, "bound": computing + row["bytes_a_step"] * 8 / (rate * 1e6)}
-                found.append(row)
-                print(
-                    f"{name:<22} {rate:>5} Mbit/s  {row['mean_step_seconds']:.3f} s a step (bound {row['bound']:.3f}), "
-                    f"{row['bytes_a_step'] / 1e6:.2f} MB a step, loss {row['validation_loss']:.4f} in "
-                    f"{row['seconds']:.0f} s",
-                    flush=True,
-                )
-                if self.output is not None:  # what there is stays, should a later run fail
-                    write_json(self.output, report)
+                rows.append(row)
+                print({key: value for key, value in row.items() if key != "losses"}, flush=True)
+                self.write(found)  # what there is stays, should a later run fail
         if self.times is not None:
-            take_times(report, json.loads(self.times.read_text()))
-        if self.output is not None:
-            write_json(self.output, report)
+            take_times(found, json.loads(self.times.read_text()))
         if self.picture is not None:
-            draw(report, self.picture)
+            draw_losses(found | {"machine": describe().to_json()}, self.picture)
+        return found
 
     def over(self, rate: int, name: str, steps: int) -> dict[str, Any]:
         """One method over one link."""
@@ -217,7 +200,7 @@ def take_times(report: dict[str, Any], slower: dict[str, Any]) -> None:
             row["losses_there"] = [[longer * seconds, loss] for (seconds, _), (_, loss) in pairs]
 
 
-UNCOMPRESSED = {  # whose loss a method's stands beside, if not AdamW's
+UNCOMPRESSED = {  # whose loss a method's is compared with, if not AdamW's
     "onebit-lamb": "lamb",
     "onebit-adam, seed 1": "adamw, seed 1",
 }
@@ -233,9 +216,6 @@ def seconds_to(row: dict[str, Any], loss: float, losses: str = "losses") -> floa
 
 def formula(report: dict[str, Any], row: dict[str, Any]) -> float:
     """Bytes that one of two ranks sends in a step, by the formulas of docs/distributed.md."""
-    from hasten.bench.train import StepOptions
-    from hasten.planning.cost import parameters
-
     recipe, config = StepOptions(recipe=report["settings"]["recipe"]).recipe_and_config(None)
     count = parameters(config.padded_to(recipe.techniques.pad_vocabulary_to)).total
     name, warm = row["method"], round(0.164 * row["steps"]) / row["steps"]
@@ -244,8 +224,8 @@ def formula(report: dict[str, Any], row: dict[str, Any]) -> float:
     return count * (2 if name.endswith("bf16 gradients") else 4)
 
 
-def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """For docs/distributed.md."""
+def link_table(report: Report) -> str:
+    """Bytes, steps and losses of each method."""
     slowest = min(row["megabits"] for row in report["rows"])
     full = {row["method"]: row for row in report["rows"] if row["megabits"] == slowest}
     others = sorted({row["megabits"] for row in report["rows"]} - {slowest})
@@ -267,11 +247,11 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             + losses(full, name)
             + ["not reached" if reached is None else f"{reached:.0f} s"]
         )
-    return head, rows
+    return markdown(head, rows)
 
 
-def long_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """For docs/distributed.md, of a run over one link: losses, and wall times over the slower one."""
+def long_table(report: Report) -> str:
+    """A run over one link: losses, and wall times over the slower one."""
     found = {row["method"]: row for row in report["rows"]}
     goal, rows = 1.01 * found["adamw"]["validation_loss"], []
     for name in methods(0):
@@ -280,11 +260,11 @@ def long_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             shown = "not reached" if reached is None else "" if math.isnan(reached) else f"{reached / 60:.0f} min"
             rows.append([name, *losses(found, name), shown])
     head = ["", f"loss after {report['settings']['steps']:,} steps", "beside its optimizer's"]
-    return [*head, f"to {goal:.2f} over {report['link_there']} Mbit/s, computed"], rows
+    return markdown([*head, f"to {goal:.2f} over {report['link_there']} Mbit/s, computed"], rows)
 
 
 def losses(rows: dict[str, Any], name: str) -> list[str]:
-    """A method's loss, and how it stands beside its uncompressed optimizer's."""
+    """A method's loss, and how it compares with its uncompressed optimizer's."""
     own = name if name in UNCOMPRESSED.values() else "adamw"
     loss, base = (rows[one]["validation_loss"] for one in (name, UNCOMPRESSED.get(name, own)))
     return [f"{loss:.3f}", f"{loss / base - 1:+.1%}"]
@@ -294,11 +274,8 @@ def share(row: dict[str, Any]) -> str:
     return f"{row['bound'] / row['mean_step_seconds']:.0%}"
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+def draw_losses(report: dict[str, Any], path: Path) -> None:
     """Loss against wall time, over the slowest link."""
-    from hasten.bench.draw import draw_curves
-    from hasten.bench.table import machine_line
-
     there = report.get("link_there")
     slowest, losses = there or min(row["megabits"] for row in report["rows"]), "losses_there" if there else "losses"
     curves = {
@@ -318,7 +295,11 @@ def draw(report: dict[str, Any], path: Path) -> None:
     )
 
 
-if __name__ == "__main__":
-    import tyro
+TABLES: dict[str, Table] = {
+    "slow-link": link_table,
+    "slow-link-long": long_table,
+}
 
-    tyro.cli(SlowLink).run()
+
+if __name__ == "__main__":
+    main({"train": SlowLink}, TABLES)

@@ -1,7 +1,8 @@
-"""Writes the tables of the pages from the committed JSON, and says where a page and its JSON differ.
+"""Write the tables of the pages from the committed JSON, and say where a page and its JSON differ.
 
     python benchmarks/tables.py             # every page
     python benchmarks/tables.py --check     # change nothing; exit status 1 where a table is not its JSON's
+    python benchmarks/tables.py --ladders [NAME …] [--suffix amx]    # first run the published ladders (half an hour)
 
 In a page a table is between two marks, the first of which names a file of benchmarks/results and, if it can be
 shown in several ways, the way:
@@ -12,67 +13,68 @@ shown in several ways, the way:
 Where there is no such file, the page says "Not measured yet." in its place.
 """
 
+import argparse
 import json
 import re
+import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-import article_tables
-import checkpoint_memory
-import kill_ranks
-import profile_tables
-import replica_kills
-import replica_routing
-import replica_throughput
-import scaling
-import sentences
-import slow_link
-import start
-import tensor_parallel
-import zero_profile
-from drafting_tables import TABLES as DRAFTING
+from compare import paragraph
 from gpu.aims import aims as gpu_aims
 from gpu.report import TABLES as GPU
+from gpu.report import every, ratio, shown, where
+from gpu.report import median as gpu_median
 from gpu.status import status as gpu_status
-from lora_tables import lora, lora_cost
-from plan_tables import plan_70b, plan_memory, plan_ranks, plan_speed
-from renderers import RENDERERS, Report, committed, markdown
 
-ROOT = Path(__file__).parent.parent
+from hasten.bench.generate import RUNGS
+from hasten.measure.report import SPEED_METRICS
+from hasten.measure.script import Report, Table, markdown
+from hasten.measure.table import COLUMNS, cell, format_value, limits_line, machine_line
+
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_MEASURED = "Not measured yet."
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-TABLES = RENDERERS | profile_tables.TABLES | article_tables.TABLES | DRAFTING
-TABLES |= {"lora": lora, "lora cost": lora_cost}
-TABLES |= {"plan memory": plan_memory, "plan speed": plan_speed, "plan-ranks": plan_ranks, "plan-70b": plan_70b}
-for name, table in {
-    "checkpoint-memory": checkpoint_memory.table,
-    "kill-ranks": kill_ranks.table,
-    "replica-kills": replica_kills.table,
-    "replica-routing": replica_routing.table,
-    "replica-throughput": replica_throughput.table,
-    "scaling": scaling.table,
-    "scaling paper": scaling.paper_table,
-    "slow-link": slow_link.table,
-    "tensor-parallel": tensor_parallel.table,
-    "slow-link-long": slow_link.long_table,
-    "start": start.table,
-    "zero-profile": zero_profile.table,
-}.items():
-    TABLES[name] = lambda report, table=table: markdown(*table(report))
-for name, table in GPU.items():
-    TABLES[f"gpu {name}"] = lambda report, table=table: markdown(*table(report["results"]))
-TABLES |= {"gpu sentence": sentences.gpu, "real-files sentence": sentences.real_files}
-TABLES["gpu aims"] = lambda report: markdown(*gpu_aims(report["results"]))
-TABLES["gpu-status"] = lambda by_hand: markdown(*gpu_status(committed("gpu"), by_hand), left=5)
 TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
+SUBJECTS = (
+    *(
+        "attention",
+        "cache",
+        "compare",
+        "draft_parts",
+        "finetuning",
+        "memory",
+        "parallel",
+        "peers.nanogpt",
+        "plan",
+        "plan_ranks",
+    ),
+    *("precision", "products", "profiling", "qat", "quantization", "replica_routing", "replicas", "serving"),
+    *("sharing", "slow_link", "soak", "sparse", "speculation", "speeds", "training_figures", "training_races", "zero"),
+)
+# The published ladders: name of the files -> arguments of `hasten bench`
+LADDERS = {
+    "generate-llama-120m": "generate --shape llama-120m --dtype bfloat16 --prompt-tokens 512 --new-tokens 64",
+    "generate-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64",
+    "batches-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64 "
+    "--rungs native-bf16,native-int8,native-int4 --batches 1,8 --contexts 16,2048",
+    "compiled-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64 "
+    "--rungs static-cache-compiled,static-cache-compiled-int8,static-cache-compiled-int4",
+    "train-gpt2-124m": "train --shape gpt2-124m --batch-size 2 --sequence-length 256 --steps 2",
+    "heads-llama-120m": "heads --shape llama-120m --dtype bfloat16 --prompt-tokens 2048 --new-tokens 64",
+}
 
 
 def beside_others(report: Report) -> str:
-    """`compare.py`: ours and theirs, medians and the ratio of each round."""
+    """`compare.py programs`: ours and theirs, medians and the ratio of each round."""
 
     def rounds(pair: Report, metric: str) -> str:
         worked = [one for one in pair["rounds"] if "error" not in one["peer"] and "error" not in one["hasten"]]
@@ -99,7 +101,7 @@ def beside_others(report: Report) -> str:
 
 
 def ratios(report: Report) -> str:
-    """`compare.py` in short: the ratios of the medians."""
+    """`compare.py programs` in short: the ratios of the medians."""
     rows = []
     for pair in report["pairs"]:
         speed, ratio = pair["median"]["hasten"], pair["ratio"]
@@ -116,7 +118,7 @@ def their_format(model: str) -> str:
 
 
 def by_bytes(report: Report) -> str:
-    """`real_files.py --beside uniform`: what a token of a mixed file takes over what its bytes predict."""
+    """`compare.py files --beside uniform`: what a token of a mixed file takes over what its bytes predict."""
     rows = []
     for one in report["by_bytes"]:
         pairs = [pair for pair in report["pairs"] if pair["hasten"] == one["hasten"]]
@@ -137,9 +139,6 @@ SHORT = ("decode_tokens_per_second", "speedup", "mbu", "perplexity", "kl_mean", 
 
 def ladder(report: Report, only: tuple[str, ...] = ()) -> str:
     """`hasten bench generate`, `train` and `heads`, as they print it. only: these columns."""
-    from hasten.bench.report import SPEED_METRICS
-    from hasten.bench.table import COLUMNS, cell, format_value, limits_line, machine_line
-
     rows, speed = report["rows"], SPEED_METRICS[report["kind"]]
     columns = [column for column in COLUMNS if any(row.get(column[1]) is not None for row in rows)]
     columns = [column for column in columns if not only or column[1] in only]
@@ -158,9 +157,6 @@ def ladder(report: Report, only: tuple[str, ...] = ()) -> str:
 
 def formats(report: Report) -> str:
     """`hasten bench generate`: what each format of the weights costs and gives, beside bfloat16."""
-    from hasten.bench.generate import RUNGS
-    from hasten.bench.table import format_value
-
     rows = {row["name"]: row for row in report["rows"] if "kl_mean" in row}
     plain, body = rows["native-bf16"], []
     for name, row in rows.items():
@@ -202,47 +198,8 @@ def limits(report: Report) -> str:
 
 def measured_limits(report: Report) -> str:
     """The bandwidth and the matrix rates that the utilisation is of."""
-    from hasten.bench.table import limits_line
-
     line = limits_line(report)
     return f"{line[0].upper()}{line[1:]}; {report['settings']['rounds']} rounds."
-
-
-def beside_nanogpt(report: Report) -> str:
-    """`compare_training.py`: the medians of both, the ratio of each round, the losses."""
-    ratios, loss = [one["ratio"] for one in report["rounds"]], report["loss_of_the_last_tenth"]["difference"]
-    rows = []
-    for name, found in report["medians"].items():
-        shares = [one[name]["mfu"] for one in report["rounds"]]
-        spread = f"{found['mfu']:.0%} ({min(shares):.0%} to {max(shares):.0%})"
-        rows.append([name, f"{found['tokens_per_second']:,.0f}", spread])
-    end = f"{report['ratio']:.2f} times as many ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds). "
-    end += f"After {report['steps']} steps ({report['tokens']:,} tokens) the losses differ by {abs(loss):.2%} on the "
-    end += f"batch and {abs(report['validation_loss']['difference']):.2%} on held-out text."
-    return f"{markdown(['', 'tokens/s', 'of the matrix rate'], rows)}\n\n{end}"
-
-
-def evaluation(report: Report) -> str:
-    """`eval_rate.py`."""
-    found, shares = report["median"], " ".join(f"{one['share_of_rate']:.0%}" for one in report["rounds"])
-    speeds = f"{found['tokens_per_second']:,.0f} scored tokens/s, {found['flops_per_second'] / 1e9:.0f} GFLOP/s"
-    return f"{speeds}; of the rate of float32 products {found['share_of_rate']:.0%}, in each round {shares}."
-
-
-def versions(report: Report) -> str:
-    """`versions.py`: what the later version makes of the earlier one's speeds."""
-    rows = []
-    for row in report["rows"]:
-        for metric, ratio in row["ratio"].items():
-            if metric.startswith("predicted"):
-                continue
-            what = "prefill" if "prefill" in metric else "decode" if "decode" in metric else "training"
-            each = row["ratios"][metric]
-            rows.append(
-                [row["rung"], what, f"{ratio:.2f}×", f"{min(each):.2f} to {max(each):.2f} in {len(each)} rounds"]
-            )
-    head = ["rung", "", f"{report['commits']['now']} / {report['commits']['before']}", "in each round"]
-    return markdown(head, rows, left=2)
 
 
 def render(name: str, way: str) -> str:
@@ -263,17 +220,11 @@ def render(name: str, way: str) -> str:
         return ratios(report) if way == "short" else beside_others(report)
     if "kind" in report:
         return ladder(report, SHORT if way == "short" else ())
-    if "commits" in report:
-        return versions(report)
-    if "losses" in report:
-        return beside_nanogpt(report)
-    if "share_of_rate" in report.get("median", {}):
-        return evaluation(report)
     raise SystemExit(f"{name}.json is no report that there is a table for")
 
 
 def with_tables(page: str) -> str:
-    """The page with each table made anew."""
+    """The page with each table made again."""
     return TABLE.sub(lambda found: f"{found[1]}\n{render(found[2], found[3] or '')}\n\n{found[4]}", page)
 
 
@@ -285,19 +236,95 @@ def stale() -> Iterator[Path]:
             yield page
 
 
+def demo_ladder(report: Report) -> str:
+    """The ladder at the end of `hasten demo`: speed beside what it costs in perplexity."""
+    rows = []
+    for one in report["rows"]:
+        speed = f"{one['decode_tokens_per_second']:,.0f}"
+        rows.append([f"`{one['name']}`", speed, f"{one['speedup']:.1f}×", f"{one['perplexity']:.2f}"])
+    return markdown(["rung", "decode tokens/s", "speed-up", "perplexity"], rows)
+
+
+def gpu_sentence(report: dict[str, Any]) -> str:
+    """`gpu/report.py`. †: the peer's figure is of the earlier run."""
+    results = report["results"]
+    keys = ("7b-bf16", "7b-int8", "7b-int4")
+    ours = [gpu_median(results, f"hasten-{key}", "measure", "queued") for key in keys]
+    sources = [where(results, f"gptfast-{key}") for key in keys]
+    theirs = [
+        gpu_median(source, f"gptfast-{key}", "measure", "queued")
+        for key, (source, _) in zip(keys, sources, strict=True)
+    ]
+    beside = [ratio(own, their) + mark.strip() for own, their, (_, mark) in zip(ours, theirs, sources, strict=True)]
+    slow = theirs[0] and theirs[1] and theirs[1] < theirs[0]  # it reads half the bytes
+    doubt = " (whose int8 was slower than its bf16 in this run)" if slow else ""
+    source, mark = where(results, "nanogpt-12")
+    trainers = (results, "hasten-12"), (source, "nanogpt-12")
+    rates = (gpu_median(at, job, "measure", "tokens_per_s") for at, job in trainers)
+    peaks = (max(every(at, job, "measure", "peak_gb")) for at, job in trainers)
+    card = results["run"]["card"].partition(",")[0].removeprefix("NVIDIA ")
+    return paragraph(
+        f"On one {card} it decodes a 7 B model at {' / '.join(map(shown, ours))} tokens/s in bf16 / int8 / int4, which "
+        f"is {' / '.join(beside)} times the speed of gpt-fast beside it{doubt}, and trains GPT-2 124M at "
+        f"{ratio(*rates)}{mark} times nanoGPT's speed in {ratio(*peaks)} of its memory: "
+        "[docs/results/gpu.md](docs/results/gpu.md) has all of it, with the aims that were missed."
+    )
+
+
+def publish(name: str, suffix: str = "") -> int:
+    """Run one ladder; its exit status."""
+    hasten = shutil.which("hasten", path=Path(sys.executable).parent) or "hasten"
+    arguments = ["bench", *LADDERS[name].split()]
+    print(f"hasten {' '.join(arguments)}", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    RESULTS.mkdir(exist_ok=True)
+    place = RESULTS / (f"{name}-{suffix}" if suffix else name)
+    files = ["--json", f"{place}.json"]
+    if (RESULTS / f"{name}.png").exists():  # a page shows it
+        files += ["--picture", f"{place}.png"]
+    status = subprocess.run([hasten, *arguments, *files], check=False).returncode
+    print(f"{name}: {time.monotonic() - start:.0f} s, exit status {status}\n", file=sys.stderr, flush=True)
+    return status
+
+
 def main() -> None:
     """Write all pages, or with --check name those that differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where a page differs")
+    parser.add_argument(
+        "--ladders", nargs="*", choices=LADDERS, metavar="NAME", help=f"of {', '.join(LADDERS)}; all by default"
+    )
+    parser.add_argument("--suffix", default="", help="after the names of the ladders: another machine's results")
+    given = parser.parse_args()
+    if given.ladders is not None and (failed := [n for n in given.ladders or LADDERS if publish(n, given.suffix)]):
+        raise SystemExit(f"failed: {', '.join(failed)}")
     pages = list(stale())
-    if sys.argv[1:] == ["--check"]:
+    if given.check:
         if pages:
             names = ", ".join(str(page.relative_to(ROOT)) for page in pages)
             raise SystemExit(f"tables differ from benchmarks/results in {names}: run python benchmarks/tables.py")
         return
-    if sys.argv[1:]:
-        raise SystemExit(__doc__)
     for page in pages:
         page.write_text(with_tables(page.read_text()))
         print(page.relative_to(ROOT))
+
+
+TABLES: dict[str, Table] = {
+    "demo-ladder": demo_ladder,
+    "gpu sentence": gpu_sentence,
+    "gpu aims": lambda report: markdown(*gpu_aims(report["results"])),
+    "gpu-status": lambda by_hand: markdown(*gpu_status(committed("gpu"), by_hand), left=5),
+}
+for subject in SUBJECTS:
+    TABLES |= import_module(subject).TABLES
+for name, table in GPU.items():
+    TABLES[f"gpu {name}"] = lambda report, table=table: markdown(*table(report["results"]))
+
+
+def committed(name: str) -> Report:
+    """A result by its name."""
+    found: Report = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
 
 
 if __name__ == "__main__":

@@ -1,53 +1,55 @@
-"""The figures of articles on training, as they stand there, measured on this machine (or with --device cuda on a GPU).
+"""The figures of articles on training, measured on this machine (or with --device cuda on a GPU).
 
     python benchmarks/training_figures.py rungs --json benchmarks/results/article-rungs.json --picture …
-    python benchmarks/training_figures.py batches --json benchmarks/results/article-batches.json --picture …
-    python benchmarks/training_figures.py dropping --json benchmarks/results/layer-dropping.json --picture …
+    python benchmarks/training_figures.py reasons --output benchmarks/results/article-reasons.json
+    python benchmarks/training_figures.py check-speed --run-folder runs/avx2/demo
 
 - rungs: figure 2 of "Accelerating Large Language Models with Accelerated Transformers" (PyTorch blog, 2023): GPT-2 124M
   over 1,024 tokens, one change after the other in its order, in the precision in which the machine is fast; beside it
   one layer's attention alone, and the product of the head alone with 50,257 and 50,304 columns.
-- batches: its figure 3: explicit attention against flash, all else equal, each with its own largest batch in the same
-  memory, for the same time; and flash with the batch of explicit attention, which tells the two reasons apart.
-- dropping: progressive layer dropping (arXiv 2010.13369) and no dropping, at several learning rates, to the same loss.
+- reasons: why figures 2 and 3 are what they are here.
+
+Figure 3, both figures in one command, and layer dropping: training_races.py.
 """
 
 import itertools
 import json
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-import tyro
-from timing import interleaved
+from torch.profiler import ProfilerActivity, profile
 
-from hasten.bench.draw import draw_curves
-from hasten.bench.largest_batch import STEPS, LargestBatch
-from hasten.bench.measure import Ladder, say
 from hasten.bench.models import check_fits
-from hasten.bench.process import Rung, run_interleaved
-from hasten.bench.race import Race
-from hasten.bench.table import machine_line
-from hasten.bench.train import TrainLadder
-from hasten.bench.train_rungs import FIRST, LAYER_DROP, PADDING, Rungs, cumulative, possible
-from hasten.cli.bench import run as measure_and_write
-from hasten.errors import ResourceError
-from hasten.machine import available_memory, resolve_device, resolve_dtype, training_precision
+from hasten.bench.train import TrainLadder, TrainRung
+from hasten.bench.train_rungs import PADDING, Rungs, cumulative
+from hasten.machine import (
+    configure,
+    matrix_rate,
+    resolve_device,
+    resolve_dtype,
+    training_precision,
+)
+from hasten.measure.process import Rung
+from hasten.measure.script import Report, Script, Table, main, markdown
+from hasten.measure.timing import interleaved
+from hasten.model.families import read_config
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
-from hasten.training.recipe import Recipe, Schedule, Techniques
-from hasten.training.recipes import RECIPES
+from hasten.planning.cost import training_flops_per_token
+from hasten.training.journal import read
+from hasten.training.memory import step_memory
 
 # Milliseconds of a batch on an A100 (eight of them). The article's two commits compile by default: its first bar is our
 # second rung.
 PUBLISHED = {"compile": 143, "math": 134, "memory-efficient": 119, "flash": 113, "padded-vocabulary": 87}
 COLUMNS = (50_257, 50_304)
 ARTICLE_ROWS = 12
-PROBED = (2, 6)  # rows at which a GPU's memory is measured
 
 
 def article_rungs(device: str) -> Rungs:
@@ -87,8 +89,6 @@ class ArticleRungs(TrainLadder):
     """Measure a layer's attention and the head alone, too."""
 
     def run(self) -> dict[str, Any]:
-        from hasten.training.memory import step_memory
-
         device = str(resolve_device(self.device))
         rows = self.batch_size or (1 if device == "cpu" else ARTICLE_ROWS)
         recipe, config = self.recipe_and_config(rows)
@@ -174,231 +174,171 @@ def synchronize(device: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest(Race):
-    """A race of contestants that differ in more than a rung, repeated with other seeds."""
+class Reasons(Script):
+    """Why the figures are what they are on this machine.
 
-    repetitions: int = 3
-    """With seeds 0, 1, …; all of them take turns."""
-    tokenizer_kind: Literal["bpe", "character"] | None = None
-    """Of the text's tokens; the recipe's own by default."""
-    limit_bytes: int | None = None
-    """Take only so many bytes of the text."""
+    - attention: one layer's alone, of the character model's rows of 256 tokens, with figure 3's micro-batches.
+    - operators: where the steps of two rungs of figure 2 go, by torch's profiler: what the calling thread spends in
+      each operator itself (compiled code counts as the operator that calls it). The steps of both take turns.
+    """
 
-    def held_bytes(self) -> int:
-        """What a contestant keeps while it waits."""
-        return 0
+    result = "article-reasons"
+    rows: tuple[int, ...] = (1, 20, 30)
+    """Numbers of rows of 256 tokens, six heads."""
+    rungs: tuple[str, ...] = ("compile", "math")
+    """Rungs of figure 2."""
+    rounds: int = 4
 
-    def contestants(self, recipe: Recipe, device: str) -> Iterator[tuple[str, Recipe, dict[str, Any]]]:
-        """Name, recipe, and what the report says of it."""
-        raise NotImplementedError
+    def measure(self) -> Report:
+        configure()
+        attention = [
+            {"rows": rows, "tokens": 256} | one
+            for rows in self.rows
+            for one in layer_attention("cpu", rows, 256, heads=6)
+        ]
+        return {"attention": attention, "operators": self.operators()}
 
-    def prepared(self) -> tuple[Recipe, str]:
-        """The recipe on the text, which is tokenized, and the device."""
-        from hasten.training.setup import prepare_data
-
-        device, recipe = str(resolve_device(self.device)), RECIPES[self.recipe]
-        data = replace(recipe.data, source=self.source or recipe.data.source, accumulation=1)
-        data = replace(data, tokenizer_kind=self.tokenizer_kind or data.tokenizer_kind, limit_bytes=self.limit_bytes)
-        recipe = replace(recipe, data=data, dropout=0.0, run=replace(recipe.run, steps=self.steps, device=device))
-        prepare_data(recipe, init=None, progress=True)
-        return recipe, device
-
-    def run(self) -> dict[str, Any]:
-        recipe, device = self.prepared()
-        rungs, said = [], {}
-        for name, own, facts in self.contestants(recipe, device):
-            for seed in range(self.repetitions):
-                seeded = replace(own, run=replace(own.run, seed=seed))
-                said[f"{name}, {seed}"] = {"contestant": name, "seed": seed} | facts
-                arguments = {"recipe": seeded, "seconds": self.seconds}
-                setup = "hasten.bench.race:RaceRung"
-                rungs.append(Rung(f"{name}, {seed}", (), setup, arguments, self.held_bytes()))
-        settings = {"model": f"{recipe.name} on {recipe.data.source}", "seconds": self.seconds, "steps": self.steps}
-        report = self.measure(rungs, kind="train", settings=settings | self.settings(recipe))
-        for row in report["rows"]:
-            if "error" in row:
-                raise SystemExit(f"{row['name']}: {row['error']}")
-            row |= said[row["name"]]
-        return report | self.summary(report["rows"])
-
-    def settings(self, recipe: Recipe) -> dict[str, Any]:
-        return {"batch_size": recipe.data.batch_size, "sequence_length": recipe.data.context}
-
-    def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What the report says of all of them."""
-        raise NotImplementedError
-
-    def draw(self, report: Mapping[str, Any], path: str | Path) -> None:
-        curves = {
-            row["name"]: tuple([one[key] for one in row["rounds"]] for key in ("training_seconds", "validation_loss"))
-            for row in report["rows"]
-            if row.get("rounds")
+    def operators(self) -> dict[str, Any]:
+        """Milliseconds of a step by operator, those of at least 1% of a step: medians over the rounds."""
+        recipe, config = ArticleRungs().recipe_and_config(1)
+        rungs = cumulative(article_rungs("cpu"))
+        steps = {
+            name: TrainRung(recipe=replace(recipe, techniques=rungs[name][0]), config=config, steps=1, device="cpu")
+            for name in self.rungs
         }
-        settings = report["settings"]
-        draw_curves(
-            curves,  # type: ignore[arg-type]
-            path,
-            title=self.title,
-            subtitle=f"{settings['model']}; {machine_line(report['machine'], settings['device'])}",
-            x_label="seconds of training, compiling left out",
-            y_label="validation loss, nats a token",
+        for step in steps.values():
+            step.measure()
+        plain: dict[str, list[float]] = {name: [] for name in steps}
+        parts: dict[str, list[Mapping[str, float]]] = {name: [] for name in steps}
+        for _ in range(self.rounds):
+            for name, step in steps.items():
+                plain[name].append(step.measure()["milliseconds_per_batch"])
+                with profile(activities=[ProfilerActivity.CPU]) as traced:
+                    step.measure()
+                parts[name].append({one.key: one.self_cpu_time_total / 1e3 for one in traced.key_averages()})
+        return {
+            name: {
+                "milliseconds": statistics.median(plain[name]),
+                "operators": {
+                    key: took
+                    for key in parts[name][0]
+                    if (took := statistics.median(one.get(key, 0.0) for one in parts[name])) > plain[name][0] / 100
+                },
+            }
+            for name in steps
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckSpeed:
+    """Fail if a finished run trained at less than a share of this machine's float32 rate, which is measured now.
+
+    Far below what training reaches, so that other work on the machine does not matter; emulated products and kernels
+    whose vectors are on the stack are below it by a factor.
+    """
+
+    run_folder: Path
+    """Folder of a finished run: recipe.json, train.jsonl, model/."""
+    at_least: float = 0.1
+    """Share of the float32 rate."""
+
+    def run(self) -> None:
+        configure()
+        config = read_config(json.loads((self.run_folder / "model" / "config.json").read_text()))
+        context = json.loads((self.run_folder / "recipe.json").read_text())["data"]["context"]
+        lines = read(self.run_folder / "train.jsonl")
+        if not lines:
+            sys.exit(f"{self.run_folder} has no step in its train.jsonl")
+        tokens = statistics.median(line["tokens_per_second"] for line in lines)
+        flops = tokens * training_flops_per_token(config, context)
+        rate = matrix_rate("float32")
+        print(f"trained at {flops / 1e9:.1f} GFLOP/s, {flops / rate:.0%} of float32's {rate / 1e9:.0f}")
+        if flops < self.at_least * rate:
+            sys.exit(f"that is below {self.at_least:.0%}: what ran was emulated, or a kernel is slow on this processor")
+
+
+def rung_table(report: Report) -> str:
+    """Milliseconds of a batch, ours and the article's, each beside the rung before it."""
+    known = {row["name"]: row for row in report["rows"] if row.get("milliseconds_per_batch")}
+    rows, before, published = [], None, None
+    for name, row in known.items():
+        theirs = row["published_milliseconds"]
+        gain = "" if before is None else f"{_gain(before, row):.2f}×"
+        their_gain = "" if not (theirs and published) else f"{published / theirs:.2f}×"
+        rows.append(
+            [f"`{name}`", row["techniques"][-1], f"{row['milliseconds_per_batch']:,.0f}", gain, f"{row['mfu']:.0%}"]
         )
+        rows[-1] += [str(theirs or ""), their_gain]
+        before, published = row, theirs
+    head = [
+        "rung",
+        "new in it",
+        "ms a batch",
+        "to the one before",
+        "MFU",
+        "the article's ms, A100",
+        "to the one before",
+    ]
+    return markdown(head, rows, left=2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ArticleBatches(Contest):
-    """Figure 3 of the article."""
-
-    title: ClassVar[str] = "The largest batch in the same memory, for the same time"
-    memory: float = 1.5
-    """GiB of a process, above what it has with torch imported."""
-    found: Path | None = None
-    """What was searched: written where it is not there, else read (memory does not depend on what else runs)."""
-    update_rows: int = 32
-    """Rows of an update, the same for all: a contestant takes them in as few equal micro-batches as fit."""
-    extrapolate: bool = False
-    """Find the largest batches by the peaks of two sizes, as on a GPU, where memory grows evenly with the rows."""
-    rounds: int = 12
-    seconds: float = 10.0
-    steps: int = 120
-    """Of the schedule, about what the time is long enough for; a tenth of them warms up."""
-
-    def held_bytes(self) -> int:
-        return int(self.memory * (1 << 30))
-
-    def contestants(self, recipe: Recipe, device: str) -> Iterator[tuple[str, Recipe, dict[str, Any]]]:
-        from hasten.training import build
-        from hasten.training.setup import prepare_data
-
-        rungs, largest = cumulative(article_rungs(device)), {}
-        if self.found is not None and self.found.exists():
-            largest = json.loads(self.found.read_text())
-        else:
-            vocab = prepare_data(recipe, init=None, progress=False).tokenizer.vocab_size
-            config = build.shape_config(recipe.model, vocab_size=vocab, positions=recipe.data.context)
-            with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
-                process: dict[str, Any] = {"device": device, "threads": self.threads, "seed": 0}
-                tried = {}
-                for name in ("compile", "flash"):
-                    own = replace(recipe, techniques=rungs[name][0])
-                    arguments = {"recipe": own, "config": config, "steps": STEPS, "device": device, "memory": None}
-                    setup = "hasten.bench.largest_batch:LimitedRung"
-                    tried[name] = Rung(name, (), setup, arguments, compile_cache=f"{cache}/{name}", **process)
-                largest = (
-                    self.extrapolated(tried, device) if self.extrapolate or device != "cpu" else self.searched(tried)
-                )
-        for name, rows in largest.items():
-            say(f"{name}: {rows} rows in {self.memory:g} GiB")
-        if self.found is not None:
-            self.found.write_text(json.dumps(largest))
-        for called, name, limit in (
-            ("explicit", "compile", largest["compile"]),
-            ("flash", "flash", largest["flash"]),
-            ("flash, explicit's batch", "flash", largest["compile"]),
-        ):
-            rows = max(size for size in range(1, limit + 1) if self.update_rows % size == 0)
-            data = replace(recipe.data, batch_size=rows, accumulation=self.update_rows // rows)
-            checked = replace(recipe.run, validation_batches=2 * self.update_rows // rows)  # the same rows for all
-            facts = {"largest_batch": limit, "batch_size": rows, "accumulation": self.update_rows // rows}
-            schedule = replace(recipe.schedule, warmup_steps=self.steps // 10)
-            yield called, replace(recipe, techniques=rungs[name][0], data=data, run=checked, schedule=schedule), facts
-
-    def searched(self, tried: Mapping[str, Rung]) -> dict[str, int]:
-        """The largest batches by trying: each in a process that may take no more."""
-        search = LargestBatch(memory=self.memory, most=self.update_rows).search
-        tries = {name: search(rung) for name, rung in tried.items()}
-        return {name: max((size for size, fits in own.items() if fits), default=0) for name, own in tries.items()}
-
-    def extrapolated(self, tried: Mapping[str, Rung], device: str) -> dict[str, int]:
-        """The largest batches by the peaks of two sizes, measured side by side."""
-        probes = []
-        for rung, rows in itertools.product(tried.values(), PROBED):
-            recipe = rung.arguments["recipe"]
-            sized = replace(recipe, data=replace(recipe.data, batch_size=rows))
-            cache = f"{rung.compile_cache}-{rows}"
-            probes.append(replace(rung, arguments=rung.arguments | {"recipe": sized}, compile_cache=cache))
-        runs = run_interleaved(probes, rounds=1, room=available_memory(device))
-        largest = {}
-        for name, (few, many) in zip(tried, zip(runs[::2], runs[1::2], strict=True), strict=True):
-            for run in (few, many):
-                if run.error is not None:
-                    raise ResourceError(f"{name}: {run.error}")
-            each = max(1.0, (many.peak_memory_bytes - few.peak_memory_bytes) / (PROBED[1] - PROBED[0]))
-            left = self.held_bytes() - few.peak_memory_bytes
-            largest[name] = max(1, min(self.update_rows, PROBED[0] + int(left / each)))
-        return largest
-
-    def settings(self, recipe: Recipe) -> dict[str, Any]:
-        return super().settings(recipe) | {"batch_size": self.update_rows, "memory_gib": self.memory}
-
-    def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        found: dict[str, dict[str, Any]] = {}
-        for row in rows:
-            own = found.setdefault(row["contestant"], {"losses": [], "tokens_per_second": [], "steps": []})
-            own["batch_size"], own["largest_batch"] = row["batch_size"], row["largest_batch"]
-            own["losses"].append(row["rounds"][-1]["validation_loss"])
-            own["steps"].append(row["rounds"][-1]["step"])
-            own["tokens_per_second"].append(row["tokens_per_second"])
-        return {"contestants": found}
+def _gain(before: dict[str, Any], row: dict[str, Any]) -> float:
+    """How much faster than the rung before, the median over the rounds."""
+    key = "milliseconds_per_batch"
+    return median(a[key] / b[key] for a, b in zip(before["rounds"], row["rounds"], strict=True))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerDropping(Contest):
-    """Layer dropping to the same validation loss."""
-
-    title: ClassVar[str] = "Layer dropping and none, at several learning rates"
-    recipe: str = "demo"
-    rates: tuple[float, ...] = (1.0, 2.0, 4.0)
-    """Times the recipe's own, constant after the warm-up."""
-    repetitions: int = 1
-    rounds: int = 6
-    seconds: float = 10.0
-    steps: int = 1000
-
-    def contestants(self, recipe: Recipe, device: str) -> Iterator[tuple[str, Recipe, dict[str, Any]]]:
-        fields = FIRST | {
-            name: value for _, adds in possible(device, vocab_size=None).values() for name, value in adds.items()
-        }
-        fields |= {"checkpointing": "none", "layer_drop": None}
-        constant = Schedule(kind="wsd", warmup_steps=recipe.schedule.warmup_steps, decay_fraction=0.0)
-        for dropped in (None, LAYER_DROP):
-            for rate in self.rates:
-                name = ("no dropping" if dropped is None else "layer dropping") + f", rate × {rate:g}"
-                optimizer = replace(recipe.optimizer, learning_rate=rate * recipe.optimizer.learning_rate)
-                techniques = Techniques(**fields | {"layer_drop": dropped})
-                facts = {"rate": optimizer.learning_rate, "layer_drop": dropped}
-                yield name, replace(recipe, optimizer=optimizer, schedule=constant, techniques=techniques), facts
-
-    def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Means over the seeds, and when each has the loss that the best of those without dropping ends with (None: not
-        within its time).
-        """
-        seeds: dict[str, list[Mapping[str, Any]]] = {}
-        for row in rows:
-            seeds.setdefault(row["contestant"], []).append(row)
-        means = {
-            name: [
-                {key: statistics.mean(each[key] for each in point) for key in ("training_seconds", "validation_loss")}
-                for point in zip(*(row["rounds"] for row in own), strict=True)
-            ]
-            for name, own in seeds.items()
-        }
-        without = [name for name, own in seeds.items() if own[0]["layer_drop"] is None]
-        best = min(without, key=lambda name: means[name][-1]["validation_loss"])
-        goal = means[best][-1]["validation_loss"]
-        found = {name: seconds_to(points, goal) for name, points in means.items()}
-        return {"goal": {"loss": goal, "of": best}, "seconds_to_goal": found}
+def attention_table(report: Report) -> str:
+    """One layer's attention, forward and backward, eager and compiled."""
+    found = {(one["kernel"], one["compiled"]): one["seconds"] for one in report["attention"]}
+    rows = [
+        [f"`{name}`", *(f"{1e3 * found[name, compiled]:,.0f}" for compiled in (False, True))]
+        for name in dict.fromkeys(name for name, _ in found)
+    ]
+    return markdown(["one layer, 1,024 tokens", "eager, ms", "compiled, ms"], rows)
 
 
-def seconds_to(rounds: Sequence[Mapping[str, float]], goal: float) -> float | None:
-    """When a curve comes down to a loss, on a line between its points."""
-    for before, after in itertools.pairwise(rounds):
-        (a, x), (b, y) = ((one["validation_loss"], one["training_seconds"]) for one in (before, after))
-        if b <= goal < a:
-            return x + (y - x) * (a - goal) / (a - b)
-    return None
+def row_table(report: Report) -> str:
+    """One layer's attention of figure 3's rows, compiled."""
+    found = {(one["rows"], one["kernel"]): one["seconds"] for one in report["attention"] if one["compiled"]}
+    counts, kernels = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
+    rows = [[f"`{name}`", *(f"{1e3 * found[count, name]:.1f}" for count in counts)] for name in kernels]
+    return markdown(["one layer, compiled", *(f"{count} × 256 tokens, ms" for count in counts)], rows)
+
+
+def operator_table(report: Report) -> str:
+    """Where the steps of two rungs go; compiled code together."""
+    ways = report["operators"]
+    sums: dict[str, dict[str, float]] = {}
+    for way, found in ways.items():
+        for name, took in found["operators"].items():
+            kind = "compiled code" if "Compiled" in name else f"`{name.replace('aten::', '')}`"
+            own = sums.setdefault(kind, dict.fromkeys(ways, 0.0))
+            own[way] += took
+    rows = [[kind, *(f"{own[way]:,.0f}" for way in ways)] for kind, own in sums.items()]
+    rows.sort(key=lambda row: -float(row[1].replace(",", "")))
+    whole = ["a step, not traced", *(f"{found['milliseconds']:,.0f}" for found in ways.values())]
+    return markdown(["milliseconds", *(f"`{way}`" for way in ways)], [*rows, whole])
+
+
+def head_table(report: Report) -> str:
+    """The head's product alone."""
+    head = report["head"]
+    rows = [
+        [one["part"], *(f"{1e3 * s:,.1f}" for s in one["seconds"]), f"{one['ratio']:.2f}×"] for one in head["parts"]
+    ]
+    names = [f"{columns:,} columns, ms" for columns in head["columns"]]
+    return markdown([f"{head['rows']:,} rows, {head['dtype']}", *names, "gain"], rows)
+
+
+TABLES: dict[str, Table] = {
+    "article-rungs": rung_table,
+    "article-rungs attention": attention_table,
+    "article-rungs head": head_table,
+    "article-reasons attention": row_table,
+    "article-reasons operators": operator_table,
+}
 
 
 if __name__ == "__main__":
-    figures: dict[str, type[Ladder]] = {"rungs": ArticleRungs, "batches": ArticleBatches, "dropping": LayerDropping}
-    measure_and_write(tyro.extras.subcommand_cli_from_dict(figures))
+    main({"rungs": ArticleRungs, "reasons": Reasons, "check-speed": CheckSpeed}, TABLES)

@@ -1,23 +1,105 @@
-"""What a rank holds and sends at each stage of ZeRO, counted, beside FSDP2's own formulas and the paper's.
+"""What the stages of ZeRO hold, send and cost.
 
-    python benchmarks/zero.py        # 2 and 4 ranks on this machine -> benchmarks/results/zero-bytes.json and .png
+    python benchmarks/zero.py bytes --output benchmarks/results/zero-bytes.json
+    python benchmarks/zero.py scaling --output benchmarks/results/scaling.json
 
-Tensors are counted and messages are measured by their sizes: nothing here depends on how fast or busy a machine is.
+All on ranks of this machine, which torchrun starts.
 """
 
-import argparse
+import gc
 import json
-import os
-import subprocess
-import sys
 import tempfile
-from dataclasses import replace
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+
+from hasten.bench.train import StepOptions, sent
+from hasten.data import Batch
+from hasten.distributed.launch import joined
+from hasten.distributed.ranks import Ranks
+from hasten.measure.counted import Counted
+from hasten.measure.process import Rung, RungRun
+from hasten.measure.script import Report, Script, Table, main, markdown
+from hasten.measure.workers import child_command, on_ranks
+from hasten.model.initialize import initialize
+from hasten.planning.cost import parameters
+from hasten.planning.devices import REACHED, known_device
+from hasten.planning.memory import TrainingUse
+from hasten.planning.plan import training_phase
+from hasten.planning.shapes import shape_config
+from hasten.planning.sharing import fsdp_bytes, sent_bytes
+from hasten.training import build
+from hasten.training.recipe import Data, Parallel, Recipe, Shape, Techniques
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroBytes(Script):
+    """What a rank holds and sends at each stage of ZeRO, counted, beside FSDP2's own formulas and the paper's.
+
+    Tensors are counted and messages are measured by their sizes: nothing depends on how fast or busy a machine is.
+    """
+
+    result = "zero-bytes"
+
+    def measure(self) -> Report:
+        rows = counted_on(2, CASES) + counted_on(4, [*CASES[:4], CASES[-1]])
+        for row in rows:
+            del row["order"]
+        if self.output is not None:
+            draw_bytes(rows, self.output.with_suffix(".png"))
+        return {"kind": "zero", "shape": SHAPE, "rows": rows}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling(Script):
+    """Two ranks beside one: how much of twice the speed is left, by stage, and what was to be expected.
+
+    Each process has one thread and as many rows as the one alone. Expected is the step of two processes that have
+    nothing to do with each other (they share the machine's memory), and after it what a rank sends over the rate of
+    each collective, measured between the same processes: over gloo nothing is hidden behind computing. The same sum for
+    GPUs, on paper, from the table of devices: with all messages after the computing, and with all of them hidden.
+    """
+
+    result = "scaling"
+    recipe: str = "demo"
+    rows: int = 4
+    context: int = 256
+    steps: int = 3
+    rounds: int = 8
+
+    def measure(self) -> Report:
+        found = measured(self.recipe, self.rows, self.context, self.steps, self.rounds)
+        return {"measured": found, "paper": [on_paper(*one) for one in PAPER]}
+
+
+def counted_on(ranks: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cases on some ranks of this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        on_ranks(ranks, child_command(__file__, "bytes", json.dumps(cases), out))
+        found: list[dict[str, Any]] = json.loads(out.read_text())
+        return found
+
+
+def bytes_rank(cases: str, out: str) -> None:
+    """One rank: every case; the first one writes what it found."""
+    torch.set_num_threads(1)
+    with joined() as ranks:
+        found = []
+        for case in json.loads(cases):
+            found.append(counted_case(case, ranks, shape=SHAPE))
+            gc.collect()
+        if ranks.first:
+            Path(out).write_text(json.dumps(found))
+
+
 SHAPE = {"layers": 4, "hidden_size": 128, "heads": 2, "feed_forward": 352}
 VOCABULARY = 1024
 ROWS, CONTEXT = 4, 16
@@ -36,18 +118,8 @@ def paper_bytes(count: int, *, stage: int, ranks: int, masters: bool = False) ->
     )
 
 
-def measure(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> dict[str, Any]:
+def counted_case(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> dict[str, Any]:
     """One layout on this rank: bytes at three moments, what was sent in a step, and what the formulas say."""
-    import torch
-    from counted import Counted
-
-    from hasten.data import Batch
-    from hasten.model.initialize import initialize
-    from hasten.planning.cost import parameters
-    from hasten.planning.sharing import fsdp_bytes, sent_bytes
-    from hasten.training import build
-    from hasten.training.recipe import Data, Parallel, Recipe, Shape, Techniques
-
     own = {key: value for key, value in case.items() if key != "accumulation"}
     accumulation = case.get("accumulation", 1)
     masters = own.get("policy") == "float32-masters"
@@ -69,7 +141,7 @@ def measure(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> dict[
     batches = [Batch(one[:, :-1].contiguous(), one[:, 1:].contiguous(), None) for one in tokens]
     counter: Counted | None = None
     start = Counted(step.optimizer).held()
-    for _ in range(2):  # DDP lays out its buckets anew in the second step
+    for _ in range(2):  # DDP lays out its buckets again in the second step
         step.run(batches)
     counter = Counted(step.optimizer, offload=own.get("offload", "none"))
     for number, block in enumerate(step.model.blocks):  # beside the collectives, when a block runs
@@ -105,39 +177,8 @@ def measure(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> dict[
     }
 
 
-def child(arguments: argparse.Namespace) -> None:
-    """One rank: every case, and on the first one a line of JSON."""
-    import gc
-
-    import torch
-
-    from hasten.distributed.launch import joined
-
-    torch.set_num_threads(1)
-    with joined() as ranks:
-        found = []
-        for case in json.loads(arguments.child):
-            found.append(measure(case, ranks, shape=SHAPE))
-            gc.collect()
-        if ranks.first:
-            Path(arguments.json).write_text(json.dumps(found))
-
-
-def run(cases: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
-    """The cases on so many ranks of this machine, by torchrun."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += [__file__, "--child", json.dumps(cases), "--json", str(out)]
-        subprocess.run(command, check=True, env=os.environ | {"HASTEN_MEASURE": "0"})
-        found: list[dict[str, Any]] = json.loads(out.read_text())
-        return found
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw_bytes(rows: list[dict[str, Any]], path: Path) -> None:
     """Bytes a parameter that a rank holds, by stage."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     for axes, ranks in zip(figure.subplots(1, 2, sharey=True), (2, 4), strict=True):
         plain = [row for row in rows if row["ranks"] == ranks and set(row) & {"policy", "offload", "replicas"} == set()]
@@ -155,8 +196,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows for docs/distributed.md: bytes a parameter that a rank holds, and what it sends in a step."""
+def bytes_table(report: Report) -> str:
+    """Bytes a parameter that a rank holds, and what it sends in a step."""
     rows = []
     for row in report["rows"]:
         options = [f"{row['accumulation']} micro-batches"] if "accumulation" in row else []
@@ -171,10 +212,10 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         own = [*held, a_parameter(row["formula"]["peak"]), a_parameter(row["paper"]), *sent]
         rows.append([str(row["ranks"]), name, *own])
     head = ["ranks", "layout", "weights", "after a backward pass", "peak", "FSDP2's formula for the peak"]
-    return [*head, "the paper's formula", "sent in a step", "its formula"], rows
+    return markdown([*head, "the paper's formula", "sent in a step", "its formula"], rows, left=2)
 
 
-def copies_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def copies_table(report: Report) -> str:
     """The same of offload: what of the peak would lie where, counted and by formula, bytes a parameter."""
     rows = []
     for row in report["rows"]:
@@ -182,23 +223,145 @@ def copies_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             found = [row[kind][place] for place in ("host", "device") for kind in ("copies", "copies_formula")]
             name = f"zero {row['zero']}, offload {row['offload']}"
             rows.append([name, *(f"{size / row['parameters']:.2f}" for size in found)])
-    return ["2 ranks", "on the host", "formula", "on the device", "formula"], rows
+    return markdown(["2 ranks", "on the host", "formula", "on the device", "formula"], rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--json", default=str(RESULTS / "zero-bytes.json"))
-    arguments = parser.parse_args()
-    if arguments.child:
-        child(arguments)
-        return
-    rows = run(CASES, 2) + run([*CASES[:4], CASES[-1]], 4)
-    for row in rows:
-        del row["order"]
-    Path(arguments.json).write_text(json.dumps({"kind": "zero", "shape": SHAPE, "rows": rows}, indent=1) + "\n")
-    draw(rows, Path(arguments.json).with_suffix(".png"))
+MESSAGE = 16 << 20  # bytes of a measured collective: about a bucket of DDP's
+PAPER = [("gpt2-124m", 0, 8, 1024), ("gpt2-124m", 3, 8, 1024), ("llama-7b", 3, 2, 2048), ("llama-7b", 3, 8, 2048)]
+
+
+class Collectives:
+    """A rung that measures seconds of each collective, for a message of float32 of that many bytes in all."""
+
+    def __init__(self, *, ranks: Any) -> None:
+        self.ranks, self.whole = ranks, torch.zeros(MESSAGE // 4)
+        self.share = torch.zeros(MESSAGE // 4 // ranks.size)
+
+    def measure(self) -> dict[str, float]:
+        ways = {
+            "reduce": lambda: dist.all_reduce(self.whole),
+            "gather": lambda: dist.all_gather_into_tensor(self.whole, self.share),
+            "scatter": lambda: dist.reduce_scatter_tensor(self.share, self.whole),
+        }
+        found = {}
+        for name, way in ways.items():
+            seconds = []
+            for _ in range(5):
+                dist.barrier()
+                start = time.perf_counter()
+                way()
+                seconds.append(time.perf_counter() - start)
+            found[name] = median(seconds)
+        return found
+
+
+def measured(shape: str, rows: int, context: int, steps: int, rounds: int) -> dict[str, Any]:
+    """One process, two apart, two ranks at every stage, in turns."""
+    recipe, config = StepOptions(recipe=shape, sequence_length=context).recipe_and_config(rows)
+    recipe = replace(recipe, techniques=replace(recipe.techniques, compile=False))
+
+    def rung(name: str, processes: int, zero: int = 0) -> RungRun:
+        own = replace(recipe, parallel=Parallel(zero=zero), data=replace(recipe.data, batch_size=rows * processes))
+        arguments = {"recipe": own, "config": config, "steps": steps, "device": "cpu"}
+        return RungRun(
+            Rung(name, (), "hasten.bench.train:TrainRung", arguments, processes=processes, threads=processes, seed=0)
+        )
+
+    alone, apart = rung("one", 1), [rung(f"apart {number}", 1) for number in range(2)]
+    ranked = [rung(f"zero {zero}", 2, zero) for zero in range(4)]
+    links = RungRun(Rung("collectives", (), "zero:Collectives", processes=2, threads=2))
+    runs = [alone, *apart, *ranked, links]
+    try:
+        for run in runs:
+            run.start()
+        for turn in range(-1, rounds):  # the first is a warm-up
+            for run in (alone, *ranked, links):
+                run.measure(counts=turn >= 0)
+            with ThreadPoolExecutor(2) as pool:
+                for run in apart:
+                    pool.submit(run.measure, counts=turn >= 0)
+    finally:
+        for run in runs:
+            run.end()
+    if errors := [f"{run.rung.name}: {run.error}" for run in runs if run.error]:
+        raise SystemExit("\n".join(errors))
+
+    def seconds(run: RungRun) -> list[float]:
+        return [one["milliseconds_per_batch"] / 1000 for one in run.rounds]
+
+    one, two = median(seconds(alone)), median(median(seconds(run)) for run in apart)
+    rates = {name: MESSAGE / median(turn[name] for turn in links.rounds) for name in ("reduce", "gather", "scatter")}
+    weights = 4 * parameters(config.padded_to(recipe.techniques.pad_vocabulary_to)).total
+    found = []
+    for zero, run in enumerate(ranked):
+        volumes = sent(config, replace(recipe, parallel=Parallel(zero=zero)), Ranks(size=2)) * 2  # of whole messages
+        messages = {"reduce": volumes / 2} if zero == 0 else {"scatter": weights, "gather": volumes - weights}
+        expected = two + sum(size / rates[name] for name, size in messages.items())
+        ratios = [a / b for a, b in zip(seconds(alone), seconds(run), strict=True)]
+        found.append(
+            {"stage": zero, "seconds": seconds(run), "efficiency": median(ratios), "expected": one / expected}
+            | {"sent_bytes": volumes / 2}
+        )
+    return {
+        "alone_seconds": seconds(alone),
+        "apart_seconds": [seconds(run) for run in apart],
+        "apart": one / two,
+        "rates": rates,
+        "rows": found,
+    }
+
+
+def on_paper(name: str, zero: int, rows: int, context: int, *, ranks: int = 8) -> dict[str, Any]:
+    """A step of `ranks` H100, by `hasten plan`'s formulas."""
+    device, config = known_device("h100"), shape_config(name)
+    use = TrainingUse(batch_size=rows, length=context, dtype="bfloat16", zero=zero, ranks=ranks)
+    limits = training_phase(config, use).limits(device)
+    computing, link = max(limits["products"], limits["memory"]) / REACHED["cuda"]["step"], limits["link"]
+    return {
+        "model": name,
+        "stage": zero,
+        "ranks": ranks,
+        "rows": rows,
+        "context": context,
+        "device": device.name,
+        "computing_seconds": computing,
+        "link_seconds": link,
+        "after": computing / (computing + link),
+        "hidden": computing / max(computing, link),
+    }
+
+
+def scaling_table(report: Report) -> str:
+    """Measured on this machine."""
+    found = report["measured"]
+    head = ["two ranks", "step", "of twice one's speed", "expected", "sent in a step"]
+    apart = f"{median(map(median, found['apart_seconds'])):.2f} s"
+    rows = [["nothing in common", apart, f"{found['apart']:.0%}", "", ""]]
+    for one in found["rows"]:
+        shares = [f"{one['efficiency']:.0%}", f"{one['expected']:.0%}"]
+        step, sent = f"{median(one['seconds']):.2f} s", f"{one['sent_bytes'] / 1e6:.0f} MB"
+        rows.append([f"zero {one['stage']}", step, *shares, sent])
+    return markdown(head, rows)
+
+
+def paper_table(report: Report) -> str:
+    """Predicted for GPUs."""
+    head = ["8 × H100, predicted", "rows of a rank", "computing", "messages", "nothing hidden", "all hidden"]
+    rows = []
+    for one in report["paper"]:
+        times = [f"{1000 * one[key]:.0f} ms" for key in ("computing_seconds", "link_seconds")]
+        shares = [f"{one['after']:.0%}", f"{one['hidden']:.0%}"]
+        rows.append([f"{one['model']}, zero {one['stage']}", f"{one['rows']} × {one['context']:,}", *times, *shares])
+    return markdown(head, rows)
+
+
+TABLES: dict[str, Table] = {
+    "zero-bytes": bytes_table,
+    "zero-bytes offload": copies_table,
+    "scaling": scaling_table,
+    "scaling paper": paper_table,
+}
 
 
 if __name__ == "__main__":
-    main()
+    main({"bytes": ZeroBytes, "scaling": Scaling}, TABLES, {"bytes": bytes_rank})

@@ -12,11 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "hasten"
 CLEAN = [
+    "bench",
     "checkpoints/formats",
     "cli",
     "data",
     "evaluation",
     "machine",
+    "measure",
     "model",
     "ops",
     "profiling",
@@ -61,6 +63,11 @@ def test_rewritten_packages_stay_plain(package):
 
 def test_modules_of_the_library_itself_stay_plain():
     assert offenders(sorted(SOURCE.glob("*.py")), WORDS | FRAGMENTS) == []
+
+
+def test_benchmarks_stay_plain():
+    files = [file for file in (ROOT / "benchmarks").rglob("*.py") if file.parent.name != "gpu"]
+    assert offenders(sorted(files), WORDS | FRAGMENTS) == []
 
 
 def test_pages_stay_plain():

@@ -1,4 +1,4 @@
-"""A tiny random model of ours, for tests and for benchmarks/serve_soak.py: it needs neither transformers nor pytest."""
+"""A tiny random model of ours, for tests and for benchmarks/soak.py: it needs neither transformers nor pytest."""
 
 from hasten.data import train_bpe
 from hasten.model.families import read_config

@@ -1,4 +1,4 @@
-"""The ladder of the article's figures 2 and 3, by the command that users run (benchmarks/article.py)."""
+"""The ladder of the article's figures 2 and 3, by the command that users run (benchmarks/training_races.py article)."""
 
 import json
 import os
@@ -21,8 +21,9 @@ def ladder(limit: float = 150) -> None:
     def measure() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as place:
             file, picture = Path(place) / "article.json", Path(place) / "article.png"
-            command = [sys.executable, str(BENCHMARKS / "article.py"), "--device", DEVICE, "--json", str(file)]
-            command += ["--picture", str(picture), *(["--tiny", "--rounds", "1", "--seconds", "1"] if TINY else [])]
+            command = [sys.executable, str(BENCHMARKS / "training_races.py"), "article", "--device", DEVICE]
+            command += ["--json", str(file), "--picture", str(picture)]
+            command += ["--tiny", "--rounds", "1", "--seconds", "1"] if TINY else []
             begin = time.time()
             process = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
             try:

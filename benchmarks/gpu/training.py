@@ -127,7 +127,7 @@ def nanogpt(batch: int, shape: str = "gpt2-124m", checkout: str = "nanogpt", ste
 
 def our_trainer(shape: str, batch: int, techniques: dict[str, Any] | None) -> tuple[Any, Take]:
     """The step of the default recipe from nanoGPT's weights, where it is there; `techniques` changes some of it."""
-    from training_sides import take_over
+    from peers.nanogpt import take_over
 
     from hasten.data import Batch
     from hasten.model.initialize import initialize

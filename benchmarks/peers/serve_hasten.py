@@ -1,4 +1,4 @@
-"""hasten.LLM, many requests at once: answers the orders of compare_serving.py on its standard input."""
+"""hasten.LLM, many requests at once: answers the orders of serving.py on its standard input."""
 
 import serve_protocol
 

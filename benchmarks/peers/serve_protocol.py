@@ -1,4 +1,4 @@
-"""How compare_serving.py talks with a program: a line with a number of requests, prompt, answer, samples; JSON back."""
+"""How serving.py talks with a program: a line with a number of requests, prompt, answer, samples; JSON back."""
 
 import argparse
 import json
@@ -28,6 +28,6 @@ def serve(generate: Callable[[list[list[int]], int, int], int], *, vocabulary: i
         return {"seconds": time.perf_counter() - start, "output_tokens": tokens}
 
     timed(2, 16, 4, 1, 1)
-    print("READY " + json.dumps({name: version(name) for name in packages}), flush=True)
+    print(json.dumps({name: version(name) for name in packages}), flush=True)
     for line in sys.stdin:
-        print("ANSWER " + json.dumps(timed(*map(int, line.split()))), flush=True)
+        print(json.dumps(timed(*map(int, line.split()))), flush=True)

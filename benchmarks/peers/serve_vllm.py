@@ -1,4 +1,4 @@
-"""vLLM on CPU, many requests at once: answers the orders of compare_serving.py on its standard input."""
+"""vLLM on CPU, many requests at once: answers the orders of serving.py on its standard input."""
 
 import serve_protocol
 import vllm_engine

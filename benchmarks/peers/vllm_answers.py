@@ -22,8 +22,8 @@ def main() -> None:
     )
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False, prompt_logprobs=0)
     (answer,) = model.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    told = answer.prompt_logprobs[1:]
-    found = [step[token].logprob for step, token in zip(told, prompt[1:], strict=True)]
+    steps = answer.prompt_logprobs[1:]
+    found = [step[token].logprob for step, token in zip(steps, prompt[1:], strict=True)]
     print("RESULT", json.dumps({"tokens": list(answer.outputs[0].token_ids), "logprobs": found}), flush=True)
 
 

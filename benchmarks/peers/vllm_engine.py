@@ -5,7 +5,7 @@ from typing import Any
 
 
 def make(model: str, *, threads: int, length: int, sequences: int) -> Any:
-    """A vllm.LLM of a folder: texts of at most `length` tokens, at most `sequences` at once, on so many cores."""
+    """A vllm.LLM of a folder: texts of at most `length` tokens, at most `sequences` at once, on `threads` cores."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

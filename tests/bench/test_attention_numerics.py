@@ -7,7 +7,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from attention_numerics import errors, overflow, post_scaled, prescaled, scaling_orders
+from attention import errors, overflow, post_scaled, prescaled, scaling_orders
 
 
 def test_math_is_prescaled_bit_for_bit_and_in_half_precision_computed_in_float32():

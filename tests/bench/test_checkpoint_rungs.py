@@ -9,12 +9,12 @@ import pytest
 import hasten
 from hasten.bench.generate import GGUF_RUNG, GPTQ_RUNG, OF_CHECKPOINT, RUNGS, GenerateLadder
 from hasten.bench.generate_rung import GenerateRung
-from hasten.bench.measure import Ladder
 from hasten.bench.models import BenchmarkModel
 from hasten.checkpoints.gguf.write import write_gguf
 from hasten.cli.main import main
 from hasten.errors import ConfigError
 from hasten.evaluation.divergence import divergence
+from hasten.measure.ladder import Ladder
 from instruction_sets import needs_native
 
 TEXT = "def add(a, b):\n    return a + b\n" * 5

@@ -115,9 +115,9 @@ def test_the_protocol_counts_what_it_asks_for(
 
 
 @pytest.fixture
-def models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def models(scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder of model folders, each of 4,004 bytes to read for a token, and a memory that reads 1 MB/s."""
-    monkeypatch.setattr("hasten.machine.measure.read_bandwidth", lambda: 1e6)
+    monkeypatch.setattr(scripts["compare"], "read_bandwidth", lambda: 1e6)
     for name in ("ours", "theirs", "broken"):
         (tmp_path / name).mkdir()
         tensors = {"q.weight": torch.zeros(1000), "lm_head.weight": torch.zeros(1)}
@@ -162,7 +162,8 @@ def test_a_short_comparison_from_end_to_end(
     own = {name: stand_in(compare, "hasten", 200.0, model=models / "ours", ours=name) for name in ("int4", "int4-g32")}
     pairs = [(stand_in(compare, "ik_llama.cpp", 100.0, model=models / "theirs", ours=name), own[name]) for name in own]
     monkeypatch.setattr(compare.Compare, "pairs", lambda self: pairs)
-    compare.Compare(short=True, rounds=2, output=models / "report.json").run()
+    chosen = compare.Compare(short=True, rounds=2, output=models / "report.json")
+    chosen.show(chosen.run())
     report = json.loads((models / "report.json").read_text())
     assert report["protocol"] == {"prefill": 128, "decode": 24, "before": 8, "repeats": 3}
     assert report["what"].startswith("prefill of 128 random tokens; decode of 24 after 8;")
@@ -185,7 +186,7 @@ def test_a_short_comparison_from_end_to_end(
 
 def test_the_avx2_switch_is_recorded(scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     compare = scripts["compare"]
-    monkeypatch.setattr("hasten.ops.native.choose_isa", lambda: "avx2")  # whatever this processor has
+    monkeypatch.setattr(compare, "choose_isa", lambda: "avx2")  # whatever this processor has
     for name in compare.AVX2_SWITCH:
         monkeypatch.setenv(name, "AVX2")
     assert compare.switches()["avx2_switch"]

@@ -1,4 +1,4 @@
-"""benchmarks/deepen.py: a model with more blocks that computes the same."""
+"""benchmarks/finetuning.py deepen: a model with more blocks that computes the same."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tiny_model import tiny_llama
 @pytest.fixture
 def deepen(monkeypatch: pytest.MonkeyPatch) -> type:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    from deepen import Deepen
+    from finetuning import Deepen
 
     return Deepen
 
@@ -22,7 +22,7 @@ def test_a_deeper_model_computes_the_same(deepen, tmp_path):
     model = tiny_llama()
     hasten.save(model, tmp_path / "model")
     layers = 3 * len(model.config.layers)
-    more = deepen(model=tmp_path / "model", layers=layers, output=tmp_path / "deep")
+    more = deepen(model=tmp_path / "model", layers=layers, folder=tmp_path / "deep")
     (tmp_path / "deep").mkdir()  # left by one that was interrupted
     more.run()
     deep = hasten.load(tmp_path / "deep", dtype="stored")
@@ -34,5 +34,5 @@ def test_a_deeper_model_computes_the_same(deepen, tmp_path):
     with pytest.raises(SystemExit, match="is there already"):
         more.run()
     with pytest.raises(SystemExit, match="is not two or more times"):
-        deepen(model=tmp_path / "model", layers=layers + 1, output=tmp_path / "other").run()
+        deepen(model=tmp_path / "model", layers=layers + 1, folder=tmp_path / "other").run()
     assert not (tmp_path / "other").exists()

@@ -9,14 +9,14 @@ import pytest
 from hasten.bench.generate import COMPILED_QUANTIZED, NATIVE, OF_CHECKPOINT, RUNGS, GenerateLadder
 from hasten.bench.generate_rung import GenerateRung
 from hasten.bench.heads import HeadsLadder, grouped
-from hasten.bench.measure import Ladder
 from hasten.bench.models import BenchmarkModel
-from hasten.bench.process import Rung
 from hasten.bench.train import TrainLadder
 from hasten.cli.bench import LADDERS
 from hasten.cli.main import main
 from hasten.errors import ConfigError, HastenError, ResourceError
 from hasten.machine import emulated
+from hasten.measure.ladder import Ladder
+from hasten.measure.process import Rung
 from hasten.planning.cost import forward_flops_per_token, kv_bytes_per_token, parameters
 from hasten.planning.shapes import SHAPES, shape_config
 

@@ -17,7 +17,7 @@ def test_a_page_shows_what_its_json_holds(page):
     assert tables.with_tables(text) == text, "run python benchmarks/tables.py"
 
 
-def test_a_table_that_differs_is_noticed_and_mended(tmp_path, monkeypatch):
+def test_a_table_that_differs_is_noticed_and_fixed(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text("Before.\n\n<!-- table: compare-avx2 -->\n| 9.99× |\n<!-- /table -->\n\nAfter.\n")
     monkeypatch.setattr(tables, "PAGES", [page])
@@ -41,7 +41,7 @@ def test_what_is_not_measured_yet_says_so_and_is_not_stale(tmp_path, monkeypatch
 
 
 def test_a_mixed_file_is_held_against_the_line_through_uniform_ones():
-    import real_files
+    import compare
 
     def pair(kind, size, seconds):
         decode = {"peer": {"decode": 1 / seconds}, "hasten": {"decode": 1 / 1.65}}
@@ -50,14 +50,13 @@ def test_a_mixed_file_is_held_against_the_line_through_uniform_ones():
         return names | {"weight_bytes_per_token": sizes, "median": decode, "rounds": [decode, {"peer": {"error": "x"}}]}
 
     report = {"pairs": [pair("Q8_0", 200 * 10**6, 2.0), pair("Q4_0", 100 * 10**6, 1.0)]}
-    report["by_bytes"] = [real_files.by_bytes(report, "small")]
+    report["by_bytes"] = [compare.time_by_bytes(report, "small")]
     assert report["by_bytes"] == [{"hasten": "small", "ratio": pytest.approx(1.1), "ratios": [pytest.approx(1.1)]}]
     assert "| small | 150 MB, 0.6 tokens/s | 200 MB, 0.5 | 100 MB, 1.0 | 1.10× | 1.10 |" in tables.by_bytes(report)
 
 
 def test_plans_in_the_wrong_order_and_far_off_are_named():
-    from plan_ranks import order
-    from plan_tables import plan_ranks
+    from plan_ranks import order, plan_ranks
 
     def row(ranks, predicted, measured):
         numbers = [{"prompt": 1.0, "token": 1.0, "tokens_per_second": speed} for speed in (predicted, measured)]
@@ -78,8 +77,8 @@ def test_plans_in_the_wrong_order_and_far_off_are_named():
 
 
 def test_runs_of_plans_and_of_ranks_become_one_report():
+    import parallel
     import plan_ranks
-    import tensor_parallel
 
     def plan(ratio):
         numbers = {kind: {"token": value} for kind, value in (("predicted", ratio), ("measured", 1.0))}
@@ -94,7 +93,7 @@ def test_runs_of_plans_and_of_ranks_become_one_report():
 
     def ranks(*speeds):
         rates = {"ranks": list(speeds), "alone": [10.0] * len(speeds)}
-        return {"rounds": len(speeds), "rows": [{"speed": {"decode": tensor_parallel.speeds(rates)}}]}
+        return {"rounds": len(speeds), "rows": [{"speed": {"decode": parallel.speeds(rates)}}]}
 
-    both = tensor_parallel.combined([ranks(7.0, 8.0), ranks(9.0)])
+    both = parallel.combined([ranks(7.0, 8.0), ranks(9.0)])
     assert (both["rounds"], both["rows"][0]["speed"]["decode"]["ratio"]) == (3, 0.8)

@@ -24,7 +24,7 @@ from tokenizer_folders import TEXTS, byte_level, llama_like
 
 PYTHON = os.environ.get("LLAMA_CPP_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="LLAMA_CPP_PYTHON names no Python that has llama-cpp-python")
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "llama_cpp_answers.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "peers" / "llama_cpp_answers.py"
 # llama.cpp rounds activations to 8 bits for quantized weights, to bfloat16 for BF16; we do not, or otherwise: half a
 # step of 1 / 127 at most, in each of a few layers.
 ROUNDING = 1e-3

@@ -142,8 +142,8 @@ def test_the_ladder_scores_what_training_has_not_seen(run, monkeypatch):
         return {"rows": []}
 
     monkeypatch.setattr("hasten.bench.generate.GenerateLadder.run", ladder)
-    monkeypatch.setattr("hasten.bench.draw.draw_ladder", lambda *arguments, **options: None)
-    monkeypatch.setattr("hasten.bench.table.print_ladder", lambda report: None)
+    monkeypatch.setattr("hasten.measure.draw.draw_ladder", lambda *arguments, **options: None)
+    monkeypatch.setattr("hasten.measure.table.print_ladder", lambda report: None)
     monkeypatch.setattr(demo, "LADDER_TEXT_BYTES", 3000)
     folder = run(ladder=True)
     assert (folder / "ladder.json").exists()
@@ -158,8 +158,8 @@ def test_it_begins_with_a_published_model_and_measures_what_fits(run, monkeypatc
     monkeypatch.setattr(demo, "find", lambda: tiny_folder)
     monkeypatch.setattr(demo, "answer", lambda path, budget, *, threads: measured.append(path))
     monkeypatch.setattr("hasten.bench.generate.GenerateLadder.run", lambda self: measured.append(self.rungs) or {})
-    monkeypatch.setattr("hasten.bench.draw.draw_ladder", lambda *arguments, **options: None)
-    monkeypatch.setattr("hasten.bench.table.print_ladder", lambda report: None)
+    monkeypatch.setattr("hasten.measure.draw.draw_ladder", lambda *arguments, **options: None)
+    monkeypatch.setattr("hasten.measure.table.print_ladder", lambda report: None)
     monkeypatch.setattr(demo, "_measure_training", lambda *arguments, **options: measured.append("training"))
     folder = run(published=True, ladder=True, budget=2.0)  # 60 s train, 25 are left for rungs
     said = capsys.readouterr().out

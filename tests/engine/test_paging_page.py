@@ -15,8 +15,8 @@ PAGE = ROOT / "docs" / "paged-cache.md"
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+def script(name, folder=BENCHMARKS):
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -105,7 +105,7 @@ def test_as_much_is_saved_as_was_published_or_more():
 def test_the_lengths_have_the_published_means():
     sharing = script("sharing")
     for data, means in sharing.MEANS.items():
-        pairs = sharing.lengths(np.random.default_rng(1), data)
+        pairs = sharing.length_pairs(np.random.default_rng(1), data)
         assert pairs.mean(0) == pytest.approx(means, rel=0.01)
         assert pairs.min() >= 1
         assert pairs.sum(1).max() < 2048
@@ -130,5 +130,5 @@ def test_beams_share_more_than_samples():
 
 
 def test_the_picture_is_drawn(tmp_path):
-    script("draw_paging").draw(tmp_path / "x.png")
+    script("draw_paging", PAGE.parent).draw(tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hasten.bench.table import machine_line
 from hasten.machine import available_cores, describe, find_compiler, instruction_sets
 from hasten.machine.processor import processor_name
+from hasten.measure.table import machine_line
 
 XEON = """processor\t: 0
 model name\t: Intel(R) Xeon(R) Platinum 8480+

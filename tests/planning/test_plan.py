@@ -253,8 +253,9 @@ def test_planned_memory_is_what_is_measured(tmp_path):
     """The cases of benchmarks/plan.py that take least, each in a process of its own."""
     file = tmp_path / "plan.json"
     cases = ["llama", "serve, batch 4"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "plan.py"), "--only", "memory", "--json", str(file), "--cases"]
-    subprocess.run([*command, *cases], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    command = [sys.executable, str(ROOT / "benchmarks" / "plan.py"), "--only", "memory", "--output", str(file)]
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--cases", *cases], check=True, env=alone, capture_output=True)
     for name, found in json.loads(file.read_text())["cases"].items():
         ratio = found["memory"]["predicted_bytes"] / found["memory"]["measured_bytes"]
         assert 0.85 < ratio < 1.15, (name, found)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hasten.distributed.placement import Placement
 from hasten.errors import CheckpointError, ResourceError
+from hasten.measure.counted import Alive
 from hasten.model.initialize import initialize
 from hasten.training import checkpoints
 from hasten.training.build import shape_config
@@ -61,9 +61,7 @@ def assert_holds(folder, model, optimizer, step=2):
 
 @pytest.mark.parametrize(("background", "shards"), [(False, 0.0), (True, 1.0)])
 def test_a_checkpoint_takes_one_copy_in_the_background_and_else_none(tmp_path, monkeypatch, background, shards):
-    """Counted are tensors; benchmarks/checkpoint_memory.py measures resident memory, on two ranks."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    from counted import Alive
+    """Counted are tensors; benchmarks/memory.py checkpoint measures resident memory, on two ranks."""
 
     class Here(threading.Thread):
         """Counting goes on in one thread only."""

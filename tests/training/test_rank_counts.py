@@ -10,12 +10,12 @@ import ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CHILD = textwrap.dedent("""
-    import argparse, sys
+    import sys
     sys.path.insert(0, sys.argv[1])
     import zero
     zero.SHAPE = {"layers": 3, "hidden_size": 64, "heads": 2, "feed_forward": 176, "tie_embeddings": False}
     zero.VOCABULARY = 256
-    zero.child(argparse.Namespace(child=sys.argv[2], json=sys.argv[3]))
+    zero.bytes_rank(sys.argv[2], sys.argv[3])
 """)
 CASES = [
     {"zero": 0, "accumulation": 2},

@@ -16,13 +16,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from hasten.bench.attention_picture import draw_growth
-from hasten.bench.measure import BenchmarkOptions, say
-from hasten.bench.models import check_finite
-from hasten.bench.process import Rung, run_interleaved
-from hasten.bench.table import format_value, print_growth
 from hasten.errors import ConfigError
 from hasten.machine import available_cores, available_memory, describe, resolve_device, resolve_dtype, thread_count
 from hasten.machine.memory import peak_memory, process_memory, reset_peak_memory
+from hasten.measure.options import BenchmarkOptions, check_finite, say
+from hasten.measure.process import Rung, run_interleaved
+from hasten.measure.table import format_value, print_growth
 from hasten.ops.picker import pick
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class AttentionGrowth(BenchmarkOptions):
     head_dim: int = 64
     """Head size."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of q, k and v."""
+    """Dtype of q, k and v."""
     causal: bool = True
     """A query sees the keys up to its own position."""
     backward: bool = True
@@ -65,7 +64,7 @@ class AttentionGrowth(BenchmarkOptions):
     rounds: int = 3
     """Every kernel is measured once in each round; the median counts."""
     point_seconds: float = 60.0
-    """A kernel is not asked for a length that will take longer than this."""
+    """Skip lengths at which a kernel would take longer than this."""
 
     def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError for kernels that are unknown or cannot serve the call."""
@@ -121,7 +120,7 @@ class AttentionGrowth(BenchmarkOptions):
         )
 
     def flops(self, tokens: int) -> float:
-        """Of the forward pass: two products of T × S × D a head, half of them where it is causal."""
+        """FLOPs of the forward pass: two products of T × S × D a head, half of them where it is causal."""
         return 4 * self.batch * self.heads * self.head_dim * tokens**2 * (0.5 if self.causal else 1)
 
     def pictures(self, name: str) -> tuple[str, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hasten.bench.draw import SOFT, curve_axes
-from hasten.bench.table import format_value, machine_line
+from hasten.measure.draw import SOFT, curve_axes
+from hasten.measure.table import format_value, machine_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from hasten.bench.gptq_folder import gptq_folder
-from hasten.bench.measure import Ladder, say
-from hasten.bench.models import BenchmarkModel, check_fits, check_least, choose_rungs, folder_name
-from hasten.bench.process import Rung
+from hasten.bench.models import BenchmarkModel, check_fits, choose_rungs, folder_name
 from hasten.effects import Holds
 from hasten.engine.params import KVCacheDtype
 from hasten.errors import ConfigError
 from hasten.machine import emulated, resolve_device, resolve_dtype
+from hasten.measure.ladder import Ladder
+from hasten.measure.options import check_least, say
+from hasten.measure.process import Rung
 from hasten.model.config import ModelConfig
 from hasten.planning.cost import parameters
 from hasten.planning.memory import LARGEST_PREFILL, InferenceUse, Memory, cache_bytes, inference_memory
@@ -99,7 +100,7 @@ NATIVE = tuple(name for name, mode in RUNGS.items() if mode.fused and name not i
 # Where the native steps are, the compiler's rungs on quantized weights are measured only when they are asked for.
 COMPILED_QUANTIZED = tuple(name for name, mode in RUNGS.items() if mode.compiled and mode.weights)
 TEXT_BYTES = 200_000  # of a text that is scored
-# Told as they are given.
+# Reported as they are given.
 SETTINGS = ("dtype", "batches", "prompt_tokens", "contexts", "new_tokens", "kv_cache_dtype", "speculate")
 
 
@@ -114,7 +115,7 @@ class GenerateLadder(Ladder):
     """A Hugging Face folder, a GGUF file, a hub id or a short name such as smollm2-135m instead of a shape, also
     without --model. The rungs of a GGUF file are made from its dequantized weights, but for gguf-file."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the weights (auto: bfloat16); products are in it too, or in float32 where the processor only emulates it."""
+    """Dtype of weights (auto: bfloat16) and products; these are in float32 where the processor only emulates it."""
     prompt_tokens: int = 512
     """The context after which every rung decodes."""
     new_tokens: int = 64
@@ -124,7 +125,7 @@ class GenerateLadder(Ladder):
     contexts: tuple[int, ...] = ()
     """Also decode after prompts of these lengths, separated by commas, each held against the first: 16,2048."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """Of the rungs' caches: the model's dtype, or int8 or int4 after a rotation; -plain: not rotated."""
+    """Format of the rungs' caches: the model's dtype, or int8 or int4 after a rotation; -plain: not rotated."""
     text: str | None = None
     """Also report each rung's perplexity on this text (a file, folder, glob or stdlib), and its KL divergence from the
     model in bfloat16; needs --model. For a GGUF file by default four short texts: a book, a chat, code, German."""
@@ -138,10 +139,10 @@ class GenerateLadder(Ladder):
     drafts by this: suffix, a FOLDER with a smaller model, self:N-layers or self:int4. Needs --text, whose documents are
     the prompts of these rungs."""
     speculate: Annotated[int | None, Holds("drafts", "without drafts; give --draft")] = None
-    """The most tokens of a draft."""
+    """Maximum draft length."""
     tensor_parallel: int = 1
-    """Also measure the rungs that are not compiled and draft nothing in so many processes on the same cores, each with
-    a share of the model (NAME-tpN); needs --model."""
+    """Also measure the rungs that are not compiled and draft nothing in N processes on the same cores, each with a
+    share of the model (NAME-tpN); needs --model."""
 
     def settled(self) -> Self:
         """The ladder with the defaults that depend on the model."""
@@ -340,7 +341,7 @@ def _check(ladder: GenerateLadder) -> None:
 def _memory(
     config: ModelConfig, ladder: GenerateLadder, rows: Collection[Mapping[str, Any]], *, weights: int, wide: bool
 ) -> Memory:
-    """Of one rung, whose rows are all there. wide: readable blocks compute in float32, and keep their cache in it."""
+    """Memory of one rung with all of its rows. wide: readable blocks compute and cache in float32."""
     from hasten.engine.cache import row_format
 
     dtype = resolve_dtype("float32" if wide else ladder.dtype)

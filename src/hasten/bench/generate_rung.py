@@ -239,6 +239,6 @@ class Stream:
 
 
 def _most_likely(logits: torch.Tensor) -> list[int]:
-    """Of each row of (B, V), brought to the host."""
+    """The most likely token of each row of (B, V), on the host."""
     chosen: list[int] = logits.argmax(-1).tolist()
     return chosen

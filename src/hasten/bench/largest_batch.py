@@ -1,7 +1,7 @@
 """The largest batch that a training step fits into a given memory, at different rungs of the ladder of training.
 
-Each try is a process of its own that may take so many bytes more than it has after importing torch; one that is refused
-memory does not fit. Doubled until it does not fit, then halved in between.
+Each try is a process of its own that may take a given number of bytes above what it has after importing torch; one that
+is refused memory does not fit. The batch is doubled until it does not fit, then halved in between.
 """
 
 import tempfile
@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hasten.bench.draw import BAR, BAR_FIRST, Bar, draw_bars
-from hasten.bench.measure import say
-from hasten.bench.models import check_finite, check_least
-from hasten.bench.process import Rung, run_interleaved
 from hasten.bench.race import first_and_last
-from hasten.bench.table import format_value, machine_line
 from hasten.bench.train import StepOptions, TrainRung
 from hasten.bench.train_rungs import recipes
 from hasten.errors import ConfigError
 from hasten.machine import describe, resolve_device
+from hasten.measure.draw import BAR, BAR_FIRST, Bar, draw_bars
+from hasten.measure.options import check_finite, check_least, say
+from hasten.measure.process import Rung, run_interleaved
+from hasten.measure.table import format_value, machine_line
 from hasten.planning.memory import largest
 from hasten.training.recipe import Recipe
 
@@ -58,8 +57,8 @@ class LargestBatch(StepOptions):
                 setup = "hasten.bench.largest_batch:LimitedRung"
                 tries = self.search(Rung(name, words, setup, arguments, device=device, **process))
             best = max((size for size, fits in tries.items() if fits), default=0)
-            told = {str(size): fits for size, fits in sorted(tries.items())}
-            rows.append({"name": name, "techniques": list(words), "largest_batch": best, "tries": told})
+            tried = {str(size): fits for size, fits in sorted(tries.items())}
+            rows.append({"name": name, "techniques": list(words), "largest_batch": best, "tries": tried})
         return {
             "schema": 1,
             "kind": "largest-batch",
@@ -125,7 +124,7 @@ class LargestBatch(StepOptions):
         return False
 
     def _failure(self, rung: Rung, memory: int | None) -> str | None:
-        """What a process of its own says that could not train in so many bytes, or None."""
+        """The error of a process that could not train in `memory` bytes, or None."""
         limited = replace(rung, arguments=rung.arguments | {"memory": memory})
         return run_interleaved([limited], rounds=1, timeout=self.timeout)[0].error
 
@@ -142,7 +141,7 @@ class LimitedRung(TrainRung):
 
 
 def limit(memory: int, device: str) -> None:
-    """Let this process take only so many bytes more on a device. Raises ConfigError where the system cannot."""
+    """Limit this process to `memory` more bytes on a device. Raises ConfigError where the system cannot."""
     import psutil
     import torch
 

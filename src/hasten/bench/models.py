@@ -6,7 +6,6 @@ report says that its weights are random.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,24 +129,12 @@ def folder_name(path: str) -> str:
 
 
 def check_fits(name: str, memory: Memory, device: str, *, processes: int = 1) -> int:
-    """The peak, of so many processes of their own. Raises ResourceError with the figures if it is not free."""
+    """The peak of `processes` processes. Raises ResourceError with the figures if it is not free."""
     whole = memory.beside(process=PROCESS_BYTES)
     remedy = "choose a smaller shape, dtype, batch or context, or a larger machine"
     shared = processes if device == "cpu" else 1
     whole.require(name, available_memory(device) // shared, device, remedy=remedy)
     return shared * whole.peak
-
-
-def check_least(option: str, value: int | None, least: int = 1) -> None:
-    """Raise ConfigError where an option is given and below `least`."""
-    if value is not None and value < least:
-        raise ConfigError(f"{option} is {value}; it must be at least {least}")
-
-
-def check_finite(option: str, value: float, unit: str = "") -> None:
-    """Raise ConfigError where an option is no finite number above 0."""
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{option} is {value:g}{unit}; it must be a finite number above 0")
 
 
 def choose_rungs(known: Mapping[str, Any], wanted: tuple[str, ...]) -> list[str]:

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from hasten.bench.models import BenchmarkModel, check_least
+from hasten.bench.models import BenchmarkModel
 from hasten.effects import KIND, Facts, Needs, Reads, Unless
 from hasten.engine.params import KVCacheDtype
 from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
 from hasten.machine import available_memory, measure_limits, resolve_device, resolve_dtype, training_precision
+from hasten.measure.options import check_least
 from hasten.model.config import ModelConfig
 from hasten.planning.choices import Wanted
 from hasten.planning.cost import matrices, parameters
@@ -53,7 +54,7 @@ class PlanOptions(Wanted):
     weights: Annotated[Weights, Unless("use", "train", "finetune")] = "auto"
     """Their format where they are only read; auto: the folder's own, else bfloat16."""
     kv_cache_dtype: Annotated[KVCacheDtype, ANSWERS] = "auto"
-    """Of the cache's keys and values."""
+    """Format of the cache's keys and values."""
     ranks: Annotated[int, TRAINS] = 1
     """Devices that train together, each with rows of its own."""
     tensor_parallel: Annotated[int, ANSWERS] = 1
@@ -161,7 +162,7 @@ class Subject:
         return replace(self, options=replace(self.options, **options))
 
     def plan(self, device: Device, use: TrainingUse | InferenceUse, *phases: Phase) -> Plan:
-        """On its device, or a part of it."""
+        """The plan on its device, or a part of it."""
         settings = {k: value for k, value in asdict(self.options).items() if k not in ("model", "json", "picture")}
         free = device.memory - PROCESS_BYTES
         return Plan(
@@ -308,7 +309,7 @@ def require_degree(subject: Subject) -> None:
 
 
 def measured_cost(subject: Subject, batches: Sequence[int] = ()) -> Generating | None:
-    """Of the model's steps with all cores; None where they are not to be measured, or cannot be."""
+    """Measure the model's steps with all cores; None where they are not to be measured, or cannot be."""
     if not (subject.shares_cores and subject.options.measure):
         return None
     from hasten.bench.predict import generating_seconds
@@ -319,7 +320,7 @@ def measured_cost(subject: Subject, batches: Sequence[int] = ()) -> Generating |
 
 
 def inference_plan(subject: Subject, *, replicas: int = 1, cost: Generating | None = None) -> Plan:
-    """Of one rank. replicas: that share this machine's cores. cost: of steps with all cores, measured."""
+    """Plan for one rank. replicas: how many share this machine's cores. cost: measured, of steps with all cores."""
     use, device = _inference(subject), subject.device
     if subject.shares_cores:
         device = device.part(replicas * use.degree)
@@ -366,7 +367,7 @@ def _inference(subject: Subject) -> InferenceUse:
 
 
 def weight_bytes(config: ModelConfig, weights: str) -> int:
-    """Of all weights in a format; the head of a quantized model is in int8, the embedding as it is."""
+    """Bytes of all weights in a format; the head of a quantized model is in int8, the embedding as it is."""
     from hasten.ops.linear.weights import INT4_GROUP, INT8, int4_format
     from hasten.quantization.schemes import tied_head_group
 

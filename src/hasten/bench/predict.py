@@ -123,7 +123,7 @@ def token_seconds(model: Transformer, context: int, cache: KVCacheDtype) -> floa
 
 
 def decoder_step(model: Transformer, sequences: int, context: int, cache: KVCacheDtype) -> float:
-    """Seconds of a step of the decoder: a token of each of so many sequences."""
+    """Seconds of a step of the decoder: a token of each sequence."""
     decoder, times = Decoder(model, batch=sequences, capacity=context + 1, kv_cache_dtype=cache), []
     token = torch.ones(sequences, dtype=torch.int64)
     for _ in range(12):
@@ -135,7 +135,7 @@ def decoder_step(model: Transformer, sequences: int, context: int, cache: KVCach
 
 
 def engine_step(model: Transformer, sequences: int) -> float:
-    """Seconds of a step of a server's engine: a token of each of so many short sequences."""
+    """Seconds of a step of a server's engine: a token of each of some short sequences."""
     settings = EngineSettings(max_length=32, max_sequences=sequences, token_budget=max(512, 16 * sequences))
     engine, times = Engine(model, None, settings), []
     params = SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)

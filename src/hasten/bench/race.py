@@ -1,6 +1,6 @@
 """Validation loss against wall time: one model and text, trained with what different rungs of the ladder switch on.
 
-The contestants take turns, some seconds each in every round, so that all of them see the same weather; the clock of
+The contestants take turns, some seconds each in every round, so that all of them meet the same conditions; the clock of
 each one stops while it waits, and while it measures its validation loss.
 """
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hasten.bench.draw import draw_curves
-from hasten.bench.measure import Ladder, say
-from hasten.bench.models import check_finite, check_least
-from hasten.bench.process import Rung
-from hasten.bench.table import machine_line, print_ladder
 from hasten.bench.train import kept_work, known_recipe, with_batch
 from hasten.bench.train_rungs import recipes
 from hasten.machine import resolve_device
+from hasten.measure.draw import draw_curves
+from hasten.measure.ladder import Ladder
+from hasten.measure.options import check_finite, check_least, say
+from hasten.measure.process import Rung
+from hasten.measure.table import machine_line, print_ladder
 from hasten.training.recipe import Recipe
 from hasten.training.schedules import learning_rate
 
@@ -49,9 +49,9 @@ class Race(Ladder):
     warmup: int = 0
     """Turns before them that are not counted, although the contestants learn in them."""
     seconds: float = 10.0
-    """Each one trains so long in a turn."""
+    """Training time of each in a turn."""
     steps: int = 200
-    """How long the run is taken to be, for the schedules of the learning rate and of layer dropping."""
+    """Assumed length of the run, for the schedules of the learning rate and of layer dropping."""
 
     def run(self) -> dict[str, Any]:
         """Train and return the report. Raises ConfigError for what does not exist, DataError for the text."""
@@ -64,7 +64,7 @@ class Race(Ladder):
         recipe = with_batch(recipe, self.batch_size, self.sequence_length, seed=self.seed)
         data = replace(recipe.data, source=self.source or recipe.data.source)
         recipe = replace(recipe, data=data, dropout=0.0, run=replace(recipe.run, steps=self.steps, device=device))
-        # Before any process: a text that is not there is told at once, and its vocabulary says what padding changes.
+        # Before any process: a missing text is an error at once, and its vocabulary decides what padding changes.
         vocab_size = prepare_data(recipe, init=None, progress=True).tokenizer.vocab_size
         text = Path(data.source).name or data.source  # never a whole path
         wanted = self.rungs or (*first_and_last(device), "layer-drop")
@@ -124,7 +124,7 @@ class RaceRung:
         self.scales: list[list[float]] = []
         self.spent = 0.0
         start = time.perf_counter()
-        self._one()  # compiles; what it learns counts, its time is told apart
+        self._one()  # compiles; what it learns counts, its time is reported separately
         self._one()
         self.compile_seconds = time.perf_counter() - start
         self._validate()

@@ -51,7 +51,7 @@ class LatencyLimits:
 async def measure(
     target: Target, workload: Workload, *, progress: Callable[[int, int], None] = lambda done, whole: None
 ) -> Load:
-    """Send one load and wait for all of it. progress: told how many requests have ended, and of how many."""
+    """Send one load and wait for its end. progress: called with the number of ended requests, and of all."""
     planned = plan(workload, vocabulary=target.vocabulary)
     ended = count(1)
     progress(0, len(planned))

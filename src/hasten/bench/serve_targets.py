@@ -26,7 +26,7 @@ _LINE = re.compile(r"^(?:hasten|vllm):(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+|NaN)", re
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """What became of one request. Times in seconds on one clock; `pieces`: when something came, for each sample."""
+    """The result of one request. Times in seconds on one clock; `pieces`: when something came, for each sample."""
 
     planned: Planned
     sent: float = 0.0
@@ -63,8 +63,8 @@ class HttpTarget:
         self.model = self.model or next(iter(known), None)
         if self.model is None:
             raise ConfigError(f"{self.url} serves no model")
-        told = known.get(self.model, {}).get("vocab_size")
-        self.vocabulary = self.vocabulary or (told if isinstance(told, int) else 1000)  # every real one has so many
+        size = known.get(self.model, {}).get("vocab_size")
+        self.vocabulary = self.vocabulary or (size if isinstance(size, int) else 1000)  # every real one has more
 
     async def ask(self, planned: Planned, workload: Workload, *, seed: int) -> RequestOutcome:
         """Send one request and wait for its end; an error is in the outcome."""

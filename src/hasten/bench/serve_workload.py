@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import Suppress
 
-from hasten.bench.models import check_least
 from hasten.errors import ConfigError
+from hasten.measure.options import check_least
 
 Lengths = Literal["fixed", "sharegpt", "alpaca"]
 MEANS: dict[str, tuple[float, float]] = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
@@ -50,7 +50,7 @@ class Workload:
     n: int = 1
     """Samples of each prompt."""
     temperature: float = 0.0
-    """Of sampling; with n above 1 at 0 all samples are the same."""
+    """Sampling temperature; with n above 1 at 0 all samples are the same."""
     seed: int = 0
     """Decides arrivals, lengths, prompts and random weights."""
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hasten.bench.measure import BenchmarkOptions, Ladder
-from hasten.bench.models import check_fits, check_least, require_compiler
-from hasten.bench.process import Rung
+from hasten.bench.models import check_fits, require_compiler
 from hasten.bench.train_rungs import rank_recipes, recipes
 from hasten.errors import ConfigError
 from hasten.machine import resolve_device, resolve_dtype, training_precision
+from hasten.measure.ladder import Ladder
+from hasten.measure.options import BenchmarkOptions, check_least
+from hasten.measure.process import Rung
 from hasten.model.config import ModelConfig
 from hasten.planning.cost import training_flops_per_token
 from hasten.planning.shapes import shape_config
@@ -32,7 +33,7 @@ TINY_SHAKESPEARE = 65  # characters that occur in it: the vocabulary of nanoGPT'
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(BenchmarkOptions):
-    """Of which model, and on rows of which length, steps are measured."""
+    """The model whose steps are measured, and the length of its rows."""
 
     shape: str | None = None
     """A named shape: gpt2-124m, llama-120m, …; on 4 x 256 tokens unless said otherwise."""
@@ -69,7 +70,7 @@ class TrainLadder(StepOptions, Ladder):
     steps: int = 2
     """Optimizer steps measured in each round."""
     processes: int = 1
-    """Of this machine, that train together: the rungs are then the ways to share the work, after one process alone."""
+    """Processes of this machine that train together: the rungs are then ways to share the work, after one process."""
 
     def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""

@@ -107,11 +107,11 @@ def recipes(
 def rank_recipes(
     recipe: Recipe, device: str, *, vocab_size: int | None, wanted: tuple[str, ...]
 ) -> dict[str, tuple[Recipe, tuple[str, ...]]]:
-    """As `recipes`, of several processes."""
+    """The same as `recipes`, for several processes."""
     all_on = cumulative(possible(device, vocab_size=vocab_size))
     techniques = all_on["native-kernels" if device == "cpu" else "fused-optimizer-and-loss"][0]
     known = dict(RANK_RUNGS)
-    if techniques.precision == "float32":  # masters stand behind weights in 16 bits
+    if techniques.precision == "float32":  # masters belong to weights in 16 bits
         del known["zero-3-masters"]
     return {
         name: (replace(recipe, techniques=techniques, parallel=Parallel(**known[name][1])), (known[name][0],))
@@ -172,7 +172,7 @@ def cumulative(rungs: Rungs) -> dict[str, tuple[Techniques, tuple[str, ...]]]:
         kind = next((technique for technique in REPLACED if technique in adds), name)
         if not fields.get("fp8"):
             words.pop("fp8", None)
-        words.pop(kind, None)  # what comes in its place stands where it was switched on
+        words.pop(kind, None)  # its replacement is listed where it was switched on
         words[kind] = text
         found[name] = Techniques(**fields), tuple(words.values())
         if len(found) == 1:

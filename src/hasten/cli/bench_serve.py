@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from hasten.bench.draw import draw_curves
-from hasten.bench.measure import Benchmark, say
-from hasten.bench.models import BenchmarkModel, check_least
+from hasten.bench.models import BenchmarkModel
 from hasten.bench.serve import DEFINITIONS, SCHEMA, LatencyLimits, measure
 from hasten.bench.serve_targets import EngineTarget, HttpTarget, Target
 from hasten.bench.serve_workload import Workload
-from hasten.bench.table import machine_line
 from hasten.cli.options import DraftOptions, EngineOptions, LoadOptions
 from hasten.effects import Needs, Unless
 from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
 from hasten.machine import describe
 from hasten.machine.progress import share
+from hasten.measure.draw import draw_curves
+from hasten.measure.options import Benchmark, check_least, say
+from hasten.measure.table import machine_line
 
 if TYPE_CHECKING:
     from hasten.model.transformer import Transformer

@@ -232,9 +232,9 @@ def _measure(folder: Path, run: Path, documents: list[str], budget: Budget, *, t
 
 
 def _measure_training(run: Path, budget: Budget, *, threads: Threads) -> None:
-    from hasten.bench.draw import draw_ladder
-    from hasten.bench.table import print_ladder
     from hasten.bench.train import TrainLadder
+    from hasten.measure.draw import draw_ladder
+    from hasten.measure.table import print_ladder
 
     need = budget.pace * TRAIN_LADDER
     if need > budget.left():

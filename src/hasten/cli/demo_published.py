@@ -197,8 +197,8 @@ def run_ladder(
 
     Writes ladder.json and ladder.png in `folder`. reserved: seconds that the rest of the demo needs.
     """
-    from hasten.bench.draw import draw_ladder
-    from hasten.bench.table import print_ladder
+    from hasten.measure.draw import draw_ladder
+    from hasten.measure.table import print_ladder
 
     left = budget.left() - reserved
     rungs, skipped = fitting(known, left, budget.pace)

@@ -31,7 +31,7 @@ class PlanCommand(JsonOption, PlanOptions):
         plan = make_plan(self.model, self)
         title = f"{plan.model}, {self.use}, {plan.use.dtype}, on {plan.device.name}"
         if self.picture is not None:
-            from hasten.bench.draw import draw_memory
+            from hasten.measure.draw import draw_memory
 
             draw_memory(plan.memory, self.picture, title=title, free=plan.free)
         if not self.write(plan.to_json()):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from hasten.bench.draw import BAR_FIRST, FAILED, SOFT, picture
-from hasten.bench.table import format_value, headed_table, standard_error
+from hasten.measure.draw import BAR_FIRST, FAILED, SOFT, picture
+from hasten.measure.table import format_value, headed_table, standard_error
 from hasten.profiling.tree import PartTime, folded, ordered
 
 if TYPE_CHECKING:

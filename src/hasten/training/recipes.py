@@ -75,7 +75,7 @@ CODE = Recipe(
 CODE_DRAFT = replace(CODE, name="code-4m", model=Shape(layers=2, hidden_size=256, heads=4, feed_forward=768))
 
 # A target for drafts that a cache of 33 MB does not hold, in int8 either: code-25m with 12 blocks
-# (benchmarks/deepen.py).
+# (benchmarks/finetuning.py deepen).
 CODE_DEEP = replace(
     CODE,
     name="code-45m",

@@ -1,0 +1,1 @@
+"""How everything here is measured: processes, interleaved rounds, medians, the machine beside them, JSON, pictures."""
