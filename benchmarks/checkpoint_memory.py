@@ -38,8 +38,7 @@ def measure(zero: int, background: bool, ranks: Any, folder: Path) -> dict[str, 
     from hasten.machine import peak_memory, process_memory, reset_peak_memory
     from hasten.model.initialize import initialize
     from hasten.training import build, checkpoints
-    from hasten.training.checkpoint_state import TrainingState
-    from hasten.training.random_state import RandomState
+    from hasten.training.checkpoint_state import RandomState, TrainingState
     from hasten.training.recipe import Data, Parallel, Recipe, Shape, Techniques
 
     techniques = Techniques(precision="float32", compile=False, keep_memory=False)

@@ -14,14 +14,17 @@ SOURCE = ROOT / "src" / "hasten"
 CLEAN = [
     "checkpoints/formats",
     "data",
+    "distributed",
     "evaluation",
     "machine",
     "model",
     "ops",
+    "planning",
     "profiling",
     "replicas",
     "server",
     "text",
+    "training",
 ]
 WORDS = {  # what is refused, and an example of what to write instead
     r"\bso many\b": "name the number: `batch` prompts, N processes",

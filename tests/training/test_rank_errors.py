@@ -110,7 +110,10 @@ def test_a_port_that_is_taken_is_named(recipe, tmp_path):
 
 @pytest.mark.parametrize(
     ("rank", "told"),
-    [("0", r"the processes cannot connect at localhost:\d+: .*1/2 clients joined"), ("5", "RANK is 5 and WORLD_SIZE 2")],
+    [
+        ("0", r"the processes cannot connect at localhost:\d+: .*1/2 clients joined"),
+        ("5", "RANK is 5 and WORLD_SIZE 2"),
+    ],
 )
 def test_a_rank_does_not_wait_for_ever_for_one_that_does_not_come(rank, told, monkeypatch):
     monkeypatch.setattr("hasten.distributed.launch.TOGETHER", timedelta(seconds=1))

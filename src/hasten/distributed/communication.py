@@ -110,8 +110,9 @@ def _crew(ranks: int) -> Iterator[Mapping[str, Callable[[], object]]]:
             if group is None:  # another could not be started, so nobody will call these
                 os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        for peer in group.peers[1:] if group is not None else ():
-            os.close(peer)
+        if group is not None:
+            for peer in group.peers[1:]:
+                os.close(peer)
 
 
 def _peers(processes: Mapping[int, int], ranks: int) -> list[int]:

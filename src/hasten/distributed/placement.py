@@ -1,4 +1,4 @@
-"""Where weights, gradients and optimizer states are, as the training step sees it.
+"""Placements of weights, gradients and optimizer states, as the training step sees them.
 
     Placement     whole, in one process
     Replicated    whole on every rank, gradients averaged (DistributedDataParallel)
@@ -209,14 +209,20 @@ class Sharded(Placement):
         self._shards, self._index = mesh.size(-1), mesh.get_local_rank("shard")
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
         frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
-        common: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": frozen}
-        blocks = [fully_shard(block, reshard_after_forward=stage == 3, **common) for block in model.blocks]
+
+        def shard(module: Any, *, reshard: bool) -> Any:
+            return fully_shard(
+                module, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy, ignored_params=frozen
+            )
+
+        blocks = [shard(block, reshard=stage == 3) for block in model.blocks]
         # The root's weights (head, last norm) are used again as soon as the backward pass begins.
-        self._root = fully_shard(model, reshard_after_forward=False, **common)
+        self._root = shard(model, reshard=False)
         self._units = [*blocks, self._root]
-        for i, block in enumerate(blocks if prefetch else ()):
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
-            block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
+        if prefetch:
+            for i, block in enumerate(blocks):
+                block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
+                block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
         super().__init__(model, copies=copies)
         self._shapes: dict[Tensor, torch.Size] = {
             own: self.parameters[name].shape for name, own in self.optimizer_params.items()

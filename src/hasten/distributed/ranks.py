@@ -61,7 +61,7 @@ class Ranks:
         """Whether `flag` is true on any rank."""
         return flag if self.size == 1 else bool(self.sum(torch.tensor(int(flag))))
 
-    def of_first(self, number: float) -> float:
+    def broadcast_from_rank0(self, number: float) -> float:
         """The first rank's number, as float64: decisions that depend on a clock are made there."""
         if self.size == 1:
             return number
