@@ -32,8 +32,7 @@ from hasten.measure.script import Report, Script, Table, main, markdown
 from hasten.measure.workers import child_command, hasten_json, last_json, on_ranks
 from hasten.model.initialize import initialize
 from hasten.training import build, checkpoints
-from hasten.training.checkpoint_state import TrainingState
-from hasten.training.random_state import RandomState
+from hasten.training.checkpoint_state import RandomState, TrainingState
 from hasten.training.recipe import Data, Parallel, Recipe, Shape, Techniques
 
 KEPT = ("seconds", "peak_memory_bytes", "predicted_memory_bytes", "bits_per_weight")

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.data.permutation import Permutation, mix
+from hasten.data.batches import Permutation, mix
 
 
 @given(st.integers(1, 600), st.integers(0, 2**64 - 1))

@@ -22,7 +22,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     ("present", "message"),
-    [([1, 2], "all ranks are there, but .* broke: gloo: reset$"), ([2], "rank 1 ended without a word")],
+    [([1, 2], "all ranks are alive, but .* broke: gloo: reset$"), ([2], "rank 1 ended without an error")],
 )
 def test_a_broken_connection_names_who_ended_or_that_nobody_did(monkeypatch, present, message):
     monkeypatch.setattr(launch, "ROLL_CALL", 0)

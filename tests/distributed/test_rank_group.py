@@ -65,7 +65,7 @@ def test_ranks_sum_and_gather_as_torch_does(count):
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 ended without a word"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 ended without an error"),
         ("raise ValueError('a mistake')", "rank 1: a mistake"),
     ],
     ids=["killed", "raised"],

@@ -18,9 +18,8 @@ from hasten.measure.counted import Alive
 from hasten.model.initialize import initialize
 from hasten.training import checkpoints
 from hasten.training.build import shape_config
-from hasten.training.checkpoint_state import TrainingState
+from hasten.training.checkpoint_state import RandomState, TrainingState
 from hasten.training.optimizers import adamw
-from hasten.training.random_state import RandomState
 from hasten.training.recipe import Optimizer, Recipe, Shape
 
 CPU = torch.device("cpu")

@@ -23,7 +23,8 @@ def test_what_was_chosen_is_kept_when_the_run_goes_on(recipe, monkeypatch):
     def with_room_for(rows):
         def patched(config, own, device, **options):
             room = here(config, own, device, **options)
-            return replace(room, free=room.memory(batch_size=rows, accumulation=8 // rows).peak)
+            data = replace(own.data, batch_size=rows, accumulation=8 // rows)
+            return replace(room, free=room.memory(data).peak)
 
         monkeypatch.setattr(MemoryCheck, "here", patched)
 

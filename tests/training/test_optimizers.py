@@ -10,12 +10,11 @@ from hasten.model.initialize import initialize
 from hasten.training.build import shape_config
 from hasten.training.lamb import Lamb
 from hasten.training.muon import Muon
-from hasten.training.optimizers import adamw, make_optimizer, set_learning_rate
-from hasten.training.parameter_groups import Rule, parameter_groups, parse_rule
+from hasten.training.optimizers import Rule, adamw, make_optimizer, parameter_groups, parse_rule
 from hasten.training.precision import Precision
 from hasten.training.recipe import Optimizer, Recipe, Shape
 from hasten.training.session import train
-from hasten.training.step import TrainStep
+from hasten.training.step import TrainStep, set_learning_rate
 
 
 def model(family="llama"):
@@ -135,8 +134,8 @@ def test_muon_is_pytorchs_within_its_rounding(shape, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for _ in range(3)]
     own, theirs = ([torch.nn.Parameter(weight.clone()) for weight in start] for _ in range(2))
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    optimizers = (Muon(own, **options), torch.optim.Muon(theirs, **options))
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    optimizers = (Muon(own, **options), torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **options))
     for _ in range(3):
         for one, other in zip(own, theirs, strict=True):
             one.grad = torch.randn(shape, generator=generator)

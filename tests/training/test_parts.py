@@ -23,12 +23,11 @@ from hasten.planning.cost import parameters
 from hasten.training.budget import fixed_steps, timed_steps
 from hasten.training.build import attention_kernel, shape_config
 from hasten.training.evaluate import Validation
-from hasten.training.journal import Journal, read
+from hasten.training.journal import FEWEST, Journal, is_spike, read
 from hasten.training.memory import MemoryCheck, step_memory
 from hasten.training.optimizers import adamw
 from hasten.training.precision import Precision
 from hasten.training.recipe import Data, Optimizer, Recipe, Run, Shape, Techniques
-from hasten.training.spikes import FEWEST, is_spike
 from hasten.training.step import TrainStep
 
 CONFIG = shape_config(Shape(layers=1, hidden_size=32, heads=2, feed_forward=64), vocab_size=50, positions=16)
@@ -55,7 +54,7 @@ def test_a_journal_that_is_no_text_is_read_up_to_there(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "name": "\xff"}\n{"step": 3}\n')
     assert [line["step"] for line in read(path)] == [1]
-    with pytest.warns(HastenWarning, match="up to step 1 only; the lines from there to step 3 are lost"):
+    with pytest.warns(HastenWarning, match="only up to step 1; the lines from there to 3 are lost"):
         Journal(path, keep_steps=3).close()
 
 
@@ -212,10 +211,13 @@ def test_fitted_rows_are_cut_into_as_few_micro_batches_as_fit():
         found = MemoryCheck(config=CONFIG, recipe=recipe, device=torch.device("cpu"), free=free).fitted().recipe.data
         return found.batch_size, found.accumulation
 
-    room = MemoryCheck(config=CONFIG, recipe=asked, device=torch.device("cpu"))
-    assert fitted(room.memory(batch_size=24, accumulation=1).peak) == (24, 1)
-    assert fitted(room.memory(batch_size=24, accumulation=1).peak - 1) == (12, 2)
-    assert fitted(room.memory(batch_size=2, accumulation=12).peak) == (2, 12)
+    def peak(rows, count):
+        check = MemoryCheck(config=CONFIG, recipe=asked, device=torch.device("cpu"))
+        return check.memory(replace(asked.data, batch_size=rows, accumulation=count)).peak
+
+    assert fitted(peak(24, 1)) == (24, 1)
+    assert fitted(peak(24, 1) - 1) == (12, 2)
+    assert fitted(peak(2, 12)) == (2, 12)
     assert fitted(0) == (4, 6), "what fits in no way is refused with the recipe's own batch"
     assert fitted(1 << 40, fit=False) == (4, 6)
 

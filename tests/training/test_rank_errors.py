@@ -67,7 +67,7 @@ CHILD = textwrap.dedent("""
 
 WRONG = [
     ("memory", {}, "TrainingError: rank 1: the memory is gone"),
-    ("killed", {}, "TrainingError: rank 1 ended without a word"),
+    ("killed", {}, "TrainingError: rank 1 ended without an error"),
     ("code", {}, "ConfigError: rank 1 has another version of hasten's code than rank 0 (older, not "),
     ("folder", {}, "ConfigError: rank 1 has another checkpoint than rank 0 (none, not of step 2)"),
     ("text", {}, "ConfigError: rank 1 has another data than rank 0 ("),
@@ -110,7 +110,10 @@ def test_a_port_that_is_taken_is_named(recipe, tmp_path):
 
 @pytest.mark.parametrize(
     ("rank", "told"),
-    [("0", r"the processes cannot meet at localhost:\d+: .*1/2 clients joined"), ("5", "RANK is 5 and WORLD_SIZE 2")],
+    [
+        ("0", r"the processes cannot connect at localhost:\d+: .*1/2 clients joined"),
+        ("5", "RANK is 5 and WORLD_SIZE 2"),
+    ],
 )
 def test_a_rank_does_not_wait_for_ever_for_one_that_does_not_come(rank, told, monkeypatch):
     monkeypatch.setattr("hasten.distributed.launch.TOGETHER", timedelta(seconds=1))

@@ -141,7 +141,7 @@ def test_the_command_says_how_to_go_on_and_exits_with_130(recipe, tmp_path):
     output, errors = child.communicate(timeout=60)
     assert child.returncode == 130, errors
     assert output == ""
-    assert "the same command goes on from there" in errors
+    assert "the same command continues from there" in errors
     assert "Traceback" not in errors
 
 

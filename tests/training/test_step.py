@@ -218,7 +218,7 @@ def test_a_layer_that_is_replaced_later_is_called(family):
     from hasten.model.swap import swap_kinds
     from hasten.model.transformer import MLP, Attention
     from hasten.training.build import apply_fused_activations, apply_joined_projections
-    from hasten.training.swapped import FusedMLP, JoinedAttention
+    from hasten.training.training_modules import FusedMLP, JoinedAttention
 
     class Doubled(torch.nn.Linear):
         def forward(self, x):

@@ -160,14 +160,14 @@ def test_a_teacher_may_have_rows_that_no_token_has(recipe, folder):
 def test_a_teacher_that_does_not_fit_is_refused(recipe, folder, tmp_path):
     with pytest.raises(ConfigError, match=r"teacher .* has 300 tokens, the model 320; it needs the same"):
         train(recipe(name="other", teacher=folder, vocab_size=320), progress=False)
-    with pytest.raises(ConfigError, match=r"teacher .* knows 32 positions and data\.context is 64; lower that"):
+    with pytest.raises(ConfigError, match=r"teacher .* has 32 positions and data\.context is 64; lower data\.context"):
         train(recipe(name="long", teacher=folder, tokenizer=folder, context=64), progress=False)
     with pytest.raises(CheckpointError, match=r"^teacher: .*none.* is not a folder here"):
         train(recipe(name="none", teacher=str(tmp_path / "none")), progress=False)
     with pytest.raises(ConfigError, match="teacher is empty"):
         recipe(teacher="").check()
     split = recipe(teacher=folder)
-    with pytest.raises(ConfigError, match=r"parallel\.tensor goes without a teacher"):
+    with pytest.raises(ConfigError, match=r"parallel\.tensor does not support a teacher"):
         replace(split, parallel=replace(split.parallel, tensor=2, zero=1)).check()
     with pytest.raises(ConfigError, match="profile the recipe without one"):
         profile(split, tmp_path / "profile")

@@ -161,7 +161,7 @@ def test_a_whole_model_is_compiled_where_asked(tiny_recipe, monkeypatch, asked):
     step = build.training_step(model, recipe)
     assert (step.whole._compiled is not None) == asked
     assert ("compiled as one graph" in step.how) == asked
-    assert ("kernels of our own" in step.how) != asked
+    assert ("hasten's kernels" in step.how) != asked
     refusals["refusal"] = lambda device: "none"
     monkeypatch.setattr(whole_step, "triton_support", SimpleNamespace(**refusals))
     assert "compiled as one graph" in build.training_step(make("plain").model, recipe).how

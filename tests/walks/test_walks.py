@@ -15,7 +15,7 @@ PARTS = {  # of the page, and the walks that make them
     "**A chat request**": ("chat request",),
 }
 
-SOMETIMES = {"training/teacher.py", "training/reading.py", "training/layer_drop.py", "engine/ahead.py"}  # or on a GPU
+SOMETIMES = {"training/teacher.py", "training/layer_drop.py", "engine/ahead.py"}  # or on a GPU
 
 
 @pytest.fixture(scope="module")

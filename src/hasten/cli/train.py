@@ -21,30 +21,31 @@ TRAINS = Unless("print_config")
 
 @dataclass(frozen=True, kw_only=True)
 class Train(JsonOption):
-    """Train a language model, from scratch or from a checkpoint (--init), and leave a Hugging Face folder.
+    """Train a language model, from scratch or from a checkpoint (--init), and write a Hugging Face folder.
 
-    Everything lands in runs/NAME: model/, train.jsonl (a line a step), loss.png, checkpoints/. Ctrl-C saves and ends;
-    the same command goes on from there.
+    Everything is written to runs/NAME: model/, train.jsonl (a line a step), loss.png, checkpoints/. Ctrl-C saves and
+    ends the run; the same command continues it.
     """
 
     # An empty name takes the word "recipe" out of every flag: --optimizer.learning-rate, not --recipe.optimizer....
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
     resume: Annotated[Literal["auto", "never", "must"], TRAINS] = "auto"
-    """auto: go on from the run's last checkpoint where there is one; never: start over; must: insist on one."""
+    """auto: continue from the run's last checkpoint, if there is one; never: start over; must: require a checkpoint."""
     print_config: bool = False
-    """Print the recipe as JSON and end."""
+    """Print the recipe as JSON and exit."""
     processes: Annotated[int, TRAINS] = 0
-    """Train in N processes on this machine, which share the work as --parallel says (0: in this one)."""
+    """Train in N processes on this machine, which divide the work by --parallel (0: in this process)."""
     max_restarts: Annotated[int, TRAINS, Needs("processes")] = 0
-    """With --processes: how often to start all of them again when one has died."""
+    """With --processes: how often to restart all of them after one has died."""
     progress: Annotated[bool, TRAINS] = True
-    """Show the progress on standard error: a bar, or a line about every 30 seconds where it is no terminal."""
+    """Show the progress on standard error: a bar, or a line about every 30 seconds if it is not a terminal."""
 
     def facts(self) -> Facts:
-        """What conditions of options depend on beside other options."""
+        """Facts that conditions of options depend on, besides other options."""
         return facts_of(self.recipe.run.device)
 
     def run(self) -> None:
+        """Train, and print a summary; with --print-config print the recipe."""
         if self.print_config:
             if self.write(self.recipe.to_json()):
                 print(json.dumps(self.recipe.to_json(), indent=2))
@@ -53,12 +54,12 @@ class Train(JsonOption):
         from hasten.training.session import train
 
         result = train(self.recipe, progress=self.progress, resume=self.resume)
-        if launched() and os.environ["RANK"] != "0":  # the first one reports
+        if launched() and os.environ["RANK"] != "0":  # rank 0 reports
             raise SystemExit(0 if result.stopped_by is None else 128 + result.stopped_by)
         for_people = self.write(result.to_json())
         if result.stopped_by is not None:
             print(
-                f"stopped after step {result.steps}, saved in {result.folder}: the same command goes on from there",
+                f"stopped after step {result.steps}, saved in {result.folder}: the same command continues from there",
                 file=sys.stderr,
             )
             raise SystemExit(128 + result.stopped_by)
@@ -77,7 +78,7 @@ class Train(JsonOption):
         command: Train = tyro.cli(
             command_type(),
             prog="hasten train",
-            description="Train a recipe. `hasten train RECIPE --help` has what people use, `--help-all` every field.",
+            description="Train a recipe. `hasten train RECIPE --help` shows the usual options, `--help-all` all.",
             args=argv,
         )
         refuse_ignored(command, argv, usual=Train(recipe=RECIPES[argv[0]]))
@@ -85,14 +86,14 @@ class Train(JsonOption):
         if command.processes and not command.print_config and not launched():
             from hasten.distributed.launch import start
 
-            command.recipe.check()  # before it is asked as many times
+            command.recipe.check()  # once, before every process does it
             start(["train", *argv], processes=command.processes, max_restarts=command.max_restarts)
         else:
             command.run()
 
 
 def summary(result: Any) -> str:
-    """What a finished run comes to, in lines for people."""
+    """Summarize a finished run in two lines for people."""
     parts = [f"{result.steps:,} steps, {result.tokens:,} tokens in {result.seconds / 60:.1f} minutes"]
     known = (
         ("{:,.0f} tokens/s", result.tokens_per_second),
@@ -106,7 +107,7 @@ def summary(result: Any) -> str:
 
 
 def command_type() -> Any:
-    """The tyro type of the command: one subcommand a recipe, whose fields are the flags."""
+    """The command's type for tyro: one subcommand for each recipe, whose fields are the flags."""
     return tyro.extras.subcommand_type_from_defaults(
         {name: Train(recipe=recipe) for name, recipe in RECIPES.items()}, descriptions=DESCRIPTIONS, prefix_names=False
     )

@@ -6,17 +6,17 @@ import textwrap
 from hasten.training.recipe import Recipe, flat
 from hasten.training.recipes import DESCRIPTIONS
 
-# flag -> (the field it sets, None for one of the command's own, and what it does)
+# flag -> (field of the recipe, None for the command's own options; help)
 USUAL: dict[str, tuple[str | None, str]] = {
-    "--minutes": ("run.minutes", "about how long training lasts"),
-    "--steps": ("run.steps", "instead of minutes or epochs"),
-    "--name": ("name", "of the run: its folder is runs/NAME"),
-    "--init": ("init", "a model folder or hub id to go on from"),
-    "--data.source": ("data.source", "a file, folder, glob or hf:owner/name"),
+    "--minutes": ("run.minutes", "approximate duration"),
+    "--steps": ("run.steps", "number of steps, instead of minutes"),
+    "--name": ("name", "name of the run: its folder is runs/NAME"),
+    "--init": ("init", "model folder or hub id to finetune"),
+    "--data.source": ("data.source", "file, folder, glob or hf:owner/name"),
     "--data.batch-size": ("data.batch_size", "rows in memory at once"),
-    "--optimizer.learning-rate": ("optimizer.learning_rate", "at its peak"),
-    "--techniques.precision": ("techniques.precision", "of the matrix products"),
-    "--resume": (None, "or never, or must: from the last checkpoint"),
+    "--optimizer.learning-rate": ("optimizer.learning_rate", "peak learning rate"),
+    "--techniques.precision": ("techniques.precision", "dtype of the matrix products"),
+    "--resume": (None, "from the last checkpoint; never, must"),
 }
 COMMANDS_OWN = {"--resume": "auto"}
 WIDTH = 80
@@ -47,6 +47,6 @@ def first_screen(recipe: Recipe) -> str:
 
 
 def _as_many_as_fit(names: list[str], room: int = WIDTH - 17) -> str:
-    """The names on one line, dots for those that it has no room for."""
+    """The names on one line of `room` characters, with dots for those that do not fit."""
     text = ", ".join(names)
     return text if len(text) <= room else f"{text[: text.rindex(', ', 0, room - 3)]}, ..."

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hasten.data.packing import Packing, pack
-from hasten.data.permutation import Permutation, mix
 from hasten.data.shards import TokenSplit
 from hasten.errors import ConfigError, DataError
 
@@ -25,14 +24,17 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED = -100  # targets without loss, as torch.nn.functional.cross_entropy has it
-_LOOK_AHEAD = 2  # batches that each worker prepares before they are asked for
+_LOOK_AHEAD = 2  # batches that each worker prepares before they are requested
+_MASK = (1 << 64) - 1
+_ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """inputs: (B, T) int64. targets: (B, T) int64, the token after each input; -100 where there is no loss.
+    """A batch of B rows of T tokens.
 
-    documents: (B, T) int64 or None, the document of each input token, counted from 0 in each row.
+    inputs: (B, T) int64. targets: (B, T) int64, the token after each input; -100 where there is no loss. documents:
+    (B, T) int64 or None, the document of each input token, counted from 0 in each row.
     """
 
     inputs: "torch.Tensor"
@@ -44,7 +46,7 @@ class Batch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def only(self, rows: slice) -> "Batch":
-        """Some rows of it."""
+        """A batch with some of the rows."""
         return self._each(lambda tensor: tensor[rows])
 
     def _each(self, change: "Callable[[torch.Tensor], torch.Tensor]") -> "Batch":
@@ -134,7 +136,8 @@ def evaluation_windows(split: TokenSplit, *, batch_size: int, sequence_length: i
     without two tokens, or without an answer that fits.
     """
     _check_sizes(batch_size=batch_size, sequence_length=sequence_length)
-    for first in range(0, len(windows := evaluated(split, sequence_length=sequence_length)), batch_size):
+    windows = evaluated(split, sequence_length=sequence_length)
+    for first in range(0, len(windows), batch_size):
         own = windows[first : first + batch_size]
         yield _assemble(split, own, length=sequence_length, rows=batch_size)
 
@@ -194,3 +197,39 @@ def _read(array: Any, start: int, count: int) -> npt.NDArray[Any]:
     """Read `count` elements from `start` on, wrapping around at the end."""
     tail = array[start : start + count]
     return tail if len(tail) == count else np.concatenate([tail, array[: count - len(tail)]])
+
+
+def mix(*numbers: int) -> int:
+    """A 64-bit hash of integers, the same on every machine (the finalizer of splitmix64; Steele et al. 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class Permutation:
+    """A random permutation of 0..size-1, chosen by `key` and computed element by element, without a list of them.
+
+    A Feistel network, walked until it is back in range.
+
+    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), the cycle-walking cipher.
+    """
+
+    size: int
+    key: int
+
+    def __getitem__(self, index: int) -> int:
+        assert 0 <= index < self.size, (index, self.size)
+        half = ((self.size - 1).bit_length() + 1) // 2
+        low_bits = (1 << half) - 1
+        while True:
+            left, right = index >> half, index & low_bits
+            for turn in range(_ROUNDS):
+                left, right = right, left ^ (mix(self.key, turn, right) & low_bits)
+            index = left << half | right
+            if index < self.size:  # at most four tries on average: the domain is less than 4 × size
+                return index

@@ -1,4 +1,4 @@
-"""A bigram model predicts a token from the one before it alone. A trained model has to beat it."""
+"""A bigram model, which predicts a token from the one before it alone: a baseline for trained models."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ DISCOUNT = 0.75  # taken from every count, for pairs that were never seen
 
 
 def bigram_loss(training: npt.ArrayLike, held_out: Iterable[npt.ArrayLike], *, vocab_size: int) -> float:
-    """The mean loss (nats) of every held-out token after its document's first, by an interpolated Kneser-Ney bigram.
+    """Mean loss (nats) of every held-out token after its document's first, by an interpolated Kneser-Ney bigram.
 
     p(w | h) = (max(c(h, w) - d, 0) + d · n(h) · q(w)) / c(h), where n(h) is the number of distinct tokens after h and
     q(w) the number of distinct tokens before w, plus one half (Chen and Goodman 1999, section 2.7).

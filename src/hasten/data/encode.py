@@ -24,7 +24,7 @@ VALIDATION_FILE = "validation.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """What is encoded at once: a part of a text, or a whole chat. read: its bytes in the source, to show progress."""
+    """A unit of encoding: a part of a text, or a whole chat. read: its bytes in the source, to show progress."""
 
     split: SplitName
     name: str

@@ -39,7 +39,7 @@ class Packing:
 
 
 def longest_document(split: TokenSplit) -> int:
-    """Tokens of the longest document."""
+    """Number of tokens in the longest document of a split."""
     return int(np.diff(split.document_starts, append=len(split)).max(initial=0))
 
 
@@ -83,7 +83,7 @@ def pack(split: TokenSplit, *, length: int) -> Packing:
             count += size
     close()
     if not windows:
-        without = ", or hold nothing out (--data.validation-fraction 0)" * (split.name == "validation")
+        without = ", or hold nothing out (--data.validation-fraction 0)" if split.name == "validation" else ""
         raise DataError(
             f"none of the {len(begins):,} conversations of the {split.name} split has an answer within {length:,} "
             f"tokens; the longest has {longest_document(split):,}: raise sequence_length "

@@ -53,7 +53,8 @@ def read_text(path: Path) -> Iterator[str]:
     with reading(path), path.open("rb") as file:
         while True:
             block = file.read(_BLOCK_BYTES)
-            if (zero := block.find(0)) >= 0:
+            zero = block.find(0)
+            if zero >= 0:
                 raise DataError(f"{path}: is a binary file, not text (byte {position + zero} is zero); leave it out")
             try:
                 text = decoder.decode(block, final=not block)
@@ -77,9 +78,11 @@ def items_of_record(record: Mapping[str, Any], *, name: str, text_field: str) ->
     there. A text field named by the user overrides everything but `messages`.
     """
     named = text_field != USUAL_FIELD and text_field in record
-    if (record.get("messages") is not None or not named) and (found := conversation(record, name=name)) is not None:
-        yield found
-        return
+    if record.get("messages") is not None or not named:
+        found = conversation(record, name=name)
+        if found is not None:
+            yield found
+            return
     if text_field not in record:
         raise no_text(name, f"field {text_field!r}", sorted(map(str, record)))
     text = record[text_field]
@@ -139,7 +142,7 @@ def _read_json(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
 
 
 def _words(found: Any) -> str:
-    """What a file of JSON holds that is no list of objects, and where one is in it."""
+    """Describe JSON that is not a list of objects, and name the field that holds one."""
     if not isinstance(found, dict):
         return f"{found!r:.40}"
     lists = [name for name, value in found.items() if isinstance(value, list) and value and isinstance(value[0], dict)]

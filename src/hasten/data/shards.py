@@ -77,12 +77,13 @@ class TokenSplit:
 
     @property
     def documents(self) -> int:
+        """Number of documents."""
         return len(self.document_starts)
 
     def document_numbers(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """(length,) int64: for each token from `start` on, how many documents began after `start`: 0, 0, 1, 1, 1, 2.
 
-        Past the end it goes on at the beginning of the split, as packed windows do.
+        Past the end it continues at the beginning of the split, as packed windows do.
         """
         marks = np.zeros(length, np.int64)
         done, first = 0, start
@@ -138,6 +139,7 @@ class ShardWriter:
         self._starts = _Stream(folder, f"{split}.starts.bin", "<i8")
 
     def begin_document(self) -> None:
+        """Begin a document with the next token."""
         self._starts.write(np.array([self.tokens]))
         self.documents += 1
 
@@ -165,6 +167,7 @@ class ShardWriter:
                 stream.close()
 
     def close(self) -> dict[str, Any]:
+        """Complete the files; returns the split's entry in the manifest."""
         for stream in (self._tokens, self._weights, self._starts):
             stream.close()
         shards: list[dict[str, Any]] = [{"file": name, "tokens": n} for name, n in self._tokens.counts.items()]

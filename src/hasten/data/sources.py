@@ -1,4 +1,4 @@
-"""Where text comes from: the standard library's own sources, files, and Hugging Face data sets."""
+"""Text sources: the standard library's own sources, files, and Hugging Face data sets."""
 
 import glob
 import hashlib
@@ -173,7 +173,7 @@ def _folder_source(source: str, folder: Path, *, text_field: str) -> Source:
 
 
 def _named(folder: Path, files: Iterable[Path]) -> Files:
-    """Each with its name in the folder, sorted by it."""
+    """Name each path relative to its folder, and sort by these names."""
     return tuple(sorted((path.relative_to(folder).as_posix(), path) for path in files))
 
 
@@ -188,7 +188,7 @@ def _glob_source(source: str, pattern: Path, *, text_field: str) -> Source:
 
 
 def _python_source(name: str) -> Source:
-    """The sources of the running Python: real text, and on every machine."""
+    """The .py files of the running Python: real text that every machine has."""
     files: Files = ()
     skipped = 0
     for kind, key in PYTHON_FOLDERS[name].items():

@@ -4,5 +4,5 @@ import os
 
 
 def launched() -> bool:
-    """Whether this is a process of torchrun, or of whatever else sets its variables."""
+    """Whether torchrun started this process, or another launcher that sets its variables."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

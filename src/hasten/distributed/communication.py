@@ -1,7 +1,7 @@
-"""What an exchange between ranks of this machine costs: a latency and a bandwidth, measured in a fraction of a second.
+"""Measures the cost of an exchange between ranks of this machine: latency and bandwidth, in a fraction of a second.
 
-Sums of zeros through shared memory (`ops/collective`), with processes forked from this one as the other ranks: they do
-nothing else, so torch is not loaded again. Undisturbed: in a model's step the ranks also wait for the slowest.
+It times sums of zeros through shared memory (`ops/collective`). The other ranks are processes forked from this one that
+do nothing else, so torch is not loaded again. In a model's step the ranks additionally wait for the slowest one.
 """
 
 import mmap
@@ -25,16 +25,17 @@ from hasten.ops.collective import RankGroup
 from hasten.ops.native import library, native_ops
 from hasten.planning.devices import LINKS
 
-COUNTS = (2048, 32_768, 131_072)  # bfloat16 values of a sum: those of a token, and of a prompt
-PIECE = 32_768  # of them at once
-SUMS = 40  # of the smallest in a call; of the others fewer
-BUSY = 100e-6  # seconds; a piece that took longer was of ranks without a core of their own
+COUNTS = (2048, 32_768, 131_072)  # bfloat16 values in a sum: for one token, and for prompts
+PIECE = 32_768  # values summed at a time
+SUMS = 40  # sums of the smallest count in a call; fewer of the others
+BUSY = 100e-6  # seconds; a piece that took longer was summed by ranks without a core of their own
 
 
 def link_here(ranks: int) -> Link:
-    """Measure the link between ranks of this machine, or take it from the cache.
+    """Link between `ranks` processes of this machine, measured once and then read from the cache.
 
-    Raises ConfigError for more ranks than cores.
+    A typical link where it cannot be measured, or where other programs occupied the cores. Raises ConfigError for more
+    ranks than cores.
     """
     require_cores(ranks)
     typical = LINKS["shared-memory"]
@@ -44,19 +45,19 @@ def link_here(ranks: int) -> Link:
     if native is None or not sys.platform.startswith("linux"):
         return LINKS["gloo"]
     what, name = f"sums of {ranks} ranks", native.path.stem
-    with ExitStack() as crew:  # entered only where it is measured
+    with ExitStack() as crew:  # entered only if it has to be measured
         times = compare(what, lambda: crew.enter_context(_crew(ranks)), library=name, clock=time.perf_counter)
     if not times:
         return typical
     seconds = {count: times[str(count)] / sums for count, sums in _sums().items()}
     if all(one < BUSY * -(-count // PIECE) for count, one in seconds.items()):
         return fitted({2 * count: one for count, one in seconds.items()}, ranks=ranks)
-    forget(what, library=name)  # a busy moment is not this machine
+    forget(what, library=name)  # the machine was busy; measure again next time
     return replace(typical, source=f"{typical.source}: other programs had the cores while it was measured")
 
 
 def fitted(seconds: Mapping[int, float], *, ranks: int, source: str = "measured on this machine") -> Link:
-    """The link of seconds by the bytes of a sum: its bandwidth from the largest, its latency from the smallest."""
+    """Fit a link to the seconds of sums, by their bytes: bandwidth from the largest, latency from the smallest."""
     small, large = min(seconds), max(seconds)
     per_byte = max(seconds[large] - seconds[small], 1e-3 * seconds[large]) / (large - small)
     latency = max(0.0, seconds[small] - per_byte * small)
@@ -71,12 +72,12 @@ def require_cores(ranks: int) -> None:
 
 
 def _sums() -> dict[int, int]:
-    """Sums that a call makes, by their number of values."""
+    """Number of sums that a call makes, by their number of values."""
     return {count: max(2, SUMS * COUNTS[0] // count) for count in COUNTS}
 
 
 def _add(group: RankGroup, count: int) -> None:
-    """Sums of zeros, in place as in the native steps."""
+    """Sum zeros in place, as the native steps do."""
     x = torch.zeros(count, dtype=torch.bfloat16)
     for _ in range(_sums()[count]):
         native_ops().sum_of_ranks(group.plan, x)
@@ -84,7 +85,7 @@ def _add(group: RankGroup, count: int) -> None:
 
 @contextmanager
 def _crew(ranks: int) -> Iterator[Mapping[str, Callable[[], object]]]:
-    """The calls of rank 0, and the others to answer them; they end with the block."""
+    """Start the other ranks, and give rank 0's call for each number of values; the ranks end with the context."""
     segment = torch.frombuffer(mmap.mmap(-1, native_ops().segment_bytes(ranks)), dtype=torch.uint8)
     first, children = os.getpid(), list[int]()
     group: RankGroup | None = None
@@ -106,25 +107,27 @@ def _crew(ranks: int) -> Iterator[Mapping[str, Callable[[], object]]]:
         raise
     finally:
         for child in children:
-            if group is None:  # nobody calls those that are there: another could not be started
+            if group is None:  # another could not be started, so nobody will call these
                 os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        for peer in group.peers[1:] if group is not None else ():
-            os.close(peer)
+        if group is not None:
+            for peer in group.peers[1:]:
+                os.close(peer)
 
 
 def _peers(processes: Mapping[int, int], ranks: int) -> list[int]:
-    """A pidfd of each rank whose process is known."""
+    """A pidfd for each rank whose process is known, else -1."""
     return [os.pidfd_open(processes[rank]) if rank in processes else -1 for rank in range(ranks)]
 
 
 def _called(group: RankGroup, count: int) -> None:
+    """Have all ranks sum `count` values, and take part."""
     group.of_first([count])
     _add(group, count)
 
 
 def _follow(rank: int, ranks: int, segment: torch.Tensor, first: int) -> None:
-    """Run another rank: add as many values as the first one says, until it says 0."""
+    """Run another rank: sum as many values as the first one sends, until it sends 0."""
     try:
         group = RankGroup(rank, ranks, segment, _peers({0: first}, ranks))
         with share_of_cores(rank, ranks):

@@ -1,8 +1,8 @@
-"""The mean over ranks of a tensor that travels as one bit an element.
+"""Mean over ranks of a tensor that is sent as one bit an element.
 
-Every rank compresses its tensor, piece by piece, and sends piece j to rank j; each decompresses the pieces that it got,
-takes their mean, compresses that, and sends it to all. So all ranks end with the same bits. What compressing left out
-is kept by whoever compressed, and added the next time (error feedback: 1-bit Adam, arXiv 2102.02888):
+Every rank compresses its tensor, piece by piece, and sends piece j to rank j; each decompresses the pieces it received,
+takes their mean, compresses that, and sends it to all. So all ranks end with the same bits. Each rank keeps its
+compression error and adds it the next time (error feedback: 1-bit Adam, arXiv 2102.02888):
 
     c = x + worker_error      q = code(c)    worker_error = c - q      each rank, its whole tensor
     r = mean q + server_error p = code(r)    server_error = r - p      rank j, piece j
@@ -14,24 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_GATHER = 0x0102040810204080  # times eight bytes of 0 or 1: byte i as bit 56 + i, and no sum of others reaches there
-_SIGNS = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).float() * 2 - 1  # of each byte, the lowest bit first
-_MULTIPLE = 256  # of elements in a piece; checkpoints hold errors of this size
+_GATHER = 0x0102040810204080  # times eight bytes of 0 or 1: moves byte i to bit 56 + i, where no carry reaches
+_SIGNS = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).float() * 2 - 1  # for each byte, the lowest bit first
+_MULTIPLE = 256  # the elements of a piece are a multiple of it; checkpoints hold errors of this size
 
 
 def pack(pieces: Tensor, kept: Tensor) -> Tensor:
-    """The sign of each element, times one size for all pieces: ‖c‖/√(elements kept), with sign(0) = +1.
+    """Compress (P, n) float32 to (P, n / 8 + 4) uint8: the sign of each element and one size for all pieces.
 
-    (P, n) float32 -> (P, n / 8 + 4) uint8. kept: (P, n) float32, 0 for elements that are zero for good, else 1.
+    The size is ‖c‖/√(elements kept); sign(0) = +1. kept: (P, n) float32, 0 for elements that are always zero, else 1.
     """
     size = pieces.norm() / kept.sum(dtype=torch.float64).clamp(min=1).sqrt()
     sizes = size.float().reshape(1, 1).repeat(len(pieces), 1).view(torch.uint8)
-    bits = ((pieces >= 0).view(torch.int64) * _GATHER) >> 56  # eight bytes of 0 or 1, into the highest one
+    bits = ((pieces >= 0).view(torch.int64) * _GATHER) >> 56  # eight bytes of 0 or 1, gathered in the highest byte
     return torch.cat([sizes, bits.to(torch.uint8)], dim=1)
 
 
 def unpack(packed: Tensor, n: int) -> Tensor:
-    """The inverse of `pack`: (P, n / 8 + 4) uint8 -> (P, n) float32."""
+    """Decompress the result of `pack`: (P, n / 8 + 4) uint8 -> (P, n) float32."""
     sizes = packed[:, :4].contiguous().view(torch.float32)
     signs = torch.nn.functional.embedding(packed[:, 4:].int(), _SIGNS.to(packed.device))
     return signs.view(len(packed), n).mul_(sizes)
@@ -39,32 +39,35 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """What compressing left out so far: of this rank's tensor (n, padded), and of its piece of the mean (n / ranks)."""
+    """Compression errors of one rank, float32.
+
+    worker: of its own tensor, (n,) padded. server: of its piece of the mean, (n / ranks,).
+    """
 
     worker: Tensor
     server: Tensor
 
     def to_state(self) -> dict[str, Tensor]:
-        """For a checkpoint; they are this rank's alone."""
+        """The tensors of a checkpoint, by name; each rank has its own."""
         return {"worker_error": self.worker, "server_error": self.server}
 
     @classmethod
     def of_state(cls, state: dict[str, Tensor], ranks: int, device: torch.device) -> "Errors | None":
-        """The inverse; None for another number of ranks, whose pieces were others: their errors begin at zero."""
+        """Read what `to_state` returned; None if it is for another number of ranks, where errors begin at zero."""
         worker, server = state["worker_error"].to(device), state["server_error"].to(device)
         return cls(worker, server) if len(worker) == ranks * len(server) else None
 
 
 def no_errors(n: int, ranks: int, device: torch.device) -> Errors:
-    """Zeros for a tensor of n elements, padded to pieces of one size, before anything was left out."""
+    """Errors of zero for a tensor of n elements, padded to pieces of one size."""
     piece = -(-n // (_MULTIPLE * ranks)) * _MULTIPLE
     return Errors(torch.zeros(ranks * piece, device=device), torch.zeros(piece, device=device))
 
 
 def compressed_mean(x: Tensor, errors: Errors, kept: Tensor) -> Tensor:
-    """The mean over all ranks of x (n,) float32, the same bits on every rank; `errors` are brought up to date.
+    """Compute the mean over all ranks of x (n,) float32, with the same bits on every rank, and update `errors`.
 
-    kept: (n,) bool, the same on every rank: elements that are not have the mean zero, whatever x has there.
+    kept: (n,) bool, the same on every rank; the mean is zero where it is False, whatever x is there.
     """
     ranks, me = dist.get_world_size(), dist.get_rank()
     c, mask = errors.worker, torch.zeros_like(errors.worker)

@@ -1,8 +1,8 @@
-"""Joins this process to the others, reports one error for all of them, and starts them.
+"""Starts the processes of a run, joins each to the process group, and reports one error for all of them.
 
-Rank 0 reports for all. A rank that fails writes its reason into the store through which the processes found each other,
-breaks its connections, so that nobody waits for it, and stays until rank 0 has reported the reason as its own. A rank
-that was killed writes none; then the others announce themselves, and rank 0 names the missing one.
+Rank 0 reports errors. A rank that fails writes the reason into the store of the rendezvous, aborts its connections, so
+that nobody waits for it, and stays until rank 0 has reported that reason. A killed rank writes none; then the others
+report that they are alive, and rank 0 names the missing one.
 """
 
 import atexit
@@ -29,15 +29,15 @@ from hasten.distributed import launched
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.errors import ConfigError, HastenError, TrainingError
 
-TOGETHER = timedelta(minutes=5)  # in which all processes come; torchrun starts them at once
+TOGETHER = timedelta(minutes=5)  # in which all processes must join; torchrun starts them at once
 PATIENCE = 20.0  # seconds that a failed rank waits for its reason to be reported
-ROLL_CALL = 2.0  # seconds in which every rank that is still there says so
+ROLL_CALL = 2.0  # seconds in which every rank that is alive says so
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-BY_US = "HASTEN_PROCESSES"  # set where `start` has started us: it says itself which process was killed
+BY_US = "HASTEN_PROCESSES"  # set in processes that `start` has started, which itself reports a killed process
 
 
 def remember(fact: str) -> None:
-    """Record `fact` for the processes that torchrun starts in place of these when one has died."""
+    """Record `fact` for the processes that torchrun starts instead of these if one dies."""
     if dist.is_initialized():
         _of_launch().set(fact, "")
 
@@ -49,7 +49,7 @@ def remembered(fact: str) -> bool:
 
 
 def _of_launch() -> Any:
-    """The store that stays from one attempt to the next: torchrun's own, without the attempts' prefixes."""
+    """The store that outlives an attempt: torchrun's own, without the prefix of each attempt."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -58,10 +58,10 @@ def _of_launch() -> Any:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """This process among its like, inside the block; `ALONE` where there are none.
+    """Join the process group of torchrun (or whatever set its variables), inside the context; `ALONE` without one.
 
-    On a GPU each process of a machine has its own, by its number. An error of any rank is raised on rank 0, with the
-    rank's name; the others end without a word, with status 2. Raises ConfigError where they cannot meet.
+    With GPUs, each process of a machine uses the one with its local rank. An error of any rank is raised on rank 0 and
+    names the rank; the others exit silently with status 2. Raises ConfigError if the processes cannot connect.
     """
     if not launched():
         yield ALONE
@@ -75,13 +75,14 @@ def joined() -> Iterator[Ranks]:
             _end_with_parent()
         ranks = Ranks(**given, joined=True)
         if torch.cuda.is_available():
-            if ranks.local_size > (there := torch.cuda.device_count()):
-                raise ConfigError(f"{ranks.local_size} processes, but GPUs: {there}; start at most one process a GPU")
+            gpus = torch.cuda.device_count()
+            if ranks.local_size > gpus:
+                raise ConfigError(f"{ranks.local_size} processes, but GPUs: {gpus}; start at most one process a GPU")
             torch.cuda.set_device(ranks.local_rank)
-        if not dist.is_initialized():  # once a process: a second group would find what the first has left in the store
+        if not dist.is_initialized():  # once a process: a second group would read the first one's entries in the store
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             # torchrun may keep its store when it restarts the processes: entries of the previous attempt, such as
-            # addresses, must not be taken for ours.
+            # addresses, must not be mistaken for this one's.
             shared, rank, size = next(iter(rendezvous("env://", timeout=TOGETHER)))
             shared.set_timeout(default_pg_timeout)
             store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
@@ -111,7 +112,7 @@ def _number(variable: str, default: int) -> int:
 
 
 def _end_with_parent() -> None:
-    """However torchrun's agent ends, its processes do not outlive it (on Linux)."""
+    """Have this process killed when torchrun's agent ends, however that happens (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -128,7 +129,7 @@ def _unmet(error: Exception) -> str:
         return (
             f"port {place} is taken, perhaps by another run; choose another one (torchrun --master-port, MASTER_PORT)"
         )
-    return f"the processes cannot meet at {place}: {text:.200}"
+    return f"the processes cannot connect at {place}: {text:.200}"
 
 
 class _Watch:
@@ -146,7 +147,7 @@ class _Watch:
             threading.Thread(target=self._listen, args=(other,), daemon=True).start()
 
     def _listen(self, store: Any) -> None:
-        """Tell another rank's error even where this one computes, or waits for what does not come."""
+        """Report another rank's error even if this rank is computing, or waits for a rank that failed."""
         while not self.over.wait(0.5):
             with suppress(RuntimeError):
                 if not store.check(["error"]):
@@ -158,7 +159,7 @@ class _Watch:
             return
 
     def failed(self, error: Exception) -> BaseException:
-        """What this rank raises: its own error, another one's, or the status of one that has left its reason."""
+        """The exception for this rank to raise: its own, another rank's, or SystemExit where rank 0 reports it."""
         if self.ranks.size == 1:
             return error
         broken = _is_broken(error)
@@ -176,30 +177,30 @@ class _Watch:
                 reason = str(error).split("\n")[0] or "memory ran out"
                 self.store.set("error", f"rank {self.ranks.rank}: {reason}")
                 dist.distributed_c10d._abort_process_group()
-            self._wait("reported", PATIENCE, by=self._first())  # whoever started us ends all as soon as one has ended
+            self._wait("reported", PATIENCE, by=self._first())  # the launcher ends all ranks as soon as one has ended
             return SystemExit(2) if known else error
         return SystemExit(2) if broken else error
 
     def _named(self, error: Exception) -> HastenError | SystemExit:
-        """Who ended, and why."""
+        """The error that names the rank that ended, and why."""
         if self._wait("error", ROLL_CALL):
             return TrainingError(self.store.get("error").decode())
         missing = [rank for rank in range(1, self.ranks.size) if not self.store.check([f"here/{rank}"])]
         if not missing:
             reason = str(error).split("\n")[0]
-            return TrainingError(f"all ranks are there, but a connection between them broke: {reason:.200}")
+            return TrainingError(f"all ranks are alive, but a connection between them broke: {reason:.200}")
         if BY_US in os.environ:
             return SystemExit(2)
         names = ", ".join(map(str, missing))
-        return TrainingError(f"rank {names} ended without a word: it was killed, or the machine's memory ran out")
+        return TrainingError(f"rank {names} ended without an error: it was killed, or the machine's memory ran out")
 
     def _first(self) -> int | None:
-        """The process of rank 0, where it is on this machine and came so far as to say so."""
+        """The process id of rank 0, if it is on this machine and has recorded it."""
         here = self.ranks.local_size == self.ranks.size and self.store.check(["first"])
         return int(self.store.get("first")) if here else None
 
     def _wait(self, key: str, seconds: float, by: int | None = None) -> bool:
-        """Wait for a key of the store, at most as long as the process `by` that would set it exists."""
+        """Wait for a key of the store, but no longer than the process `by`, which would set it, exists."""
         end = time.monotonic() + seconds
         while not self.store.check([key]):
             if time.monotonic() > end or (by is not None and not psutil.pid_exists(by)):
@@ -209,16 +210,16 @@ class _Watch:
 
 
 def _is_broken(error: Exception) -> bool:
-    """Whether another rank is gone, or has not come."""
+    """Whether an error means that another rank is gone, or has not joined."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error).lower() for word in ("gloo", "nccl", "peer"))
     )
 
 
 def meeting(size: int) -> tuple[Any, list[dict[str, str]]]:
-    """For processes of this machine that the caller starts: the store in which they meet, and each one's environment.
+    """The rendezvous of `size` processes that the caller starts on this machine: a store, and each one's environment.
 
-    The store is to be kept as long as they run.
+    Keep the store as long as they run.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -227,10 +228,10 @@ def meeting(size: int) -> tuple[Any, list[dict[str, str]]]:
 
 
 def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0, resumes: bool = True) -> None:
-    """Run `python -m hasten ARGUMENTS` in N processes on this machine, by torchrun's agent; they find each other.
+    """Run `python -m hasten ARGUMENTS` in `processes` processes on this machine, by torchrun's agent.
 
-    max_restarts: how often all are started again when one has died. resumes: the command goes on from where it was.
-    Raises TrainingError that names a rank that was killed, and SystemExit where one has ended with its own status.
+    max_restarts: how often all are started again after one has died. resumes: the command continues where it stopped.
+    Raises TrainingError that names a killed rank, and SystemExit with the status of a rank that failed.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -253,7 +254,7 @@ def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0, re
         local_addr="localhost",
         logs_specs=DefaultLogsSpecs(),
     )
-    for part in ("", ".agent.server.api", ".multiprocessing.api"):  # what happened is reported below, or by the rank
+    for part in ("", ".agent.server.api", ".multiprocessing.api"):  # errors are reported below, or by the rank
         logging.getLogger(f"torch.distributed.elastic{part}").setLevel(logging.CRITICAL)
     try:
         elastic_launch(config, sys.executable)("-m", "hasten", *arguments)
@@ -264,7 +265,7 @@ def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0, re
         if failure.exitcode >= 0:
             raise SystemExit(failure.exitcode) from None
         name = signal.Signals(-failure.exitcode).name
-        advice = "; the same command goes on from the last checkpoint" if resumes else ""
+        advice = "; the same command continues from the last checkpoint" if resumes else ""
         if resumes and not max_restarts:
             advice += " (--max-restarts 3 does so by itself)"
         raise TrainingError(f"rank {rank} was ended by {name}{advice}") from None

@@ -1,4 +1,4 @@
-"""The ranks of a training run as a mesh."""
+"""The device mesh of a training run's ranks."""
 
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -8,12 +8,12 @@ from hasten.distributed.ranks import Ranks
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-TENSOR = "tensor"  # the mesh's innermost dimension: neighbours, which exchange most
+TENSOR = "tensor"  # the innermost dimension: neighbours, which exchange most
 
 
-@lru_cache  # the styles and FSDP2 want submeshes of one mesh
+@lru_cache  # tensor parallelism and FSDP2 need submeshes of one mesh
 def mesh_of(kind: str, ranks: Ranks, replicas: int) -> "DeviceMesh":
-    """The ranks as replicas of shards of `ranks.tensor`; dimensions of one are left out, but for the shards."""
+    """Create the mesh (replicas, shard, tensor) of the ranks; dimensions of size 1, except `shard`, are left out."""
     from torch.distributed.device_mesh import init_device_mesh
 
     sizes = {"replicas": replicas, "shard": ranks.readers // replicas, TENSOR: ranks.tensor}

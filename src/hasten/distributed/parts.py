@@ -1,4 +1,4 @@
-"""Rows of tensors in safetensors files, whose headers say where a part belongs in the whole tensor."""
+"""Parts of tensors in safetensors files, whose headers say where each part belongs in the whole tensor."""
 
 import json
 from collections.abc import Iterable
@@ -9,12 +9,15 @@ from torch import Tensor
 
 from hasten.checkpoints.formats.stream import write_file
 
-PLACES = "hasten_parts"  # in a header, as JSON: {name: [shape of the whole, offsets]}; a tensor that it lacks is whole
+PLACES = "hasten_parts"  # in a header, as JSON: {name: [shape of the whole, offsets]}; tensors not listed are whole
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a tensor, or all of it: what one rank writes. shape: of the whole. offsets: of its first element."""
+    """A part of a tensor, or all of it, that one rank writes.
+
+    shape: the whole tensor's. offsets: position of the part's first element in the whole tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -23,12 +26,12 @@ class Part:
 
     @classmethod
     def whole(cls, name: str, data: Tensor) -> "Part":
-        """All of a tensor."""
+        """A part that is the whole tensor."""
         return cls(name, tuple(data.shape), (0,) * data.dim(), data)
 
 
 def write(path: Path, parts: Iterable[Part]) -> None:
-    """Write a file, one tensor at a time. Raises OSError."""
+    """Write a safetensors file, one tensor at a time. Raises OSError."""
     parts = list(parts)
     places = {part.name: [part.shape, part.offsets] for part in parts if part.data.shape != part.shape}
     metadata = {PLACES: json.dumps(places)} if places else {}

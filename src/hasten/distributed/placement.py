@@ -1,12 +1,12 @@
-"""How weights, gradients and optimizer states lie on the ranks, as the training step sees it.
+"""Placements of weights, gradients and optimizer states, as the training step sees them.
 
     Placement     whole, in one process
     Replicated    whole on every rank, gradients averaged (DistributedDataParallel)
-    Sharded       a share on every rank: ZeRO 1-3 (arXiv 1910.02054) and HSDP, by FSDP2's `fully_shard`
+    Sharded       a shard on every rank: ZeRO 1-3 (arXiv 1910.02054) and HSDP, by FSDP2's `fully_shard`
 
-The optimizer works on plain tensors, `optimizer_params`: the parameters; or this rank's shares of them; or copies in
-float32, of 16-bit weights (masters) or on the host (offload). So one optimizer serves every placement. What it cannot
-know from its own rows, the norm of a whole tensor (LAMB) or the whole matrix (Muon), it asks the placement for.
+The optimizer updates plain tensors, `optimizer_params`: the parameters, this rank's shards of them, or float32 copies
+(masters of 16-bit weights, or weights offloaded to the host). So one optimizer serves every placement. What it cannot
+compute from its own rows, the norm of a whole tensor (LAMB) or a whole matrix (Muon), it gets from the placement.
 """
 
 from __future__ import annotations
@@ -24,29 +24,33 @@ from hasten.distributed.ranks import ALONE, Ranks
 
 
 class Parts:
-    """What an optimizer needs to know of whole tensors; here its tensors are whole."""
+    """Access to whole tensors for an optimizer that updates parts of them. In this base class the parts are whole."""
 
     def shape(self, part: Tensor) -> torch.Size:
         """Shape of the whole tensor."""
         return part.shape
 
     def norms(self, parts: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
-        """Norms of whole tensors, (N,), from what this rank has of them. of: for each the one that is worked on."""
+        """Norms (N,) of whole tensors, from this rank's parts. of: the optimizer's parameter for each part."""
         return torch.stack(torch._foreach_norm(list(parts)))
 
     def whole(self, parts: Tensor, like: Tensor) -> Tensor:
-        """(N, own rows, columns) of matrices of one shape -> (N, rows, columns). like: one that is worked on."""
+        """Gather whole matrices of one shape: (N, own rows, columns) -> (N, rows, columns).
+
+        like: the optimizer's parameter of one of them.
+        """
         return parts
 
     def part(self, matrices: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `whole`."""
+        """Take this rank's rows of whole matrices: the inverse of `whole`."""
         return matrices
 
 
 class Placement(Parts):
-    """Everything whole, in one process. module: what is called forward. optimizer_params: tensors it updates, by name.
+    """The whole model in one process.
 
-    copies: the device on which the optimizer has float32 copies of the weights, if it has any.
+    module: what the step calls. parameters: what is trained, by name. optimizer_params: the tensors that the optimizer
+    updates, by the same names. copies: the device of the optimizer's float32 copies of the weights, None for no copies.
     """
 
     ranks: Ranks = ALONE
@@ -55,11 +59,11 @@ class Placement(Parts):
     def __init__(self, model: Any, *, copies: torch.device | None = None) -> None:
         self.module = model
         self.copies = copies
-        # Frozen ones are read from where they came from, and are nobody's to update or keep.
+        # Frozen parameters are neither updated nor stored.
         self.parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer_params = {name: self._optimizer_param(p) for name, p in self.parameters.items()}
-        # Of what the optimizer works on, all that is not the parameter itself.
-        self._apart = [
+        # (parameter, the optimizer's tensor) where these are two tensors.
+        self._separate = [
             (p, self.optimizer_params[n])
             for n, p in self.parameters.items()
             if self.optimizer_params.get(n, p) is not p
@@ -71,62 +75,65 @@ class Placement(Parts):
         return nn.Parameter(self.local(parameter).detach().to(self.copies, torch.float32, copy=True))
 
     def local(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a parameter or gradient; without gradients of its own."""
+        """This rank's part of a parameter or gradient, outside autograd."""
         return tensor
 
     def micro_batch(self, *, last: bool) -> None:
-        """A micro-batch begins. last: of its step, whose gradients must be everybody's."""
+        """Prepare for a micro-batch. last: it is the step's last one, whose backward pass reduces the gradients."""
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Give the gradients to the tensors that the optimizer works on."""
-        for parameter, own in self._apart:
+        """Move the gradients to the optimizer's tensors."""
+        for parameter, own in self._separate:
             if self.copies is None:  # its storage may have moved
                 own.data = self.local(parameter)
             own.grad = None if parameter.grad is None else self.local(parameter.grad).to(own.device, own.dtype)
             parameter.grad = None
 
     def zero_grad(self) -> None:
-        """No gradients any more."""
+        """Drop all gradients."""
         for tensor in (*self.parameters.values(), *self.optimizer_params.values()):
             tensor.grad = None
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """Give the optimizer's weights to the model, where they are copies."""
-        for parameter, own in self._apart if self.copies is not None else ():
-            self.local(parameter).copy_(own)
+        """Copy the optimizer's weights into the model, where they are copies."""
+        if self.copies is not None:
+            for parameter, own in self._separate:
+                self.local(parameter).copy_(own)
 
     @torch.no_grad()
     def copy_from_model(self) -> None:
-        """Give the model's weights to the optimizer, where it has copies: they were loaded."""
-        for parameter, own in self._apart if self.copies is not None else ():
-            own.copy_(self.local(parameter))
+        """Copy the model's weights, which were loaded, into the optimizer's copies, if it has any."""
+        if self.copies is not None:
+            for parameter, own in self._separate:
+                own.copy_(self.local(parameter))
 
     def reshard(self) -> None:
-        """Give up what was gathered for a forward pass that no backward pass follows."""
+        """Free the weights gathered for a forward pass that no backward pass follows."""
 
     def placed(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor like `optimizer_params[name]` with its place in the whole one, for a checkpoint."""
+        """A tensor like `optimizer_params[name]` as part of the whole one (a DTensor if sharded), for a checkpoint."""
         return tensor
 
     def own(self) -> dict[str, Tensor]:
-        """What else a checkpoint keeps of this rank."""
+        """Further tensors of this rank that a checkpoint keeps, by name."""
         return {}
 
     def restore(self, own: dict[str, Tensor]) -> None:
-        """The inverse of `own`; a rank that was not there is given the first one's."""
+        """Restore what `own` returned; a rank that the checkpoint does not have gets the first rank's."""
 
 
 class Replicated(Placement):
-    """Everything whole on every rank; while gradients are made they are averaged, a bucket at a time.
+    """The whole model on every rank; gradients are averaged bucket by bucket during the backward pass (DDP).
 
     unused: a parameter may have no gradient in a step (layer dropping, experts); finding out costs a walk of the graph.
+    averages: whether the gradients are averaged; False leaves each rank its own.
     """
 
     def __init__(self, model: nn.Module, *, ranks: Ranks, unused: bool, copies: torch.device | None = None) -> None:
         super().__init__(model, copies=copies)
-        # It would cut compiled graphs where buckets end; blocks are smaller, and it knows no checkpointing.
+        # It would split compiled graphs at the ends of buckets; blocks are smaller, and it knows no checkpointing.
         torch._dynamo.config.optimize_ddp = False
         self.ranks = ranks
         self._ddp = nn.parallel.DistributedDataParallel(
@@ -134,11 +141,11 @@ class Replicated(Placement):
         )
         self.module = self._ddp
         self._unused = unused
-        self.averages: Callable[[], bool] = lambda: True  # whether gradients are; else they stay each rank's own
+        self.averages: Callable[[], bool] = lambda: True
         self._errors: Errors | None = None
 
     def one_bit_mean(self, x: Tensor, kept: Tensor) -> Tensor:
-        """The mean over ranks of x (n,), always of the same tensors, by one bit an element: see `compressed_mean`."""
+        """Mean over ranks of x (n,), sent as one bit an element; see `compressed_mean`. Call it for one tensor only."""
         if self._errors is None:
             self._errors = no_errors(len(x), self.ranks.size, x.device)
         return compressed_mean(x, self._errors, kept)
@@ -152,17 +159,17 @@ class Replicated(Placement):
 
     @torch.no_grad()
     def collect(self) -> None:
-        for parameter, own in self._apart:
+        for parameter, own in self._separate:
             own.grad = None if parameter.grad is None else parameter.grad.to(own.device, own.dtype)
 
     def zero_grad(self) -> None:
-        # The gradients are views of the buckets. They stay there, or micro-batches would be summed beside them.
+        # The gradients are views of the buckets and are zeroed in place: new ones would be summed outside the buckets.
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if self._unused or not gradients:
             super().zero_grad()
         else:
             torch._foreach_zero_(gradients)
-            for _, own in self._apart:
+            for _, own in self._separate:
                 own.grad = None
 
     def micro_batch(self, *, last: bool) -> None:
@@ -170,13 +177,13 @@ class Replicated(Placement):
 
 
 class Sharded(Placement):
-    """A share of each tensor that is trained on every rank, by rows; frozen ones are whole on all.
+    """Trained tensors sharded by rows over the ranks (FSDP2); frozen ones are whole on every rank.
 
-    stage 3: a block's weights are gathered for its forward pass and again for its backward pass; 2: they stay in
-    between; 1: as 2, and between micro-batches, where gradients stay whole too and only the last one's are shared out.
-    replicas: the shares are spread over size/replicas ranks, and gradients averaged over the replicas (HSDP).
-    offload: shares, gradients and states are on the host, weights on the device while they are used. prefetch: blocks
-    whose weights are gathered ahead of the one that runs.
+    stage 3: a block's weights are gathered for its forward pass and again for its backward pass. 2: they stay gathered
+    in between. 1: they also stay gathered between micro-batches, gradients are accumulated whole, and only the last
+    micro-batch's backward pass scatters them. replicas: groups of size/replicas ranks that each hold all shards;
+    gradients are averaged over them (HSDP). offload: shards, gradients and optimizer states are on the host, weights on
+    the device while they are used. prefetch: blocks whose weights are gathered ahead of the one that runs.
     """
 
     def __init__(
@@ -202,19 +209,25 @@ class Sharded(Placement):
         self._shards, self._index = mesh.size(-1), mesh.get_local_rank("shard")
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
         frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
-        common: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": frozen}
-        blocks = [fully_shard(block, reshard_after_forward=stage == 3, **common) for block in model.blocks]
-        # The backward pass begins with what the root has.
-        self._root = fully_shard(model, reshard_after_forward=False, **common)
+
+        def shard(module: Any, *, reshard: bool) -> Any:
+            return fully_shard(
+                module, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy, ignored_params=frozen
+            )
+
+        blocks = [shard(block, reshard=stage == 3) for block in model.blocks]
+        # The root's weights (head, last norm) are used again as soon as the backward pass begins.
+        self._root = shard(model, reshard=False)
         self._units = [*blocks, self._root]
-        for i, block in enumerate(blocks if prefetch else ()):
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
-            block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
+        if prefetch:
+            for i, block in enumerate(blocks):
+                block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
+                block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
         super().__init__(model, copies=copies)
         self._shapes: dict[Tensor, torch.Size] = {
             own: self.parameters[name].shape for name, own in self.optimizer_params.items()
         }
-        # Of what all neighbours have whole, each counts its part.
+        # A factor on squared norms: tensors that all tensor-parallel neighbours hold whole are counted once in total.
         self._counted: dict[Tensor, Tensor] = {
             own: torch.tensor(1.0 if self.parameters[name].placements[-1].is_shard() else 1 / ranks.tensor).to(
                 own.device
@@ -254,7 +267,7 @@ class Sharded(Placement):
 
     def whole(self, parts: Tensor, like: Tensor) -> Tensor:
         rows = self.shape(like)[0]
-        most = -(-rows // self._shards)  # of a rank; the last ones may have fewer, or none
+        most = -(-rows // self._shards)  # rows of a rank; the last ranks may have fewer, or none
         sent = F.pad(parts, (0, 0, 0, most - parts.shape[1])).contiguous()
         found = [torch.empty_like(sent) for _ in range(self._shards)]
         torch.distributed.all_gather(found, sent, group=self._group)

@@ -1,6 +1,7 @@
-"""This process among those that train together: its rank, and the few small things they exchange.
+"""The ranks of a run, as one process sees them, and the small values they exchange.
 
-Numbers and words travel between the hosts (gloo), whatever carries the tensors: nothing here waits for a GPU.
+Numbers and texts are exchanged between hosts (gloo), whatever backend carries the tensors: nothing here waits for a
+GPU.
 """
 
 from dataclasses import dataclass, replace
@@ -14,20 +15,22 @@ from hasten.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """rank of size processes; local_rank of local_size on this machine. Without a process group: one process alone."""
+    """This process's rank of `size` processes, `local_rank` of `local_size` on this machine; by default a single one.
+
+    joined: a process group exists, even if it has one member. tensor: neighbouring ranks that split every block and
+    read the same rows (tensor parallelism in training).
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
     joined: bool = False
-    """There is a process group, be it of one."""
     tensor: int = 1
-    """So many neighbours split every block and read the same rows (tensor parallelism in training)."""
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that prints and writes what there is once."""
+        """Whether this rank prints, and writes the files that exist once."""
         return self.rank == 0
 
     def split(self, tensor: int) -> "Ranks":
@@ -40,25 +43,26 @@ class Ranks:
 
     @property
     def reader(self) -> int:
-        """Index of the rows that this process reads, below `readers`."""
+        """Which part of a batch's rows this process reads, from 0 to readers - 1."""
         return self.rank // self.tensor
 
     @property
     def readers(self) -> int:
+        """Parts that a batch's rows are divided into: tensor-parallel neighbours read the same rows."""
         return self.size // self.tensor
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """Sum a tensor over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether `flag` is true on any rank."""
         return flag if self.size == 1 else bool(self.sum(torch.tensor(int(flag))))
 
-    def of_first(self, number: float) -> float:
-        """The first rank's number: what is decided by a clock is decided there."""
+    def broadcast_from_rank0(self, number: float) -> float:
+        """The first rank's number, as float64: decisions that depend on a clock are made there."""
         if self.size == 1:
             return number
         found = torch.tensor(number, dtype=torch.float64)
@@ -66,7 +70,7 @@ class Ranks:
         return found.item()
 
     def texts(self, own: str) -> list[str]:
-        """Every rank's text."""
+        """The texts of all ranks, in the order of ranks."""
         if self.size == 1:
             return [own]
         found = [""] * self.size
@@ -74,7 +78,7 @@ class Ranks:
         return found
 
     def require_same(self, facts: dict[str, str]) -> None:
-        """Raise ConfigError, on every rank, where one has other facts than the first: by its number and both values."""
+        """Raise ConfigError, on every rank, if one differs from the first in a fact; names the rank and both values."""
         found = self.texts("\0".join(facts.values()))
         for rank, other in enumerate(found):
             for name, first, here in zip(facts, found[0].split("\0"), other.split("\0"), strict=False):
@@ -85,7 +89,7 @@ class Ranks:
                     )
 
     def rows(self, batch_size: int) -> int:
-        """Rows of a micro-batch that are this rank's. Raises ConfigError where they cannot be shared evenly."""
+        """Rows of a micro-batch that this rank computes. Raises ConfigError if they cannot be divided evenly."""
         if batch_size % self.readers:
             raise ConfigError(
                 f"data.batch_size is {batch_size}, which {self.readers} processes cannot share evenly; make it a "

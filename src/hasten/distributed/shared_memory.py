@@ -1,7 +1,7 @@
-"""Memory that the processes of one machine share, for what they exchange in every step of a model.
+"""Memory shared by the ranks of one machine, for what they exchange in every step of a model.
 
-It has no name in any folder: rank 0 makes it (memfd), the others open it through rank 0's open files, and the kernel
-takes it back when the last of them has ended, however that came about.
+It has no name in the file system: rank 0 creates it (memfd), the others open it through rank 0's open files, and the
+system frees it when the last process has ended, however it ended.
 """
 
 import mmap
@@ -17,9 +17,9 @@ from hasten.ops.native import library
 
 
 def open_group(ranks: Ranks) -> RankGroup:
-    """The ranks as a group that shares memory where all can: on one machine, on Linux, with the native operators.
+    """Create the group of all ranks: through shared memory if they are on one Linux machine with native operators.
 
-    Called on every rank at once. Elsewhere a group that talks by torch.distributed.
+    Otherwise the group communicates by torch.distributed. Called on every rank at once.
     """
     native, file = library(), -1
     able = native is not None and ranks.local_size == ranks.size and hasattr(os, "memfd_create")
@@ -37,7 +37,7 @@ def open_group(ranks: Ranks) -> RankGroup:
                 file = os.open(f"/proc/{found[0][0]}/fd/{found[0][1]}", os.O_RDWR)
             segment = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
             peers = [-1 if rank == ranks.rank else os.pidfd_open(int(one[0])) for rank, one in enumerate(found)]
-    shared = not ranks.any(len(peers) < ranks.size)  # after this, all have opened it
+    shared = not ranks.any(len(peers) < ranks.size)  # returns after all ranks have opened it
     if file >= 0:
         os.close(file)  # the mapping keeps it
     return RankGroup(ranks.rank, ranks.size, segment if shared else None, tuple(peers))

@@ -1,8 +1,8 @@
-"""Tensors in safetensors files, each rank's part in a file of its own, and read by any number of ranks.
+"""Checkpoint storage in safetensors files: each rank writes a file with its parts, any number of ranks can read them.
 
-torch.distributed.checkpoint plans who writes and who reads what. Its own files keep their table in a pickle; ours need
-none: the header of a file says, as JSON, where its parts belong in the whole tensors, and a tensor that it does not
-mention is whole. So a file that one process has written is nothing special.
+torch.distributed.checkpoint plans which rank writes and reads what. Its own files keep their metadata in a pickle; here
+the header of each file says, as JSON, where its parts belong in the whole tensors, and a tensor that is not listed is
+whole. So a file written by a single process is an ordinary safetensors file.
 """
 
 import json
@@ -38,7 +38,7 @@ _DTYPES = {name: dtype for dtype, name in NAMES.items()} | DTYPES
 
 
 def own_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
-    """What this rank writes of tensors that all ranks have, DTensors in parts. Called on every rank at once."""
+    """The parts that this rank writes: of replicated tensors and of DTensors. Called on every rank at once."""
     collected = _Collector()
     save(dict(tensors), storage_writer=collected)
     return collected.parts
@@ -46,7 +46,7 @@ def own_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
 
 def read(files: Sequence["StoredFile"], tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors, or this rank's parts of DTensors, by name, in place. Raises CheckpointError for a damaged file."""
-    with warnings.catch_warnings():  # each rank reads for itself, which torch warns of
+    with warnings.catch_warnings():  # torch warns that each rank reads for itself
         warnings.simplefilter("ignore")
         try:
             load({name: one.detach() for name, one in tensors.items()}, storage_reader=Reader(files), no_dist=True)
@@ -56,7 +56,7 @@ def read(files: Sequence["StoredFile"], tensors: Mapping[str, Tensor]) -> None:
 
 
 class StoredFile:
-    """One file, its header checked: parts by name, all named with `prefix` before them."""
+    """An open file whose header was checked. parts: (whole shape, place) by name. prefix: put before every name."""
 
     def __init__(self, path: Path, prefix: str = "") -> None:
         self.path, self.prefix = path, prefix
@@ -72,7 +72,7 @@ class StoredFile:
 
 
 def _checked(size: Sequence[int], shape: Sequence[int], offsets: Sequence[int]) -> tuple[Any, Any]:
-    """(shape of the whole, place of the part) as torch has them. Raises ValueError for a place that cannot be."""
+    """Shape of the whole tensor and place of the part, as torch's types. Raises ValueError for an impossible place."""
     fits = len(size) == len(shape) == len(offsets) and all(type(n) is int and n >= 0 for n in (*shape, *offsets))
     if not fits or any(first + count > all_ for first, count, all_ in zip(offsets, size, shape, strict=True)):
         raise ValueError(f"a part {list(size)} at {offsets} of {shape}")
@@ -80,7 +80,7 @@ def _checked(size: Sequence[int], shape: Sequence[int], offsets: Sequence[int]) 
 
 
 def table(files: Sequence[StoredFile]) -> Metadata:
-    """What the files hold. Raises CheckpointError where parts do not make up a whole."""
+    """Metadata of all tensors in the files. Raises CheckpointError if the parts of a tensor do not cover it."""
     found: dict[str, Any] = {}
     places = {}
     for file in files:
@@ -88,19 +88,19 @@ def table(files: Sequence[StoredFile]) -> Metadata:
             full = file.prefix + name
             one = found.setdefault(full, TensorStorageMetadata(TensorProperties(file.dtypes[name]), shape, []))
             if one.size != shape or one.properties.dtype != file.dtypes[name]:
-                raise CheckpointError(f"{file.path} is damaged: its part of {name} is of another tensor")
+                raise CheckpointError(f"{file.path} is damaged: its part of {name} belongs to another tensor")
             one.chunks.append(chunk)
             places[MetadataIndex(full, chunk.offsets)] = (file.path, name)
     for full, one in found.items():
         offsets = {chunk.offsets for chunk in one.chunks}
         held = sum(math.prod(chunk.sizes) for chunk in one.chunks)
         if held != math.prod(one.size) or len(offsets) != len(one.chunks):
-            raise CheckpointError(f"{files[0].path.parent} is damaged: the parts of {full} do not make it up")
+            raise CheckpointError(f"{files[0].path.parent} is damaged: the parts of {full} do not cover it")
     return Metadata(found, storage_data=places)
 
 
 class _Collector(StorageWriter):
-    """Takes what the planner has this rank write, and writes nothing."""
+    """Collects the parts that the planner assigns to this rank, and writes nothing."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -129,7 +129,7 @@ class _Collector(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Reads, of files whose headers are known, the rows that the planner wants."""
+    """Reads the rows that the planner asks for from files whose headers were checked."""
 
     def __init__(self, files: Sequence[StoredFile]) -> None:
         self.metadata = table(files)

@@ -1,4 +1,4 @@
-"""One model over several processes, each with a share of every matrix. See docs/parallel-inference.md."""
+"""Tensor parallelism in inference: one model over several processes. See docs/parallel-inference.md."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ _current: list[RankGroup] = []
 
 @contextmanager
 def tensor_parallel(ranks: Ranks) -> Iterator[RankGroup | None]:
-    """The ranks as the group that `hasten.load(…, group=…)` takes, inside the block; None for a process alone.
+    """Open the group of the ranks, for `hasten.load(…, group=…)`; None for a single process.
 
-    Where one fails in the block, the others end with an error instead of waiting for it. Each keeps to its part of the
-    machine's cores meanwhile.
+    Inside the context each rank uses its part of the machine's cores. If one fails there, the others end with an error
+    instead of waiting for it. Raises ConfigError if the ranks run different versions of hasten.
     """
     if ranks.size == 1:
         yield None
@@ -36,5 +36,5 @@ def tensor_parallel(ranks: Ranks) -> Iterator[RankGroup | None]:
 
 
 def current_group() -> RankGroup | None:
-    """The group of the block in which this process is, or None."""
+    """The group of the innermost open `tensor_parallel`, or None."""
     return _current[-1] if _current else None

@@ -1,8 +1,9 @@
 """Tensor and sequence parallelism while training (arXiv 1909.08053, 2205.05198), in one mesh with FSDP2.
 
-Of every block a rank has some of the heads and of the MLP's columns, and of embedding and head some of the words. There
-it sees all tokens; in between (norms, residual stream) all of the width, and some of the tokens of each row. The first
-half of such a block gathers tokens, the second sums up and shares out again; torch's parallel styles say it as a plan.
+A rank has some heads of every attention, some columns of every MLP, and some words of embedding and head; there it
+computes all tokens. In between (norms, residual stream) it has the full width and some tokens of each row. Attention
+and MLP therefore begin with an all-gather of tokens and end with a reduce-scatter; torch's parallel styles express this
+as a plan.
 """
 
 from dataclasses import replace
@@ -23,16 +24,16 @@ from hasten.ops.loss.kernels import Head
 
 
 class SplitTransformer(Transformer):
-    """A model whose blocks are split over the ranks of a mesh's dimension `tensor`. Only its loss can be computed."""
+    """A model whose blocks are split over the ranks of a mesh's dimension `tensor`; it computes losses, not logits."""
 
     group: dist.ProcessGroup
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        # Not yet there, and a compiled block would lose the gradient of what is on its way: the copy waits for it.
+        # The result is an asynchronous tensor, whose gradient a compiled block would lose: the copy waits for it.
         return super().embed(tokens, positions).clone()
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the token losses: every rank has the logits of its own words, and nobody has all."""
+        """Sum of the token losses of x (B, T, C); every rank computes the logits of its own words only."""
         from torch.distributed.tensor import Partial, Replicate
 
         shared: Any = x
@@ -45,7 +46,7 @@ class SplitTransformer(Transformer):
             return chunked(x.to(dtype), targets.flatten(), head)
 
     def meet(self, numbers: Tensor, operation: str) -> Tensor:
-        """The "sum" or the "max" of what every rank of the group has."""
+        """Reduce `numbers` over the group, in place; operation: "sum" or "max"."""
         dist.all_reduce(numbers, dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX, group=self.group)
         return numbers
 
@@ -53,7 +54,7 @@ class SplitTransformer(Transformer):
 def apply_tensor_parallel(model: Transformer, ranks: Ranks, replicas: int) -> Transformer:
     """Split every block over `ranks.tensor` neighbouring ranks, in place; returns the model with this rank's part.
 
-    Call it before kernels are chosen. Raises ConfigError for a model that cannot be split that way.
+    Call it before kernels are chosen. Raises ConfigError for a model that cannot be split so.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -98,7 +99,7 @@ def apply_tensor_parallel(model: Transformer, ranks: Ranks, replicas: int) -> Tr
 
 
 def check_split(config: ModelConfig, degree: int) -> None:
-    """Raises ConfigError for a model whose blocks cannot be split over `degree` ranks, 2 or more."""
+    """Raise ConfigError for a model whose blocks cannot be split over `degree` ranks (2 or more)."""
     for what, size in (
         ("key/value heads", config.kv_heads),
         ("heads", config.heads),
@@ -115,4 +116,4 @@ def check_split(config: ModelConfig, degree: int) -> None:
     ]
     for value, what in found:
         if value:
-            raise ConfigError(f"parallel.tensor splits no model with {what}; leave it at 1")
+            raise ConfigError(f"parallel.tensor does not support a model with {what}; leave it at 1")

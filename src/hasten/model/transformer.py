@@ -175,6 +175,7 @@ class Transformer(nn.Module):
         self.tokenizer = self.quantization = None
         self.generation = {}
         self.loss_kernel: str | None = None
+        self._loss_kernels: dict[Any, Any] = {}  # picked ones, by the device and dtype of the products
         self.auto_fuse = True  # what generates may swap the blocks for fused ones (hasten.model.fused)
         self.dtype_asked = True  # the caller named the dtype, or made the weights
         self.stored_dtype: torch.dtype | None = None  # of the checkpoint's plain weights, where there is one
@@ -269,16 +270,21 @@ class Transformer(nn.Module):
         plain |= isinstance(self.head, WideLinear) and torch.is_grad_enabled()
         if not plain:
             return self.loss_by_logits(x, targets)
-        from hasten.ops.loss import linear_cross_entropy  # here, as below: what generates needs no loss
+        from hasten.ops.loss import choose_loss, linear_cross_entropy  # here, as below: what generates needs no loss
 
+        kind, cap = x.device.type, self.config.logit_softcap
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        key = x.device, dtype, self.loss_kernel
+        if key not in self._loss_kernels:
+            self._loss_kernels[key] = choose_loss(x.device, dtype, softcap=cap, kernel=self.loss_kernel)
         return linear_cross_entropy(
             x,
             self.head.weight.to(self.compute_dtype),
             targets,
             vocab_size=self.config.vocab_size,
             bias=self.head.bias,
-            softcap=self.config.logit_softcap,
-            kernel=self.loss_kernel,
+            softcap=cap,
+            kernel=self._loss_kernels[key],
         )
 
     def loss_by_logits(self, x: Tensor, targets: Tensor) -> Tensor:

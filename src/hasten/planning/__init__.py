@@ -1,1 +1,1 @@
-"""What a run needs before it is run: bytes, FLOPs and the speeds they allow."""
+"""Predictions before a run: bytes, FLOPs and the speeds they allow."""

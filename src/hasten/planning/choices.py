@@ -1,7 +1,7 @@
-"""How a model is run on several devices: every candidate with what it would cost, and why it was taken or was not.
+"""Chooses how to run a model on several devices: every candidate with its cost, and why it was chosen or rejected.
 
-A candidate is a degree of tensor parallelism, a number of replicas, a format of the weights and a batch. Its times and
-bytes are those of the plan of one rank (`plan.py`); a goal puts the candidates that are allowed in an order.
+A candidate is a degree of tensor parallelism, a number of replicas, a format of the weights and a batch size. Its times
+and bytes come from the plan of one rank (`plan.py`); a goal orders the candidates that are allowed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ READING = 100.0  # milliseconds a token: as fast as most people read
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a plan for several devices is to reach."""
+    """Goal and bounds of a plan for several devices."""
 
     goal: Goal | None = None
-    """latency: the shortest time of an answer; throughput: most tokens/s; cost: the fewest device-seconds a token."""
+    """latency: shortest time of an answer; throughput: most tokens/s; cost: fewest device-seconds per token."""
     token_ms: float | None = None
-    """The most milliseconds from one token of an answer to the next; 100 for --goal cost, else no bound."""
+    """Maximum milliseconds between two tokens of an answer (default: 100 for --goal cost, else no bound)."""
     price: float | None = None
     """Price per device-hour (any currency), to report costs."""
 
     def check(self) -> None:
-        """Raise ConfigError for an unknown goal and for numbers that make no sense."""
+        """Raise ConfigError for an unknown goal and for invalid numbers."""
         if self.goal is not None and self.goal not in GOALS:
             raise ConfigError(f"--goal {self.goal!r:.40} is not known; use {', '.join(GOALS)}")
         if self.token_ms is not None and not self.token_ms > 0:
@@ -43,17 +43,17 @@ class Wanted:
 
     @property
     def bound(self) -> float | None:
-        """Seconds a token, at most."""
+        """Maximum seconds between two tokens, or None."""
         bound = READING if self.token_ms is None and self.goal == "cost" else self.token_ms
         return None if bound is None else bound / 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """`replicas` of a model, each held by plan.use.degree ranks in a format of `weights`.
+    """A way to run the model: `replicas` copies, each split over plan.use.degree ranks, with weights in one format.
 
-    plan: of one rank, its device the rank's part of one. rounded: the weights are, after loading. rejected: why another
-    one is taken.
+    plan: of one rank, whose device is that rank's part of a device. weights: name of the format. rounded: weights are
+    rounded after loading. rejected: why another candidate is better, empty for the best.
     """
 
     plan: Plan
@@ -64,6 +64,7 @@ class Candidate:
 
     @property
     def use(self) -> InferenceUse:
+        """The use that `plan` is for."""
         from hasten.planning.memory import InferenceUse
 
         assert isinstance(self.plan.use, InferenceUse)
@@ -71,17 +72,17 @@ class Candidate:
 
     @property
     def devices(self) -> float:
-        """That are held by all ranks: on one machine whose cores they share, one."""
+        """Devices that all ranks occupy; ranks that share one machine's cores occupy one together."""
         return self.replicas * self.use.degree / self.plan.device.parts
 
     @property
     def fits(self) -> bool:
-        """In a rank's memory."""
+        """Whether the plan fits in a rank's memory."""
         return self.plan.memory.peak <= self.plan.free
 
     @property
     def token_seconds(self) -> float:
-        """From one token of an answer to the next."""
+        """Seconds between two tokens of an answer."""
         return self.plan.phases[1].seconds(self.plan.device)
 
     @property
@@ -96,11 +97,11 @@ class Candidate:
 
     @property
     def device_seconds(self) -> float:
-        """For a million tokens."""
+        """Device-seconds for a million tokens."""
         return 1e6 * self.devices / self.tokens_per_second
 
     def to_json(self, price: float | None = None) -> dict[str, Any]:
-        """Plain JSON values: bytes of one rank, seconds, tokens/s of all."""
+        """Plain JSON values: bytes of one rank, seconds, tokens/s of all replicas."""
         return {
             "tensor_parallel": self.use.degree,
             "replicas": self.replicas,
@@ -119,7 +120,7 @@ class Candidate:
         }
 
 
-# goal -> (what is to be small, in words; it, and what decides between equals)
+# goal -> (what is minimized, in words; its value, and a second one that decides between equals)
 GOALS: Mapping[str, tuple[str, Callable[[Candidate], tuple[float, float]]]] = {
     "latency": ("the time of an answer", lambda one: (one.answer_seconds, one.device_seconds)),
     "throughput": ("the time a token of all", lambda one: (1 / one.tokens_per_second, one.devices)),
@@ -129,24 +130,24 @@ GOALS: Mapping[str, tuple[str, Callable[[Candidate], tuple[float, float]]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """The candidates, one for each degree, replicas and weights; `best` first, and then as the goal orders them."""
+    """The candidates in the goal's order, one for each degree, number of replicas and weight format; best first."""
 
     wanted: Wanted
     rows: tuple[Candidate, ...]
 
     @property
     def best(self) -> Candidate:
-        """The one that is taken."""
+        """The candidate that is chosen."""
         return self.rows[0]
 
     def why(self) -> str:
-        """Why that one."""
+        """The reason for the choice, as a sentence."""
         (what, _), bound = GOALS[str(self.wanted.goal)], self.wanted.bound
         under = "no bound on a token" if bound is None else f"a token in at most {1e3 * bound:g} ms"
         return f"{what} is the least of {len(self.rows)} candidates, with {under}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; the first row is the one that is taken."""
+        """Plain JSON values; the first candidate is the chosen one."""
         plan, wanted = self.best.plan, self.wanted
         return {
             "schema": 1,
@@ -163,9 +164,10 @@ class Choices:
 
 
 def choose(candidates: Iterable[Candidate], wanted: Wanted) -> Choices:
-    """Choose the best candidate for the goal, and give every other one the reason; keeps only its best batch.
+    """Choose the best candidate for the goal and give every other one the reason for its rejection.
 
-    Raises ResourceError where none fits in memory, ConfigError where none is as fast as the bound.
+    Of candidates that differ only in the batch size, the best is kept. Raises ResourceError if none fits in memory,
+    ConfigError if none is within the bound.
     """
     assert wanted.goal is not None
     what, order = GOALS[wanted.goal]
@@ -186,7 +188,7 @@ def choose(candidates: Iterable[Candidate], wanted: Wanted) -> Choices:
 
 
 def _refused(one: Candidate, wanted: Wanted) -> str:
-    """Why a candidate may not be taken, whatever the goal."""
+    """Why a candidate is not allowed for any goal, or an empty string."""
     if not one.fits:
         return f"needs {one.plan.memory.peak / 1e9:.1f} GB a rank, {max(one.plan.free, 0) / 1e9:.1f} GB are free"
     if wanted.bound is not None and one.token_seconds > wanted.bound:
@@ -195,15 +197,16 @@ def _refused(one: Candidate, wanted: Wanted) -> str:
 
 
 def _none(refused: list[Candidate], wanted: Wanted) -> ConfigError | ResourceError:
-    """What is missing where no candidate may be taken."""
-    if fitting := [one.token_seconds for one in refused if one.fits]:
+    """The error if no candidate is allowed."""
+    fitting = [one.token_seconds for one in refused if one.fits]
+    if fitting:
         return ConfigError(
             f"no plan makes a token in {1e3 * (wanted.bound or 0):g} ms; the fastest takes {1e3 * min(fitting):,.1f} "
-            "ms: raise --token-ms, or take more devices"
+            "ms: raise --token-ms, or use more devices"
         )
     least = min(refused, key=lambda one: one.plan.memory.peak)
     smaller = "" if least.weights.startswith("int4") else ", int4 weights (--weights int4, or --quantize int4)"
     return ResourceError(
         f"no plan fits: the smallest, {least.weights} on {least.use.degree} of {least.plan.device.name}, "
-        f"{_refused(least, wanted)}; take more devices{smaller}, or a shorter --length"
+        f"{_refused(least, wanted)}; use more devices{smaller}, or a shorter --length"
     )

@@ -1,4 +1,4 @@
-"""Counting parameters, floating-point operations and bytes of a decoder, from its config alone."""
+"""Counts parameters, floating-point operations and bytes of a decoder, from its config alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,11 +8,14 @@ from hasten.model.config import LayerConfig, ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Counts of weights. active: those in matrix products for one token (of the experts only the chosen ones)."""
+    """Numbers of weights.
+
+    head: 0 if it is the embedding's matrix. active: multiplied for one token; of the experts only the chosen ones.
+    """
 
     total: int
     embedding: int
-    head: int  # 0 where it shares the embedding's matrix
+    head: int
     active: int
 
 
@@ -32,7 +35,7 @@ def parameters(config: ModelConfig) -> Parameters:
 
 
 def matrices(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
-    """Weights of a block that stand in matrices: all, and those used for one token."""
+    """Number of weights in a block's matrices: all, and those used for one token."""
     hidden, size = config.hidden_size, config.head_dim
     attention = hidden * size * 2 * (config.heads + config.kv_heads)
     per_width = hidden * (3 if config.gated else 2)
@@ -43,7 +46,7 @@ def matrices(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
 
 
 def muon_flops(config: ModelConfig) -> float:
-    """Of an update by Muon: five Newton-Schulz iterations of every matrix, of three products each."""
+    """FLOPs of an update by Muon: five Newton-Schulz iterations of every matrix, with three products each."""
     hidden, kv, wide = config.hidden_size, config.kv_heads * config.head_dim, config.heads * config.head_dim
     total = 0
     for layer in config.layers:
@@ -55,7 +58,7 @@ def muon_flops(config: ModelConfig) -> float:
 
 
 def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
-    """Weights of a block: all, and those used for one token."""
+    """Number of weights in a block: all, and those used for one token."""
     hidden, size, per_norm = config.hidden_size, config.head_dim, 2 if config.norm == "layernorm" else 1
     vectors = (config.heads + 2 * config.kv_heads) * size * config.qkv_bias + hidden * config.output_bias
     vectors += hidden * per_norm * (4 if config.post_norms else 2) + 2 * size * per_norm * config.qk_norm
@@ -68,7 +71,7 @@ def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
 
 
 def _attended(layer: LayerConfig, length: int) -> float:
-    """Mean number of keys that a token of a causal sequence of `length` sees in this layer."""
+    """Mean number of keys that a token of a causal sequence of `length` tokens sees in this layer."""
     window = length if layer.window is None else min(layer.window, length)
     # The first `window` tokens see 1 … window keys, every later one sees `window`.
     return (window * (window + 1) / 2 + (length - window) * window) / length
@@ -77,7 +80,7 @@ def _attended(layer: LayerConfig, length: int) -> float:
 def attended_by_pattern(config: ModelConfig, length: int) -> float:
     """Mean number of keys that a token of a causal sequence of `length` sees in each layer of a model with a pattern.
 
-    Whole blocks, and half of the one on the diagonal.
+    It sees whole blocks, and half of the one on the diagonal.
     """
     pattern = config.attention_pattern
     assert pattern is not None
@@ -89,8 +92,7 @@ def attended_by_pattern(config: ModelConfig, length: int) -> float:
 def forward_flops_per_token(config: ModelConfig, sequence_length: int, *, scored: int | None = None) -> float:
     """FLOPs of a forward pass per token, averaged over a causal sequence: 2 per weight used, 4·H·D per key seen.
 
-    scored: how many of the tokens the head is computed for: all (None), as in training; 1, a prompt's last, in
-    generation.
+    scored: number of tokens whose logits are computed; None: all, as in training; 1 for a prompt.
     """
     if config.attention_pattern is None:
         seen = sum(_attended(layer, sequence_length) for layer in config.layers)
@@ -101,10 +103,10 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int, *, scored
 
 
 def training_flops_per_token(config: ModelConfig, sequence_length: int, *, kept: float = 1.0) -> float:
-    """FLOPs of forward and backward per token: three times the forward (PaLM, arXiv 2204.02311, appendix B).
+    """FLOPs of forward and backward per token: three times the forward pass (PaLM, arXiv 2204.02311, appendix B).
 
-    Only the keys that a causal mask leaves visible are counted, and no recomputation: the model's FLOPs (MFU), not
-    the hardware's. kept: the share of the blocks that run, under layer dropping.
+    Counts only keys that a causal mask leaves visible, and no recomputation: the model's FLOPs (MFU), not the
+    hardware's. kept: share of the blocks that run, under layer dropping.
     """
     around = 3 * forward_flops_per_token(replace(config, layers=()), sequence_length)
     return around + kept * (3 * forward_flops_per_token(config, sequence_length) - around)
@@ -120,8 +122,8 @@ def decode_bytes_per_token(
 ) -> float:
     """Bytes that must be read for each token when `batch` sequences of `context` tokens are decoded together.
 
-    Every weight used in a product once for the whole step, which makes one token a sequence (the embedding counts as
-    the head; of the table only a row each is read), and every cached key and value that the sequence's own token sees.
+    A step computes one token for each sequence. It reads every weight used in a product once (the embedding only as
+    the head; looking up a token reads one row), and each sequence's cached keys and values that its token sees.
     """
     seen = sum(_keys_read(config, context))
     cache = 2 * config.kv_heads * config.head_dim * kv_bytes * seen
@@ -129,9 +131,9 @@ def decode_bytes_per_token(
 
 
 def _weights_read(config: ModelConfig, tokens: int) -> float:
-    """Weights that a step of so many tokens reads; of experts those that one token at least chose, on average.
+    """Mean number of weights that a step over `tokens` tokens reads: experts only if at least one token chose them.
 
-    A token leaves an expert out with probability 1 - k/E where all are chosen alike, and chooses for itself.
+    A token does not choose an expert with probability 1 - k/E, independently and uniformly.
     """
     total = float(parameters(config).active)
     for layer in config.layers:

@@ -1,4 +1,4 @@
-"""Devices to plan for that are not at hand: what their data sheets say, and what of it is commonly reached."""
+"""Known devices to plan for: their data sheets, and the share of those limits that is commonly reached."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,10 +7,10 @@ from hasten.errors import ConfigError
 from hasten.machine.limits import Limits, Link
 
 # Latencies of GPUs and networks: NCCL's own model of a ring of small pieces (NVIDIA/nccl, src/graph/tuning.cc). Their
-# bytes/s: of NVLink what NCCL reaches of one direction (370 of 450 GB/s, NVIDIA/nccl-tests issue 212; 235 of A100s, the
-# same file), of PCIe 4 × 16 what it counts on. sockets: our shared memory's latency as measured within a socket, and a
-# UPI or Infinity Fabric link, an assumption. ethernet: gloo over TCP, 25 Gb/s, an assumption. shared-memory and gloo:
-# between ranks of this machine, where nothing is measured.
+# bytes/s: for NVLink what NCCL reaches in one direction (370 of 450 GB/s, NVIDIA/nccl-tests issue 212; 235 on A100s,
+# the same file), for PCIe 4 × 16 what NCCL assumes. sockets: our shared memory's latency as measured within a socket,
+# and a UPI or Infinity Fabric link, an assumption. ethernet: gloo over TCP, 25 Gb/s, an assumption. shared-memory and
+# gloo: between ranks of this machine, where nothing is measured.
 LINKS: Mapping[str, Link] = {
     "nvlink-4": Link(3.6e-6, 0.47e-6, 370e9, "NCCL's model of NVLink"),
     "nvlink-3": Link(3.6e-6, 0.47e-6, 235e9, "NCCL's model of NVLink"),
@@ -21,8 +21,8 @@ LINKS: Mapping[str, Link] = {
     "shared-memory": Link(2e-6, 0.0, 4e9, "typical of shared memory"),
     "gloo": Link(400e-6, 0.0, 1e9, "typical of gloo on one machine"),
 }
-# Of a limit, what a phase reaches where its blocks were not measured. On a GPU: what good implementations report; on a
-# CPU: the medians of benchmarks/results/plan.json.
+# Share of the limit that a phase reaches, where its blocks were not measured. On a GPU: what good implementations
+# report; on a CPU: the medians of benchmarks/results/plan.json.
 REACHED = {
     "cuda": {"step": 0.45, "prompt": 0.6, "token": 0.7},
     "cpu": {"step": 0.69, "prompt": 0.83, "token": 0.69},
@@ -31,8 +31,10 @@ REACHED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """kind: cpu or cuda. memory: bytes. link: to the other devices. measured: the limits are this machine's. parts: how
-    many ranks share it evenly; memory and limits are those of one.
+    """A device, or the part of one that a rank has.
+
+    kind: cpu or cuda. memory: bytes. link: to the other devices. measured: the limits were measured on this machine.
+    parts: ranks that share the device evenly; memory and limits are those of one rank.
     """
 
     name: str
@@ -44,12 +46,12 @@ class Device:
     parts: int = 1
 
     def part(self, parts: int) -> "Device":
-        """What one of so many ranks has of it."""
+        """The part that each of `parts` ranks has."""
         limits = Limits(self.limits.bandwidth / parts, {dtype: r / parts for dtype, r in self.limits.rates.items()})
         return replace(self, memory=self.memory // parts, limits=limits, parts=parts)
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s in products of a dtype. Raises ConfigError where it is not known."""
+        """FLOP/s of matrix products in a dtype. Raises ConfigError if it is not known."""
         rates = self.limits.rates
         found = rates.get(dtype) or rates.get("bfloat16" if dtype == "float16" else dtype)
         if not found:
@@ -81,7 +83,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 def known_device(name: str) -> Device:
-    """A row of the table. Raises ConfigError, with the rows, for another name."""
+    """Look up a device by name. Raises ConfigError, with the known names, for another one."""
     if name.lower() not in DEVICES:
         raise ConfigError(f"device {name!r:.60} is not known; use auto (this machine) or one of {', '.join(DEVICES)}")
     return DEVICES[name.lower()]

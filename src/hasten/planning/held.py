@@ -1,4 +1,4 @@
-"""What a checkpoint's weights take in memory once loaded, from its headers alone."""
+"""Bytes of a checkpoint's weights once loaded, from its headers alone."""
 
 from math import prod
 
@@ -7,9 +7,10 @@ from hasten.checkpoints.source import ModelSource
 
 
 def held_bytes(source: ModelSource, *, itemsize: int | None = None) -> int:
-    """Bytes of all weights; a quantized layer that no kernel takes is plain, in 16 bits unless `itemsize` says more.
+    """Bytes of all weights after loading.
 
-    itemsize: of the weights that are not quantized, where they are loaded in another dtype than their own.
+    A quantized layer that no kernel supports is counted unpacked, in 16 bits, or in `itemsize` bytes. itemsize: bytes
+    of a weight that is not quantized, if it is loaded in another dtype than the stored one.
     """
     modules = {} if source.quantized is None else source.quantized.modules
     bits = sum(
@@ -21,7 +22,7 @@ def held_bytes(source: ModelSource, *, itemsize: int | None = None) -> int:
 
 
 def plain_tensors(source: ModelSource) -> list[StoredTensor]:
-    """Those that are not quantized."""
+    """Stored tensors that are not quantized."""
     if source.quantized is None:
         return list(source.stored.values())
     return [tensor for name, tensor in source.quantized.logical.items() if name not in source.quantized.modules]

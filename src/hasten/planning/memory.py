@@ -1,7 +1,7 @@
-"""How many bytes a use of a model takes, part by part, before any of it is allocated: the one place that counts them.
+"""Counts the bytes that a use of a model takes, part by part, before any are allocated. Nothing else counts them.
 
-Training, generating and serving, and quantizing with calibration text. The tensors are counted (as arXiv 2205.05198
-does) that PyTorch and our kernels keep, and not the scratch memory of single operations.
+Covers training, generating and serving, and quantizing with calibration text. Counts the tensors that PyTorch and our
+kernels keep (as arXiv 2205.05198 does), not the scratch memory of single operations.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,44 +14,47 @@ from hasten.planning.sharing import fsdp_bytes
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs
-LARGEST_PREFILL = 4096  # tokens that a prompt is taken in by
-# What the allocator holds unused, of what comes and goes in a step (benchmarks/plan.py measures it): of one that gives
-# freed blocks back; of a heap that keeps them; of one in whose middle gradients stay, or an adapter's pieces come.
+LARGEST_PREFILL = 4096  # prompt tokens computed in one step
+# Memory that the allocator holds unused, as a share of a step's temporary tensors (benchmarks/plan.py measures it): an
+# allocator that returns freed blocks; a heap that keeps them; a heap fragmented by gradients or an adapter's factors.
 FREED, KEPT, KEPT_BROKEN = 0.05, 0.43, 0.8
-KEPT_COMPILED = 0.25  # compiled blocks ask for each buffer once
-SCRATCH = 16 << 20  # of the native steps, whatever the model
-MUON_STACKS = 112 << 20  # of matrices whose directions are found together, and what the iteration holds beside them
+KEPT_COMPILED = 0.25  # compiled blocks allocate each buffer once
+SCRATCH = 16 << 20  # scratch memory of the native steps, for any model
+MUON_STACKS = 112 << 20  # matrices orthogonalized together, and the temporaries of the iteration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """parts: bytes by what needs them. moments: the parts that are there together; the largest sum is the peak."""
+    """Bytes of a use of a model.
+
+    parts: bytes by what needs them. moments: the parts that exist at the same time; the largest sum is the peak.
+    """
 
     parts: Mapping[str, int]
     moments: Mapping[str, tuple[str, ...]]
 
     @property
     def moment(self) -> str:
-        """When most is taken."""
+        """Name of the moment at which memory peaks."""
         return max(self.moments, key=lambda name: sum(self.parts[part] for part in self.moments[name]))
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """The parts that are there at that moment."""
+        """Parts that exist at the peak, with their bytes."""
         return {part: self.parts[part] for part in self.moments[self.moment] if self.parts[part]}
 
     @property
     def peak(self) -> int:
-        """Bytes at that moment."""
+        """Bytes at the peak."""
         return sum(self.at_peak.values())
 
     def beside(self, **more: int) -> "Memory":
-        """With further parts, which are there all the time."""
+        """The same memory with further parts, in bytes, that exist all the time."""
         moments = {name: (*parts, *more) for name, parts in self.moments.items()}
         return Memory(parts={**self.parts, **more}, moments=moments)
 
     def require(self, what: str, free: int, device: object, *, remedy: str) -> None:
-        """Raise ResourceError, with the parts and what to do, where the peak is more than `free` bytes."""
+        """Raise ResourceError, with the parts and the remedy, if the peak is more than `free` bytes."""
         if self.peak > free:
             digits = 1 if self.peak >= 1e9 else 2
             counted = {part: size for part, size in self.at_peak.items() if size >= 10**-digits * 5e8}
@@ -64,15 +67,15 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingUse:
-    """A training step of one rank: `batch_size` rows of `length` tokens at once, `accumulation` times.
+    """A training step of one rank: `accumulation` micro-batches of `batch_size` rows of `length` tokens.
 
-    dtype: of the products. masters: weights and gradients are in it too, and the optimizer has its own in float32.
-    joined: one product for queries, keys and values. explicit_attention: score matrices are kept. loss: its kernel.
-    recompute: none, selective, full, or offload (what full keeps is on the host). zero, ranks: the stage of ZeRO, and
-    how many share; replicas: so many such groups; tensor: of the ranks, so many neighbours that split every block and
-    row. offload: the optimizer's weights and states are on the host. adapter: weights of a LoRA adapter, the only ones
-    that are trained; base: bytes of the model it stands beside. rounded: weights that are multiplied as they will be
-    stored (QAT). keeps_freed: the allocator keeps freed blocks, as in training on a CPU.
+    dtype: of the matrix products. masters: weights and gradients have that dtype too, and the optimizer has float32
+    masters. joined: one product for queries, keys and values. explicit_attention: score matrices are kept. loss: name
+    of its kernel. recompute: none, selective, full, or offload (as full, with the kept inputs on the host). zero: ZeRO
+    stage; ranks: processes that share one model; replicas: groups of that size; tensor: neighbours among the ranks that
+    split every block and row. offload: the optimizer's weights and states are on the host. adapter: number of LoRA
+    weights, the only ones that are trained; base: bytes of the model they adapt. rounded: number of weights that are
+    rounded while they train (QAT). keeps_freed: the allocator keeps freed blocks, as in training on a CPU.
     """
 
     batch_size: int
@@ -99,10 +102,11 @@ class TrainingUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceUse:
-    """`batch_size` sequences of `length` tokens, of which `new_tokens` are generated; `step` tokens computed at once.
+    """Generation: `batch_size` sequences of `length` tokens, of which `new_tokens` are generated.
 
-    weights: bytes of all. dtype: of products. integers: weights multiply as integers. row_bytes: a head's key or value
-    of one token. block_size: of a paged cache. degree: how many devices share the model (tensor parallelism).
+    step: tokens computed at once. weights: bytes of all weights. dtype: of the matrix products. integers: products
+    multiply integers. row_bytes: bytes of one token's key or value in one head. block_size: tokens in a block of a
+    paged cache. degree: devices that share the model (tensor parallelism).
     """
 
     batch_size: int = 1
@@ -118,20 +122,20 @@ class InferenceUse:
 
 
 def memory_of(config: ModelConfig, use: TrainingUse | InferenceUse) -> Memory:
-    """What a use of a model takes."""
+    """Memory that a use of a model takes."""
     return training_memory(config, use) if isinstance(use, TrainingUse) else inference_memory(config, use)
 
 
 def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
-    """What a training step takes: in the loss, when all activations are kept, or when the gradients are complete."""
+    """Memory of a training step: in the loss, when all activations are kept, and when the gradients are complete."""
     count, size = parameters(config), ITEMSIZE[use.dtype]
-    narrow = size if size < 4 and not use.masters else 0  # of a copy beside the one in float32
+    narrow = size if size < 4 and not use.masters else 0  # bytes of a weight's copy beside the float32 one
     parts = _states(config, use) | _activations(config, use, narrow)
     trained = use.adapter is None
     copied = count.total - (count.embedding if count.head else 0)  # all but a table that is only looked up
     copied //= use.tensor
     parts[f"weights in {use.dtype}"] = narrow * copied if trained or use.base >= 4 * count.total else 0
-    # A weight over its scale, as an integer, both in float32; and what is multiplied with.
+    # A weight divided by its scale and the rounded one, both in float32; and the one that is multiplied.
     parts["weights while rounded"] = (8 + size) * use.rounded // (1 if use.recompute == "none" else len(config.layers))
     parts["logits and loss"] = _loss(config, use, size, head=trained * count.embedding // use.tensor, narrow=narrow)
     held = ("weights", "masters", "optimizer", "gathered")
@@ -149,7 +153,7 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
 
 
 def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
-    """Weights, gradients, the optimizer's own: 2 + 2 + 12 bytes a weight with masters, else 4 + 4 + 8 (AdamW's)."""
+    """Bytes of weights, gradients and optimizer: 2 + 2 + 12 a weight with masters, else 4 + 4 + 8 (AdamW)."""
     count = parameters(config).total if use.adapter is None else use.adapter
     size = ITEMSIZE[use.dtype] if use.masters else 4
     own = 4 if use.masters or use.offload else 0
@@ -157,7 +161,7 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
     if use.optimizer == "muon" and use.adapter is None:  # one mean of a matrix, not two
         states -= 4 * sum(matrices(config, layer)[0] for layer in config.layers)
     if use.optimizer.startswith("onebit"):
-        states += 4 * count + 4 * count // use.ranks  # what was rounded away, of the own mean and of the share's
+        states += 4 * count + 4 * count // use.ranks  # compression errors of the own tensor and of the own piece
     parts = {"weights": size * count + use.base, "gradients": size * count, "masters": own * count, "optimizer": states}
     parts |= {"gathered": 0, "update": 0}
     if use.zero and use.ranks > 1:
@@ -165,7 +169,7 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
         shared = fsdp_bytes(config, stage=use.zero, ranks=use.ranks, accumulation=micro, masters=masters)
         parts |= {name: size // use.ranks for name, size in parts.items()}
         parts["gathered"] = max(0, int(shared.peak) - sum(parts.values()) + parts["gradients"]) // use.tensor
-        if use.adapter is not None:  # what it stands beside is whole on every rank
+        if use.adapter is not None:  # the adapted model is whole on every rank
             parts |= {"weights": size * count // use.ranks + use.base, "gathered": size * count}
     elif use.optimizer.endswith("lamb"):
         parts["update"] = 12 * count  # steps and their divisors, of all tensors of a group at once
@@ -177,15 +181,15 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
 
 
 def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str, int]:
-    """What the forward pass keeps for the backward pass, by the kind of module."""
+    """Bytes that the forward pass keeps for the backward pass, by the kind of module."""
     size, tokens, layers = ITEMSIZE[use.dtype], use.batch_size * use.length // use.tensor, len(config.layers)
     hidden, q, kv, inner = _widths(config)
     stream = tokens * 4 * hidden
-    # Inputs of the matrix products and of attention: norm, q, k, v, attended; norm, MLP. All for one token and layer.
-    # What is split over neighbours still keeps the products' inputs of all tokens.
+    # Inputs of the matrix products and of attention, for one token and layer: norm, q, k, v, attended; norm, MLP.
+    # Tensor-parallel neighbours keep the products' inputs of all tokens.
     attention = size * (hidden * use.tensor + 2 * (q + kv))
     if use.joined and config.ropes:
-        attention += size * (q + kv)  # v is a view of all three, so they stay beside the rotated q and k
+        attention += size * (q + kv)  # v is a view of the joined result, which is kept beside the rotated q and k
     mlp = size * (hidden * use.tensor + inner * (3 if config.gated else 2))
     norms = 2 * 4 * hidden * (1 if config.norm == "layernorm" else 2) * (2 if config.post_norms else 1)
     if not use.compiled:
@@ -194,7 +198,7 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
         mlp += 4 * size * hidden * config.experts_per_token  # in and out of each expert, twice
         attention += 2 * 4 * (q + kv) * config.qk_norm
         attention += 2 * size * hidden * (use.adapter is not None)  # q, k and v have an input each
-    if use.compiled:  # the rest is computed again: the residual stream, and the results of the norms
+    if use.compiled:  # the compiler recomputes the rest: the residual stream, and the results of the norms
         norms = size * hidden + 4 * hidden
     products = size * (2 * hidden + 2 * (q + kv) + inner * (2 if config.gated else 1))
     if use.explicit_attention:  # the probabilities
@@ -207,7 +211,7 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
             kinds["products"] = tokens * products
     found = {f"activations: {name}": layers * kept for name, kept in kinds.items()}
     found["activations: norms and residual stream"] += 2 * stream  # of the embedding and the last norm
-    # The last block is computed again when the logits are gone; in a heap that was kept their place is in pieces.
+    # The last block is recomputed after the logits are freed; in a heap that keeps freed blocks their place is split.
     gone = 0 if use.keeps_freed else loss + parameters(config).embedding * (4 + narrow)
     again = max(0, block - sum(kinds.values()) - gone)
     return found | {"activations computed again": again}
@@ -219,36 +223,37 @@ def _widths(config: ModelConfig) -> tuple[int, int, int, int]:
 
 
 def _loss(config: ModelConfig, use: TrainingUse, size: int, *, head: int, narrow: int) -> int:
-    """Logits, their gradient, and that of the `head` weights, in float32 and as its product leaves it."""
+    """Bytes of logits, their gradient and that of the `head` weights, in float32 and in the dtype of the products."""
     logits, gradient = _logits(config, use, size), head * (4 + narrow)
     if use.loss != "chunked":
         return logits + gradient
     from hasten.ops.loss import rows_of_a_chunk
 
     tokens, most = use.batch_size * use.length, rows_of_a_chunk(config.padded_vocab_size)
-    if use.keeps_freed:  # nothing larger finds a place where the logits in float32 were
+    if use.keeps_freed:  # the freed float32 logits leave no place for anything larger
         return logits + min(tokens, most) * config.padded_vocab_size * (size if size < 4 else 0) + gradient
-    earlier = 4 * head if tokens > most else 0  # of the chunks before
-    read = min(tokens, most) * config.padded_vocab_size * size  # what is left of the logits when the product begins
+    earlier = 4 * head if tokens > most else 0  # the gradient summed over earlier chunks
+    read = min(tokens, most) * config.padded_vocab_size * size  # the logits that are left when the product begins
     return max(logits + earlier, read + gradient)
 
 
 def _logits(config: ModelConfig, use: TrainingUse, size: int) -> int:
+    """Bytes of the logits that exist at once, with their gradient."""
     vocab, tokens = config.padded_vocab_size, use.batch_size * use.length
     if use.loss == "torch":  # as many logits at a time as the input has elements
         return 4 * tokens * config.hidden_size
-    if use.loss == "reference":  # their logarithms, and the gradients of both, in float32
+    if use.loss == "reference":  # logits, their logarithms and gradients, in float32
         return 12 * tokens * vocab
     from hasten.ops.loss import TRITON_CHUNK_ELEMENTS, rows_of_a_chunk
 
-    if use.loss == "chunked-triton":  # the gradient in the place of the logits
+    if use.loss == "chunked-triton":  # the gradient overwrites the logits
         return min(tokens, rows_of_a_chunk(vocab, elements=TRITON_CHUNK_ELEMENTS)) * vocab * size
-    # The gradient in float32, and in the dtype of the products: the former is gone when a product reads the latter.
+    # The gradient in float32, which is freed before a product reads the one in the dtype of the products.
     return min(tokens, rows_of_a_chunk(vocab)) * vocab * (4 + (size if size < 4 else 0))
 
 
 def inference_memory(config: ModelConfig, use: InferenceUse) -> Memory:
-    """What generating or serving takes: weights, the cache, and the activations of the largest step."""
+    """Memory of generating or serving: weights, the cache, and the activations of the largest step."""
     hidden, q, _, inner = _widths(config)
     parts = {
         "weights": use.weights // use.degree,
@@ -261,9 +266,9 @@ def inference_memory(config: ModelConfig, use: InferenceUse) -> Memory:
 
 
 def cache_bytes(config: ModelConfig, use: InferenceUse) -> int:
-    """Of one sequence: keys and values of all layers in their own format, as bounded as the caches are.
+    """Bytes of one sequence's keys and values in all layers, in whole blocks of a paged cache.
 
-    They are where every layer has a window or a local pattern. Paged caches have whole blocks.
+    A model whose every layer has a window or a local pattern keeps no more than its reach.
     """
     kept = use.length
     if config.reach is not None:
@@ -282,11 +287,11 @@ def calibration_memory(
     spill: bool,
     moved: bool = False,
 ) -> Memory:
-    """What quantizing with calibration text takes beside the checkpoint, whose pages are mapped.
+    """Memory of quantizing with calibration text, beside the checkpoint, whose pages are mapped.
 
-    states: bytes of all samples between two blocks, kept for each of `walks` through the model unless they are spilled.
-    step: bytes of one number of each token of a pass. squares: float32 matrices of the widest input. moved: each block
-    is copied to a device, in 16 bits.
+    states: bytes of all samples' hidden states, kept for each of `walks` passes through the model. spill: they are on
+    the disk instead. step: bytes of one number for each token of a pass. squares: number of float32 matrices, squares
+    of the widest input. moved: each block is copied to a device, in 16 bits.
     """
     block = max(matrices(config, layer)[0] for layer in config.layers)
     inner = max(config.expert_size if layer.experts else config.intermediate_size for layer in config.layers)
@@ -303,7 +308,7 @@ def calibration_memory(
 
 
 def largest(fits: Callable[[int], bool], most: int = 1 << 24) -> int:
-    """The largest number up to `most` that fits, 0 if none does: what is larger takes more."""
+    """The largest number up to `most` that fits, 0 if none does, by bisection: larger numbers must need more."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high

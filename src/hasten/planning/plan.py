@@ -1,7 +1,7 @@
-"""A plan: what a use of a model takes on a device, and how fast it can be there: bytes, FLOPs and a roofline.
+"""Plans: the memory and time that a use of a model takes on a device, from bytes, FLOPs and a roofline.
 
-A phase lasts as long as its products or the bytes it moves, whichever takes longer (Williams et al. 2009, "Roofline"),
-and what is sent to other devices.
+A phase takes as long as its products or its memory traffic, whichever is longer (Williams et al. 2009, "Roofline"),
+plus the exchanges with other devices.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from hasten.planning.sharing import sent_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A training "step", a "prompt" of each sequence or a "token" of each: the part of one of the devices in it.
+    """One device's part of a training "step", of the "prompt" of every sequence, or of a "token" of every sequence.
 
-    tokens: of all sequences. flops: of products, recomputed ones included. update_flops: of an optimizer's own products
-    (Muon): float32 on a CPU, else bfloat16. moved: bytes from and to memory. sent: bytes from each of the `ranks` to
-    others, in so many exchanges. integers: multiplied at the rate of int8, where it is known. measured: seconds without
-    what is sent, None: what REACHED says of the limit.
+    tokens: of all sequences. flops: of matrix products, recomputed ones included. update_flops: of the optimizer's own
+    products (Muon), float32 on a CPU, else bfloat16. moved: bytes from and to memory. sent: bytes that each of the
+    `ranks` sends, in `exchanges` exchanges. integers: products run at the rate of int8, if that is known. measured:
+    seconds without exchanges; None: expect the share of the limit in REACHED.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Phase:
     measured: float | None = None
 
     def limits(self, device: Device) -> dict[str, float]:
-        """Seconds that each of the device's parts needs at least."""
+        """Least seconds for the products, the memory traffic and the link."""
         rate = device.limits.rates.get("int8", 0) if self.integers else 0
         update = 0.0
-        if self.update_flops:  # a rate that nobody else needs may not be known
+        if self.update_flops:  # only then must that rate be known
             update = self.update_flops / device.rate("float32" if device.kind == "cpu" else "bfloat16")
         return {
             "products": self.flops / (rate or device.rate(self.dtype)) + update,
@@ -50,12 +50,12 @@ class Phase:
         }
 
     def limit(self, device: Device) -> float:
-        """Seconds that cannot be undercut."""
+        """Least seconds of the phase."""
         found = self.limits(device)
         return max(found["products"], found["memory"]) + found["link"]
 
     def seconds(self, device: Device) -> float:
-        """As measured, else expected; and the exchanges, whose figures are what is reached."""
+        """Expected seconds: as measured, or by the usual share of the limit, plus the exchanges."""
         found = self.limits(device)
         if self.measured is not None:
             return self.measured + found["link"]
@@ -64,7 +64,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """free: bytes of the device's memory that can be had. settings: what else was given, for people."""
+    """A use of a model on a device, with its phases.
+
+    free: available bytes of the device's memory. settings: further settings to show to people.
+    """
 
     model: str
     config: ModelConfig
@@ -76,17 +79,17 @@ class Plan:
 
     @property
     def memory(self) -> Memory:
-        """The bytes by part."""
+        """Bytes by part."""
         return memory_of(self.config, self.use)
 
     @property
     def largest_batch(self) -> int:
-        """Rows, or sequences, that fit if all else stays (0: not even one)."""
+        """Largest number of rows (training) or sequences that fits, all else unchanged; 0 if not even one does."""
         return largest(lambda count: self._fits(batch_size=count))
 
     @property
     def longest(self) -> int:
-        """Tokens of a row, or of a sequence, that fit if all else stays."""
+        """Largest number of tokens in a row (training) or sequence that fits, all else unchanged."""
         return largest(lambda count: self._fits(length=count), most=self.config.max_positions)
 
     def _fits(self, **changes: int) -> bool:
@@ -94,7 +97,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens trained by all ranks; or of answers, their prompts' time included, with as many sequences always."""
+        """Tokens trained by all ranks a second; or generated ones, prompts' time included, at a constant batch."""
         first, *more = (phase.seconds(self.device) for phase in self.phases)
         if isinstance(self.use, TrainingUse):
             return self.use.ranks * self.use.replicas // self.use.tensor * self.phases[0].tokens / first
@@ -125,8 +128,9 @@ class Plan:
 
 
 def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) -> Phase:
-    """A step of one rank; its tokens are those of all neighbours that split the same rows. kept: the mean share of
-    blocks that layer dropping runs.
+    """The training step of one rank; `tokens` counts all tokens of the rows that its neighbours split.
+
+    kept: mean share of the blocks that run, under layer dropping.
     """
     tokens, layers = use.batch_size * use.length * use.accumulation, len(config.layers)
     around = cost.training_flops_per_token(replace(config, layers=()), use.length)
@@ -141,11 +145,19 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
     moved = use.accumulation * (2 * activations + 2 * weights + parts["gradients"]) + 2 * states
     itemsize = 2 if use.masters else 4
     shards, split = use.ranks // use.tensor, use.tensor
-    options: dict[str, Any] = {"accumulation": use.accumulation, "itemsize": itemsize, "replicas": use.replicas}
-    sent = sent_bytes(config, stage=use.zero, ranks=shards, **options) / split
-    sent *= 1 if use.adapter is None else use.adapter / count  # nobody sends what is frozen
-    # Of a split block a rank gathers the tokens of the others for attention and MLP, as norms leave them, and sums up
-    # what the products give; back the same, and what is recomputed once more. Embedding and head do so, too.
+    sent = sent_bytes(
+        config,
+        stage=use.zero,
+        ranks=shards,
+        accumulation=use.accumulation,
+        itemsize=itemsize,
+        replicas=use.replicas,
+    )
+    sent /= split
+    if use.adapter is not None:  # frozen weights are not sent
+        sent *= use.adapter / count
+    # Before attention and MLP of a split block a rank gathers the others' normalized tokens, and afterwards reduces the
+    # products' results; the backward pass does the same, and so does recomputation. So do embedding and head.
     passes = 3 if again else 2
     each = passes * layers * 2 * (itemsize + ITEMSIZE[use.dtype]) + 4 * itemsize
     sent += each * (split - 1) / split * tokens * config.hidden_size
@@ -168,7 +180,7 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
 
 
 def inference_phases(config: ModelConfig, use: InferenceUse) -> tuple[Phase, Phase]:
-    """All sequences' prompts taken in, and one token of each after half of the answers."""
+    """The phases "prompt", of all sequences, and "token", one for each sequence in the middle of its answer."""
     degree, together, prompt = use.degree, use.batch_size, use.length - use.new_tokens
     row, context = use.row_bytes / config.head_dim, use.length - use.new_tokens // 2
     tokens, steps = together * prompt, -(-together * prompt // use.step)
@@ -179,7 +191,7 @@ def inference_phases(config: ModelConfig, use: InferenceUse) -> tuple[Phase, Pha
     flops = cost.forward_flops_per_token(config, 2 * context - 1)  # whose mean token sees as many keys
 
     def phase(name: str, tokens: int, flops: float, moved: float, steps: int) -> Phase:
-        # Two sums a block and the embedding's, in which a rank gets all that each other one has; and the logits.
+        # Two all-reduces a block and the embedding's, in which a rank receives the others' tensors; and the logits.
         sums, logits = 2 * len(config.layers) + 1, together * config.padded_vocab_size * 4
         return Phase(
             name=name,

@@ -1,4 +1,4 @@
-"""Named shapes of published models: what a plan or a benchmark without a checkpoint is about. Importing it is cheap."""
+"""Named shapes of published models, for plans and benchmarks without a checkpoint. Importing it is cheap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hasten.model.config import ModelConfig
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **changes: Any) -> dict[str, Any]:
-    """The config.json of a Llama 2 of these sizes, with `changes`."""
+    """The config.json of a Llama 2 with these sizes; `changes` override its fields."""
     return {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -28,7 +28,7 @@ def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **cha
 
 
 def gpt2(hidden: int, layers: int, heads: int, **changes: Any) -> dict[str, Any]:
-    """The config.json of a GPT-2 of these sizes, with `changes`."""
+    """The config.json of a GPT-2 with these sizes; `changes` override its fields."""
     return {
         "model_type": "gpt2",
         "n_embd": hidden,
@@ -64,13 +64,13 @@ SHAPES: Mapping[str, dict[str, Any]] = {
 
 
 def check_shape(name: str) -> None:
-    """Raise ConfigError for a name that is not known."""
+    """Raise ConfigError for an unknown name."""
     if name not in SHAPES:
         raise ConfigError(f"there is no shape {name!r}; known: {', '.join(SHAPES)}")
 
 
 def shape_config(name: str) -> ModelConfig:
-    """The config of a named shape. Raises ConfigError for a name that is not known."""
+    """The config of a named shape. Raises ConfigError for an unknown name."""
     from hasten.model.families import read_config
 
     check_shape(name)

@@ -27,9 +27,9 @@ from hasten.profiling.steps import Answers, ServedAnswers, Work, least_of, train
 from hasten.profiling.trace import TracedStep, traced
 from hasten.profiling.tree import PartTime, tree
 from hasten.profiling.walk import parts_of
-from hasten.training.checkpoints import writing
 from hasten.training.display import TensorBoard
 from hasten.training.recipe import Recipe
+from hasten.training.run_folder import writing
 from hasten.training.setup import set_up
 
 WARMING = 3  # steps: compile, fill caches

@@ -9,7 +9,7 @@ from hasten.engine.compiled import CompiledForOneToken
 from hasten.model.fused import FusedBlock, FusedStack, FusedSteps
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.embedding import PackedEmbedding
-from hasten.training.swapped import FusedMLP, JoinedAttention
+from hasten.training.training_modules import FusedMLP, JoinedAttention
 
 COMPILED = "compiled: one graph, whose parts cannot be timed"
 NATIVE = "native steps: attention and its products are one row"

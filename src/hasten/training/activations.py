@@ -1,11 +1,11 @@
 """Activation checkpointing: recompute activations in the backward pass instead of keeping them (arXiv 1604.06174).
 
-- "full": of a block only its input is kept; its forward pass runs twice.
-- "offload": as "full", and that input waits on the host, in pinned memory where the block computes on a GPU.
+- "full": only a block's input is kept; its forward pass runs twice.
+- "offload": as "full", with that input on the host, in pinned memory if the block computes on a GPU.
 - "selective": the results of matrix products and fused attention are kept, because they cost time; norms, activation
-  functions, casts, and the score matrix of explicit attention, which cost memory and little time, are computed again.
+  functions, casts and the score matrix of explicit attention, which cost memory and little time, are recomputed.
 
-Each block is swapped for one of the same weights that does so, before it is compiled: the compiler then sees which
+Each block is replaced by one with the same weights that does so, before it is compiled: the compiler then sees which
 results are kept.
 """
 
@@ -27,7 +27,7 @@ PRODUCTS = ("mm", "addmm", "linear")
 
 
 def apply_checkpointing(model: Transformer, kind: CheckpointingName) -> None:
-    """Have every block of a model recompute its activations in the backward pass. Raises ConfigError for a name."""
+    """Have every block recompute its activations in the backward pass. Raises ConfigError for an unknown `kind`."""
     if kind not in ("full", "selective", "offload"):
         raise ConfigError(f"techniques.checkpointing is {kind!r}; choose one of none, selective, full, offload")
     own = OffloadedBlock if kind == "offload" else RecomputedBlock
@@ -38,7 +38,7 @@ def apply_checkpointing(model: Transformer, kind: CheckpointingName) -> None:
 
 
 class RecomputedBlock(Block):
-    """A block that keeps less for its backward pass than its forward pass made. options: of torch's `checkpoint`."""
+    """A block that recomputes activations in its backward pass. options: for torch's `checkpoint`."""
 
     options: dict[str, Any]
 
@@ -52,7 +52,7 @@ class RecomputedBlock(Block):
         plain = super().forward
         if not torch.is_grad_enabled():
             return plain(x, rope, layer, scale)
-        # A closure over what is no tensor: inside a compiled block only tensors may be arguments of the checkpoint.
+        # A closure over `layer`: inside a compiled block only tensors may be arguments of the checkpoint.
         cos, sin = (None, None) if rope is None else rope
 
         def body(x: Tensor, cos: Tensor | None, sin: Tensor | None, scale: Tensor | None) -> Tensor:
@@ -63,11 +63,11 @@ class RecomputedBlock(Block):
 
 
 class OffloadedBlock(RecomputedBlock):
-    """A recomputed block whose input waits for the backward pass on the host."""
+    """A recomputed block whose input is kept on the host until the backward pass."""
 
     def __call__(self, x: Tensor, *args: Any) -> Any:
         """Call the block; overridden instead of `forward`, because this part is not compiled."""
-        place, device = x.data_ptr(), x.device  # x itself is not to be kept by the functions below
+        place, device = x.data_ptr(), x.device  # so that the functions below do not keep x
 
         def pack(kept: Tensor) -> Tensor | tuple[Tensor]:
             return (on_host(kept),) if kept.data_ptr() == place else kept
@@ -80,12 +80,12 @@ class OffloadedBlock(RecomputedBlock):
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, also where the tensor is there already."""
+    """Copy a tensor to the host's memory, even if it is there already; pinned if it comes from a GPU."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
 
 
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of "selective": by the operator's name, so that every fused attention kernel is meant."""
+    """The policy of "selective", by the operator's name, so that it covers every fused attention kernel."""
     name = operator.name() if hasattr(operator, "name") else str(operator)
     space, _, rest = name.partition("::")
     plain = rest.partition(".")[0]

@@ -1,4 +1,4 @@
-"""How many steps a run takes: from steps, epochs, or the speed of its first steps and the minutes it may last."""
+"""Decides the number of steps of a run: by steps, epochs, or minutes and the speed of its first steps."""
 
 import math
 from collections import deque
@@ -8,25 +8,19 @@ from statistics import median
 from hasten.training.recipe import Recipe
 from hasten.training.recipe_checks import CALIBRATION_STEPS
 
-# The very first steps compile and fill caches; their time is spent, and says nothing about the ones to come.
-WARMING_STEPS = 2
-# A forward pass alone, as a share of a training step on the same tokens.
-FORWARD_SHARE = 1 / 3
-# All of the following are shares of run.minutes. Where steps are so long that calibrating would use it up;
-CALIBRATED_AT_LATEST = 0.3
-# how far over it the end may be expected before the total is lowered;
-TOLERATED = 1.1
-# the end, whatever else; what is kept for the last steps, so that the rate still comes down;
-LATEST = 1.15
-LAST_STEPS = 0.05
-# the time from one look at the clock to the next (each lowering writes a checkpoint); the steps whose speed counts:
-# their median, so that a machine that is busy for a moment does not shorten the run.
-BETWEEN_CHECKS = 0.05
-WINDOW = 0.2
+WARMING_STEPS = 2  # the first steps compile and fill caches: their time says nothing about later ones
+FORWARD_SHARE = 1 / 3  # time of a forward pass, as a share of a training step on the same tokens
+# All of the following are shares of run.minutes.
+CALIBRATED_AT_LATEST = 0.3  # when calibration ends, even with fewer steps than it should have
+TOLERATED = 1.1  # expected end above which the total is lowered
+LATEST = 1.15  # the end in any case
+LAST_STEPS = 0.05  # time kept for the last steps, so that the learning rate still decays
+BETWEEN_CHECKS = 0.05  # time between two checks of the clock (each lowering writes a checkpoint)
+WINDOW = 0.2  # steps whose median speed counts, so that a machine busy for a moment does not shorten the run
 
 
 def fixed_steps(recipe: Recipe, *, windows: int) -> int | None:
-    """The steps that `run.steps` and `run.epochs` allow; None where only minutes are given. windows: of an epoch."""
+    """Steps that `run.steps` and `run.epochs` allow; None if only minutes are given. windows: rows of an epoch."""
     limits = []
     if recipe.run.steps is not None:
         limits.append(recipe.run.steps)
@@ -37,33 +31,33 @@ def fixed_steps(recipe: Recipe, *, windows: int) -> int | None:
 
 
 def timed_steps(recipe: Recipe, *, step_seconds: Sequence[float], used: float, validation_batches: int) -> int:
-    """The steps that fit into `run.minutes`, given the seconds of the first ones and all the seconds used so far.
+    """Steps that fit into `run.minutes`, at least those already taken.
 
-    Each validation is reckoned at its share of a step's time. At least the steps already taken.
+    step_seconds: of the steps taken. used: seconds used so far. A validation is expected to take a third of a training
+    step's time on the same tokens.
     """
     assert recipe.run.minutes is not None
     each = median(step_seconds[WARMING_STEPS:] or step_seconds)
     validation = _validation_seconds(recipe, each, validation_batches)
-    left = recipe.run.minutes * 60 - used - validation  # the last validation comes after the last step
+    left = recipe.run.minutes * 60 - used - validation  # the last validation follows the last step
     more = max(0, int(left / (each + validation / recipe.run.validate_every)))
     return len(step_seconds) + more
 
 
 def calibrated(recipe: Recipe, *, steps: int, used: float) -> bool:
-    """Whether enough steps were timed, or so much of `run.minutes` is gone that fewer must do."""
+    """Whether enough steps were timed, or too much of `run.minutes` was used to time more."""
     assert recipe.run.minutes is not None
     share = used / (recipe.run.minutes * 60)
     return steps >= CALIBRATION_STEPS or share >= 1 or (share >= CALIBRATED_AT_LATEST and steps > WARMING_STEPS)
 
 
 class Pace:
-    """Looks at the clock of a run with `run.minutes`, whose total is known, and says when it has to be lowered.
+    """Watches the speed of a run with `run.minutes` and decides when to lower its total number of steps.
 
-    What it remembers is not part of a checkpoint: each decision is, as the total it leads to.
+    Its own state is not part of a checkpoint; the totals that it decides are. used: seconds of the run so far.
     """
 
     def __init__(self, recipe: Recipe, *, used: float, validation_batches: int) -> None:
-        """used: seconds of the run up to now."""
         assert recipe.run.minutes is not None
         self.recipe = recipe
         self.allowed = recipe.run.minutes * 60
@@ -72,9 +66,9 @@ class Pace:
         self._next_check = used + BETWEEN_CHECKS * self.allowed
 
     def lowered(self, *, step: int, total: int, elapsed: float, used: float) -> int:
-        """The total after step number `step`, which took `elapsed` seconds: `total`, or fewer if it would be too late.
+        """The total number of steps: `total`, or fewer, but at least `step`, if the run would end too late.
 
-        used: seconds of the run up to now. At least `step`.
+        step: steps taken, the last of which took `elapsed` seconds. used: seconds of the run so far.
         """
         self._recent.append((used, elapsed))
         while self._recent[0][0] < used - WINDOW * self.allowed and len(self._recent) > WARMING_STEPS + 1:
@@ -94,5 +88,5 @@ class Pace:
 
 
 def _validation_seconds(recipe: Recipe, each: float, batches: int) -> float:
-    """What one measurement of the validation loss takes, where a step takes `each` seconds."""
+    """Seconds of one measurement of the validation loss, if a step takes `each` seconds."""
     return FORWARD_SHARE * each * batches / recipe.data.accumulation

@@ -1,4 +1,4 @@
-"""From a recipe to a model that is ready to train: its shape, then the techniques in their one order."""
+"""Builds the model that a recipe trains: its shape, then the techniques in their one order."""
 
 import warnings
 from collections.abc import Callable
@@ -36,17 +36,17 @@ from hasten.training.precision import Precision
 from hasten.training.qat import apply_rounding
 from hasten.training.recipe import Lora, Parallel, Recipe, Shape
 from hasten.training.step import TrainStep
-from hasten.training.swapped import FusedMLP, JoinedAttention
 from hasten.training.teacher import Teacher
+from hasten.training.training_modules import FusedMLP, JoinedAttention
 from hasten.training.whole import why_not_whole
 from hasten.training.whole_step import check_fp8, whole_step
 
 
 def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: Tokenizer | None = None) -> ModelConfig:
-    """The config of a shape, through the config.json that an exported folder will have.
+    """The config of a shape, read from the config.json that an exported folder will have.
 
-    positions: the longest context it declares, where the shape names none. Raises ConfigError for sizes that do not
-    fit together.
+    positions: the longest context that the model declares, unless the shape names one. tokenizer: whose ids of text
+    begin and end are stored. Raises ConfigError for sizes that do not fit together.
     """
     if shape.hidden_size % shape.heads:
         raise ConfigError(f"model.hidden_size ({shape.hidden_size}) must be a multiple of model.heads ({shape.heads})")
@@ -66,7 +66,7 @@ def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: To
 
 
 def _published(shape: Shape, *, kv_heads: int, positions: int) -> dict[str, Any]:
-    """The fields of a config.json, under the names of the family."""
+    """The fields of a config.json, under the family's names."""
     if shape.family == "gpt2":
         if kv_heads != shape.heads:
             raise ConfigError("model.kv_heads: gpt2 has as many key/value heads as heads; use the llama family")
@@ -78,15 +78,15 @@ def _published(shape: Shape, *, kv_heads: int, positions: int) -> dict[str, Any]
 
 
 def training_config(recipe: Recipe, config: ModelConfig) -> ModelConfig:
-    """The config with what the recipe adds to it: dropout, and (technique 1) rows that pad the vocabulary."""
+    """The config with the recipe's dropout and padded vocabulary."""
     return replace(config, dropout=recipe.dropout).padded_to(recipe.techniques.pad_vocabulary_to)
 
 
 def pretrained_model(source: str | ModelSource, recipe: Recipe, *, device: torch.device) -> Transformer:
-    """The weights of a checkpoint: in float32, copied, so that training does not write into the mapped file.
+    """Load a checkpoint to train: in float32, copied, so that training does not write into the mapped file.
 
-    Under LoRA they are only read, and are as the folder has them, or in `lora.base`. Otherwise raises ConfigError for
-    quantized ones.
+    With LoRA the weights stay frozen, in the stored dtype or in `lora.base`; they may be quantized. Without it, raises
+    ConfigError for quantized weights.
     """
     from hasten.checkpoints.load import load_quietly
 
@@ -100,15 +100,16 @@ def pretrained_model(source: str | ModelSource, recipe: Recipe, *, device: torch
             f"{asked_as(path)} is quantized, and such weights are not trained: train an adapter beside them "
             f"(--lora.rank 16), or all of its weights after {export_plain(path)} (then --init {plain_folder(path)})"
         )
-    for parameter in () if frozen else model.parameters():
-        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    if not frozen:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     give_pattern(model, recipe.model)
     set_dropout(model, recipe.dropout)
     return model
 
 
 def set_dropout(model: Transformer, probability: float) -> None:
-    """Dropout for a model that was loaded: a checkpoint's config never has any."""
+    """Set the dropout of a loaded model, whose checkpoint has none."""
     model.config = replace(model.config, dropout=probability)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -125,11 +126,10 @@ def training_step(
     should_stop: Callable[[], bool] = lambda: False,
     restored: bool = False,
 ) -> TrainStep:
-    """Apply the techniques of a recipe to a model, in their one order, and make the step that trains it.
+    """Apply a recipe's techniques to a model, in their one order, and create the step that trains it.
 
-    model: weights in float32; for LoRA in any format, and they stay as they are. should_stop: asked between
-    micro-batches. restored: what is trained will be read from a checkpoint. Raises ConfigError where a technique does
-    not fit the model or the ranks.
+    model: with float32 weights; for LoRA in any format. should_stop: called between micro-batches. restored: the
+    trained weights will be read from a checkpoint. Raises ConfigError if a technique does not fit the model or ranks.
     """
     techniques, parallel, on_cpu = recipe.techniques, recipe.parallel, model.device.type == "cpu"
     check_ranks(recipe, ranks)
@@ -188,15 +188,15 @@ def why_block_by_block(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE)
     if not techniques.whole_model:
         return "techniques.whole_model is off"
     if ranks.joined:
-        return "several processes share weights and gradients block by block"
+        return "several processes exchange weights and gradients block by block"
     if recipe.parallel.policy != "float32-weights" or recipe.parallel.offload != "none":
         return "the optimizer has copies of the weights"
     if techniques.checkpointing != "none":
-        return f"activations are computed again block by block (checkpointing {techniques.checkpointing})"
+        return f"activations are recomputed block by block (checkpointing {techniques.checkpointing})"
     if techniques.layer_drop is not None:
-        return "layer dropping leaves out other blocks in every step"
+        return "layer dropping skips different blocks in every step"
     if recipe.data.separate_documents:
-        return "packed documents need another mask in every batch"
+        return "packed documents need a new mask in every batch"
     if recipe.teacher is not None:
         return "it learns from a teacher"
     if recipe.lora.rank is not None or recipe.qat.bits is not None:
@@ -205,7 +205,7 @@ def why_block_by_block(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE)
 
 
 def check_ranks(recipe: Recipe, ranks: Ranks) -> None:
-    """Raise ConfigError where these ranks cannot train by the recipe, before anything is read or created."""
+    """Raise ConfigError if these ranks cannot train the recipe, before anything is read or created."""
     zero, replicas = recipe.parallel.zero, recipe.parallel.replicas
     if zero and not ranks.joined:
         raise ConfigError(
@@ -218,18 +218,21 @@ def check_ranks(recipe: Recipe, ranks: Ranks) -> None:
 
 
 def check_shares(config: ModelConfig, parallel: Parallel) -> None:
-    """Raises ConfigError for a model that ranks cannot share so."""
+    """Raise ConfigError for a model that cannot be divided among ranks this way."""
     if parallel.tensor > 1:
         check_split(config, parallel.tensor)
     if parallel.zero and config.experts:
         raise ConfigError(
-            f"parallel.zero {parallel.zero} cannot share a model with experts: one that no token of a rank has reached "
-            "has no gradient there to reduce; use --parallel.zero 0"
+            f"parallel.zero {parallel.zero} does not support a model with experts: an expert that no token of a rank "
+            "has reached has no gradient there to reduce; use --parallel.zero 0"
         )
 
 
 def apply_data_parallel(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> Placement:
-    """Spread the model over the ranks: whole on each (DDP), or in shares (FSDP2). Raises ConfigError for experts."""
+    """Distribute the model over the ranks: whole on each (DDP) or sharded (FSDP2).
+
+    Raises ConfigError for experts with ZeRO.
+    """
     parallel = recipe.parallel
     copies = None
     if parallel.offload == "optimizer" or parallel.policy == "float32-masters":
@@ -252,10 +255,10 @@ def apply_data_parallel(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE
 
 
 def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
-    """The kernel to force: the recipe's, or the explicit one where no native one serves: see below.
+    """Name of the attention kernel to force, None for the first that fits.
 
-    PyTorch's fused CPU kernel has no dropout, and forward and backward it is slower than matrix products with a
-    compiled softmax between them, as long as rows are short.
+    The recipe's, or "reference" for short compiled rows with dropout on a CPU without native kernels: PyTorch's fused
+    CPU kernel has no dropout and is slower there than matrix products with a compiled softmax between them.
     """
     techniques = recipe.techniques
     short = techniques.compile and recipe.data.context <= 512
@@ -265,25 +268,25 @@ def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
 
 
 def apply_kernels(model: Transformer, attention: str | None, loss: str | None, dtype: torch.dtype) -> None:
-    """The fastest attention and loss kernels that fit, or those named. Raises ConfigError for unknown ones.
+    """Choose the fastest attention and loss kernels that fit, or the named ones. Raises ConfigError for unknown names.
 
-    dtype: of the matrix products; on a CPU every kernel takes the weights' own. The native attention is compiled before
-    it is chosen: if that fails, or PyTorch's is faster, it is not taken.
+    dtype: of the matrix products; on a CPU every kernel takes the weights' own. The native attention is compiled
+    first: if that fails, or PyTorch's is faster, it is not used.
     """
     if model.device.type == "cpu" and attention in (None, "native", "native-sparse"):
         library(part="training")
     model.bind(attention=attention, loss=loss, dtype=None if model.device.type == "cpu" else dtype)
-    for module in [module for module in model.modules() if isinstance(module, Attention)][:1]:
-        tokens, dropout = module.kernels.tokens.name, module.kernels.dropout.name
-        if module.dropout and tokens != dropout and (attention or module.block_size):
-            message = f"attention kernel {tokens!r} takes no dropout, so {dropout!r} computes the training steps"
-            warnings.warn(message, HastenWarning, stacklevel=3)
+    first = next(module for module in model.modules() if isinstance(module, Attention))
+    tokens, dropout = first.kernels.tokens.name, first.kernels.dropout.name
+    if first.dropout and tokens != dropout and (attention or first.block_size):
+        message = f"attention kernel {tokens!r} does not support dropout, so {dropout!r} computes the training steps"
+        warnings.warn(message, HastenWarning, stacklevel=3)
 
 
 def apply_fused_activations(model: Transformer, dtype: torch.dtype) -> bool:
-    """On a CPU, one native pass for bias and GELU, or SiLU and gate, forward and backward; whether there is any.
+    """On a CPU, compute bias and GELU, or SiLU and gate, in one native pass, forward and backward.
 
-    dtype: of the matrix products.
+    dtype: of the matrix products. Returns whether any MLP was changed.
     """
     layers = [module for module in model.modules() if isinstance(module, MLP)]
     if not layers or model.device.type != "cpu":  # a GPU's compiler does as well
@@ -298,12 +301,12 @@ def apply_fused_activations(model: Transformer, dtype: torch.dtype) -> bool:
 
 
 def apply_joined_projections(model: Transformer) -> None:
-    """One product for queries, keys and values, forward and backward: x is read once, by a wider product."""
+    """Project to queries, keys and values with one wider product, forward and backward, which reads x once."""
     swap_kinds(model, {Attention: JoinedAttention})
 
 
 def apply_lora(model: Transformer, settings: Lora, *, seed: int) -> None:
-    """Freeze all weights and put what is trained beside the layers that are targeted."""
+    """Freeze all weights and add trained LoRA factors to the targeted layers."""
     adapter = lora_adapter(model.config, settings, seed=seed, device=model.device)
     attach(model, [adapter], dropout=settings.dropout)
 
@@ -311,7 +314,7 @@ def apply_lora(model: Transformer, settings: Lora, *, seed: int) -> None:
 def lora_adapter(
     config: ModelConfig, settings: Lora, *, seed: int = 0, device: torch.device | str = "meta"
 ) -> dict[str, Factors]:
-    """The factors that are trained; on the meta device to be counted. Raises ConfigError for unknown targets."""
+    """Create the trained factors by layer name, on meta for counting. Raises ConfigError for unknown targets."""
     rank = settings.rank or 1
     alpha = 2 * rank if settings.alpha is None else settings.alpha
     targets, rslora = settings.targets, settings.rslora
@@ -319,10 +322,10 @@ def lora_adapter(
 
 
 def apply_compile(model: Transformer) -> None:
-    """torch.compile each block by itself: one graph serves them all, and compiling takes as long as for one layer."""
+    """Compile each block by itself: one graph serves them all, and compiling takes as long as for one block."""
     if model.device.type == "cpu" and find_compiler() is None:
         warnings.warn(
-            "no C++ compiler is here, so the blocks are not compiled and training is slower; install g++ or clang++ "
+            "there is no C++ compiler, so the blocks are not compiled and training is slower; install g++ or clang++ "
             "(hasten doctor says more), or set --techniques.no-compile",
             HastenWarning,
             stacklevel=2,

@@ -1,10 +1,10 @@
-"""Parts of a whole model's pass whose gradients are written by hand, for a step that no compiler fuses.
+"""Parts of a whole model's pass with hand-written gradients, for a step that is not compiled.
 
     embed       embeddings and the first norm; its gradient is added to the tied head's, in place
-    projection  queries, keys and values of one product; their gradients are joined and summed in one pass
-    loss        its gradients are made with the factor that they will have: no pass multiplies them
+    projection  queries, keys and values from one product; their gradients are joined and summed in one pass
+    loss        its gradients are computed with their final factor, which saves a pass
 
-On CUDA (and in Triton's interpreter) Triton kernels do it, elsewhere PyTorch's operations.
+They use Triton kernels on CUDA (and in Triton's interpreter), elsewhere PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hasten.ops.residual.operator import WIDEST
 
 
 class Tied:
-    """Where the loss leaves the gradient of a head that is the embedding too, for the embedding to add its own."""
+    """Passes the gradient of a tied head from the loss to the embedding, which adds its own."""
 
     def __init__(self) -> None:
         self.gradient: Tensor | None = None
 
     def taken(self, table: Tensor) -> Tensor:
-        """That gradient, or zeros."""
+        """Take the gradient, or zeros like `table` if there is none."""
         found, self.gradient = self.gradient, None
         return torch.zeros_like(table) if found is None else found
 
@@ -45,7 +45,10 @@ def embed(
     dtype: torch.dtype,
     tied: Tied,
 ) -> tuple[Tensor, Tensor]:
-    """The stream (B, T, C) of tokens and positions, and its norm; table and position_table in float32."""
+    """Embed tokens and positions (B, T) to the residual stream (B, T, C), float32, and its norm in `dtype`.
+
+    table, position_table: float32. tied: holds the gradient of a head that shares the table.
+    """
     if triton_support.refusal(table.device) is None and table.shape[1] <= WIDEST:
         stream, x, _, _ = _EmbedNorm.apply(
             tokens, positions, table, position_table, norm.weight, norm.bias, norm, dtype, tied
@@ -56,6 +59,7 @@ def embed(
 
 
 def _of_positions(positions: Tensor, table: Tensor | None, d_stream: Tensor) -> Tensor | None:
+    """Gradient of the position table."""
     if table is None:
         return None
     width = table.shape[1]
@@ -128,7 +132,7 @@ class _EmbedNorm(torch.autograd.Function):
 
 
 def projection(x: Tensor, weight: Tensor, bias: Tensor | None, splits: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (…, splits) of x (…, C): rows of one joined weight."""
+    """Project x (…, C) to q, k, v (…, splits) with one joined weight."""
     q, k, v = _Projection.apply(x, weight, bias, tuple(splits))
     return q, k, v
 
@@ -163,10 +167,10 @@ class _Projection(torch.autograd.Function):
 def loss(
     x: Tensor, weight: Tensor, targets: Tensor, head: Head, kernel: str, scale: Tensor, tied: Tied | None
 ) -> Tensor:
-    """scale · the sum of the token losses of x (N, C), to be differentiated as it is: its gradient is taken to be 1.
+    """`scale` times the sum of the token losses of x (N, C); call backward with gradient 1, which is assumed.
 
-    weight: the parameter, float32; head.weight: as it is multiplied with. kernel: "chunked" or "chunked-triton".
-    tied: takes the weight's gradient, of an embedding whose own is found later.
+    weight: the float32 parameter; head.weight: the matrix that is multiplied. kernel: "chunked" or "chunked-triton".
+    tied: receives the weight's gradient, for the embedding to add its own; None if head and embedding are not tied.
     """
     found: Tensor = _Loss.apply(x, weight, head.bias, targets, head, kernel_of(kernel), scale, tied)
     return found

@@ -1,11 +1,11 @@
 """A training step captured as CUDA graphs: forward and backward of a micro-batch, and the update, replayed.
 
-The first step of each run runs as it is, which compiles; then the same functions are captured. A step is then a copy of
-its batch and of a few numbers (learning rate, AdamW's corrections) to fixed addresses and one launch, or, with several
-micro-batches, one launch each and one for the update. Nothing waits for the GPU: losses and norms are on the device,
-and whoever wants them reads them when it likes.
+The first step of each run runs uncaptured, which compiles; then the same functions are captured. A step then copies its
+batch and a few numbers (learning rate, AdamW's corrections) to fixed addresses and launches one graph, or, with several
+micro-batches, one graph for each and one for the update. Nothing waits for the GPU: losses and norms stay on the device
+until the caller reads them.
 
-What is captured never differs from what runs without: a step whose rows have other sizes runs uncaptured.
+Captured and uncaptured steps run the same functions; a step whose rows have another size runs uncaptured.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from hasten.data import Batch
 from hasten.machine.cuda_graphs import capture_graph
+from hasten.machine.host_copy import HostCopy
 from hasten.ops.loss import IGNORED
-from hasten.training.optimizers import set_learning_rate
-from hasten.training.random_state import RandomState
-from hasten.training.step import StepResult, TrainStep
+from hasten.training.checkpoint_state import RandomState
+from hasten.training.step import StepResult, TrainStep, set_learning_rate
 from hasten.training.update import Update
 from hasten.training.whole import WholeModel
 
@@ -31,7 +31,7 @@ Replay = Callable[[], None]
 
 @dataclass
 class _Buffers:
-    """What a graph of one size reads: tokens (2, B, T), inputs and targets, int64."""
+    """Tensors that a graph of one size reads. tokens: (2, B, T) int64, inputs and targets."""
 
     tokens: Tensor
     positions: Tensor
@@ -40,10 +40,11 @@ class _Buffers:
 
 @dataclass(eq=False)
 class CapturedStep(TrainStep):
-    """A step whose shapes are fixed. whole: the model as one function, as `where.module`. copies: keep 16-bit weights.
+    """A step with fixed shapes, captured as CUDA graphs.
 
-    kernel: which update is taken ("triton", "torch"; None: the first that serves). captures: on the device; otherwise
-    the same functions run uncaptured.
+    whole: the model as one function, which is also `where.module`. copies: keep 16-bit copies of the weights. kernel:
+    name of the update's kernel ("triton", "torch"; None: the first that fits). captures: False runs the same functions
+    uncaptured.
     """
 
     whole: WholeModel | None = None
@@ -62,7 +63,7 @@ class CapturedStep(TrainStep):
         return True
 
     def prepare(self, accumulates: bool) -> None:
-        """Copies, optimizer state, tables and sums, for the weights as they are now."""
+        """Create weight copies, optimizer state, tables and gradient sums for the current weights."""
         assert self.whole is not None
         assert isinstance(self.optimizer, torch.optim.AdamW)
         self.whole.copies = None
@@ -73,7 +74,7 @@ class CapturedStep(TrainStep):
         self.updater = Update(self.optimizer, self.parameters, clip=self.clip, copies=kept, kernel=self.kernel)
         zero = torch.zeros((), device=self.device)
         self.total, self.norm, self.count = zero.clone(), zero.clone(), zero.clone().long()
-        # Of several micro-batches; a single one's gradients are read where they are.
+        # Sums over micro-batches; the gradients of a single one are read in place.
         self.sums = [torch.zeros_like(one, dtype=torch.float32) for one in self.leaves] if accumulates else None
         self.replays: dict[str, Replay] = {}
         self.buffers: _Buffers | None = None
@@ -92,8 +93,7 @@ class CapturedStep(TrainStep):
         assert self.whole is not None
         if learning_rate is not None:
             set_learning_rate(self.optimizer, learning_rate)
-        if not self.model.training:
-            self.model.train()
+        self.train_mode()
         accumulates = len(batches) > 1
         if self.updater is None or not self.updater.current() or (self.sums is not None) != accumulates:
             self.prepare(accumulates)
@@ -114,10 +114,16 @@ class CapturedStep(TrainStep):
         self.steps_run += 1
         tokens = sum(batch.inputs.numel() for batch in batches)
         found = torch.stack([self.total, self.norm])
-        return StepResult(loss=found[0], gradient_norm=found[1], tokens=tokens, targets=self.count.clone())
+        return StepResult(
+            loss=found[0],
+            gradient_norm=found[1],
+            tokens=tokens,
+            targets=self.count.clone(),
+            copy=HostCopy(found),
+        )
 
     def _replay(self, batches: Sequence[Batch]) -> bool:
-        """Whether the step was taken, not stopped."""
+        """Replay the graphs; False if the step was stopped."""
         assert self.updater is not None
         assert self.buffers is not None
         for number, batch in enumerate(batches):
@@ -132,7 +138,7 @@ class CapturedStep(TrainStep):
         return True
 
     def _plain(self, batches: Sequence[Batch], accumulates: bool) -> bool:
-        """The same without a graph."""
+        """Run the same functions without graphs; False if the step was stopped."""
         assert self.buffers is not None
         for number, batch in enumerate(batches):
             if number and self.should_stop():
@@ -166,7 +172,7 @@ class CapturedStep(TrainStep):
         self.updater.flush()
 
     def _micro(self, buffers: _Buffers, *, first: bool) -> list[Tensor] | None:
-        """Forward and backward; the gradients of the leaves, or None where they were added to the sums."""
+        """Run forward and backward; returns the gradients of the leaves, or None if they were added to the sums."""
         share = 1.0 / self.count.clamp(min=1).float()
         with self.precision.autocast():
             inputs, targets = buffers.tokens[0], buffers.tokens[1]
@@ -195,7 +201,7 @@ class CapturedStep(TrainStep):
         return _Buffers(tokens, positions, self.contexts.of(shape[1]))
 
     def _send(self, batch: Batch, buffers: _Buffers) -> None:
-        """Copy a batch to where the graph reads it, behind the work that is queued."""
+        """Copy a batch to the graph's buffers, after the work that is queued."""
         if batch.inputs.device.type == self.device.type != "cpu":
             buffers.tokens[0].copy_(batch.inputs)
             buffers.tokens[1].copy_(batch.targets)
@@ -206,13 +212,14 @@ class CapturedStep(TrainStep):
         buffers.tokens.copy_(packed, non_blocking=True)
 
     def _send_counts(self, batches: Sequence[Batch]) -> None:
-        """How many targets the step has."""
+        """Copy the step's number of targets to the device."""
         counted = (batches[0].targets != IGNORED).sum()
         for batch in batches[1:]:
             counted = counted + (batch.targets != IGNORED).sum()
         self.count.copy_(self._pinned(counted), non_blocking=True)
 
     def _send_scalars(self) -> None:
+        """Copy the update's numbers to the device."""
         assert self.updater is not None
         numbers = torch.tensor(self.updater.next_scalars(), dtype=torch.float32)
         self.updater.scalars.copy_(self._pinned(numbers), non_blocking=True)

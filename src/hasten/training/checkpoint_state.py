@@ -1,4 +1,4 @@
-"""What a checkpoint.json says, as typed values: whatever it lacks or has wrong is one CheckpointError."""
+"""State that a checkpoint keeps, and its checkpoint.json: whatever is missing or wrong is one CheckpointError."""
 
 import json
 import random
@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+from torch import Tensor
+
 from hasten.checks import AT_LEAST_0, hints_of, unmet
 from hasten.errors import CheckpointError, ConfigError
 from hasten.training.recipe import Recipe
@@ -14,20 +17,21 @@ from hasten.training.schedules import DecayStart
 
 FORMAT_VERSION = 1
 INDEX = "checkpoint.json"
-REMEDY = "start over with --resume never, or remove this folder to go on from another checkpoint"
-KINDS = ("weights", "state")  # of its tensor files
+REMEDY = "start over with --resume never, or remove this folder to continue from another checkpoint"
+KINDS = ("weights", "state")  # of tensor files
 Count = Annotated[int, AT_LEAST_0]
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # torch's GradScaler
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """How far a run has come: the numbers that change from step to step and that a checkpoint keeps.
+    """Progress of a run: the values that change from step to step and that a checkpoint keeps.
 
-    step: optimizer steps taken. total: of the whole run, None until the speed is known. seconds: wall time used.
+    step: optimizer steps taken. total: steps of the whole run, None until the speed is known. seconds: wall time used.
     bend: (step, factor of the learning rate) where the total was last lowered because the machine became slower.
-    stretch: how many times as long a block's periods of rounding are (MoQ).
-    recent_losses and spikes belong to the spike detector, skipped_in_row to float16's skipped steps.
+    tokens: trained so far, by all ranks. loss, validation_loss: the last ones (nats). best_loss, best_step: the lowest
+    validation loss and its step. stretch: for each block, the factor on its periods of rounding (MoQ). recent_losses,
+    spikes: the spike detector's losses and its count. skipped_in_row: consecutive steps skipped in float16.
     """
 
     step: Count = 0
@@ -45,19 +49,49 @@ class TrainingState:
     skipped_in_row: Count = 0
 
     def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
         return asdict(self)
 
     @property
     def finished(self) -> bool:
+        """Whether all steps were taken."""
         return self.total is not None and self.step >= self.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomState:
+    """States of the random number generators, which make dropout continue exactly where it was.
+
+    cpu, cuda: torch's, uint8 tensors (cuda: the model's device, or None). python: as `random.setstate` takes it.
+    """
+
+    cpu: Tensor
+    cuda: Tensor | None
+    python: tuple[Any, ...]
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "RandomState":
+        """The states now; device: the model's."""
+        return cls(
+            cpu=torch.get_rng_state(),
+            cuda=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            python=random.getstate(),
+        )
+
+    def restore(self, device: torch.device) -> None:
+        """Set the generators to these states."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.cuda, device)
+        random.setstate(self.python)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """A checkpoint on disk, its checkpoint.json checked.
 
-    data: the folder of the tokens. scaler: the state of float16's loss scaling. measured: the times by which kernels
-    were chosen (hasten.machine.measured). files: names by kind, one a rank.
+    data: name of the folder with the tokens. scaler: state of float16's loss scaling. measured: times by which kernels
+    were chosen (hasten.machine.measured). files: file names by kind, one a rank.
     """
 
     folder: Path
@@ -71,12 +105,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Steps that were taken."""
+        """Optimizer steps taken."""
         return self.progress.step
 
 
 def find(folder: Path) -> Checkpoint | None:
-    """The checkpoint in a folder, or None where there is none. Raises CheckpointError for a damaged one."""
+    """Read the checkpoint in a folder; None if there is none. Raises CheckpointError for a damaged one."""
     index = folder / INDEX
     try:
         values = json.loads(index.read_text(encoding="utf-8"))
@@ -98,7 +132,7 @@ def find(folder: Path) -> Checkpoint | None:
 
 
 def _checked(folder: Path, values: dict[str, Any]) -> Checkpoint:
-    values = {"measured": {}} | values  # older checkpoints have none
+    values = {"measured": {}} | values  # missing in older checkpoints
     _require(values, {"data": str, "files": dict, "progress": dict, "recipe": dict, "scaler": dict})
     _require(values, {"measured": dict, "python_random": list})
     _require(values["files"], dict.fromkeys(KINDS, str | list[str]), "files.")
@@ -112,30 +146,32 @@ def _checked(folder: Path, values: dict[str, Any]) -> Checkpoint:
         scaler=values["scaler"],
         measured=values["measured"],
         python_random=_python_random(values["python_random"]),
-        # Only the names count: a checkpoint never reaches outside its folder.
+        # Only the last part of a name counts: a checkpoint never reaches outside its folder.
         files={kind: [Path(name).name for name in file_names({kind: values["files"][kind]})] for kind in KINDS},
     )
 
 
 def _require(values: dict[str, Any], kinds: Mapping[str, Any], owner: str = "") -> None:
-    """Raise ConfigError for what is missing, or is not of its kind."""
+    """Raise ConfigError for a value that is missing or has another type."""
     for name, kind in kinds.items():
         if name not in values:
             raise ConfigError(f"{owner}{name} is missing")
-        if wanted := unmet(values[name], kind):
+        wanted = unmet(values[name], kind)
+        if wanted:
             raise ConfigError(f"{owner}{name} is {values[name]!r:.60}; it must be {wanted}")
 
 
 def file_names(files: Mapping[str, Any]) -> list[str]:
-    """All names that a checkpoint.json has under `files`: of a kind one, or a list."""
+    """All names that a checkpoint.json has under `files`, where each kind has one name or a list."""
     return [name for kept in files.values() for name in ([kept] if isinstance(kept, str) else kept)]
 
 
 def _progress(values: dict[str, Any]) -> TrainingState:
     kinds = hints_of(TrainingState)
-    values = {"stretch": []} | values  # which earlier versions did not have
+    values = {"stretch": []} | values  # missing in checkpoints of earlier versions
     _require(values, kinds, "progress.")
-    if unknown := values.keys() - kinds.keys():
+    unknown = values.keys() - kinds.keys()
+    if unknown:
         raise ConfigError(f"progress.{min(unknown):.60} is not known to this version of hasten")
     bend = values["bend"]
     return TrainingState(**values | {"bend": None if bend is None else tuple(bend)})

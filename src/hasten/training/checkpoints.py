@@ -1,12 +1,10 @@
-"""Training checkpoints: everything a run needs to go on exactly, in safetensors and JSON, never half written.
+"""Training checkpoints: everything a run needs to resume exactly, in safetensors and JSON, never half written.
 
-A checkpoint is a folder with `checkpoint.json`, which names the two tensor files it belongs to. Those are written
-first, under names with the step in them, and `checkpoint.json` is renamed into place last: until then the folder is the
-old checkpoint, from then on the new one, with no moment between. Files that no `checkpoint.json` names are removed by
-the next save.
+A checkpoint is a folder with `checkpoint.json`, which names its tensor files. Those are written first, under names with
+the step in them, and `checkpoint.json` is renamed into place last: until then the folder is the old checkpoint, and
+from then on the new one. The next save removes files that `checkpoint.json` does not name.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -14,7 +12,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,24 +22,33 @@ from torch import Tensor
 from hasten.distributed.parts import Part, write
 from hasten.distributed.placement import Placement
 from hasten.distributed.ranks import Ranks
-from hasten.errors import CheckpointError, HastenError, ResourceError
+from hasten.errors import CheckpointError, ResourceError
 from hasten.machine.files import replacing, save_json, write_atomically
-from hasten.training.checkpoint_state import FORMAT_VERSION, INDEX, KINDS, REMEDY, Checkpoint, file_names, find
-from hasten.training.random_state import RandomState
+from hasten.training.checkpoint_state import (
+    FORMAT_VERSION,
+    INDEX,
+    KINDS,
+    REMEDY,
+    Checkpoint,
+    RandomState,
+    file_names,
+    find,
+)
+from hasten.training.run_folder import writing
 
 if TYPE_CHECKING:
     from hasten.distributed.storage import StoredFile
 
-__all__ = ["Checkpoint", "Pending", "find", "link", "load", "load_weights", "save", "write_error", "writing"]
+__all__ = ["Checkpoint", "Pending", "find", "link", "load", "load_weights", "save"]
 
-MASTER = "master"  # the float32 weight behind a 16-bit one, among what the optimizer keeps
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MASTER = "master"  # suffix of the float32 master of a 16-bit weight, stored with the optimizer's state
 
 
 class Pending:
-    """A checkpoint that is being written over the one that is there; `finish` makes it the one that counts.
+    """A checkpoint that is being written beside the folder's current one; `finish` replaces that one.
 
-    From that moment on it is also the one in the folder `also`.
+    files: this rank's parts by file name. values: of checkpoint.json. background: copy the tensors and write them in a
+    thread while training continues. also: a folder that then becomes the same checkpoint, None for none.
     """
 
     def __init__(
@@ -57,7 +63,7 @@ class Pending:
     ) -> None:
         self.folder, self.files, self.values, self.ranks, self.also = folder, files, values, ranks, also
         self.error: Exception | None = None
-        if background:  # a copy, because training goes on
+        if background:  # copy, because training changes the tensors
             self.files = {
                 name: [replace(p, data=p.data.detach().to("cpu", copy=True)) for p in parts]
                 for name, parts in files.items()
@@ -79,11 +85,11 @@ class Pending:
         self.files = {}
 
     def written(self) -> bool:
-        """Whether every rank has written its part. Called on all of them at once."""
+        """Whether every rank has written its part. Called on all ranks at once."""
         return not self.ranks.any(self.thread.is_alive())
 
     def finish(self) -> None:
-        """Wait for every rank, then put the new one into the place of the old one."""
+        """Wait for every rank, then replace the current checkpoint. Raises ResourceError or CheckpointError."""
         self.thread.join()
         if self.error is not None and self.ranks.size == 1:
             raise self.error
@@ -116,21 +122,21 @@ def save(
     background: bool = False,
     also: Path | None = None,
 ) -> Pending | None:
-    """Write a checkpoint over the one that is there. values: `progress`, `recipe`, `data` and `scaler` of Checkpoint.
+    """Write a checkpoint in place of the folder's current one.
 
-    Each rank writes the part that it has. background: return at once, for the caller to `finish`. also: a folder that
-    then becomes the same checkpoint. Raises ResourceError for a full disk and CheckpointError for another failure; the
-    one that was there stays whole.
+    Each rank writes its part. values: the other fields of checkpoint.json (`progress`, `recipe`, `data`, `scaler`, …).
+    background: return a Pending at once, for the caller to `finish`. also: a folder that then becomes the same
+    checkpoint. Raises ResourceError for a full disk and CheckpointError for another failure; the current checkpoint
+    then stays intact.
     """
     ranks = placement.ranks
-    tensors: dict[str, Tensor] = {
-        f"weights/{name}": one for name, one in placement.parameters.items()
-    }  # tied ones once
+    # Tied weights are one parameter, and are written once.
+    tensors: dict[str, Tensor] = {f"weights/{name}": one for name, one in placement.parameters.items()}
     tensors |= {f"state/{name}": tensor for name, tensor in _state(placement, optimizer)}
     mine = {"cpu": random.cpu} | ({} if random.cuda is None else {"cuda": random.cuda}) | placement.own()
     tensors |= {f"state/{_random(ranks.rank)}.{name}": tensor for name, tensor in mine.items()}
-    now = int(ranks.of_first(time.time() * 1000))
-    ending = f"{values['progress']['step']:08d}-{now:x}"  # never a name that the old one has
+    now = int(ranks.broadcast_from_rank0(time.time() * 1000))
+    ending = f"{values['progress']['step']:08d}-{now:x}"  # never a name that the current checkpoint has
     if ranks.joined:
         from hasten.distributed.storage import own_parts
 
@@ -157,7 +163,7 @@ def _random(rank: int) -> str:
 
 
 def _state(placement: Placement, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """What the optimizer keeps, by the name of the weight and its own; float32 masters of other weights too."""
+    """The optimizer's tensors as ("weight.key", tensor), float32 masters of 16-bit weights included."""
     for name, worked in placement.optimizer_params.items():
         for key, value in optimizer.state.get(worked, {}).items():
             yield f"{name}.{key}", placement.placed(name, value) if value.dim() else value
@@ -166,7 +172,7 @@ def _state(placement: Placement, optimizer: torch.optim.Optimizer) -> Iterator[t
 
 
 def link(source: Path, target: Path) -> None:
-    """Make `target` the same checkpoint as `source`, without a second copy where the file system can."""
+    """Make `target` the same checkpoint as `source`, by hard links if the file system has them, else by copies."""
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)
         text = (source / INDEX).read_text(encoding="utf-8")
@@ -178,9 +184,9 @@ def link(source: Path, target: Path) -> None:
 
 
 def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Put weights, optimizer state and random states back, whoever wrote them.
+    """Restore weights, optimizer state and random states, written by any number of ranks.
 
-    Each rank reads what is its own. Raises CheckpointError where they do not fit the model.
+    Each rank reads its own part. Raises CheckpointError if they do not fit the model.
     """
     from hasten.distributed.storage import read
 
@@ -188,7 +194,7 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
     placement.copy_from_model()
     files = _files(stored, "state")
     table = {name: (shape, file.dtypes[name]) for file in files for name, (shape, _) in file.parts.items()}
-    there = placement.ranks.rank < len(files)  # else the first one's is taken over, but for its random numbers
+    there = placement.ranks.rank < len(files)  # other ranks take the first one's state, without its random numbers
     own = _random(placement.ranks.rank if there else 0)
     wanted, states, random = {}, defaultdict[str, dict[str, Tensor]](dict), {}
     for name, (shape, dtype) in table.items():
@@ -196,13 +202,13 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
         if owner == own:
             wanted[name] = random[key] = torch.empty(shape, dtype=dtype)
         if owner.partition(".")[0] == "random":
-            continue  # a rank's own, and no weight's
+            continue  # of a rank, not of a weight
         worked = placement.optimizer_params.get(owner)
         if worked is None:
             raise CheckpointError(f"{stored.folder}: optimizer state for {owner!r}, which the model lacks; {REMEDY}")
         if shape and shape != placement.parameters[owner].shape:
             raise CheckpointError(f"{stored.folder}: {name} is of shape {list(shape)}, unlike its weight; {REMEDY}")
-        # AdamW keeps its step count on the device only because the kernel is fused.
+        # AdamW keeps its step count on the device only if its kernel is fused.
         held = torch.zeros_like(worked, dtype=dtype) if shape else torch.zeros((), dtype=dtype, device=worked.device)
         if key == MASTER:
             held = worked.detach()
@@ -222,7 +228,7 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
 
 
 def load_weights(stored: Checkpoint, placement: Placement) -> None:
-    """Put the weights back, in place. Raises CheckpointError where they do not fit the model."""
+    """Restore the weights, in place. Raises CheckpointError if they do not fit the model."""
     from hasten.distributed.storage import read
 
     files = _files(stored, "weights")
@@ -236,23 +242,6 @@ def load_weights(stored: Checkpoint, placement: Placement) -> None:
                 f"{REMEDY}"
             )
     read(files, wanted)
-
-
-@contextmanager
-def writing(place: Path) -> Iterator[None]:
-    """Turn a failed write into its typed error."""
-    try:
-        yield
-    except OSError as error:
-        raise write_error(place, error) from None
-
-
-def write_error(place: Path, error: OSError) -> HastenError:
-    """The typed error for a write that failed: ResourceError if the disk is full, else CheckpointError."""
-    text = error.strerror or str(error)
-    if error.errno in _FULL:
-        return ResourceError(f"{place} cannot be written: the disk is full ({text}); free some space and run again")
-    return CheckpointError(f"{place} cannot be written: {text}")
 
 
 def _link_file(source: Path, target: Path) -> None:

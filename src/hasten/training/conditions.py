@@ -1,4 +1,4 @@
-"""Conditions under which an option of a recipe has an effect (`hasten.effects`)."""
+"""Conditions under which options of a recipe have an effect (`hasten.effects`)."""
 
 from hasten.effects import Needs, Unless
 
@@ -9,5 +9,5 @@ VALIDATED = Needs("data.validation_fraction")
 WITH_LORA, ROUNDED, FALLING = Needs("lora.rank"), Needs("qat.bits"), Needs("qat.start_bits")
 SHARED = Needs("parallel.zero")
 DROPPED, ONEBIT = Needs("techniques.layer_drop"), Needs("optimizer.kind", "onebit-adam", "onebit-lamb")
-# Those that a recipe keeps too, not only a command line: who varies another recipe does not carry these along.
+# Conditions that recipes keep, not only command lines: a recipe made from another one does not carry such values along.
 KEPT_BY_RECIPES = (WITH_LORA, ROUNDED, FALLING, SHARED, DROPPED, ONEBIT)

@@ -1,9 +1,9 @@
-"""Weights of a block as a step multiplies with them: joined, in the dtype of the products.
+"""Joined weights of a block in the dtype of the products, as a step multiplies them.
 
-Autocast casts every matrix in every step. Here they can be kept: `WeightCopies` holds the matrices of all blocks in 16
-bits, the optimizer writes them after its update, and their gradients come in 16 bits, as the products leave them. The
-numbers are those of autocast: the same rounding of the same weights. In FP8 products read other forms of the matrices
-(hasten.ops.fp8), and only biases are copied.
+Autocast casts every matrix in every step. `WeightCopies` instead keeps the matrices of all blocks in 16 bits; the
+optimizer writes them after its update, and their gradients are 16-bit, as the products leave them. The numbers are
+autocast's: the same rounding of the same weights. In FP8, products read other forms of the matrices (hasten.ops.fp8),
+and only biases are copied.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from hasten.ops.fp8 import Fp8Weight, Fp8Weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """qkv (H + 2·Hkv)·D rows; up: those of the gate before those of up. splits: rows of q, k, v.
+    """Joined weights of a block.
 
-    The biases of output, up (of an ungated MLP) and down are not in the products: they stay the parameters. narrow: the
-    matrices in FP8, where products read those.
+    qkv: (H + 2·Hkv)·D rows. up: rows of the gate before those of up. splits: rows of q, k, v. The biases of output, up
+    (in an ungated MLP) and down are the parameters, because the products do not add them. narrow: the matrices in FP8,
+    if products read those.
     """
 
     qkv: Tensor
@@ -40,14 +41,14 @@ class LayerWeights:
 
     @classmethod
     def of(cls, block: nn.Module, dtype: torch.dtype) -> LayerWeights:
-        """Made of a block's parameters, differentiably."""
+        """Join the parameters of a block, differentiably."""
         parts = parts_of(block)
         made = {name: _joined(members, dtype) for name, members in parts.items()}
         return cls(**made, **_rest(block))  # type: ignore[arg-type]
 
 
 def parts_of(block: nn.Module) -> dict[str, list[Tensor]]:
-    """The parameters of each joined matrix, and of the bias that its product adds."""
+    """The parameters that make up each joined matrix, and each bias that a product adds, by name."""
     assert isinstance(block, Block)
     attention, mlp = block.attention, cast(MLP, block.mlp)
     projections = [attention.q, attention.k, attention.v]
@@ -63,7 +64,7 @@ def parts_of(block: nn.Module) -> dict[str, list[Tensor]]:
 
 
 def _rest(block: nn.Module) -> dict[str, object]:
-    """What stays as it is."""
+    """The fields of `LayerWeights` that are not joined, by name."""
     assert isinstance(block, Block)
     attention, mlp = block.attention, cast(MLP, block.mlp)
     rest: dict[str, object] = {"output_bias": attention.output.bias, "down_bias": mlp.down.bias}
@@ -80,11 +81,11 @@ def _joined(members: list[Tensor], dtype: torch.dtype) -> Tensor | None:
 
 
 class WeightCopies(nn.Module):
-    """16-bit copies of the blocks' matrices, leaves of the graph in the parameters' place.
+    """16-bit copies of the blocks' matrices, which replace the parameters as leaves of the autograd graph.
 
-    head: one of the head's matrix too, which is multiplied with; its gradient is the parameter's own, in float32.
-    fp8: products read these in the place of matrices, which then have no copies: their leaves only take gradients.
-    `leaves` gives, for every parameter of the model, what the graph reads of it: rows of a copy, or the parameter.
+    head: also copy the head's matrix for its products; its gradient is computed for the parameter, in float32. fp8:
+    matrices that products read instead of copies; their leaves then only receive gradients. rows: the copy and the rows
+    in it, by parameter.
     """
 
     layers: list[LayerWeights]
@@ -94,7 +95,7 @@ class WeightCopies(nn.Module):
     ) -> None:
         super().__init__()
         self.layers, self.dtype, self.fp8 = [], dtype, fp8
-        self.rows: dict[Tensor, tuple[nn.Parameter, int, int]] = {}  # by parameter: its copy's rows
+        self.rows: dict[Tensor, tuple[nn.Parameter, int, int]] = {}
         self._copies = nn.ParameterList()
         weight = model.head.weight
         self._head = (weight, weight.detach().to(dtype)) if head and weight.dtype != dtype else None
@@ -114,7 +115,7 @@ class WeightCopies(nn.Module):
             self.layers.append(LayerWeights(**made, **_rest(block)))  # type: ignore[arg-type]
 
     def _leaf(self, members: list[Tensor]) -> Tensor:
-        """A copy, or a tensor of its shape in one number of memory."""
+        """A joined copy, or for FP8 an expanded tensor of its shape that holds one number."""
         if self._in_fp8(members[0]):
             rows = sum(len(member) for member in members)
             return members[0].new_empty_strided((rows, members[0].shape[1]), (0, 0), dtype=self.dtype)
@@ -127,11 +128,11 @@ class WeightCopies(nn.Module):
         return self.fp8 is not None and parameter in self.fp8.slots
 
     def leaves(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """What to differentiate by: each copy once, and the parameters that have none."""
+        """Leaves of the graph: each copy once, and the parameters that have none."""
         return list(dict.fromkeys(self.rows[p][0] if p in self.rows else p for p in parameters))
 
     def of(self, parameter: Tensor) -> Tensor | None:
-        """The rows of a copy that belong to a parameter."""
+        """The copy of a parameter, rows of a joined one; None if it has none."""
         if self._head is not None and parameter is self._head[0]:
             return self._head[1]
         if parameter not in self.rows or self._in_fp8(parameter):
@@ -140,7 +141,7 @@ class WeightCopies(nn.Module):
         return copy.detach()[first:last]
 
     def gradients(self, parameters: Sequence[Tensor], found: dict[Tensor, Tensor]) -> list[Tensor]:
-        """The gradient of each parameter, from those of the leaves: views."""
+        """The gradient of each parameter, as views of the leaves' gradients `found`."""
         gradients = []
         for parameter in parameters:
             if parameter in self.rows:
@@ -151,9 +152,10 @@ class WeightCopies(nn.Module):
         return gradients
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter that has a copy, and the rows."""
+        """Yield (parameter, copy) for each parameter that has a copy."""
         for parameter in self.rows:
-            if (copy := self.of(parameter)) is not None:
+            copy = self.of(parameter)
+            if copy is not None:
                 yield parameter, copy
         if self._head is not None:
             yield self._head

@@ -1,4 +1,4 @@
-"""What a person sees of a run: the progress bar on standard error, the picture of the losses, TensorBoard files."""
+"""Shows a run to people: a progress bar on standard error, a picture of the losses, TensorBoard files."""
 
 import sys
 import time
@@ -11,26 +11,26 @@ from hasten.errors import ResourceError
 from hasten.machine.files import replacing
 from hasten.machine.progress import bars, on_terminal
 
-PLAIN_SECONDS = 30  # from one line to the next where standard error is not a terminal
+PLAIN_SECONDS = 30  # between two lines if standard error is not a terminal
 
 
 class Progress:
-    """Shows one line of train.jsonl after the other; this one shows nothing."""
+    """Interface for showing progress; this base class shows nothing."""
 
     def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None:
-        """Show a line, beside the steps of the whole run and the last validation loss."""
+        """Show a line of train.jsonl. total: steps of the whole run. validation: the last validation loss."""
 
     def note(self, text: str) -> None:
-        """Something that happened once, left standing above the bar."""
+        """Show a text that stays visible above the bar."""
 
 
 class PlainLines(Progress):
-    """A line on standard error for the first step, then about every 30 seconds, then for the last: for logs."""
+    """Prints a line to standard error for the first step, about every 30 seconds, and for the last step: for logs."""
 
     def __init__(self, title: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.title, self.clock = title, clock
         self._next = self._started = clock()
-        self._before: int | None = None  # steps that were taken when this began, in an earlier run
+        self._before: int | None = None  # steps taken in an earlier run
 
     def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None:
         step, now = line["step"], self.clock()
@@ -52,9 +52,9 @@ class PlainLines(Progress):
 
 @contextmanager
 def progress_bar(title: str, *, shown: bool) -> Iterator[Progress]:
-    """A bar with the loss, tokens/s, MFU and time left; lines where standard error is not a terminal.
+    """Show a bar with loss, tokens/s, MFU and time left; plain lines if standard error is not a terminal.
 
-    With `shown` false an object that shows nothing.
+    shown: if False, show nothing.
     """
     if not shown:
         yield Progress()
@@ -76,8 +76,8 @@ def progress_bar(title: str, *, shown: bool) -> Iterator[Progress]:
 
 
 def numbers(line: Mapping[str, Any], validation: float | None) -> str:
-    """The bar's middle: "loss 3.21 · validation 3.40 · 4,100 tokens/s · MFU 41%"."""
-    # A float16 step that was skipped may have no loss.
+    """Format the middle of the bar: "loss 3.21 · validation 3.40 · 4,100 tokens/s · MFU 41%"."""
+    # A skipped float16 step may have no loss.
     parts = ["skipped" if line["loss"] is None else f"loss {line['loss']:.3f}"]
     if validation is not None:
         parts.append(f"validation {validation:.3f}")
@@ -90,14 +90,14 @@ def numbers(line: Mapping[str, Any], validation: float | None) -> str:
 
 
 def draw_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
-    """A picture (PNG) of training and validation loss over tokens, from the lines of train.jsonl."""
+    """Draw training and validation loss over tokens to a PNG, from the lines of train.jsonl."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
 
     def points(key: str, some: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-        """Tokens and values of the lines that have one."""
+        """Tokens and values of the lines that have a value."""
         known = [line for line in some if line.get(key) is not None]
         return [line["tokens"] for line in known], [line[key] for line in known]
 
@@ -116,7 +116,10 @@ def draw_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str) -
 
 
 class TensorBoard:
-    """Writes the numbers of each line as TensorBoard scalars. Raises ResourceError where the package is missing."""
+    """Writes the numbers of each line as TensorBoard scalars; scalars after `after_step` in the folder are discarded.
+
+    Raises ResourceError if the package is missing.
+    """
 
     def __init__(self, folder: Path, *, after_step: int) -> None:
         try:
@@ -129,9 +132,11 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=after_step + 1 if after_step else None)
 
     def write(self, line: Mapping[str, Any]) -> None:
+        """Write the numbers of a line, at its step."""
         for name, value in line.items():
             if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, line["step"])
 
     def close(self) -> None:
+        """Close the files."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""The validation loss: the same held-out windows every time."""
+"""The validation loss, measured on the same held-out windows every time."""
 
 import math
 from collections.abc import Iterator
@@ -10,15 +10,15 @@ from hasten.data.batches import evaluated
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.training.step import IGNORED, TrainStep
 
-# Not the recipe's seed: runs with different seeds are compared on the same windows.
+# Not the recipe's seed, so that runs with different seeds are compared on the same windows.
 WINDOWS_SEED = 0
 
 
 class Validation:
     """Measures the mean loss per token (nats) on up to `batches` batches of a split.
 
-    Where the split is larger than that, the windows are spread over it at random, else it is read once from end to
-    end. Each rank takes its rows of every batch. Raises DataError for a split shorter than one window.
+    If the split is larger, they are random windows of it, else all of it in order. batch_size: rows of all ranks; each
+    rank reads its own. Raises DataError for a split shorter than one window.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Validation:
         whole = math.ceil(len(evaluated(split, sequence_length=sequence_length)) / batch_size)
         self.whole = whole <= batches
         self.batches = min(whole, batches)
-        next(iter(self._batches()), None)  # complain now, not after hours of training
+        next(iter(self._batches()), None)  # raise errors now, not after hours of training
 
     def _batches(self) -> Iterator[Batch]:
         if self.whole:
@@ -45,7 +45,7 @@ class Validation:
             yield shuffled.batch(position)
 
     def loss(self, step: TrainStep) -> float:
-        """The mean over all targets, in the step's precision, without dropout."""
+        """Mean loss over all targets and ranks, in the step's precision, without dropout."""
         total = torch.zeros((), dtype=torch.float64, device=step.device)
         targets = torch.zeros((), dtype=torch.int64)
         trained = step.model.training

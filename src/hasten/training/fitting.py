@@ -1,7 +1,8 @@
-"""The largest model that can be trained in the given minutes on this machine: it must see enough tokens in them.
+"""Chooses the largest model that sees enough tokens in the given minutes on this machine.
 
 A model that is too large for its minutes takes a few steps and learns nothing; a smaller one takes thousands. The loss
-after a number of tokens is the same on every machine, so `Size.tokens` was measured once and only the speed is here.
+after a number of tokens is the same on every machine, so `Size.tokens` was measured once, and only the speed is
+measured here.
 """
 
 import time
@@ -13,13 +14,16 @@ from hasten.training.recipe import Recipe
 from hasten.training.recipes import Size
 from hasten.training.setup import set_up
 
-TRAINING_SHARE = 0.7  # of the minutes; compiling and validation take the rest
-MOST_SECONDS, MOST_STEPS = 5.0, 5  # that are timed, after one that warms up
+TRAINING_SHARE = 0.7  # share of the minutes for training; compiling and validation take the rest
+MOST_SECONDS, MOST_STEPS = 5.0, 5  # limits of timing, after a first step that warms up
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """tokens: trained a second. parameters: of the model. bound: no step was taken, it cannot be more than this."""
+    """Training speed in tokens/s, and the model's number of parameters.
+
+    bound: no step was taken; the speed is an upper bound.
+    """
 
     tokens: float
     parameters: int
@@ -27,10 +31,10 @@ class Speed:
 
 
 def measured_speed(recipe: Recipe, *, needed: float = 0.0) -> Speed:
-    """Training speed by a few steps, not compiled: the fastest counts, as others may use the machine.
+    """Measure the training speed by the fastest of a few steps, not compiled.
 
-    Where the machine's matrix rate alone rules out `needed` tokens a second, no step is taken (one of emulated products
-    can take minutes), and the speed is that bound.
+    If the machine's matrix rate alone rules out `needed` tokens/s, no step is taken (with emulated products one can
+    take minutes), and the speed is that upper bound.
     """
     plain = replace(recipe, techniques=replace(recipe.techniques, compile=False))
     setup = set_up(plain, progress=True)
@@ -52,15 +56,15 @@ def measured_speed(recipe: Recipe, *, needed: float = 0.0) -> Speed:
 def fit(
     recipe: Recipe, sizes: Sequence[Size], *, measure: Callable[..., Speed] = measured_speed
 ) -> tuple[Recipe, str | None]:
-    """The recipe with the first of `sizes` (largest first) that sees enough tokens in `run.minutes`, else the nearest.
+    """The recipe with the first of `sizes` (largest first) that sees enough tokens in `run.minutes`, else the closest.
 
-    Also returns a line that says what was planned, what is trained and why, if that is not the same.
+    Also returns a line that says what was planned, what is trained and why, or None if it is the first size.
     """
     assert recipe.run.minutes is not None
     minutes = recipe.run.minutes
     seconds = minutes * 60 * TRAINING_SHARE
     speeds: list[Speed] = []
-    shares: list[float] = []  # of the tokens that a size needs, what it would see
+    shares: list[float] = []  # tokens that a size would see, over the tokens it needs
     for size in sizes:
         speeds.append(measure(size.of(recipe), needed=size.tokens / seconds))
         shares.append(speeds[-1].tokens * seconds / size.tokens)

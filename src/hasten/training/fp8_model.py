@@ -1,4 +1,4 @@
-"""The whole model's pass in FP8. Its products:
+"""The forward pass of the whole model in FP8 (`WholeModel`). Its products:
 
 blocks    forward, gradients of inputs and of weights in FP8    (hasten.ops.fp8)
 head      logits and the gradient of its input in FP8, the gradient of its weight in 16 bits    (hasten.ops.loss)
@@ -22,10 +22,10 @@ MATRICES = ("qkv", "output", "up", "down")
 
 
 class Fp8Model(WholeModel):
-    """x between blocks is `fp8.States`, a branch `fp8.Branch`."""
+    """`WholeModel` with products in FP8: states between blocks are `fp8.States`, branches `fp8.Branch`."""
 
     def _in_fp8(self) -> fp8.Fp8Weights:
-        """All matrices, the head's too, of the parameters as they are now."""
+        """All matrices in FP8, the head's included, from the current parameters."""
         parts = [parts_of(block) for block in self.model.blocks]
         made = fp8.Fp8Weights([*(own[name] for own in parts for name in MATRICES), [self.model.head.weight]])
         made.measure()
@@ -43,7 +43,7 @@ class Fp8Model(WholeModel):
         return [replace(layer, narrow={name: next(forms) for name in MATRICES}) for layer in super().layers()]
 
     def narrow_head(self) -> Tensor:
-        return self.model.head.weight.detach()  # the loss reads its forms in FP8
+        return self.model.head.weight.detach()  # the loss reads `fp8_head`
 
     def begin(self, tokens: Tensor, positions: Tensor, norm: Norm, tied: hand.Tied | None) -> tuple[Tensor, fp8.States]:
         stream, x = super().begin(tokens, positions, norm, tied)
@@ -60,7 +60,7 @@ class Fp8Model(WholeModel):
         if dropout.p and dropout.training:
             value = branch.value if bias is None else branch.value + bias
             branch, bias = fp8.Branch(dropout(value), None), None
-        last = norm is self.model.norm  # read in 16 bits too, for the gradient of the head's weight
+        last = norm is self.model.norm  # also read in 16 bits, for the gradient of the head's weight
         return fp8.add_norm(stream, branch, bias, norm_of(norm), self.dtype, narrow=not last)
 
     def mlp(self, mlp: MLP, x: fp8.States, weights: LayerWeights) -> fp8.Branch:

@@ -1,4 +1,4 @@
-"""hasten's attention and loss in another training loop: transformers' Trainer, Accelerate, or one of your own."""
+"""hasten's attention and loss in other training loops: transformers' Trainer, Accelerate, or your own."""
 
 import warnings
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from hasten.ops.loss import IGNORED, linear_cross_entropy
 
 
 def trainer_callback() -> Any:
-    """A callback for transformers' Trainer that trains with `accelerated`:
+    """Create a callback for transformers' Trainer that trains with `accelerated`:
 
         Trainer(model, arguments, train_dataset=…, callbacks=[hasten.trainer_callback()])
 
-    A Trainer does not tell when it ends by an exception: the model then stays accelerated until the callback trains
-    again or is deleted. `with hasten.accelerated(model): trainer.train()` gives it back in any case.
+    A Trainer does not call it when training ends by an exception: the model then stays accelerated until the callback
+    trains again or is deleted. `with hasten.accelerated(model): trainer.train()` restores it in any case.
 
-    Raises ResourceError without transformers; the rest as `accelerated`, when training begins.
+    Raises ResourceError without transformers, and when training begins whatever `accelerated` raises.
     """
     try:
         from transformers import TrainerCallback
@@ -33,7 +33,7 @@ def trainer_callback() -> Any:
             self.entered = ExitStack()
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.entered.close()  # of a training that failed
+            self.entered.close()  # an earlier training may have failed
             self.entered.enter_context(accelerated(kwargs["model"]))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -44,16 +44,16 @@ def trainer_callback() -> Any:
 
 @contextmanager
 def accelerated(model: Any) -> Iterator[Any]:
-    """While it is entered, a transformers language model trains with our attention and our loss.
+    """Train a transformers language model with hasten's attention and loss, inside the context.
 
-    The loss takes the head's weight and the states before it, and never makes all logits: with a vocabulary of 128,000
-    they would be most of the memory. In evaluation the model gives its logits as ever; in training `logits` are the
-    head's input, so take the model's `loss`. The names of parameters stay, so checkpoints do. For one process or DDP:
-    the head's weight is read outside of the head, which FSDP may have sharded.
+    The loss takes the head's weight and its input, and never creates all logits: with a vocabulary of 128,000 they
+    would be most of the memory. In evaluation the model returns its logits as usual; in training `logits` is the head's
+    input, so use the model's `loss`. The names of parameters do not change, nor do checkpoints. For one process or DDP:
+    the head's weight is read outside the head, where FSDP may have sharded it.
 
     A model that does more with its logits (Gemma 2 caps them) keeps its own loss, with a HastenWarning; a trial with a
-    few tokens tells. Raises ConfigError for a model without attention of transformers' interface, or whose head is no
-    nn.Linear.
+    few tokens finds out. Raises ConfigError for a model without attention of transformers' interface, or whose head is
+    not an nn.Linear.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(head) is not nn.Linear:
@@ -77,7 +77,7 @@ def accelerated(model: Any) -> Iterator[Any]:
 
 @torch.no_grad()
 def _only_cross_entropy(model: Any, head: nn.Linear) -> bool:
-    """Whether the model's loss is that of what its head gives and of nothing else, for logits of any size."""
+    """Whether the model's loss is the cross-entropy of its head's output and nothing else, for logits of any size."""
     device, dtype, size = head.weight.device, head.weight.dtype, head.out_features
     tokens = (torch.arange(8, device=device)[None] * 7 + 3) % size
     logits = 30 * torch.randn(1, 8, size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -94,9 +94,10 @@ def _only_cross_entropy(model: Any, head: nn.Linear) -> bool:
 
 
 class _Loss:
-    """transformers calls model.loss_function(logits, labels, …) with what the head gave: in training, its own input.
+    """The loss function of an accelerated model, whose head returns its input in training.
 
-    An object and no closure, so that a deep copy of the model (an average of its weights, say) has its own head in it.
+    transformers calls model.loss_function(logits, labels, …) with the head's output. An object instead of a closure, so
+    that a deep copy of the model (such as an average of weights) refers to its own head.
     """
 
     def __init__(self, model: Any, head: nn.Linear) -> None:
@@ -104,7 +105,7 @@ class _Loss:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model's own loss and head, but for what they do."""
+        """Replace the model's loss function and its head's forward inside the context."""
         before = vars(self.model).get("_loss_function")
         self.model.loss_function = self
         self.head.forward = self.states  # type: ignore[method-assign, assignment]
@@ -119,10 +120,11 @@ class _Loss:
 
     @property
     def on(self) -> bool:
+        """Whether the model is training, not evaluated."""
         return self.model.training and torch.is_grad_enabled()
 
     def states(self, x: Tensor) -> Tensor:
-        """What the head is given, or its logits where somebody wants those."""
+        """The head's forward: its input in training, else its logits."""
         return x if self.on else nn.Linear.forward(self.head, x)
 
     def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:

@@ -1,10 +1,10 @@
-"""LAMB (arXiv 1904.00962): Adam's direction, with a step for each tensor as long as the tensor is large.
+"""LAMB (arXiv 1904.00962): Adam's direction, with a step for each tensor proportional to the tensor's norm.
 
     m = β1·m + (1-β1)·g          v = β2·v + (1-β2)·g²
-    u = m̂/(√v̂ + ε) + decay·x     m̂, v̂: without the bias towards their zero start
-    x = x - rate·c·u              c = ‖x‖/‖u‖, held between two bounds; 1 where one of the norms is zero
+    u = m̂/(√v̂ + ε) + decay·x     m̂, v̂: corrected for the bias of their start at zero
+    x = x - rate·c·u              c = ‖x‖/‖u‖, clamped to two bounds; 1 if one of the norms is zero
 
-So large batches can be trained with large rates: no tensor moves by more than a share of itself.
+So large batches can be trained with large rates: no tensor moves by more than a fraction of itself.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,10 +19,11 @@ BOUNDS = (0.01, 10.0)
 
 
 class Lamb(torch.optim.Optimizer):
-    """foreach: a few operations on lists of tensors; without it one tensor after the other, the reference.
+    """The LAMB optimizer.
 
-    bounds: smallest and largest c. parts: how to know a whole tensor's norm. State per parameter: exp_avg, exp_avg_sq
-    (like the parameter), step (0-dim).
+    bounds: smallest and largest c. foreach: a few operations on lists of tensors; False: one tensor after the other,
+    the reference. parts: computes the norms of whole tensors. State per parameter: exp_avg, exp_avg_sq (like the
+    parameter), step (0-dim).
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Lamb(torch.optim.Optimizer):
             self._lengths(trained, update(trained, [self.state[p] for p in trained], group, self.parts))
 
     def _lengths(self, parameters: list[Tensor], lengths: Tensor) -> None:
-        """Told how long the steps were, c of each parameter."""
+        """Receive c of each updated parameter; a subclass may use it."""
 
     def _begin(self, parameter: Tensor) -> None:
         state = self.state[parameter]
@@ -63,7 +64,7 @@ class Lamb(torch.optim.Optimizer):
             state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
-        # On the host, wherever a checkpoint put it: the corrections are numbers, and nothing should wait for a device.
+        # On the host, even if a checkpoint was loaded to a device: computing the corrections must not wait for it.
         state["step"] = state["step"].cpu() + 1
 
 

@@ -1,39 +1,68 @@
-"""The training loop: steps, validation, checkpoints, and a clean end whatever happens."""
+"""The training loop: one step after the other, with its log line, validation and checkpoints, until the end or a stop.
+
+A step is `_queue_step` (learning rate, micro-batches, `TrainStep.run`) and `_record` (its loss, log and checkpoint).
+"""
 
 import math
+import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from types import FrameType
 from typing import Any
 
+from hasten.data import Batch
 from hasten.errors import TrainingError
 from hasten.machine.measured import known
+from hasten.machine.signals import CAPTURED, capture_signals
 from hasten.training import budget, checkpoints, display
-from hasten.training.checkpoint_state import TrainingState
-from hasten.training.journal import Journal
+from hasten.training.checkpoint_state import RandomState, TrainingState
+from hasten.training.journal import Journal, is_spike
 from hasten.training.layer_drop import block_scales_of_step, kept_share
 from hasten.training.qat import bits_of_step, stretches
-from hasten.training.random_state import RandomState
-from hasten.training.reading import Reading
 from hasten.training.recipe import Recipe
 from hasten.training.run_folder import RunFolder
 from hasten.training.schedules import factor, learning_rate
 from hasten.training.setup import Setup
-from hasten.training.spikes import is_spike
-from hasten.training.stopping import StopRequest
+from hasten.training.step import StepResult
 
 MOST_SKIPPED = 100  # float16 steps in a row whose gradients overflowed
 
 OnStep = Callable[[Mapping[str, Any]], None]
 
 
+class StopRequest:
+    """A request to save and end the run. signal: the signal that was received, or None."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def asked(self) -> bool:
+        """Whether a signal was received."""
+        return self.signal is not None
+
+
+def stop_on_signals(request: StopRequest) -> AbstractContextManager[None]:
+    """Record the first SIGINT or SIGTERM in `request` inside the context; a second one ends the process at once.
+
+    In other threads than the main one, no signal is caught.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        request.signal = number
+        for caught in CAPTURED:
+            signal.signal(caught, signal.default_int_handler if caught == signal.SIGINT else signal.SIG_DFL)
+
+    return capture_signals(handle)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
-    """A step that was queued, and whose loss is still to be read. started: when it was."""
+    """A queued step whose loss was not read yet. rate: its learning rate. started: time.perf_counter() before it."""
 
-    reading: Reading
-    tokens: int
+    result: StepResult
     rate: float
     started: float
     block_scales: list[list[float]] | None
@@ -41,10 +70,10 @@ class Queued:
 
 @dataclass(eq=False)
 class Loop:
-    """One run from where its state says to its end. `run()` gives whether it was finished, not stopped.
+    """A run, from the step in `state` to its end.
 
-    A captured step is read one step late: its loss is waited for when the next one is queued, so that the GPU never
-    waits for the host. Before anything depends on it (validation, a checkpoint, the end) all are read.
+    A captured step is read one step late: the loop waits for its loss after queueing the next one, so that the GPU
+    never waits for the host. All are read before anything depends on them (validation, a checkpoint, the end).
     """
 
     recipe: Recipe
@@ -60,7 +89,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.device, self.ranks = self.setup.step.device, self.setup.step.ranks
-        # While minutes become a number of steps, the warm-up has begun: it stays as long as it is.
+        # With minutes, the warm-up begins before the number of steps is known, so no share of them may shorten it.
         timed, schedule = self.recipe.run.minutes is not None, self.recipe.schedule
         self.schedule = replace(schedule, warmup_share=1.0) if timed else schedule
         self.step_seconds: list[float] = []
@@ -70,49 +99,23 @@ class Loop:
         self._pending: checkpoints.Pending | None = None
 
     def run(self) -> bool:
+        """Train to the end and return True; after a stop request save a checkpoint and return False."""
         state, run = self.state, self.recipe.run
         if state.total is None and run.minutes is None:
             state.total = budget.fixed_steps(self.recipe, windows=self.setup.batches.windows)
-        micro = self.recipe.data.accumulation
         logs: list[Journal | display.TensorBoard] = []
         if self.ranks.first:
             logs.append(Journal(self.folder.journal, keep_steps=state.step))
         if self.ranks.first and run.tensorboard:
             logs.append(display.TensorBoard(self.folder.tensorboard, after_step=state.step))
-        source = self.setup.batches.iterate(state.step * micro)
+        batches = self.setup.batches.iterate(state.step * self.recipe.data.accumulation)
         try:
             while not self._all_queued():
-                step = state.step + len(self._queued)
                 random = RandomState.capture(self.device)
-                started = time.perf_counter()
-                rate = learning_rate(
-                    self.schedule,
-                    peak=self.recipe.optimizer.learning_rate,
-                    step=step,
-                    total=state.total,
-                    decay_start=state.bend,
-                )
-                batches = [next(source)[1] for _ in range(micro)]
-                layers = len(self.setup.model.blocks)
-                if step == 0:
-                    found = stretches(self.setup.model, self.recipe.qat, batches[0])
-                    state.stretch = [int(self.ranks.of_first(times)) for times in found]
-                bits_of_step(self.setup.model, self.recipe.qat, step, state.stretch)
-                block_scales = block_scales_of_step(self.recipe, layers=layers, step=step, total=state.total)
-                result = self.setup.step.run(batches, learning_rate=rate, block_scales=block_scales)
-                if result is None:  # stopped inside the step: go on from its beginning
+                if not self._queue_step(batches):  # stopped inside the step: resume at its beginning
                     self._record(logs)
                     self._save(random)
                     return False
-                self._queued.append(
-                    Queued(
-                        reading=Reading(result),
-                        tokens=result.tokens,
-                        rate=rate,
-                        started=started,
-                        block_scales=block_scales,
-                    )
-                )
                 self._record(logs, keep=1 if self._may_read_late() else 0)
                 if not state.finished and self._asked_to_stop():
                     random = RandomState.capture(self.device)
@@ -126,12 +129,43 @@ class Loop:
                 log.close()
         return True
 
+    def _queue_step(self, source: Iterator[tuple[int, Batch]]) -> bool:
+        """Run the next step without waiting for its loss; False if a stop request ended it."""
+        state, recipe = self.state, self.recipe
+        step, started = state.step + len(self._queued), time.perf_counter()
+        rate = learning_rate(
+            self.schedule,
+            peak=recipe.optimizer.learning_rate,
+            step=step,
+            total=state.total,
+            decay_start=state.bend,
+        )
+        batches = [next(source)[1] for _ in range(recipe.data.accumulation)]
+        if recipe.qat.start_bits is not None:
+            self._set_bits(step, batches[0])
+        block_scales = None
+        if recipe.techniques.layer_drop is not None:
+            layers = len(self.setup.model.blocks)
+            block_scales = block_scales_of_step(recipe, layers=layers, step=step, total=state.total)
+        result = self.setup.step.run(batches, learning_rate=rate, block_scales=block_scales)
+        if result is None:
+            return False
+        self._queued.append(Queued(result=result, rate=rate, started=started, block_scales=block_scales))
+        return True
+
+    def _set_bits(self, step: int, batch: Batch) -> None:
+        """Set the number of bits that rounded weights have in a step (MoQ). batch: the first one, for its curvature."""
+        if step == 0:
+            found = stretches(self.setup.model, self.recipe.qat, batch)
+            self.state.stretch = [int(self.ranks.broadcast_from_rank0(times)) for times in found]
+        bits_of_step(self.setup.model, self.recipe.qat, step, self.state.stretch)
+
     def _all_queued(self) -> bool:
         total = self.state.total
         return total is not None and self.state.step + len(self._queued) >= total
 
     def _may_read_late(self) -> bool:
-        """Whether nothing needs to know the last queued step before another one is."""
+        """Whether the next step may be queued before this one's loss is read."""
         state, run, step = self.state, self.recipe.run, self.setup.step
         if not step.reads_late or run.minutes is not None or state.total is None or step.precision.scales:
             return False
@@ -139,7 +173,7 @@ class Loop:
         return count < state.total and bool(count % run.validate_every) and bool(count % run.checkpoint_every)
 
     def _record(self, logs: Sequence[Journal | display.TensorBoard], *, keep: int = 0) -> None:
-        """Read the queued steps but the last `keep`, and do what is due after each."""
+        """Read the queued steps except the last `keep`; log each, and validate and save where that is due."""
         state = self.state
         while len(self._queued) > keep:
             queued = self._queued.popleft()
@@ -157,25 +191,27 @@ class Loop:
         return self.ranks.any(self.stop.asked())
 
     def _seconds(self) -> float:
-        """Seconds of the run up to now."""
-        return self.ranks.of_first(time.perf_counter() - self._start)
+        """Seconds of the run so far, by the first rank's clock."""
+        return self.ranks.broadcast_from_rank0(time.perf_counter() - self._start)
 
     def _account(self, queued: Queued) -> dict[str, Any]:
-        """Wait for the step, count it, and give its line for train.jsonl."""
+        """Wait for a step, update the state by it, and return its line for train.jsonl."""
         state, block_scales = self.state, queued.block_scales
-        loss, norm = queued.reading.values()
+        tokens = queued.result.tokens
+        loss, norm = queued.result.read()
         now = time.perf_counter()
-        elapsed, self._read_at = self.ranks.of_first(now - max(queued.started, self._read_at)), now
+        elapsed = self.ranks.broadcast_from_rank0(now - max(queued.started, self._read_at))
+        self._read_at = now
         skipped = self._check(loss, norm)
         state.step += 1
-        state.tokens += queued.tokens
+        state.tokens += tokens
         state.seconds = self._seconds()
         spike = math.isfinite(loss) and is_spike(loss, state.recent_losses)
         state.spikes += spike
         state.loss = loss if math.isfinite(loss) else state.loss
         self._set_total(elapsed)
         self._keep_to_minutes(elapsed)
-        speed = queued.tokens / elapsed
+        speed = tokens / elapsed
         line: dict[str, Any] = {
             "step": state.step,
             "loss": loss if math.isfinite(loss) else None,
@@ -183,7 +219,7 @@ class Loop:
             "gradient_norm": norm if math.isfinite(norm) else None,
             "tokens": state.tokens,
             "tokens_per_second": round(speed, 1),
-            "mfu": _rounded(self.setup.mfu(speed, block_scales)),
+            "mfu": _rounded(self._mfu(speed, block_scales)),
             "seconds": round(state.seconds, 3),
             "spike": spike,
         }
@@ -193,8 +229,23 @@ class Loop:
             line |= {"scale": self.setup.step.precision.scale(), "skipped": skipped}
         return line
 
+    def _mfu(self, tokens_per_second: float, block_scales: Sequence[Sequence[float]] | None) -> float | None:
+        """Model FLOPs utilization (arXiv 2204.02311, appendix B) of the matrix rate measured on this machine.
+
+        block_scales: of each micro-batch; blocks of scale 0 did not run. None if no rate was measured.
+        """
+        setup = self.setup
+        if setup.rate is None:
+            return None
+        flops = setup.flops_per_token
+        if block_scales is not None:
+            for scales in block_scales:
+                skipped = sum(own for own, scale in zip(setup.block_flops, scales, strict=True) if not scale)
+                flops -= skipped / len(block_scales)
+        return flops * tokens_per_second / setup.rate
+
     def _check(self, loss: float, norm: float) -> bool:
-        """Whether the step was skipped (float16 only). Raises TrainingError for a run that went wrong."""
+        """Whether float16 skipped the step. Raises TrainingError if loss or norm are not finite otherwise."""
         state = self.state
         if math.isfinite(loss) and math.isfinite(norm):
             state.skipped_in_row = 0
@@ -224,7 +275,7 @@ class Loop:
         return f"the last good checkpoint is of step {stored.step} in {stored.folder}"
 
     def _set_total(self, elapsed: float) -> None:
-        """Once the speed is known, fix the number of steps: from then on the schedule depends on the step alone."""
+        """Fix the number of steps once the speed is known; from then on the schedule depends on the step alone."""
         state = self.state
         if state.total is not None:
             return
@@ -233,7 +284,7 @@ class Loop:
         if budget.calibrated(self.recipe, steps=len(self.step_seconds), used=state.seconds):
             validation = self.setup.validation
             if validation is not None:
-                validation.loss(self.setup.step)  # compiles; that time is then spent, and known
+                validation.loss(self.setup.step)  # compiles, so that this time is known and spent
                 state.seconds = self._seconds()
             more = budget.timed_steps(
                 self.recipe,
@@ -246,7 +297,7 @@ class Loop:
             state.total = state.step
 
     def _keep_to_minutes(self, elapsed: float) -> None:
-        """Lower the number of steps where the machine has become slower; the next checkpoint, at once, says so."""
+        """Lower the number of steps if the machine became slower; a checkpoint is then due at once."""
         state = self.state
         if self.recipe.run.minutes is None or state.total is None or state.finished:
             return
@@ -266,6 +317,7 @@ class Loop:
         state.total, self._lowered = total, True
 
     def _validate(self) -> dict[str, float]:
+        """Measure the validation loss, for the log line."""
         if self.setup.validation is None:
             return {}
         self.state.validation_loss = self.setup.validation.loss(self.setup.step)
@@ -273,6 +325,7 @@ class Loop:
         return {"validation_loss": self.state.validation_loss}
 
     def _save_where_due(self, line: Mapping[str, Any]) -> None:
+        """Save a checkpoint if one is due. line: the step's log line, which has the validation loss if measured."""
         state = self.state
         if self._pending is not None and self._pending.written():
             self._finish_save()
@@ -280,17 +333,19 @@ class Loop:
         best = measured is not None and measured < (math.inf if state.best_loss is None else state.best_loss)
         if best:
             state.best_loss, state.best_step = measured, state.step
-        # A new total is stored before a step depends on it, so that whoever goes on goes on with the same one.
+        # A new total is stored before a step depends on it, so that a resumed run continues with the same one.
         if best or state.finished or self._lowered or state.step % self.recipe.run.checkpoint_every == 0:
             self._lowered = False
             self._save(RandomState.capture(self.device), best=best, background=self.recipe.run.background_checkpoints)
 
     def _finish_save(self) -> None:
+        """Wait for a checkpoint that is being written, if any."""
         if self._pending is not None:
             self._pending.finish()
         self._pending = None
 
     def _save(self, random: RandomState, *, best: bool = False, background: bool = False) -> None:
+        """Save a checkpoint of the state. best: it also becomes the best one."""
         self._finish_save()
         values = {
             "progress": self.state.to_json(),

@@ -1,4 +1,4 @@
-"""A recipe in the planner's terms: refused before anything is allocated where it does not fit, or made to fit."""
+"""Memory check of a recipe: refuses it before anything is allocated if it does not fit, or makes it fit (--fit)."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,19 +25,19 @@ from hasten.planning.memory import (
     training_memory,
 )
 from hasten.training.build import attention_kernel, lora_adapter
-from hasten.training.recipe import Lora, Recipe
+from hasten.training.recipe import Data, Lora, Recipe
 from hasten.training.teacher import teacher_path
 
 
 def training_use(
     config: ModelConfig, recipe: Recipe, device: torch.device, *, base: int | None = None, ranks: Ranks = ALONE
 ) -> TrainingUse:
-    """What one rank does in a step of a recipe. base: bytes of the checkpoint that a LoRA adapter belongs to."""
+    """A rank's training step of a recipe, in the planner's terms. base: bytes of the checkpoint that LoRA adapts."""
     techniques, data, parallel = recipe.techniques, recipe.data, recipe.parallel
     dtype = resolve_dtype(techniques.precision, auto=torch.bfloat16)
     loss = pick(KERNELS, LossRequest(device=device, dtype=dtype, softcap=config.logit_softcap), forced=techniques.loss)
     recompute, adapter = techniques.checkpointing, None
-    if recompute == "offload" and device.type == "cpu":  # there it stays in the same memory
+    if recompute == "offload" and device.type == "cpu":  # which is the same memory
         recompute = "full"
     if recipe.lora.rank is not None:
         adapter, count = _adapter_weights(config, recipe.lora), parameters(config).total
@@ -54,7 +54,7 @@ def training_use(
         compiled=techniques.compile,
         joined=techniques.joined_projections and device.type == "cpu",
         explicit_attention=attention_kernel(recipe, device) == "reference",
-        loss="chunked" if ranks.tensor > 1 else loss.name,  # a head that ranks share has that one
+        loss="chunked" if ranks.tensor > 1 else loss.name,  # a head split over ranks always uses that one
         zero=parallel.zero,
         ranks=ranks.size // parallel.replicas,
         replicas=parallel.replicas,
@@ -67,14 +67,15 @@ def training_use(
     )
 
 
-@lru_cache(maxsize=1)  # of one model while many sizes of batches are tried
+@lru_cache(maxsize=1)  # the same model for many batch sizes
 def _adapter_weights(config: ModelConfig, lora: Lora) -> int:
+    """Number of trained weights of an adapter."""
     factors = {id(one): one.numel() for own in lora_adapter(config, lora).values() for one in (own.a, own.b)}
     return sum(factors.values())
 
 
 def _teacher_bytes(source: str, use: TrainingUse) -> int:
-    """Bytes of a teacher, its pass, and the logits of both models, their logarithms and gradients, for a few rows."""
+    """Bytes of a teacher and its pass, and of both models' logits, logarithms and gradients for a chunk of rows."""
     path = teacher_path(source)
     config, stored = _teacher_facts(path, path.stat().st_mtime_ns)
     tokens, size = use.batch_size * use.length, ITEMSIZE["float32" if use.dtype == "float16" else use.dtype]
@@ -87,14 +88,14 @@ def _teacher_bytes(source: str, use: TrainingUse) -> int:
 
 @lru_cache(maxsize=1)
 def _teacher_facts(path: Path, _changed: int) -> tuple[ModelConfig, int]:
-    """Its config, and its size where it is quantized."""
+    """A teacher's config, and its bytes if it is quantized, else 0."""
     source = open_checkpoint(path)
     return source.config, 0 if source.quantized is None else held_bytes(source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCheck:
-    """What fits of a recipe's training. base: bytes of the checkpoint it starts from. free: bytes of a process."""
+    """Checks whether training a recipe fits. base: bytes of the initial checkpoint. free: bytes for this process."""
 
     config: ModelConfig
     recipe: Recipe
@@ -107,50 +108,52 @@ class MemoryCheck:
     def here(
         cls, config: ModelConfig, recipe: Recipe, device: torch.device, *, source: ModelSource | None, ranks: Ranks
     ) -> "MemoryCheck":
-        """Measure what is free. source: the checkpoint that the recipe starts from."""
+        """Create a check with the memory that is free now. source: the checkpoint that the recipe starts from."""
         free = available_memory(device)
-        if device.type == "cpu":  # all of this machine's processes take from the same
+        if device.type == "cpu":  # shared by all processes of this machine
             free //= ranks.local_size
         if recipe.run.fit:
-            free = int(ranks.of_first(free))  # what is decided by it is the same for all
+            free = int(ranks.broadcast_from_rank0(free))  # so that all ranks decide alike
         base = None if source is None else held_bytes(source)
         return cls(config=config, recipe=recipe, device=device, ranks=ranks, base=base, free=free)
 
-    def memory(self, **data: int) -> Memory:
-        """What a step takes, with other values of `data`."""
-        recipe = replace(self.recipe, data=replace(self.recipe.data, **data))  # type: ignore[arg-type]
+    def memory(self, data: Data | None = None) -> Memory:
+        """Memory of a step; data: sizes of batches other than the recipe's."""
+        recipe = self.recipe if data is None else replace(self.recipe, data=data)
         use = training_use(self.config, recipe, self.device, base=self.base, ranks=self.ranks)
         memory = training_memory(self.config, use)
         return memory if recipe.teacher is None else memory.beside(teacher=_teacher_bytes(recipe.teacher, use))
 
-    def fits(self, **data: int) -> bool:
-        """Whether that is free."""
-        return self.memory(**data).peak <= self.free
+    def fits(self, data: Data) -> bool:
+        """Whether a step with these sizes of batches fits."""
+        return self.memory(data).peak <= self.free
 
     def fitted(self) -> "MemoryCheck":
-        """With the recipe's rows in as few micro-batches as fit, where `run.fit` asks for that; else as it is."""
+        """With `run.fit`, divide the recipe's rows into as few micro-batches as fit; else return this check."""
+        if not self.recipe.run.fit:
+            return self
         data, size = self.recipe.data, self.ranks.readers
         rows = data.batch_size * data.accumulation
-        for count in range(1, rows // size + 1) if self.recipe.run.fit else ():
-            if rows % (count * size) == 0 and self.fits(batch_size=rows // count, accumulation=count):
-                data = replace(data, batch_size=rows // count, accumulation=count)
-                return replace(self, recipe=replace(self.recipe, data=data))
+        for count in range(1, rows // size + 1):
+            divided = replace(data, batch_size=rows // count, accumulation=count)
+            if rows % (count * size) == 0 and self.fits(divided):
+                return replace(self, recipe=replace(self.recipe, data=divided))
         return self
 
     def check(self) -> str:
-        """A line on what fits. Raises ResourceError, with the numbers and the field to lower, where it does not."""
+        """Say in a line what would fit. Raises ResourceError, with the field to lower, if the recipe does not."""
         need, data, size = self.memory(), self.recipe.data, self.ranks.readers
         remedy = f"lower data.batch_size (now {data.batch_size}) and raise data.accumulation by as much, as --fit does"
         if data.batch_size == size:
             remedy = f"lower data.context (now {data.context}), model.layers or model.hidden_size"
-        if self.memory(batch_size=size, context=2, accumulation=1).peak > self.free:
+        if not self.fits(replace(data, batch_size=size, context=2, accumulation=1)):
             remedy = "lower model.layers or model.hidden_size"
         what = f"training {self.recipe.name!r} with batches of {data.batch_size} x {data.context} tokens"
         if self.recipe.teacher is not None:
-            remedy += ", or take a smaller teacher"
+            remedy += ", or use a smaller teacher"
         need.require(what, self.free, self.device, remedy=remedy)
-        rows = size * largest(lambda count: self.fits(batch_size=count * size), most=1 << 20)
-        length = largest(lambda count: self.fits(context=count), most=self.config.max_positions)
+        rows = size * largest(lambda count: self.fits(replace(data, batch_size=count * size)), most=1 << 20)
+        length = largest(lambda count: self.fits(replace(data, context=count)), most=self.config.max_positions)
         return (
             f"batches of {data.batch_size} x {data.context} tokens take {need.peak / 1e9:.1f} of {self.free / 1e9:.1f} "
             f"GB; up to {rows:,} rows would fit, or {length:,} tokens in a row"
@@ -158,5 +161,5 @@ class MemoryCheck:
 
 
 def step_memory(config: ModelConfig, recipe: Recipe, device: torch.device, *, ranks: Ranks = ALONE) -> Memory:
-    """What a step of a recipe takes, of one process."""
+    """Memory that a step of a recipe takes in one process."""
     return MemoryCheck(config=config, recipe=recipe, device=device, ranks=ranks).memory()

@@ -1,7 +1,7 @@
-"""Muon (Jordan et al. 2024): the step of a matrix is its momentum with all singular values brought near one.
+"""Muon (Jordan et al. 2024): updates a matrix by its momentum, with all singular values brought close to one.
 
-PyTorch's own iterates in bfloat16, matrix by matrix. On processors that emulate bfloat16 this costs more than the rest
-of the training step. So on a CPU ours iterates in float32, with all matrices of one shape together.
+PyTorch's implementation iterates in bfloat16, matrix by matrix. On processors that emulate bfloat16 this costs more
+than the rest of the training step, so on a CPU ours iterates in float32. Matrices of one shape are computed together.
 """
 
 import math
@@ -17,23 +17,25 @@ from hasten.distributed.placement import Parts
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic a·s + b·s³ + c·s⁵, steep at zero
 ITERATIONS = 5
 ADAMW_LENGTH = 0.2  # root mean square of AdamW's step, in learning rates (arXiv 2502.16982)
-BATCH_ELEMENTS = 1 << 22  # of matrices that are stacked: 16 MiB in float32
+BATCH_ELEMENTS = 1 << 22  # elements of matrices that are stacked: 16 MiB in float32
 
 
 class Muon(torch.optim.Muon):
-    """PyTorch's Muon with `match_rms_adamw`, whose state and groups it has; only the step is another.
+    """PyTorch's Muon with `match_rms_adamw`: the same state and groups, with a faster step.
 
-    Where a rank has some rows of each matrix, the momentum is theirs; the directions are gathered, and brought to one
-    length on every rank alike.
+    parts: gathers matrices that are split over ranks by rows. The momentum is each rank's own rows; the directions are
+    orthogonalized whole, with the same result on every rank.
     """
 
-    def __init__(self, params: Any, *, parts: Parts | None = None, **settings: Any) -> None:
-        super().__init__(params, **settings)
+    def __init__(
+        self, params: Any, *, lr: float, momentum: float = 0.95, weight_decay: float = 0.1, parts: Parts | None = None
+    ) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         self.parts = parts or Parts()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of every matrix that has a gradient."""
+        """Update every matrix that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
@@ -63,7 +65,7 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Matrices (N, rows, columns) with singular values of about 0.7 to 1.2, by Newton-Schulz iteration."""
+    """Bring the singular values of matrices (N, rows, columns) to about 0.7 to 1.2, by Newton-Schulz iteration."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x.float() if x.device.type == "cpu" else x.bfloat16()

@@ -1,20 +1,20 @@
-"""1-bit Adam (arXiv 2102.02888) and 1-bit LAMB (arXiv 2104.06069): after a warm-up only signs of the momentum travel.
+"""1-bit Adam (arXiv 2102.02888) and 1-bit LAMB (arXiv 2104.06069): after a warm-up only signs of the momentum are sent.
 
-Warm-up: AdamW or LAMB on gradients that were averaged over all ranks. Then the variance v is frozen, gradients stay on
-their ranks, and the momentum's mean over ranks comes by one bit an element (`compressed_mean`):
+Warm-up: AdamW or LAMB on gradients averaged over all ranks. Then the variance v is frozen, gradients stay on their
+ranks, and the momentum is averaged over ranks with one bit an element (`compressed_mean`):
 
-    m = mean over ranks of (β1·m + (1-β1)·g), which travels as m/(√v + ε)
+    m = mean over ranks of (β1·m + (1-β1)·g), sent as m/(√v + ε)
     Adam:  x = x - rate·(m̂/(√v̂ + ε) + decay·x)
     LAMB:  u = m̂/(√v̂ + ε) + decay·x;  x = x - rate·c̄·f·u
 
-LAMB's step length c = ‖x‖/‖u‖ is averaged in the warm-up (c̄) and corrected by f, by how far the variance of the
+LAMB's step length c = ‖x‖/‖u‖ is averaged in the warm-up (c̄) and corrected by f: by how far the variance of the
 gradients that the momentum implies, ĝ = (m - β1·m_before)/(1-β1), has moved from the frozen one.
 
-Two things differ from the papers, whose warm-ups are long. One bit has one size for all elements, so momenta travel in
-units of their steps, and LAMB's tensors in one size too: what compressing leaves out is then a small part of every
-step, and not many steps of a rare token's row. And no variance stays below a tenth of its tensor's mean: a token that
-was hardly seen in the warm-up would move far at each gradient for the rest of the run.
-Elements whose variance is zero at the freeze (padded rows of a vocabulary) never move, and do not travel.
+Two things differ from the papers, whose warm-ups are long. One bit has one size for all elements, so momenta are sent
+in units of their steps, and LAMB's tensors are scaled to one size too: the compression error is then a small part of
+every step, instead of many steps of a rare token's row. And a frozen variance is at least a tenth of its tensor's mean:
+otherwise a token hardly seen in the warm-up would move far at each gradient for the rest of the run.
+Elements whose variance is zero at the freeze (padded rows of a vocabulary) never move and are not sent.
 """
 
 from collections.abc import Callable
@@ -25,33 +25,33 @@ from torch import Tensor
 
 from hasten.training.lamb import Lamb
 
-STEADY = 0.96  # of the variance's sum, against that 1/(1-β2) steps before: from there on it is frozen
-_LEAST = 0.1  # of its tensor's mean, where a variance is frozen that is not zero
-_MEAN = 0.9  # of c̄ that stays in each step of the warm-up
+STEADY = 0.96  # ratio of the variance's sums, 1/(1-β2) steps apart, from which on the variance is frozen
+_LEAST = 0.1  # least frozen variance that is not zero, as a share of its tensor's mean
+_MEAN = 0.9  # decay of the running mean c̄ in the warm-up
 _FACTORS = (0.5, 4.0)  # smallest and largest f
-_CHANGE = 0.1  # of f, from one step to the next
+_CHANGE = 0.1  # largest relative change of f from one step to the next
 
 
 class OneBitOptimizer(torch.optim.Optimizer):
-    """What both have in common; mixed into AdamW and Lamb, whose step is that of the warm-up, bit for bit.
+    """Base of both optimizers, mixed into AdamW and Lamb, whose step is used in the warm-up, bit for bit.
 
-    The gradients are averages over ranks until `frozen`, and each rank's own after it. Further state per parameter:
-    frozen_at (0-dim; 0: not yet), mark (0-dim: the sum of its variance when that was last looked at).
+    Gradients must be averages over ranks until `frozen`, and each rank's own afterwards. Further state per parameter:
+    frozen_at (0-dim; 0: not yet), mark (0-dim; the sum of its variance when last checked).
     """
 
     freeze_after: int | None = None
-    """Steps of warm-up; None: until the sum of the variance has become steady."""
+    """Steps of warm-up; None: until the sum of the variance is steady."""
     mean: Callable[[Tensor, Tensor], Tensor]
-    """(x, kept) -> mean of x (n,) over all ranks, one bit an element. kept (n,): elements that are not always zero."""
+    """Function (x, kept) -> mean of x (n,) over ranks, one bit an element. kept (n,) bool: elements not always zero."""
 
     @property
     def frozen(self) -> bool:
-        """Whether the warm-up is over: the next gradients are to stay on their ranks."""
+        """Whether the warm-up is over, so that the next gradients must not be averaged."""
         return any("frozen_at" in state and state["frozen_at"] > 0 for state in self.state.values())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter; one without a gradient takes part with a gradient of zero once frozen."""
+        """Update every parameter; once frozen, a missing gradient counts as zero."""
         assert closure is None
         if not self.frozen:
             super().step()
@@ -63,11 +63,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self._update(p, self.state[p], group)
 
     def _members(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Parameters that were seen in the warm-up; the others never move."""
+        """(parameter, group) of the parameters that had gradients in the warm-up; others never move."""
         return [(p, group) for group in self.param_groups for p in group["params"] if self.state[p]]
 
     def _agree(self) -> None:
-        """The momenta become the means over all ranks."""
+        """Replace the momenta by their means over all ranks."""
         parts, scalings, kept = [], [], []
         for p, group in self._members():
             state, beta1 = self.state[p], group["betas"][0]
@@ -84,6 +84,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self._take(state, (part.view_as(p) / scaling).to(state["exp_avg"].dtype))
 
     def _is_time(self) -> bool:
+        """Whether to freeze the variance after this step."""
         members = self._members()
         step = max((int(self.state[p]["step"]) for p, _ in members), default=0)
         if self.freeze_after is not None:
@@ -92,7 +93,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         every = round(1 / (1 - beta2))
         if not step or step % every:
             return False
-        # A mean of few gradients is too small by a factor, which would look like change.
+        # Corrected for the bias of its start at zero, which would look like change.
         now = torch.stack([self.state[p]["exp_avg_sq"].float().sum() for p, _ in members]).cpu() / (1 - beta2**step)
         before = sum(float(self.state[p].get("mark", 0.0)) for p, _ in members)
         for (p, _), mark in zip(members, now, strict=True):
@@ -106,7 +107,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             v.copy_(torch.where(v > 0, v.clamp(min=_LEAST * v.mean()), v))
 
     def _scaling(self, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
-        """What a momentum is multiplied with while it travels."""
+        """Factor on a momentum that is sent."""
         return 1 / (state["exp_avg_sq"].float().sqrt() + group["eps"])
 
     def _take(self, state: dict[str, Tensor], mean: Tensor) -> None:
@@ -117,7 +118,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _direction(self, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
-        """m̂/(√v̂ + ε), both without the bias towards their zero start."""
+        """m̂/(√v̂ + ε), both corrected for the bias of their start at zero."""
         beta1, beta2 = group["betas"]
         v = state["exp_avg_sq"] / (1 - beta2 ** float(state["frozen_at"]))
         return state["exp_avg"] / (1 - beta1 ** float(state["step"])) / (v.sqrt_() + group["eps"])
@@ -132,7 +133,7 @@ class OneBitAdam(OneBitOptimizer, torch.optim.AdamW):
 
 
 class OneBitLamb(OneBitOptimizer, Lamb):
-    """LAMB in the same way.
+    """LAMB whose variance is frozen after the warm-up.
 
     Further state per parameter: mean_length (c̄), factor (f), scaling (0-dim), fresh (the variance of ĝ).
     """
@@ -145,7 +146,7 @@ class OneBitLamb(OneBitOptimizer, Lamb):
     def _freeze(self, members: list[tuple[Tensor, dict[str, Any]]]) -> None:
         super()._freeze(members)
         steps = (self.state[p]["exp_avg"].float() * self._scaling(self.state[p], group) for p, group in members)
-        sizes = torch.stack([step.square().mean().sqrt() for step in steps])  # before there is a scaling
+        sizes = torch.stack([step.square().mean().sqrt() for step in steps])  # computed before any scaling exists
         for (p, _), size in zip(members, sizes, strict=True):
             state = self.state[p]
             state["fresh"], state["factor"] = state["exp_avg_sq"].clone(), torch.ones_like(size)

@@ -1,7 +1,8 @@
 """The optimizers of a recipe: AdamW (arXiv 1711.05101), LAMB (arXiv 1904.00962) and Muon."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 import torch
@@ -12,14 +13,17 @@ from hasten.errors import ConfigError
 from hasten.training.lamb import Lamb
 from hasten.training.muon import Muon
 from hasten.training.onebit import OneBitAdam, OneBitLamb, OneBitOptimizer
-from hasten.training.parameter_groups import parameter_groups, parse_rule
 from hasten.training.recipe import Optimizer, OptimizerName
+
+KEYS = ("rate", "decay")
 
 
 def make_optimizer(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> torch.optim.Optimizer:
-    """The optimizer that a recipe asks for, of a model or of what a placement has of one.
+    """Create the optimizer that a recipe's settings ask for.
 
-    fused: one kernel for many tensors (LAMB: operations on lists of tensors), else one tensor after the other.
+    model: a module, or a placement, whose `optimizer_params` are updated. fused: one kernel for many tensors (LAMB:
+    operations on lists of tensors), else one tensor after the other. Raises ConfigError for an unknown kind, for groups
+    that match no parameter, and for an optimizer that does not support the placement.
     """
     placement = model if isinstance(model, Placement) else Placement(model)
     rules = [parse_rule(text) for text in settings.groups]
@@ -28,7 +32,14 @@ def make_optimizer(model: nn.Module | Placement, settings: Optimizer, *, fused: 
     if settings.kind == "adamw":
         return _adamw(groups, settings, fused=fused)
     if settings.kind == "lamb":
-        return Lamb(groups, **_means(settings), foreach=fused, parts=placement)
+        return Lamb(
+            groups,
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.epsilon,
+            foreach=fused,
+            parts=placement,
+        )
     if settings.kind == "muon":
         return _muon(placement, groups, settings, fused=fused)
     if settings.kind in ("onebit-adam", "onebit-lamb"):
@@ -37,24 +48,26 @@ def make_optimizer(model: nn.Module | Placement, settings: Optimizer, *, fused: 
 
 
 def adamw(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> torch.optim.Optimizer:
-    """AdamW; fused: one kernel updates all parameters of a group."""
+    """Create AdamW, whatever `settings.kind` says. fused: one kernel updates all parameters of a group."""
     return make_optimizer(model, replace(settings, kind="adamw"), fused=fused)
 
 
 def _onebit(placement: Placement, groups: list[dict[str, Any]], settings: Optimizer, *, fused: bool) -> OneBitOptimizer:
-    """1-bit Adam or LAMB; fused: their warm-up's step. Raises ConfigError unless every rank has the whole model."""
+    """1-bit Adam or LAMB; fused: the warm-up's step. Raises ConfigError unless every rank has the whole model."""
     if type(placement) is not Replicated:
         raise ConfigError(
             f"optimizer.kind {settings.kind} is for several processes that all have the whole model (parallel.zero 0): "
             "start them with torchrun or --processes"
         )
+    rate, betas, eps = settings.learning_rate, (settings.beta1, settings.beta2), settings.epsilon
     made: OneBitOptimizer
     if settings.kind == "onebit-adam":
-        made = OneBitAdam(groups, **_means(settings), fused=fused, foreach=None if fused else False)
-        # AdamW's kernel would skip float16's steps by itself, and does not run any more once the variance is frozen.
+        foreach = None if fused else False
+        made = OneBitAdam(groups, lr=rate, betas=betas, eps=eps, fused=fused, foreach=foreach)
+        # AdamW's kernel would skip float16's steps by itself, but it no longer runs once the variance is frozen.
         made._step_supports_amp_scaling = False
     else:
-        made = OneBitLamb(groups, **_means(settings), foreach=fused)
+        made = OneBitLamb(groups, lr=rate, betas=betas, eps=eps, foreach=fused)
     made.freeze_after, made.mean = settings.freeze_after, placement.one_bit_mean
     placement.averages = lambda: not made.frozen
     return made
@@ -74,42 +87,101 @@ def _muon(placement: Placement, groups: list[dict[str, Any]], settings: Optimize
     matrices, others = members(True), members(False)
     if not matrices:
         raise ConfigError("optimizer.kind is 'muon', and the model has no matrices in `blocks` that it could update")
-    chosen = {"lr": settings.learning_rate, "momentum": settings.momentum, "adjust_lr_fn": "match_rms_adamw"}
-    first = Muon(matrices, parts=placement, **chosen)
+    first = Muon(matrices, lr=settings.learning_rate, momentum=settings.momentum, parts=placement)
     return Together([first, _adamw(others, settings, fused=fused)] if others else [first])
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimizers, each with its own parameters, as one: their groups, their state, one step."""
+    """Several optimizers, each for its own parameters, as one: with their groups, their state and one step."""
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         groups = [group for member in members for group in member.param_groups]
         super().__init__([parameter for group in groups for parameter in group["params"]], {})
         self.members = list(members)
-        # The members' own groups and one state for all, so that whatever is set here is set there.
+        # The members' own groups, and one state for all: what is set here is set there.
         self.param_groups = groups
         for member in members:
             member.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of each."""
+        """Take a step with each of them."""
         assert closure is None
         for member in self.members:
             member.step()
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """The rate of every group: the same, times the group's own factor."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("rate_factor", 1.0)
-
-
 def _adamw(groups: list[dict[str, Any]], settings: Optimizer, *, fused: bool) -> torch.optim.AdamW:
-    return torch.optim.AdamW(groups, **_means(settings), fused=fused, foreach=None if fused else False)
+    return torch.optim.AdamW(
+        groups,
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        fused=fused,
+        foreach=None if fused else False,
+    )
 
 
-def _means(settings: Optimizer) -> dict[str, Any]:
-    """What all but Muon take."""
-    betas = (settings.beta1, settings.beta2)
-    return {"lr": settings.learning_rate, "betas": betas, "eps": settings.epsilon}
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Settings of the parameters whose names match `pattern`, as file names do (*, ?, [abc]).
+
+    rate: factor on the learning rate. decay: weight decay; None: as without the rule.
+    """
+
+    pattern: str
+    rate: float = 1.0
+    decay: float | None = None
+
+
+def parse_rule(text: str) -> Rule:
+    """Parse a rule of a recipe: PATTERN:rate=NUMBER,decay=NUMBER, with at least one of the two.
+
+    Raises ConfigError for anything else.
+    """
+    pattern, colon, settings = text.rpartition(":")
+    values: dict[str, float] = {}
+    try:
+        for setting in settings.split(","):
+            key, _, number = setting.partition("=")
+            if key.strip() not in KEYS or key.strip() in values:
+                raise ValueError(key)
+            values[key.strip()] = float(number)
+            if not 0 <= values[key.strip()] < float("inf"):
+                raise ValueError(number)
+    except ValueError:
+        values = {}
+    if not colon or not pattern or not values:
+        raise ConfigError(
+            f"optimizer.groups has {text!r}; write PATTERN:rate=0.1 (times the learning rate), PATTERN:decay=0, or "
+            "both with a comma, for example embedding.*:rate=0.1,decay=0"
+        )
+    return Rule(pattern, **values)
+
+
+def parameter_groups(
+    parameters: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float, rules: Sequence[Rule] = ()
+) -> list[dict[str, Any]]:
+    """Group parameters for an optimizer: matrices and embeddings (two or more dimensions) decay, norms and biases not.
+
+    parameters: (name, parameter); those that need no gradient are left out. The first rule that matches a name
+    overrides this. A group's `rate_factor` is its factor on the learning rate. Raises ConfigError for a rule that
+    matches nothing.
+    """
+    named = [(name, p) for name, p in parameters if p.requires_grad]
+    for rule in rules:
+        if not any(fnmatchcase(name, rule.pattern) for name, _ in named):
+            some = ", ".join(name for name, _ in named[:4])
+            raise ConfigError(f"optimizer.groups: no parameter's name matches {rule.pattern!r}; names are {some}, …")
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for matrix in (True, False):
+        for name, parameter in named:
+            if (parameter.dim() >= 2) != matrix:
+                continue
+            rule = next((rule for rule in rules if fnmatchcase(name, rule.pattern)), Rule("*"))
+            usual = weight_decay if matrix else 0.0
+            decay = usual if rule.decay is None else rule.decay
+            groups.setdefault((decay, rule.rate), []).append(parameter)
+    return [
+        {"params": members, "weight_decay": decay, "rate_factor": rate} for (decay, rate), members in groups.items()
+    ]

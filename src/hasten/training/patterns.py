@@ -1,4 +1,4 @@
-"""A sparse attention pattern for a pretrained model: `--init MODEL --model.attention-pattern bigbird`."""
+"""Sparse attention patterns in pretrained models: `--init MODEL --model.attention-pattern bigbird`."""
 
 from dataclasses import replace
 
@@ -11,10 +11,10 @@ from hasten.training.recipe import Shape
 
 
 def with_pattern(config: ModelConfig, shape: Shape) -> ModelConfig:
-    """The config of a pretrained model with the recipe's pattern, where it has one, in place of its own.
+    """The config of a pretrained model, with the recipe's pattern, if it has one, instead of the model's own.
 
-    A layer with a window sees the keys that both show. Soft-capped scores are computed explicitly where no sparse
-    kernel takes them. Raises ConfigError for a pattern that is unknown, or whose blocks fit no kernel.
+    A layer with a window sees the keys that window and pattern both allow. Soft-capped scores are computed explicitly
+    if no sparse kernel supports them. Raises ConfigError for an unknown pattern, or one whose blocks fit no kernel.
     """
     if shape.attention_pattern is None:
         return config
@@ -26,8 +26,10 @@ def with_pattern(config: ModelConfig, shape: Shape) -> ModelConfig:
 
 
 def give_pattern(model: Transformer, shape: Shape) -> None:
-    """Let a loaded model attend as the recipe's pattern says, where it has one; its config keeps it."""
+    """Give a loaded model the recipe's pattern, if it has one, in its layers and its config."""
+    if shape.attention_pattern is None:
+        return
     model.config = with_pattern(model.config, shape)
-    for module in model.modules() if shape.attention_pattern is not None else ():
+    for module in model.modules():
         if isinstance(module, Attention):
             module.take_pattern(model.config.attention_pattern)

@@ -1,9 +1,9 @@
-"""In which dtype the matrix products of a training step run. Weights, gradients and the loss stay in float32.
+"""Mixed precision: the dtype of a training step's matrix products. Weights, gradients and the loss stay in float32.
 
 bfloat16 has float32's range and needs nothing else. float16 loses gradients below 6e-8, so the loss is multiplied by a
 factor before the backward pass and the gradients divided by it after; a step whose gradients overflow is skipped and
-the factor halved, and doubled after many clean ones (arXiv 1710.03740). In both, softmax, norms and the loss compute
-in float32.
+the factor halved, and doubled again after many clean steps (arXiv 1710.03740). In both, softmax, norms and the loss are
+computed in float32.
 """
 
 from dataclasses import replace
@@ -16,16 +16,16 @@ from hasten.distributed.ranks import ALONE, Ranks
 from hasten.machine import ProductPrecision, resolve_device, resolve_dtype, training_precision
 from hasten.training.recipe import PrecisionName, Recipe
 
-START = 65_536.0  # the largest that float16 gradients near 1 survive; a small model's first steps halve it
-CLEAN_STEPS = 2000  # in a row, until it is doubled
+START = 65_536.0  # initial factor, the largest that float16 gradients near 1 survive; a small model soon halves it
+CLEAN_STEPS = 2000  # steps in a row without overflow, after which the factor is doubled
 
 
 def choose_precision(
     recipe: Recipe, begun: Recipe | None = None, *, ranks: Ranks = ALONE
 ) -> tuple[Recipe, ProductPrecision]:
-    """The recipe with `auto` decided, and the reason. begun: the precision of the run that is resumed; it is kept.
+    """Decide the precision `auto`: the recipe with a dtype, and the reason for it.
 
-    Each rank measures, and the first one decides.
+    begun: recipe of the run that is resumed, whose precision is kept. Each rank measures, the first one decides.
     """
     name = recipe.techniques.precision
     if name != "auto":
@@ -40,9 +40,9 @@ def choose_precision(
 
 
 class Precision:
-    """Autocast and loss scaling behind one small object; for float32 and bfloat16 the scaling does nothing.
+    """Autocast and loss scaling; for float32 and bfloat16 the scaling does nothing.
 
-    name "auto": bfloat16 where the device multiplies it at speed, else float32.
+    name: of the products' dtype; "auto": bfloat16 if the device multiplies it at speed, else float32.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device | str) -> None:
@@ -57,33 +57,34 @@ class Precision:
         )
 
     def autocast(self) -> torch.autocast:
-        """The context of a forward pass."""
+        """The autocast context of a forward pass."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the (scaled) gradients of `loss`."""
+        """Compute the gradients of the scaled loss and add them to the parameters'."""
         self.scaler.scale(loss).backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE) -> None:
-        """Make the gradients true ones, for clipping; once a step. What overflowed on one rank overflowed on all."""
+        """Divide the gradients by the factor, once a step, before clipping; an overflow on one rank counts on all."""
         self.scaler.unscale_(optimizer)
         if self.scales:
             for found in self.scaler._found_inf_per_device(optimizer).values():
                 ranks.sum(found)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the step, unless the gradients overflowed."""
+        """Take the optimizer's step, unless the gradients overflowed, and update the factor."""
         self.scaler.step(optimizer)
         self.scaler.update()
 
     def scale(self) -> float:
-        """The present factor (1 without scaling). Waits for the device where there is one."""
+        """The current factor (1 without scaling); waits for the device."""
         return float(self.scaler.get_scale())
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: plain JSON values."""
+        """State of the scaling for a checkpoint, as JSON values."""
         return dict(self.scaler.state_dict())
 
     def load(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
         if self.scales and state:
             self.scaler.load_state_dict(state)

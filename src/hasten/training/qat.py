@@ -1,4 +1,4 @@
-"""Quantization-aware training as a recipe asks for it."""
+"""Quantization-aware training of a recipe: rounding layers, their start values, and the schedule of their bits."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,9 +18,10 @@ from hasten.training.step import TrainStep
 
 
 def apply_rounding(model: Transformer, qat: Qat, *, begin: bool = True) -> None:
-    """Let linear layers multiply with what their weights will be stored as. qat.bits: set.
+    """Replace linear layers by ones that multiply with their rounded weights. qat.bits must be set.
 
-    begin: from `qat.init`, if there is one; a checkpoint holds what came of it.
+    begin: start from the integers and scales of `qat.init`, if it is set; False if a checkpoint will be restored.
+    Raises ConfigError for a quantized model, and for a `qat.init` that does not fit.
     """
     assert qat.bits is not None
     if model.quantization:
@@ -43,9 +44,9 @@ def apply_rounding(model: Transformer, qat: Qat, *, begin: bool = True) -> None:
 
 
 def begin_with(model: Transformer, folder: str) -> None:
-    """Let the blocks' rounding layers begin with the integers and scales of a folder that the model was quantized to.
+    """Start the blocks' rounding layers from the integers and scales of a folder that the model was quantized to.
 
-    Raises ConfigError for a folder that is not quantized, or not to what is trained; CheckpointError as `load` does.
+    Raises ConfigError for a folder that is not quantized, or in another format; CheckpointError as `load` does.
     """
     source = open_checkpoint(folder)
     theirs, own = ((config.family, len(config.layers)) for config in (source.config, model.config))
@@ -59,14 +60,14 @@ def begin_with(model: Transformer, folder: str) -> None:
             continue
         if name not in layers:
             same = piece.name in source.stored and same_numbers(model, ours, piece.of(source.read(piece.name)))
-            if not same:  # AWQ, as other programs do it, scales weights, and the norm before them the other way
+            if not same:  # AWQ of other programs scales weights and, inversely, the norm before them
                 raise ConfigError(
                     f"{folder} has another {piece.name} than --init; give what `hasten quantize` made of --init"
                 )
             continue
         if source.quantized is None or piece.name not in modules:
             raise ConfigError(f"{folder} holds no quantized {name}; give what `hasten quantize` made of --init")
-        part = replace(piece, transposed=False)  # a quantized weight is (out, in), however others store theirs
+        part = replace(piece, transposed=False)  # a quantized weight is always (out, in)
         try:
             layers[name].begin_with(source.quantized.weight(modules[piece.name]).map(part.of))
         except ConfigError as error:
@@ -74,39 +75,45 @@ def begin_with(model: Transformer, folder: str) -> None:
 
 
 def same_numbers(model: Transformer, name: str, other: Tensor) -> bool:
-    """Whether a parameter of the model is what a folder holds, but for their dtypes' rounding."""
+    """Whether a parameter of the model equals another tensor up to the rounding of dtypes."""
     own = model.get_parameter(name).detach()
     return own.shape == other.shape and torch.allclose(own.float(), other.to(own.device).float(), rtol=2**-7, atol=1e-6)
 
 
 def bits_of_step(model: Transformer, qat: Qat, step: int, stretch: Sequence[int] = ()) -> None:
-    """Round to as many bits as the schedule has for a step. stretch: how many times as long a block's periods are."""
+    """Set the bits that the schedule has in a step (MoQ). stretch: for each block, the factor on its periods."""
     if qat.bits is None or qat.start_bits is None:
         return
     for part, times in ((model, 1), *zip(model.blocks, stretch, strict=False)):
-        schedule = {"start": qat.start_bits, "target": qat.bits, "mixing": qat.mixing_steps}
-        set_bits(part, *bits_at(step, period=times * qat.period, **schedule))
+        bits, exact = bits_at(
+            step, start=qat.start_bits, target=qat.bits, period=times * qat.period, mixing=qat.mixing_steps
+        )
+        set_bits(part, bits, exact)
 
 
 def stretches(model: Transformer, qat: Qat, batch: Batch) -> list[int]:
-    """1 + floor(4λ) of each block, λ its largest eigenvalue over the largest of all (MoQ's option)."""
+    """Factors on the blocks' periods: 1 + floor(4λ), λ a block's largest eigenvalue over the largest of all (MoQ).
+
+    Empty without `qat.eigenvalue_steps`.
+    """
     if qat.bits is None or not qat.eigenvalue_steps:
         return []
-    set_bits(model, qat.bits, 1.0)  # all of the exact weights
+    set_bits(model, qat.bits, 1.0)  # the exact weights only
     found = block_eigenvalues(model, batch, qat.eigenvalue_steps)
     most = max(found) or 1.0
     return [1 + int(4 * value / most) for value in found]
 
 
 def block_eigenvalues(model: Transformer, batch: Batch, steps: int) -> list[float]:
-    """The largest eigenvalue's size of the loss's Hessian in each block's matrices, by power iteration.
+    """Largest absolute eigenvalue of the loss's Hessian in each block's matrices, by `steps` power iterations.
 
-    The native kernels have no second derivative: H·v is (g(w + εv) - g(w - εv)) / 2ε, in float32. Two passes a step.
+    The native kernels have no second derivative, so H·v is (g(w + εv) - g(w - εv)) / 2ε, in float32: two passes a step.
     """
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     chosen = [attention.kernels for attention in attentions]
-    for attention in attentions if model.device.type != "cpu" else ():  # which chose by the dtype of autocast
-        attention.bind()
+    if model.device.type != "cpu":
+        for attention in attentions:  # their kernels were chosen for autocast's dtype
+            attention.bind()
     plain = TrainStep(model, None, Precision("float32", model.device))  # type: ignore[arg-type] # it never steps
     batch, found = batch.to(model.device), []
 

@@ -1,7 +1,7 @@
-"""A recipe: everything that decides a training run, as one frozen dataclass. Importing this does not import torch.
+"""Recipes: frozen dataclasses with everything that decides a training run. Importing this does not import torch.
 
-Every field can be overridden on the command line (`hasten train demo --optimizer.learning-rate 1e-3`); the text below a
-field is its help there.
+Every field is an option on the command line (`hasten train demo --optimizer.learning-rate 1e-3`), and the text below it
+is that option's help.
 """
 
 import json
@@ -40,20 +40,32 @@ CheckpointingName = Literal["none", "selective", "full", "offload"]
 OffloadName = Literal["none", "optimizer", "all"]
 PolicyName = Literal["float32-weights", "float32-masters"]
 
-TEXT_SOURCES, TEXT_FILES = ("stdlib", "packages"), (".txt", ".py", ".md")  # without fields, as hasten.data reads them
+TEXT_SOURCES, TEXT_FILES = ("stdlib", "packages"), (".txt", ".py", ".md")  # which have no fields (hasten.data)
 
-# Fields that change nothing that is computed: a run may be continued with other values of them.
+# Fields that do not change what is computed: a run may be resumed with other values of them.
 FREE_FIELDS = frozenset(
-    {"run.folder", "run.checkpoint_every", "run.tensorboard", "run.threads", "data.workers", "run.export", "run.fit"}
-    | {"run.export_dtype"}
-    | {"run.background_checkpoints", "parallel.zero", "parallel.offload", "parallel.replicas", "parallel.prefetch"}
-    | {"parallel.tensor"}
+    {
+        "data.workers",
+        "parallel.offload",
+        "parallel.prefetch",
+        "parallel.replicas",
+        "parallel.tensor",
+        "parallel.zero",
+        "run.background_checkpoints",
+        "run.checkpoint_every",
+        "run.export",
+        "run.export_dtype",
+        "run.fit",
+        "run.folder",
+        "run.tensorboard",
+        "run.threads",
+    }
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The model's shape, where it is trained from scratch; with `init` the folder's own shape counts."""
+    """Shape of a model trained from scratch; with `init` the folder's own shape is used."""
 
     family: Annotated[Literal["llama", "gpt2"], SCRATCH] = "llama"
     """llama: RMSNorm, rotary positions, gated SiLU, no biases; gpt2: LayerNorm, learned positions, GELU, biases."""
@@ -66,251 +78,250 @@ class Shape:
     kv_heads: Annotated[int | None, ABOVE_0, SCRATCH, LLAMA] = None
     """Key/value heads: fewer than heads is grouped-query attention, 1 multi-query (none: as many as heads; llama)."""
     feed_forward: Annotated[int | None, ABOVE_0, SCRATCH] = None
-    """Width inside the MLP (none: 4 x hidden size for gpt2, about 8/3 of it in steps of 64 for llama)."""
+    """Width inside the MLP (none: 4 x hidden size for gpt2, about 8/3 of it, a multiple of 64, for llama)."""
     tie_embeddings: Annotated[bool, SCRATCH] = True
-    """One matrix for embedding and head."""
+    """Use one matrix for embedding and head."""
     rope_theta: Annotated[float, ABOVE_0, SCRATCH, LLAMA] = 10_000.0
     """Base of the rotary frequencies (llama)."""
     max_positions: Annotated[int | None, ABOVE_0, SCRATCH] = None
-    """Longest context the model declares (none: the training context)."""
+    """Longest context that the model declares (none: the training context)."""
     attention_pattern: str | None = None
     """Sparse attention, for example bigbird, local:radius=4 or bigbird:window=5,random-blocks=2 (none: dense, or with
-    --init as the folder has it). A pretrained model takes it too."""
+    --init the folder's). Pretrained models support it too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """Where the text comes from, and how it is cut into batches."""
+    """The text, and how it is divided into batches."""
 
     source: str = "stdlib"
-    """stdlib (this Python's own library), packages (all installed), a file, a folder, a glob, or hf:owner/name."""
+    """stdlib (Python's standard library), packages (all installed ones), a file, folder, glob, or hf:owner/name."""
     tokenizer: str | None = None
-    """A folder with a tokenizer (none: one is trained on the text, or with --init the folder's)."""
+    """A folder with a tokenizer (none: train one on the text; with --init: the folder's)."""
     tokenizer_kind: Annotated[Literal["bpe", "character"], SCRATCH, TOKENIZER_TRAINED] = "bpe"
-    """Which kind is trained where no folder is given."""
+    """Kind of tokenizer to train if no folder is given."""
     vocab_size: Annotated[int, ABOVE_0, SCRATCH, TOKENIZER_TRAINED, Needs("data.tokenizer_kind", "bpe")] = 4096
-    """Tokens of a trained BPE tokenizer, at most."""
+    """Maximum number of tokens of a trained BPE tokenizer."""
     validation_fraction: Annotated[float, BELOW_1] = 0.05
-    """Share of the documents that is held out (0: no validation)."""
+    """Fraction of the documents held out for validation (0: no validation)."""
     text_field: Annotated[
         str, Holds("data.has_fields", "with a source of plain text; give --data.source FILE.jsonl or another one")
     ] = "text"
-    """The field of .jsonl and .parquet rows that holds the text."""
+    """Field of .jsonl and .parquet rows that holds the text."""
     limit_bytes: Annotated[int | None, ABOVE_0] = None
-    """Maximum bytes of text; only the first documents are taken."""
+    """Maximum bytes of text; only the first documents are read."""
     context: Annotated[int, ABOVE_0] = 256
     """Tokens in a row of a batch (T)."""
     fit_context: bool = False
     """Shorten rows to what the longest conversation needs, at most to the context."""
     batch_size: Annotated[int, ABOVE_0] = 8
-    """Rows in a micro-batch (B): what is in memory at once."""
+    """Rows in a micro-batch (B), which are in memory at once; of all processes together."""
     accumulation: Annotated[int, ABOVE_0] = 1
-    """Micro-batches whose gradients make one step."""
+    """Micro-batches in a step, whose gradients are summed."""
     separate_documents: bool = False
-    """Attention stays inside a document where several are packed into one row."""
+    """Keep attention inside each of the documents that are packed into a row."""
     workers: Annotated[int, AT_LEAST_0] = 0
-    """Threads that prepare batches ahead (0: made when they are needed)."""
+    """Threads that prepare batches ahead (0: prepare each when it is needed)."""
 
     @property
     def has_fields(self) -> bool:
-        """Whether the source's name leaves it possible that it holds records with fields."""
+        """Whether the source may hold records with fields, by its name."""
         return self.source not in TEXT_SOURCES and not self.source.lower().endswith(TEXT_FILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """How the weights are updated."""
+    """The optimizer, and its settings."""
 
     kind: OptimizerName = "adamw"
     """adamw (arXiv 1711.05101), lamb (arXiv 1904.00962), muon for the blocks' matrices and adamw for the rest; for
     several processes onebit-adam (arXiv 2102.02888) and onebit-lamb (arXiv 2104.06069)."""
     learning_rate: Annotated[float, ABOVE_0] = 6e-4
-    """Peak of the schedule."""
+    """Peak learning rate."""
     beta1: Annotated[float, BELOW_1] = 0.9
     """Decay of the running mean of the gradient."""
     beta2: Annotated[float, BELOW_1] = 0.95
-    """Decay of the running mean of its square."""
+    """Decay of the running mean of the squared gradient."""
     epsilon: Annotated[float, ABOVE_0] = 1e-8
-    """Added to the root of the running square."""
+    """Added to the root of the running mean square."""
     weight_decay: Annotated[float, AT_LEAST_0] = 0.1
-    """On matrices only: parameters with two dimensions or more."""
+    """Weight decay of matrices: parameters with two dimensions or more."""
     momentum: Annotated[float, BELOW_1, MUON] = 0.95
-    """Momentum of muon's matrices."""
+    """Momentum of the matrices that muon updates."""
     groups: tuple[str, ...] = ()
-    """Exceptions by name, the first that matches counts: PATTERN:rate=0.1,decay=0 (rate: times the learning rate)."""
+    """Exceptions by parameter name: PATTERN:rate=0.1,decay=0 (rate: times the learning rate); the first match wins."""
     clip: Annotated[float | None, ABOVE_0] = 1.0
-    """Largest norm of the gradient (none: not clipped, still reported); after a one-bit warm-up, of each process's."""
+    """Maximum gradient norm (none: no clipping); after a one-bit warm-up it applies to each process's gradient."""
     freeze_after: Annotated[int | None, ABOVE_0, ONEBIT] = None
-    """Steps of a one-bit optimizer's warm-up (none: until the variance is steady, 2/(1-beta2) steps at least)."""
+    """Warm-up steps of a one-bit optimizer (none: until the variance is steady, at least 2/(1-beta2) steps)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The learning rate over the steps: linear warm-up, then as `kind` says."""
+    """The learning rate over the steps: a linear warm-up, then the decay of `kind`."""
 
     kind: ScheduleName = "cosine"
     """cosine (arXiv 1608.03983), wsd (warm-up, stable, linear decay; arXiv 2404.06395) or constant."""
     warmup_steps: Annotated[int, AT_LEAST_0] = 100
-    """Steps in which the rate rises to its peak."""
+    """Steps in which the learning rate rises to its peak."""
     warmup_share: Annotated[float, SHARE_ABOVE_0, Needs("schedule.warmup_steps")] = 1.0
-    """The largest share of a run's steps that the warm-up takes, where their number is known from the start."""
+    """Maximum warm-up as a fraction of the run's steps, if their number is known from the start."""
     final_fraction: Annotated[float, SHARE, Needs("schedule.kind", "cosine", "wsd")] = 0.1
-    """The last step's rate, as a share of the peak (cosine and wsd)."""
+    """Learning rate of the last step, as a fraction of the peak (cosine and wsd)."""
     decay_fraction: Annotated[float, SHARE, WSD] = 0.2
-    """The share of all steps in which wsd decays."""
+    """Fraction of all steps in which wsd decays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Techniques:
-    """What makes it fast, in the order it is applied."""
+    """Techniques that make training fast or small, in the order they are applied."""
 
     pad_vocabulary_to: Annotated[int, ABOVE_0, Unless("lora.rank")] = 64
-    """Round the rows of embedding and head up to a multiple of this; an exported model has them cut off (1: do not)."""
+    """Round the rows of embedding and head up to a multiple of this; exporting cuts them off (1: do not round)."""
     precision: Annotated[PrecisionName, arg(aliases=["--dtype"])] = "auto"
-    """Dtype of matrix products; weights and loss stay float32. auto: bfloat16 where it is fast here, else float32."""
+    """Dtype of matrix products; weights and loss stay float32. auto: bfloat16 if it is fast here, else float32."""
     attention: str | None = None
     """Force an attention kernel, for example reference or sdpa (none: the fastest that fits)."""
     fused_activation: Annotated[bool, ON_CPU] = True
-    """On a CPU, bias and GELU (or SiLU and gate) in one native pass, forward and backward."""
+    """On a CPU, compute bias and GELU (or SiLU and gate) in one native pass, forward and backward."""
     joined_projections: Annotated[bool, ON_CPU] = True
-    """On a CPU, one product for queries, keys and values."""
+    """On a CPU, use one product for queries, keys and values."""
     loss: str | None = None
     """Force a loss kernel: torch, chunked or reference (none: the first that fits; no full logits in memory)."""
     layer_drop: Annotated[float | None, SHARE_ABOVE_0] = None
-    """Progressive layer dropping: how often the deepest block is kept in the end, 0.5 in the paper (none: always)."""
+    """Progressive layer dropping: final probability of keeping the deepest block, 0.5 in the paper (none: keep all)."""
     layer_drop_decay: Annotated[float, ABOVE_0, DROPPED] = 100.0
-    """How fast dropping sets in: the exponent over the whole run."""
+    """Speed at which dropping sets in: the exponent over the whole run."""
     checkpointing: CheckpointingName = "none"
-    """Activations computed again in the backward pass: what costs little time (selective), all of a block (full), or
-    all, with the blocks' inputs on the host (offload)."""
+    """Activations to recompute in the backward pass: those that cost little time (selective), all in a block (full), or
+    all, with the blocks' inputs kept on the host (offload)."""
     compile: bool = True
-    """torch.compile, block by block; on CUDA only where the model cannot be one function."""
+    """Compile block by block (torch.compile); on CUDA only if the model cannot be one function."""
     whole_model: Annotated[bool, ON_CUDA, Neutral(False)] = True
-    """On CUDA, forward pass and loss as one function: fused norms and activations, joined projections."""
+    """On CUDA, run forward pass and loss as one function, with fused norms and activations and joined projections."""
     compile_whole: Annotated[bool, ON_CUDA, Needs("techniques.whole_model"), Needs("techniques.compile")] = False
-    """Compile that function as one graph too: minutes of compiling before the first step, for no gain seen so far."""
+    """Also compile that function as one graph: minutes of compiling before the first step, for no measured gain."""
     capture: Annotated[bool, ON_CUDA, Needs("techniques.whole_model"), Neutral(False)] = True
-    """On CUDA, the whole step as CUDA graphs where its shapes are fixed; nothing in it waits for the host."""
+    """On CUDA, capture the whole step as CUDA graphs if its shapes are fixed, so that it never waits for the host."""
     fp8: bool = False
-    """On CUDA, products of blocks and head in FP8, but for the gradient of the head's weight (Ada and later)."""
+    """On CUDA, use FP8 products in blocks and head, except for the gradient of the head's weight (Ada and later)."""
     fused_optimizer: bool = True
     """Update many tensors with one kernel."""
     keep_memory: Annotated[bool, ON_CPU, Neutral(False)] = True
-    """On the CPU, keep freed memory in the process instead of mapping it again in every step."""
+    """On a CPU, keep freed memory in the process instead of mapping it again in every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """Finetune with LoRA: the model stays as it is, narrow matrices beside its layers are trained (docs/lora.md)."""
+    """Finetune with LoRA: the model stays frozen, low-rank matrices beside its layers are trained (docs/lora.md)."""
 
     rank: Annotated[int | None, ABOVE_0] = None
-    """Rows of A and columns of B in each adapted layer, for example 16 (none: all weights are trained)."""
+    """Rank of the adapter, for example 16 (none: train all weights)."""
     alpha: Annotated[float | None, ABOVE_0, WITH_LORA] = None
-    """What is added is scaled by alpha/rank (none: twice the rank)."""
+    """Scale of the adapter's result, as alpha/rank (none: twice the rank)."""
     targets: Annotated[tuple[str, ...], WITH_LORA] = ("all-linear",)
-    """The adapted layers, by the names that the checkpoint gives them (q_proj,v_proj); all-linear: all in blocks."""
+    """Layers to adapt, by their names in the checkpoint (q_proj,v_proj); all-linear: all in the blocks."""
     dropout: Annotated[float, BELOW_1, WITH_LORA] = 0.0
-    """Probability of dropping an input of A while training."""
+    """Probability of dropping an input of the adapter while training."""
     rslora: Annotated[bool, WITH_LORA] = False
     """Scale by alpha/sqrt(rank) (arXiv 2312.03732)."""
     base: Annotated[Literal["auto", "float32", "bfloat16", "float16"], WITH_LORA] = "auto"
-    """How the frozen weights are held; auto as the folder has them, quantized layers always."""
+    """Dtype of the frozen weights; auto: as stored. Quantized layers stay quantized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qat:
-    """Quantization-aware training: the weights are multiplied as they will be stored."""
+    """Quantization-aware training: layers multiply with their weights rounded as they will be stored."""
 
     bits: Literal[8, 4, 3, 2] | None = None
-    """Bits of the blocks' weights, in training and in the exported folder (none: not rounded)."""
+    """Bits of the blocks' weights, in training and in the exported folder (none: do not round)."""
     group_size: Annotated[Literal[32, 64, 128, 0], ROUNDED, Unless("qat.bits", 8)] = 32
-    """Weights with one scale (0: a row, as 8 bits always have)."""
+    """Weights that share a scale (0: a row, as always with 8 bits)."""
     init: Annotated[str | None, ROUNDED] = None
-    """Begin with the integers and scales of this folder, which `hasten quantize` made of --init in the same bits and
-    groups, say by gptq (none: with rounding to nearest)."""
+    """Start from the integers and scales of this folder, made from --init by `hasten quantize`, for example with gptq,
+    with the same bits and group size (none: round to nearest)."""
     head: Annotated[Literal["none", "int8", "same"], ROUNDED] = "none"
-    """How the head is stored (none: as it is; transformers reads no quantized head that is one with the embedding)."""
+    """Format of the stored head (none: not quantized; transformers cannot read a quantized one tied to embeddings)."""
     activations: Annotated[Literal["int8", "float"], ROUNDED, Unless("qat.bits", 3)] = "int8"
-    """int8 also rounds what comes into a layer if the kernel that will serve it does: not that of 3 bits (plain)."""
+    """int8: also round each layer's input, if the kernel that will run it does; the one for 3 bits does not."""
     learned_scales: Annotated[bool, ROUNDED] = True
-    """Train the scales (LSQ); else they follow the largest weight of their group."""
+    """Train the scales (LSQ); otherwise they follow the largest weight of their group."""
     start_bits: Annotated[int | None, ROUNDED] = None
-    """Bits to begin with; one less after period, 2 period, 4 period, … steps (MoQ; none: at once)."""
+    """Bits at the start; one less after period, 2 period, 4 period, … steps (MoQ; none: --qat.bits from the start)."""
     period: Annotated[int, ABOVE_0, ROUNDED, FALLING] = 100
-    """Steps to the first bit less."""
+    """Steps until the bits are first lowered."""
     mixing_steps: Annotated[int, AT_LEAST_0, ROUNDED, FALLING] = 0
-    """Steps after each bit less in which the exact weights fade out."""
+    """Steps after each lowering in which the exact weights fade out."""
     eigenvalue_steps: Annotated[int, AT_LEAST_0, ROUNDED, FALLING] = 0
-    """Stretch each block's periods by the curvature of the loss in it, found in this many steps (0: do not)."""
+    """Power iterations that find the loss's curvature in each block, by which its periods are stretched (0: none)."""
     stochastic: Annotated[bool, ROUNDED] = False
-    """Round up or down with the chance that keeps the mean (without learned scales)."""
+    """Round up or down at random, with probabilities that keep the mean (without learned scales)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """What several processes share (torchrun, or --processes), and where it is kept. Nothing here changes the loss."""
+    """How several processes (torchrun, or --processes) divide the work and the memory. Does not change the loss."""
 
     zero: Literal[0, 1, 2, 3] = 0
-    """0: everything on every process (DDP). ZeRO 1-3: shares of weights, gradients and states (FSDP2)."""
+    """ZeRO stage. 0: the whole model on every process (DDP); 1-3: weights, gradients and states sharded (FSDP2)."""
     tensor: Annotated[int, ABOVE_0, SHARED] = 1
     """Neighbouring processes that split every block and every row of tokens (tensor and sequence parallelism)."""
     replicas: Annotated[int, ABOVE_0, SHARED] = 1
     """Groups of processes that each hold the whole model in shards (HSDP); for several machines."""
     offload: OffloadName = "none"
-    """On the host: nothing, the optimizer (its weights, states and step), or all that no block is using (zero 1-3)."""
+    """Keep on the host: nothing, the optimizer (its weights, states and step), or all that no block uses (zero 1-3)."""
     policy: PolicyName = "float32-weights"
-    """float32 weights under autocast, or weights and gradients in 16 bits with float32 masters in the optimizer."""
+    """float32 weights under autocast, or 16-bit weights and gradients with float32 masters in the optimizer."""
     prefetch: Annotated[int, AT_LEAST_0, SHARED] = 0
     """Blocks whose weights are gathered ahead of the one that runs (zero 3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """How long, where, and what is written. The run ends at the first of steps, epochs and minutes."""
+    """Length of the run, device and output. The run ends at the first of steps, epochs and minutes."""
 
     steps: Annotated[int | None, ABOVE_0, arg(aliases=["--steps"])] = None
     """Optimizer steps."""
     epochs: Annotated[float | None, ABOVE_0] = None
     """Passes over the training split."""
     minutes: Annotated[float | None, ABOVE_0, arg(aliases=["--minutes"])] = None
-    """About how long training lasts: the speed of the first steps decides their number, lowered if they get slower."""
+    """Approximate duration: the speed of the first steps decides the number of steps, lowered if they get slower."""
     folder: str = "runs"
-    """Where runs/NAME is made."""
+    """Folder in which the run's folder NAME is created."""
     validate_every: Annotated[int, ABOVE_0, VALIDATED] = 200
-    """Steps from one measurement of the validation loss to the next."""
+    """Steps between two measurements of the validation loss."""
     validation_batches: Annotated[int, ABOVE_0, VALIDATED] = 20
-    """Batches it is measured on, always the same ones."""
+    """Maximum number of batches that the validation loss is measured on, always the same ones."""
     checkpoint_every: Annotated[int, ABOVE_0] = 200
-    """Steps from one checkpoint to the next; one is also written with every validation and at the end."""
+    """Steps between two checkpoints; one is also written at each new best validation loss and at the end."""
     background_checkpoints: bool = False
-    """Write checkpoints while training goes on, from one copy in memory."""
+    """Write checkpoints while training continues, from a copy in memory."""
     export: Annotated[Literal["best", "last"], VALIDATED, Unless("qat.start_bits")] = "best"
-    """Which weights become runs/NAME/model: those with the best validation loss, or the last ones."""
+    """Weights to write to runs/NAME/model: those with the best validation loss, or the last ones."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the weights in runs/NAME/model (auto: bfloat16 if it trained in bfloat16, else float32), or of an
-    adapter's (auto: float32)."""
+    """Dtype of the exported weights (auto: bfloat16 if trained in bfloat16, else float32; an adapter's: float32)."""
     device: Annotated[str, arg(aliases=["--device"])] = "auto"
     """auto, cpu, cuda or cuda:<index>."""
     threads: Annotated[Threads | None, arg(aliases=["--threads"])] = None
     """CPU threads (auto or none: one for each physical core that this process may use)."""
     seed: Annotated[int, arg(aliases=["--seed"])] = 0
-    """Decides weights, order of the data, and dropout."""
+    """Seed of initial weights, data order and dropout."""
     fit: Annotated[bool, arg(aliases=["--fit"])] = False
-    """Cut a step's rows into as few micro-batches as fit the memory; a run that goes on keeps what it began with."""
+    """Divide a step's rows into as few micro-batches as fit in memory; a resumed run keeps its micro-batches."""
     tensorboard: bool = False
     """Also write TensorBoard files (needs the package tensorboard)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Everything that decides a training run."""
+    """All settings of a training run."""
 
     name: str
     """Name of the run: its folder is runs/NAME."""
     init: str | None = None
-    """Finetune: a model folder, GGUF file or hub id to start from (none: random weights of the shape under `model`)."""
+    """Model to finetune: a folder, GGUF file or hub id (none: train the shape in `model` from scratch)."""
     teacher: str | None = None
-    """Distill: learn this model's probabilities (folder or hub id, same tokens) instead of the text's next tokens."""
+    """Model to distill, a folder or hub id with the same tokens: learn its probabilities instead of the next tokens."""
     dropout: Annotated[float, BELOW_1] = 0.0
     """Probability of dropping an activation while training."""
     model: Shape = field(default_factory=Shape)
@@ -324,25 +335,25 @@ class Recipe:
     run: Run = field(default_factory=Run)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values, nested."""
-        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # which has lists for tuples
+        """The fields as nested JSON values."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # turns tuples into lists
         return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Recipe":
-        """The recipe that `to_json` wrote. Raises ConfigError for a field that does not exist or a wrong value."""
+        """Read what `to_json` returned. Raises ConfigError for unknown fields and wrong values."""
         sections: dict[str, Any] = {one.name: one.type for one in fields(cls) if is_dataclass(one.type)}
         if not isinstance(values, Mapping):
             raise ConfigError(f"a recipe is an object with fields; found {values!r:.60}")
         try:
-            if values.get("diloco", {}).get("sync_every", 0) is None:  # an earlier version's, switched off
+            if values.get("diloco", {}).get("sync_every", 0) is None:  # of an earlier version, switched off
                 values = {name: value for name, value in values.items() if name != "diloco"}
             return cls(**{name: _made(sections[name], v) if name in sections else v for name, v in values.items()})
         except (TypeError, AttributeError) as error:
             raise ConfigError(f"this is not a recipe of this version of hasten: {error}") from None
 
     def check(self) -> None:
-        """Raise ConfigError for values that cannot work, naming the field, before anything is read or allocated."""
+        """Raise ConfigError, naming the field, for invalid values, before anything is read or allocated."""
         values, usual = flat(self), flat(Recipe(name=self.name))
         changed = [path for path in options_of(Recipe) if values[path] != usual[path]]
         unused = ignored(self, changed, counts=lambda condition: condition in KEPT_BY_RECIPES)
@@ -351,12 +362,12 @@ class Recipe:
 
 
 def _made(section: Any, values: Mapping[str, Any]) -> Any:
-    """A section of its JSON values, which has lists for tuples."""
+    """Create a section of a recipe from its JSON values, where tuples are lists."""
     return section(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
-    """The fields by dotted name, as on the command line ("optimizer.learning_rate")."""
+    """The fields by dotted name ("optimizer.learning_rate"), as JSON values."""
     values: dict[str, Any] = {}
     for name, value in recipe.to_json().items():
         if isinstance(value, dict):
@@ -367,10 +378,10 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
-    """What differs between two recipes in a way that changes the run, as lines "field: old -> new".
+    """Differences between two recipes that change the run, as lines "field: old -> new".
 
-    A run goes on in the precision that it began with (`auto` is no difference), in the micro-batches (`fit`), and with
-    the context that follows from the data.
+    A resumed run keeps its precision (`auto` is no difference), its micro-batches (`fit`) and the context that was
+    fitted to the data.
     """
     before, after = flat(old), flat(new)
     kept = ["techniques.precision"] if new.techniques.precision == "auto" else []

@@ -1,4 +1,4 @@
-"""What values of a recipe cannot work together; what each can be by itself says its annotation."""
+"""Checks that a recipe's values can work together; the valid values of each are in its annotation."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hasten.training.recipe import Qat, Recipe
 
-LEAST_BETA2 = 0.999  # of one-bit optimizers
-# Steps whose speed is measured before `run.minutes` becomes a number of steps; the warm-up must cover them.
+LEAST_BETA2 = 0.999  # for one-bit optimizers
+# Steps whose speed is measured before `run.minutes` is turned into a number of steps; the warm-up must cover them.
 CALIBRATION_STEPS = 8
 
 
 def wrong_together(recipe: Recipe) -> Iterator[str]:
-    """A sentence for each."""
+    """Yield a sentence for each combination of values that cannot work."""
     data, run, warmup_steps = recipe.data, recipe.run, recipe.schedule.warmup_steps
     if not recipe.name or recipe.name in (".", "..") or any(c in recipe.name for c in "/\\\0"):
         yield "name must be one folder name"
     positions = recipe.model.max_positions
     if recipe.init is None and positions is not None and positions < data.context:
-        yield f"model.max_positions is {positions} and data.context {data.context}: it must be at least as much"
+        yield f"model.max_positions is {positions} and must be at least data.context ({data.context})"
     if recipe.lora.rank is not None and (recipe.init is None or not recipe.lora.targets):
-        yield "lora.rank goes with a model to start from (--init) and with targets (lora.targets)"
+        yield "lora.rank needs a model to start from (--init) and targets (lora.targets)"
     if recipe.lora.rank is not None and recipe.model.attention_pattern is not None and recipe.qat.bits is None:
         yield (
-            "model.attention_pattern is kept in a model's config.json, and lora.rank writes an adapter alone; train "
-            "all weights (leave lora.rank out), or train an adapter of a model that has the pattern"
+            "model.attention_pattern is stored in a model's config.json, and lora.rank writes only an adapter; train "
+            "all weights (leave out lora.rank), or train an adapter of a model that has the pattern"
         )
     if recipe.lora.rank is not None and recipe.qat.bits is not None and recipe.lora.dropout:
-        yield "qat.bits rounds the adapter with the weights, so it cannot be dropped alone; set lora.dropout 0"
+        yield "qat.bits rounds the adapter together with the weights, which excludes dropout in it; set lora.dropout 0"
     yield from _wrong_rounding(recipe.qat)
     if recipe.qat.init is not None and (recipe.init is None or not recipe.qat.init):
         yield "qat.init is a folder that --init was quantized to; give both"
@@ -39,7 +39,7 @@ def wrong_together(recipe: Recipe) -> Iterator[str]:
     if isinstance(run.threads, int) and run.threads < 1:
         yield f"run.threads is {run.threads}; it must be at least 1, or auto"
     if run.steps is None and run.epochs is None and run.minutes is None:
-        yield "one of run.steps, run.epochs and run.minutes must say when it ends"
+        yield "one of run.steps, run.epochs and run.minutes must be set"
     if run.minutes is not None and warmup_steps < CALIBRATION_STEPS:
         yield (
             f"with run.minutes the speed is measured during the warm-up: schedule.warmup_steps must be at least "
@@ -54,39 +54,39 @@ def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
     if (rounded or recipe.lora.rank is not None) and parallel.policy != "float32-weights":
         yield "lora.rank and qat.bits train float32 weights; set parallel.policy float32-weights"
     if rounded and parallel.zero:
-        yield "qat.bits rounds whole matrices, of which parallel.zero leaves each process a share; set parallel.zero 0"
+        yield "qat.bits rounds whole matrices, which parallel.zero splits among processes; set parallel.zero 0"
     if parallel.zero == 0 and parallel.offload == "all":
-        yield "parallel.offload all is of shared weights; set parallel.zero to 1, 2 or 3"
+        yield "parallel.offload all needs sharded weights; set parallel.zero to 1, 2 or 3"
     if parallel.tensor > 1:
         yield from _wrong_split(recipe)
     if parallel.policy == "float32-masters" and recipe.techniques.precision in ("auto", "float32"):
         yield "parallel.policy float32-masters needs techniques.precision bfloat16 or float16"
     if onebit and parallel.zero:
         yield (
-            f"of the 20 + 4/N bytes a parameter of optimizer.kind {optimizer.kind} every process needs gradient, "
-            "momentum and error whole, 12, which ZeRO cannot share; set parallel.zero 0"
+            f"optimizer.kind {optimizer.kind} needs gradient, momentum and error whole on every process (12 of its "
+            "20 + 4/N bytes a parameter), so ZeRO cannot shard them; set parallel.zero 0"
         )
     if onebit and optimizer.beta2 < LEAST_BETA2:
         yield (
             f"optimizer.beta2 is {optimizer.beta2}; one-bit optimizers freeze the variance and need at least "
-            f"{LEAST_BETA2}: with less, what was not seen for a while has almost none left, and moves far at each sign"
+            f"{LEAST_BETA2}: with less, tokens not seen for a while have almost no variance and move far at each sign"
         )
     if parallel.prefetch and recipe.techniques.layer_drop is not None:
-        yield "parallel.prefetch would gather blocks that techniques.layer_drop leaves out; choose one of them"
+        yield "parallel.prefetch would gather blocks that techniques.layer_drop skips; choose one of them"
 
 
 def _wrong_split(recipe: Recipe) -> Iterator[str]:
     degree = recipe.parallel.tensor
     if recipe.data.context % degree:
-        yield f"parallel.tensor is {degree}, which data.context ({recipe.data.context}) is no multiple of"
+        yield f"parallel.tensor is {degree}, and data.context ({recipe.data.context}) must be a multiple of it"
     if recipe.optimizer.kind == "muon":
-        yield "optimizer.kind muon wants whole matrices, which parallel.tensor splits by rows and columns; choose adamw"
+        yield "optimizer.kind muon needs whole matrices, which parallel.tensor splits by rows and columns; choose adamw"
     if recipe.techniques.loss not in (None, "chunked"):
-        yield "parallel.tensor has a chunked loss of its own; leave techniques.loss away"
+        yield "parallel.tensor has a chunked loss of its own; leave out techniques.loss"
     if recipe.teacher is not None:
-        yield "parallel.tensor goes without a teacher; set parallel.tensor 1"
+        yield "parallel.tensor does not support a teacher; set parallel.tensor 1"
     if recipe.lora.rank is not None or recipe.dropout:
-        yield "parallel.tensor goes with neither lora.rank nor dropout; set parallel.tensor 1"
+        yield "parallel.tensor supports neither lora.rank nor dropout; set parallel.tensor 1"
 
 
 def _wrong_rounding(qat: Qat) -> Iterator[str]:
@@ -96,6 +96,6 @@ def _wrong_rounding(qat: Qat) -> Iterator[str]:
         if qat.learned_scales:
             yield "qat.start_bits changes the levels, which learned scales cannot follow; give --qat.no-learned-scales"
     if qat.init is not None and (qat.bits not in (3, 4) or not qat.learned_scales):
-        yield "qat.init says where learned scales of 4 or 3 bits begin; give qat.bits 4 or 3, and leave them learned"
+        yield "qat.init gives start values to learned scales of 4 or 3 bits; give qat.bits 4 or 3, and learn the scales"
     if qat.bits is not None and qat.stochastic and qat.learned_scales:
         yield "qat.stochastic rounds without learned scales; give --qat.no-learned-scales"

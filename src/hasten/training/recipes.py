@@ -2,14 +2,12 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hasten.training.recipe import Data, Optimizer, OptimizerName, Recipe, Run, Schedule, Shape, Techniques
 
-# Stands where --init has to be given.
-INIT_MISSING = "MODEL"
-MOST_WARMUP = 0.1  # of a run that is shorter than the recipe's
-LIMITS = ("steps", "epochs", "minutes")  # of a run
+INIT_MISSING = "MODEL"  # in recipes that need --init
+MOST_WARMUP = 0.1  # largest share of the warm-up in a run that is shorter than the recipe's
+LIMITS = ("steps", "epochs", "minutes")  # fields of `Run` that end it
 
 # About 10 M parameters for a few minutes on two cores: a million tokens or so, far too few to fill it. So: wide and
 # shallow (few large matrix products run faster, and learn no worse at this length), small steps (their number counts
@@ -26,7 +24,7 @@ DEMO = Recipe(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A model, how it is trained, and after how many tokens it knows more than a bigram model."""
+    """A model, its optimizer, and the number of tokens after which it beats a bigram model."""
 
     model: Shape
     optimizer: OptimizerName = "adamw"
@@ -34,7 +32,7 @@ class Size:
     tokens: int
 
     def of(self, recipe: Recipe) -> Recipe:
-        """The recipe with this model."""
+        """The recipe with this model and optimizer."""
         return replace(
             recipe,
             model=self.model,
@@ -42,9 +40,9 @@ class Size:
         )
 
 
-# What `hasten demo` trains by the speed of the machine. tokens: for a loss below a bigram model's 4.64. Measured: width
-# 128 after 500,000 has 4.69 (AdamW 4.97), the planned model 4.09 after 1.4 million; the rest is read off the curves.
-# Muon needs hardly more than half of AdamW's tokens; its iterations cost little beside a step of the narrow models.
+# Sizes for `hasten demo`, chosen by the speed of the machine. tokens: for a loss below a bigram model's 4.64. Measured:
+# width 128 has 4.69 after 500,000 (AdamW 4.97), the planned model 4.09 after 1.4 million; the rest is read off the
+# curves. Muon needs little more than half of AdamW's tokens; its iterations cost little in the narrow models.
 DEMO_SIZES = (
     Size(model=DEMO.model, learning_rate=8e-4, tokens=800_000),
     Size(
@@ -61,8 +59,8 @@ DEMO_SIZES = (
     ),
 )
 
-# A model that quantization can spoil: trained for hours, so that its weights are full. All widths are multiples of 256,
-# the blocks of GGUF's k-quants. Two hours on two cores that do nothing else.
+# A model that quantization can degrade: it is trained for hours, so that its weights hold much. All widths are
+# multiples of 256, the blocks of GGUF's k-quants. Two hours on two idle cores.
 CODE = Recipe(
     name="code-25m",
     model=Shape(layers=6, hidden_size=512, heads=8, feed_forward=1536),
@@ -71,10 +69,10 @@ CODE = Recipe(
     schedule=Schedule(kind="wsd", warmup_steps=100, warmup_share=MOST_WARMUP, final_fraction=0.0, decay_fraction=0.3),
     run=Run(steps=1500, validate_every=500, validation_batches=40, checkpoint_every=500),
 )
-# What drafts for it: the same text and vocabulary.
+# Its draft model: the same text and vocabulary.
 CODE_DRAFT = replace(CODE, name="code-4m", model=Shape(layers=2, hidden_size=256, heads=4, feed_forward=768))
 
-# A target for drafts that a cache of 33 MB does not hold, in int8 either: code-25m with 12 blocks
+# A target model that does not fit into a cache of 33 MB, not even in int8: code-25m with 12 blocks
 # (benchmarks/finetuning.py deepen).
 CODE_DEEP = replace(
     CODE,
@@ -105,7 +103,7 @@ LLAMA_120M = Recipe(
     run=Run(steps=20_000, validate_every=250, validation_batches=40, checkpoint_every=250),
 )
 
-# nanoGPT's character-level model, on the text given with --data.source.
+# nanoGPT's character-level model, on the text of --data.source.
 SHAKESPEARE_CHAR = Recipe(
     name="shakespeare-char",
     dropout=0.2,
@@ -130,15 +128,19 @@ FINETUNE = Recipe(
 
 
 def as_asked(recipe: Recipe, given: Collection[str]) -> Recipe:
-    """A recipe in which the options that were given win over what it brings along.
+    """Let the given options (`given`, by dotted name) override related settings that the recipe brings along.
 
-    Any of steps, epochs and minutes takes the place of all of the recipe's own; the warm-up and the context are then as
-    they were given, and follow neither the run's length nor the data.
+    Any of steps, epochs and minutes replaces all limits of the recipe. A given warm-up or context is kept as it is,
+    independent of the run's length and of the data.
     """
     run, schedule, data = recipe.run, recipe.schedule, recipe.data
     if any(f"run.{name}" in given and getattr(run, name) is not None for name in LIMITS):
-        others: dict[str, Any] = {name: None for name in LIMITS if f"run.{name}" not in given}
-        run = replace(run, **others)
+        run = replace(
+            run,
+            steps=run.steps if "run.steps" in given else None,
+            epochs=run.epochs if "run.epochs" in given else None,
+            minutes=run.minutes if "run.minutes" in given else None,
+        )
     if "schedule.warmup_steps" in given and "schedule.warmup_share" not in given:
         schedule = replace(schedule, warmup_share=1.0)
     if "data.context" in given and "data.fit_context" not in given:
@@ -159,5 +161,5 @@ DESCRIPTIONS: dict[str, str] = {
     "gpt2-124m": "GPT-2 small from scratch; give a large text with --data.source.",
     "llama-120m": "Llama, 110 M parameters, from scratch; give a large text with --data.source.",
     "shakespeare-char": "A character-level model of 10 M parameters on the file given with --data.source.",
-    "finetune": "Go on training a model (--init) on --data.source, which may be a chat .jsonl.",
+    "finetune": "Continue training a model (--init) on --data.source, which may be a chat .jsonl.",
 }

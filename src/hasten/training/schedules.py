@@ -1,25 +1,25 @@
-"""The learning rate as a plain function of the step: no state, so a resumed run needs none."""
+"""The learning rate as a plain function of the step, without state, so that a resumed run needs none."""
 
 import math
 
 from hasten.training.recipe import Schedule
 
-# (step, factor) where the total was lowered: from there the rate goes down to its end without a jump.
+# (step, factor) where the total was lowered; from there the rate decays without a jump.
 DecayStart = tuple[int, float]
 
 
 def learning_rate(
     schedule: Schedule, *, peak: float, step: int, total: int | None, decay_start: DecayStart | None = None
 ) -> float:
-    """The rate of step number `step` (from 0) of `total`; None while the total is not known yet, in the warm-up."""
+    """The learning rate of step number `step` (from 0) of `total`; total: None while it is unknown, in the warm-up."""
     return peak * factor(schedule, step=step, total=total, decay_start=decay_start)
 
 
 def factor(schedule: Schedule, *, step: int, total: int | None, decay_start: DecayStart | None = None) -> float:
-    """The share of the peak, in [0, 1]: rises to 1 in the warm-up, ends at final_fraction in the last step.
+    """The learning rate as a share of its peak: rises to 1 in the warm-up, ends at final_fraction in the last step.
 
-    decay_start: where the total was last lowered, after the warm-up. That shortens the stable phase of wsd. A decay or
-    cosine that should have begun already begins there.
+    decay_start: where the total was last lowered, after the warm-up. This shortens the stable phase of wsd; a decay or
+    cosine that should already have begun begins there.
     """
     warmup = warmup_steps(schedule, total)
     if step < warmup:
@@ -36,7 +36,7 @@ def factor(schedule: Schedule, *, step: int, total: int | None, decay_start: Dec
 
 
 def warmup_steps(schedule: Schedule, total: int | None) -> int:
-    """Steps of the warm-up: no larger a share of all than the schedule allows, but one where there is any."""
+    """Steps of the warm-up: at most the schedule's share of all steps, but at least one if it has a warm-up."""
     if total is None or schedule.warmup_share == 1:
         return schedule.warmup_steps
     return min(schedule.warmup_steps, max(1, math.ceil(schedule.warmup_share * total)))
@@ -48,12 +48,12 @@ def cosine(step: int, *, start: int, last: int, final: float, top: float = 1.0) 
 
 
 def decaying(step: int, *, start: int, last: int, final: float, top: float = 1.0) -> float:
-    """`top` up to `start`, then a straight line to `final` at `last` (arXiv 2404.06395)."""
+    """`top` up to `start`, then a linear decay to `final` at `last` (arXiv 2404.06395)."""
     return top - (top - final) * _progress(step, start=start, last=last)
 
 
 def decay_steps(schedule: Schedule, total: int) -> int:
-    """How many of the steps at the end wsd decays in."""
+    """Number of steps at the end in which wsd decays."""
     return math.ceil(schedule.decay_fraction * total)
 
 

@@ -1,4 +1,4 @@
-"""`train`: a run from a recipe to a model folder, resumed where an earlier one stopped."""
+"""`train`: runs a recipe to a model folder, and resumes where an earlier run stopped."""
 
 import shutil
 import signal
@@ -26,23 +26,22 @@ from hasten.training import checkpoints, display
 from hasten.training.build import lora_adapter
 from hasten.training.checkpoint_state import TrainingState
 from hasten.training.journal import read
-from hasten.training.loop import Loop, OnStep
+from hasten.training.loop import Loop, OnStep, StopRequest, stop_on_signals
 from hasten.training.recipe import Recipe, flat
 from hasten.training.recipes import INIT_MISSING, RECIPES
-from hasten.training.run_folder import Resume, RunFolder, find_start
+from hasten.training.run_folder import Resume, RunFolder, find_start, write_error, writing
 from hasten.training.setup import Setup, set_up
-from hasten.training.stopping import StopRequest, stop_on_signals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """folder: runs/NAME. model_folder: the Hugging Face folder in it, under LoRA the adapter's.
+    """The result of a run.
 
-    loss, validation_loss: of the last step (nats).
-    best_step: the step with the lowest validation loss. tokens_per_second, mfu: medians over the steps. stopped_by: the
-    number of the signal that ended the run early, None for one that is finished; the model folder is then not written.
-    bits_per_weight: of a folder that was trained while rounded, everything in its files counted; else None.
-    precision: {dtype, reason} of the matrix products. measured: the times that kernels were chosen by, if any were.
+    folder: runs/NAME. model_folder: the Hugging Face folder in it; with LoRA the adapter's. loss, validation_loss: of
+    the last step (nats). best_step: step with the lowest validation loss. tokens_per_second, mfu: medians over the
+    steps. seconds: wall time. precision: {dtype, reason} of the matrix products. measured: times by which kernels were
+    chosen, if any. stopped_by: number of the signal that ended the run early, which then wrote no model folder; None if
+    it finished. bits_per_weight: of a model trained with rounded weights, counting all its files; else None.
     """
 
     folder: Path
@@ -64,32 +63,33 @@ class TrainResult:
     bits_per_weight: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
+        """The fields as JSON values."""
         return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items()}
 
 
 def train(
     recipe: Recipe, *, progress: bool = True, resume: Resume = "auto", on_step: OnStep | None = None
 ) -> TrainResult:
-    """Train as the recipe says, in runs/NAME, and leave there `model/`, `train.jsonl`, `loss.png` and `checkpoints/`.
+    """Train a recipe in runs/NAME; writes `model/`, `train.jsonl`, `loss.png` and `checkpoints/` there.
 
-    resume: "auto" goes on from the last checkpoint where there is one, "never" starts over, "must" insists on one. A
-    resumed run computes what the whole run would have computed: on the CPU bit for bit. progress: a bar on standard
-    error. on_step: called with each line of train.jsonl. SIGINT and SIGTERM save and end the run (`stopped_by`).
+    resume: "auto" continues from the last checkpoint if there is one, "never" starts over, "must" requires one. A
+    resumed run computes what an uninterrupted run would have computed, on the CPU bit for bit. progress: show a bar on
+    standard error. on_step: called with each line of train.jsonl. SIGINT and SIGTERM save and end the run
+    (`stopped_by`).
 
-    In a process of torchrun the ranks train together, and have the folder in common; the first writes and shows. An
-    error of any of them is raised by the first one and names the rank.
+    In a process started by torchrun all ranks train together and share the folder; the first one writes and prints. An
+    error of any rank is raised by the first one and names the rank.
 
-    Raises ConfigError for a recipe that cannot work or is not the one of the run that is there, and where another
-    process trains in the same folder; DataError for its text, ResourceError where memory or disk do not suffice,
-    TrainingError where the loss is no longer a number, CheckpointError for a damaged checkpoint.
+    Raises ConfigError for an invalid recipe, for one that differs from the run in the folder, and if another process is
+    training there; DataError for its text, ResourceError if memory or disk do not suffice, TrainingError if the loss is
+    not finite, CheckpointError for a damaged checkpoint.
     """
     with joined() as ranks:
         _check(recipe, resume)
         ranks = ranks.split(recipe.parallel.tensor)
         folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
         if resume == "never" and remembered(f"begun {folder.path}"):
-            resume = "auto"  # the old run's checkpoints are gone: those that are there are of the processes before this
+            resume = "auto"  # a previous attempt of this launch has already started over; the checkpoints are its own
         with _alone(folder) if ranks.first else nullcontext():
             return _train(recipe, folder, ranks, progress=progress and ranks.first, resume=resume, on_step=on_step)
 
@@ -105,13 +105,13 @@ def _check(recipe: Recipe, resume: Resume) -> None:
     recipe.check()
     if recipe.init == INIT_MISSING and not Path(INIT_MISSING).exists():
         raise ConfigError(
-            f"recipe {recipe.name!r} goes on from a model, and none is named: give --init MODEL, a model folder or "
-            "a hub id"
+            f"recipe {recipe.name!r} starts from a model, and none is given: add --init MODEL, a model folder or a hub "
+            "id"
         )
 
 
 def _alone(folder: RunFolder) -> AbstractContextManager[object]:
-    """The folder's lock. Raises ConfigError where another process holds it."""
+    """Lock the folder. Raises ConfigError if another process holds the lock."""
     from filelock import Timeout
 
     try:
@@ -121,7 +121,7 @@ def _alone(folder: RunFolder) -> AbstractContextManager[object]:
             f"another process is training in {folder.path}; wait until it has ended, or give this run another --name"
         ) from None
     except OSError as error:
-        raise checkpoints.write_error(folder.path, error) from None
+        raise write_error(folder.path, error) from None
 
 
 def _train(
@@ -134,13 +134,13 @@ def _train(
         ranks.require_same({"version of hasten's code": code_digest(), **fields, "checkpoint": at})
     if stored is not None:
         measured.adopt(stored.measured)
-        if recipe.run.fit:  # it fitted once, and the batches stay
+        if recipe.run.fit:  # keep the micro-batches that the run began with
             cut = stored.recipe.data
             data = replace(recipe.data, batch_size=cut.batch_size, accumulation=cut.accumulation)
             recipe = replace(recipe, data=data, run=replace(recipe.run, fit=False))
     stop = StopRequest()
-    # Until the first step there is nothing to save: Ctrl-C while text is being prepared ends at once.
-    # Several ranks stop together, between two steps.
+    # Before the first step there is nothing to save: Ctrl-C ends the process at once. Several ranks stop together,
+    # between two steps, a single process also within a step.
     asked = stop.asked if ranks.size == 1 else lambda: False
     begun = None if stored is None else stored.recipe
     setup = set_up(recipe, progress=progress, ranks=ranks, should_stop=asked, begun=begun)
@@ -181,13 +181,13 @@ def _train(
         precision=setup.precision.to_json(),
         measured=measured.known(),
         spikes=state.spikes,
-        stopped_by=None if finished else stop.signal or signal.SIGTERM,  # or it came to another rank
+        stopped_by=None if finished else stop.signal or signal.SIGTERM,  # another rank may have received the signal
         bits_per_weight=bits,
     )
 
 
 def _begin_folder(folder: RunFolder, recipe: Recipe, *, fresh: bool) -> None:
-    with checkpoints.writing(folder.path):
+    with writing(folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
         if fresh:
             for old in (folder.path / "checkpoints", folder.tensorboard):
@@ -200,28 +200,28 @@ def _restore(stored: checkpoints.Checkpoint, setup: Setup, folder: RunFolder) ->
     if stored.data != setup.data.folder.name:
         raise ConfigError(
             f"the text has changed since {stored.folder} was written (tokens {setup.data.folder.name}, then "
-            f"{stored.data}): give back the old text, or start over with --resume never"
+            f"{stored.data}): restore the old text, or start over with --resume never"
         )
     state = stored.progress
     checkpoints.load(stored, placement=setup.step.where, optimizer=setup.step.optimizer, device=setup.step.device)
     setup.step.precision.load(stored.scaler)
     if state.best_step == state.step and stored.folder == folder.last and setup.step.ranks.first:
-        checkpoints.link(folder.last, folder.best)  # in case the run was killed between the two
+        checkpoints.link(folder.last, folder.best)  # in case the run was killed between writing the two
     return state
 
 
 def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> float | None:
-    """Write the model folder, from the best weights where they were kept and wanted; of shares, from a checkpoint.
+    """Write the model or adapter folder, from the best weights if they are stored and wanted, else the last ones.
 
-    Returns the bits of a weight as stored, of those that were rounded while they trained.
+    A sharded model is read from a checkpoint. Returns the stored bits per weight of a model trained while rounded.
     """
-    # While bits fall, a loss says nothing of the last ones.
+    # While bits are lowered, an earlier loss says nothing about the final ones.
     wanted = recipe.run.export == "best" and recipe.qat.start_bits is None
     stored = checkpoints.find(folder.best) if wanted else None
     model, placement = setup.model, setup.step.where
     if isinstance(placement, Sharded):
         stored = stored or checkpoints.find(folder.last)
-        with torch.device("cpu" if recipe.lora.rank is None else "meta"):  # of frozen weights nothing is written
+        with torch.device("cpu" if recipe.lora.rank is None else "meta"):  # frozen weights are not written
             model = Transformer(setup.model.config).to(setup.model.dtype)
         if recipe.lora.rank is not None:
             attach(model, [lora_adapter(model.config, recipe.lora, device="cpu")])

@@ -1,7 +1,7 @@
-"""Everything a run needs before its first step: data, model, optimizer, the training step."""
+"""Sets a run up before its first step: data, model, optimizer and training step."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,18 +33,16 @@ from hasten.training.precision import choose_precision
 from hasten.training.recipe import Recipe
 from hasten.training.step import TrainStep
 
-ROWS = 64  # of which the context that follows the data is a multiple
+CONTEXT_MULTIPLE = 64  # of a context that is fitted to the data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What the loop works with. recipe: as it is trained, precision, context and micro-batches decided.
+    """What the loop works with.
 
-    precision: of the matrix products, and why. notes: for people, what would fit and how conversations are packed.
-
-    rate: measured FLOP/s of matrix products, if any.
-
-    flops_per_token: of training, all blocks. block_flops: how much of it each block is.
+    recipe: with precision, context and micro-batches decided. precision: of the matrix products, with the reason.
+    notes: lines for people: what would fit, and how conversations are packed. flops_per_token: training FLOPs of the
+    whole model; block_flops: the part of each block. rate: measured FLOP/s of matrix products, None if not measured.
     """
 
     recipe: Recipe
@@ -61,26 +59,12 @@ class Setup:
 
     @property
     def validation_batches(self) -> int:
-        """Batches of one measurement of the validation loss."""
+        """Number of batches that a measurement of the validation loss reads."""
         return 0 if self.validation is None else self.validation.batches
-
-    def mfu(self, tokens_per_second: float, block_scales: Sequence[Sequence[float]] | None = None) -> float | None:
-        """Model FLOPs utilisation (arXiv 2204.02311, appendix B), against the rate measured on this machine.
-
-        block_scales: of the step's micro-batches; a block that was left out does not count.
-        """
-        if self.rate is None:
-            return None
-        flops = self.flops_per_token
-        for own in block_scales or ():
-            flops -= sum(f for f, scale in zip(self.block_flops, own, strict=True) if not scale) / len(
-                block_scales or ()
-            )
-        return flops * tokens_per_second / self.rate
 
 
 def prepare_data(recipe: Recipe, *, init: Path | None, progress: bool) -> TokenData:
-    """The token shards of the recipe's text; with `init` in that model's tokens unless another one is named."""
+    """Prepare the token shards of the recipe's text, with the tokenizer of the model `init` unless one is named."""
     data = recipe.data
     return prepare(
         data.source,
@@ -102,10 +86,10 @@ def set_up(
     should_stop: Callable[[], bool] = lambda: False,
     begun: Recipe | None = None,
 ) -> Setup:
-    """Prepare the data, check that the run fits into memory, then build the model and its step.
+    """Prepare the data, check that the run fits into memory, then create the model and its step.
 
-    should_stop: asked between micro-batches. begun: the recipe of the run that goes on; its precision is kept, and what
-    is trained will be read from a checkpoint.
+    should_stop: called between micro-batches. begun: recipe of the run that is resumed; its precision is kept, and the
+    trained weights will be read from its checkpoint. Raises as `train` does.
     """
     check_ranks(recipe, ranks)
     recipe, precision = choose_precision(recipe, begun, ranks=ranks)
@@ -116,8 +100,8 @@ def set_up(
     recipe = fit_context(recipe, data, source)
     config = model_config(recipe, data, source)
     check_shares(config, recipe.parallel)
-    room = MemoryCheck.here(config, recipe, device, source=source, ranks=ranks).fitted()
-    recipe, note = room.recipe, room.check()
+    memory = MemoryCheck.here(config, recipe, device, source=source, ranks=ranks).fitted()
+    recipe, note = memory.recipe, memory.check()
     rows, context = recipe.data.batch_size, recipe.data.context
     batches = Batches(
         data.train,
@@ -148,7 +132,7 @@ def set_up(
         weights = torch.stack([t.sum(dtype=torch.float64) for t in model.state_dict().values()]).sum()
         ranks.require_same({"torch": torch.__version__, "data": data.folder.name, "weights": f"{float(weights):.6g}"})
     step = training_step(model, recipe, ranks=ranks, should_stop=should_stop, restored=begun is not None)
-    # LoRA computes no gradients of frozen weights: these FLOPs are not its own.
+    # No utilization for LoRA, which computes no gradients of frozen weights: the FLOPs would be too many.
     rate = _rate(step.precision.dtype, device) if recipe.lora.rank is None else None
     # Seed last: measuring consumes a varying number of random draws.
     torch.manual_seed(seed)
@@ -171,7 +155,7 @@ def set_up(
 
 
 def fit_context(recipe: Recipe, data: TokenData, source: ModelSource | None) -> Recipe:
-    """The recipe with rows no longer than its longest conversation needs, where `data.fit_context` asks for it."""
+    """With `data.fit_context`, shorten the context to what the longest conversation needs; else return the recipe."""
     if not recipe.data.fit_context:
         return recipe
     most = recipe.data.context
@@ -179,18 +163,18 @@ def fit_context(recipe: Recipe, data: TokenData, source: ModelSource | None) -> 
         most = min(most, source.config.max_positions)
     if data.train.weights is not None:
         longest = max(longest_document(data.train), longest_document(data.validation))
-        most = min(most, -(-(longest - 1) // ROWS) * ROWS)
+        most = min(most, -(-(longest - 1) // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE)
     return replace(recipe, data=replace(recipe.data, context=most))
 
 
 def own_device(recipe: Recipe, ranks: Ranks) -> torch.device:
-    """Where this process computes: of several GPUs the one with its number on this machine."""
+    """The device of this process: of several GPUs the one with its local rank."""
     device = resolve_device(recipe.run.device)
     return device if device.type == "cpu" or ranks.local_size == 1 else resolve_device(f"cuda:{ranks.local_rank}")
 
 
 def model_config(recipe: Recipe, data: TokenData, source: ModelSource | None) -> ModelConfig:
-    """The config of the model that is trained. Raises ConfigError where it does not fit the tokens or the context."""
+    """The config of the model to train. Raises ConfigError if it does not fit the tokenizer or the context."""
     context, vocab = recipe.data.context, data.tokenizer.vocab_size
     if source is None:
         config = shape_config(recipe.model, vocab_size=vocab, positions=context, tokenizer=data.tokenizer)
@@ -199,16 +183,18 @@ def model_config(recipe: Recipe, data: TokenData, source: ModelSource | None) ->
     if vocab > config.vocab_size:
         raise ConfigError(
             f"the tokenizer {recipe.data.tokenizer or init} has {vocab:,} tokens and the model {init} "
-            f"{config.vocab_size:,}; use the model's own tokenizer (leave --data.tokenizer away)"
+            f"{config.vocab_size:,}; use the model's own tokenizer (leave out --data.tokenizer)"
         )
     if context > config.max_positions:
         raise ConfigError(
-            f"data.context is {context:,} and the model {init} knows {config.max_positions:,} positions; lower it"
+            f"data.context is {context:,} and the model {init} has {config.max_positions:,} positions; lower "
+            "data.context"
         )
     return training_config(recipe, config)
 
 
 def _rate(dtype: torch.dtype, device: torch.device) -> float | None:
+    """Measured FLOP/s of matrix products, or None."""
     try:
         return matrix_rate(dtype, device=device, seconds=0.5)
     except HastenError:

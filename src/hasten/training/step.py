@@ -1,6 +1,6 @@
 """One training step: forward and backward of every micro-batch, clipping, the update. Nothing here waits for a device.
 
-The losses of the micro-batches are summed and divided by the number of targets of the whole step, so that a step of
+The losses of the micro-batches are summed and divided by the number of targets in the whole step, so that a step of
 4 x 8 rows equals a step of 32 rows, whatever is masked in each of them.
 """
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hasten.data import Batch
 from hasten.distributed.placement import Placement
+from hasten.machine.host_copy import HostCopy
 from hasten.model.context import TrainingContexts
 from hasten.model.transformer import Transformer
 from hasten.ops.loss import IGNORED
-from hasten.training.optimizers import set_learning_rate
 from hasten.training.precision import Precision
 from hasten.training.teacher import Teacher
 
@@ -24,25 +24,35 @@ __all__ = ["IGNORED", "StepResult", "TrainStep"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """loss: mean over the targets (nats); gradient_norm: before clipping; both 0-dim float32 on the model's device.
+    """The result of a step, on the model's device.
 
-    tokens: input tokens of the step. targets: 0-dim int64, how many of them were predicted.
+    loss: mean over the targets (nats), 0-dim float32. gradient_norm: before clipping, 0-dim float32. tokens: number of
+    input tokens. targets: number of predicted tokens, 0-dim int64. copy: (loss, gradient norm) on their way to the
+    host, for a step that is read after later ones are queued.
     """
 
     loss: Tensor
     gradient_norm: Tensor
     tokens: int
     targets: Tensor
+    copy: HostCopy | None = None
+
+    def read(self) -> tuple[float, float]:
+        """Loss and gradient norm; waits for the step."""
+        if self.copy is None:
+            return self.loss.item(), self.gradient_norm.item()
+        loss, norm = self.copy.tensor().tolist()
+        return loss, norm
 
 
 @dataclass(eq=False)
 class TrainStep:
-    """The step of one model with one optimizer.
+    """The training step of one model with one optimizer.
 
-    clip: the largest gradient norm, None for no clipping. separate_documents: attention stays inside the documents that
-    `Batch.documents` numbers. should_stop: asked between micro-batches. placement: where weights, gradients and states
-    are (None: here); of several ranks each has its own rows, and what is counted is everybody's. teacher: whose
-    probabilities `run` trains on, instead of on the next tokens. how: how it is compiled, in words for the run's log.
+    clip: maximum gradient norm, None for no clipping. separate_documents: attention stays inside the documents that
+    `Batch.documents` numbers. should_stop: called before each micro-batch. placement: where weights, gradients and
+    optimizer states are (None: in this process); each rank trains on its own rows, and results cover all ranks.
+    teacher: `run` trains on its probabilities instead of the next tokens. how: how the step is compiled, for the log.
     """
 
     model: Transformer
@@ -64,7 +74,7 @@ class TrainStep:
 
     @property
     def reads_late(self) -> bool:
-        """Whether `run` only queues a step, so that its result is best read when another one is queued."""
+        """Whether `run` only queues the step, so that its result should be read after the next one is queued."""
         return False
 
     def run(
@@ -74,18 +84,18 @@ class TrainStep:
         learning_rate: float | None = None,
         block_scales: Sequence[Sequence[float]] | None = None,
     ) -> StepResult | None:
-        """Train on the micro-batches, on any device, inputs and targets (B, T) int64; the model is left in train mode.
+        """Train on micro-batches with inputs and targets (B, T) int64, on any device; leaves the model in train mode.
 
-        learning_rate: set it first (None: as it is). block_scales: for each micro-batch (layer dropping). A block left
-        out of all of them has no gradient, and the optimizer leaves it as it is. Returns None, with the weights
-        untouched, if `should_stop` said so.
+        learning_rate: None leaves the optimizer's. block_scales: for each micro-batch, a factor of each block, 0 to
+        skip it (layer dropping); a block skipped in all of them gets no gradient and is not updated. Returns None,
+        with the weights unchanged, if `should_stop` returned True.
         """
         if learning_rate is not None:
             set_learning_rate(self.optimizer, learning_rate)
-        self.model.train()
+        self.train_mode()
         device = self.device
         targets = self.ranks.sum(torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()).to(device)
-        # A step without any target has the loss 0, not 0/0. The ranks' gradients are averaged; their sum is meant.
+        # A step without targets has loss 0, not 0/0. Gradients are averaged over ranks, but their sum is needed.
         share = self.ranks.size / targets.clamp(min=1).float()
         total = torch.zeros((), device=device)
         for number, batch in enumerate(batches):
@@ -103,8 +113,13 @@ class TrainStep:
             loss=self.ranks.sum(total) / self.ranks.size, gradient_norm=norm, tokens=tokens, targets=targets
         )
 
+    def train_mode(self) -> None:
+        """Set the model to training mode, if it is not, or never was. Raises ConfigError for a fused model."""
+        if not self.model.training or not self.model.was_trained:
+            self.model.train()
+
     def update(self) -> Tensor:
-        """Clip the gradients, take the optimizer's step, and forget them; returns their norm before clipping."""
+        """Clip the gradients, update the weights, and drop the gradients; returns their norm before clipping."""
         self.where.collect()
         self.precision.unscale(self.optimizer, self.ranks)
         held = {p: p.grad for p in self.parameters if p.grad is not None}
@@ -119,9 +134,9 @@ class TrainStep:
     def loss(
         self, batch: Batch, *, block_scales: Sequence[float] | None = None, teacher: Teacher | None = None
     ) -> Tensor:
-        """The sum of the token losses of a batch on the model's device: float32 scalar, nats.
+        """Sum of the token losses of a batch on the model's device (nats, float32 scalar).
 
-        teacher: of the divergences from its probabilities instead.
+        teacher: sum of the divergences from its probabilities instead.
         """
         tokens = batch.inputs.shape[1]
         documents = batch.documents if self.separate_documents else None
@@ -131,3 +146,9 @@ class TrainStep:
         with self.precision.autocast():
             targets = batch.targets if teacher is None else teacher.soft_targets(batch, positions, documents)
             return self.where.module(batch.inputs, positions, context, targets=targets, block_scales=block_scales)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set every group's learning rate to `rate` times the group's own factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("rate_factor", 1.0)

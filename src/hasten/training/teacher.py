@@ -1,7 +1,7 @@
-"""Distillation (arXiv 1503.02531): a model learns another one's probabilities instead of the text's next tokens.
+"""Distillation (arXiv 1503.02531): a model learns a teacher's probabilities instead of the text's next tokens.
 
-They score every token where the text names one, so the same tokens teach more. That is what a draft model is for,
-which has to guess what its target says, and a model that is trained while rounded, which has to stay what it was.
+The probabilities score every token of the vocabulary where the text names one, so the same text teaches more. This
+suits draft models, which must predict what their target says, and rounded models, which must stay what they were.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from hasten.model.vocabulary import check_vocabulary
 
 
 class Teacher:
-    """A model that only answers, about the first `words` tokens of its vocabulary."""
+    """A frozen model that gives probabilities of the first `words` tokens of its vocabulary."""
 
     def __init__(self, model: Transformer, *, words: int) -> None:
         self.model, self.words = model.eval(), words
@@ -32,23 +32,23 @@ class Teacher:
     ) -> "Teacher":
         """Load the teacher from a folder, file or hub id, with products in `dtype`, for rows of `tokens` tokens.
 
-        Its vocabulary may have more rows than the student's, which no token has. Raises ConfigError where it does not
-        fit the student, and as `load` does.
+        Its vocabulary may have further, unused rows. Raises ConfigError if it does not fit the student, and whatever
+        `load` raises.
         """
-        if dtype == torch.float16:  # in which the states of many models overflow; autocast rounds the products
+        if dtype == torch.float16:  # many models' states overflow in it; autocast still rounds the products
             dtype = torch.float32
         model = load_quietly(teacher_path(source), dtype=dtype, device=str(device))
         check_vocabulary(model, student, name=f"teacher {source}", larger=True)
         if model.config.max_positions < tokens:
             raise ConfigError(
-                f"teacher {source} knows {model.config.max_positions:,} positions and data.context is {tokens:,}; "
-                "lower that"
+                f"teacher {source} has {model.config.max_positions:,} positions and data.context is {tokens:,}; lower "
+                "data.context"
             )
         return cls(model, words=student.config.vocab_size)
 
     @torch.no_grad()
     def soft_targets(self, batch: Batch, positions: Tensor, documents: Tensor | None) -> SoftTargets:
-        """What the student is to learn of a batch: its probabilities where the text has a target."""
+        """The probabilities for the student to learn in a batch, wherever the text has a target."""
         context = self.contexts.of(batch.inputs.shape[1], documents)
         states = self.model.states(batch.inputs, positions, context)
         return SoftTargets(targets=batch.targets, states=states, logits=self._logits)
@@ -58,7 +58,7 @@ class Teacher:
 
 
 def teacher_path(source: str) -> Path:
-    """Where it is. Raises CheckpointError or ResourceError, naming the option."""
+    """Path of the teacher, downloaded if needed. Raises CheckpointError or ResourceError that name the option."""
     try:
         return resolve_model(source)
     except (CheckpointError, ResourceError) as error:

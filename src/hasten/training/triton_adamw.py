@@ -1,11 +1,11 @@
-"""Norm, clipping, AdamW and 16-bit copies of all parameters in three kernels, whatever their number.
+"""Norm, clipping, AdamW and 16-bit copies of any number of parameters, in three kernels.
 
-PyTorch's way reads and writes the gradients three times more: the norm, the multiplication by the clipping factor, the
-cast of 16-bit gradients to float32; and casts the weights in every step. Here the gradients are read for the norm and
-once more for the update, in the dtype in which the products left them.
+PyTorch reads and writes the gradients three more times, for the norm, the multiplication by the clipping factor and the
+cast of 16-bit gradients to float32, and casts the weights in every step. Here the gradients are read once for the norm
+and once for the update, in the dtype in which the products left them.
 
-A program updates BLOCK numbers of one parameter; tables of addresses say whose. Import this file only where the kernel
-is taken; it imports Triton.
+A program updates BLOCK numbers of one parameter, found through tables of addresses. Import this file only if the kernel
+is used; it imports Triton.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 BLOCK = 2048  # numbers that a program updates
 WARPS = 4
-ALIGNED = 16  # bytes that begin every tensor, and numbers that its size is a multiple of
-FIELDS = 9  # of a parameter's row in the table: below
+ALIGNED = 16  # alignment of every tensor in bytes; its number of elements is a multiple of it too
+FIELDS = 9  # columns of the table, see adamw_kernel
 NORM_BLOCK = 4096
 
 
 @triton.jit
 def place_of(table, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
-    """The table's row of this program's parameter, the places of its numbers, and which of them there are."""
+    """Row of this program's parameter in the table, positions of its numbers, and which of these exist."""
     program = tl.program_id(0)
     parameter = tl.load(blocks + 2 * program)
     first = tl.load(blocks + 2 * program + 1)
@@ -42,7 +42,7 @@ def place_of(table, blocks, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def gradient_of(row, places, inside, DTYPE: tl.constexpr):
-    """In float32, from a tensor of float32 or DTYPE."""
+    """Load the gradient in float32 from a tensor of float32 or DTYPE."""
     address = tl.load(row + 4)
     if tl.load(row + 6) == 1:
         g = tl.load(tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + places, mask=inside, other=0.0).to(
@@ -55,7 +55,7 @@ def gradient_of(row, places, inside, DTYPE: tl.constexpr):
 
 @triton.jit
 def squares_kernel(table, blocks, parts, DTYPE: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
-    """parts[program] = the sum of the squares of its gradients."""
+    """Store the sum of squares of a program's gradients in parts[program]."""
     row, places, inside = place_of(table, blocks, FIELDS, BLOCK)
     g = gradient_of(row, places, inside, DTYPE)
     tl.store(parts + tl.program_id(0), tl.sum(g * g, axis=0))
@@ -63,7 +63,7 @@ def squares_kernel(table, blocks, parts, DTYPE: tl.constexpr, FIELDS: tl.constex
 
 @triton.jit
 def norm_kernel(parts, norm, count, BLOCK: tl.constexpr):
-    """norm[0] = the root of the sum of all parts."""
+    """Store the root of the sum of all parts in norm[0]."""
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, count, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -122,7 +122,7 @@ def adamw_kernel(
 
 
 def why_not(update: Update) -> str | None:
-    """Why these kernels cannot serve, or None."""
+    """Why these kernels do not support an update, or None."""
     groups = update.optimizer.param_groups
     if any(group["betas"] != groups[0]["betas"] or group["eps"] != groups[0]["eps"] for group in groups):
         return "its groups differ in more than rate and decay"
@@ -138,7 +138,7 @@ def why_not(update: Update) -> str | None:
 
 
 class FusedUpdate:
-    """The tables, and the kernels' calls."""
+    """Runs an `Update` with the kernels, through tables of its tensors' addresses."""
 
     def __init__(self, update: Update) -> None:
         self.update = update
@@ -154,13 +154,13 @@ class FusedUpdate:
         ]
         self.blocks = torch.tensor(rows, dtype=torch.int64).to(self.device)
         self.parts = torch.empty(len(rows), dtype=torch.float32, device=self.device)
-        # One table that calls fill, and one for a captured call, which nothing may overwrite.
+        # A table that each call fills, and one for a captured call, which must not be overwritten.
         size = (len(update.parameters), FIELDS)
         self._called, self._captured = (torch.zeros(size, dtype=torch.int64, device=self.device) for _ in range(2))
         self._pending: Tensor | None = None
 
     def rows(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The table, on the host."""
+        """Build the table, on the host."""
         update, rows = self.update, []
         fp8 = None if update.copies is None else update.copies.fp8
         for parameter, gradient, group in zip(update.parameters, gradients, self._groups, strict=True):
@@ -175,7 +175,7 @@ class FusedUpdate:
         return torch.tensor(rows, dtype=torch.int64)
 
     def flush(self) -> None:
-        """After a capture, in which nothing could be copied: fill its table."""
+        """Fill the captured call's table after the capture, during which nothing can be copied."""
         if self._pending is not None:
             self._captured.copy_(self._pending)
             self._pending = None
@@ -183,7 +183,7 @@ class FusedUpdate:
     def run(self, gradients: Sequence[Tensor]) -> Tensor:
         """Run like `Update.run`."""
         update = self.update
-        gradients = [one.contiguous() for one in gradients]  # held until the kernels are queued
+        gradients = [one.contiguous() for one in gradients]  # kept alive until the kernels are queued
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             table, self._pending = self._captured, self.rows(gradients)
         else:

@@ -1,8 +1,8 @@
-"""The optimizer's step on fixed tensors: norm, clipping, AdamW and the 16-bit copies, with nothing read by the host.
+"""The optimizer's step on fixed tensors: norm, clipping, AdamW and 16-bit copies, without reading anything on the host.
 
-It works on the state of `torch.optim.AdamW`, in its format, so that checkpoints, resuming and other code see that
-optimizer. What changes from step to step (learning rates, bias corrections) is a few numbers in `scalars`, a tensor at
-a fixed address: a captured step reads them there.
+It updates the state of `torch.optim.AdamW` in its own format, so that checkpoints, resuming and other code see that
+optimizer. The numbers that change from step to step (learning rates, bias corrections) are in `scalars`, a tensor at a
+fixed address, where a captured step reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hasten.training.copies import WeightCopies
 
 
 def why_not_fixed(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why an optimizer's step cannot be taken so, or None."""
+    """Why an optimizer's step cannot be taken by `Update`, or None."""
     if type(optimizer) is not torch.optim.AdamW:
         return f"its optimizer is {type(optimizer).__name__}, and only AdamW's step is captured"
     if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
@@ -30,7 +30,12 @@ def why_not_fixed(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 class Update:
-    """parameters: all that the optimizer updates. scalars: [learning rate of each group, 1 - β1ᵗ, sqrt(1 - β2ᵗ)]."""
+    """The step of an AdamW on fixed tensors.
+
+    parameters: all that the optimizer updates. clip: maximum gradient norm, or None. copies: 16-bit weights to write.
+    kernel: "triton" or "torch"; None: the first that fits. scalars: [learning rate of each group, 1 - β1ᵗ,
+    sqrt(1 - β2ᵗ)].
+    """
 
     def __init__(
         self,
@@ -55,11 +60,11 @@ class Update:
 
     @property
     def kernel(self) -> str:
-        """Which one updates: "triton" or "torch"."""
+        """Name of the kernel in use: "triton" or "torch"."""
         return "torch" if self._fused is None else "triton"
 
     def _prepare_state(self, device: torch.device) -> None:
-        """AdamW's state, made as it makes it; one count of steps for all."""
+        """Create AdamW's state as AdamW does, with one step count for all parameters."""
         shared: Tensor | None = None
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -75,16 +80,16 @@ class Update:
         self.step = shared
 
     def current(self) -> bool:
-        """Whether the optimizer's state is still the one this was made for; loading a checkpoint replaces it."""
+        """Whether the optimizer still has the state that this was created for; loading a checkpoint replaces it."""
         return self.optimizer.state[self.parameters[0]].get("step") is self.step
 
     def flush(self) -> None:
-        """After a capture: what could not be copied while it lasted."""
+        """After a capture, make the copies that could not be made during it."""
         if self._fused is not None:
             self._fused.flush()
 
     def next_scalars(self) -> list[float]:
-        """The numbers of the step that comes now, counted."""
+        """Count a step and return its numbers for `scalars`."""
         self.steps += 1
         first = self.optimizer.param_groups[0]
         beta1, beta2 = first["betas"]
@@ -93,9 +98,9 @@ class Update:
 
     @torch.no_grad()
     def run(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Clip, update, and write the copies; returns the gradients' norm before clipping, float32 0-dim.
+        """Clip, update, and write the copies; returns the gradients' norm before clipping, 0-dim float32.
 
-        gradients: one a parameter, in any floating dtype, in the order of `parameters`; they may be changed.
+        gradients: one for each of `parameters`, in any floating dtype; they may be modified.
         """
         self.step.add_(1)
         if self._fused is not None:
@@ -127,7 +132,8 @@ class Update:
                 found_inf=None,
             )
         if self.copies is not None:
-            if pairs := list(self.copies.pairs()):
+            pairs = list(self.copies.pairs())
+            if pairs:
                 torch._foreach_copy_([copy for _, copy in pairs], [parameter for parameter, _ in pairs])
             if self.copies.fp8 is not None:
                 self.copies.fp8.measure()

@@ -1,13 +1,13 @@
-"""The training step's forward pass as one function of plain operators, for a GPU: captured, or compiled as one graph.
+"""The forward pass of a training step as one function of plain operators, on a GPU: captured or compiled whole.
 
-    stream, x = add_norm(stream, branch, bias, norm)    what a block adds and the next norm, one kernel
+    stream, x = add_norm(stream, branch, bias, norm)    a branch added to the stream and the next norm, one kernel
     q, k, v   = x · joined weight                       one product
     branch    = attention(q, k, v) · output weight      its bias is added by the next add_norm
     branch    = gelu(x · up + bias) · down              bias and GELU in one kernel
 
-It reads the parameters of the model that it is made of, or 16-bit copies of the matrices (`copies.py`), which the
-optimizer writes: then a step casts no weight, and the gradients of matrices are in 16 bits as the products leave them.
-The model itself stays as it is, for checkpoints and export; validation runs through this, on the same copies.
+It reads the model's parameters, or 16-bit copies of the matrices (`copies.py`) that the optimizer writes: then a step
+casts no weights, and the gradients of matrices are 16-bit, as the products leave them. The model itself is unchanged,
+for checkpoints and export; validation runs this function, on the same copies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hasten.training.copies import LayerWeights, WeightCopies
 
 
 def why_not_whole(model: Transformer) -> str | None:
-    """Why a model's forward pass is not one of those above, or None."""
+    """Why a model's forward pass cannot run as `WholeModel`, or None."""
     if model.stack is not None or not all(type(block) is Block for block in model.blocks):
         return "its blocks are not the plain ones"
     if any(not isinstance(norm, LayerNorm | RMSNorm) for norm in _norms(model)):
@@ -67,7 +67,11 @@ def _blocks(model: Transformer) -> list[Block]:
 
 
 class WholeModel(nn.Module):
-    """Called as the model is, in its place, while it trains."""
+    """A model's forward pass and loss as one function, called instead of the model while it trains.
+
+    dtype: of the products. norm, gelu: names of kernels ("triton", "reference"); None: the first that fits. compiles:
+    training steps run as one compiled graph; evaluation, which would be another graph, is not compiled.
+    """
 
     copies: WeightCopies | None
     fp8_head: Fp8Weight | None = None
@@ -81,17 +85,13 @@ class WholeModel(nn.Module):
         norm: str | None = None,
         gelu: str | None = None,
     ) -> None:
-        """dtype: of the products. norm, gelu: kernels by name ("triton", "reference"); None: the first that serves.
-
-        compiles: training steps run as one compiled graph; evaluation, which would be another one, runs as it is.
-        """
         super().__init__()
         self.model, self.dtype, self.copies = model, dtype, None
         self._compiled: Callable[..., Tensor] | None = torch.compile(self.run, fullgraph=True) if compiles else None
         width = model.config.hidden_size
         self._add_norm = residual.bind(AddNormRequest(device=model.device, width=width), kernel=norm)
         self._bias_gelu = _gelu(model, gelu)
-        # Chosen here: a compiler does not follow the picker.
+        # Picked here, because a compiler cannot trace the picker.
         asked = LossRequest(device=model.device, dtype=dtype, softcap=model.config.logit_softcap)
         self._loss = pick(LOSS_KERNELS, asked, forced=model.loss_kernel)
 
@@ -105,9 +105,9 @@ class WholeModel(nn.Module):
         block_scales: Sequence[float] | None = None,
         share: Tensor | None = None,
     ) -> Tensor:
-        """The loss, as `Transformer.forward` returns it for targets. block_scales must be None.
+        """The loss, as `Transformer.forward` returns it for `targets`. block_scales must be None.
 
-        share: a scale of the loss (0-dim); call backward with gradient 1.
+        share: factor on the loss (0-dim); call backward with gradient 1.
         """
         assert block_scales is None
         learns = self.model.training and torch.is_grad_enabled()
@@ -119,13 +119,13 @@ class WholeModel(nn.Module):
 
     @property
     def writes_gradients(self) -> bool:
-        """Whether a loss with a share has gradients that are written by hand (`by_hand.py`)."""
+        """Whether a loss with `share` has hand-written gradients (`by_hand.py`)."""
         return self._compiled is None and self._loss.name.startswith("chunked")
 
     def run(
         self, tokens: Tensor, positions: Tensor, context: Any, targets: Tensor, share: Tensor | None = None
     ) -> Tensor:
-        """The pass itself; share: by hand."""
+        """Run the pass; with `share` its gradients are hand-written."""
         model = self.model
         ropes = [table(positions) for table in model.ropes]
         blocks = _blocks(model)
@@ -149,7 +149,7 @@ class WholeModel(nn.Module):
         return not dropped and model.config.embedding_scale == 1.0 and model.embedding.weight.dtype == torch.float32
 
     def begin(self, tokens: Tensor, positions: Tensor, norm: Norm, tied: hand.Tied | None) -> tuple[Tensor, Any]:
-        """The stream that the first block is given, and its norm; tied: by hand."""
+        """The first block's residual stream and its norm; with `tied` the gradients are hand-written."""
         model = self.model
         if tied is None:
             stream = model.embed(tokens, positions)
@@ -158,7 +158,7 @@ class WholeModel(nn.Module):
         return hand.embed(tokens, positions, model.embedding.weight, learned, norm, self.dtype, tied)
 
     def shared_loss(self, x: Tensor, targets: Tensor, share: Tensor, tied: hand.Tied | None) -> Tensor:
-        """share · the loss, with gradients by hand."""
+        """`share` times the loss, with hand-written gradients."""
         head, config = self.model.head, self.model.config
         made = Head(self.narrow_head(), config.vocab_size, head.bias, config.logit_softcap, fp8=self.fp8_head)
         tied = tied if head.weight is self.model.embedding.weight else None
@@ -167,7 +167,7 @@ class WholeModel(nn.Module):
             return hand.loss(*flat, made, self._loss.name, share, tied)
 
     def make_copies(self) -> WeightCopies:
-        """For a step that multiplies with them."""
+        """Create the weight copies for a step."""
         return WeightCopies(self.model, self.dtype, head=self.writes_gradients)
 
     def narrow_head(self) -> Tensor:
@@ -177,7 +177,7 @@ class WholeModel(nn.Module):
         return weight.detach().to(self.dtype) if copy is None else copy
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the token losses of normalised states."""
+        """Sum of the token losses (nats) of normalized states."""
         head, config = self.model.head, self.model.config
         weight = head.weight if self._loss.name.startswith("chunked") else head.weight.to(self.dtype)
         with torch.autocast(x.device.type, enabled=False):
@@ -185,10 +185,10 @@ class WholeModel(nn.Module):
             loss: Tensor = self._loss.run(x.flatten(0, -2), targets.flatten(), made)
         return loss
 
-    # What blocks consist of. `fp8_model.py` has them in FP8, where x and a branch are not plain tensors.
+    # The parts of a block. `fp8_model.py` overrides them for FP8, where x and a branch are not plain tensors.
 
     def project(self, x: Any, weights: LayerWeights, *, by_hand: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v (B, T, …) of normalised states; by_hand: with a gradient of our own."""
+        """Project normalized states to q, k, v (B, T, …); by_hand: with a hand-written gradient."""
         given = x, weights.qkv, weights.qkv_bias
         if by_hand:
             return hand.projection(*given, weights.splits)
@@ -196,22 +196,22 @@ class WholeModel(nn.Module):
         return q, k, v
 
     def attention_output(self, mixed: Tensor, weights: LayerWeights) -> Any:
-        """What attention adds to the stream, without its bias."""
+        """Attention's branch, without its bias."""
         return F.linear(mixed, weights.output)
 
     def add(self, stream: Tensor, branch: Any, bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Any]:
-        """The stream with a branch added, and its norm in the dtype of the products."""
+        """Add a branch to the stream; returns the stream and its norm in the dtype of the products."""
         dropout = self.model.dropout
         if dropout.p and dropout.training:
             branch, bias = dropout(branch if bias is None else branch + bias), None
         return self._add_norm(stream, branch, bias, norm_of(norm), self.dtype)
 
     def mlp(self, mlp: MLP, x: Any, weights: LayerWeights) -> Any:
-        """What an MLP adds to the stream, without its last bias."""
+        """The MLP's branch, without its last bias."""
         return F.linear(self.activated(mlp, F.linear(x, weights.up), weights), weights.down)
 
     def activated(self, mlp: MLP, up: Tensor, weights: LayerWeights) -> Tensor:
-        """What the last product of an MLP reads, of its first one without bias."""
+        """Activation of an MLP: the input of its last product, from the result `up` of the first one without bias."""
         if mlp.gate is None and mlp.activation_name == "gelu_tanh":
             return self._bias_gelu(up, weights.up_bias)
         biased = up if weights.up_bias is None else up + weights.up_bias
@@ -225,13 +225,14 @@ class WholeModel(nn.Module):
         return [self.weights(index) for index in range(len(self.model.blocks))]
 
     def weights(self, index: int) -> LayerWeights:
-        """The joined weights of a block: its copies, or made from the parameters here, differentiably."""
+        """The joined weights of a block: its copies, or joined here from the parameters, differentiably."""
         if self.copies is not None:
             return self.copies.layers[index]
         return LayerWeights.of(self.model.blocks[index], self.dtype)
 
 
 def norm_of(norm: nn.Module) -> Norm:
+    """Weights and settings of a norm module, as the operators take them."""
     if isinstance(norm, RMSNorm):
         return Norm(norm.weight, None, norm.eps, norm.offset, centred=False)
     assert isinstance(norm, LayerNorm)

@@ -1,7 +1,6 @@
-"""The step of a model that is trained as one function (CUDA): in FP8, compiled as one graph, or captured."""
+"""Creates the step of a model that is trained as one function (CUDA): in FP8, compiled as one graph, or captured."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -20,12 +19,12 @@ from hasten.training.whole import WholeModel
 
 
 def check_fp8(model: Transformer, recipe: Recipe, precision: Precision, by_blocks: str | None) -> None:
-    """Raise ConfigError where the products of a recipe cannot be in FP8. by_blocks: why it is not one function."""
+    """Raise ConfigError if the products cannot run in FP8. by_blocks: why the model is not one function, or None."""
     reason = fp8.why_not(model.device)
     if reason is None and by_blocks is not None:
-        reason = f"they are part of a model trained as one function, and this one is not: {by_blocks}"
+        reason = f"it needs a model that is trained as one function, and this one is not: {by_blocks}"
     if reason is None and recipe.techniques.compile and recipe.techniques.compile_whole:
-        reason = "its gradients are written by hand, and techniques.compile_whole compiles them; switch that off"
+        reason = "its gradients are written by hand and cannot be compiled; switch techniques.compile_whole off"
     if reason is None and precision.dtype != torch.bfloat16:
         reason = f"it needs techniques.precision bfloat16; it is {recipe.techniques.precision}"
     config = model.config
@@ -43,7 +42,7 @@ def check_fp8(model: Transformer, recipe: Recipe, precision: Precision, by_block
     heads = config.head_dim * (config.heads + 2 * config.kv_heads)
     widths = config.hidden_size, config.intermediate_size * (2 if config.gated else 1), heads
     if reason is None and max(widths) > fp8.WIDEST:
-        reason = f"a row of {max(widths)} numbers does not fit a program; {fp8.WIDEST} do"
+        reason = f"a row of {max(widths)} numbers is wider than its kernels support ({fp8.WIDEST})"
     if reason is not None:
         raise ConfigError(f"techniques.fp8 cannot be used here: {reason}")
 
@@ -56,23 +55,37 @@ def whole_step(
     precision: Precision,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> TrainStep:
-    """Technique: the whole model as one function, its steps captured where that can be, compiled where asked for."""
+    """Create the step of the whole model as one function, captured if possible, compiled if the recipe says so."""
     techniques = recipe.techniques
     compiles = techniques.compile and (techniques.compile_whole or triton_support.refusal(model.device) is not None)
     if compiles:
         outside_graphs()
-    made_of = Fp8Model if techniques.fp8 else WholeModel
-    whole = made_of(model, dtype=precision.dtype, compiles=compiles)
+    kind = Fp8Model if techniques.fp8 else WholeModel
+    whole = kind(model, dtype=precision.dtype, compiles=compiles)
     placement.module = whole
     reason = why_not_captured(recipe, optimizer, precision)
-    made = "the model is one function"
-    ours = "compiled as one graph" if compiles else "not compiled: kernels of our own"
-    given: dict[str, Any] = {"clip": recipe.optimizer.clip, "should_stop": should_stop, "placement": placement}
+    compiled = "compiled as one graph" if compiles else "not compiled: hasten's kernels"
     if reason is not None:
-        return TrainStep(model, optimizer, precision, **given, how=f"{made}, {ours}; steps are not captured: {reason}")
-    given["copies"] = precision.dtype != torch.float32
-    how = f"{made}, its steps are CUDA graphs; {ours}"
-    return CapturedStep(model, optimizer, precision, **given, whole=whole, how=how)
+        return TrainStep(
+            model,
+            optimizer,
+            precision,
+            clip=recipe.optimizer.clip,
+            should_stop=should_stop,
+            placement=placement,
+            how=f"the model is one function, {compiled}; steps are not captured: {reason}",
+        )
+    return CapturedStep(
+        model,
+        optimizer,
+        precision,
+        clip=recipe.optimizer.clip,
+        should_stop=should_stop,
+        placement=placement,
+        copies=precision.dtype != torch.float32,
+        whole=whole,
+        how=f"the model is one function, its steps are CUDA graphs; {compiled}",
+    )
 
 
 def why_not_captured(recipe: Recipe, optimizer: torch.optim.Optimizer, precision: Precision) -> str | None:

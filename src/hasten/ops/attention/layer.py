@@ -64,7 +64,7 @@ class LayerAttention:
             return kernel.run(q, k, v, self.spec, AttentionInputs(mask=mask, intervals=intervals, dropout=dropout))
         kernel = self.dropout if dropout else self.tokens
         inputs = AttentionInputs(intervals=intervals, block_mask=mask, dropout=dropout)
-        if regroups(inputs):
+        if mask is not None and regroups(inputs):
             return regrouped(kernel.run, q, k, v, self.spec, inputs)
         return kernel.run(q, k, v, self.spec, inputs)
 

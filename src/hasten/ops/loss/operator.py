@@ -51,6 +51,13 @@ KERNELS: tuple[Kernel[LossRequest], ...] = (
 )
 
 
+def choose_loss(
+    device: torch.device, dtype: torch.dtype, *, softcap: float | None = None, kernel: str | None = None
+) -> Kernel[LossRequest]:
+    """Pick the kernel for products in `dtype`, for a caller that computes many losses; `kernel` forces one by name."""
+    return pick(KERNELS, LossRequest(device=device, dtype=dtype, softcap=softcap), forced=kernel)
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -59,16 +66,16 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
-    kernel: str | None = None,
+    kernel: str | Kernel[LossRequest] | None = None,
 ) -> Tensor:
     """The sum over all tokens of -log softmax(x·weightᵀ + bias)[target], in nats; float32 scalar.
 
     x (..., C), targets int64 (...), -100 where nothing is to be predicted. weight (rows, C): the head, of whose rows
     the first `vocab_size` are tokens (None: all) and the others padding that gets no probability and no gradient.
     softcap: logits become softcap·tanh(logits / softcap). Under autocast the products are in its dtype, else in x's.
-    `kernel` forces one by name. Raises ConfigError for shapes, dtypes and devices that do not fit, and on a CPU for
-    targets that are no tokens. On CUDA targets are not looked at, which would make every step wait for the device: one
-    that is no token makes the loss infinite there (`chunked-triton`), or may stop CUDA.
+    kernel: a name to force, or the result of `choose_loss`. Raises ConfigError for shapes, dtypes and devices that do
+    not fit, and on a CPU for targets that are no tokens. On CUDA targets are not looked at, which would make every step
+    wait for the device: one that is no token makes the loss infinite there (`chunked-triton`), or may stop CUDA.
     """
     if targets.shape != x.shape[:-1] or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ConfigError(
@@ -93,7 +100,7 @@ def linear_cross_entropy(
             )
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    chosen = pick(KERNELS, LossRequest(device=x.device, dtype=dtype, softcap=softcap), forced=kernel)
+    chosen = kernel if isinstance(kernel, Kernel) else choose_loss(x.device, dtype, softcap=softcap, kernel=kernel)
     run: Callable[..., Tensor] = chosen.run
     if not chosen.name.startswith("chunked"):  # which rounds a chunk's products only
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -1,8 +1,7 @@
-"""What takes the place of attention and MLP while a model trains on a CPU: the same parameters under the same names, in
-fewer passes over memory.
+"""Attention and MLP for training on a CPU, in fewer passes over memory, with the same parameters under the same names.
 
-They read the weights of plain linear layers. Where another module replaces a layer (LoRA, a quantized layer),
-they call it, as the module does whose place they take.
+They read the weights of plain linear layers directly. If another module replaces a layer (LoRA, a quantized layer),
+they call it, as the modules that they replace do.
 """
 
 from typing import Self, TypeGuard
@@ -17,15 +16,15 @@ from hasten.ops.activation import Functions
 
 
 class JoinedAttention(Attention):
-    """Queries, keys and values as one product, forward and backward: x is read once, by a wider product."""
+    """Attention with one wider product for queries, keys and values, which reads x once, forward and backward."""
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x (B, T, C), the heads still side by side."""
+        """Project x (B, T, C) to queries, keys and values, (B, T, heads·D) each."""
         layers = [layer for layer in (self.q, self.k, self.v) if _is_plain(layer)]
         if len(layers) < 3:
             return super().project(x)
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        # Joined in every step: they stay parameters of their own.
+        # Joined in every step, because they stay separate parameters.
         weights: list[Tensor] = [layer.weight for layer in layers]
         weight, bias = torch.cat(weights), torch.cat(biases) if biases else None
         q, k, v = F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
@@ -33,13 +32,13 @@ class JoinedAttention(Attention):
 
 
 class FusedMLP(MLP):
-    """Bias and GELU, or SiLU and gate, in one pass over memory, forward and backward."""
+    """MLP with bias and GELU, or SiLU and gate, in one pass over memory, forward and backward."""
 
     functions: Functions
 
     @classmethod
     def of(cls, mlp: MLP, functions: Functions) -> Self | None:
-        """In the place of `mlp`, whose layers it takes over; None where there is no such pair."""
+        """Create the replacement of `mlp`, with its layers; None if it has another activation."""
         if (mlp.activation_name, mlp.gate is None) not in (("gelu_tanh", True), ("silu", False)):
             return None
         new = take_over(cls, mlp)
@@ -57,6 +56,6 @@ class FusedMLP(MLP):
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether calling a layer is multiplying with its weight, and nothing else."""
+    """Whether a layer multiplies with its weight and does nothing else, such as calling hooks."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not any(hooks)
