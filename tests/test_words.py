@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "hasten"
 CLEAN = [
-    "checkpoints/formats",
+    "checkpoints",
     "data",
     "evaluation",
     "machine",
