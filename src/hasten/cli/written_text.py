@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -39,6 +38,5 @@ def written_text(command: Any, **wanted: int) -> tuple[Tensor, int]:
     print(f"the model writes its calibration text first: about {memory.peak / 1e9:.2f} GB on {device}", file=sys.stderr)
     with share("calibration samples written") as progress:
         tokens = own_text(load(source, device=device), progress=progress, **wanted).cpu()
-    gc.collect()  # a fused model is in reference cycles, and quantization needs its memory
     return_freed_memory()
     return tokens, memory.peak
