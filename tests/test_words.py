@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "hasten"
 CLEAN = [
     "bench",
-    "checkpoints/formats",
+    "checkpoints",
     "cli",
     "data",
     "distributed",

@@ -151,7 +151,7 @@ def test_mixed_widths_are_refused_before_any_work(tmp_path, tiny_folder, capsys)
 
 def test_columns_in_the_order_of_activation_are_no_gguf(plain_folder, tmp_path):
     folder, _ = write(plain_folder, tmp_path / "act", method="gptq", symmetric=True, act_order=True)
-    with pytest.raises(ConfigError, match="columns stand in the order of activation"):
+    with pytest.raises(ConfigError, match="columns are in the order of activation"):
         write_gguf(hasten.load(folder, dtype="stored"), tmp_path / "act.gguf")
     assert not (tmp_path / "act.gguf").exists()
 

@@ -6,8 +6,8 @@ import hasten
 from hasten.engine.params import SamplingParams
 from hasten.engine.speculation import DraftModel, Text, build
 from hasten.engine.speculation import draft_model as module
+from hasten.model.draft import can_draft_in_one_call
 from hasten.model.fused import refusal
-from hasten.model.grow import can_grow
 from references import make_reference
 
 PARAMS = {
@@ -40,10 +40,10 @@ def fused(name):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])  # softcaps, scaled and untied embeddings among them
 def test_native_steps_draft_what_python_does(name, kind, monkeypatch):
     model = fused(name)
-    assert can_grow(model)
+    assert can_draft_in_one_call(model)
     found = []
     for native in (True, False):
-        monkeypatch.setattr(module, "can_grow", lambda _, native=native: native)
+        monkeypatch.setattr(module, "can_draft_in_one_call", lambda _, native=native: native)
         proposer = DraftModel(model, tokens=1024)
         own = []
         for length, floor in ((9, 0.0), (12, 0.2), (40, 0.02)):  # the second ends early, and goes back

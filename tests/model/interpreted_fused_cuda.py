@@ -1,8 +1,10 @@
 """A GPU's fused block with Triton interpreted on a CPU; run by test_fused_cuda.py in a process of its own."""
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -195,8 +197,20 @@ def test_a_copy_has_no_weights_but_its_own(launches, again):
     expected = states(model)
     other = again(model)
     assert (other.stack._decode, other.stack._bound_to) == (None, [])
-    assert other.stack.model is other
     assert torch.equal(states(other), expected)
+
+
+def test_a_fused_model_is_gone_as_soon_as_nothing_refers_to_it(launches):
+    model = fuse(small(**SERVED))
+    states(model)
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_profile_counts_one_launch_as_the_blocks(launches):

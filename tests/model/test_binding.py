@@ -20,6 +20,8 @@ DEFAULT = "sdpa" if library() is None else "native"
 
 
 def bound(model):
+    if not model.bound:
+        model.bind()
     return [block.attention.kernels.tokens.name for block in model.blocks]
 
 

@@ -1,7 +1,9 @@
 """The fused steps: for every family no worse than plain bfloat16, the same bits in any company, and undone exactly."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -179,6 +181,31 @@ def test_tensors_that_get_other_memory_or_values_are_what_is_computed_with(schem
     assert torch.equal(logits(model), logits(copied))
     assert not torch.equal(logits(model), expected)
     del filler
+
+
+def test_a_last_norm_and_a_head_that_are_replaced_are_what_scores():
+    model = fused_of(None)
+    before = logits(model)
+    model.norm.weight = torch.nn.Parameter(model.norm.weight * 2)
+    assert torch.equal(logits(model), before * 2)
+    model.head.data = model.head.data * 2
+    assert torch.equal(logits(model), before * 4)
+    model.norm.weight.data = model.norm.weight / 2
+    assert torch.equal(logits(model), before * 2)
+
+
+@SCHEMES
+def test_a_fused_model_is_gone_as_soon_as_nothing_refers_to_it(scheme):
+    model = fused_of(scheme)
+    hasten.generate(model, [[1, 2, 3]], max_new_tokens=4)
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("move", [lambda m: m.half(), lambda m: m.float(), lambda m: m.to("meta")])

@@ -98,15 +98,18 @@ def test_the_fused_step_writes_the_bytes_of_the_reference(isa, size):
     x = draw(1, tokens, k)
     x[4], x[5], x[6, 0] = 0, 1e-30, torch.nan
     p = packed(layer)
-    weight = (p.data, p.scales, p.zeros, p.outer, p.bias, p.format.group_size, p.planes)
-    none = (None, None, 0.0, 0.0, False)
+    weight = {**p.packed._asdict(), "bias": p.bias, "group_size": p.format.group_size, "planes": p.planes}
+    norm = {"norm_weight": None, "norm_bias": None, "eps": 0.0, "offset": 0.0, "centred": False}
+    none = dict.fromkeys(("q_norm", "k_norm", "cos", "sin"))
     ops = library(isa).ops
     slots = torch.tensor([3, 0, 8, 5, 7, -1, 9, 1, 2])
-    plan = [ops.plan_weight(layer.out_features, k, *weight, None, None)]
-    values = ops.norm_linear(x, *none, *weight, layer.out_features).unflatten(-1, (-1, size))
+    rows_of = {"out_features": layer.out_features}
+    plan = [ops.plan_weight(**rows_of, in_features=k, **weight, lora_a=None, lora_b=None)]
+    values = ops.norm_linear(x=x, **norm, **weight, **rows_of).unflatten(-1, (-1, size))
     for rows in SMALL:
         caches = [torch.full((12, kv_heads, rows.length(size)), 99, dtype=rows.element(x.dtype)) for _ in range(2)]
-        ops.attention_input(x, *none, plan, 1, size, None, None, None, None, *caches, slots, rows.rotated)
+        own = {"weights": plan, "heads": 1, "head_dim": size, "k": caches[0], "v": caches[1]}
+        ops.attention_input(x=x, **norm, **none, **own, slot_mapping=slots, rotated=rows.rotated)
         for cache, part in zip(caches, values.split([1, kv_heads, kv_heads], dim=1)[1:], strict=True):
             expected = torch.full_like(cache, 99)
             expected[slots] = rows.write(part)

@@ -16,7 +16,7 @@ import torch
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine import cache_folder, find_compiler
 from hasten.ops.build import INSTRUCTION_SETS, KEPT_BUILDS, SOURCES, build, can_build, is_built
-from hasten.ops.native import available_isas, choose_isa, fakes, library, obtainable
+from hasten.ops.native import available_isas, choose_isa, library, meta_kernels, obtainable
 from instruction_sets import ISAS
 
 BUILD = "import sys; from pathlib import Path; from hasten.ops.build import build; "
@@ -305,11 +305,11 @@ def test_the_kernels_for_amx_compile_where_no_processor_runs_them(tmp_path):
 
 @needs_compiler
 @pytest.mark.parametrize("isa", ISAS)
-def test_every_operator_has_a_fake_and_every_fake_an_operator(isa):
+def test_every_operator_has_a_meta_kernel_and_every_meta_kernel_an_operator(isa):
     for part in ("inference", "training"):
         native = library(isa, part)
         assert library(isa, part) is native
     prefix = f"hasten_{isa}::"
     names = {name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)}
     assert "linear" in names
-    assert names == set(fakes())
+    assert names == set(meta_kernels())

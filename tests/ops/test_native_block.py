@@ -1,16 +1,19 @@
 """The fused steps on every instruction set, against the readable pieces of the model, at sizes that fit nothing."""
 
+from collections import namedtuple
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.model.fused_linear import interleave_gate_up, weight_arguments
+from hasten.model.fused_linear import interleave_gate_up, weight_fields
 from hasten.model.rope import rotate
+from hasten.ops import calls, native
 from hasten.ops.build import INSTRUCTION_SETS
 from hasten.ops.linear.modules import PackedLinear
-from hasten.ops.native import fakes, library
+from hasten.ops.native import library, meta_kernels
 from instruction_sets import ISAS
 from linear_cases import layer_of, make_weight, random_weight
 
@@ -25,15 +28,19 @@ def linear(n, k, *, bias, generator):
     return layer
 
 
-def arguments(layer):
-    return weight_arguments(PackedLinear.from_linear(layer))
+def fields(layer):
+    return weight_fields(PackedLinear.from_linear(layer))
 
 
 def plan(*layers, isa):
     """The weights of a product's parts, each its own."""
-    ops = library(isa).ops
     packed = [one if isinstance(one, PackedLinear) else PackedLinear.from_linear(one) for one in layers]
-    return [ops.plan_weight(one.out_features, one.in_features, *weight_arguments(one), None, None) for one in packed]
+    return [plan_weight(one, isa) for one in packed]
+
+
+def plan_weight(layer, isa=None):
+    size = {"out_features": layer.out_features, "in_features": layer.in_features}
+    return library(isa).ops.plan_weight(**size, **weight_fields(layer), lora_a=None, lora_b=None)
 
 
 def product(x, layer, isa):
@@ -55,10 +62,21 @@ def norm_of(x, kind, weight, bias):
     return rms(x, weight, 1e-5, 1.0)
 
 
-def norm_arguments(kind, weight, bias):
+NONE = {"norm_weight": None, "norm_bias": None, "eps": 0.0, "offset": 0.0, "centred": False}
+
+
+def norm_fields(kind, weight, bias):
     if kind == "none":
-        return None, None, 0.0, 0.0, False
-    return (weight, bias, 1e-5, 0.0, True) if kind == "layer" else (weight, None, 1e-5, 1.0, False)
+        return NONE
+    own = {"norm_weight": weight, "eps": 1e-5}
+    return NONE | own | ({"norm_bias": bias, "centred": True} if kind == "layer" else {"offset": 1.0})
+
+
+def input_fields(weights, heads, size, caches, slots, **others):
+    """Of attention_input, beside x and a norm."""
+    none = dict.fromkeys(("q_norm", "k_norm", "cos", "sin"))
+    own = {"weights": weights, "heads": heads, "head_dim": size, "k": caches[0], "v": caches[1]}
+    return none | own | {"slot_mapping": slots, "rotated": False} | others
 
 
 KINDS = st.sampled_from(["none", "rms", "layer"])
@@ -72,7 +90,7 @@ def test_linear_add(isa, seed, rows, n, k, bias, kind):
     layer = linear(n, k, bias=bias, generator=g)
     x, residual = torch.randn(rows, k, generator=g), torch.randn(rows, n, generator=g)
     weight, shift = torch.randn(n, generator=g), torch.randn(n, generator=g)
-    found = library(isa).ops.linear_add(x, *arguments(layer), residual, *norm_arguments(kind, weight, shift))
+    found = library(isa).ops.linear_add(x=x, residual=residual, **fields(layer), **norm_fields(kind, weight, shift))
     y = product(x, layer, isa)
     if kind != "none" and y.var(-1, correction=0).min() < 1e-3:
         return  # a norm of (almost) equal values amplifies rounding without bound
@@ -103,9 +121,8 @@ def test_mlp_input(isa, seed, rows, inner, k, bias, weights, activation):
     else:
         own = plan(gate, up, isa=isa) if gated else plan(up, isa=isa)
     x = torch.randn(rows, k, generator=g)
-    found = library(isa).ops.mlp_input(
-        x, None, None, 0.0, 0.0, False, own, inner, gated, ACTIVATION_ORDER.index(activation)
-    )
+    kind = ACTIVATION_ORDER.index(activation)
+    found = library(isa).ops.mlp_input(x=x, **NONE, weights=own, inner_size=inner, gated=gated, activation=kind)
     act = ACTIVATIONS[activation]
     expected = act(product(x, gate, isa)) * product(x, up, isa) if gated else act(product(x, up, isa))
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
@@ -125,10 +142,9 @@ def test_attention_input(isa, size, half, head_norms):
     cos, sin = (angles.cos(), angles.sin()) if half else (None, None)
     caches = [torch.zeros(12, kv_heads, size, dtype=torch.bfloat16) for _ in range(2)]
     slots = torch.tensor([3, 0, -1, 5, 7, -1, 9])
-    q = library(isa).ops.attention_input(
-        *(x, weight, None, 1e-5, 0.0, False, plan(*layers, isa=isa), heads, size, q_norm, k_norm, cos, sin, *caches),
-        *(slots, False),
-    )
+    head_norms = {"q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin}
+    own = input_fields(plan(*layers, isa=isa), heads, size, caches, slots, **head_norms)
+    q = library(isa).ops.attention_input(x=x, **NONE | {"norm_weight": weight, "eps": 1e-5}, **own)
     normed = rms(x.double(), weight, 1e-5, 0.0)
     parts = [product(normed, layer, isa).unflatten(-1, (-1, size)) for layer in layers]  # (R, H or Hkv, D)
     for part, norm in ((0, q_norm), (1, k_norm)):
@@ -152,14 +168,13 @@ def test_the_parts_of_a_product_are_what_each_would_be_alone(isa, rows):
     weights = [random_weight("Q4_K", 3 * size, k), random_weight("Q6_K", size, k)]
     weights.append(make_weight(size, k, format="bfloat16"))
     g = torch.Generator().manual_seed(rows)
-    x, none = torch.randn(rows, k, generator=g), (None, None, 0.0, 0.0, False)
-    ops = library(isa).ops
+    x, ops = torch.randn(rows, k, generator=g), library(isa).ops
     for order in ((0, 1, 2), (0, 1, 1), (0, 2, 2), (0, 2, 1)):
         parts = [layer_of(weights[i], isa=isa) for i in order]
         caches = [torch.zeros(rows + 1, 1, size, dtype=torch.bfloat16) for _ in range(2)]
         own, slots = plan(*parts, isa=isa), torch.arange(rows)
-        q = ops.attention_input(x, *none, own, 3, size, None, None, None, None, *caches, slots, False)
-        alone = [ops.norm_linear(x, *none, *weight_arguments(part), part.out_features) for part in parts]
+        q = ops.attention_input(x=x, **NONE, **input_fields(own, 3, size, caches, slots))
+        alone = [ops.norm_linear(x=x, **NONE, **weight_fields(one), out_features=one.out_features) for one in parts]
         assert torch.equal(q.flatten(1), alone[0])
         for cache, values in zip(caches, alone[1:], strict=True):
             assert torch.equal(cache[:rows].flatten(1), values.bfloat16())
@@ -171,15 +186,38 @@ def test_opcheck():
     x = torch.randn(2, 16)
     caches = [torch.zeros(5, 1, 8, dtype=torch.bfloat16) for _ in range(2)]
     checks = ("test_schema", "test_faketensor")
-    none = (None, None, 0.0, 0.0, False)
-    torch.library.opcheck(ops.linear_add.default, (x, *arguments(layer), torch.randn(2, 24), *none), test_utils=checks)
-    torch.library.opcheck(ops.norm_linear.default, (x, *none, *arguments(layer), 24), test_utils=checks)
+    own = {"x": x, **NONE, **fields(layer)}
+    torch.library.opcheck(ops.linear_add.default, (), own | {"residual": torch.randn(2, 24)}, test_utils=checks)
+    torch.library.opcheck(ops.norm_linear.default, (), own | {"out_features": 24}, test_utils=checks)
     # Those that take plans, of which a copy is none.
     weights = plan(layer, isa=None)
-    own = (x, *none, weights, 24, False, 0)
-    assert fakes()["mlp_input"](*own).shape == ops.mlp_input(*own).shape
-    own = (x, *none, weights, 1, 8, None, None, None, None, *caches, torch.tensor([0, 1]), False)
-    assert fakes()["attention_input"](*own).shape == ops.attention_input(*own).shape
+    own = {"x": x, **NONE, "weights": weights, "inner_size": 24, "gated": False, "activation": 0}
+    assert meta_kernels()["mlp_input"](**own).shape == ops.mlp_input(**own).shape
+    own = {"x": x, **NONE, **input_fields(weights, 1, 8, caches, torch.tensor([0, 1]))}
+    assert meta_kernels()["attention_input"](**own).shape == ops.attention_input(**own).shape
+
+
+@pytest.mark.parametrize("fields", [("sin", "cos"), ("cos", "turned")])
+def test_a_call_with_other_fields_than_its_operator_is_an_error_when_the_library_loads(fields, monkeypatch):
+    ops = library().ops
+    calls.check(ops)
+    renamed = dict(zip(("cos", "sin"), fields, strict=True))
+    other = namedtuple("BlocksCall", [renamed.get(name, name) for name in calls.BlocksCall._fields])
+    monkeypatch.setitem(calls.CALLS, "blocks", other)
+    with pytest.raises(AssertionError, match="the native operator blocks takes"):
+        calls.check(ops)
+
+
+def test_fields_are_torchs_arguments_with_what_is_written_marked():
+    schema = str(library().ops.blocks.default._schema).partition("(")[2]
+    assert schema.startswith("Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k, Tensor(b!)[] v, ")
+    assert schema.endswith("Tensor? adapters, Tensor(c!)? times, Tensor[] seen) -> Tensor")
+    assert "SymInt block_size, bool rotated" in schema or "int block_size, bool rotated" in schema
+
+
+def test_meta_kernels_must_name_arguments_that_the_operator_has(monkeypatch):
+    with pytest.raises(TypeError, match="rows"):
+        native._register_meta_kernel(library().ops.mlp_input.default, lambda x, rows, **rest: x)
 
 
 def test_a_plan_is_the_tensor_that_was_made_and_no_other():
@@ -192,23 +230,21 @@ def test_a_plan_is_the_tensor_that_was_made_and_no_other():
     angles = [torch.zeros(2, size // 2)] * 2
     numbers = [torch.tensor(values) for values in ([0, 1], [0, 2], [2], [0])]
 
-    def call(plan, angles=angles, numbers=numbers):
+    def call(plans, angles=angles, numbers=numbers, turns=(0,)):
         x = torch.randn(1, 2, model.config.hidden_size)
-        turns = [[angles[0]], [angles[1]], [0]]
-        return library().ops.blocks(
-            x, *turns, *([cache] for cache in caches), *numbers, None, 0, False, [plan], None, None, []
-        )
+        places = dict(zip(("slot_mapping", "query_start_loc", "seq_lens", "first_slots"), numbers, strict=True))
+        own = {"x": x, "cos": angles[:1], "sin": angles[1:], "rope_index": turns, "k": caches[:1], "v": caches[1:]}
+        found = calls.BlocksCall(**own, **places, block_table=None, block_size=0, rotated=False, plans=plans)
+        return library().ops.blocks(*found)
 
-    assert call(plan).shape == (1, 2, model.config.hidden_size)
+    assert call([plan]).shape == (1, 2, model.config.hidden_size)
     for other in (plan.clone(), torch.zeros_like(plan), plan[8:], plan.view(torch.int64), torch.empty(0)):
         with pytest.raises(RuntimeError, match="no plan"):
-            call(other)
+            call([other])
     with pytest.raises(RuntimeError, match="cos and sin"):
-        call(plan, angles=[a[:1] for a in angles])
+        call([plan], angles=[a[:1] for a in angles])
     with pytest.raises(RuntimeError, match="slot"):
-        call(plan, numbers=[numbers[0][:1], *numbers[1:]])
-    x = torch.randn(1, 2, model.config.hidden_size)
+        call([plan], numbers=[numbers[0][:1], *numbers[1:]])
     for turns, plans in (([1], [plan]), ([0, 0], [plan]), ([0], [])):
-        lists = ([angles[0]], [angles[1]], turns, *([cache] for cache in caches))
         with pytest.raises(RuntimeError, match=r"no rotary table|each block needs"):
-            library().ops.blocks(x, *lists, *numbers, None, 0, False, plans, None, None, [])
+            call(plans, turns=turns)

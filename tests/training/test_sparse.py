@@ -178,7 +178,7 @@ def test_documents_kept_apart_cost_no_mask_and_change_nothing(precision):
         step_of(precision=precision, kernel=kernel, separate_documents=True) for kernel in (None, "reference")
     )
     native = library(part="training") is not None  # without it the documents cost a mask
-    assert own.model.blocks[0].attention.takes_intervals == native
+    assert own.model.blocks[0].attention.supports_segments == native
     tolerance = 1e-4 if precision == "float32" else 2e-2
     for number in range(4):
         data = batch_of(number, documents)

@@ -11,7 +11,7 @@ _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+$")
 
 
 def asked_as(source: str | Path) -> str:
-    """What a user calls a model: the short name or hub id of one that lies in a cache, else the source itself."""
+    """The name a user knows a model by: the short name or hub id of one in a cache, else the source itself."""
     text = str(source)
     for name, model in published.PUBLISHED.items():
         if text.endswith(model.file) and find_cached("models", model.file) == Path(text):
@@ -28,7 +28,7 @@ def plain_folder(source: str | Path) -> str:
 
 
 def export_plain(source: str | Path | None) -> str:
-    """What writes the plain weights of a quantized model. source: what it was loaded from, if anything."""
+    """The command that writes the plain weights of a quantized model. source: what it was loaded from, if anything."""
     if source is None:
         return "hasten.save(model, folder, dequantize=True)"
     return f"hasten export {shlex.quote(asked_as(source))} {plain_folder(source)} --dequantize"

@@ -1,8 +1,8 @@
 """Reading a checkpoint folder that may be damaged or hostile: everything is checked before memory is allocated.
 
 safetensors only; a pickle is never opened. Tensors are views of the memory-mapped file, so a weight in its own dtype
-costs no second copy. Files may be symbolic links (the hub's cache is made of them); an index may only name files that
-stand in its own folder.
+costs no second copy. Files may be symbolic links (the hub's cache is made of them); an index may only name files in its
+own folder.
 
 A safetensors file (https://huggingface.co/docs/safetensors): 8 bytes, the header's length n (little endian); n bytes of
 JSON, for each tensor its dtype, shape and place in the data; then the data, which the tensors cover without holes or
@@ -151,7 +151,7 @@ def _malformed_entry(header: dict[str, Any], reason: str) -> str:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise ValueError("a name stands in it twice")
+        raise ValueError("a name is in it twice")
     return values
 
 

@@ -59,13 +59,13 @@ def export_model(
     """Write config.json, safetensors, tokenizer and generation_config.json.
 
     The padding of the vocabulary is taken off. Tied weights of which only one was changed are written apart, and the
-    config says so. dtype converts on the way. Weights past `shard_bytes` are split into files of at most so many bytes
+    config says so. dtype converts on the way. Weights past `shard_bytes` are split into files of at most that size
     (a single larger tensor has a file of its own); one tensor at a time is prepared in memory.
 
     Quantized layers are written in the layout `format` ("compressed-tensors" or "gptq": `hasten.checkpoints.formats`),
     whatever their kernels hold; a HastenWarning says where others will not be able to read them. `quantized` quantizes
     on the way: layers that are plain in `model` are written with the numbers it gives for them. dequantize: write the
-    plain weights that quantized layers stand for instead, which every program reads.
+    plain weights that quantized layers represent instead, which every program reads.
 
     Everything is first written into the folder's own `.saving`, which one process holds, and then moved into place: a
     disk that fills up leaves the old files as they were. While files are moved the folder has no config.json, so that

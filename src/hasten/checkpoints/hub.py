@@ -19,7 +19,7 @@ _DUPLICATES = ["consolidated*", "original/*", "onnx/*"]
 
 def resolve_model(source: str | Path) -> Path:
     """The local folder of a model as `resolve_folder` gives it, or its GGUF file: the path itself, the only model of a
-    folder without safetensors, what a short name (`published.PUBLISHED`) stands for, or one of the hub:
+    folder without safetensors, the file of a short name (`published.PUBLISHED`), or one of the hub:
     "owner/name:Q4_K_M", "hf.co/owner/name:Q4_K_M", or "owner/name" of a repository that has nothing else. Of a split
     model it is the first part; the others are beside it.
     """
@@ -71,7 +71,7 @@ def resolve_folder(source: str | Path, *, files: Sequence[str] = _FILES) -> Path
 
 
 def _existing(source: str | Path) -> Path | None:
-    """What stands at a path, None: nothing."""
+    """The path, or None if nothing is there."""
     if not isinstance(source, str | Path):
         raise ConfigError(f"a model is a folder or a hub id; found {type(source).__name__}")
     try:
@@ -130,7 +130,7 @@ def _cached_files(name: str) -> list[str]:
 
 
 def _asked(name: str, call: Callable[[], Any]) -> Any:
-    """What the hub gives. ResourceError with one line of what its client says."""
+    """Ask the hub. Raises ResourceError with one line of its client's message."""
     try:
         return call()
     except Exception as error:  # the hub's client raises many kinds, all of which mean that it cannot be had

@@ -102,7 +102,7 @@ def load_quietly(source: str | Path | ModelSource, **options: Any) -> Transforme
 
 
 def shares_of(checkpoint: ModelSource, size: int) -> list[Share]:
-    """What each of so many ranks holds of a checkpoint. Raises ConfigError where there cannot be so many."""
+    """Each rank's share for `size` ranks. Raises ConfigError if the model cannot be split that way."""
     together = {"output": 1, "down": 1}
     if checkpoint.quantized is not None:
         family = FAMILIES[checkpoint.config.family]
@@ -123,7 +123,7 @@ def fill_plain(
     keep_dtypes: bool = False,
     to_generate: bool = False,
 ) -> tuple[Transformer, torch.dtype, dict[str, TensorSlice], QuantizedFolder | None]:
-    """A model whose quantized layers are still to be filled, the dtype of the others, and where these stand.
+    """Build the model and load its plain weights; return it, their dtype, and the quantized layers left to load.
 
     Everything is checked as `load` does. share: the part that this rank holds. dtype None: the checkpoint's own, or
     to_generate the one that `inference_dtype` chooses. keep_dtypes: each plain tensor has the one it is stored in.
@@ -146,12 +146,13 @@ def fill_plain(
     own = dtype or model.stored_dtype
     if to_generate:
         own = inference_dtype(config, own, device or torch.device("cpu"))
-    _fill(model, plain, checkpoint.read, stored, dtype=None if keep_dtypes else own, device=device, share=share)
+    kept = None if keep_dtypes else own
+    _fill(model, plain, checkpoint.read, stored, dtype=kept, device=device, share=share, mapped=True)
     return model, own, {ours: piece for ours, piece in pieces.items() if ours not in plain}, quantized
 
 
 def open_checkpoint(source: str | Path) -> ModelSource:
-    """What a folder, a GGUF file or a hub id holds, its headers checked. Raises as `load` does."""
+    """Open a folder, a GGUF file or a hub id, and check its headers. Raises as `load` does."""
     path = resolve_model(source)
     return open_gguf(path) if path.is_file() else open_folder(path)
 
@@ -207,6 +208,11 @@ def _locate(
             if tied is not None:  # of two tied weights a file may hold either
                 return {"embedding.weight": tied} | pieces
             missing = missing or "model.embed_tokens.weight"
+    if f"{missing}_packed" in tensors:
+        raise CheckpointError(
+            f"{where}: {missing}_packed is quantized, and config.json has no quantization_config that says how; "
+            "download it again"
+        )
     raise CheckpointError(
         f"{where}: the tensor {missing!r} is missing, which a {family.model_type} of {len(config.layers)} layers "
         f"(config.json) needs; {len(tensors)} tensors are there. Download the folder again, or correct config.json"
@@ -276,12 +282,17 @@ def _fill(
     dtype: torch.dtype | None,
     device: torch.device | None,
     share: Share | None = None,
+    mapped: bool = False,
 ) -> None:
-    """Put every tensor, or a share of it, into the skeleton, converting one at a time where dtype or device differ."""
+    """Put every tensor, or a share of it, into the skeleton, converting one at a time where dtype or device differ.
+
+    mapped: what is read are views of files, whose pages are released where the skeleton does not use them as they are.
+    """
     if share is None and device is not None and device.type == "cuda":
         fill_uploaded(model, pieces, read, stored, dtype=dtype, device=device)
         return
     checked: set[str] = set()
+    tied = pieces.get("head.weight") in (None, pieces.get("embedding.weight"))
     for ours, piece in pieces.items():
         whole = read(piece.name)
         cut = None if share is None else share.cut(ours)
@@ -293,8 +304,11 @@ def _fill(
             check_finite(piece.name, whole, stored[piece.name].file)
             checked.add(piece.name)
         owner, _, leaf = ours.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(held.to(device=device, dtype=dtype)))
-        if cut is not None:  # copied: its pages are the file's again
+        parameter = nn.Parameter(held.to(device=device, dtype=dtype))
+        setattr(model.get_submodule(owner), leaf, parameter)
+        copied = cut is not None or parameter.data_ptr() != held.data_ptr()
+        few_rows = ours == "embedding.weight" and not tied  # of which a step reads its tokens' own
+        if mapped and (copied or few_rows):
             release_pages(whole)
 
 
@@ -340,8 +354,7 @@ def tie(model: Transformer) -> None:
 
 
 def _finish(model: Transformer, device: torch.device | None) -> None:
-    """Tie head and embedding, and choose kernels."""
+    """Tie head and embedding, and compute the rotary tables where the weights are."""
     tie(model)
     if device is not None:
         model.ropes.to(device)
-    model.bind()

@@ -30,7 +30,7 @@ class Wheel:
 
     @property
     def requirement(self) -> str:
-        """As pip takes it."""
+        """The requirement for pip."""
         return f"{self.package}=={self.version}"
 
 

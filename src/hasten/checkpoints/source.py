@@ -49,7 +49,8 @@ def open_folder(folder: Path) -> ModelSource:
     where = folder / "config.json"
     values = read_json(where)
     config = read_config(values, str(where))
-    open_quantized = read_quantization(values, where)
+    quantization = values.get("quantization_config", values.get("compression_config"))
+    open_quantized = None if quantization is None else read_quantization(values, quantization, where)
     stored = read_headers(folder)
     generation, tokenizer = folder / "generation_config.json", folder / "tokenizer.json"
     return ModelSource(
@@ -57,7 +58,7 @@ def open_folder(folder: Path) -> ModelSource:
         config=config,
         stored=stored,
         read=stored.read,
-        quantized=open_quantized(stored),
+        quantized=None if open_quantized is None else open_quantized(stored),
         generation=read_json(generation) if generation.exists() else {},
         read_tokenizer=partial(Tokenizer.from_folder, folder),
         tokenizer_bytes=int(TOKENIZER * tokenizer.stat().st_size) if tokenizer.is_file() else 0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -52,6 +51,5 @@ def written_text(command: Any, model: Transformer, output: Path, wanted: Mapping
     with share("calibration samples written") as progress:
         tokens = own_text(load(source, device=device), progress=progress, **wanted).cpu()
     kept.save(tokens)
-    gc.collect()  # a fused model is in reference cycles, and quantization needs its memory
     return_freed_memory()
     return tokens, memory.peak

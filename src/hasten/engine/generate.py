@@ -20,7 +20,7 @@ from hasten.engine.stopping import FinishReason, OutputText
 from hasten.errors import ConfigError
 from hasten.machine.host_copy import HostCopy
 from hasten.model.fused import fuse_where_it_fits
-from hasten.model.sharded import told_by_first
+from hasten.model.sharded import broadcast_from_rank0
 from hasten.model.transformer import Transformer
 
 Draft = str | Path | Transformer
@@ -148,7 +148,7 @@ class Generation:
         self.prompts = encode_prompts(model, prompts)
         rows = params_of(params, prompts=len(self.prompts), **settings)
         seeds = [secrets.randbits(63) for _ in rows]  # drawn here, because a draft model draws with the same
-        (seeds,) = told_by_first(model, [seeds])
+        (seeds,) = broadcast_from_rank0(model, [seeds])
         self.params = [
             fit(row if row.seed is not None else replace(row, seed=seed), len(prompt), model)
             for row, prompt, seed in zip(rows, self.prompts, seeds, strict=True)
@@ -257,7 +257,9 @@ class Generation:
                 drawn_from = (
                     None if self.speculator is None else [*map(self.speculator.probabilities, range(len(drafts)))]
                 )
-                taken = told_by_first(self.model, sampler.take(logits, drafts, steps=counts, probabilities=drawn_from))
+                taken = broadcast_from_rank0(
+                    self.model, sampler.take(logits, drafts, steps=counts, probabilities=drawn_from)
+                )
                 tokens = torch.tensor([own[-1] for own in taken], device=self.model.device)
             else:
                 tokens = sampler.next_tokens(logits, steps=counts if self.speculator else [max(counts)] * len(counts))
@@ -312,7 +314,7 @@ class Generation:
             texts.append(Text(number=row, tokens=self._tokens[row], step=count, params=params, room=room))
         for text, draft in zip(texts, self.speculator.propose(texts), strict=True):
             drafts[text.number] = draft
-        return told_by_first(self.model, drafts)
+        return broadcast_from_rank0(self.model, drafts)
 
     def _learn(
         self, speculator: Speculator, drafts: Sequence[Sequence[int]], counts: Sequence[int], seconds: float

@@ -82,7 +82,7 @@ class Kept:
         cache, stack = self.cache, model.stack
         same = cache.blocks == batch and self.kv_cache_dtype == kv_cache_dtype
         fits = capacity <= cache.capacity <= 2 * capacity
-        return same and fits and isinstance(stack, CudaStack) and stack.addresses() == self.addresses
+        return same and fits and isinstance(stack, CudaStack) and stack.addresses(model) == self.addresses
 
 
 _KEPT: WeakKeyDictionary[Transformer, Kept] = WeakKeyDictionary()
@@ -98,7 +98,7 @@ def keep(decoder: Decoder) -> None:
         return
     if decoder._captured and decoder.cache.bytes <= MOST_KEPT_BYTES:
         state = decoder.cache, decoder._captured, decoder._captured_at, decoder.kv_cache_dtype
-        _KEPT[model] = Kept(*state, model.stack.addresses())
+        _KEPT[model] = Kept(*state, model.stack.addresses(model))
 
 
 def release(model: Transformer) -> None:

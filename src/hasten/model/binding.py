@@ -61,8 +61,10 @@ class Binding:
 def explain(model: Transformer) -> list[Binding]:
     """List the kernel that each layer runs for each operator, and for every other kernel the reason why it does not."""
     require_model(model, "hasten.explain")
+    if not model.bound:
+        model.bind()
     against_fused = refusal(model)
-    launches = [_launches(model.stack)] if isinstance(model.stack, CudaStack) else []
+    launches = [_launches(model, model.stack)] if isinstance(model.stack, CudaStack) else []
     bindings = []
     for layer, block in enumerate(model.blocks):
         if isinstance(block, FusedSteps):
@@ -92,10 +94,10 @@ def _binding(
     return Binding(layer, operator, choice.kernel, [Refusal(*other) for other in choice.others])
 
 
-def _launches(stack: CudaStack, layer: int = 0) -> Binding:
+def _launches(model: Transformer, stack: CudaStack, layer: int = 0) -> Binding:
     """How many launches a decode step of one sequence is on a GPU, which holds for all layers."""
     each, together = "a few launches for each block", "one launch for all blocks"
-    reason = stack.why_not_one_launch()
+    reason = stack.why_not_one_launch(model)
     if reason is None:
         return Binding(layer, ONE_ROW, together, [Refusal(each, "all blocks at once are faster")])
     return Binding(layer, ONE_ROW, each, [Refusal(together, reason)])
@@ -182,6 +184,8 @@ def kernels(model: Transformer, **names: str) -> Iterator[Transformer]:
         elif names and not model.readable:
             take_apart(model)
             afterwards.callback(fuse, model)
+        if not model.bound:
+            model.bind()
         if "attention" in names:
             _force_attention(model, names["attention"], afterwards)
         if "linear" in names:

@@ -87,10 +87,12 @@ def training_context(
 
     Raises ConfigError for documents in a model with a sparse pattern whose kernel cannot separate them (on CUDA).
     """
+    if not model.bound:
+        model.bind()
     config, pattern = model.config, model.config.attention_pattern
     windows = [layer.window for layer in config.layers]
     attentions = [getattr(block, "attention", None) for block in model.blocks]  # None: a fused block
-    fits = all(isinstance(attention, Attention) and attention.takes_intervals for attention in attentions)
+    fits = all(isinstance(attention, Attention) and attention.supports_segments for attention in attentions)
     if pattern is None:
         return TrainingContext(windows, documents, intervals=fits)
     by_flex = any(isinstance(one, Attention) and one.kernels.tokens.name == "flex" for one in attentions)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hasten.errors import ConfigError, HastenWarning
 from hasten.model.fused_block import FusedSteps
@@ -22,12 +22,13 @@ from hasten.model.fused_native import (
     native_waits,
     settled,
 )
+from hasten.model.interfaces import Stack
 from hasten.model.transformer import Block, Transformer, require_model
 from hasten.model.wide import narrow
 from hasten.ops.linear import PackedLinear
 from hasten.ops.linear.weights import PLAIN
 from hasten.ops.native import choose_isa, library
-from hasten.ops.pages import return_freed_memory
+from hasten.ops.pages import mapped_files, release_file_pages, return_freed_memory
 
 __all__ = [
     "CudaBlock",
@@ -38,6 +39,7 @@ __all__ = [
     "fuse",
     "fuse_where_it_fits",
     "is_fused",
+    "new_stack",
     "path_of",
     "refusal",
     "take_apart",
@@ -52,7 +54,8 @@ def refusal(model: Transformer) -> str | None:
 def fuse(model: Transformer) -> Transformer:
     """Replace every block by its fused form, and pack the head, in place. Raises ConfigError if that is not possible.
 
-    Weights are packed block by block and the originals released, so at most one block exists twice.
+    Weights are packed block by block and the originals released, those of a mapped file too, so at most one block
+    exists twice.
     """
     require_model(model, "hasten.fuse")
     reason = refusal(model)
@@ -62,27 +65,42 @@ def fuse(model: Transformer) -> Transformer:
     if runs_triton(model):
         return _fuse_for_cuda(model)
     narrow(model)
-    for i, block in enumerate(model.blocks):
-        if isinstance(block, Block):
+    mapped = mapped_files()
+    for i in range(len(model.blocks)):
+        if isinstance(block := model.blocks[i], Block):
+            originals = matrices(block)
             model.blocks[i] = FusedBlock(block)
-    del block  # else the last one would stay
+            del block  # else its weights would be in use
+            release_file_pages(originals, mapped)
     tied = isinstance(model.embedding, nn.Embedding) and model.tied
+    originals = matrices(model.head)
     model.head = packed(model.head)
     settled(model.head)  # now that the original is let go
     if tied:
         model.tie()
+    release_file_pages(originals, mapped)
     return_freed_memory()
     if all(isinstance(block, FusedBlock) and block.experts is None for block in model.blocks):
-        model.stack = FusedStack(model)
+        model.stack = new_stack(model)
     return model
+
+
+def matrices(module: nn.Module) -> list[Tensor]:
+    """The weights of a module's plain linear layers."""
+    return [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
 
 
 def _fuse_for_cuda(model: Transformer) -> Transformer:
     for i, block in enumerate(model.blocks):
         if isinstance(block, Block):
             model.blocks[i] = CudaBlock(block)
-    model.stack = CudaStack(model)
+    model.stack = new_stack(model)
     return model
+
+
+def new_stack(model: Transformer) -> Stack:
+    """What runs all blocks of a fused model at once."""
+    return CudaStack() if runs_triton(model) else FusedStack(model.config)
 
 
 def waits(model: Transformer) -> str | None:

@@ -233,8 +233,7 @@ class CudaStack:
 
     one_launch = True  # unless the kernel could not be built
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
+    def __init__(self) -> None:
         self._decode: DecodeLayers | None = None
         self._bound_to: list[Any] = []  # blocks' arguments that it was made of
 
@@ -242,28 +241,30 @@ class CudaStack:
         """State without prepared arguments and second references to weights; a copy makes its own."""
         return self.__dict__ | {"_decode": None, "_bound_to": []}
 
-    def addresses(self) -> tuple[int, ...]:
+    def addresses(self, model: Transformer) -> tuple[int, ...]:
         """Addresses of all tensors of the model that a step reads; while they stay, a captured step is valid."""
-        counters: Any = [block._bound.counters for block in self.model.blocks]  # type: ignore[union-attr]
+        counters: Any = [block._bound.counters for block in model.blocks]  # type: ignore[union-attr]
         own = [] if self._decode is None else [self._decode.counter]
-        held = chain(self.model.parameters(), self.model.buffers(), counters, own)
+        held = chain(model.parameters(), model.buffers(), counters, own)
         return tuple(tensor.data_ptr() for tensor in held)
 
-    def run(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
+    def run(self, model: Transformer, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
         x = x.float()
         single = x.shape[0] * x.shape[1] == 1 and not triton_support.recorded()
-        if single and self.one_launch and self._run_at_once(x, ropes, context):
+        if single and self.one_launch and self._run_at_once(model, x, ropes, context):
             return x
-        return self.model.each_block(x, ropes, context.layers)
+        return model.each_block(x, ropes, context.layers)
 
-    def _run_at_once(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> bool:
+    def _run_at_once(
+        self, model: Transformer, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context
+    ) -> bool:
         """Run all blocks on x (1, 1, C) in place by one launch, or return False."""
-        bound: list[Any] = [block._bound for block in self.model.blocks]
+        bound: list[Any] = [block._bound for block in model.blocks]
         if len(bound) != len(self._bound_to) or any(a is not b for a, b in zip(bound, self._bound_to, strict=True)):
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 return False  # its buffers are made outside of graphs
-            found = decode_layers(self.model)
+            found = decode_layers(model)
             made = None if isinstance(found, str) else found
             if made is None or self._decode is None or made.reads() != self._decode.reads():
                 self._decode = made  # else the weights are where they were: captured steps use its buffers
@@ -271,11 +272,7 @@ class CudaStack:
         decode, view = self._decode, context.all_layers
         if decode is None or view is None or view.metadata.rows != PLAIN:
             return False
-        if (
-            view.k[0].dtype != self.model.dtype
-            or view.metadata.max_query != 1
-            or view.k[0].stride() != view.v[0].stride()
-        ):
+        if view.k[0].dtype != model.dtype or view.metadata.max_query != 1 or view.k[0].stride() != view.v[0].stride():
             return False
         cos, sin = (table.flatten() for table in ropes[0])
         try:
@@ -289,18 +286,17 @@ class CudaStack:
             warnings.warn(f"{message}: {reason}", HastenWarning, stacklevel=2)
             return False
 
-    def why_not_one_launch(self) -> str | None:
+    def why_not_one_launch(self, model: Transformer) -> str | None:
         """Why a step of one row is a few launches for each block, or None where it is one for all."""
         if not self.one_launch:
             return "it failed in an earlier step, as a warning said"
-        found = decode_layers(self.model)
+        found = decode_layers(model)
         return found if isinstance(found, str) else None
 
-    def scores(self, x: Tensor) -> Tensor:
+    def scores(self, model: Transformer, x: Tensor) -> Tensor:
         """x (…, C) before the last norm -> logits (…, out features of the head)."""
         from hasten.ops.linear.fused import NormArguments, fused_linear
 
-        model = self.model
         norm = NormArguments(*norm_arguments(model.norm))  # type: ignore[arg-type]
         rows = x.float().flatten(0, -2)
         found = fused_linear(rows, **product_weight(model.head), norm=norm, out_dtype=model.dtype)

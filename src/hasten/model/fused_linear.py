@@ -197,6 +197,13 @@ def _wide(weight: Tensor | None) -> Tensor | None:
     return weight.float() if narrow else weight  # type: ignore[union-attr]
 
 
-def weight_arguments(linear: PackedLinear) -> tuple[Any, ...]:
-    """data, scales, zeros, outer scales, bias, group size, planes of the activations."""
-    return *linear.packed, linear.bias, linear.format.group_size, linear.planes
+def norm_fields(norm: nn.Module) -> dict[str, Any]:
+    """`norm_arguments` by the names that native operators give them."""
+    weight, bias, eps, offset, centred = norm_arguments(norm)
+    return {"norm_weight": weight, "norm_bias": bias, "eps": eps, "offset": offset, "centred": centred}
+
+
+def weight_fields(linear: PackedLinear) -> dict[str, Any]:
+    """A packed weight by the names that native operators give its parts."""
+    size = {"group_size": linear.format.group_size, "planes": linear.planes}
+    return linear.packed._asdict() | {"bias": linear.bias} | size

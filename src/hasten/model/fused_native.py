@@ -8,7 +8,9 @@ experts three, and the readable experts). The residual stream is float32 between
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +23,17 @@ from hasten.model.fused_linear import (
     gate_up_rows,
     interleave_gate_up,
     norm_arguments,
+    norm_fields,
     packed,
     replace_linears,
-    weight_arguments,
+    weight_fields,
 )
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.lora import AdapterChoice
 from hasten.model.sharded import ShardedTransformer, SumOfRanks
 from hasten.model.transformer import MLP, Block, Transformer
 from hasten.ops.attention.spec import LARGEST_HEAD
+from hasten.ops.calls import BlocksCall, NormLinearCall
 from hasten.ops.linear import BFLOAT16, PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in, native_unsupported
 from hasten.ops.linear.weights import PLAIN
@@ -124,61 +128,86 @@ class FusedBlock(FusedSteps):
 
     def bind(self) -> None:
         spec, ops = self.spec, native_ops()
-        norms = [None if norm is None else norm_arguments(norm)[0] for norm in (self.q_norm, self.k_norm)]
-        sizes = (spec.heads, spec.head_dim, *norms)
-        scores = (spec.scale, spec.window or 0, spec.softcap or 0.0)
-
-        def weight(name: str) -> Tensor:
-            linear, factors = getattr(self, name), self.factors.get(name, (None, None))
-            return ops.plan_weight.default(linear.out_features, linear.in_features, *weight_arguments(linear), *factors)
-
-        qkv = [weight(name) for name in ("q", "k", "v")]
+        norm = norm_fields(self.attention_norm)
+        heads = {"heads": spec.heads, "head_dim": spec.head_dim}
+        heads |= {"q_norm": _factors(self.q_norm)[0], "k_norm": _factors(self.k_norm)[0]}
+        scores = {"scale": spec.scale, "window": spec.window or 0, "softcap": spec.softcap or 0.0}
+        qkv = [self._plan(name) for name in ("q", "k", "v")]
+        sums = self.attention_post_norm
         if self.experts is None:
             # eps, offset and centred are those of the first norm: all of a model are of one kind.
-            first = norm_arguments(self.attention_norm)
-            sums = self.attention_post_norm
-            post, mlp, mlp_post = (norm_arguments(norm)[:2] for norm in (sums, self.mlp_norm, self.mlp_post_norm))
-            inner = [weight(name) for name in ("inner", "gate", "up") if hasattr(self, name)]
-            ranks = sums.group.plan if isinstance(sums, SumOfRanks) else None
+            output_norm, mlp_norm, down_norm = (_factors(norm) for norm in (sums, self.mlp_norm, self.mlp_post_norm))
             plan = ops.plan_block.default(
-                *(spec.kv_heads, *first, qkv, *sizes, *scores),
-                *(weight("output"), *post, *mlp),
-                *(inner, self.inner_size, self.gated, self.activation, weight("down"), *mlp_post),
-                ranks,
+                **norm,
+                **heads,
+                **scores,
+                kv_heads=spec.kv_heads,
+                qkv=qkv,
+                output=self._plan("output"),
+                output_norm_weight=output_norm[0],
+                output_norm_bias=output_norm[1],
+                mlp_norm_weight=mlp_norm[0],
+                mlp_norm_bias=mlp_norm[1],
+                mlp=[self._plan(name) for name in ("inner", "gate", "up") if hasattr(self, name)],
+                inner_size=self.inner_size,
+                gated=self.gated,
+                activation=self.activation,
+                down=self._plan("down"),
+                down_norm_weight=down_norm[0],
+                down_norm_bias=down_norm[1],
+                ranks=sums.group.plan if isinstance(sums, SumOfRanks) else None,
             )
-            self._bound = SimpleNamespace(blocks=ops.blocks.default, norm_linear=ops.norm_linear.default, plan=plan)
+            self._bound = SimpleNamespace(blocks=ops.blocks.default, plan=plan)
         else:
             self._bound = SimpleNamespace(
-                attention_input=ops.attention_input.default,
-                input_arguments=(*norm_arguments(self.attention_norm), qkv, *sizes),
+                attention_input=partial(ops.attention_input.default, **norm, **heads, weights=qkv),
                 attention=ops.attention.default,
-                scores=scores,
-                linear_add=ops.linear_add.default,
-                output=weight_arguments(self.output),
-                output_norm=norm_arguments(self.attention_post_norm),
-                summed=isinstance(self.attention_post_norm, SumOfRanks),
+                scores=(*scores.values(),),
+                output=partial(ops.linear_add.default, **weight_fields(self.output)),
+                output_norm=norm_fields(sums),
+                summed=isinstance(sums, SumOfRanks),
             )
+
+    def _plan(self, name: str) -> Tensor:
+        """The weight of a layer, with the factors of its adapters, as the native steps take it."""
+        linear, (lora_a, lora_b) = getattr(self, name), self.factors.get(name, (None, None))
+        size = {"out_features": linear.out_features, "in_features": linear.in_features}
+        return native_ops().plan_weight.default(**size, **weight_fields(linear), lora_a=lora_a, lora_b=lora_b)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
         spec, bound, x = self.spec, self._bound, x.float()
         batch, tokens, _ = x.shape
-        view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
-        k, v, metadata, seen = view
+        k, v, metadata, seen = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
         if self.experts is None:
-            tables = ([], [], [-1]) if rope is None else ([rope[0]], [rope[1]], [0])
-            chosen = None if self.choice is None else self.choice.of(batch * tokens)
-            step = (metadata.slot_mapping, *metadata.to_read)
-            return bound.blocks(x, *tables, [k], [v], *step, [bound.plan], chosen, None, [] if seen is None else [seen])
+            call = BlocksCall(
+                x=x,
+                cos=[] if rope is None else [rope[0]],
+                sin=[] if rope is None else [rope[1]],
+                rope_index=[-1 if rope is None else 0],
+                k=[k],
+                v=[v],
+                slot_mapping=metadata.slot_mapping,
+                query_start_loc=metadata.query_start_loc,
+                seq_lens=metadata.seq_lens,
+                first_slots=metadata.first_slots,
+                block_table=metadata.block_table,
+                block_size=metadata.block_size,
+                rotated=metadata.rows.rotated,
+                plans=[bound.plan],
+                adapters=None if self.choice is None else self.choice.of(batch * tokens),
+                seen=() if seen is None else (seen,),
+            )
+            return bound.blocks(*call)
         cos, sin = rope or (None, None)  # (B, T, dim/2)
-        slots, rotated = metadata.slot_mapping, metadata.rows.rotated
-        q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, slots, rotated)  # (B·T, H, D)
+        placed = {"slot_mapping": metadata.slot_mapping, "rotated": metadata.rows.rotated}
+        q = bound.attention_input(x=x, cos=cos, sin=sin, k=k, v=v, **placed)  # (B·T, H, D)
         attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores, seen)  # (B·T, H, D)
         if bound.summed:  # by the ranks, before the norm
-            part = bound.linear_add(attended, *bound.output, torch.zeros_like(x), *norm_arguments(nn.Identity()))
+            part = bound.output(x=attended, residual=torch.zeros_like(x), **norm_fields(nn.Identity()))
             x = x + self.attention_post_norm(part)
         else:
-            x = bound.linear_add(attended, *bound.output, x, *bound.output_norm)
+            x = bound.output(x=attended, residual=x, **bound.output_norm)
         return x + self.mlp_post_norm(self.experts(self.mlp_norm(x)))
 
 
@@ -193,46 +222,66 @@ class FusedStack:
 
     PARTS = ("qkv", "attention", "output", "inner", "down")
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
+    def __init__(self, config: ModelConfig) -> None:
         self.times: Tensor | None = None
-        self.rope_index = [layer.rope if model.config.ropes else -1 for layer in model.config.layers]
+        self.rope_index = [layer.rope if config.ropes else -1 for layer in config.layers]
+        self._scores: NormLinearCall | None = None  # of the model's norm and head, without x
+        self._norm_linear: Any = None  # its operator
 
-    def run(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
+    def __getstate__(self) -> dict[str, Any]:
+        """State without prepared arguments; a copy makes its own."""
+        return self.__dict__ | {"_scores": None, "_norm_linear": None}
+
+    def run(self, model: Transformer, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32. Blocks that were hooked, replaced or patched are called one by one."""
-        blocks: list[FusedBlock] = list(self.model.blocks)  # type: ignore[arg-type]
-        cache = context.all_layers
-        if cache is None or self.opened():
-            return self.model.each_block(x, ropes, context.layers)
-        cos, sin = [table[0] for table in ropes], [table[1] for table in ropes]
-        plans = self.plans()
-        step = (cache.metadata.slot_mapping, *cache.metadata.to_read)
-        choice = blocks[0].choice
-        chosen = None if choice is None else choice.of(x.shape[0] * x.shape[1])
-        tables = (cos, sin, self.rope_index)
-        how = (plans, chosen, self.times, cache.seen)
-        return blocks[0]._bound.blocks(x.float(), *tables, cache.k, cache.v, *step, *how)
-
-    def opened(self) -> bool:
-        """Whether a block was hooked, replaced or patched, so that it has to be called itself."""
-        return any(
-            type(block) is not FusedBlock
-            or "forward" in block.__dict__
-            or block._forward_hooks
-            or block._forward_pre_hooks
-            for block in self.model.blocks
+        cache, bound = context.all_layers, self.bound(model)
+        if cache is None or bound is None:
+            return model.each_block(x, ropes, context.layers)
+        step = cache.metadata
+        call = BlocksCall(
+            x=x.float(),
+            cos=[cos for cos, _ in ropes],
+            sin=[sin for _, sin in ropes],
+            rope_index=self.rope_index,
+            k=cache.k,
+            v=cache.v,
+            slot_mapping=step.slot_mapping,
+            query_start_loc=step.query_start_loc,
+            seq_lens=step.seq_lens,
+            first_slots=step.first_slots,
+            block_table=step.block_table,
+            block_size=step.block_size,
+            rotated=step.rows.rotated,
+            plans=[one.plan for one in bound],
+            adapters=None if model.adapters is None else model.adapters.of(x.shape[0] * x.shape[1]),
+            times=self.times,
+            seen=cache.seen,
         )
+        return bound[0].blocks(*call)
 
-    def plans(self) -> list[Tensor]:
-        """The plan of each block for the native call of all blocks."""
-        return [block._bound.plan for block in self.model.blocks]  # type: ignore[union-attr, misc]
+    def bound(self, model: Transformer) -> list[SimpleNamespace] | None:
+        """What each block prepared, or None where one was hooked, replaced or patched and has to be called itself."""
+        found = []
+        for block in model.blocks:
+            own = type(block) is FusedBlock and "forward" not in block.__dict__
+            if not own or block._forward_hooks or block._forward_pre_hooks:
+                return None
+            found.append(block._bound)
+        return found
 
-    def scores(self, x: Tensor) -> Tensor:
+    def scores(self, model: Transformer, x: Tensor) -> Tensor:
         """x (…, C) before the last norm -> logits (…, out features of the head) in float32."""
-        model = self.model
-        norm, head = norm_arguments(model.norm), weight_arguments(model.head)
-        first: FusedBlock = model.blocks[0]  # type: ignore[assignment]
-        return first._bound.norm_linear(x, *norm, *head, model.head.out_features)
+        norm, head, call = model.norm, model.head, self._scores
+        if call is None or call.data is not head.data or call.norm_weight is not norm.weight:
+            fields = {**norm_fields(norm), **weight_fields(head), "out_features": head.out_features}
+            self._scores = call = NormLinearCall(x=x.new_empty(0), **fields)
+            self._norm_linear = native_ops().norm_linear.default
+        return self._norm_linear(x, *call[1:])
+
+
+def _factors(norm: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
+    """The weight and the bias of a norm, or None where it has none."""
+    return (None, None) if norm is None else norm_arguments(norm)[:2]
 
 
 def settled(linear: PackedLinear) -> PackedLinear:

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.view import AttentionMetadata, KVView
+
+if TYPE_CHECKING:
+    from hasten.model.transformer import Transformer
 
 
 class LayerContext(Protocol):
@@ -57,11 +60,13 @@ class Context(Protocol):
 
 
 class Stack(Protocol):
-    """All blocks at once, and the last norm with the head."""
+    """All blocks at once, and the last norm with the head. The model has it, and is given: a cycle would outlive it."""
 
-    def run(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor: ...
+    def run(
+        self, model: "Transformer", x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context
+    ) -> Tensor: ...
 
-    def scores(self, x: Tensor) -> Tensor: ...
+    def scores(self, model: "Transformer", x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

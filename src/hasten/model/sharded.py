@@ -62,7 +62,7 @@ def connect(model: Transformer, group: RankGroup, shares: list[Share], whole: Mo
     return sharded
 
 
-def told_by_first(model: Transformer, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+def broadcast_from_rank0(model: Transformer, rows: Sequence[Sequence[int]]) -> list[list[int]]:
     """Broadcast rows of numbers from rank 0; a model that one process holds returns its own."""
     if not isinstance(model, ShardedTransformer):
         return [list(row) for row in rows]

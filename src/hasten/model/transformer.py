@@ -40,6 +40,8 @@ Linear = nn.Linear | PackedLinear  # a quantized or packed layer may replace a p
 class Attention(nn.Module):
     """Multi-head, grouped-query (arXiv 2305.13245) or multi-query (arXiv 1911.02150) attention, by `kv_heads`."""
 
+    kernels: LayerAttention  # set by `bind`
+
     def __init__(self, config: ModelConfig, layer: LayerConfig) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.head_dim
@@ -56,26 +58,18 @@ class Attention(nn.Module):
         self.take_pattern(config.attention_pattern)
 
     def take_pattern(self, pattern: Pattern | None) -> None:
-        """Use a sparse pattern, whose masks include the layer's window."""
+        """Use a sparse pattern, whose masks include the layer's window. The kernels are to be bound after this."""
         if pattern is not None:
             self.block_size = None if pattern.period is not None else pattern.block
             self.spec = replace(self.spec, window=None)
-        self.bind()
 
     def request(self, dtype: torch.dtype | None = None) -> AttentionRequest:
         """The request to a kernel, in the weights' dtype or in `dtype`."""
         like = request_of(self.q)
         wide = isinstance(getattr(self.q, "base", self.q), WideLinear)
         dtype = dtype or (torch.float32 if wide else like.dtype)
-        sparse = self.block_size is not None
-        return AttentionRequest(
-            spec=self.spec,
-            device=like.device,
-            dtype=dtype,
-            block_mask=sparse,
-            block_size=self.block_size,
-            dropout=self.dropout > 0,
-        )
+        request = AttentionRequest(spec=self.spec, device=like.device, dtype=dtype, dropout=self.dropout > 0)
+        return replace(request, block_mask=self.block_size is not None, block_size=self.block_size)
 
     def bind(self, kernel: str | None = None, *, dtype: torch.dtype | None = None) -> None:
         """Choose the attention kernels for the weights' device and dtype; `kernel` forces one where it fits.
@@ -85,7 +79,7 @@ class Attention(nn.Module):
         self.kernels = LayerAttention.bind(self.request(dtype), forced=kernel)
 
     @property
-    def takes_intervals(self) -> bool:
+    def supports_segments(self) -> bool:
         """Whether the kernels take packed documents as the first and last key of each query, without a mask."""
         used = {self.kernels.tokens.name, self.kernels.dropout.name if self.dropout else "native"}
         return used <= {"native", "native-sparse"}
@@ -182,6 +176,7 @@ class Transformer(nn.Module):
         self.origin: str | None = None  # the folder, file or hub id that it was loaded from
         self.stored_types: dict[str, str] = {}  # of a GGUF file's quantized layers, by name: Q4_K
         self.was_trained = False
+        self.bound = False  # whether kernels were chosen, which readable blocks need at their first use
         self.stack: Stack | None = None  # all blocks in one call, where the model is fused
         self.adapters: AdapterChoice | None = None  # which of its adapters a step's rows take, where it has any
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
@@ -228,10 +223,12 @@ class Transformer(nn.Module):
 
         In `compute_dtype`, or in float32 if the model is fused.
         """
+        if not self.bound:
+            self.bind()
         x = self.embed(tokens, positions)
         ropes = [table(positions) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
         if self.stack is not None and block_scales is None:
-            return self.stack.run(x, ropes, context)
+            return self.stack.run(self, x, ropes, context)
         return self.each_block(x, ropes, context.layers, block_scales)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -321,7 +318,7 @@ class Transformer(nn.Module):
 
     def scores(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Logits (..., V) of hidden states (..., C) after the last block. out: the tensor to write them to."""
-        return self.finished(self.head(self.norm(x)) if self.stack is None else self.stack.scores(x), out=out)
+        return self.finished(self.head(self.norm(x)) if self.stack is None else self.stack.scores(self, x), out=out)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (..., V) in float32 of normalized states x (..., C), without the padded rows of the vocabulary."""
@@ -353,6 +350,8 @@ class Transformer(nn.Module):
         """dtype of activations (of readable blocks) and of the KV cache; see `hasten.model.wide`."""
         if (own := getattr(self.blocks[0], "cache_dtype", None)) is not None:
             return own
+        if not self.bound:
+            self.bind()
         if isinstance(self.embedding, PackedEmbedding):
             return self.embedding.dtype
         return torch.float32 if isinstance(self.embedding, WideEmbedding) else self.dtype
@@ -379,11 +378,11 @@ class Transformer(nn.Module):
             self.was_trained = True
         return super().train(mode)
 
+    @torch.inference_mode(False)  # what it makes may be trained later
     def bind(self, *, attention: str | None = None, loss: str | None = None, dtype: torch.dtype | None = None) -> None:
-        """Choose every layer's kernels again, or force one by name; needed after moving to another device or dtype.
+        """Choose every layer's kernels, or force one by name; needed again after moving to another device or dtype.
 
         dtype: of the products, if autocast runs them in another dtype; the model may then only be called under it.
-
         Without `loss`, each call uses the first loss kernel that fits, since autocast decides its dtype; an earlier
         choice is dropped.
         """
@@ -392,7 +391,7 @@ class Transformer(nn.Module):
 
             if loss not in (known := [kernel.name for kernel in KERNELS]):
                 raise ConfigError(f"there is no loss kernel {loss!r}; known: {', '.join(known)}")
-        self.loss_kernel = loss
+        self.loss_kernel, self.bound = loss, True
         choose_width(self)
         for layer in self.modules():
             if isinstance(layer, Attention):

@@ -2,8 +2,8 @@
 
 Each instruction set's libraries register their operators in a torch namespace of its own (`hasten_avx2::linear` …):
 one for inference, one for what only training calls, each compiled and loaded when it is first asked for.
-`fakes.py` tells torch the output shapes of each operator, `with_gradients` the gradients of those that have one: once
-for each instruction set, when one is first wanted.
+`meta_kernels.py` gives torch the output shapes of each operator, `with_gradients` the gradients of those that have one:
+once for each instruction set, when one is first wanted.
 """
 
 import functools
@@ -19,6 +19,7 @@ from typing import Any
 from hasten.errors import ConfigError, HastenWarning, ResourceError
 from hasten.machine import amx_permitted, find_compiler
 from hasten.machine.measured import compare, slower
+from hasten.ops import calls
 from hasten.ops.build import INSTRUCTION_SETS, Part, build, can_build, is_built, namespace
 
 MISSING = "the native library is not there (no compiler, or HASTEN_ISA=none)"
@@ -135,7 +136,7 @@ def _load(isa: str, part: Part) -> NativeLibrary | None:
     ops = getattr(torch.ops, namespace(isa))
     try:
         path = build(isa, part)
-        missing = [name for name in fakes() if not hasattr(ops, name)]
+        missing = [name for name in meta_kernels() if not hasattr(ops, name)]
         torch.ops.load_library(str(path))
     except (ResourceError, OSError, RuntimeError) as error:
         warnings.warn(
@@ -146,14 +147,29 @@ def _load(isa: str, part: Part) -> NativeLibrary | None:
         return None
     for name in missing:
         if hasattr(ops, name):  # then it is this library's
-            torch.library.register_fake(f"{namespace(isa)}::{name}", fakes()[name])
+            _register_meta_kernel(getattr(ops, name).default, meta_kernels()[name])
+    if part == "inference":
+        calls.check(ops)
     return NativeLibrary(isa=isa, path=path, ops=ops)
 
 
+def _register_meta_kernel(operator: Any, kernel: Callable[..., Any]) -> None:
+    """Register an operator's output shapes. Raises TypeError if `kernel` names an argument that it does not have."""
+    import torch
+
+    names = [argument.name for argument in operator._schema.arguments]
+    inspect.signature(kernel).bind(**dict.fromkeys(names))
+
+    def by_name(*given: Any, **named: Any) -> Any:
+        return kernel(**dict(zip(names, given, strict=False)), **named)  # torch leaves defaults out
+
+    torch.library.register_fake(operator.name(), by_name)
+
+
 @functools.cache
-def fakes() -> dict[str, Callable]:
-    """The fake implementation of every native operator, by its name."""
-    from hasten.ops import fakes as module  # here: it imports torch
+def meta_kernels() -> dict[str, Callable]:
+    """The function of every native operator that gives its output shapes, by the operator's name."""
+    from hasten.ops import meta_kernels as module  # here: it imports torch
 
     own = inspect.getmembers(module, lambda one: inspect.isfunction(one) and one.__module__ == module.__name__)
     return {name: function for name, function in own if not name.startswith("_")}

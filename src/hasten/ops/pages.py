@@ -11,11 +11,13 @@ import math
 import mmap
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hasten.errors import ResourceError
+from hasten.machine.files import system_file
 from hasten.machine.memory import available_memory
 
 LARGE_PAGE = 2 << 20
@@ -93,6 +95,31 @@ def release_pages(tensor: Tensor) -> None:
     length = (tensor.data_ptr() + tensor.nbytes) // page * page - start
     if length > 0:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED)
+
+
+def mapped_files() -> list[range]:
+    """The addresses at which this process has mapped files (on Linux)."""
+    found = []
+    for line in (system_file(Path("/proc/self/maps")) or "").splitlines():
+        addresses, _, _, _, inode = line.split()[:5]
+        if inode != "0":
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            found.append(range(start, end))
+    return found
+
+
+def release_file_pages(tensors: list[Tensor], mapped: Sequence[range]) -> None:
+    """Empty a list of tensors, releasing the pages of those in `mapped` that nobody else refers to.
+
+    A file stays mapped, and its pages stay memory of this process, as long as any of its tensors is used.
+    """
+    while tensors:
+        tensor = tensors.pop()
+        storage = tensor.untyped_storage()
+        # Known to this name and to the call that counts; the memory to the tensor and to its name.
+        unused = sys.getrefcount(tensor) == 2 and torch._C._storage_Use_Count(storage._cdata) == 2
+        if unused and any(storage.data_ptr() in one for one in mapped):
+            release_pages(torch.empty(0, dtype=torch.uint8).set_(storage))
 
 
 def _worthwhile(size: int) -> bool:

@@ -33,3 +33,4 @@ def give_pattern(model: Transformer, shape: Shape) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.take_pattern(model.config.attention_pattern)
+            model.bound = False

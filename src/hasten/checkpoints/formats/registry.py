@@ -25,21 +25,17 @@ WRITERS: Mapping[str, WrittenFormat] = {one.method: one for one in (CompressedTe
 
 
 def writer(method: str, *, pack_int8: bool = False) -> WrittenFormat:
-    """What writes a folder of quantized weights; ConfigError for a method that is not written."""
+    """The writer of a folder of quantized weights; ConfigError for a method that is not written."""
     if method not in WRITERS:
         raise ConfigError(f"format {method!r:.40} is not written; known: {', '.join(WRITERS)}")
     return CompressedTensors(pack_int8=True) if pack_int8 and method == CompressedTensors.method else WRITERS[method]
 
 
-def read_quantization(values: Mapping[str, Any], where: Path) -> Callable[[StoredTensors], QuantizedFolder | None]:
-    """What reads the quantized modules beside a config.json of these values, if there are any.
+def read_quantization(values: Mapping[str, Any], given: Any, where: Path) -> Callable[[StoredTensors], QuantizedFolder]:
+    """The reader of the quantized modules beside a config.json of these values, which says `given` of them.
 
-    CheckpointError names what hasten does not read; where the config says that weights are quantized and none is, or
-    does not say so and one is, the reader raises it.
+    CheckpointError names what hasten does not read; where no weight is quantized, the reader raises it.
     """
-    given = values.get("quantization_config", values.get("compression_config"))
-    if given is None:
-        return _refuse_quantized
     method = ConfigFields(where, given).values.get("quant_method")
     found = READERS.get(method) if isinstance(method, str) else None
     if found is None:
@@ -58,12 +54,3 @@ def read_quantization(values: Mapping[str, Any], where: Path) -> Callable[[Store
         return folder
 
     return opened
-
-
-def _refuse_quantized(stored: StoredTensors) -> None:
-    for name, tensor in stored.items():
-        if name.endswith(".weight_packed"):
-            raise CheckpointError(
-                f"{tensor.file}: {name:.100} is quantized, and config.json has no quantization_config that says how; "
-                "download it again"
-            )

@@ -20,7 +20,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def config_values(file: GGUFFile) -> dict[str, Any]:
-    """As a published config.json of the model would state it. Raises CheckpointError for what no family here has."""
+    """The values of the model's config.json, were it published. Raises CheckpointError for what no family here has."""
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise CheckpointError(
@@ -112,7 +112,7 @@ def _longrope(own: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
 
 
 def _llama3(found: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
-    """Llama 3's parameters, which must give the factors that stand in the file."""
+    """Llama 3's parameters, which must give the factors of the file."""
     tensor, theta = file.tensors[FREQUENCIES], found.get("rope_theta", 10_000.0)
     dim: Any = found.get("head_dim")
     fits = tensor.type.name == "F32" and type(dim) is int and tensor.shape == (dim // 2,)

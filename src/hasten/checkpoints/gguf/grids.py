@@ -76,8 +76,8 @@ def iq2_xxs(blocks: Tensor) -> Integers:
 
 
 def _four_signs(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of uint8 (B, 8, n) whose last four bytes are four numbers of signs and a scale: the bytes before (B, 8 · …), the
-    signs (B, 256), the scales (B, 8)."""
+    """Split uint8 (B, 8, n), whose last four bytes are four numbers of signs and a scale, into the bytes before them
+    (B, 8 · …), the signs (B, 256) and the scales (B, 8)."""
     words = _words(groups[..., -4:].flatten(1), 4)
     signs = sign_table()[words[..., None] >> torch.tensor([0, 7, 14, 21]) & 127]
     return groups[..., :-4].flatten(1), signs.flatten(1), words >> 28

@@ -65,7 +65,7 @@ class GGUFFile:
     data: tuple[Tensor, ...]
 
     def raw(self, name: str) -> Tensor:
-        """A tensor's bytes, uint8 (rows, bytes of a row), as they stand in the file."""
+        """A tensor's bytes, uint8 (rows, bytes of a row), as in the file."""
         tensor = self.tensors[name]
         return self.data[tensor.part][tensor.begin : tensor.begin + tensor.bytes].view(-1, tensor.row_bytes)
 
@@ -151,7 +151,7 @@ class _Reader:
         for _ in range(entries):
             key = self.text()
             if key in metadata:
-                self.fail(f"the metadata entry {key!r:.100} stands in it twice")
+                self.fail(f"the metadata entry {key!r:.100} is in it twice")
             metadata[key] = self.value(key, self.number("I"))
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment not in (8 << i for i in range(14)):
@@ -163,7 +163,7 @@ class _Reader:
         for tensor in found:
             name = f"the tensor {tensor.name!r:.100}"
             if tensor.name in placed:
-                self.fail(f"{name} stands in it twice")
+                self.fail(f"{name} is in it twice")
             if tensor.begin != -(-end // alignment) * alignment:
                 self.fail(f"{name} begins at byte {tensor.begin:,}, and the one before it ends at {end:,}")
             end = tensor.begin + tensor.bytes
@@ -171,7 +171,7 @@ class _Reader:
                 self.fail(f"{name} ends at byte {start + end:,}, and the file has {len(self.raw):,}")
             placed[tensor.name] = tensor
         if (behind := len(self.raw) - start - (-(-end // alignment) * alignment)) > 0:
-            self.fail(f"{behind:,} bytes stand behind the last tensor")
+            self.fail(f"{behind:,} bytes follow the last tensor")
         return GGUFFile(self.path, metadata, placed, (self.data[start:],))
 
     def take(self, size: int) -> memoryview:
@@ -185,7 +185,7 @@ class _Reader:
         return shortest(value) if code == "f" else value
 
     def count(self, what: str, most: int, least_bytes: int) -> int:
-        """A number of things of at least so many bytes each."""
+        """Read a number of things of at least `least_bytes` each."""
         count = self.number("Q")
         if count > most or count * least_bytes > len(self.raw) - self.at:
             self.fail(f"it claims {count:,} {what}, which do not fit its {len(self.raw):,} bytes (at most {most:,})")

@@ -117,7 +117,7 @@ class GGUFWeights(QuantizedFolder):
         return tensor - place.offset if place.offset else tensor
 
     def values(self, module: QuantizedModule) -> Tensor:
-        """The blocks as they stand in the file, uint8 (N, bytes of a row)."""
+        """The blocks as in the file, uint8 (N, bytes of a row)."""
         return self._raw(self.places[module.values])
 
     def _raw(self, place: Place) -> Tensor:
@@ -150,7 +150,7 @@ class GGUFWeights(QuantizedFolder):
         )
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
-        """The integers and their scales, which a layer holds as they stand in the file."""
+        """The integers and their scales, which a layer holds as they are in the file."""
         return self._numbers(module, self._our_rows(module))
 
     def _numbers(self, module: QuantizedModule, rows: Tensor) -> QuantizedWeight:

@@ -1,4 +1,4 @@
-"""The types of a GGUF file's tensors: blocks of bytes, and the numbers that they stand for.
+"""The types of a GGUF file's tensors: blocks of bytes, and the numbers that they represent.
 
 A row of K numbers is K / `elements` blocks of `bytes` bytes. All but the plain ones hold integers with a scale for a
 group of them; the k-quants' scales are integers too, with a float16 for each 256 numbers, and some take a minimum away.
@@ -61,7 +61,7 @@ class TensorType:
 
 def _parts(data: Tensor, shifts: Sequence[int], width: int, mask: int) -> Tensor:
     """uint8 (B, n) -> (B, n · shifts): of every `width` bytes the parts at the first shift, then those at the next."""
-    if width == 1:  # looked up: a byte's parts stand side by side
+    if width == 1:  # looked up: a byte's parts are side by side
         every = torch.arange(256, dtype=torch.uint8).view(-1, 1) >> torch.tensor(shifts, dtype=torch.uint8) & mask
         table = every.view(_OF_PARTS[len(shifts)]).flatten()
         return table.index_select(0, data.flatten().int()).view(torch.uint8).view(len(data), -1)

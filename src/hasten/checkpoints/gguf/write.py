@@ -225,7 +225,7 @@ def _type_of(ours: str, stored: WeightFormat, in_features: int, *, ordered: bool
     """The type whose blocks hold a quantized layer's integers."""
     if ordered:
         raise ConfigError(
-            f"{ours}: its columns stand in the order of activation, which GGUF cannot state; write the plain model"
+            f"{ours}: its columns are in the order of activation, which GGUF cannot state; write the plain model"
         )
     types, uneven = {"int4": "Q4_0", "int8": "Q8_0"}, stored.group_size % 32 or in_features % 32
     if stored.element in types and stored.symmetric and len(stored.scales) == 1 and not uneven:

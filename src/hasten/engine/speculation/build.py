@@ -19,7 +19,7 @@ from hasten.engine.speculation.proposer import LIMIT, Accept, Proposer, Text
 from hasten.engine.speculation.speculator import MOST, Speculator
 from hasten.engine.speculation.suffix import SuffixProposer
 from hasten.errors import ConfigError
-from hasten.model.fused import fuse_where_it_fits, refusal
+from hasten.model.fused import fuse_where_it_fits, new_stack, refusal
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 from hasten.model.vocabulary import check_vocabulary
@@ -143,8 +143,8 @@ def first_layers(model: Transformer, count: int) -> Transformer:
         short = Transformer(replace(model.config, layers=layers[:count])).eval()
     for name in ("embedding", "positions", "ropes", "dropout", "norm", "head"):
         setattr(short, name, getattr(model, name))
-    short.blocks = nn.ModuleList(model.blocks[:count])
+    short.blocks, short.bound = nn.ModuleList(model.blocks[:count]), model.bound
     short.tokenizer, short.generation, short.quantization = model.tokenizer, model.generation, model.quantization
     if model.stack is not None:
-        short.stack = type(model.stack)(short)  # type: ignore[call-arg]
+        short.stack = new_stack(short)
     return short

@@ -17,7 +17,7 @@ from hasten.engine.blocks import BlockManager, OutOfBlocks, Rows
 from hasten.engine.cache import KVCache
 from hasten.engine.params import SamplingParams
 from hasten.engine.speculation.proposer import LIMIT, Accept, Chance, Draft, Text
-from hasten.model.grow import Blocks, Draws, Ending, can_grow, grow
+from hasten.model.draft import Blocks, Draws, Ending, can_draft_in_one_call, draft_in_one_call
 from hasten.model.transformer import Transformer
 
 # Shares of probability that the draft gives to what it draws, from which on it is another kind; and how often those of
@@ -84,7 +84,7 @@ class DraftModel:
         if not going:
             return drafts
         plain = self.accept == "exact" and all(_is_plain(text.params) for text in texts)
-        if plain and can_grow(self.model):
+        if plain and can_draft_in_one_call(self.model):
             while going:
                 going = self._grow(going, floor, chance)
             return drafts
@@ -157,7 +157,8 @@ class DraftModel:
             lengths=[len(one.known.tokens) for one in going],
         )
         steps = min(one.text.room - len(one.draft.tokens) for one in going)
-        found = grow(self.model, [one.read for one in going], steps=steps, cache=cache, draws=draws, ending=ending)
+        read = [one.read for one in going]
+        found = draft_in_one_call(self.model, read, steps=steps, cache=cache, draws=draws, ending=ending)
         more = []
         for row, one in enumerate(going):
             drawn = [int(step[row][0]) for step in found]

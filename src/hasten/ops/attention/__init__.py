@@ -4,8 +4,8 @@ All kernels are called as kernel(q, k, v, spec, inputs), with q of shape (B, T, 
 H is a multiple of Hkv, and query head h reads key/value head h // (H // Hkv).
 """
 
-from hasten.ops.attention.elsewhere import multi_head_attention_forward, replace_in
 from hasten.ops.attention.inputs import AttentionInputs, alibi_slopes
+from hasten.ops.attention.integrations import multi_head_attention_forward, replace_in
 from hasten.ops.attention.layer import LayerAttention
 from hasten.ops.attention.operator import KERNELS, attention
 from hasten.ops.attention.spec import AttentionRequest, AttentionSpec

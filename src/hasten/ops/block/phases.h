@@ -11,22 +11,6 @@ namespace hasten {
 using torch::stable::Tensor;
 typedef std::optional<Tensor> Maybe;
 
-// The arguments that a norm and a packed weight have in every operator.
-#define HASTEN_NORM Maybe norm_weight, Maybe norm_bias, double eps, double offset, bool centred
-#define HASTEN_WEIGHT Tensor data, Maybe scales, Maybe zeros, Maybe outer, Maybe bias, int64_t group_size, int64_t planes
-
-inline Norm norm_of(const Maybe& weight, const Maybe& bias, double eps, double offset, bool centred) {
-  Norm n;
-  if (!weight) return n;
-  n.weight = weight->const_data_ptr();
-  n.type = type_of(*weight);
-  if (bias) n.bias = bias->const_data_ptr();
-  n.eps = float(eps);
-  n.offset = float(offset);
-  n.centred = centred;
-  return n;
-}
-
 // What adapters (LoRA) add to a product with a weight: B·(A·x), of each row with the factors that it takes.
 struct Adapters {
   const float* a = nullptr;  // [adapters][K][rank]; null: there are none
@@ -36,12 +20,6 @@ struct Adapters {
 
 // A packed weight (N, K) with what belongs to it.
 struct PackedWeight {
-  PackedWeight() = default;
-  PackedWeight(int64_t n, int64_t k, HASTEN_WEIGHT)
-      : w(weight_of(data, scales, zeros, outer, n, k, group_size)), k(k), bias(bias ? bias->const_data_ptr() : nullptr),
-        bias_type(bias ? type_of(*bias) : Type::f32) {
-    w.planes = int(planes);
-  }
   Weight w{};
   int64_t k = 0;
   const void* bias = nullptr;

@@ -13,6 +13,8 @@ so the reference decides if two tokens are too close. On CUDA, Triton kernels go
 (`draw_at_once`) without writing scores or noise.
 """
 
+import functools
+import os
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ def draw(scores: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
     """
     ops = _native(scores)
     if ops is None:
-        if _on_triton(scores):
+        if scores.is_cuda and _on_triton(scores):
             from hasten.ops.draw import triton_draw
 
             return triton_draw.draw(scores, seeds, steps, None, None, None, None, None, True)
@@ -67,7 +69,7 @@ def draw_at_once(
 
     The settings are `hasten.engine.sampling.RowParams`' own. drawn: False where all rows are greedy.
     """
-    if not _on_triton(logits):
+    if not (logits.is_cuda and _on_triton(logits)):
         return None
     from hasten.ops.draw import triton_draw
 
@@ -79,7 +81,7 @@ def least_kept(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Te
 
     scores (B, V) float32; top_k (B, 1) int64, V: off; top_p (B, 1) float32, 1: off.
     """
-    if not _on_triton(scores):
+    if not (scores.is_cuda and _on_triton(scores)):
         return None
     from hasten.ops.draw import triton_draw
 
@@ -87,13 +89,19 @@ def least_kept(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Te
 
 
 def _on_triton(scores: Tensor) -> bool:
-    return scores.is_cuda and triton_support.refusal(scores.device) is None
+    return triton_support.refusal(scores.device) is None
 
 
 def _native(scores: Tensor) -> Any:
     """The native operators, if they support the call."""
     if scores.device.type != "cpu" or torch.compiler.is_compiling():
         return None
+    return _operators(os.environ.get("HASTEN_ISA"))
+
+
+@functools.cache
+def _operators(_isa: str | None) -> Any:
+    """The native operators of $HASTEN_ISA, looked up once: a draw of few tokens takes less time."""
     native = library()
     return None if native is None else native.ops
 

@@ -38,7 +38,8 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (…) -> (…, C)."""
-        return self.table.rows(tokens, self.dtype)
+        table: PackedLinear = self.tables[0]  # type: ignore[assignment]
+        return table.rows(tokens, table.request.dtype)
 
     def to_weight(self) -> QuantizedWeight:
         """The quantized weight as it was given, bit for bit."""

@@ -24,7 +24,7 @@ from hasten.ops.linear.weights import (
 )
 from hasten.ops.native import native_ops
 from hasten.ops.panels import PANEL, steps
-from hasten.ops.picker import pick
+from hasten.ops.picker import Kernel, pick
 
 ACTIVATION_PLANES = {"int8": 1, "float": 2}
 
@@ -56,6 +56,9 @@ class PackedLinear(nn.Module):
     outer: Tensor | None
     bias: Tensor | None
     order: Tensor | None
+    kernel: str
+    _product: Product
+    _native_rows: Callable[..., Tensor] | None  # of the native kernel
 
     def __init__(
         self,
@@ -86,8 +89,7 @@ class PackedLinear(nn.Module):
         chosen = pick(KERNELS, self.request, forced=kernel)
         if kernel is None and (reason := slow_for_its_format(self.request)) is not None:
             warnings.warn(f"the slower kernel {chosen.name!r} is used: {reason}", HastenWarning, stacklevel=3)
-        self.kernel = chosen.name
-        self._product: Product = chosen.run()
+        self._use(chosen)
         self._hold((pack or self._pack_empty)(layout_of(self.kernel)))
         self.register_buffer("order", None)
         if isinstance(bias, bool):
@@ -208,24 +210,34 @@ class PackedLinear(nn.Module):
 
     def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows of the weight, as an embedding reads them: ids (…) -> (…, K)."""
-        # Panels are padded: without a look at the ids a row past the last would be read as zeros.
+        if self._native_rows is None or self.order is not None:
+            self._check_rows(ids)
+            return self.numbers(ids.flatten()).dequantize(dtype).view(*ids.shape, self.in_features)
+        sizes = (self.out_features, self.in_features, self.format.group_size)
+        try:
+            found = self._native_rows(ids.flatten(), self.data, self.scales, self.zeros, self.outer, *sizes)
+        except RuntimeError:
+            self._check_rows(ids)
+            raise
+        return found.to(dtype).view(*ids.shape, self.in_features)
+
+    def _check_rows(self, ids: Tensor) -> None:
         if ids.device.type == "cpu" and ids.numel():
-            known = ids.flatten().tolist()
-            least, most = min(known), max(known)
+            least, most = (int(end) for end in ids.aminmax())
             if least < 0 or most >= self.out_features:
                 raise ConfigError(f"this layer has the rows 0 to {self.out_features - 1}; found {least} to {most}")
-        if self.kernel == "native" and self.order is None:
-            sizes = (self.out_features, self.in_features, self.format.group_size)
-            found = native_ops().unpacked_rows(ids.flatten(), *self.packed, *sizes)
-            return found.to(dtype).view(*ids.shape, self.in_features)
-        return self.numbers(ids.flatten()).dequantize(dtype).view(*ids.shape, self.in_features)
 
     def bind(self, kernel: str | None = None) -> None:
         """Pick the kernel again, or force one by name; repacks the weight if the new kernel has another layout."""
         chosen = pick(KERNELS, self.request, forced=kernel)
         if layout_of(chosen.name) is not layout_of(self.kernel):
             self._hold(layout_of(chosen.name).pack(self._rows(None)))
-        self.kernel, self._product = chosen.name, chosen.run()
+        self._use(chosen)
+
+    def _use(self, kernel: Kernel[LinearRequest]) -> None:
+        """Look up what calls need once: this takes longer than the rows of an embedding."""
+        self.kernel, self._product = kernel.name, kernel.run()
+        self._native_rows = native_ops().unpacked_rows.default if kernel.name == "native" else None
 
     def extra_repr(self) -> str:
         activations = f", activations={self.activations}" if self.format.scales else ""
@@ -235,8 +247,8 @@ class PackedLinear(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the bound function, which cannot be pickled."""
-        return {k: v for k, v in self.__dict__.items() if k != "_product"}
+        """Without the bound functions, which cannot be pickled."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_product", "_native_rows")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -1,7 +1,7 @@
-"""Output shapes of the native operators, for torch.compile: each function is the fake implementation of one.
+"""Output shapes of the native operators, for torch.compile: each function gives those of one.
 
-It has the operator's name and arguments, and returns empty tensors of the right shapes. `hasten.ops.native` reads those
-without an underscore.
+It has the operator's name, takes its arguments by their names, and returns empty tensors of the right shapes.
+`hasten.ops.native` reads those without an underscore, and refuses names that an operator does not have.
 """
 
 from typing import Any
@@ -11,24 +11,10 @@ from torch import Tensor
 
 from hasten.ops.panels import PANEL, panel_shape
 
-
-def _like_first(x: Tensor, *rest: Any) -> Tensor:
-    """Output like the first argument, contiguous."""
-    return x.new_empty(x.shape)
-
-
-def _plan(*arguments: Any) -> Tensor:
-    """Bytes that only the native code can read; how many it alone knows."""
-    first = next(one for one in arguments if isinstance(one, Tensor))
-    return first.new_empty(0, dtype=torch.uint8)
-
-
 # linear/linear.cpp
 
 
-def linear(
-    x: Tensor, data: Tensor, scales: Any, zeros: Any, outer: Any, bias: Any, out_features: int, *rest: int
-) -> Tensor:
+def linear(x: Tensor, out_features: int, **rest: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
@@ -71,16 +57,12 @@ def pack_blocks(
 # linear/unpacked.cpp
 
 
-def transposed_panels(
-    data: Tensor, scales: Any, zeros: Any, outer: Any, first: int, count: int, in_features: int, group_size: int
-) -> Tensor:
+def transposed_panels(data: Tensor, count: int, in_features: int, **rest: Any) -> Tensor:
     """(K, 64·count) in float32."""
     return data.new_empty((in_features, count * PANEL), dtype=torch.float32)
 
 
-def unpacked_rows(
-    ids: Tensor, data: Tensor, scales: Any, zeros: Any, outer: Any, out_features: int, in_features: int, group_size: int
-) -> Tensor:
+def unpacked_rows(ids: Tensor, data: Tensor, in_features: int, **rest: Any) -> Tensor:
     """(R, K) in float32."""
     return data.new_empty((ids.numel(), in_features), dtype=torch.float32)
 
@@ -88,34 +70,47 @@ def unpacked_rows(
 # block/block.cpp
 
 
-def attention_input(x: Tensor, *rest: Any) -> Tensor:
+def attention_input(x: Tensor, heads: int, head_dim: int, **rest: Any) -> Tensor:
     """q (R, H, D)."""
-    heads, head_dim = rest[6], rest[7]
     return x.new_empty(x.shape[:-1].numel(), heads, head_dim)
 
 
-def linear_add(x: Tensor, data: Tensor, scales: Any, zeros: Any, outer: Any, bias: Any, *rest: Any) -> Tensor:
-    """Output like the residual."""
-    residual: Tensor = rest[2]
+def linear_add(residual: Tensor, **rest: Any) -> Tensor:
     return residual.new_empty(residual.shape)
 
 
-def mlp_input(x: Tensor, *rest: Any) -> Tensor:
+def mlp_input(x: Tensor, inner_size: int, **rest: Any) -> Tensor:
     """(…, I)."""
-    return x.new_empty((*x.shape[:-1], rest[6]))
+    return x.new_empty((*x.shape[:-1], inner_size))
 
 
-def norm_linear(x: Tensor, *rest: Any) -> Tensor:
+def norm_linear(x: Tensor, out_features: int, **rest: Any) -> Tensor:
     """(…, N) in float32."""
-    return x.new_empty((*x.shape[:-1], rest[12]), dtype=torch.float32)
+    return x.new_empty((*x.shape[:-1], out_features), dtype=torch.float32)
 
 
-blocks = _like_first
-plan_weight = plan_block = plan_pattern = _plan
+def blocks(x: Tensor, **rest: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def plan_weight(data: Tensor, **rest: Any) -> Tensor:
+    return _plan(data)
+
+
+def plan_block(output: Tensor, **rest: Any) -> Tensor:
+    return _plan(output)
+
+
+def _plan(like: Tensor) -> Tensor:
+    """Bytes that only the native code can read; how many it alone knows."""
+    return like.new_empty(0, dtype=torch.uint8)
+
 
 # collective/collective.cpp
 
-plan_ranks = _plan
+
+def plan_ranks(segment: Tensor, **rest: Any) -> Tensor:
+    return _plan(segment)
 
 
 def sum_of_ranks(ranks: Tensor, x: Tensor) -> None:
@@ -136,10 +131,10 @@ def gather_ranks(ranks: Tensor, x: Tensor, sizes: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(sizes)))
 
 
-# block/grow.cpp
+# block/draft.cpp
 
 
-def grow(tokens: Tensor, counts: Any, starts: Any, most: int, *rest: Any) -> Tensor:
+def draft_in_one_call(tokens: Tensor, counts: Any, most: int, **rest: Any) -> Tensor:
     """(most, B, 2), or fewer steps."""
     return tokens.new_empty((most, len(counts), 2), dtype=torch.float64)
 
@@ -160,18 +155,22 @@ def largest(scores: Tensor, count: int) -> Tensor:
 # attention/native.cpp and train.cpp
 
 
-attention = _like_first  # (R, H, D)
+def attention(q: Tensor, **rest: Any) -> Tensor:
+    """(R, H, D)."""
+    return q.new_empty(q.shape)
 
 
-def train_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def plan_pattern(table: Tensor, **rest: Any) -> Tensor:
+    return _plan(table)
+
+
+def train_attention(q: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
     """The output (B, T, H, D) and the log-sum-exp (B, H, T)."""
     batch, tokens, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
-def train_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def train_attention_backward(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, contiguous."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -179,14 +178,19 @@ def train_attention_backward(
 # activation/activation.cpp
 
 
-bias_gelu = silu_mul = _like_first
+def bias_gelu(z: Tensor, **rest: Any) -> Tensor:
+    return z.new_empty(z.shape)
 
 
-def bias_gelu_backward(dout: Tensor, z: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def silu_mul(gate: Tensor, **rest: Any) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+def bias_gelu_backward(z: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
     """The gradients of z, and of the bias in float32."""
     return z.new_empty(z.shape), z.new_empty(z.shape[-1:], dtype=torch.float32)
 
 
-def silu_mul_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def silu_mul_backward(gate: Tensor, up: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up."""
     return gate.new_empty(gate.shape), up.new_empty(up.shape)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.model.fused import FusedStack
-from hasten.model.fused_linear import norm_arguments, weight_arguments
+from hasten.model.fused_linear import norm_fields, weight_fields
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.native import native_ops
@@ -56,18 +56,21 @@ class Ending:
     floor: float
 
 
-def can_grow(model: Transformer) -> bool:
-    """Whether `grow` supports this model: fused, dense, without learned positions, longrope, adapters or a pattern."""
+def can_draft_in_one_call(model: Transformer) -> bool:
+    """Whether `draft_in_one_call` supports this model.
+
+    It is to be fused and dense, without learned positions, longrope, adapters or a pattern.
+    """
     stack, embedding = model.stack, model.embedding
     plain = isinstance(embedding, nn.Embedding) and embedding.weight.dtype == torch.bfloat16
     own = isinstance(embedding, PackedEmbedding) and embedding.table is model.head and embedding.table.order is None
-    whole = isinstance(stack, FusedStack) and not stack.opened() and stack.times is None
+    whole = isinstance(stack, FusedStack) and stack.bound(model) is not None and stack.times is None
     turned = all(rope.scaling != "longrope" for rope in model.config.ropes)
     others = (model.positions, model.adapters, model.config.attention_pattern)
     return whole and (plain or own) and turned and all(one is None for one in others)
 
 
-def grow(
+def draft_in_one_call(
     model: Transformer, tokens: Sequence[Sequence[int]], *, steps: int, cache: Blocks, draws: Draws, ending: Ending
 ) -> list[list[list[float]]]:
     """Decode `steps` tokens for each of B rows; returns [token, probability] by step and row.
@@ -76,16 +79,35 @@ def grow(
     """
     stack, head, config = model.stack, model.head, model.config
     assert isinstance(stack, FusedStack)
-    found: Tensor = native_ops().grow.default(
-        torch.tensor([token for own in tokens for token in own]),
-        *([len(own) for own in tokens], cache.lengths, steps, cache.block_table, cache.block_size),
-        *([table.frequencies for table in model.ropes], [rope.attention_factor for rope in config.ropes]),
-        *(stack.rope_index, cache.k, cache.v, stack.plans()),
-        model.embedding.weight if isinstance(model.embedding, nn.Embedding) else None,
-        *(config.embedding_scale, config.hidden_size, *norm_arguments(model.norm)),
-        *(*weight_arguments(head), head.out_features, config.vocab_size, config.logit_softcap or 0.0),
-        *(torch.tensor(draws.seeds), torch.tensor(draws.steps)),
-        torch.tensor(draws.temperatures, dtype=torch.float32),
-        *(ending.thresholds, ending.chances, ending.likely, ending.floor),
+    bound = stack.bound(model)
+    assert bound is not None
+    found: Tensor = native_ops().draft_in_one_call.default(
+        tokens=torch.tensor([token for own in tokens for token in own]),
+        counts=[len(own) for own in tokens],
+        starts=cache.lengths,
+        most=steps,
+        block_table=cache.block_table,
+        block_size=cache.block_size,
+        frequencies=[table.frequencies for table in model.ropes],
+        factors=[rope.attention_factor for rope in config.ropes],
+        rope_index=stack.rope_index,
+        k=cache.k,
+        v=cache.v,
+        plans=[one.plan for one in bound],
+        table=model.embedding.weight if isinstance(model.embedding, nn.Embedding) else None,
+        embedding_scale=config.embedding_scale,
+        hidden_size=config.hidden_size,
+        **norm_fields(model.norm),
+        **weight_fields(head),
+        out_features=head.out_features,
+        vocab_size=config.vocab_size,
+        softcap=config.logit_softcap or 0.0,
+        seeds=torch.tensor(draws.seeds),
+        steps=torch.tensor(draws.steps),
+        temperatures=torch.tensor(draws.temperatures, dtype=torch.float32),
+        thresholds=ending.thresholds,
+        chances=ending.chances,
+        likely=ending.likely,
+        floor=ending.floor,
     )
     return found.tolist()

@@ -1,0 +1,150 @@
+// The arguments of the block operators, by name (fields.h). R: rows of x, C: hidden size, H: query heads, D: head size.
+#pragma once
+
+#include "../fields.h"
+#include "phases.h"
+
+namespace hasten {
+
+// A norm, or none where norm_weight is not given. centred: LayerNorm subtracts the mean, RMSNorm does not.
+struct NormFields {
+  Maybe norm_weight, norm_bias;
+  double eps = 0, offset = 0;
+  bool centred = false;
+  HASTEN_FIELDS(norm_weight, norm_bias, eps, offset, centred)
+
+  Norm norm() const { return like(norm_weight, norm_bias); }
+  // A norm of the same kind with other factors.
+  Norm like(const Maybe& weight, const Maybe& bias = std::nullopt) const {
+    Norm n;
+    if (!weight) return n;
+    n.weight = weight->const_data_ptr();
+    n.type = type_of(*weight);
+    if (bias) n.bias = bias->const_data_ptr();
+    n.eps = float(eps);
+    n.offset = float(offset);
+    n.centred = centred;
+    return n;
+  }
+};
+
+// A weight in panels (linear/gemm.h), its bias, and the int8 planes that its activations become.
+struct WeightFields {
+  Tensor data;
+  Maybe scales, zeros, outer, bias;
+  int64_t group_size = 0, planes = 1;
+  HASTEN_FIELDS(data, scales, zeros, outer, bias, group_size, planes)
+
+  PackedWeight packed(int64_t n, int64_t k) const {
+    PackedWeight found;
+    found.w = weight_of(data, scales, zeros, outer, n, k, group_size);
+    found.w.planes = int(planes);
+    found.k = k;
+    if (bias) {
+      found.bias = bias->const_data_ptr();
+      found.bias_type = type_of(*bias);
+    }
+    return found;
+  }
+};
+
+// A weight (N, K) for other operators. lora_a (adapters, K, rank) and lora_b (adapters, panels, rank, 64) float32: see
+// Adapters.
+struct PlanWeightCall {
+  int64_t out_features = 0, in_features = 0;
+  WeightFields weight;
+  Maybe lora_a, lora_b;
+  HASTEN_FIELDS(out_features, in_features, weight, lora_a, lora_b)
+};
+
+// A dense block of plans of weights: those of q, k and v, that of gate and up or both. norm: before attention; the others
+// are of its kind. ranks: with which the sums of output and down are shared.
+struct PlanBlockCall {
+  NormFields norm;
+  std::vector<Tensor> qkv;
+  int64_t heads = 0, kv_heads = 0, head_dim = 0;
+  Maybe q_norm, k_norm;
+  double scale = 0;
+  int64_t window = 0;
+  double softcap = 0;
+  Tensor output;
+  Maybe output_norm_weight, output_norm_bias, mlp_norm_weight, mlp_norm_bias;
+  std::vector<Tensor> mlp;
+  int64_t inner_size = 0;
+  bool gated = false;
+  int64_t activation = 0;
+  Tensor down;
+  Maybe down_norm_weight, down_norm_bias, ranks;
+  HASTEN_FIELDS(norm, qkv, heads, kv_heads, head_dim, q_norm, k_norm, scale, window, softcap, output, output_norm_weight,
+                output_norm_bias, mlp_norm_weight, mlp_norm_bias, mlp, inner_size, gated, activation, down,
+                down_norm_weight, down_norm_bias, ranks)
+};
+
+// Dense blocks after each other, x (…, C) float32 -> the same, the threads started once. cos, sin: of each rotary table;
+// rope_index[i]: which of them block i takes, -1 for none. k, v: the caches of the layers, which have the same slots; where
+// the step's tokens are in them is said by the fields of AttentionMetadata (attention/view.py). plans: of plan_block.
+// adapters int64 (rows,): the one that each row takes, -1 for none. times int64 (1 + 5·blocks,): where somebody wants to
+// know, when the blocks began and when each part of each ended, in nanoseconds of the steady clock. seen: what each block
+// sees, of plan_pattern; empty: all.
+struct BlocksCall {
+  Tensor x;
+  std::vector<Tensor> cos, sin;
+  std::vector<int64_t> rope_index;
+  std::vector<Tensor> k, v;
+  Tensor slot_mapping, query_start_loc, seq_lens;
+  Maybe first_slots, block_table;
+  int64_t block_size = 0;
+  bool rotated = false;
+  std::vector<Tensor> plans;
+  Maybe adapters, times;
+  std::vector<Tensor> seen;
+  HASTEN_FIELDS(x, cos, sin, rope_index, k, v, slot_mapping, query_start_loc, seq_lens, first_slots, block_table, block_size,
+                rotated, plans, adapters, times, seen)
+  HASTEN_WRITTEN(k, v, times)
+};
+Tensor blocks(BlocksCall call);
+
+// x (…, C) -> q (R, H, D); see AttentionInput. weights: plans of those of q, k and v.
+struct AttentionInputCall {
+  Tensor x;
+  NormFields norm;
+  std::vector<Tensor> weights;
+  int64_t heads = 0, head_dim = 0;
+  Maybe q_norm, k_norm, cos, sin;
+  Tensor k, v, slot_mapping;
+  bool rotated = false;
+  HASTEN_FIELDS(x, norm, weights, heads, head_dim, q_norm, k_norm, cos, sin, k, v, slot_mapping, rotated)
+  HASTEN_WRITTEN(k, v)
+};
+
+// x (R, K), residual (…, N) -> the residual's shape and dtype; see LinearAdd.
+struct LinearAddCall {
+  Tensor x;
+  WeightFields weight;
+  Tensor residual;
+  NormFields norm;
+  HASTEN_FIELDS(x, weight, residual, norm)
+};
+
+// x (…, C) -> (…, I) in x's dtype; see MlpInput. weights: plans of that of gate and up, or of each.
+struct MlpInputCall {
+  Tensor x;
+  NormFields norm;
+  std::vector<Tensor> weights;
+  int64_t inner_size = 0;
+  bool gated = false;
+  int64_t activation = 0;
+  HASTEN_FIELDS(x, norm, weights, inner_size, gated, activation)
+};
+
+// norm(x)·Wᵀ + b in float32, x (…, C) -> (…, N).
+struct NormLinearCall {
+  Tensor x;
+  NormFields norm;
+  WeightFields weight;
+  int64_t out_features = 0;
+  HASTEN_FIELDS(x, norm, weight, out_features)
+};
+Tensor norm_linear(NormLinearCall call);
+
+}  // namespace hasten
