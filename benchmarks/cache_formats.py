@@ -105,7 +105,7 @@ class CacheFormats:
 
         import hasten
         from hasten.engine.cache import ROW_FORMATS
-        from hasten.engine.decoder import Decoder
+        from hasten.engine.given_texts import GivenTexts
         from hasten.model.families import read_config
         from hasten.model.initialize import initialize
         from hasten.ops.native import library
@@ -117,21 +117,21 @@ class CacheFormats:
         rows = []
         for length in self.tokens:
             for batch in self.batches:
-                make = {"batch": batch, "capacity": length}
-                decoders = {name: Decoder(model, **make, kv_cache_dtype=name) for name in ROW_FORMATS}
+                make = {"batch": batch, "capacity": length, "compiled": True}  # a block a text
+                decoders = {name: GivenTexts(model, **make, kv_cache_dtype=name) for name in ROW_FORMATS}
                 fill(list(decoders.values()))
                 q = torch.randn(batch, config.heads, config.head_dim)
                 next_tokens, places = torch.arange(batch) + 5, torch.full((batch, 1), length - 1)
 
-                def attention(decoder: Decoder, q: torch.Tensor = q, places: torch.Tensor = places) -> float:
+                def attention(decoder: GivenTexts, q: torch.Tensor = q, places: torch.Tensor = places) -> float:
                     """The median of the layers, one after the other: none is found in the processor's caches."""
                     views = [layer.held for layer in decoder.cache.step_of_texts(places, masks=False).layers]
                     scores = (config.head_dim**-0.5, 0, 0.0)
                     run = native.ops.attention
                     return median(timed(lambda v=v: run(q, v.k, v.v, *v.metadata.to_read, *scores)) for v in views)
 
-                def step(decoder: Decoder, tokens: torch.Tensor = next_tokens, at: int = length - 1) -> float:
-                    decoder.lengths = [at] * len(tokens)
+                def step(decoder: GivenTexts, tokens: torch.Tensor = next_tokens, at: int = length - 1) -> float:
+                    decoder.suppose(at)
                     return timed(lambda: decoder.decode(tokens))
 
                 for what, run in (("attention", attention), ("step", step)):

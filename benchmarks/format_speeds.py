@@ -249,7 +249,7 @@ def paired(nearest: Path, gptq: Path, rounds: int) -> dict[str, Any]:
     import torch
 
     import hasten
-    from hasten.engine.graphs import fastest_decoder
+    from hasten.engine.given_texts import GivenTexts
     from hasten.model.fused import fuse
 
     prompt = torch.randint(3, 256, (1, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
@@ -264,7 +264,7 @@ def paired(nearest: Path, gptq: Path, rounds: int) -> dict[str, Any]:
             decoders, first = {}, {}
             for name in names:
                 model = hasten.load(folders[name], dtype="bfloat16")
-                decoders[name] = fastest_decoder(fuse(model), batch=1, capacity=PROMPT + TURN)
+                decoders[name] = GivenTexts(fuse(model), batch=1, capacity=PROMPT + TURN)
                 first[name] = decoders[name].prefill(prompt).argmax(-1)
         orders.shuffle(names)
         for name in names:

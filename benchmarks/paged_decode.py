@@ -79,14 +79,14 @@ class PagedDecode:
 
         from hasten.engine.blocks import Rows
         from hasten.engine.cache import KVCache, row_format
-        from hasten.engine.decoder import Decoder
+        from hasten.engine.given_texts import GivenTexts
         from hasten.ops.native import library
 
         native = library()
         assert native is not None
         size, room = self.block_size, -(-self.tokens // self.block_size)
         config = model.config
-        decoder = Decoder(model, batch=batch, capacity=room * size)
+        decoder = GivenTexts(model, batch=batch, capacity=room * size, compiled=True)  # a block a text
         make: dict[str, Any] = {"blocks": batch * room, "block_size": size, "dtype": model.dtype, "device": "cpu"}
         formats = {"blocks": row_format("auto"), "int8": row_format("int8"), "int4": row_format("int4")}
         paged = {kind: KVCache(config, **make, row_format=rows) for kind, rows in formats.items()}
@@ -114,7 +114,7 @@ class PagedDecode:
 
         def step(kind: str) -> Any:
             if kind == "contiguous":
-                decoder.lengths = [self.tokens - 1] * batch
+                decoder.suppose(self.tokens - 1)
                 return decoder.decode(tokens)
             context = paged[kind].step(rows)
             return model(tokens[None], context.positions, context)[0]

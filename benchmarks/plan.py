@@ -160,10 +160,10 @@ class Generating:
         return self.served(prompts) if self.options.use == "serve" else self.generated(prompts)
 
     def generated(self, prompts: list[list[int]]) -> dict[str, float]:
-        from hasten.engine.decoder import Decoder
+        from hasten.engine.given_texts import GivenTexts
 
         new, cache = self.options.new_tokens, self.options.kv_cache_dtype
-        decoder = Decoder(self.model, batch=self.batch, capacity=self.options.length, kv_cache_dtype=cache)
+        decoder = GivenTexts(self.model, batch=self.batch, capacity=self.options.length, kv_cache_dtype=cache)
         start = time.perf_counter()
         tokens = decoder.prefill(prompts).argmax(-1).tolist()
         middle, times = time.perf_counter(), []

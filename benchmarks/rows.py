@@ -135,9 +135,9 @@ def fused_shape(shape: str, name: str, *, layers: int | None = None) -> Any:
 
 def steps_of(model: Any, context: int, counts: Sequence[int]) -> dict[int, Callable[[], object]]:
     """Steps of so many rows of one sequence, after so many tokens."""
-    from hasten.engine.decoder import Decoder
+    from hasten.engine.given_texts import GivenTexts
 
-    decoder = Decoder(model, batch=1, capacity=context + max(counts))
+    decoder = GivenTexts(model, batch=1, capacity=context + max(counts))
     decoder.prefill([[token % model.config.vocab_size for token in range(3, 3 + context)]])
 
     def step(rows: int) -> Callable[[], object]:

@@ -71,7 +71,7 @@ class SparseDecode:
         """Of a model with the pattern."""
         import torch
 
-        from hasten.engine.decoder import Decoder
+        from hasten.engine.given_texts import GivenTexts
         from hasten.model.families import read_config
         from hasten.model.fused import fuse_where_it_fits, is_fused
         from hasten.model.initialize import initialize
@@ -85,14 +85,14 @@ class SparseDecode:
         model = fuse_where_it_fits(initialize(read_config(values), seed=0, dtype=torch.bfloat16).eval())
         if not is_fused(model):
             raise SystemExit("these are times of fused steps, which this machine has none of")
-        return Decoder(model, batch=1, capacity=self.tokens + 64)
+        return GivenTexts(model, batch=1, capacity=self.tokens + 64)
 
 
 def step(decoder: Any, at: int) -> None:
     """A token after so many."""
     import torch
 
-    decoder.lengths = [at]
+    decoder.suppose(at)
     decoder.decode(torch.tensor([1]))
 
 

@@ -260,7 +260,7 @@ def child(folder: str, prompt: int, tokens: int, threads: int, batch: int = 1) -
     from hasten.checkpoints.load import load
     from hasten.distributed.launch import joined
     from hasten.distributed.tensor_parallel import tensor_parallel
-    from hasten.engine.decoder import Decoder
+    from hasten.engine.given_texts import GivenTexts
     from hasten.machine import peak_memory, process_memory, reset_peak_memory
     from hasten.model.fused import fuse
     from hasten.ops.collective import RankGroup
@@ -286,7 +286,7 @@ def child(folder: str, prompt: int, tokens: int, threads: int, batch: int = 1) -
         peak = peak_memory() - before
         held = sum(tensor.nbytes for tensor in model.state_dict().values())
         print(json.dumps({"held": held, "peak": peak, "times": peak / held}), flush=True)
-        decoder = Decoder(model, batch=batch, capacity=prompt + tokens + 1)
+        decoder = GivenTexts(model, batch=batch, capacity=prompt + tokens + 1)
         ids = torch.randint(model.config.vocab_size, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
         x = torch.randn(1, model.config.hidden_size)
         for _ in sys.stdin:

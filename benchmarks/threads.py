@@ -123,10 +123,10 @@ def serve(folder: Path) -> None:
     import torch
 
     import hasten
-    from hasten.engine.decoder import Decoder
+    from hasten.engine.given_texts import GivenTexts
 
     model = hasten.fuse(hasten.load(folder, dtype="bfloat16"))
-    decoder = Decoder(model, batch=1, capacity=256)
+    decoder = GivenTexts(model, batch=1, capacity=256)
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

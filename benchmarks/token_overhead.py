@@ -75,7 +75,7 @@ class TokenOverhead:
 
         import hasten
         from hasten.engine.compiled import compile_blocks
-        from hasten.engine.graphs import fastest_decoder
+        from hasten.engine.given_texts import GivenTexts
         from hasten.profiling.trace import covered
 
         inductor.cpp.enable_kernel_profile = True  # its loops are named in a trace
@@ -84,7 +84,7 @@ class TokenOverhead:
             hasten.fuse(model)
         if way == "compiled":
             compile_blocks(model)
-        decoder = fastest_decoder(model, batch=1, capacity=self.context + 64, compiled=way == "compiled")
+        decoder = GivenTexts(model, batch=1, capacity=self.context + 64, compiled=way == "compiled")
         decoder.prefill([[token % model.config.vocab_size for token in range(3, 3 + self.context)]])
 
         def step() -> None:
@@ -117,7 +117,7 @@ class TokenOverhead:
         """Prompts by blocks that are eager, compiled for one length, and for any."""
         import torch
 
-        from hasten.engine.decoder import Decoder
+        from hasten.engine.given_texts import GivenTexts
 
         lengths = (self.prompt_tokens, self.prompt_tokens - 37)
         calls: dict[Any, Callable[[], object]] = {}
@@ -127,7 +127,7 @@ class TokenOverhead:
             if way != "eager":
                 for block in model.blocks:
                     block.compile(dynamic=dynamic)
-            decoder = Decoder(model, batch=1, capacity=self.prompt_tokens)
+            decoder = GivenTexts(model, batch=1, capacity=self.prompt_tokens)
 
             def call(length: int, decoder: Any = decoder) -> None:
                 decoder.truncate(0)

@@ -44,7 +44,7 @@ class Trees:
         from drafted_ways import load
 
         from hasten.bench.step_seconds import step_seconds
-        from hasten.engine.decoder import Decoder
+        from hasten.engine.given_texts import GivenTexts
         from hasten.machine import configure, describe
         from hasten.machine.files import write_json
 
@@ -53,7 +53,7 @@ class Trees:
         context = self.prompt_tokens + self.new_tokens // 2
 
         def seconds_of(model: Any, most: int) -> dict[int, float]:
-            decoder = Decoder(model, batch=1, capacity=context + most)
+            decoder = GivenTexts(model, batch=1, capacity=context + most)
             return step_seconds(decoder, range(1, most + 1), context, seconds=1.0)
 
         pass_of_draft = seconds_of(draft, 1)[1]

@@ -14,6 +14,7 @@ SOURCE = ROOT / "src" / "hasten"
 CLEAN = [
     "checkpoints/formats",
     "data",
+    "engine",
     "evaluation",
     "machine",
     "model",

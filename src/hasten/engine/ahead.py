@@ -67,7 +67,7 @@ class Ahead:
         self.flight: Flight | None = None
         self.late: Flight | None = None  # a planned step whose tokens are read when the next, of others, is launched
         self._short = True  # the latest step with prompts was
-        # Of a run of steps, number `_step`: where each sequence fills a block, in steps counted round the block's size.
+        # Where each sequence of a run of steps fills a block, in steps modulo its size; `_step` is the latest.
         self._fills: list[list[TextSequence]] = []
         self._step = 0
 

@@ -62,14 +62,12 @@ class DecodeRun(Group):
         # Which rows fill a block in a step, by the step's number modulo the block's size; they enter one in the next.
         self._fills: list[list[int]] = [[] for _ in range(size)]
         self._step = 0
+        self._restart: int | None = None  # the step for which a sequence is computed again
+        if (length := scheduler.stretches_at) is not None:
+            self._restart = min((length - len(one.tokens) + 1 for one in outputs if not one.stretched), default=None)
         for row, (number, text) in enumerate(zip(self.numbers, self.texts, strict=True)):
             self._fills[-len(text) % size].append(row)
             self._blocks.reserve(number, -(-(len(text) - 1) // size) * size)  # the rest of the block it writes to
-
-    @property
-    def over(self) -> bool:
-        """Whether a sequence has ended, or others may begin."""
-        return self.ended != self._table.ended or not self._scheduler.nobody_begins
 
     @property
     def drafted(self) -> bool:
@@ -79,10 +77,16 @@ class DecodeRun(Group):
     def enter(self) -> list[tuple[int, int]] | None:
         """Get ready for the next step; returns (row, block) of each sequence that enters a block.
 
-        None where a block is missing, or has left the window of a sequence: the step has to be planned.
+        None where the run is over: a sequence has ended, or others may begin.
+        Also where a block is missing, or has left the window of a sequence, or a sequence is to be computed again: the
+        step has to be planned.
         """
         blocks, size = self._blocks, self._blocks.block_size
         entered: list[tuple[int, int]] = []
+        if self.ended != self._table.ended or self._step == self._restart:
+            return None
+        if self._scheduler.waiting and not self._scheduler.nobody_begins:
+            return None
         for row in self._fills[(self._step - 1) % size]:
             number, start = self.numbers[row], len(self.texts[row]) - 1
             if blocks.reach is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.engine import graphs
 from hasten.engine.batch import DecodeBatch, StepShape
 from hasten.engine.blocks import Rows, SequenceBlocks
 from hasten.engine.cache import KVCache
@@ -21,6 +21,7 @@ from hasten.engine.layout import to_device
 from hasten.engine.prompt_steps import PromptSteps
 from hasten.engine.sampler import DeviceSampler, DrawKind
 from hasten.engine.sequence import ScheduledTokens
+from hasten.engine.step import KVStep
 from hasten.machine.host_copy import HostCopy
 from hasten.model.context import training_context
 from hasten.model.sharded import ShardedTransformer
@@ -33,18 +34,33 @@ _GATHERED = 1 << 28  # bytes of the keys that a captured step of a kernel which 
 
 
 class ModelRunner:
-    """A model over its cache: what a step, or a text to embed, has it compute. (`engine/following.py` has another.)
+    """A model over its cache: what a step, or a text to embed, has it compute.
 
-    decoder: what runs decode steps as captured ones; None where nothing is captured, and `uncaptured` says why.
+    (Others are in `engine/following.py` and `engine/side_by_side.py`.)
+    decoder: runs decode steps as captured ones; None where nothing is captured, and `uncaptured` says why. max_length:
+    tokens that a sequence may have. reach: keys that a query looks back to, at most; blocks before them are left.
+    side_by_side: each sequence has one block, for all of its tokens. in_step: all ranks that hold the model have an
+    engine, and their engines take the same steps. chooses_adapters: each sequence says which of the model's adapters it
+    takes; False: the model's choice is left as it is.
     """
 
     decoder: BatchRunner | None = None
     uncaptured: str | None = None
+    max_length: int
+    side_by_side = False
+    in_step = False
+    chooses_adapters = True
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
         self.model, self.cache = model, cache
+        self.reach = model.config.reach
         self._wanted: tuple[list[int], Tensor] | None = None
         self._next_tokens = np.empty(0, dtype=np.int64)
+
+    def grow(self, blocks: int, max_length: int) -> None:
+        """Have a cache of more blocks, over which nothing is captured yet."""
+        self.cache.grow(blocks)
+        self.max_length, self.decoder = max_length, None
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks of the cache (source, target), as if one after the other."""
@@ -65,8 +81,10 @@ class ModelRunner:
         entered and None: as in `KVCache.go_on`.
         """
         step = self.cache.go_on(entered)
-        if step is None:
-            return None
+        return None if step is None else self.logits_of(tokens, step)
+
+    def logits_of(self, tokens: Sequence[int], step: KVStep) -> Tensor:
+        """Logits (N, V) float32 after the tokens of a step of one token each."""
         if len(self._next_tokens) != len(tokens):
             self._next_tokens = np.empty(len(tokens), dtype=np.int64)
         self._next_tokens[:] = tokens
@@ -91,7 +109,11 @@ def capture_refusal(model: Transformer) -> str | None:
         return "several ranks hold the model, and the first one tells the others each step"
     if model.config.attention_pattern is not None:
         return "the masks of its sparse pattern are laid out on the host"
-    return graphs.refusal(model)
+    if any(layer.experts for layer in model.config.layers):
+        return "its experts choose their tokens on the host"
+    if model.config.stretches_at is not None:
+        return "longrope computes a sequence again where it outgrows the pretraining context"
+    return None if model.device.type == "cuda" else f"CUDA graphs need a CUDA device; the model is on {model.device}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +165,7 @@ class BatchRunner:
 
         sizes: of decode steps, captured by `warm_up`.
         """
-        self.model, self.cache = model, cache
+        self._model, self.cache = weakref.ref(model), cache  # `hasten.engine.kept` holds it longer than the model
         self.batch = DecodeBatch(cache, sequences=sequences, longest=longest)
         self.sampler = DeviceSampler(self.batch, vocab_size=model.config.vocab_size)
         self.captures = Captures(model.device)
@@ -156,6 +178,17 @@ class BatchRunner:
         self._asked = StepShape(1, 1, 1)  # what it was padded from
         self._adapter = -1
         self._kind: DrawKind | None = None
+
+    @property
+    def model(self) -> Transformer:
+        model = self._model()
+        assert model is not None, "an engine has its model as long as it takes steps"
+        return model
+
+    def restart(self) -> None:
+        """Forget all sequences, whose numbers may come again; what was captured stays."""
+        self.batch.restart()
+        self.sampler.restart()
 
     # -- steps whose tokens the host draws ----------------------------------------------------------------------------
 
