@@ -200,6 +200,10 @@ class KVCache:
         self._latest = layout, (step := self._laid_out(layout))
         return step
 
+    def can_go_on(self, entered: Sequence[tuple[int, int]]) -> bool:
+        """Whether `go_on` will."""
+        return self._latest is not None and self._latest[0].has_columns(entered)
+
     def go_on(self, entered: Sequence[tuple[int, int]]) -> KVStep | None:
         """The context of the next token of each sequence, after a `step` of one token each, which becomes unusable.
 

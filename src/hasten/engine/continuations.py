@@ -52,9 +52,9 @@ class Continuations:
 
     def take_each(self, outputs: list[TextSequence], tokens: list[int], *, group: Group | None) -> list[RequestOutput]:
         """Each output sequence takes its token; those that have ended do not. group: these, if none is full."""
-        if group is not None and group.goes_on(tokens):
+        if group is not None and (given := group.take(tokens)) is not None:
             self.counts.generated_tokens += len(tokens)
-            return group.take(tokens)
+            return given
         found: list[RequestOutput] = []
         for output, token in zip(outputs, tokens, strict=True):
             if not self._table.has(output):

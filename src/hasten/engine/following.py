@@ -51,11 +51,10 @@ class LeadingRunner(ModelRunner):
         return super().logits(tokens, rows, wanted)
 
     def next_logits(self, tokens: Sequence[int], entered: Sequence[tuple[int, int]]) -> Tensor | None:
-        step = self.cache.go_on(entered)
-        if step is None:
+        if not self.cache.can_go_on(entered):
             return None
         self.group.of_first([NEXT, *self._tokens(tokens), 0, *(value for pair in entered for value in pair)])
-        return self.logits_of(tokens, step)
+        return super().next_logits(tokens, entered)
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         self.group.of_first([STATES, *self._tokens(tokens), 0])

@@ -68,8 +68,8 @@ class GivenTexts:
             logits = found.new_zeros(len(given), found.shape[1])
             logits[torch.tensor(active, device=found.device)] = found
             return logits
-        if self._goes_on and (logits := self._next(given)) is not None:
-            return logits
+        if self._goes_on and (following := self._next(given)) is not None:
+            return following
         return self._step([[token] for token in given])
 
     def verify(self, tokens: Sequence[Sequence[int]]) -> Tensor:

@@ -72,11 +72,9 @@ class RaggedLayout:
         with it. False, and nothing is changed, where the table has no column for a block.
         """
         assert self.most == 1, "only a step of one token a sequence can go on"
-        size, columns = self.block_size, self.table.shape[1]
-        for sequence, _ in entered:
-            if self.seq_lens[sequence] // size >= columns:
-                return False
-        self._groups = None
+        if entered and not self.has_columns(entered):
+            return False
+        size, self._groups = self.block_size, None
         self.positions += 1
         self.slots += 1
         for sequence, block in entered:
@@ -84,6 +82,11 @@ class RaggedLayout:
             self.slots[sequence] = block * size
         self.seq_lens += 1
         return True
+
+    def has_columns(self, entered: Sequence[tuple[int, int]]) -> bool:
+        """Whether the table has room for the blocks with which `go_on` is to be called."""
+        columns = self.table.shape[1]
+        return all(self.seq_lens[sequence] // self.block_size < columns for sequence, _ in entered)
 
     def _slots(self, of: np.ndarray) -> np.ndarray:
         """The slots (N,) of the tokens of these sequences (N,)."""

@@ -241,7 +241,10 @@ class Sampler:
         own = self._drawn
         whole = len(own) == len(outputs)
         rows = None if whole else to_device(own, logits.device)
-        drawn = self._batch.next_tokens(logits if rows is None else logits[rows], steps=[outputs[i].count for i in own])
+        drawn = self._batch.next_tokens(
+            logits if rows is None else logits[rows],
+            steps=[len(outputs[i].tokens) - outputs[i].prompt_length for i in own],
+        )
         if rows is None:
             return drawn
         best = logits.argmax(dim=-1)

@@ -21,7 +21,6 @@ from hasten.engine.layout import to_device
 from hasten.engine.prompt_steps import PromptSteps
 from hasten.engine.sampler import DeviceSampler, DrawKind
 from hasten.engine.sequence import ScheduledTokens
-from hasten.engine.step import KVStep
 from hasten.machine.host_copy import HostCopy
 from hasten.model.context import training_context
 from hasten.model.sharded import ShardedTransformer
@@ -81,14 +80,14 @@ class ModelRunner:
         entered and None: as in `KVCache.go_on`.
         """
         step = self.cache.go_on(entered)
-        return None if step is None else self.logits_of(tokens, step)
-
-    def logits_of(self, tokens: Sequence[int], step: KVStep) -> Tensor:
-        """Logits (N, V) float32 after the tokens of a step of one token each."""
+        if step is None:
+            return None
         if len(self._next_tokens) != len(tokens):
             self._next_tokens = np.empty(len(tokens), dtype=np.int64)
         self._next_tokens[:] = tokens
-        ids = torch.from_numpy(self._next_tokens)[None].to(self.model.device)  # (1, N)
+        ids = torch.from_numpy(self._next_tokens)[None]  # (1, N)
+        if self.cache.device.type != "cpu":
+            ids = ids.to(self.cache.device)
         logits: Tensor = self.model(ids, step.positions, step)
         return logits[0]
 
