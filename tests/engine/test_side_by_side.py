@@ -9,7 +9,7 @@ from hasten.engine import captures, side_by_side
 from hasten.engine.compiled import compile_blocks
 from hasten.engine.given_texts import GivenTexts
 from hasten.engine.runner import capture_refusal
-from hasten.engine.side_by_side import CapturedStep, SideBySideRunner
+from hasten.engine.side_by_side import CapturedDecode, SideBySideRunner
 from hasten.errors import ConfigError
 from references import make_reference, tiny_llama
 from triton_cases import run_interpreted
@@ -24,7 +24,7 @@ def pair(model, *, capacity=128, monkeypatch):
     capturer = Capturer()
     monkeypatch.setattr(captures, "cuda_graph", capturer)
     plain, captured = (GivenTexts(model, batch=2, capacity=capacity, compiled=True) for _ in range(2))
-    captured.runner._captured = CapturedStep(captured.runner)
+    captured.runner._captured = CapturedDecode(captured.runner)
     assert torch.equal(*(texts.prefill(PROMPTS) for texts in (plain, captured)))
     return plain, captured, capturer
 

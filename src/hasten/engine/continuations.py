@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hasten.engine import beams
-from hasten.engine.ahead import Flight
 from hasten.engine.beams import BeamSearch
 from hasten.engine.logprobs import TokenTexts
 from hasten.engine.model_runner import Sampler
@@ -19,6 +19,9 @@ from hasten.engine.scheduler import Scheduler
 from hasten.engine.sequence import TextSequence
 from hasten.engine.settings import Stats
 from hasten.engine.speculation import Speculator
+
+if TYPE_CHECKING:
+    from hasten.engine.ahead import Flight
 
 
 class Continuations:

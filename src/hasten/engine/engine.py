@@ -14,12 +14,12 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hasten.engine.admission import AdapterNumbers, admitted, check_room
-from hasten.engine.ahead import Ahead, Flight
 from hasten.engine.blocks import BlockManager
 from hasten.engine.continuations import Continuations
 from hasten.engine.following import capture_steps, runner_of
@@ -37,6 +37,9 @@ from hasten.engine.statistics import facts_of, stats_of
 from hasten.model.transformer import Transformer
 from hasten.planning.cost import parameters
 from hasten.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from hasten.engine.ahead import Ahead, Flight
 
 
 class Engine:
@@ -89,6 +92,8 @@ class Engine:
         )
         self.ahead: Ahead | None = None
         if runner.decoder is not None:
+            from hasten.engine.ahead import Ahead
+
             self.ahead = Ahead(self.runner, self.scheduler, self._table)
         self._run: DecodeRun | None = None  # of the sequences that the last step gave a token each
         self.error: str | None = None  # why the engine stopped for good

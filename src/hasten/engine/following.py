@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.checkpoints.adapters import load_adapters
 from hasten.engine.admission import cache_blocks, longest, most_blocks
 from hasten.engine.blocks import Rows
 from hasten.engine.cache import KVCache, row_format
-from hasten.engine.runner import BatchRunner, ModelRunner, capture_refusal
+from hasten.engine.runner import ModelRunner, capture_refusal
 from hasten.engine.settings import EngineSettings
 from hasten.engine.speculation import make_speculator
 from hasten.errors import ConfigError
@@ -90,6 +89,8 @@ def capture_steps(runner: ModelRunner, settings: EngineSettings) -> None:
     """Have a runner capture its steps where that is possible; its `uncaptured` says why they are not."""
     runner.uncaptured = "--no-capture" if not settings.capture else capture_refusal(runner.model)
     if runner.uncaptured is None:
+        from hasten.engine.batch_runner import BatchRunner  # only here, and below: what runs on a CPU is there sooner
+
         most = {"sequences": settings.max_sequences, "longest": runner.max_length, "tokens": settings.budget}
         runner.decoder = BatchRunner(runner.model, runner.cache, **most, sizes=settings.capture_sizes or ())
 
@@ -119,6 +120,8 @@ def follow(
     RuntimeError where it has died.
     """
     if adapters:
+        from hasten.checkpoints.adapters import load_adapters
+
         load_adapters(model, list(adapters.values()))
     make_speculator(model, draft, **drafting)  # refuses what the first rank refuses
     (blocks,) = model.group.of_first()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from hasten.engine.runner import BatchRunner, ModelRunner
+from hasten.engine.runner import ModelRunner
 from hasten.engine.settings import EngineSettings
 from hasten.model.fused import CudaStack
 from hasten.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from hasten.engine.batch_runner import BatchRunner
 
 MOST_KEPT_BYTES = 2 << 30  # of a cache that is kept for the next text
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,12 +20,15 @@ from hasten.engine.layout import to_device
 from hasten.engine.logprobs import TokenTexts, token_logprobs
 from hasten.engine.prompts import check_ids
 from hasten.engine.request import RequestRefused, TokenLogprob
-from hasten.engine.runner import BatchRunner, ModelRunner
+from hasten.engine.runner import ModelRunner
 from hasten.engine.sequence import ScheduledTokens, TextSequence
 from hasten.engine.speculation import Speculator
 from hasten.errors import ConfigError
 from hasten.model.sharded import told_by_first
 from hasten.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from hasten.engine.batch_runner import BatchRunner
 
 
 def step_logits(

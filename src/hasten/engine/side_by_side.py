@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hasten.engine.blocks import Rows
 from hasten.engine.cache import READ_STEP, KVCache
-from hasten.engine.captures import Captures
 from hasten.engine.layout import to_device
 from hasten.engine.runner import ModelRunner, capture_refusal
 from hasten.engine.step import KVStep
@@ -37,7 +36,7 @@ class SideBySideRunner(ModelRunner):
         self._ends: list[int] = []  # tokens that each of them has in the cache
         self._stretched: Tensor | None = None  # bool (B, 1): see `KVStep`
         capturable = fixed and capture_refusal(model) is None
-        self._captured = CapturedStep(self) if capturable else None
+        self._captured = CapturedDecode(self) if capturable else None
 
     def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
         """Compute the step's tokens side by side; arguments and result are those of `ModelRunner.logits`."""
@@ -124,10 +123,12 @@ class SideBySideRunner(ModelRunner):
         return logits if whole else logits[to_device(self._texts, device)]
 
 
-class CapturedStep:
+class CapturedDecode:
     """A decode step of compiled blocks as a CUDA graph: all that it reads is in tensors that stay where they are."""
 
     def __init__(self, runner: SideBySideRunner) -> None:
+        from hasten.engine.captures import Captures  # only where it is needed
+
         self.runner, device = runner, runner.cache.device
         self.captures = Captures(device)
         self.tokens = torch.zeros(runner.cache.blocks, 1, dtype=torch.int64, device=device)
