@@ -21,7 +21,7 @@ from precision import held_out
 import hasten
 from hasten.engine.blocks import Rows
 from hasten.engine.cache import ROW_FORMATS, KVCache, row_format
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.evaluation.divergence import divergence
 from hasten.measure.script import Report, Table, TimedScript, main, markdown
 from hasten.measure.timing import interleaved, timed
@@ -67,7 +67,7 @@ class PagedDecode(TimedScript):
         assert native is not None
         size, room = self.block_size, -(-self.tokens // self.block_size)
         config = model.config
-        decoder = Decoder(model, batch=batch, capacity=room * size)
+        decoder = GivenTexts(model, batch=batch, capacity=room * size, compiled=True)  # a block a text
         make: dict[str, Any] = {"blocks": batch * room, "block_size": size, "dtype": model.dtype, "device": "cpu"}
         formats = {"blocks": row_format("auto"), "int8": row_format("int8"), "int4": row_format("int4")}
         paged = {kind: KVCache(config, **make, row_format=rows) for kind, rows in formats.items()}
@@ -95,7 +95,7 @@ class PagedDecode(TimedScript):
 
         def step(kind: str) -> Any:
             if kind == "contiguous":
-                decoder.lengths = [self.tokens - 1] * batch
+                decoder.suppose(self.tokens - 1)
                 return decoder.decode(tokens)
             context = paged[kind].step(rows)
             return model(tokens[None], context.positions, context)[0]
@@ -175,12 +175,12 @@ class SparseDecode(TimedScript):
         model = fuse_where_it_fits(initialize(read_config(values), seed=0, dtype=torch.bfloat16).eval())
         if not is_fused(model):
             raise SystemExit("these are times of fused steps, which this machine has none of")
-        return Decoder(model, batch=1, capacity=self.tokens + 64)
+        return GivenTexts(model, batch=1, capacity=self.tokens + 64)
 
 
 def token_after(decoder: Any, at: int) -> None:
     """Decode a token after `at` others."""
-    decoder.lengths = [at]
+    decoder.suppose(at)
     decoder.decode(torch.tensor([1]))
 
 
@@ -250,21 +250,21 @@ class CacheFormats(TimedScript):
         rows = []
         for length in self.tokens:
             for batch in self.batches:
-                make = {"batch": batch, "capacity": length}
-                decoders = {name: Decoder(model, **make, kv_cache_dtype=name) for name in ROW_FORMATS}
+                make = {"batch": batch, "capacity": length, "compiled": True}  # a block a text
+                decoders = {name: GivenTexts(model, **make, kv_cache_dtype=name) for name in ROW_FORMATS}
                 fill(list(decoders.values()))
                 q = torch.randn(batch, config.heads, config.head_dim)
                 next_tokens, places = torch.arange(batch) + 5, torch.full((batch, 1), length - 1)
 
-                def attention(decoder: Decoder, q: torch.Tensor = q, places: torch.Tensor = places) -> float:
+                def attention(decoder: GivenTexts, q: torch.Tensor = q, places: torch.Tensor = places) -> float:
                     """The median of the layers, one after the other: none is found in the processor's caches."""
                     views = [layer.held for layer in decoder.cache.step_of_texts(places, masks=False).layers]
                     scores = (config.head_dim**-0.5, 0, 0.0)
                     run = native.ops.attention
                     return median(timed(lambda v=v: run(q, v.k, v.v, *v.metadata.to_read, *scores)) for v in views)
 
-                def step(decoder: Decoder, tokens: torch.Tensor = next_tokens, at: int = length - 1) -> float:
-                    decoder.lengths = [at] * len(tokens)
+                def step(decoder: GivenTexts, tokens: torch.Tensor = next_tokens, at: int = length - 1) -> float:
+                    decoder.suppose(at)
                     return timed(lambda: decoder.decode(tokens))
 
                 for what, run in (("attention", attention), ("step", step)):

@@ -54,14 +54,14 @@ class DecodeOverhead:
         import torch
 
         import hasten
-        from hasten.engine.decoder import Decoder
+        from hasten.engine.given_texts import GivenTexts
         from hasten.machine import configure, describe
         from hasten.machine.files import write_json
         from hasten.profiling.meter import Meter
 
         configure(threads=self.threads)
         model = hasten.fuse(small_model() if self.model is None else hasten.load(self.model, dtype="bfloat16"))
-        decoder = Decoder(model, batch=1, capacity=self.context + 1)
+        decoder = GivenTexts(model, batch=1, capacity=self.context + 1)
         decoder.prefill([list(range(3, 3 + self.context))])
         token = torch.tensor([7])
         steps: list[dict[str, float]] = []

@@ -24,7 +24,7 @@ from drafted_ways import beginnings, generated, load, scores
 
 import hasten
 from hasten.bench.step_seconds import step_seconds
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.engine.params import SamplingParams
 from hasten.engine.sampling import RowParams, next_tokens
 from hasten.machine import configure
@@ -123,7 +123,7 @@ def fused_shape(shape: str, name: str, *, layers: int | None = None) -> Any:
 
 def steps_of(model: Any, context: int, counts: Sequence[int]) -> dict[int, Callable[[], object]]:
     """Steps of each number of rows of one sequence, after `context` tokens."""
-    decoder = Decoder(model, batch=1, capacity=context + max(counts))
+    decoder = GivenTexts(model, batch=1, capacity=context + max(counts))
     decoder.prefill([[token % model.config.vocab_size for token in range(3, 3 + context)]])
 
     def step(rows: int) -> Callable[[], object]:
@@ -259,7 +259,7 @@ class Trees(Script):
         context = self.prompt_tokens + self.new_tokens // 2
 
         def seconds_of(model: Any, most: int) -> dict[int, float]:
-            decoder = Decoder(model, batch=1, capacity=context + most)
+            decoder = GivenTexts(model, batch=1, capacity=context + most)
             return step_seconds(decoder, range(1, most + 1), context, seconds=1.0)
 
         pass_of_draft = seconds_of(draft, 1)[1]

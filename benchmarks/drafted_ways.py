@@ -23,14 +23,14 @@ from precision import held_out
 import hasten
 from hasten.bench.models import BenchmarkModel
 from hasten.bench.step_seconds import step_seconds
-from hasten.engine.decoder import Decoder
 from hasten.engine.engine import Engine, EngineSettings
 from hasten.engine.generate import Generation, Timing
-from hasten.engine.graphs import fastest_decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.engine.params import SamplingParams
 from hasten.engine.request import Request
 from hasten.engine.speculation import Text, make_speculator
 from hasten.engine.speculation.draft_model import DraftModel
+from hasten.engine.speculation.proposer import LIMIT
 from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse_where_it_fits
 from hasten.model.initialize import initialize
@@ -106,9 +106,10 @@ def facts(speculators: Sequence[Any], model: Any, context: float) -> dict[str, f
     if not all_stats:
         return {}
     steps, tokens = sum(s.steps for s in all_stats), sum(s.tokens for s in all_stats)
-    rows = sum((Counter(s.rows) for s in all_stats), Counter())
+    drafted = sum((Counter(s.rows) for s in all_stats), Counter())
+    rows = {count: number for count, number in drafted.items() if count <= LIMIT + 1}  # the others read prompts
     proposed, taken = sum(s.draft_tokens for s in all_stats), sum(s.accepted_tokens for s in all_stats)
-    decoder = Decoder(model, batch=1, capacity=int(context) + max(rows))
+    decoder = GivenTexts(model, batch=1, capacity=int(context) + max(rows))
     each = step_seconds(decoder, {1, *rows}, int(context))
     passes = sum(count * each[number] for number, count in rows.items())
     predicted = tokens * each[1] / (passes + sum(s.seconds for s in all_stats))
@@ -149,7 +150,7 @@ class Stream:
         steps += islice(self.steps, TURN)
         self.tokens += timing.decode_tokens - tokens
         self.seconds += timing.decode_seconds - seconds
-        self.texts[-1] += [token for step in steps for _, token, _ in step]
+        self.texts[-1] += [token for step in steps for output in step for token in output.tokens]
         return len(steps) == UNCOUNTED + TURN
 
     def result(self) -> Result:
@@ -241,7 +242,7 @@ def written(model: Any, draft: Any, pairs: list[tuple[list[int], list[int]]]) ->
     seconds, tokens, speculators = 0.0, 0, []
     for prompt, output in pairs:
         speculator = make_speculator(model, draft)
-        decoder = fastest_decoder(model, batch=1, capacity=len(prompt) + len(output) + 32, compiled=False)
+        decoder = GivenTexts(model, batch=1, capacity=len(prompt) + len(output) + 32)
         decoder.prefill([prompt])
         at, started = 1, perf_counter()  # output[0] is there after the prompt
         while at < len(output):

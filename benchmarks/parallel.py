@@ -30,7 +30,7 @@ from hasten.data import Batch
 from hasten.distributed.communication import fitted
 from hasten.distributed.launch import joined
 from hasten.distributed.tensor_parallel import tensor_parallel
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.machine import Link, peak_memory, process_memory, reset_peak_memory
 from hasten.measure.draw import LINES, curve_axes
 from hasten.measure.script import Report, Script, Table, main, markdown
@@ -288,7 +288,7 @@ def rank_of_model(folder: str, *numbers: str) -> None:
         peak = peak_memory() - before
         held = sum(tensor.nbytes for tensor in model.state_dict().values())
         reply({"held": held, "peak": peak, "times": peak / held})
-        decoder = Decoder(model, batch=batch, capacity=prompt + tokens + 1)
+        decoder = GivenTexts(model, batch=batch, capacity=prompt + tokens + 1)
         ids = torch.randint(model.config.vocab_size, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
         x = torch.randn(1, model.config.hidden_size)
         for _ in sys.stdin:

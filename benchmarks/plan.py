@@ -27,7 +27,7 @@ import torch
 from hasten.bench.plan import PlanOptions, make_plan
 from hasten.bench.predict import random_model
 from hasten.bench.train import TrainRung
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.engine.engine import Engine
 from hasten.engine.params import SamplingParams
 from hasten.engine.request import Request
@@ -165,7 +165,7 @@ class Generating:
 
     def generated(self, prompts: list[list[int]]) -> dict[str, float]:
         new, cache = self.options.new_tokens, self.options.kv_cache_dtype
-        decoder = Decoder(self.model, batch=self.batch, capacity=self.options.length, kv_cache_dtype=cache)
+        decoder = GivenTexts(self.model, batch=self.batch, capacity=self.options.length, kv_cache_dtype=cache)
         start = time.perf_counter()
         tokens = decoder.prefill(prompts).argmax(-1).tolist()
         middle, times = time.perf_counter(), []

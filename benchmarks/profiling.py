@@ -25,8 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import hasten
 from hasten.engine.compiled import compile_blocks
-from hasten.engine.decoder import Decoder
-from hasten.engine.graphs import fastest_decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.measure.script import Report, Script, Table, TimedScript, main, markdown
 from hasten.measure.timing import interleaved, median_ratio, timed
 from hasten.model.fused import fuse_where_it_fits
@@ -199,7 +198,7 @@ class TokenOverhead(TimedScript):
             hasten.fuse(model)
         if way == "compiled":
             compile_blocks(model)
-        decoder = fastest_decoder(model, batch=1, capacity=self.context + 64, compiled=way == "compiled")
+        decoder = GivenTexts(model, batch=1, capacity=self.context + 64, compiled=way == "compiled")
         decoder.prefill([[token % model.config.vocab_size for token in range(3, 3 + self.context)]])
 
         def step() -> None:
@@ -237,7 +236,7 @@ class TokenOverhead(TimedScript):
             if way != "eager":
                 for block in model.blocks:
                     block.compile(dynamic=dynamic)
-            decoder = Decoder(model, batch=1, capacity=self.prompt_tokens)
+            decoder = GivenTexts(model, batch=1, capacity=self.prompt_tokens)
 
             def call(length: int, decoder: Any = decoder) -> None:
                 decoder.truncate(0)

@@ -31,7 +31,7 @@ from precision import held_out
 import hasten
 from hasten.checkpoints.gguf.header import read_gguf
 from hasten.data import read_documents
-from hasten.engine.graphs import fastest_decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.machine import configure
 from hasten.measure.draw import LINES, curve_axes
 from hasten.measure.options import check_least
@@ -302,7 +302,7 @@ def in_turns(nearest: Path, gptq: Path, rounds: int) -> dict[str, Any]:
             decoders, first = {}, {}
             for name in names:
                 model = hasten.load(folders[name], dtype="bfloat16")
-                decoders[name] = fastest_decoder(fuse(model), batch=1, capacity=PAIR_PROMPT + TURN)
+                decoders[name] = GivenTexts(fuse(model), batch=1, capacity=PAIR_PROMPT + TURN)
                 first[name] = decoders[name].prefill(prompt).argmax(-1)
         orders.shuffle(names)
         for name in names:

@@ -5,7 +5,7 @@ import torch
 import hasten
 from hasten.engine.blocks import Rows
 from hasten.engine.cache import KVCache
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse
 from references import make_reference
@@ -43,7 +43,7 @@ def whole(model):
 
 def decoded(model, **options):
     """Logits after prompts, after pieces of text behind them, and after single tokens."""
-    decoder = Decoder(model, batch=2, capacity=48, static=True, **options)
+    decoder = GivenTexts(model, batch=2, capacity=48, compiled=True, **options)
     found = [decoder.prefill(PROMPTS), decoder.prefill([[4], [5, 6, 7, 8]])]
     found += [decoder.decode(torch.tensor([i, i + 20], device=model.device)) for i in range(3)]
     return torch.stack(found).float().clone()

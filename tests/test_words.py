@@ -17,6 +17,7 @@ CLEAN = [
     "cli",
     "data",
     "distributed",
+    "engine",
     "evaluation",
     "machine",
     "measure",

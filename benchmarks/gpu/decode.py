@@ -1,6 +1,7 @@
 """One stream: hasten's captured step and gpt-fast's compiled one, with random weights of the same shapes.
 
-`waited` waits for every token, as a stream shows them; `queued` reads none, as gpt-fast does.
+`waited` waits for every token before the next step; `queued` is `generate`, which reads them a step late, where
+gpt-fast reads none.
 """
 
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpu.models import bytes_per_token, decoder_of, fastest, random_model
+from gpu.models import by_compiler, bytes_per_token, decoder_of, fastest, random_model
 from gpu.worker import DEVICE, PEERS, TINY, kernel_table, memory, seconds_of, serve, sync, tidy
 
 CONTEXT, NEW = (512, 96) if not TINY else (32, 8)
@@ -28,8 +29,8 @@ PEER_SHAPES = {
 
 
 def hasten(shape: str, format: str, group: int = 0) -> None:
-    from hasten.engine.decoder import Decoder
     from hasten.engine.generate import Timing, generate
+    from hasten.engine.given_texts import GivenTexts
     from hasten.engine.params import SamplingParams
 
     model = fastest(random_model(shape, format=format, group=group))
@@ -47,19 +48,14 @@ def hasten(shape: str, format: str, group: int = 0) -> None:
         for _ in range(NEW):
             token = int(decoder.decode(torch.tensor([token], device=DEVICE)).argmax())
         waited = NEW / (time.perf_counter() - begin)
-        decoder.truncate(CONTEXT)
-        tokens = torch.tensor([token], device=DEVICE)
-        sync()
-        begin = time.perf_counter()
-        for _ in range(NEW):
-            tokens = decoder.decode(tokens).argmax(-1)
-        sync()
-        queued = NEW / (time.perf_counter() - begin)
+        timing, params = Timing(), SamplingParams(max_new_tokens=NEW, temperature=0, ignore_eos=True)
+        generate(model, [prompt], params, compiled=by_compiler(model), timing=timing)
+        queued = timing.decode_tokens_per_second
         read = bytes_per_token(shape, format, group, CONTEXT + NEW // 2)
         return {"waited": waited, "queued": queued, "bytes_per_token": read, "compile_s": compiled, **memory()}
 
     def one_prompt(length: int) -> Any:
-        own = Decoder(model, batch=1, capacity=length + 1)
+        own = GivenTexts(model, batch=1, capacity=length + 1)
         ids = torch.randint(model.config.vocab_size, (length,)).tolist()
 
         def run() -> None:
@@ -79,7 +75,7 @@ def hasten(shape: str, format: str, group: int = 0) -> None:
             timing = Timing()
             sync()
             begin = time.perf_counter()
-            generate(model, [prompt], params, compiled=DEVICE != "cpu", timing=timing)
+            generate(model, [prompt], params, compiled=by_compiler(model), timing=timing)
             found.append({"all": NEW / (time.perf_counter() - begin), "decode": timing.decode_tokens_per_second})
         return {"first": found[0], "second": found[1]}
 

@@ -58,11 +58,16 @@ def fastest(model: Any) -> Any:
     return model
 
 
-def decoder_of(model: Any, *, batch: int, capacity: int) -> Any:
-    """The captured static step."""
-    from hasten.engine.graphs import fastest_decoder
+def by_compiler(model: Any) -> bool:
+    """Whether its blocks are compiled, which takes steps of fixed shapes."""
+    return DEVICE != "cpu" and model.stack is None
 
-    return fastest_decoder(model, batch=batch, capacity=capacity, compiled=DEVICE != "cpu")
+
+def decoder_of(model: Any, *, batch: int, capacity: int) -> Any:
+    """Texts whose decode steps are captured."""
+    from hasten.engine.given_texts import GivenTexts
+
+    return GivenTexts(model, batch=batch, capacity=capacity, compiled=by_compiler(model))
 
 
 def bytes_per_token(shape: str, format: str, group: int, context: int, scale_bytes: int = 2) -> float:

@@ -4,14 +4,14 @@ import protocol
 import torch
 
 import hasten
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.machine import configure
 from hasten.ops.native import library
 
 given = protocol.arguments()
 configure(threads=given.threads, seed=0)
 model = hasten.fuse(hasten.load(given.model, dtype="bfloat16"))
-decoder = Decoder(model, batch=1, capacity=given.work.prefill + given.work.decode)
+decoder = GivenTexts(model, batch=1, capacity=given.work.prefill + given.work.decode)
 
 
 def feed(ids: list[int]) -> None:

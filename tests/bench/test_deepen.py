@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hasten
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 from tiny_model import tiny_llama
 
 
@@ -28,7 +28,7 @@ def test_a_deeper_model_computes_the_same(deepen, tmp_path):
     deep = hasten.load(tmp_path / "deep", dtype="stored")
     assert len(deep.config.layers) == layers
     prompts = [list(range(1, 20))]
-    found, wanted = (Decoder(one, batch=1, capacity=32).prefill(prompts) for one in (deep, model))
+    found, wanted = (GivenTexts(one, batch=1, capacity=32).prefill(prompts) for one in (deep, model))
     assert torch.equal(found, wanted)
     assert deep.blocks[1].mlp.gate.weight.abs().sum() > 0, "but for what it adds, a new block is a copy"
     with pytest.raises(SystemExit, match="is there already"):

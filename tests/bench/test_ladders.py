@@ -134,10 +134,10 @@ def test_further_rows_of_a_rung() -> None:
     }
     assert "x8|prefill_tokens_per_second" not in found, "its prompts are taken in once"
     stream = rung.streams["x8"]
-    assert stream.decoder is not None
-    assert stream.decoder.lengths == [13] * 8
+    assert stream.texts is not None
+    assert stream.texts.lengths == [13] * 8
     rung.measure()
-    assert stream.decoder.lengths == [13] * 8, "every round starts after the prompts"
+    assert stream.texts.lengths == [13] * 8, "every round starts after the prompts"
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import hasten
 from hasten.checkpoints.load import load
 from hasten.cli.main import main
 from hasten.engine.compiled import compile_blocks
+from hasten.engine.engine import Engine
 from hasten.engine.following import END
-from hasten.engine.generate import Generation
 from hasten.errors import ConfigError
 from hasten.ops.collective import RankGroup
 from tiny_model import tiny_llama
@@ -150,12 +150,12 @@ def test_a_server_closes_where_another_rank_has_died(tiny_folder):
 def test_ctrl_c_shows_what_there_is_and_ends_with_its_status(tiny_folder, monkeypatch, capsys):
     steps = iter([False, True])
 
-    def push(self, row, tokens, push=Generation._push):
+    def advance(self, advance=Engine.advance):
         if next(steps):
             raise KeyboardInterrupt
-        return push(self, row, tokens)
+        return advance(self)
 
-    monkeypatch.setattr(Generation, "_push", push)
+    monkeypatch.setattr(Engine, "advance", advance)
     with pytest.raises(SystemExit) as ended:
         main(["generate", str(tiny_folder), "--prompt", "def", "--ignore-eos"])
     assert ended.value.code == 130

@@ -1,10 +1,10 @@
-"""A quantized model with Triton's kernels in their interpreter; run by test_graphs.py in a process of its own."""
+"""A quantized model with Triton's kernels in their interpreter; run by test_side_by_side.py in a process of its own."""
 
 import pytest
 import torch
 
 import hasten
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.ops.linear import PackedLinear
 from tiny_model import tiny_llama
 
@@ -29,7 +29,7 @@ def use(model, *, linear, attention):
 
 
 def steps(model):
-    decoder = Decoder(model, batch=2, capacity=128, static=True)
+    decoder = GivenTexts(model, batch=2, capacity=128, compiled=True)
     logits = [decoder.prefill([[5, 9, 40, 3, 77], [8, 90]])]
     logits += [decoder.decode(torch.tensor([i, i + 20])) for i in range(3)]
     return torch.stack(logits)

@@ -1,15 +1,12 @@
-"""Steps that are queued before the tokens of the one before them are read: nobody sees a difference."""
+"""`generate`, `stream` and `Chat` over captured steps that are launched ahead, as on a GPU: no text changes."""
 
 import pytest
-import torch
 
 import hasten
 from captured_steps import Capturer
-from hasten.engine import graphs
-from hasten.engine.decoder import Decoder
+from hasten.engine import captures, following
 from hasten.engine.generate import Generation
 from hasten.engine.params import SamplingParams
-from hasten.machine.host_copy import HostCopy
 from references import tiny_llama
 
 MODEL = tiny_llama()
@@ -18,9 +15,15 @@ FREE = SamplingParams(temperature=0.9, top_k=30, seed=3, max_new_tokens=24, igno
 
 
 @pytest.fixture
-def run_ahead(monkeypatch):
-    """Switches it on, on a CPU too."""
-    return lambda on=True: monkeypatch.setattr(Decoder, "runs_ahead", on)
+def captured(monkeypatch):
+    """Has steps captured, on a CPU too, where texts otherwise lie side by side."""
+
+    def start():
+        monkeypatch.setattr("hasten.engine.for_texts._reads_one_tensor", lambda *_: False)
+        monkeypatch.setattr(following, "capture_refusal", lambda model: None)
+        monkeypatch.setattr(captures, "cuda_graph", Capturer())
+
+    return start
 
 
 def stops_at(index):
@@ -43,59 +46,45 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_outputs_are_the_same(name, run_ahead):
+def test_the_outputs_are_the_same(name, captured):
     expected = hasten.generate(MODEL, PROMPTS, CASES[name])
-    run_ahead()
+    captured()
     assert hasten.generate(MODEL, PROMPTS, CASES[name]) == expected
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 7, 23])
-def test_an_end_that_is_seen_late_is_undone(index, run_ahead):
+def test_an_end_that_is_seen_late_is_undone(index, captured):
     params = stops_at(index)
-    found = []
-    for on in (False, True):
-        run_ahead(on)
-        run = Generation(MODEL, PROMPTS, params)
-        pieces = list(run)
-        found.append((pieces, run.results(), run.decoder.lengths))
-    assert found[0] == found[1]
+    plain = Generation(MODEL, PROMPTS, params)
+    said = "".join(plain.texts())
+    captured()
+    run = Generation(MODEL, PROMPTS, params)
+    assert run.engine.ahead is not None
+    assert sorted("".join(run.texts())) == sorted(said)
+    assert run.results() == plain.results()
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_a_text_that_is_closed_early_leaves_the_cache_as_it_was(count, run_ahead):
-    found = []
-    for on in (False, True):
-        run_ahead(on)
-        run = Generation(MODEL, PROMPTS, FREE)
-        steps = iter(run)
-        pieces = [next(steps) for _ in range(count)]
-        steps.close()
-        found.append((pieces, run.decoder.lengths))
-    assert found[0] == found[1]
+def test_a_text_that_is_closed_early(count, captured):
+    whole = hasten.generate(MODEL, PROMPTS[0], FREE)[0]
+    captured()
+    pieces = hasten.stream(MODEL, PROMPTS[0], FREE)
+    said = "".join(next(pieces) for _ in range(count))
+    pieces.close()
+    assert said
+    assert whole.text.startswith(said)
 
 
-def test_a_chat_goes_on_from_a_cache_that_was_run_ahead(run_ahead):
+def test_a_chat_goes_on_from_steps_that_were_launched_ahead(captured):
+    params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     answers = []
-    for on in (False, True):
-        run_ahead(on)
+    for start in (lambda: None, captured):
+        start()
         chat = hasten.Chat(MODEL)
-        params = SamplingParams(temperature=0, max_new_tokens=12)
-        answers.append(["".join(chat.say(text, params)) for text in ("def", "return", "for")])
-    assert answers[0] == answers[1]
-
-
-def test_over_captured_steps(run_ahead, monkeypatch):
-    expected = [hasten.generate(MODEL, PROMPTS, params) for params in CASES.values()]
-    monkeypatch.setattr(graphs, "refusal", lambda model: None)
-    monkeypatch.setattr(graphs, "cuda_graph", Capturer())
-    run_ahead()
-    assert [hasten.generate(MODEL, PROMPTS, params) for params in CASES.values()] == expected
-
-
-def test_when_it_runs_ahead(tmp_path):
-    from references import make_reference
-
-    assert not Decoder(MODEL, batch=1, capacity=8).runs_ahead, "a CPU has nothing to wait for"
-    make_reference("phi3-longrope").save_pretrained(tmp_path)
-    assert Decoder(hasten.load(tmp_path, dtype="stored"), batch=1, capacity=8).needs_tokens
-    assert torch.equal(HostCopy(torch.tensor([3, 4])).tensor(), torch.tensor([3, 4]))
+        turns = ["".join(chat.say(text, params)) for text in ("def", "return")]
+        stopped = chat.say("for", params)
+        turns.append(next(stopped))
+        stopped.close()
+        answers.append([*turns, "".join(chat.say("and on", params))])
+    assert answers[0][:2] == answers[1][:2]
+    assert answers[0][2:] == answers[1][2:]

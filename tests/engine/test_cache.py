@@ -7,7 +7,7 @@ import hasten
 from hasten.cli.main import main
 from hasten.engine.blocks import Rows
 from hasten.engine.cache import ROW_FORMATS, KVCache, row_format
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.engine.params import KVCacheDtype, SamplingParams
 from hasten.errors import ConfigError
 from hasten.evaluation.divergence import divergence
@@ -22,14 +22,14 @@ TINY = tiny_llama()
 
 def token_by_token(model, tokens, name, batch=1):
     """Logits after each token (T, V), the first given as a prompt."""
-    decoder = Decoder(model, batch=batch, capacity=len(tokens), kv_cache_dtype=name)
+    decoder = GivenTexts(model, batch=batch, capacity=len(tokens), kv_cache_dtype=name)
     found = [decoder.prefill([tokens[:1]] * batch)]
     found += [decoder.decode(torch.tensor([token] * batch)) for token in tokens[1:]]
     return torch.stack(found)[:, 0]
 
 
 def last(model, tokens, name, pieces=1):
-    decoder, size = Decoder(model, batch=1, capacity=len(tokens), kv_cache_dtype=name), len(tokens) // pieces
+    decoder, size = GivenTexts(model, batch=1, capacity=len(tokens), kv_cache_dtype=name), len(tokens) // pieces
     for start in range(0, len(tokens), size):
         logits = decoder.prefill([tokens[start : start + size]])
     return logits[0]
@@ -85,11 +85,15 @@ def test_sizes_and_growing():
     rows = 2 * len(config.layers) * config.kv_heads * (2 * 64 + 1)  # in multiples of what a step reads
     for name, each in (("auto", 32), ("int8", 20), ("int4", 18)):
         assert KVCache.of_texts(config, **make, row_format=row_format(name)).bytes == rows * each
-    decoder = Decoder(TINY, batch=1, capacity=10, kv_cache_dtype="int4")
-    decoder.prefill([TOKENS[:10]])
-    decoder.cache.grow(20)
-    found = decoder.prefill([TOKENS[10:20]])[0]
-    torch.testing.assert_close(found, last(TINY, TOKENS[:20], "int4", pieces=2), atol=1e-5, rtol=1e-5)
+    cache = KVCache(config, blocks=2, block_size=4, dtype=torch.float32, device="cpu", row_format=row_format("int4"))
+    found = []
+    for start in (0, 8):
+        step = cache.step([Rows([1, 0, 3, 2], start, 8)])
+        with torch.inference_mode():
+            found.append(TINY(torch.tensor([TOKENS[start : start + 8]]), step.positions, step)[0, -1])
+        cache.grow(4)
+    assert cache.blocks == 4
+    torch.testing.assert_close(found[1], last(TINY, TOKENS[:16], "int4", pieces=2), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=native)])

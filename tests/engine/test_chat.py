@@ -3,8 +3,9 @@
 import pytest
 
 import hasten
+from captured_steps import Capturer
+from hasten.engine import captures, following
 from hasten.engine.chat import Chat
-from hasten.engine.graphs import GraphDecoder
 from hasten.errors import ConfigError
 from references import tiny_llama
 
@@ -38,39 +39,34 @@ def test_the_template_gets_its_variables(tiny):
             Chat(tiny, chat_template_kwargs={"messages": []})
 
 
-def test_the_cache_grows_with_the_conversation(tiny):
+def test_the_cache_grows_with_the_conversation(tiny, monkeypatch):
+    monkeypatch.setattr("hasten.engine.chat._ROOM", 64)
     chat = Chat(tiny)
     "".join(chat.say("hello", PARAMS))
-    small = chat._decoder
-    small.cache.grow(small.cache.capacity + 64)
-    answer = "".join(chat.say("more", PARAMS))
-    assert answer == fresh_answer(tiny, chat.messages[:-1])
+    before = chat._engine.cache_bytes
+    for text in ("more", "for name in names: print(name)", "and again"):
+        answer = "".join(chat.say(text, PARAMS))
+        assert answer == fresh_answer(tiny, chat.messages[:-1])
+        assert chat.reused > 0, "what it held is kept"
+        chat._engine.check()
+    assert chat._engine.cache_bytes > before
 
 
 def test_a_captured_step_says_the_same(tiny, monkeypatch):
-    """As on a GPU: the decoder is captured, truncated between turns, and captured again after the cache has grown."""
-    captured = []
-
-    def fastest(model, *, batch, capacity, kv_cache_dtype):
-        def capture(step, reset):
-            captured.append(step)
-            return step
-
-        with pytest.MonkeyPatch.context() as here:
-            here.setattr("hasten.engine.graphs.refusal", lambda model: None)
-            decoder = GraphDecoder(model, batch=batch, capacity=capacity, kv_cache_dtype=kv_cache_dtype)
-        decoder.capture = capture
-        return decoder
-
-    monkeypatch.setattr("hasten.engine.chat.fastest_decoder", fastest)
+    """As on a GPU, also after the cache has grown, over which steps are captured again."""
+    expected = [fresh_answer(tiny, [{"role": "user", "content": "hello"}])]
+    monkeypatch.setattr("hasten.engine.chat._ROOM", 64)
+    monkeypatch.setattr(following, "capture_refusal", lambda model: None)
+    monkeypatch.setattr(captures, "cuda_graph", capturer := Capturer())
     chat = Chat(tiny)
-    for text in ("hello", "for name in names"):
-        answer = "".join(chat.say(text, PARAMS))
-        assert answer == fresh_answer(tiny, chat.messages[:-1])
-    chat._decoder.cache.grow(chat._decoder.cache.capacity + 64)
-    answer = "".join(chat.say("more", PARAMS))
-    assert answer == fresh_answer(tiny, chat.messages[:-1])
-    assert len(captured) == 2
+    found = ["".join(chat.say("hello", PARAMS))]
+    count = len(capturer.recordings)
+    monkeypatch.undo()
+    answers = ["".join(chat.say(text, PARAMS)) for text in ("for name in names", "more", "and again")]
+    assert found == expected
+    assert count > 0
+    for turn, answer in enumerate(answers, start=1):
+        assert answer == fresh_answer(tiny, chat.messages[: 2 * turn + 1])
 
 
 def test_an_answer_that_is_stopped_stays_in_the_history(tiny):

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 import hasten
 from hasten.engine.compiled import compile_blocks
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.model.initialize import initialize
 from hasten.model.transformer import Transformer
 from hasten.planning.shapes import shape_config
@@ -48,7 +48,7 @@ def graphs() -> dict[str, Any]:
 def test_nothing_is_compiled_anew_while_decoding(way: str) -> None:
     model, plain = make(way), make(way)
     compile_blocks(model)
-    decoder, eager = (Decoder(each, batch=1, capacity=64, static=True) for each in (model, plain))
+    decoder, eager = (GivenTexts(each, batch=1, capacity=64, compiled=True) for each in (model, plain))
     decoder.prefill([[1, 2, 3]])
     assert not counters["stats"], "a prompt is not compiled"
     decoder.decode(torch.tensor([4]))
@@ -74,7 +74,7 @@ def test_another_number_of_sequences_is_compiled_once() -> None:
     compile_blocks(model)
     for batch in (2, 3):
         counters.clear()
-        decoder = Decoder(model, batch=batch, capacity=64, static=True)
+        decoder = GivenTexts(model, batch=batch, capacity=64, compiled=True)
         decoder.prefill([[1, 2]] * batch)
         decoder.decode(torch.tensor([4] * batch))
         assert graphs()["unique_graphs"] == 2

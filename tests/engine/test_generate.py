@@ -6,8 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hasten
-from hasten.engine import decoder as decoder_module
-from hasten.engine.decoder import Decoder
 from hasten.engine.generate import Generation, Timing
 from hasten.errors import ConfigError
 from hasten.model.context import TrainingContext
@@ -63,25 +61,6 @@ def test_windowed_and_soft_capped_layers_in_a_batch():
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [10], [11, 12, 13]]
     for prompt, output in zip(prompts, hasten.generate(model, prompts, GREEDY), strict=True):
         assert output.tokens == plain_greedy(model, prompt, 12)
-
-
-def test_prefill_in_pieces_equals_prefill_at_once(monkeypatch):
-    prompts = [list(range(1, 40)), [7], list(range(50, 61))]
-    whole = Decoder(MODEL, batch=3, capacity=64).prefill(prompts)
-    monkeypatch.setattr(decoder_module, "_PREFILL_TOKENS", 3 * 4)
-    pieces = Decoder(MODEL, batch=3, capacity=64).prefill(prompts)
-    torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
-
-
-def test_static_decoder_equals_the_growing_one():
-    prompt = list(range(1, 30))
-    growing, static = (Decoder(MODEL, batch=1, capacity=200, static=static) for static in (False, True))
-    first, second = growing.prefill([prompt]), static.prefill([prompt])
-    for _ in range(5):
-        assert first.argmax() == second.argmax()
-        torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
-        token = first.argmax(dim=-1)
-        first, second = growing.decode(token), static.decode(token)
 
 
 def test_stream_gives_the_text_of_generate():

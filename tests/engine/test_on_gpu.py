@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import hasten
-from hasten.engine.decoder import Decoder
-from hasten.engine.graphs import fastest_decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.engine.params import SamplingParams
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from references import make_reference, tiny_llama
@@ -45,12 +44,12 @@ def answers(model, params, **options):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_compute_what_a_cpu_computes(family):
     model = hasten.load(make_reference(family), dtype="float32").eval()
-    expected = greedy(Decoder(model, batch=3, capacity=128))
+    expected = greedy(GivenTexts(model, batch=3, capacity=128))
     moved = there(model)
     for decoder in (
-        Decoder(moved, batch=3, capacity=128),
-        Decoder(moved, batch=3, capacity=128, static=True),
-        fastest_decoder(moved, batch=3, capacity=128),
+        GivenTexts(moved, batch=3, capacity=128),
+        GivenTexts(moved, batch=3, capacity=128, compiled=True),
+        GivenTexts(moved, batch=3, capacity=128),
     ):
         torch.testing.assert_close(greedy(decoder), expected, atol=2e-4, rtol=1e-3)
 
@@ -84,8 +83,8 @@ def test_rounded_caches(cache):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_sparse_patterns(pattern):
     model = tiny_llama(hasten={"attention_pattern": pattern_values(parse_pattern(pattern))})
-    expected = greedy(Decoder(model, batch=3, capacity=128))
-    torch.testing.assert_close(greedy(Decoder(there(model), batch=3, capacity=128)), expected, atol=2e-4, rtol=1e-3)
+    expected = greedy(GivenTexts(model, batch=3, capacity=128))
+    torch.testing.assert_close(greedy(GivenTexts(there(model), batch=3, capacity=128)), expected, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

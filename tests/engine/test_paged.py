@@ -11,7 +11,7 @@ import hasten
 from hasten.engine import cache as caches
 from hasten.engine.blocks import Rows
 from hasten.engine.cache import KVCache
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.errors import ConfigError
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.native import library
@@ -59,7 +59,7 @@ class Paged:
 
 def alone(model, prompt, count):
     """Greedy tokens of a prompt and the logits they were taken from, over a static cache."""
-    decoder = Decoder(model, batch=1, capacity=len(prompt) + count)
+    decoder = GivenTexts(model, batch=1, capacity=len(prompt) + count)
     found = [decoder.prefill([prompt])]
     for _ in range(count - 1):
         found.append(decoder.decode(found[-1].argmax(-1)))
@@ -118,7 +118,7 @@ def test_any_chunks_in_any_company_and_order_of_blocks(seed, lengths, sizes):
         for prompt in prompts:
             whole = Paged(model).step({0: prompt})[0]
             if fused:
-                decoder = Decoder(model, batch=1, capacity=len(prompt))
+                decoder = GivenTexts(model, batch=1, capacity=len(prompt))
                 assert torch.equal(whole[-1:], decoder.prefill([prompt]))
             expected.append(whole)
         paged = Paged(model, seed=seed)

@@ -11,10 +11,11 @@ from drafting import proposing
 from hasten.engine.admission import room
 from hasten.engine.blocks import Rows
 from hasten.engine.cache import KVCache
-from hasten.engine.decoder import Decoder
+from hasten.engine.for_texts import engine_for
 from hasten.engine.generate import Generation
+from hasten.engine.given_texts import GivenTexts
 from hasten.engine.params import SamplingParams
-from hasten.errors import CheckpointError, ConfigError, HastenWarning
+from hasten.errors import CheckpointError, HastenWarning
 from hasten.evaluation.perplexity import perplexity
 from hasten.model.context import training_context
 from hasten.model.families import read_config
@@ -81,7 +82,7 @@ def test_prompts_pieces_and_steps_give_the_logits_of_the_whole_text(pattern):
     torch.testing.assert_close(whole(model, tokens)[0], wanted, rtol=1e-4, atol=1e-5)
     model.bind()
     row = tokens[0].tolist()
-    decoder = Decoder(model, batch=1, capacity=LENGTH)
+    decoder = GivenTexts(model, batch=1, capacity=LENGTH)
     found = [decoder.prefill([row[:70]])]  # past what a bounded cache holds
     found.append(decoder.prefill([row[70:117]]))  # several tokens over a cache
     found += [decoder.decode(torch.tensor([token])) for token in row[117:]]
@@ -109,7 +110,7 @@ def test_the_engine_serves_every_pattern(pattern):
 def test_rows_of_different_lengths_stay_apart(pattern):
     model = model_of(pattern)
     rows = [tokens_of(1, n)[0].tolist() for n in (100, 31)]
-    decoder = Decoder(model, batch=2, capacity=LENGTH)
+    decoder = GivenTexts(model, batch=2, capacity=LENGTH)
     found = decoder.prefill(rows)
     steps = [decoder.decode(torch.tensor([5, 6]), active=[True, number < 2]) for number in range(20)]
     for row, own in enumerate(rows):
@@ -124,7 +125,7 @@ def test_small_rows_are_read_however_a_prompt_comes(pattern):
     model, [row] = model_of(pattern), tokens_of().tolist()
     found = {}
     for name, size in (("auto", LENGTH), ("int4", LENGTH), ("int4", 15)):
-        decoder = Decoder(model, batch=1, capacity=LENGTH, kv_cache_dtype=name)
+        decoder = GivenTexts(model, batch=1, capacity=LENGTH, kv_cache_dtype=name)
         for start in range(0, LENGTH, size):
             found[name, size] = decoder.prefill([row[start : start + size]])
     torch.testing.assert_close(found["int4", 15], found["int4", LENGTH], rtol=1e-3, atol=1e-4)
@@ -142,42 +143,18 @@ def test_drafts_change_no_text(pattern):
         known = plain[text.step :][: wrong.randint(0, 6)]
         return [(token + 1) % 60 if wrong.random() < 0.3 else token for token in known]
 
-    run = Generation(model, [prompt], speculator=proposing(propose), **settings)
-    assert [token for step in run for _, token, _ in step] == plain
-    assert 0 < run.speculator.stats.accepted_tokens < run.speculator.stats.draft_tokens
+    speculator = proposing(propose)
+    run = Generation(model, [prompt], speculator=speculator, **settings)
+    assert [token for step in run for output in step for token in output.tokens] == plain
+    assert 0 < speculator.stats.accepted_tokens < speculator.stats.draft_tokens
 
 
 def test_a_local_pattern_bounds_the_cache():
-    local, far = model_of("local:block=16,radius=1"), model_of("bigbird:block=16")
-    make = {"batch": 2, "dtype": torch.float32, "device": "cpu"}
-    small, large = (KVCache.of_texts(local.config, capacity=n, **make) for n in (128, 128 * 1024))
-    assert small.block_size == large.block_size == 2 * 32  # a query sees 32 keys
-    assert KVCache.of_texts(far.config, capacity=200, **make).block_size == 256  # in multiples of 64
-    decoder = Decoder(local, batch=1, capacity=256)
-    decoder.prefill([tokens_of(1, 200)[0].tolist()])
-    assert [tuple(k.shape) for k in decoder.cache.k] == [(65, 2, 8)] * 3
-
-
-def test_going_back_is_exact_where_it_is_possible_and_refused_where_not():
-    model = model_of("local:block=16,radius=1")
-    row = tokens_of()[0].tolist()
-    decoder = Decoder(model, batch=1, capacity=LENGTH)
-    decoder.prefill([row[:120]])
-    decoder.truncate(120 - decoder.cache.longest_step)
-    n = decoder.lengths[0]
-    found = [decoder.decode(torch.tensor([7])) for _ in range(20)]
-    wanted = whole(model, torch.tensor([row[:n] + [7] * 20]))[0, n:]
-    torch.testing.assert_close(torch.cat(found), wanted, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ConfigError, match="cannot go back to 5"):
-        decoder.truncate(5)
-    decoder.truncate(0)
-    torch.testing.assert_close(
-        decoder.prefill([row[:50]])[0], whole(model, torch.tensor([row[:50]]))[0, -1], rtol=1e-4, atol=1e-5
-    )
-    decoder.verify([[7] * 20])  # writes over the first six
-    decoder.truncate(51)
-    with pytest.raises(ConfigError, match="cannot go back to 5 of 51"):
-        decoder.truncate(5)
+    local = model_of("local:block=16,radius=1")
+    dense = initialize(replace(local.config, attention_pattern=None), seed=1).eval()
+    held = [engine_for(model, [100_000]).cache_bytes for model in (local, dense)]
+    assert held[0] < held[1] / 20, "what a query sees, and a step of 4,096 tokens"
+    assert engine_for(local, [60]).runner.side_by_side, "a query sees 32 keys"
 
 
 def test_the_pattern_travels_with_the_folder(tmp_path):
@@ -231,7 +208,7 @@ def test_a_fused_model_sees_what_the_pattern_shows_over_every_cache(pattern):
     hasten.fuse(model)
     found = whole(model, tokens)[0]
     assert (found - wanted).square().mean() <= 4 * plain.square().mean()
-    decoder = Decoder(model, batch=1, capacity=LENGTH)
+    decoder = GivenTexts(model, batch=1, capacity=LENGTH)
     steps = [decoder.prefill([row[:70]]), decoder.prefill([row[70:117]])]
     steps += [decoder.decode(torch.tensor([token])) for token in row[117:]]
     assert torch.equal(torch.cat(steps), found[[69, 116, *range(117, LENGTH)]]), "the same bits, however it comes"
@@ -252,7 +229,7 @@ def test_a_wrapped_block_beside_fused_ones_sees_the_same(pattern):
     wanted = whole(model, tokens)[0, -2:]
     model.blocks[1] = torch.nn.Sequential(model.blocks[1])
     model.blocks[1].forward = model.blocks[1][0].forward
-    decoder = Decoder(model, batch=1, capacity=LENGTH)
+    decoder = GivenTexts(model, batch=1, capacity=LENGTH)
     found = [decoder.prefill([tokens[0, :-1].tolist()]), decoder.decode(tokens[0, -1:])]
     assert torch.equal(torch.cat(found), wanted)
 
@@ -273,18 +250,17 @@ def test_where_every_layer_looks_back_only_so_far_a_server_keeps_no_more(model):
     assert engine.stats().preemptions == 0
 
 
-def test_a_cache_of_windows_is_a_ring():
+def test_a_cache_of_windows_says_what_the_whole_text_does():
     model, tokens = windowed(), tokens_of()
     wanted, row = whole(model, tokens)[0], tokens[0].tolist()
-    decoder = Decoder(model, batch=1, capacity=LENGTH)
-    assert decoder.cache.block_size == 64
+    decoder = GivenTexts(model, batch=1, capacity=LENGTH)
     steps = [decoder.prefill([row[:70]]), decoder.prefill([row[70:117]])]
     steps += [decoder.decode(torch.tensor([token])) for token in row[117:]]
     places = [69, 116, *range(117, LENGTH)]
     torch.testing.assert_close(torch.cat(steps), wanted[places], rtol=1e-4, atol=1e-5)
     if library() is not None:
         hasten.fuse(model.to(torch.bfloat16))
-        decoder = Decoder(model, batch=1, capacity=LENGTH)
+        decoder = GivenTexts(model, batch=1, capacity=LENGTH)
         assert torch.equal(decoder.prefill([row]), whole(model, tokens)[:, -1])
 
 

@@ -10,8 +10,8 @@ import torch
 import hasten
 from drafting import proposing, wrong
 from hasten.engine.cache import KVCache, row_format
-from hasten.engine.decoder import Decoder
 from hasten.engine.generate import Generation
+from hasten.engine.given_texts import GivenTexts
 from hasten.engine.layout import Rows
 from hasten.engine.params import SamplingParams
 from hasten.engine.speculation import (
@@ -47,7 +47,7 @@ def knowing(texts, *, mistakes, most=6, seed=0):
     chance = random.Random(seed)
 
     def propose(text):
-        known = texts[text.number][len(text.tokens) :][: chance.randint(0, most)]
+        known = texts[text.number - 1][len(text.tokens) :][: chance.randint(0, most)]
         return [(token + 1) % 101 if chance.random() < mistakes else token for token in known]
 
     return proposing(propose)
@@ -101,10 +101,10 @@ def test_texts_go_on_and_end_where_drafts_are_hardly_made(model, monkeypatch):
     assert texts_of(model, params, speculator) == plain
     stats = speculator.stats
     assert 0 < stats.drafts < stats.steps / 4
-    assert stats.steps == 199
-    assert stats.tokens == 60 + 110 + 200 - 3
-    assert sum(stats.rows.values()) == 199
-    assert sorted(speculator.proposer.ended) == [0, 1, 2]
+    assert stats.steps == 200
+    assert stats.tokens == 60 + 110 + 200
+    assert sum(stats.rows.values()) == 200
+    assert sorted(speculator.proposer.ended) == [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_a_draft_model_forgets_a_text_that_was_left(fused):
 def test_what_was_rejected_leaves_no_trace(kind, rows, more, request):
     """The cache is that of a run which never proposed it: on the native kernels to the bit."""
     model = request.getfixturevalue("model" if kind == "plain" else "fused")
-    decoders = [Decoder(model, batch=2, capacity=40, kv_cache_dtype=rows) for _ in range(2)]
+    decoders = [GivenTexts(model, batch=2, capacity=40, kv_cache_dtype=rows) for _ in range(2)]
     for decoder in decoders:
         decoder.prefill([PROMPTS[0], PROMPTS[2]])
     decoders[0].verify([[4, 5, 6, 7], [8, *more]])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import hasten
 from hasten.engine.cache import KVCache
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.errors import ConfigError
 from hasten.model.binding import explain, kernels
 from hasten.model.context import TrainingContext
@@ -61,14 +61,14 @@ BATCHED = fuse(tiny_llama().to(torch.bfloat16)) if library() is not None else No
 @settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=90), min_size=1, max_size=4), st.data())
 def test_logits_are_bit_for_bit_the_same_alone_in_a_batch_and_however_the_prompt_is_cut(prompts, data):
-    together = Decoder(BATCHED, batch=len(prompts), capacity=128).prefill(prompts)
+    together = GivenTexts(BATCHED, batch=len(prompts), capacity=128).prefill(prompts)
     for row, prompt in enumerate(prompts):
         cut = data.draw(st.integers(0, len(prompt) - 1))
-        alone = Decoder(BATCHED, batch=1, capacity=100)
+        alone = GivenTexts(BATCHED, batch=1, capacity=100)
         if cut:
             alone.prefill([prompt[:cut]])
         assert torch.equal(alone.prefill([prompt[cut:]])[0], together[row])
-        one_by_one = Decoder(BATCHED, batch=1, capacity=100)
+        one_by_one = GivenTexts(BATCHED, batch=1, capacity=100)
         one_by_one.prefill([prompt[:1]])
         last = None
         for token in prompt[1:12]:
@@ -80,8 +80,8 @@ def test_logits_are_bit_for_bit_the_same_alone_in_a_batch_and_however_the_prompt
 def test_long_contexts_cross_tiles_and_spans_alike():
     model = fuse(tiny_llama(max_position_embeddings=2048).to(torch.bfloat16))
     prompt = torch.randint(3, 250, (1400,), generator=torch.Generator().manual_seed(1)).tolist()
-    whole = Decoder(model, batch=1, capacity=1500).prefill([prompt])
-    parts = Decoder(model, batch=1, capacity=1500)
+    whole = GivenTexts(model, batch=1, capacity=1500).prefill([prompt])
+    parts = GivenTexts(model, batch=1, capacity=1500)
     for start, end in ((0, 63), (63, 64), (64, 511), (511, 513), (513, 1399)):
         parts.prefill([prompt[start:end]])
     assert torch.equal(parts.decode(torch.tensor(prompt[-1:])), whole)

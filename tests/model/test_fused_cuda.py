@@ -5,8 +5,8 @@ import torch
 
 import hasten
 from fused_cases import FAMILIES, decoded, errors
-from hasten.engine.decoder import Decoder
-from hasten.engine.graphs import GraphDecoder
+from hasten.engine.given_texts import GivenTexts
+from hasten.engine.kept import release
 from hasten.model.fused import CudaBlock, fuse, refusal
 from hasten.quantization import Int4, Int8, quantize
 from references import tiny_llama
@@ -47,7 +47,7 @@ def on_gpu(scheme=None):
 @pytest.mark.parametrize("scheme", [None, Int8(activations="float"), Int4(group_size=32, activations="float")])
 def test_captured_steps_are_the_plain_ones(scheme):
     model = on_gpu(scheme)
-    plain, captured = Decoder(model, batch=2, capacity=256, static=True), GraphDecoder(model, batch=2, capacity=256)
+    plain, captured = GivenTexts(model, batch=2, capacity=256, compiled=True), GivenTexts(model, batch=2, capacity=256)
     found = [decoder.prefill([[5, 9, 40, 3], [8, 90]]) for decoder in (plain, captured)]
     assert torch.equal(*found)
     for i in range(12):
@@ -61,13 +61,14 @@ def test_captured_steps_are_the_plain_ones(scheme):
     "settings", [{"temperature": 0}, {"temperature": 0.8, "top_k": 20, "seed": 1}, {"top_p": 0.9, "seed": 2}]
 )
 def test_running_ahead_changes_no_text(settings, monkeypatch):
-    from hasten.engine import generate
+    from hasten.engine import following
 
     model = on_gpu()
     prompts = [[5, 9, 40, 3], [8, 90]]
     ahead = hasten.generate(model, prompts, max_new_tokens=40, **settings)
     assert hasten.generate(model, prompts, max_new_tokens=40, **settings) == ahead, "with the captured steps of before"
-    monkeypatch.setattr(generate, "runs_ahead", lambda decoder: False)
+    release(model)
+    monkeypatch.setattr(following, "capture_refusal", lambda model: "not in this test")
     assert hasten.generate(model, prompts, max_new_tokens=40, **settings) == ahead
 
 

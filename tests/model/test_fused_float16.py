@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hasten
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.machine import find_compiler
 from hasten.model.fused import FusedBlock, fuse
 from hasten.ops.linear import PackedLinear
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++
 
 
 def decoded(model):
-    decoder = Decoder(model, batch=2, capacity=32)
+    decoder = GivenTexts(model, batch=2, capacity=32)
     found = [decoder.prefill([[7, 3, 90, 41, 12], [18, 99]])]
     found += [decoder.decode(torch.tensor([i, i + 20])) for i in range(3)]
     return torch.stack(found)

@@ -198,7 +198,7 @@ def test_machine_code(kernels, monkeypatch, tmp_path, shape, page):
 def test_the_step_on_a_gpu(monkeypatch, size):
     """What the blocks do one by one, the same bits each time, captured."""
     import hasten
-    from hasten.engine.graphs import GraphDecoder
+    from hasten.engine.given_texts import GivenTexts
     from hasten.model import fused_cuda, fused_decode
     from tiny_model import tiny_llama
 
@@ -211,7 +211,7 @@ def test_the_step_on_a_gpu(monkeypatch, size):
     prompt, tokens, found = [[i * 7 % 200 for i in range(300)]], (3, 60, 7), {}
     for at_once in (False, True):
         monkeypatch.setattr(fused_cuda.CudaStack, "one_launch", at_once)
-        decoder = GraphDecoder(model, batch=1, capacity=320)
+        decoder = GivenTexts(model, batch=1, capacity=320)
         runs = []
         for _ in range(20):
             decoder.truncate(0)

@@ -52,7 +52,7 @@ def check(phase, names):
 def test_readable_blocks(use, tmp_path):
     model = tiny_llama()
     found = profile(model, tmp_path, use=use, batch=2, prompt_tokens=20, steps=1)
-    around = {"generate": {"draw", "text"}, "serve": {"plan", "compute", "draw", "answer"}}[use]
+    around = {"plan", "compute", "draw", "answer"}
     inside = {"model.embedding", "model.blocks.1.attention.q", "model.blocks.1.mlp.down", "model.norm", "model.head"}
     prefill, decode = (check(phase, around | inside) for phase in found.phases)
     norms = 2 * 2 * 64  # which planning counts, with 2 FLOPs a weight

@@ -9,8 +9,8 @@ from typing import ClassVar
 from hasten.bench.generate import DecodeMode, GenerateLadder
 from hasten.bench.models import BenchmarkModel
 from hasten.bench.step_seconds import step_seconds
-from hasten.engine.decoder import Decoder
 from hasten.engine.generate import Generation, Timing
+from hasten.engine.given_texts import GivenTexts
 from hasten.engine.speculation import make_speculator, small_model
 from hasten.engine.speculation.build import automatic
 from hasten.errors import ConfigError
@@ -26,7 +26,7 @@ class DraftedStream:
     """Decodes after each prompt with a new speculator, so that nothing is remembered from one round to the next."""
 
     compile_seconds: ClassVar[float | None] = None
-    decoder: ClassVar[None] = None
+    texts: ClassVar[None] = None
     model: Transformer
     mode: DecodeMode
     ladder: GenerateLadder
@@ -53,15 +53,18 @@ class DraftedStream:
                 speculator=speculator,
                 compiled=self.mode.compiled,
                 kv_cache_dtype=self.ladder.kv_cache_dtype,
+                gathered=True,
             )
             for _ in run:
                 pass
             timings.append(timing)
             found.append(speculator.stats)
         rows = sum((Counter(stats.rows) for stats in found), Counter())
+        for prompt in self.prompts:  # the step that read it
+            rows -= Counter([len(prompt)])
         context, kept = len(self.prompts[0]) + self.new_tokens // 2, self.ladder.kv_cache_dtype
-        decoder = Decoder(self.model, batch=1, capacity=context + max(rows), kv_cache_dtype=kept)
-        seconds = step_seconds(decoder, rows, context, seconds=1.0)
+        texts = GivenTexts(self.model, batch=1, capacity=context + max(rows), kv_cache_dtype=kept)
+        seconds = step_seconds(texts, rows, context, seconds=1.0)
         predicted = sum(stats.seconds for stats in found) + sum(n * seconds[count] for count, n in rows.items())
         tokens, proposed = sum(stats.tokens for stats in found), sum(stats.draft_tokens for stats in found)
         return {

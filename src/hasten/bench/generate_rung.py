@@ -21,8 +21,7 @@ from hasten.distributed.ranks import ALONE, Ranks
 from hasten.distributed.tensor_parallel import tensor_parallel
 from hasten.engine.cache import row_format
 from hasten.engine.compiled import compile_blocks
-from hasten.engine.decoder import Decoder
-from hasten.engine.graphs import fastest_decoder
+from hasten.engine.given_texts import GivenTexts
 from hasten.evaluation.divergence import divergence
 from hasten.evaluation.perplexity import perplexity
 from hasten.machine import reset_peak_memory, resolve_dtype
@@ -133,9 +132,9 @@ class GenerateRung:
             "context": context,
             "decoded_tokens": stream.new_tokens,
         }
-        if stream.decoder is not None:
+        if stream.texts is not None:
             facts["cache_bytes_per_token"] = kv_bytes_per_token(self.config, size)
-            facts["cache_bytes"] = stream.decoder.cache.bytes
+            facts["cache_bytes"] = stream.texts.cache.bytes
         return facts
 
     def measure(self) -> dict[str, float]:
@@ -173,10 +172,10 @@ class Stream:
         generator = torch.Generator().manual_seed(ladder.seed)
         shape = (self.batch, row["prompt_tokens"])
         self.prompts = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
-        self.decoder: Decoder | None = None
+        self.texts: GivenTexts | None = None
         if mode.cache:
             size = {"batch": self.batch, "capacity": row["prompt_tokens"] + self.new_tokens}
-            self.decoder = fastest_decoder(model, **size, compiled=mode.compiled, kv_cache_dtype=ladder.kv_cache_dtype)
+            self.texts = GivenTexts(model, **size, compiled=mode.compiled, kv_cache_dtype=ladder.kv_cache_dtype)
         self.compile_seconds: float | None = None
         self.kept: list[int] | None = None  # the tokens after prompts that are kept
         if mode.compiled or keep_prompt:
@@ -196,36 +195,36 @@ class Stream:
             found["prefill_tokens_per_second"] = self.batch * len(self.prompts[0]) / seconds
             found["time_to_first_token_seconds"] = seconds
         else:
-            assert self.decoder is not None, "without a cache there are no prompts to keep"
-            self.decoder.truncate(len(self.prompts[0]))
+            assert self.texts is not None, "without a cache there are no prompts to keep"
+            self.texts.truncate(len(self.prompts[0]))
             tokens = self.kept
         start = time.perf_counter()
         for _ in range(self.new_tokens):
             tokens = self.next_tokens(tokens)
         each = self.new_tokens / (time.perf_counter() - start)
         found["decode_tokens_per_second"] = self.batch * each
-        if self.decoder is not None and self.batch == 1:
+        if self.texts is not None and self.batch == 1:
             context = len(self.prompts[0]) + self.new_tokens - 1
-            found["predicted_tokens_per_second"] = 1 / step_seconds(self.decoder, [1], context)[1]
+            found["predicted_tokens_per_second"] = 1 / step_seconds(self.texts, [1], context)[1]
         if self.batch > 1:
             found["decode_tokens_per_second_per_sequence"] = each
         return found
 
     def first_tokens(self) -> list[int]:
         """Take the prompts in, whatever came before; the most likely token after each."""
-        if self.decoder is None:
+        if self.texts is None:
             self.sequences = [list(prompt) for prompt in self.prompts]
             return self._recompute()
-        self.decoder.truncate(0)
-        return _most_likely(self.decoder.prefill(self.prompts))
+        self.texts.truncate(0)
+        return _most_likely(self.texts.prefill(self.prompts))
 
     def next_tokens(self, tokens: list[int]) -> list[int]:
         """Append a token to each sequence; the most likely ones after them."""
-        if self.decoder is None:
+        if self.texts is None:
             for sequence, token in zip(self.sequences, tokens, strict=True):
                 sequence.append(token)
             return self._recompute()
-        return _most_likely(self.decoder.decode(torch.tensor(tokens, device=self.model.device)))
+        return _most_likely(self.texts.decode(torch.tensor(tokens, device=self.model.device)))
 
     def _recompute(self) -> list[int]:
         """The next tokens from the whole sequences, nothing kept."""

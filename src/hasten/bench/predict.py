@@ -10,8 +10,8 @@ from statistics import median
 import torch
 
 from hasten.bench.train import TrainRung
-from hasten.engine.decoder import Decoder
 from hasten.engine.engine import Engine
+from hasten.engine.given_texts import GivenTexts
 from hasten.engine.params import KVCacheDtype, SamplingParams
 from hasten.engine.request import Request
 from hasten.engine.settings import EngineSettings
@@ -66,8 +66,8 @@ def generating_seconds(
 ) -> Generating | None:
     """Time a model of the use's first layers, and of half as many: the difference is what further layers take.
 
-    Steps are those of the engine (served), or of the decoder in the middle of a use's answer. The layers are as many as
-    the processor's caches cannot hold. None where they have no room.
+    Steps are those of a server's engine (served), or of texts in the middle of a use's answers. The layers are as many
+    as the processor's caches cannot hold. None where they have no room.
     """
     held = matrices(config, config.layers[0])[0] * {"int8": 1, "int4": 0.5}.get(weights.partition("-")[0], 2)
     cut = replace(config, layers=config.layers[: max(2, round(4 * last_level_cache_bytes() / held))])
@@ -95,7 +95,7 @@ def generating_seconds(
         if served:
             step = scaled(partial(engine_step, sequences=batch))
         else:
-            step = scaled(partial(decoder_step, sequences=batch, context=reached, cache=cache))
+            step = scaled(partial(text_step, sequences=batch, context=reached, cache=cache))
         steps[batch] = step + batch * (context - reached) * each
     return Generating(scaled(partial(prompt_seconds, length=reading, most=use.step)), steps)
 
@@ -103,13 +103,13 @@ def generating_seconds(
 def prompt_seconds(model: Transformer, length: int, most: int) -> float:
     """Seconds to read a prompt; of a long one the first and the last piece are timed."""
     piece = min(length, most)
-    decoder, times = Decoder(model, batch=1, capacity=length), []
+    texts, times = GivenTexts(model, batch=1, capacity=length), []
     for start in (0, length - piece):
         own = []
         for _ in range(3):
-            decoder.lengths = [start]
+            texts.suppose(start)
             begun = time.perf_counter()
-            decoder.prefill([[1] * piece]).argmax(-1).tolist()
+            texts.prefill([[1] * piece]).argmax(-1).tolist()
             own.append(time.perf_counter() - begun)
         times.append(median(own))
     return length / piece * sum(times) / len(times)
@@ -118,18 +118,18 @@ def prompt_seconds(model: Transformer, length: int, most: int) -> float:
 def token_seconds(model: Transformer, context: int, cache: KVCacheDtype) -> float:
     """Seconds that each token of context adds to a step of one sequence."""
     context = min(max(1024, context), model.config.max_positions - 1)
-    near, far = (decoder_step(model, 1, at, cache) for at in (1, context))
+    near, far = (text_step(model, 1, at, cache) for at in (1, context))
     return max(0.0, far - near) / context
 
 
-def decoder_step(model: Transformer, sequences: int, context: int, cache: KVCacheDtype) -> float:
-    """Seconds of a step of the decoder: a token of each sequence."""
-    decoder, times = Decoder(model, batch=sequences, capacity=context + 1, kv_cache_dtype=cache), []
+def text_step(model: Transformer, sequences: int, context: int, cache: KVCacheDtype) -> float:
+    """Seconds of a step of `hasten.generate`: a token of each of so many sequences."""
+    texts, times = GivenTexts(model, batch=sequences, capacity=context + 1, kv_cache_dtype=cache), []
     token = torch.ones(sequences, dtype=torch.int64)
-    for _ in range(12):
-        decoder.lengths = [context] * sequences
+    texts.suppose(max(0, context - 11))
+    for _ in range(min(12, context + 1)):
         start = time.perf_counter()
-        decoder.decode(token).argmax(-1).tolist()
+        texts.decode(token).argmax(-1).tolist()
         times.append(time.perf_counter() - start)
     return median(times)
 

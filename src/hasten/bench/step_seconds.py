@@ -1,4 +1,4 @@
-"""Whole steps of a decoder, timed: what predictions of its speed are made of."""
+"""Whole steps of a model over its cache, timed: what predictions of its speed are made of."""
 
 import time
 from collections.abc import Collection
@@ -6,33 +6,33 @@ from statistics import median
 
 import torch
 
-from hasten.engine.decoder import Decoder
+from hasten.engine.given_texts import GivenTexts
 
 
 @torch.inference_mode()
-def step_seconds(decoder: Decoder, rows: Collection[int], context: int, *, seconds: float = 0.3) -> dict[int, float]:
+def step_seconds(texts: GivenTexts, rows: Collection[int], context: int, *, seconds: float = 0.3) -> dict[int, float]:
     """Median seconds of a step over each number of rows, after `context` tokens of one sequence.
 
-    A decoder that holds fewer tokens reads a prompt of that length first; afterwards it holds `context` tokens. Row
+    A shorter text gets a prompt of that length first; afterwards it has `context` tokens. Row
     counts take turns for about `seconds` in all, each at least once; of two steps in a row the second one counts, since
     steps usually follow others of their size.
     """
-    device = decoder.model.device
+    device = texts.model.device
     token = torch.tensor([1], device=device)
-    if decoder.lengths[0] < context:
-        decoder.truncate(0)
-        decoder.prefill([[1] * context])
-    decoder.truncate(context)
+    if texts.lengths[0] < context:
+        texts.truncate(0)
+        texts.prefill([[1] * context])
+    texts.truncate(context)
     times: dict[int, list[float]] = {count: [] for count in sorted(rows)}
     begun = time.perf_counter()
     while True:
         for count, own in times.items():
             for _ in range(2):
                 start = time.perf_counter()
-                logits = decoder.decode(token) if count == 1 else decoder.verify([[1] * count])
+                logits = texts.decode(token) if count == 1 else texts.verify([[1] * count])
                 logits.argmax(-1).tolist()
                 took = time.perf_counter() - start
-                decoder.truncate(context)
+                texts.truncate(context)
             own.append(took)
         if time.perf_counter() - begun >= seconds:
             return {count: median(own) for count, own in times.items()}

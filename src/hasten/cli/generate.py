@@ -71,6 +71,8 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, RankOpti
 
             compile_blocks(model)
         timing = Timing()
+        show = self.json != "-"
+        streamed = show and len(prompts) == 1
         run = Generation(
             model,
             prompts,
@@ -79,9 +81,8 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, RankOpti
             kv_cache_dtype=self.kv_cache_dtype,
             timing=timing,
             speculator=speculator,
+            gathered=not streamed,
         )
-        show = self.json != "-"
-        streamed = show and len(prompts) == 1
         if streamed:
             print(*([] if self.chat else texts), end="", flush=True)
         results = _run(run, stream=streamed, ids=model.tokenizer is None)
@@ -115,14 +116,14 @@ def _run(run: Generation, *, stream: bool, ids: bool) -> list[dict[str, Any]]:
     interrupted = False
     try:
         for step in run:
-            for _, token, text in step if stream else ():
-                print(f"{token} " if ids else text, end="", flush=True)
+            for output in step if stream else ():
+                said = "".join(f"{token} " for token in output.tokens) if ids else output.text
+                print(said, end="", flush=True)
     except KeyboardInterrupt:
         interrupted = True
     if stream:
         print()
     results = [asdict(result) for result in run.results()]
-    for result, output in zip(results, run.outputs, strict=True):
-        if interrupted and output.finish_reason is None:
-            result["finish_reason"] = "interrupted"
+    for row in run.unfinished if interrupted else ():
+        results[row]["finish_reason"] = "interrupted"
     return results

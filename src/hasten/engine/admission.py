@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 
 from hasten.checks import require
 from hasten.engine.blocks import blocks_of
 from hasten.engine.cache import KVCache, row_format
-from hasten.engine.graphs import release
+from hasten.engine.kept import release
 from hasten.engine.params import SamplingParams
 from hasten.engine.prompts import check_ids, fit
 from hasten.engine.request import QueueFull, Request, RequestRefused
 from hasten.engine.settings import EngineSettings
-from hasten.errors import ConfigError, HastenWarning, ResourceError
+from hasten.errors import ConfigError, ResourceError
 from hasten.machine.memory import available_memory
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
@@ -24,17 +23,17 @@ _CAPTURED = 1 << 30  # bytes that stay free for captured steps on a GPU
 
 
 class AdapterNumbers:
-    """The numbers of a model's adapters by their names."""
+    """The numbers of a model's adapters by their names. unnamed: the number of "", by default none (-1)."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = list(names)
+    def __init__(self, names: Sequence[str], *, unnamed: int = -1) -> None:
+        self.names, self._unnamed = list(names), unnamed
 
     def number(self, name: str) -> int:
-        """From 0, or -1 for "", which is none. Raises RequestRefused for a name that there is not."""
+        """From 0, or -1 for none. Raises RequestRefused for a name that there is not."""
         if name and name not in self.names:
             known = ", ".join(self.names) or "none"
             raise RequestRefused(f"there is no adapter {name!r:.100} here; loaded: {known}", field="adapter")
-        return self.names.index(name) if name else -1
+        return self.names.index(name) if name else self._unnamed
 
 
 def admitted(
@@ -169,14 +168,4 @@ def bytes_per_block(model: Transformer, settings: EngineSettings) -> int:
 def longest(model: Transformer, settings: EngineSettings) -> int:
     """Tokens that prompt and answer may have together."""
     positions = model.config.max_positions
-    stretched = [rope.original_positions for rope in model.config.ropes if rope.scaling == "longrope"]
-    if stretched and min(stretched) < min(positions, settings.max_length or positions):
-        # Beyond, all keys of a sequence would have to be computed again with other frequencies.
-        positions = min(stretched)
-        warnings.warn(
-            f"this model changes its rotary frequencies at {positions} tokens, which the engine does not follow: "
-            f"prompt and answer may have {positions} tokens together (hasten.generate goes further)",
-            HastenWarning,
-            stacklevel=4,
-        )
     return min(positions, settings.max_length or positions)

@@ -1,9 +1,9 @@
 """Decode steps launched before the tokens of the one before are known, so that a GPU does not wait for the host.
 
-The tokens stay on the device (`hasten.engine.runner.BatchRunner`); the host reads them one step late. A text that ended
-has then been computed one token too far: that token is dropped. As the device works in order, its block can be given to
-others at once. Only for steps in which nothing is decided on the host: one token of each sequence, no constraint, no
-log-probabilities, no drafts, no beams.
+The tokens stay on the device (`hasten.engine.batch_runner.BatchRunner`); the host reads them one step late. A text that
+ended has then been computed one token too far: that token is dropped. As the device works in order, its block can be
+given to others at once. Only for steps in which nothing is decided on the host: one token of each sequence, no
+constraint, no log-probabilities, no drafts, no beams.
 
 While prompts are read, a step's tokens are read behind the launch of the next one, which goes on with other prompts.
 Sequences that wait for their token skip that step, so this is done for short steps only. The first step of a run of
@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hasten.engine.batch_runner import Drawn
 from hasten.engine.blocks import OutOfBlocks
 from hasten.engine.model_runner import Sampler, common_adapter
 from hasten.engine.request_state import RequestTable
 from hasten.engine.run import Group
-from hasten.engine.runner import Drawn, ModelRunner
+from hasten.engine.runner import ModelRunner
 from hasten.engine.scheduler import Scheduler
 from hasten.engine.sequence import ScheduledTokens, TextSequence
 from hasten.machine.host_copy import HostCopy
@@ -67,7 +68,7 @@ class Ahead:
         self.flight: Flight | None = None
         self.late: Flight | None = None  # a planned step whose tokens are read when the next, of others, is launched
         self._short = True  # the latest step with prompts was
-        # Of a run of steps, number `_step`: where each sequence fills a block, in steps counted round the block's size.
+        # Where each sequence of a run of steps fills a block, in steps modulo its size; `_step` is the latest.
         self._fills: list[list[TextSequence]] = []
         self._step = 0
 

@@ -93,6 +93,10 @@ class DecodeBatch:
             self._views[key] = _tensors(self.buffer, *key)
         return self._views[key]
 
+    def restart(self) -> None:
+        """Forget all sequences, whose numbers may come again."""
+        self.rows, self._copied = {}, [(None, 0, 0)] * self.sequences
+
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def place(self, numbers: Sequence[int]) -> list[int]:
@@ -175,7 +179,7 @@ class DecodeBatch:
             self.views(shape).lengths.index_fill_(0, at, 0)
 
     def _pinned(self, values: np.ndarray) -> Tensor:
-        """As a tensor that a GPU copies while the host goes on; PyTorch keeps its memory until it has."""
+        """A tensor that a GPU copies while the host goes on; PyTorch keeps its memory until it has."""
         tensor = torch.from_numpy(values)
         return tensor.pin_memory() if self.device.type == "cuda" else tensor
 

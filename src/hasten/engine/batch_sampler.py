@@ -159,9 +159,11 @@ class BatchSampler:
 
     def _draw(self, logits: Tensor, rows: Sequence[int] | None, steps: Sequence[int]) -> Tensor:
         """A token (R,) for each of the logits (R, V), which belong to these rows (None: to all, in order)."""
-        settings, banned = self._settings(rows, steps)
+        settings, banned = self._rows, None
+        if rows is not None or min(steps) < self._least:
+            settings, banned = self._settings(rows, steps)
         history = self._history if rows is None or self._history is None else self._history.select(rows)
-        same = rows is None and min(steps) == max(steps)  # as in `generate`
+        same = rows is None and min(steps) == max(steps)  # as in a batch of texts that began together
         at = self._numbers_of(steps[0]) if same else to_device(list(steps), self._device)
         return next_tokens(logits, settings, steps=at, history=history, banned=banned)
 

@@ -97,11 +97,12 @@ class SequenceBlocks:
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """`count` tokens of one sequence, at positions start … start + count - 1; block_table: its blocks in order."""
+    """`count` tokens of a sequence from position `start` on. stretched: it exceeds longrope's pretraining context."""
 
     block_table: Sequence[int] | SequenceBlocks
     start: int
     count: int
+    stretched: bool = False
 
 
 class BlockManager:
@@ -294,6 +295,13 @@ class BlockManager:
         """How many blocks it has."""
         own = self._sequences[sequence]
         return len(own.block_table) - own.left
+
+    def grow(self, blocks: int) -> None:
+        """Have more blocks, `blocks` in all; they are used before any cached one."""
+        self._references += [0] * (blocks - self.blocks)
+        self._keys += [None] * (blocks - self.blocks)
+        self._free = OrderedDict.fromkeys([*range(self.blocks, blocks), *self._free])
+        self.blocks = blocks
 
     def forget(self) -> None:
         """Empty the prefix cache; running sequences keep their blocks."""

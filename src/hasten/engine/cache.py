@@ -91,8 +91,6 @@ class KVCache:
             raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.blocks, self.block_size, self.row_format = blocks, block_size, row_format
-        self.capacity = block_size  # tokens of a text that has one block
-        self.reach: int | None = None  # how far back its layers look, if it begins again at the block's end
         self.first_slots = torch.arange(blocks, device=device) * block_size  # (blocks,)
         self.windows = [layer.window for layer in config.layers]
         self.sparse: SparseMasks | None = None
@@ -139,26 +137,19 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         row_format: RowFormat = PLAIN,
-        bounded: bool = True,
     ) -> KVCache:
         """A cache with one block for each of `batch` texts of at most `capacity` tokens, for `step_of_texts`.
 
         A block has `capacity` rows, rounded up to a multiple of READ_STEP: steps read multiples of it, so that a text
-        does not depend on how many tokens may still come. Where every layer has a window or a local pattern, a block is
-        no more than twice what a query can look back, however long the texts get: position p is then in row p modulo
-        its size. bounded: False where steps of any length come, of which every token is to see its own ones.
+        does not depend on how many tokens may still come.
         """
         if config.learned_positions and capacity > config.max_positions:
             raise ConfigError(
                 f"{capacity} tokens of prompt and answer do not fit this model's {config.max_positions} learned "
                 "positions; shorten the prompt or max_new_tokens"
             )
-        reach = config.reach if bounded else None
         rows = -(-capacity // READ_STEP) * READ_STEP
-        if reach is not None:
-            rows = min(rows, 2 * reach)
         cache = cls(config, blocks=batch, block_size=rows, dtype=dtype, device=device, row_format=row_format)
-        cache.capacity, cache.reach = capacity, reach
         cache.sparse_up_to(rows)
         return cache
 
@@ -175,11 +166,6 @@ class KVCache:
         """Size of the cache in bytes."""
         return sum(group.nbytes for group in self._groups.values())
 
-    @property
-    def longest_step(self) -> int | None:
-        """The most tokens that may be added to texts that are not empty, None: as many as there is room for."""
-        return None if self.reach is None or self.block_size >= self.capacity else self.block_size - self.reach + 1
-
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target), as if one after the other."""
         for together in _independent(pairs):
@@ -188,20 +174,19 @@ class KVCache:
                 blocks = group[:, :-1].unflatten(1, (self.blocks, self.block_size))
                 blocks[:, targets] = blocks[:, sources]
 
-    def grow(self, capacity: int) -> None:
-        """Make room for more tokens a text, keeping what is there (a copy; the addresses change)."""
-        larger = KVCache.of_texts(
+    def grow(self, blocks: int) -> None:
+        """Become a cache of more blocks, keeping what is there (a copy; the addresses change)."""
+        larger = KVCache(
             self.config,
-            batch=self.blocks,
-            capacity=capacity,
+            blocks=blocks,
+            block_size=self.block_size,
             dtype=self.dtype,
             device=self.device,
             row_format=self.row_format,
-            bounded=self.reach is not None,
         )
         for old, new in zip((*self.k, *self.v), (*larger.k, *larger.v), strict=True):
-            rows = old[:-1].unflatten(0, (self.blocks, -1))  # (B, S, Hkv, …)
-            new[:-1].unflatten(0, (self.blocks, -1))[:, : self.block_size] = rows
+            new[: len(old) - 1] = old[:-1]
+        larger.sparse = self.sparse
         vars(self).update(vars(larger))
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -225,11 +210,11 @@ class KVCache:
         entered: (sequence, block) for each that begins a block. None, and nothing is changed, where the step's block
         tables are too small: it has to be laid out again.
         """
-        if not self.can_go_on(entered):
+        if self._latest is None:
             return None
-        assert self._latest is not None
         layout, step = self._latest
-        layout.go_on(entered)
+        if not layout.go_on(entered):
+            return None
         if self.device.type != "cpu" or self.config.attention_pattern is not None:
             self._latest = layout, (step := self._laid_out(layout))
         return step
@@ -256,7 +241,10 @@ class KVCache:
         sparse = self.sparse_up_to(layout.longest)
         seen = sparse.native if sparse is not None and self.kernel.name == "native" else []
         shown = [groups] * len(self.k) if sparse is None or seen else self._masked(groups(), sparse)
-        return KVStep(self.k, self.v, metadata, positions[None], seen, self.kernel.run, shown)
+        stretched = None
+        if self.config.stretches_at is not None:
+            stretched = torch.from_numpy(layout.stretched)[None].to(device)  # (1, N)
+        return KVStep(self.k, self.v, metadata, positions[None], seen, self.kernel.run, shown, stretched=stretched)
 
     def _masked(self, groups: list[PagedGroup], sparse: SparseMasks) -> Sequence[Callable[[], list[PagedGroup]]]:
         """The groups as each layer sees them, with its masks."""
@@ -281,47 +269,39 @@ class KVCache:
         fresh: bool = False,
         read: int | None = None,
         masks: bool = True,
+        stretched: Tensor | None = None,
     ) -> KVStep:
         """The context for tokens at positions (B, T), as many of each text, in a cache that `of_texts` made.
 
         valid, bool (B, T): False for padding, whose keys are kept nowhere. fresh: the texts are empty and the positions
         are 0 … T-1, so that plain causal attention over the tokens at hand is enough. read: look at the first `read`
         rows of each block only (all positions lie below it); the whole block by default, as a compiled step wants it.
-        masks: False where all layers read the cache through `view` (a fused model).
+        masks: False where all layers read the cache through `view` (a fused model). stretched: bool (B, 1).
         """
         batch, tokens = positions.shape
         if tokens not in self._query_start_loc:
             self._query_start_loc[tokens] = torch.arange(0, (batch + 1) * tokens, tokens, device=positions.device)
-        around, size = self.longest_step is not None, self.block_size  # a block begins again at its end
-        slots = self.first_slots[:, None] + (positions % size if around else positions)  # (B, T)
+        size = self.block_size
+        slots = self.first_slots[:, None] + positions  # (B, T)
         seq_lens = positions[:, 0] + tokens  # as if no token were padding: nobody looks at those
         if valid is not None:
             slots = slots.masked_fill(~valid, -1)
-        if size < tokens:  # only the last ones find room
-            slots = slots.masked_fill(positions <= positions[:, -1:] - size, -1)
         read = size if read is None else min(read, size)
         made = self._masks(positions, read, fresh) if masks else [None] * len(self.windows)
         where = (slots.flatten(), self._query_start_loc[tokens], seq_lens, self.first_slots)
         metadata = AttentionMetadata(*where, rows=self.row_format, max_query=tokens, longest=size)
-        if around:
-            table = self.first_slots[:, None] // size
-            metadata = metadata._replace(first_slots=None, block_table=table, block_size=size)
         natively = self.sparse is not None and positions.device.type == "cpu" and library() is not None
         seen = self.sparse.native if self.sparse is not None and natively else []
-        return KVStep(self.k, self.v, metadata, positions, seen, masks=made, read=read)
+        return KVStep(self.k, self.v, metadata, positions, seen, masks=made, read=read, stretched=stretched)
 
     def _masks(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:
         """What each layer's queries see of the rows that are read, or of the tokens at hand."""
         if fresh:
             return [None] * len(self.windows) if self.sparse is None else self.sparse.block_masks(positions.shape[1])
         places = torch.arange(read, device=positions.device)
-        if self.longest_step is not None:  # what is in a row: the latest position that belongs there
-            last = positions[:, -1:]
-            places = last - (last - places) % self.block_size  # (B, S')
         if self.sparse is not None:
             return self.sparse.masks(positions, places)
-        held = (places >= 0).unsqueeze(-2)
-        by_window = {window: visible(positions, places, window) & held for window in set(self.windows)}  # (B, T, S')
+        by_window = {window: visible(positions, places, window) for window in set(self.windows)}  # (B, T, S')
         return [by_window[window] for window in self.windows]
 
 

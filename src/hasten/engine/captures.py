@@ -14,11 +14,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.engine.graphs import cuda_graph
+from hasten.machine.cuda_graphs import capture_graph
 
 _log = logging.getLogger("hasten.engine")
 _FREE = 1 << 29  # bytes of the device that a capture leaves free
 _MOST = 96  # pieces of a kind: draws, of which there are many, must not keep a forward pass out
+_WARM_UP_STEPS = 1  # compiles what is compiled on first use, and lets libraries allocate their workspaces
+
+
+def cuda_graph(step: Callable[[], None], reset: Callable[[], None], *, pool: Any = None) -> Callable[[], None]:
+    """Warm `step` up on a stream of its own, as capturing wants it, then capture it; returns what runs it again.
+
+    A graph replays the same kernels on the same addresses with a single launch. So everything a step reads or changes
+    is in tensors that never move, and nothing that Python computes may differ from one step to the next. The device has
+    to be the current one. reset: called before each step that warms up. pool: of the memory of graphs of which one runs
+    at a time.
+    """
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(_WARM_UP_STEPS):
+            reset()
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    replay, _ = capture_graph(step, pool)
+    return replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +72,7 @@ class Captures:
         self.refused: dict[Hashable, str] = {}
         self.wanted: Counter[Hashable] = Counter()
         self.seconds = 0.0
-        # Of the memory that all pieces share: one runs at a time, and what it computed is read before the next.
+        # The memory that all pieces share: one runs at a time, and what it computed is read before the next.
         self._pool: Any = None
         self.full: str | None = None  # why nothing more is captured
         self._crowded: set[type] = set()  # kinds of keys of which there are enough

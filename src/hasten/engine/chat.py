@@ -1,14 +1,13 @@
 """A conversation whose cache is kept from turn to turn: only what is new is computed."""
 
 from collections.abc import Generator, Mapping
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from hasten.engine.cache import row_format
-from hasten.engine.decoder import Decoder
+from hasten.engine.engine import Engine
+from hasten.engine.for_texts import engine_for
 from hasten.engine.generate import Generation, Timing
-from hasten.engine.graphs import fastest_decoder
 from hasten.engine.params import SamplingParams
 from hasten.engine.prompts import fit
 from hasten.engine.speculation import Accept, SpeculationStats, make_speculator
@@ -16,9 +15,11 @@ from hasten.errors import ConfigError
 from hasten.model.fused import fuse_where_it_fits
 from hasten.model.transformer import Transformer
 
+_ROOM = 1024  # tokens that a conversation has room for at first
+
 
 class Chat:
-    """The history of one conversation and the cache that holds its tokens.
+    """The history of one conversation, and the engine whose prefix cache holds its tokens.
 
     The model is fused first where it can be, as by `hasten.generate`. draft, speculate, accept: as there.
     chat_template_kwargs: variables of the chat template, such as {"enable_thinking": False}. Raises ConfigError at once
@@ -30,7 +31,7 @@ class Chat:
         model: Transformer,
         *,
         system: str | None = None,
-        kv_cache_dtype: str = "auto",
+        kv_cache_dtype: Any = "auto",
         draft: str | Path | Transformer = "none",
         speculate: int | None = None,
         accept: Accept = "exact",
@@ -48,8 +49,7 @@ class Chat:
         self._speculator = make_speculator(model, draft, speculate=speculate, accept=accept)
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self._encode([{"role": "user", "content": "?"}])  # refuses a model without a template now
-        self._decoder: Decoder | None = None
-        self._cached: list[int] = []  # the ids whose keys and values are in the cache
+        self._engine: Engine | None = None
         self.reused = 0  # tokens of the last prompt that were found in the cache
 
     @property
@@ -72,47 +72,32 @@ class Chat:
         try:
             prompt = self._encode(self.messages)
             params = fit(params, len(prompt), self.model)
-            decoder = self._with_room(len(prompt) + params.max_new_tokens)
+            engine = self._with_room(len(prompt) + params.max_new_tokens)
+            run = Generation(self.model, [prompt], params, engine=engine, timing=timing)
         except Exception:
             self.messages.pop()
             raise
-        # At least the last token is computed again: its logits are needed.
-        self.reused = min(_common(self._cached, prompt), len(prompt) - 1)
-        if decoder.forgets(0, self.reused):
-            self.reused = 0
-        decoder.truncate(self.reused)
-        self._cached = self._cached[: self.reused]
-        run = Generation(
-            self.model,
-            [prompt],
-            params,
-            decoder=decoder,
-            reused=self.reused,
-            timing=timing,
-            speculator=self._speculator,
-        )
         try:
             yield from run.texts()
         finally:
             (answer,) = run.results()
-            # The cache holds the prompt and what was decoded; the newest token is not in it yet.
-            self._cached = [*prompt, *answer.tokens][: decoder.lengths[0]]
+            self.reused = run.reused
             self.messages.append({"role": "assistant", "content": answer.text})
 
     def _encode(self, messages: list[dict[str, Any]]) -> list[int]:
         return self.tokenizer.encode_chat(messages, chat_template_kwargs=self.chat_template_kwargs)
 
-    def _with_room(self, tokens: int) -> Decoder:
-        """The decoder, with a cache of at least `tokens` tokens: doubled when it must grow, its contents kept."""
-        if self._decoder is None:
-            capacity = min(max(tokens, 1024), self.model.config.max_positions)
-            self._decoder = fastest_decoder(self.model, batch=1, capacity=capacity, kv_cache_dtype=self.kv_cache_dtype)
-        elif tokens > self._decoder.cache.capacity:
-            capacity = min(max(tokens, 2 * self._decoder.cache.capacity), self.model.config.max_positions)
-            self._decoder.cache.grow(capacity)
-        return self._decoder
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """How many ids they have in common at their beginnings."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    def _with_room(self, tokens: int) -> Engine:
+        """The engine, with room for a text of this length: twice as much when it must grow, its contents kept."""
+        if self._engine is None:
+            room = min(max(tokens, _ROOM), self.model.config.max_positions)
+            self._engine = engine_for(
+                self.model,
+                [room],
+                kv_cache_dtype=self.kv_cache_dtype,
+                speculator=self._speculator,
+                prefix_cache=True,
+            )
+        elif tokens > self._engine.max_length:
+            self._engine.grow(min(max(tokens, 2 * self._engine.max_length), self.model.config.max_positions))
+        return self._engine

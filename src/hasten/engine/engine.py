@@ -13,24 +13,24 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hasten.engine import beams
-from hasten.engine.admission import AdapterNumbers, admitted, cache_blocks, check_room, longest, most_blocks
-from hasten.engine.ahead import Ahead, Flight
-from hasten.engine.beams import BeamSearch
+from hasten.engine.admission import AdapterNumbers, admitted, check_room
 from hasten.engine.blocks import BlockManager
-from hasten.engine.following import runner_of
+from hasten.engine.continuations import Continuations
+from hasten.engine.following import capture_steps, runner_of
 from hasten.engine.logprobs import TokenTexts
 from hasten.engine.model_runner import Sampler, embed, step_logits
 from hasten.engine.prompts import end_ids
-from hasten.engine.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused, TokenLogprob
-from hasten.engine.request_state import RequestState, RequestTable, draft_text
-from hasten.engine.run import DecodeRun, Group, run_after
+from hasten.engine.request import EngineFailed, Request, RequestOutput, RequestRefused
+from hasten.engine.request_state import RequestState, RequestTable
+from hasten.engine.run import DecodeRun, run_after
+from hasten.engine.runner import ModelRunner
 from hasten.engine.scheduler import Scheduler
-from hasten.engine.sequence import TextSequence
 from hasten.engine.settings import EngineSettings, ModelFacts, Stats
 from hasten.engine.speculation import Speculator
 from hasten.engine.statistics import facts_of, stats_of
@@ -38,13 +38,17 @@ from hasten.model.transformer import Transformer
 from hasten.planning.cost import parameters
 from hasten.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from hasten.engine.ahead import Ahead, Flight
+
 
 class Engine:
     """Continues many requests at once. Every method is to be called by one thread, unless it says otherwise.
 
     speculator: None, or what proposes the next tokens of sequences. Drafts are checked in one step and taken as far as
     they are what would have been drawn, so that the text does not change. adapters: the names of the model's, in order.
-    secret: of the keys of its blocks (`BlockManager`).
+    secret: of the keys of its blocks (`BlockManager`). runner: with a cache made for texts that are known
+    (`hasten.engine.for_texts`); by default one over a cache of the size in `settings`.
     """
 
     def __init__(
@@ -53,41 +57,56 @@ class Engine:
         tokenizer: Tokenizer | None,
         settings: EngineSettings,
         *,
+        runner: ModelRunner | None = None,
         speculator: Speculator | None = None,
         adapters: Sequence[str] = (),
         secret: bytes | None = None,
     ) -> None:
         settings = settings.on(model.device.type, weights=parameters(model.config).active)
-        self.model, self.tokenizer, self.settings = model, tokenizer, settings
-        self.adapters = AdapterNumbers(adapters)
-        self.max_length = longest(model, settings)
-        blocks = cache_blocks(model, settings, max_length=self.max_length)
-        self.runner = runner_of(model, settings, blocks=blocks, max_length=self.max_length)
-        self.cache_bytes = self.runner.cache.bytes
-        if settings.fit and most_blocks(model, settings, self.max_length) > blocks:
-            self.max_length = min(self.max_length, blocks * settings.block_size)
+        runner = runner_of(model, settings) if runner is None else runner
+        self.model, self.tokenizer, self.settings, self.runner = model, tokenizer, settings, runner
+        # Where sequences do not choose theirs, all have the one that the model has for all.
+        choice = None if runner.chooses_adapters else model.adapters
+        self.adapters = AdapterNumbers(adapters, unnamed=-1 if choice is None else choice.every)
+        self.max_length, self.cache_bytes = runner.max_length, runner.cache.bytes
         self.blocks = BlockManager(
-            blocks=blocks,
+            blocks=runner.cache.blocks,
             block_size=settings.block_size,
             prefix_cache=settings.prefix_cache,
-            reach=model.config.reach,
+            reach=runner.reach,
             secret=secret,
         )
-        self.scheduler = Scheduler(self.blocks, max_sequences=settings.max_sequences, token_budget=settings.budget)
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_sequences=settings.max_sequences,
+            token_budget=settings.budget,
+            stretches_at=model.config.stretches_at,
+            block_each=runner.side_by_side,
+        )
         self.eos_ids = end_ids(model)
         self.texts = TokenTexts(tokenizer)
-        self.sampler = Sampler(
-            vocab_size=model.config.vocab_size, eos_ids=self.eos_ids, texts=self.texts, device=model.device
-        )
-        self.speculator = speculator
+        self.sampler = Sampler(model, eos_ids=self.eos_ids, texts=self.texts, in_step=runner.in_step)
         self._table = RequestTable()
+        self.continuations = Continuations(
+            self.sampler, self.scheduler, self._table, texts=self.texts, speculator=speculator
+        )
         self.ahead: Ahead | None = None
-        if self.runner.decoder is not None:
+        if runner.decoder is not None:
+            from hasten.engine.ahead import Ahead
+
             self.ahead = Ahead(self.runner, self.scheduler, self._table)
         self._run: DecodeRun | None = None  # of the sequences that the last step gave a token each
         self.error: str | None = None  # why the engine stopped for good
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
-        self._counts = Stats()
+
+    @property
+    def speculator(self) -> Speculator | None:
+        """What proposes the next tokens of sequences, if anything does."""
+        return self.continuations.speculator
+
+    @speculator.setter
+    def speculator(self, speculator: Speculator | None) -> None:
+        self.continuations.speculator = speculator
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -141,19 +160,29 @@ class Engine:
             adapter=self.adapters.number(request.adapter),
         )
         self._table.add(RequestState(request, prompt, tokenizer=self.tokenizer, eos_ids=self.eos_ids))
-        self._counts.requests += 1
-        self._counts.prompt_tokens += len(request.prompt)
+        self.continuations.counts.requests += 1
+        self.continuations.counts.prompt_tokens += len(request.prompt)
 
     def abort(self, request_id: str) -> None:
         """Give a request up: its blocks are free at once, and the next step says so. Unknown ids are ignored."""
         if (state := self._table.states.get(request_id)) is not None:
-            self._counts.aborted += 1
-            self._pending += self._end(state, "abort", None)
+            self.continuations.counts.aborted += 1
+            self._pending += self.continuations.end(state, "abort", None)
 
     @property
     def idle(self) -> bool:
         """Whether a step would do nothing."""
         return not self._table.states and not self._pending
+
+    def grow(self, max_length: int) -> None:
+        """Have room for a text of this length, keeping what the cache holds. Between texts only."""
+        assert not self._table.states, "an engine grows between texts"
+        blocks = 1 + -(-max_length // self.settings.block_size)
+        self.settings = replace(self.settings, max_length=max_length)
+        self.runner.grow(blocks, max_length)
+        self.blocks.grow(blocks)
+        capture_steps(self.runner, self.settings)
+        self.max_length, self.cache_bytes, self._run = max_length, self.runner.cache.bytes, None
 
     def warm_up(self) -> bool:
         """Capture one of the sizes in `capture_sizes`, while there is nothing else to do; False: none is left."""
@@ -179,7 +208,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """What was counted, and the engine at this moment."""
-        return stats_of(self, self._counts)
+        return stats_of(self, self.continuations.counts)
 
     def embed(self, prompt: Sequence[int], *, pooling: str = "mean", adapter: str = "") -> Tensor:
         """The model's last normalised states (C,) float32 of a prompt: their mean, or the last token's.
@@ -192,18 +221,32 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One step for everybody; what it added. A step that fails ends all requests with reason "error"."""
         started = time.perf_counter()
-        outputs, self._pending = self._pending, []
+        outputs = self.aborted()
         for state in self._table.expired():
-            self._counts.aborted += 1
-            outputs += self._end(state, "abort", "timeout")
+            self.continuations.counts.aborted += 1
+            outputs += self.continuations.end(state, "abort", "timeout")
         try:
-            with torch.inference_mode():
-                outputs += self._step()
-            if not self._table.states:
-                self.check()
+            outputs += self.advance()
         except Exception as error:  # whatever it was: nobody may wait for ever, and no block may be lost
             outputs += self.fail(error)
-        self._counts.busy_seconds += time.perf_counter() - started
+        self.continuations.counts.busy_seconds += time.perf_counter() - started
+        return outputs
+
+    def advance(self) -> list[RequestOutput]:
+        """One step for everybody; what it added. What it raises leaves the requests to be given up."""
+        try:
+            with torch.inference_mode():
+                outputs = self._step()
+            if not self._table.states:
+                self.check()
+        except BaseException:
+            self.blocks.forget()  # what was promised to be written in this step may not have been
+            raise
+        return outputs
+
+    def aborted(self) -> list[RequestOutput]:
+        """The last words of aborted requests that no step has given out yet."""
+        outputs, self._pending = self._pending, []
         return outputs
 
     def _step(self) -> list[RequestOutput]:
@@ -216,15 +259,15 @@ class Engine:
             ahead.late = None
             if not self.scheduler.can_read_prompts:
                 return self._launch_behind(ahead, late)
-        speculator = self.speculator
-        if speculator is not None and speculator.asks:
-            self._propose(speculator)
+        speculator = self.continuations.speculator
+        if speculator is not None and (speculator.asks or self.runner.in_step):
+            self._table.propose(speculator, self.scheduler, self.runner)
         run, self._run = self._run, None
         if run is not None and (gone_on := self._go_on(run)) is not None:
             return gone_on
         plan = self.scheduler.plan(begin=ahead is None or not ahead.patient)
         if not plan:
-            return [] if late is None else self._arrived(late)
+            return [] if late is None else self.continuations.arrived(late)
         if copies := [pair for entry in plan for pair in entry.copies]:
             self.runner.copy(copies)
         started = time.perf_counter()
@@ -240,9 +283,9 @@ class Engine:
             return []
         growing, scored = table.reached(plan, first, logits, scheduler=self.scheduler, texts=self.texts)
         deferred = ahead is not None and not scored and ahead.defer(logits, growing, self.sampler)
-        found = [] if late is None else self._arrived(late)
+        found = [] if late is None else self.continuations.arrived(late)
         if not deferred:
-            found += self._grow(logits, growing) + self._search(logits, scored)
+            found += self.continuations.grow(logits, growing) + self.continuations.search(logits, scored)
         if ahead is not None:
             ahead.took(plan, time.perf_counter() - started)
             return found
@@ -254,11 +297,11 @@ class Engine:
 
     def _go_on(self, run: DecodeRun) -> list[RequestOutput] | None:
         """The next step of a run; None where it has to be planned."""
-        speculator = self.speculator
-        if run.over or (speculator is not None and run.drafted) or (entered := run.enter()) is None:
+        speculator = self.continuations.speculator
+        if (speculator is not None and run.drafted) or (entered := run.enter()) is None:
             return None
         started = time.perf_counter()
-        if self.model.adapters is not None:
+        if self.model.adapters is not None and self.runner.chooses_adapters:
             self.model.adapters.choose(run.adapters, self.model.device)
         logits = self.runner.next_logits([text[-1] for text in run.texts], entered)
         if logits is None:
@@ -267,28 +310,13 @@ class Engine:
         run.computed()
         if speculator is None and run.only_ids_end_it:
             tokens = self.sampler.draw(logits, run.outputs, run.rows).tolist()
-            found = self._take_each(run.outputs, tokens, group=run if run.steps else None)
+            found = self.continuations.take_each(run.outputs, tokens, group=run if run.steps else None)
         else:
-            found = self._grow(logits, dict(zip(run.outputs, run.rows, strict=True)))
+            found = self.continuations.grow(logits, dict(zip(run.outputs, run.rows, strict=True)))
         if speculator is not None:
             speculator.stepped(len(run.texts), time.perf_counter() - started)
         self._run = run
         return found
-
-    def _propose(self, speculator: Speculator) -> None:
-        """Have drafts made for the output sequences that are one token behind."""
-        outputs = self._table.outputs
-        level = [one for one in self.scheduler.running if one in outputs and len(one.tokens) - one.computed == 1]
-        for one, draft in zip(level, speculator.propose(list(map(draft_text, level))), strict=True):
-            one.drafts = draft
-
-    def _grow(self, logits: Tensor, growing: dict[TextSequence, int]) -> list[RequestOutput]:
-        """Each output sequence takes what is sampled for it, from its row on."""
-        if not growing:
-            return []
-        owners, first = list(growing), list(growing.values())
-        drawn = zip(owners, self.sampler.sample(logits, owners, first, speculator=self.speculator), strict=True)
-        return [piece for one, (tokens, logprobs) in drawn for piece in self._take(one, tokens, logprobs)]
 
     def _launch_behind(self, ahead: Ahead, flight: Flight) -> list[RequestOutput]:
         """Launch the step behind one in flight if the host need not plan it, then take the tokens of that one."""
@@ -297,68 +325,14 @@ class Engine:
         if behind is not None:
             self.sampler.forget()
             self._computed(len(behind.outputs), time.perf_counter() - started)
-        found = self._arrived(flight)
+        found = self.continuations.arrived(flight)
         ahead.taken(flight, behind)
         return found
 
-    def _arrived(self, flight: Flight) -> list[RequestOutput]:
-        """Wait for the tokens of a step that was launched, and take them."""
-        started, tokens = time.perf_counter(), flight.drawn.wait()
-        self._counts.model_seconds += time.perf_counter() - started
-        return self._take_each(flight.outputs, tokens, group=flight.all_of(self._table))
-
-    def _take_each(self, outputs: list[TextSequence], tokens: list[int], *, group: Group | None) -> list[RequestOutput]:
-        """Each output sequence takes its token; those that have ended do not. group: these, if none is full."""
-        if group is not None and group.goes_on(tokens):
-            self._counts.generated_tokens += len(tokens)
-            return group.take(tokens)
-        found: list[RequestOutput] = []
-        for output, token in zip(outputs, tokens, strict=True):
-            if not self._table.has(output):
-                continue  # it has ended: one token too many
-            if not output.goes_on(token):
-                found += self._take(output, [token], ())
-                continue
-            self._counts.generated_tokens += 1
-            found += output.take(token)
-        return found
-
     def _computed(self, tokens: int, seconds: float) -> None:
-        self._counts.model_seconds += seconds
-        self._counts.steps += 1
-        self._counts.computed_tokens += tokens
-
-    def _take(self, output: TextSequence, tokens: list[int], logprobs: Sequence[TokenLogprob]) -> list[RequestOutput]:
-        """An output sequence takes what was sampled for it."""
-        text, count = output.append(tokens)
-        self._counts.generated_tokens += count
-        if self.speculator is not None:
-            self.speculator.observe(output.number, count, checked=len(output.drafts))
-        tokens, logprobs = tokens[:count], logprobs[:count]
-        self.scheduler.accept(output, tokens)
-        if output.finish_reason is not None:
-            self.scheduler.finish(output)
-            self._table.end(output)
-            self._forget(output)
-        found = output.state.emit(output, text=text, tokens=tokens, logprobs=logprobs)
-        if not output.state.unfinished:
-            self._complete(output.state, failed=output.finish_reason == "error")
-        return found
-
-    def _search(self, logits: Tensor, scored: dict[tuple[BeamSearch, TextSequence], int]) -> list[RequestOutput]:
-        """The beams of the next step; the best texts of searches that are done."""
-        if not scored:
-            return []
-        own, rows = list(scored), list(scored.values())
-        generated, done = beams.advance(logits, own, rows, texts=self.texts, scheduler=self.scheduler)
-        self._counts.generated_tokens += generated
-        found: list[RequestOutput] = []
-        for state in (self._table.state_of(search.beams[0].sequence) for search in done):
-            found += state.emit_beams()
-            for sequence in state.sequences:
-                self.scheduler.finish(sequence)
-            self._complete(state, failed=found[-1].finish_reason == "error")
-        return found
+        self.continuations.counts.model_seconds += seconds
+        self.continuations.counts.steps += 1
+        self.continuations.counts.computed_tokens += tokens
 
     def fail(self, error: BaseException) -> list[RequestOutput]:
         """The engine stops for good; the last words of all requests."""
@@ -366,27 +340,9 @@ class Engine:
         logging.getLogger("hasten.engine").error("the engine stops", exc_info=error)
         outputs: list[RequestOutput] = []
         for state in list(self._table.states.values()):
-            self._counts.failed += 1
-            outputs += self._end(state, "error", self.error)
+            self.continuations.counts.failed += 1
+            outputs += self.continuations.end(state, "error", self.error)
         if self.ahead is not None:
             self.ahead.flight = self.ahead.late = None
-        self.blocks.forget()  # what was promised to be written in this step may not have been
+        self.blocks.forget()
         return outputs
-
-    def _forget(self, output: TextSequence) -> None:
-        if self.speculator is not None:
-            self.speculator.end(output.number, output.generated, salt=output.state.request.salt)
-
-    def _complete(self, state: RequestState, *, failed: bool = False) -> None:
-        self._counts.failed += failed
-        self._counts.finished += not failed
-        self._table.remove(state)
-
-    def _end(self, state: RequestState, reason: FinishReason, why: str | None) -> list[RequestOutput]:
-        """Stop a request from outside: its blocks back, and a last word for each of its unfinished texts."""
-        for sequence in state.sequences:
-            self.scheduler.finish(sequence)
-            if self._table.end(sequence):
-                self._forget(sequence)
-        self._table.remove(state)
-        return state.emit_end(reason, why)

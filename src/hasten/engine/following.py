@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.checkpoints.adapters import load_adapters
+from hasten.engine.admission import cache_blocks, longest, most_blocks
 from hasten.engine.blocks import Rows
 from hasten.engine.cache import KVCache, row_format
-from hasten.engine.runner import BatchRunner, ModelRunner, capture_refusal
+from hasten.engine.runner import ModelRunner, capture_refusal
 from hasten.engine.settings import EngineSettings
 from hasten.engine.speculation import make_speculator
 from hasten.errors import ConfigError
@@ -45,7 +45,7 @@ class LeadingRunner(ModelRunner):
     def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
         message = [STEP, *self._tokens(tokens), len(wanted), *wanted]
         for row in rows:
-            message += [row.start, row.count, len(row.block_table), *row.block_table]
+            message += [row.start, row.count, int(row.stretched), len(row.block_table), *row.block_table]
         self.group.of_first(message)
         return super().logits(tokens, rows, wanted)
 
@@ -60,7 +60,7 @@ class LeadingRunner(ModelRunner):
         return super().states(tokens)
 
     def _tokens(self, tokens: Sequence[int]) -> list[int]:
-        """As a part of a message: the tokens, and the adapter of each where any has one."""
+        """The tokens as a part of a message, and the adapter of each where any has one."""
         choice = self.model.adapters
         chosen: list[int] = [] if choice is None or choice.rows is None else choice.rows.tolist()
         return [len(tokens), *tokens, len(chosen), *chosen]
@@ -70,17 +70,29 @@ class LeadingRunner(ModelRunner):
             self.group.of_first([END])
 
 
-def runner_of(model: Transformer, settings: EngineSettings, *, blocks: int, max_length: int) -> ModelRunner:
-    """What computes an engine's steps, with a cache of `blocks` blocks."""
+def runner_of(model: Transformer, settings: EngineSettings) -> ModelRunner:
+    """What computes a server's steps, over a cache of the size in `settings`."""
+    max_length = longest(model, settings)
+    blocks = cache_blocks(model, settings, max_length=max_length)
     kind = LeadingRunner if isinstance(model, ShardedTransformer) else ModelRunner
     runner = kind(model, _cache(model, settings, blocks))
-    runner.uncaptured = "--no-capture" if not settings.capture else capture_refusal(model)
-    if runner.uncaptured is None:
-        most = {"sequences": settings.max_sequences, "longest": max_length, "tokens": settings.budget}
-        runner.decoder = BatchRunner(model, runner.cache, **most, sizes=settings.capture_sizes or ())
-    elif model.device.type == "cuda":
+    runner.max_length = max_length
+    capture_steps(runner, settings)
+    if runner.uncaptured is not None and model.device.type == "cuda":
         logging.getLogger("hasten.engine").warning("decode steps are not captured: %s", runner.uncaptured)
+    if settings.fit and most_blocks(model, settings, max_length) > blocks:
+        runner.max_length = min(max_length, blocks * settings.block_size)
     return runner
+
+
+def capture_steps(runner: ModelRunner, settings: EngineSettings) -> None:
+    """Have a runner capture its steps where that is possible; its `uncaptured` says why they are not."""
+    runner.uncaptured = "--no-capture" if not settings.capture else capture_refusal(runner.model)
+    if runner.uncaptured is None:
+        from hasten.engine.batch_runner import BatchRunner  # only here, and below: what runs on a CPU is there sooner
+
+        most = {"sequences": settings.max_sequences, "longest": runner.max_length, "tokens": settings.budget}
+        runner.decoder = BatchRunner(runner.model, runner.cache, **most, sizes=settings.capture_sizes or ())
 
 
 def _cache(model: Transformer, settings: EngineSettings, blocks: int) -> KVCache:
@@ -108,6 +120,8 @@ def follow(
     RuntimeError where it has died.
     """
     if adapters:
+        from hasten.checkpoints.adapters import load_adapters
+
         load_adapters(model, list(adapters.values()))
     make_speculator(model, draft, **drafting)  # refuses what the first rank refuses
     (blocks,) = model.group.of_first()
@@ -129,7 +143,10 @@ def follow(
         if kind == NEXT:
             runner.next_logits(tokens, list(zip(rest, rest, strict=True)))
             continue
-        rows = [Rows(start=start, count=next(rest), block_table=_several(rest)) for start in rest]
+        rows = []
+        for start in rest:
+            count, stretched = next(rest), bool(next(rest))
+            rows.append(Rows(_several(rest), start, count, stretched))
         runner.logits(tokens, rows, wanted)
 
 

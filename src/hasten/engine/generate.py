@@ -7,18 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from hasten.engine.batch_sampler import BatchSampler
-from hasten.engine.decoder import Decoder
-from hasten.engine.graphs import fastest_decoder, keep
+from hasten.engine.cache import row_format
+from hasten.engine.engine import Engine
+from hasten.engine.for_texts import engine_for, release_engine
 from hasten.engine.params import SamplingParams
-from hasten.engine.prompts import Prompt, encode_prompts, end_ids, fit, params_of
-from hasten.engine.speculation import Accept, Speculator, Text, make_speculator
-from hasten.engine.stopping import FinishReason, OutputText
+from hasten.engine.prompts import Prompt, encode_prompts, fit, params_of
+from hasten.engine.request import FinishReason, Request, RequestOutput, RequestRefused
+from hasten.engine.speculation import Accept, Speculator, make_speculator
 from hasten.errors import ConfigError
-from hasten.machine.host_copy import HostCopy
 from hasten.model.fused import fuse_where_it_fits
 from hasten.model.sharded import broadcast_from_rank0
 from hasten.model.transformer import Transformer
@@ -40,7 +36,8 @@ class Output:
 class Timing:
     """Where the time of a generation went, in seconds; filled in while it runs.
 
-    decode_seconds: of steps after the first token, from asking for drafts to the text of the tokens.
+    prefill_seconds: until all prompts are read and have their first token. decode_seconds: of the steps after that,
+    from asking for drafts to the text of the tokens.
     """
 
     prefill_tokens: int = 0
@@ -92,6 +89,7 @@ def generate(
         kv_cache_dtype=kv_cache_dtype,
         timing=timing,
         speculator=make_speculator(model, draft, speculate=speculate, accept=accept),
+        gathered=True,
         **settings,
     )
     for _ in run:
@@ -122,11 +120,12 @@ def stream(
 
 
 class Generation:
-    """Prompts being continued together. Iterating gives, for each step, (row, token, the text it added) of the
-    unfinished rows. `results` is what there is so far.
+    """Prompts that an `Engine` continues together. Iterating takes its steps and gives what each of them added.
 
-    decoder: one whose cache already holds the beginning of the (only) prompt, as a chat does; `reused` of its tokens
-    are then not computed again. speculator: proposes tokens that are checked together, for the same text sooner.
+    The `request_id` of an output is the number of its prompt. `results` is what there is so far.
+    engine: one with room for these prompts, whose cache may hold the beginning of a prompt, as a chat does (`reused`
+    tokens of it). speculator: proposes tokens that are checked together, for the same text sooner. gathered: a text is
+    given out at its end.
     """
 
     def __init__(
@@ -136,198 +135,89 @@ class Generation:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         compiled: bool = False,
-        kv_cache_dtype: str = "auto",
+        kv_cache_dtype: Any = "auto",
         timing: Timing | None = None,
-        decoder: Decoder | None = None,
-        reused: int = 0,
+        engine: Engine | None = None,
         speculator: Speculator | None = None,
+        gathered: bool = False,
         **settings: Any,
     ) -> None:
-        self.model = model
-        self.speculator = speculator
+        row_format(kv_cache_dtype)  # refuses an unknown one
         self.prompts = encode_prompts(model, prompts)
         rows = params_of(params, prompts=len(self.prompts), **settings)
-        seeds = [secrets.randbits(63) for _ in rows]  # drawn here, because a draft model draws with the same
+        seeds = [secrets.randbits(63) for _ in rows]
         (seeds,) = broadcast_from_rank0(model, [seeds])
         self.params = [
             fit(row if row.seed is not None else replace(row, seed=seed), len(prompt), model)
             for row, prompt, seed in zip(rows, self.prompts, seeds, strict=True)
         ]
         self.timing = timing if timing is not None else Timing()
-        capacity = max(len(p) + row.max_new_tokens for p, row in zip(self.prompts, self.params, strict=True))
-        self.reused = reused
-        self._own_decoder = decoder is None
-        self.decoder = decoder or fastest_decoder(
-            model, batch=len(self.prompts), capacity=capacity, compiled=compiled, kv_cache_dtype=kv_cache_dtype
+        lengths = [len(prompt) + row.max_new_tokens for prompt, row in zip(self.prompts, self.params, strict=True)]
+        self._own_engine = engine is None
+        self.engine = engine or engine_for(
+            model, lengths, compiled=compiled, kv_cache_dtype=kv_cache_dtype, speculator=speculator
         )
-        self.eos_ids = end_ids(model)
-        self.outputs = [
-            OutputText(row, tokenizer=model.tokenizer, eos_ids=self.eos_ids, context=prompt)
-            for row, prompt in zip(self.params, self.prompts, strict=True)
-        ]
-        self._taken: list[list[tuple[int, str]]] = [[] for _ in self.prompts]  # (token, text it added) of each row
-        self._tokens = [list(prompt) for prompt in self.prompts]  # of prompt and answer
+        self.reused = 0
+        self._outputs: list[list[RequestOutput]] = [[] for _ in rows]
+        try:
+            self._requests = [
+                self.engine.admit(Request(id=str(number), prompt=prompt, params=row, gathered=gathered))
+                for number, (prompt, row) in enumerate(zip(self.prompts, self.params, strict=True))
+            ]
+        except RequestRefused as error:
+            raise ConfigError(str(error)) from error
+
+    @property
+    def unfinished(self) -> set[int]:
+        """The numbers of the prompts whose texts have not ended."""
+        return {row for row, own in enumerate(self._outputs) if not own or own[-1].finish_reason in (None, "abort")}
 
     def results(self) -> list[Output]:
-        """Every prompt's continuation up to now; finish_reason is "length" for a row that has not ended, too."""
+        """Every prompt's continuation up to now; finish_reason is "length" for one that has not ended, too."""
         found = []
-        for prompt, taken, output in zip(self.prompts, self._taken, self.outputs, strict=True):
-            text = "".join(text for _, text in taken)
-            found.append(Output([token for token, _ in taken], text, output.finish_reason or "length", len(prompt)))
+        for row, (prompt, own) in enumerate(zip(self.prompts, self._outputs, strict=True)):
+            reason = "length" if row in self.unfinished else own[-1].finish_reason
+            tokens = [token for output in own for token in output.tokens]
+            found.append(Output(tokens, "".join(output.text for output in own), reason or "length", len(prompt)))
         return found
 
     def texts(self) -> Iterator[str]:
-        """The pieces of text as they come, of all rows."""
+        """The pieces of text as they come, of all prompts."""
         for step in self:
-            yield from (text for _, _, text in step if text)
+            yield from (output.text for output in step if output.text)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int, str]]]:
-        ahead = self.speculator is None and self.decoder.runs_ahead
+    def __iter__(self) -> Iterator[list[RequestOutput]]:
+        engine, timing = self.engine, self.timing
+        for request in self._requests:
+            engine.enqueue(request)
+        counts, unfinished = engine.continuations.counts, len(self._requests)
+        reading, sound = True, True  # reading: a prompt is read, or its first token waited for
         try:
-            yield from self._steps_ahead() if ahead else self._steps()
-        finally:  # closed early, too
-            if self._own_decoder:
-                keep(self.decoder)
-            for row, output in enumerate(self.outputs):
-                if self.speculator is not None and output.finish_reason is None:
-                    self.speculator.end(row, self._tokens[row][len(self.prompts[row]) :])
-
-    def _sampler(self) -> BatchSampler:
-        vocabulary, device = self.model.config.vocab_size, self.model.device
-        return BatchSampler(self.params, self.prompts, eos_ids=self.eos_ids, vocab_size=vocabulary, device=device)
-
-    def _steps_ahead(self) -> Iterator[list[tuple[int, int, str]]]:
-        """`_steps` without drafts, each queued before the tokens of the one before it are read."""
-        timing, most = self.timing, [row.max_new_tokens for row in self.params]
-        sampler = self._sampler()
-        start = time.perf_counter()
-        logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
-        tokens = sampler.next_tokens(logits, steps=[0] * len(most))
-        reading: HostCopy | None = HostCopy(tokens)
-        active, count = [True] * len(most), 0  # rows that have not ended, tokens that each of them got
-        queued: list[bool] = []  # rows of a step whose tokens nobody has read
-        try:
-            while reading is not None:
-                behind = None
-                going = [on and length > count + 1 for on, length in zip(active, most, strict=True)]
-                if count and any(going):  # the first token is not kept waiting for the capture of a step
-                    behind, tokens = self._queue(sampler, tokens, going, count + 1)
-                    queued = going
-                taken = reading.tensor().tolist()
-                now = time.perf_counter()
-                count += 1
-                pushed = [one for row, on in enumerate(active) if on for one in self._push(row, [taken[row]])]
-                active = [output.finish_reason is None for output in self.outputs]
-                if timing.first_token == 0.0:
-                    timing.prefill_tokens += sum(len(p) - self.reused for p in self.prompts)
-                    timing.prefill_seconds += now - start
-                    timing.first_token = now - timing.started
+            while unfinished:
+                before, start = counts.generated_tokens, time.perf_counter()
+                sound = False
+                outputs = engine.advance()
+                sound = True
+                for output in outputs:
+                    self._outputs[int(output.request_id)].append(output)
+                    unfinished -= output.finished
+                now, count = time.perf_counter(), counts.generated_tokens - before
+                if not reading:
+                    timing.decode_seconds += now - start
+                    timing.decode_tokens += count
                 else:
-                    timing.decode_seconds += time.perf_counter() - start
-                    timing.decode_tokens += len(pushed)
-                if any(over := [ran and not on for ran, on in zip(queued, active, strict=False)]):
-                    self.decoder.undo(over)
-                    queued = [ran and on for ran, on in zip(queued, active, strict=True)]
-                yield pushed
-                start = time.perf_counter()
-                if behind is None and any(active):
-                    behind, tokens = self._queue(sampler, tokens, active, count)
-                    queued = active
-                reading = behind if any(active) else None
-                queued = [] if reading is behind else queued
-        finally:  # closed early, with a step on its way
-            if any(queued):
-                self.decoder.undo(queued)
-
-    def _queue(self, sampler: BatchSampler, tokens: Tensor, going: list[bool], count: int) -> tuple[HostCopy, Tensor]:
-        """Queue the step after these tokens and the draw from its logits, when each row has got `count` tokens."""
-        tokens = sampler.next_tokens(self.decoder.decode(tokens, active=going), steps=[count] * len(going))
-        return HostCopy(tokens), tokens
-
-    def _steps(self) -> Iterator[list[tuple[int, int, str]]]:
-        timing, sampler = self.timing, self._sampler()
-        start = drafted = time.perf_counter()
-        logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
-        drafts: list[list[int]] = []
-        active = [True] * len(self.prompts)
-        while True:
-            counts = [output.count for output in self.outputs]
-            # All that depends on the logits is queued before the one unavoidable wait, for the tokens themselves.
-            if any(drafts):
-                drawn_from = (
-                    None if self.speculator is None else [*map(self.speculator.probabilities, range(len(drafts)))]
-                )
-                taken = broadcast_from_rank0(
-                    self.model, sampler.take(logits, drafts, steps=counts, probabilities=drawn_from)
-                )
-                tokens = torch.tensor([own[-1] for own in taken], device=self.model.device)
-            else:
-                tokens = sampler.next_tokens(logits, steps=counts if self.speculator else [max(counts)] * len(counts))
-                taken = [[token] for token in tokens.tolist()]
-            now = time.perf_counter()
-            pushed = [one for row, on in enumerate(active) if on for one in self._push(row, taken[row])]
-            going = [output.finish_reason is None for output in self.outputs]
-            if self.speculator is not None:
-                self._learn(self.speculator, drafts, counts, now - drafted)
-                for row in (row for row, on in enumerate(active) if on and not going[row]):
-                    self.speculator.end(row, self._tokens[row][len(self.prompts[row]) :])
-            if timing.first_token == 0.0:
-                timing.prefill_tokens += sum(len(p) - self.reused for p in self.prompts)
-                timing.prefill_seconds += now - start
-                timing.first_token = now - timing.started
-            else:
-                timing.decode_seconds += time.perf_counter() - start
-                timing.decode_tokens += len(pushed)
-            yield pushed
-            active = going
-            if not any(active):
-                return
-            start = time.perf_counter()
-            drafts = self._drafts(active)
-            drafted = time.perf_counter()
-            if any(drafts):  # rows that have ended go along, and back
-                logits = self.decoder.verify([[own[-1], *draft] for own, draft in zip(taken, drafts, strict=True)])
-            else:
-                logits = self.decoder.decode(tokens, active=active)
-
-    def _push(self, row: int, tokens: Sequence[int]) -> list[tuple[int, int, str]]:
-        """Give a row its tokens, up to the one that ends it."""
-        output, pushed = self.outputs[row], []
-        for token in tokens:
-            pushed.append((row, token, output.push(token)))
-            if output.finish_reason is not None:
-                break
-        self._taken[row] += [(token, text) for _, token, text in pushed]
-        self._tokens[row] += [token for _, token, _ in pushed]
-        return pushed
-
-    def _drafts(self, active: Sequence[bool]) -> list[list[int]]:
-        """What the speculator proposes for the rows that go on; empty for all others."""
-        drafts: list[list[int]] = [[] for _ in active]
-        if self.speculator is None:
-            return drafts
-        texts = []
-        asked = [row for row, on in enumerate(active) if on] if self.speculator.asks else []
-        for row in asked:
-            params, count = self.params[row], self.outputs[row].count
-            room = min(self.decoder.room(row), params.max_new_tokens - count - 1)
-            texts.append(Text(number=row, tokens=self._tokens[row], step=count, params=params, room=room))
-        for text, draft in zip(texts, self.speculator.propose(texts), strict=True):
-            drafts[text.number] = draft
-        return broadcast_from_rank0(self.model, drafts)
-
-    def _learn(
-        self, speculator: Speculator, drafts: Sequence[Sequence[int]], counts: Sequence[int], seconds: float
-    ) -> None:
-        """Forget the keys of what was wrong, and tell the speculator what was right and how long it took."""
-        if any(drafts):  # the newest token's keys are not there yet
-            self.decoder.truncate([len(tokens) - 1 for tokens in self._tokens])
-        grown = [output.count - count for output, count in zip(self.outputs, counts, strict=True)]
-        rows = 0  # of the texts that go on
-        for row, taken in enumerate(grown):
-            if taken and counts[row]:
-                checked = len(drafts[row]) if drafts else 0
-                speculator.observe(row, taken, checked=checked)
-                rows += 1 + checked
-        if max(counts):
-            speculator.stepped(rows, seconds)
+                    timing.prefill_seconds += now - start
+                    if count and not timing.first_token:
+                        timing.first_token = now - timing.started
+                    if count and not engine.scheduler.behind:
+                        reading = False
+                        self.reused = sum(own[0].cached_tokens for own in self._outputs if own)
+                        timing.prefill_tokens += sum(map(len, self.prompts)) - self.reused
+                yield outputs
+        finally:  # closed early, too
+            for request in self._requests:
+                engine.abort(request.id)
+            for output in engine.aborted():
+                self._outputs[int(output.request_id)].append(output)
+            if self._own_engine and sound:
+                release_engine(engine)

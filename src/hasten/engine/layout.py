@@ -46,6 +46,7 @@ class RaggedLayout:
         first = self.query_start_loc[:-1] - starts
         self.positions[:] = np.arange(self.tokens) - np.repeat(first, counts)
         self.slots[:] = self._slots(of)
+        self.stretched = np.repeat([row.stretched for row in rows], counts)  # (N,)
         self._groups: list[PagedGroup] | None = None
 
     def parts(self, buffer: Tensor | np.ndarray) -> list:
@@ -64,13 +65,15 @@ class RaggedLayout:
             self._groups = [PagedGroup(*map(place, group[:3])) for group in found]
         return self._groups
 
-    def go_on(self, entered: Sequence[tuple[int, int]]) -> None:
+    def go_on(self, entered: Sequence[tuple[int, int]]) -> bool:
         """Become the layout of the next token of each sequence, after a step of one token each.
 
-        entered: (sequence, block) for each that begins a block; `has_columns` for them. In place: what was handed out
-        of this layout changes with it.
+        entered: (sequence, block) for each that begins a block. In place: what was handed out of this layout changes
+        with it. False, and nothing is changed, where the table has no column for a block.
         """
         assert self.most == 1, "only a step of one token a sequence can go on"
+        if entered and not self.has_columns(entered):
+            return False
         size, self._groups = self.block_size, None
         self.positions += 1
         self.slots += 1
@@ -78,6 +81,7 @@ class RaggedLayout:
             self.table[sequence, self.seq_lens[sequence] // size] = block
             self.slots[sequence] = block * size
         self.seq_lens += 1
+        return True
 
     def has_columns(self, entered: Sequence[tuple[int, int]]) -> bool:
         """Whether the table has room for the blocks with which `go_on` is to be called."""

@@ -14,7 +14,7 @@ _SPACE = "▁"  # how sentencepiece writes a space
 
 
 class TokenTexts:
-    """What single tokens stand for."""
+    """The texts of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

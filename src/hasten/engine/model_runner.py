@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,10 +20,15 @@ from hasten.engine.layout import to_device
 from hasten.engine.logprobs import TokenTexts, token_logprobs
 from hasten.engine.prompts import check_ids
 from hasten.engine.request import RequestRefused, TokenLogprob
-from hasten.engine.runner import BatchRunner, ModelRunner
+from hasten.engine.runner import ModelRunner
 from hasten.engine.sequence import ScheduledTokens, TextSequence
 from hasten.engine.speculation import Speculator
 from hasten.errors import ConfigError
+from hasten.model.sharded import broadcast_from_rank0
+from hasten.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from hasten.engine.batch_runner import BatchRunner
 
 
 def step_logits(
@@ -48,7 +54,7 @@ def step_logits(
         if entry.complete:
             wanted += range(len(tokens) - 1 - drafts, len(tokens))
     model = runner.model
-    if model.adapters is not None:
+    if model.adapters is not None and runner.chooses_adapters:
         chosen = [entry.sequence.adapter for entry in plan for _ in range(entry.count)]
         model.adapters.choose(chosen, model.device)
     return runner.logits(tokens, plan, wanted or [len(tokens) - 1]), first
@@ -127,8 +133,11 @@ class _Walk:
 class Sampler:
     """Draws for a changing set of rows."""
 
-    def __init__(self, *, vocab_size: int, eos_ids: Collection[int], texts: TokenTexts, device: torch.device) -> None:
-        self.vocab_size, self.eos_ids, self.texts, self.device = vocab_size, frozenset(eos_ids), texts, device
+    def __init__(
+        self, model: Transformer, *, eos_ids: Collection[int], texts: TokenTexts, in_step: bool = False
+    ) -> None:
+        """in_step: as in `ModelRunner`."""
+        self.model, self.eos_ids, self.texts, self.in_step = model, frozenset(eos_ids), texts, in_step
         self._outputs: Sequence[TextSequence] = ()  # that all of this was laid out for
         self._key: tuple[int, ...] = ()
         self._drawn: list[int] = []  # indices of the outputs whose tokens are more than an argmax
@@ -159,6 +168,8 @@ class Sampler:
             if output.state.wants_logprobs
         }
         taken, failures = self._take(logits, outputs, first, speculator)
+        if speculator is not None and self.in_step:  # only the first rank knows what drafts were drawn from
+            taken = broadcast_from_rank0(self.model, taken)
         logprobs = self._logprobs(scored, taken, outputs)
         for i, failure in failures.items():
             outputs[i].failure = failure
@@ -225,7 +236,8 @@ class Sampler:
 
         logits (R, V) and `first` as in `sample`; of outputs without drafts, constraints and log-probabilities.
         """
-        self._arrange(outputs)
+        if outputs is not self._outputs:
+            self._arrange(outputs)
         if len(first) != len(logits) or first != range(len(logits)):
             logits = logits[to_device(list(first), logits.device)]
         if self._batch is None:
@@ -233,7 +245,10 @@ class Sampler:
         own = self._drawn
         whole = len(own) == len(outputs)
         rows = None if whole else to_device(own, logits.device)
-        drawn = self._batch.next_tokens(logits if rows is None else logits[rows], steps=[outputs[i].count for i in own])
+        drawn = self._batch.next_tokens(
+            logits if rows is None else logits[rows],
+            steps=[len(outputs[i].tokens) - outputs[i].prompt_length for i in own],
+        )
         if rows is None:
             return drawn
         best = logits.argmax(dim=-1)
@@ -242,8 +257,6 @@ class Sampler:
 
     def _arrange(self, outputs: Sequence[TextSequence]) -> None:
         """Lay out how these are drawn for, unless it was done for the same ones."""
-        if outputs is self._outputs:
-            return
         key = tuple(output.number for output in outputs)
         self._outputs = outputs
         if key == self._key:
@@ -258,6 +271,6 @@ class Sampler:
                 [output.state.request.prompt if output.params.needs_history else () for output in own],
                 [output.generated if output.params.needs_history else () for output in own],
                 eos_ids=self.eos_ids,
-                vocab_size=self.vocab_size,
-                device=self.device,
+                vocab_size=self.model.config.vocab_size,
+                device=self.model.device,
             )

@@ -5,6 +5,7 @@ Launched from Python, the operations of such a step take the host longer than th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,7 +52,8 @@ class PromptSteps:
         tokens: int,
     ) -> None:
         """sequences, tokens: the most of a step. longest: the most tokens of one sequence."""
-        self.model, self.cache, self.captures, self.longest = model, cache, captures, longest
+        self._model = weakref.ref(model)
+        self.cache, self.captures, self.longest = cache, captures, longest
         self.logits_buffer = logits
         device = cache.device
         self.tokens = [size for size in TOKENS if size < tokens] + [-(-tokens // _ROUNDED) * _ROUNDED]
@@ -60,8 +62,8 @@ class PromptSteps:
         self.block_table = torch.zeros(sequences, -(-longest // cache.block_size), dtype=torch.int64, device=device)
 
     def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor | None:
-        """As `ModelRunner.logits`, valid until the next step; None: it is to be run plainly."""
-        choice = self.model.adapters
+        """Run `ModelRunner.logits` captured; valid until the next step. None: it is to be run plainly."""
+        choice = self._transformer.adapters
         if self.cache.kernel.name != "triton" or (
             choice is not None and (choice.rows is not None or choice.every >= 0)
         ):
@@ -79,6 +81,12 @@ class PromptSteps:
         piece.run()
         found: Tensor = piece.result
         return found[: len(wanted)]
+
+    @property
+    def _transformer(self) -> Transformer:
+        model = self._model()
+        assert model is not None, "an engine has its model as long as it takes steps"
+        return model
 
     def _shape(self, tokens: int, sequences: int, longest: int) -> PromptShape | None:
         if tokens > self.tokens[-1] or sequences > self.sequences[-1] or longest > self.longest:
@@ -120,11 +128,12 @@ class PromptSteps:
             max_query=shape.tokens,
             longest=shape.longest,
         )
-        if self.model.adapters is not None:
-            self.model.adapters.every, self.model.adapters.rows, self.model.adapters.groups = -1, None, []
+        model = self._transformer
+        if model.adapters is not None:
+            model.adapters.every, model.adapters.rows, model.adapters.groups = -1, None, []
         groups: list[Groups] = [list] * len(cache.k)
         step = KVStep(cache.k, cache.v, metadata, positions[None], kernel=cache.kernel.run, groups=groups)
-        return self.model.scores(self.model.states(ids[None], step.positions, step)[0, scored], out=out)
+        return model.scores(model.states(ids[None], step.positions, step)[0, scored], out=out)
 
 
 def _places(tokens: int, sequences: int) -> list[int]:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -15,19 +16,26 @@ from hasten.engine.logprobs import TokenTexts, token_logprobs
 from hasten.engine.request import FinishReason, Request, RequestOutput, TokenLogprob
 from hasten.engine.scheduler import Scheduler
 from hasten.engine.sequence import ScheduledTokens, TextSequence
-from hasten.engine.speculation import Text
+from hasten.engine.speculation import Speculator, Text
 from hasten.engine.stopping import OutputText, stop_ids
+from hasten.model.sharded import broadcast_from_rank0
 from hasten.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from hasten.engine.runner import ModelRunner
 
-def draft_text(sequence: TextSequence) -> Text:
-    """A sample, as a speculator continues it."""
+
+def draft_text(sequence: TextSequence, stretches_at: int | None) -> Text:
+    """A sample, as a speculator continues it. stretches_at: as in `ModelConfig`; a draft does not go past it."""
+    room = sequence.params.max_new_tokens - sequence.count - 1
+    if stretches_at is not None and not sequence.stretched:
+        room = max(0, min(room, stretches_at - sequence.computed - 1))
     return Text(
         number=sequence.number,
         tokens=sequence.tokens,
         step=sequence.count,
         params=sequence.params,
-        room=sequence.params.max_new_tokens - sequence.count - 1,
+        room=room,
         salt=sequence.state.request.salt,
     )
 
@@ -227,6 +235,15 @@ class RequestTable:
             if state.search is not None:
                 scored[state.search, sequence] = row
         return growing, scored
+
+    def propose(self, speculator: Speculator, scheduler: Scheduler, runner: ModelRunner) -> None:
+        """Have drafts made for the output sequences that are one token behind."""
+        level = [one for one in scheduler.running if one in self.outputs and len(one.tokens) - one.computed == 1]
+        drafts = speculator.propose([draft_text(one, runner.model.config.stretches_at) for one in level])
+        if runner.in_step:
+            drafts = broadcast_from_rank0(runner.model, drafts)
+        for one, draft in zip(level, drafts, strict=True):
+            one.drafts = draft
 
     def end(self, sequence: TextSequence) -> bool:
         """Take a sequence out; whether it was a sample."""

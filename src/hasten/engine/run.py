@@ -33,12 +33,10 @@ class Group:
         self.only_ids_end_it = all(one.only_ids_end_it for one in outputs)
         self.gathers = self.only_ids_end_it and all(one.gathers for one in outputs)
 
-    def goes_on(self, tokens: list[int]) -> bool:
-        """Whether none of these tokens, one of each, ends its text, and nothing but text comes of them."""
-        return self.only_ids_end_it and self.end_ids.isdisjoint(tokens)
-
-    def take(self, tokens: list[int]) -> list[RequestOutput]:
-        """Take a token each, none of which ends its text; returns what is given out."""
+    def take(self, tokens: list[int]) -> list[RequestOutput] | None:
+        """Take a token each; returns what is given out. None, and none is taken, where one may end its text."""
+        if not self.only_ids_end_it or not self.end_ids.isdisjoint(tokens):
+            return None
         for text, token in zip(self.texts, tokens, strict=True):
             text.append(token)
         if self.gathers:
@@ -62,14 +60,13 @@ class DecodeRun(Group):
         # Which rows fill a block in a step, by the step's number modulo the block's size; they enter one in the next.
         self._fills: list[list[int]] = [[] for _ in range(size)]
         self._step = 0
+        self._wrote = False  # whether blocks are offered to others that the step computes
+        self._restart: int | None = None  # the step for which a sequence is computed again
+        if (length := scheduler.stretches_at) is not None:
+            self._restart = min((length - len(one.tokens) + 1 for one in outputs if not one.stretched), default=None)
         for row, (number, text) in enumerate(zip(self.numbers, self.texts, strict=True)):
             self._fills[-len(text) % size].append(row)
             self._blocks.reserve(number, -(-(len(text) - 1) // size) * size)  # the rest of the block it writes to
-
-    @property
-    def over(self) -> bool:
-        """Whether a sequence has ended, or others may begin."""
-        return self.ended != self._table.ended or not self._scheduler.nobody_begins
 
     @property
     def drafted(self) -> bool:
@@ -79,10 +76,16 @@ class DecodeRun(Group):
     def enter(self) -> list[tuple[int, int]] | None:
         """Get ready for the next step; returns (row, block) of each sequence that enters a block.
 
-        None where a block is missing, or has left the window of a sequence: the step has to be planned.
+        None where the run is over: a sequence has ended, or others may begin.
+        Also where a block is missing, or has left the window of a sequence, or a sequence is to be computed again: the
+        step has to be planned.
         """
         blocks, size = self._blocks, self._blocks.block_size
         entered: list[tuple[int, int]] = []
+        if self.ended != self._table.ended or self._step == self._restart:
+            return None
+        if self._scheduler.waiting and not self._scheduler.nobody_begins:
+            return None
         for row in self._fills[(self._step - 1) % size]:
             number, start = self.numbers[row], len(self.texts[row]) - 1
             if blocks.reach is not None:
@@ -94,12 +97,15 @@ class DecodeRun(Group):
             entered.append((row, blocks.table(number).block_table[start // size]))
         for row in self._fills[self._step % size]:  # others may find it from now on
             blocks.written(self.numbers[row], self.texts[row])
+            self._wrote = True
         self._step += 1
         return entered
 
     def computed(self) -> None:
         """The step has been computed; its tokens are to be taken next."""
-        self._blocks.computed()
+        if self._wrote:
+            self._blocks.computed()
+            self._wrote = False
         self._scheduler.steps += 1
         self.steps -= 1
         for one in self.outputs:

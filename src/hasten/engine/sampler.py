@@ -54,8 +54,12 @@ class DeviceSampler:
         self._history: History | None = None
         self._ends: Tensor | None = None  # (B, V) bool
         self._bias: Tensor | None = None  # (B, V) float32
-        self._owners = {what: [-1] * batch.sequences for what in ("ends", "bias")}  # the sequence of each row
-        self._held: list[tuple[int, int] | None] = [None] * batch.sequences  # whose history, of how many tokens
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all sequences, whose numbers may come again."""
+        self._owners = {what: [-1] * self.batch.sequences for what in ("ends", "bias")}  # the sequence of each row
+        self._held: list[tuple[int, int] | None] = [None] * self.batch.sequences  # whose history, of how many tokens
 
     # -- the host's part ----------------------------------------------------------------------------------------------
 

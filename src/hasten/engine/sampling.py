@@ -247,7 +247,7 @@ def keep_most_likely(x: Tensor, rows: RowParams) -> Tensor:
 
 
 def _most_likely(x: Tensor, rows: RowParams) -> Tensor:
-    """As much of x (B, V), sorted, as top-p may keep. Sorting all of a large vocabulary is the last resort.
+    """The part of x (B, V), sorted, that top-p may keep. Sorting all of a large vocabulary is the last resort.
 
     Where it can be looked at without waiting for a device: the first few hundred usually have the probability.
     """

@@ -8,7 +8,7 @@ more. (The idea of one budget without phases is vLLM's; blocks are arXiv 2309.06
 
 Order: decodes first, so that a long prompt never stops them; then those that were begun; then the waiting, by priority
 and arrival. While others have to catch up too, one sequence gets half of what is left, so that a short prompt does not
-stand behind all chunks of a long one. When the cache is full, the least important, youngest sequence gives its blocks
+wait for all chunks of a long one. When the cache is full, the least important, youngest sequence gives its blocks
 back and waits.
 
 Pure Python: sequences and numbers, no tensors.
@@ -36,10 +36,20 @@ Entries = dict[TextSequence, ScheduledTokens]
 class Scheduler:
     """Owns the sequences and tells the block manager; see the module's text."""
 
-    def __init__(self, blocks: BlockManager, *, max_sequences: int, token_budget: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_sequences: int,
+        token_budget: int,
+        stretches_at: int | None = None,
+        block_each: bool = False,
+    ) -> None:
+        """stretches_at: as in `ModelConfig`. block_each: a sequence's first block has room for all of its tokens."""
         if token_budget < max_sequences:
             raise ConfigError(f"a step of {token_budget} tokens has no room for one of each of {max_sequences} texts")
         self.blocks, self.max_sequences, self.token_budget = blocks, max_sequences, token_budget
+        self.stretches_at, self._block_each = stretches_at, block_each
         self.running: list[TextSequence] = []  # by order
         self.waiting: list[TextSequence] = []  # by order
         self.preemptions = 0
@@ -163,6 +173,8 @@ class Scheduler:
         """
         entries: Entries = {}
         self.steps += 1
+        if self.stretches_at is not None:
+            self._stretch(self.stretches_at)
         if begin:
             self._make_way()
         left = self._plan_running(entries)
@@ -176,6 +188,19 @@ class Scheduler:
         else:
             self._top_up(entries, left)
         return list(entries.values())
+
+    def _stretch(self, length: int) -> None:
+        """Have the sequences computed again that are longer than this now."""
+        for sequence in self.running:
+            if not sequence.stretched and sequence.target > length:
+                self.blocks.release(sequence.number)
+                sequence.stretched = True
+                sequence.computed = self._begin_blocks(sequence)
+
+    def _begin_blocks(self, sequence: TextSequence) -> int:
+        """Start its blocks with those of the prefix cache; how many of its tokens these hold."""
+        salt = f"{sequence.salt}\0stretched" if sequence.stretched else sequence.salt
+        return self.blocks.begin(sequence.number, sequence.tokens, salt=salt)
 
     def advance(self, plan: list[ScheduledTokens]) -> None:
         """The step has been computed."""
@@ -255,10 +280,12 @@ class Scheduler:
         free = self.blocks.free
         if self.running and self._no_room is not None and self._no_room[0] is sequence and free <= self._no_room[1]:
             return False
-        found = self.blocks.begin(sequence.number, sequence.tokens, salt=sequence.salt)
+        sequence.stretched = self.stretches_at is not None and sequence.target > self.stretches_at
+        found = self._begin_blocks(sequence)
         size, held = self.blocks.block_size, self.blocks.count(sequence.number)
         missing = min(self._blocks_of(sequence.target) - held, -(-sequence.target // size) - found // size)
-        if self.running and missing + len(self.running) > self.blocks.free:
+        others = 0 if self._block_each else len(self.running)
+        if self.running and missing + others > self.blocks.free:
             self.blocks.release(sequence.number)
             self._no_room = (sequence, free)
             return False
@@ -314,7 +341,8 @@ class Scheduler:
     def _entry(self, sequence: TextSequence, count: int, copies: list[tuple[int, int]]) -> ScheduledTokens:
         """The sequence's next `count` tokens."""
         table = self.blocks.table(sequence.number)
-        return ScheduledTokens(table, sequence.computed, count, sequence=sequence, copies=copies)
+        start, stretched = sequence.computed, sequence.stretched
+        return ScheduledTokens(table, start, count, stretched, sequence=sequence, copies=copies)
 
     def _preempt(self, sequence: TextSequence) -> None:
         self.blocks.release(sequence.number)

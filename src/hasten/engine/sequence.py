@@ -25,7 +25,7 @@ class TextSequence:
     What the scheduler knows: order: (priority, arrival of the request, number within it): smaller is served first and
     preempted last. slots: how many sequences it will become (samples that still share their prompt). drafts: guessed
     tokens behind `tokens`, to be verified in the next step. scored: of its first tokens, those whose logits are wanted
-    too.
+    too. stretched: as in `Rows`; the keys in the cache are those of such a sequence.
 
     Of a sample, from `begin` on: its request's state, which of the samples it is, how its tokens are drawn, its text
     and why it ended.
@@ -43,6 +43,7 @@ class TextSequence:
     running: bool = False
     begun: bool = False
     scored: int = 0
+    stretched: bool = False
 
     state: RequestState = field(init=False)
     index: int = field(init=False)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _CPU_BUDGET = 512
 _GPU_BUDGETS = (8192, 4096, 2048)
-# Of a step on a GPU: weights times tokens. Two operations each, at about 400 TFLOP/s: 25 ms, up to which a step is
+# Weights times tokens of a step on a GPU. Two operations each, at about 400 TFLOP/s: 25 ms, up to which a step is
 # launched behind another one (`hasten.engine.ahead`).
 _GPU_STEP = 5e12
 

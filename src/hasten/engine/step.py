@@ -57,7 +57,7 @@ class KVStep:
     """The context of a forward pass of tokens at positions int64 (B, T); several sequences may share a row.
 
     k, v, metadata, seen: as in `KVView`, of each layer what is not the same for all. kernel, groups, masks, read: as in
-    `KVLayer`; groups and masks of each layer.
+    `KVLayer`; groups and masks of each layer. stretched: as in `RotaryTable`.
     """
 
     k: list[Tensor]
@@ -69,6 +69,7 @@ class KVStep:
     groups: Sequence[Groups] = ()
     masks: Sequence[Tensor | BlockMask | None] = ()
     read: int = 0
+    stretched: Tensor | None = None
 
     @property
     def last(self) -> Tensor:

@@ -264,12 +264,12 @@ def is_byte_level(steps: Sequence[dict[str, object]]) -> bool:
 
 
 def is_byte_token(token: str) -> bool:
-    """Whether a token stands for one byte, such as <0xE2>."""
+    """Whether a token is the name of one byte, such as <0xE2>."""
     return _BYTE_TOKEN.fullmatch(token) is not None
 
 
 def token_bytes(token: str, byte_of: Mapping[str, int]) -> bytes:
-    """What a byte-level token stands for in this alphabet."""
+    """The bytes of a byte-level token in this alphabet."""
     try:
         return bytes([byte_of[character] for character in token])
     except KeyError:  # an added token, written as plain text
@@ -277,7 +277,7 @@ def token_bytes(token: str, byte_of: Mapping[str, int]) -> bytes:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves."""
+    """Character -> byte of byte-level BPE (Radford et al. 2019): printable bytes are themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

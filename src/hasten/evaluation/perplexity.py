@@ -97,7 +97,7 @@ def scoring_context(model: Transformer, positions: Tensor, kv_cache_dtype: str) 
     if rows == PLAIN:
         return training_context(model, tokens)
     like: dict[str, Any] = {"dtype": model.compute_dtype, "device": model.device}
-    cache = KVCache.of_texts(model.config, batch=batch, capacity=tokens, **like, row_format=rows, bounded=False)
+    cache = KVCache.of_texts(model.config, batch=batch, capacity=tokens, **like, row_format=rows)
     return cache.step_of_texts(positions, fresh=True, masks=not is_fused(model))
 
 

@@ -96,6 +96,11 @@ class ModelConfig:
         windows = [layer.window for layer in self.layers if layer.window is not None]
         return max(windows) if len(windows) == len(self.layers) else None
 
+    @property
+    def stretches_at(self) -> int | None:
+        """The length past which longrope has other frequencies for all tokens of a sequence; None: no such length."""
+        return min((rope.original_positions for rope in self.ropes if rope.scaling == "longrope"), default=None)
+
     def padded_to(self, multiple: int) -> "ModelConfig":
         """The same config with the vocabulary's rows rounded up to a multiple (nanoGPT: 50,257 -> 50,304)."""
         return replace(self, padded_vocab_size=-(-self.vocab_size // multiple) * multiple)

@@ -51,7 +51,7 @@ class TrainingContext:
     the block mask of each layer, for the number of tokens of the pass; with them documents are always intervals.
     """
 
-    all_layers = None
+    all_layers = stretched = None
     layers: Sequence[PlainLayer]
 
     def __init__(

@@ -58,6 +58,11 @@ class Context(Protocol):
         """All layers for a kernel that runs them at once, if they differ only in k and v."""
         ...
 
+    @property
+    def stretched(self) -> Tensor | None:
+        """Which tokens take longrope's frequencies for long sequences: see `RotaryTable`."""
+        ...
+
 
 class Stack(Protocol):
     """All blocks at once, and the last norm with the head. The model has it, and is given: a cycle would outlive it."""

@@ -79,15 +79,20 @@ class RotaryTable(nn.Module):
             self._compute(self.frequencies.device)
         return self
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions (..., T) of integers -> cos and sin (..., T, dim/2) in float32."""
+    def forward(self, positions: Tensor, stretched: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """positions (..., T) of integers -> cos and sin (..., T, dim/2) in float32.
+
+        stretched, bool (..., T) or (..., 1): which tokens belong to sequences longer than longrope's pretraining
+        context. By default each row of positions is one sequence, from its beginning.
+        """
         angles = positions.unsqueeze(-1) * self.frequencies  # (..., T, dim/2)
         if self.long_frequencies is not None:
             # The long factors apply as soon as a sequence is longer than the pretraining context. Decided for each
             # sequence by itself, so that a neighbour in the batch changes nothing.
-            longest = positions.amax(dim=-1, keepdim=True).unsqueeze(-1)  # (..., 1, 1)
+            if stretched is None:
+                stretched = positions.amax(dim=-1, keepdim=True) >= self.rope.original_positions  # (..., 1)
             long_angles = positions.unsqueeze(-1).float() * self.long_frequencies
-            angles = torch.where(longest >= self.rope.original_positions, long_angles, angles)
+            angles = torch.where(stretched.unsqueeze(-1), long_angles, angles)
         if self.rope.attention_factor == 1:
             return angles.cos(), angles.sin()
         return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor

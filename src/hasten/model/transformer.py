@@ -226,7 +226,7 @@ class Transformer(nn.Module):
         if not self.bound:
             self.bind()
         x = self.embed(tokens, positions)
-        ropes = [table(positions) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
+        ropes = [table(positions, context.stretched) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
         if self.stack is not None and block_scales is None:
             return self.stack.run(self, x, ropes, context)
         return self.each_block(x, ropes, context.layers, block_scales)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from hasten.data import Batch
-from hasten.engine.batch_sampler import BatchSampler
 from hasten.engine.compiled import CompiledForOneToken
 from hasten.engine.engine import Engine
-from hasten.engine.generate import Generation
+from hasten.engine.for_texts import engine_for
 from hasten.engine.params import SamplingParams
 from hasten.engine.request import EngineFailed, Request
 from hasten.engine.run import DecodeRun
@@ -69,9 +68,10 @@ def training(setup: Setup, batches: Sequence[Batch]) -> Work:
 
 
 class Answers:
-    """Processes random prompts, then decodes a token a step; starts over when the answers are complete."""
+    """Processes random prompts, then decodes a token a step; starts over when the answers are complete.
 
-    calls: tuple[tuple[Any, str, str], ...] = ((BatchSampler, "next_tokens", "draw"), (Generation, "_push", "text"))
+    In the engine of `hasten.generate`.
+    """
 
     def __init__(self, model: Transformer, *, batch: int, prompt_tokens: int) -> None:
         positions = model.config.max_positions
@@ -82,17 +82,51 @@ class Answers:
         generator = torch.Generator().manual_seed(0)
         self.prompts = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
         self.params = SamplingParams(temperature=0, max_new_tokens=self.new, ignore_eos=True)
+        self.engine = engine = self.make_engine()
+        steps = -(-batch * len(self.prompts[0]) // engine.settings.budget)
+        if steps + 2 > self.new:  # the first answer would end before the last one begins
+            raise ConfigError(
+                f"{batch} prompts of {len(self.prompts[0])} tokens take {steps} steps to read, and an answer has "
+                f"{self.new} tokens; ask for fewer or shorter ones"
+            )
+        self.asked, self._numbers = [""], count()
+        self.calls: tuple[tuple[Any, str, str], ...] = (
+            (engine.scheduler, "plan", "plan"),
+            (engine.runner, "logits", "compute"),
+            (engine.sampler, "sample", "draw"),
+            (engine.continuations, "grow", "answer"),
+            # and where the same sequences go on:
+            (DecodeRun, "enter", "plan"),
+            (engine.runner, "next_logits", "compute"),
+            (engine.sampler, "draw", "draw"),
+            (engine.continuations, "take_each", "answer"),
+        )
+
+    def make_engine(self) -> Engine:
+        """The engine, with room for all answers at once."""
+        compiled = any(isinstance(block, CompiledForOneToken) for block in self.model.blocks)
+        lengths = [len(prompt) + self.new for prompt in self.prompts]
+        return engine_for(self.model, lengths, compiled=compiled, capture=False)
 
     def begin(self) -> None:
         """Queue the prompts."""
-        compiled = any(isinstance(block, CompiledForOneToken) for block in self.model.blocks)
-        self.steps = iter(Generation(self.model, self.prompts, self.params, compiled=compiled))
-        self.taken = 0
+        for request_id in self.asked:
+            self.engine.abort(request_id)
+        self.engine.step()
+        self.asked, self.taken = [f"profile-{next(self._numbers)}" for _ in self.prompts], 0
+        for request_id, prompt in zip(self.asked, self.prompts, strict=True):
+            self.engine.add(Request(id=request_id, prompt=tuple(prompt), params=self.params))
 
     def step(self) -> None:
         """Process the prompts, or append a token to each."""
-        next(self.steps)
-        self.taken += 1
+        waiting, ended = set(self.asked), False
+        while waiting:  # prompts may take several steps, in which those read first go on, and so end first
+            outputs = self.engine.step()
+            waiting -= {output.request_id for output in outputs if output.tokens}
+            ended = ended or any(output.finish_reason for output in outputs)
+            if self.engine.error is not None:
+                raise EngineFailed(f"the engine failed: {self.engine.error}")
+        self.taken = self.new if ended else self.taken + 1
 
     def go_on(self) -> None:
         """Advance to where the next step decodes a token."""
@@ -113,49 +147,13 @@ class Answers:
 class ServedAnswers(Answers):
     """The same work in the server's engine, as `batch` concurrent requests."""
 
-    def __init__(self, model: Transformer, *, batch: int, prompt_tokens: int) -> None:
-        super().__init__(model, batch=batch, prompt_tokens=prompt_tokens)
+    def make_engine(self) -> Engine:
+        batch, length = len(self.prompts), len(self.prompts[0]) + self.new
         # Without a prefix cache, so that every prompt is read.
         # Nothing is captured: a graph's replay shows none of the model's parts.
         limits = {"max_sequences": batch, "token_budget": max(512, batch), "prefix_cache": False, "capture": False}
-        steps = -(-batch * len(self.prompts[0]) // limits["token_budget"])
-        if steps + 2 > self.new:  # the first answer would end before the last one begins
-            raise ConfigError(
-                f"{batch} prompts of {len(self.prompts[0])} tokens take {steps} steps to read, and an answer has "
-                f"{self.new} tokens; ask for fewer or shorter ones"
-            )
-        settings = EngineSettings(max_length=len(self.prompts[0]) + self.new, **limits)  # type: ignore[arg-type]
-        self.engine = engine = Engine(model, model.tokenizer, settings)
-        self.asked, self._numbers = [""], count()
-        self.calls = (
-            (engine.scheduler, "plan", "plan"),
-            (engine.runner, "logits", "compute"),
-            (engine.sampler, "sample", "draw"),
-            (engine, "_grow", "answer"),
-            # and where the same sequences go on:
-            (DecodeRun, "enter", "plan"),
-            (engine.runner, "next_logits", "compute"),
-            (engine.sampler, "draw", "draw"),
-            (engine, "_take_each", "answer"),
-        )
-
-    def begin(self) -> None:
-        for request_id in self.asked:
-            self.engine.abort(request_id)
-        self.engine.step()
-        self.asked, self.taken = [f"profile-{next(self._numbers)}" for _ in self.prompts], 0
-        for request_id, prompt in zip(self.asked, self.prompts, strict=True):
-            self.engine.add(Request(id=request_id, prompt=tuple(prompt), params=self.params))
-
-    def step(self) -> None:
-        waiting, ended = set(self.asked), False
-        while waiting:  # prompts may take several steps, in which those read first go on, and so end first
-            outputs = self.engine.step()
-            waiting -= {output.request_id for output in outputs if output.tokens}
-            ended = ended or any(output.finish_reason for output in outputs)
-            if self.engine.error is not None:
-                raise EngineFailed(f"the engine failed: {self.engine.error}")
-        self.taken = self.new if ended else self.taken + 1
+        settings = EngineSettings(max_length=length, **limits)  # type: ignore[arg-type]
+        return Engine(self.model, self.model.tokenizer, settings)
 
 
 def least_of(work: Work) -> dict[str, tuple[float, float]]:

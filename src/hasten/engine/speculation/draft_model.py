@@ -137,7 +137,7 @@ class DraftModel:
         return _Drafting(row, text, known, read)
 
     def _grow(self, going: list[_Drafting], floor: float, chance: Chance) -> list[_Drafting]:
-        """As many tokens more of each draft as all have room for, natively; those that can have more."""
+        """Draft natively, as many tokens of each text as all have room for; returns those that can have more."""
         params = [one.text.params for one in going]
         tables = [self._blocks.block_table(one.text.number) for one in going]
         draws = Draws(
@@ -202,7 +202,7 @@ class DraftModel:
         return len(one.draft.tokens) < one.text.room
 
     def _sampler_of(self, texts: Sequence[Text]) -> BatchSampler:
-        """Of the target's settings but for penalties, whose history would have to be kept twice."""
+        """A sampler with the target's settings but for penalties, whose history would have to be kept twice."""
         numbers = [text.number for text in texts]
         if self._sampler is None or self._sampler[0] != numbers:
             plain = [

@@ -41,8 +41,9 @@ class SpeculationStats:
     """drafts: sequences in steps that had one; draft_tokens and accepted_tokens of them, accepted also by position.
 
     tokens: all that were taken, in `steps` of the target, plain ones included; rows: the number of steps by their rows.
-    seconds: of proposing; step_seconds: of the steps; plain_seconds: what plain steps would have taken for these
-    tokens, by the prices learnt. active: the share of the latest steps that had a draft, near 0 where none pays.
+    seconds: of proposing; step_seconds: of the steps that read no prompts; plain_seconds: what plain steps would have
+    taken for their tokens, by the prices learnt. active: the share of the latest steps that had a draft, near 0 where
+    none pays.
     """
 
     drafts: int = 0
@@ -199,9 +200,9 @@ class Speculator:
         stats.rows[rows] = stats.rows.get(rows, 0) + 1
         stats.active += (bool(checked) - stats.active) / _LATEST
         without = price.seconds(rows - checked) / price.seconds(rows) if checked else 1.0
-        stats.step_seconds += seconds
-        stats.plain_seconds += seconds * without * (self._taken / self._sequences if self._sequences else 1.0)
         if rows == self._sequences + checked:  # no prompts were read
+            stats.step_seconds += seconds
+            stats.plain_seconds += seconds * without * (self._taken / self._sequences if self._sequences else 1.0)
             if self._cost and self._sequences:
                 self._averaged = min(self._averaged + 1, _RECENT)
                 self._gain += (self._taken / self._sequences - self._cost - self._gain) / self._averaged

@@ -1,9 +1,9 @@
-"""Drafts without a model: what followed the longest suffix of the text where it stood before.
+"""Drafts without a model: what followed the longest suffix of the text where it occurred before.
 
-It stood in the prompt, in the answer so far, or in an answer to an earlier request of the same salt (suffix decoding,
-arXiv 2411.04975; looking in the prompt only is prompt lookup). Among several places of the longest match the tokens
-that follow most of them are taken. Instead of a tree of all suffixes there is a table of the places of short pieces,
-from which a match is followed backwards: it is as exact but for pieces that stand in very many places, of which the
+It occurred in the prompt, in the answer so far, or in an answer to an earlier request of the same salt (suffix
+decoding, arXiv 2411.04975; looking in the prompt only is prompt lookup). Among several places of the longest match the
+tokens that follow most of them are taken. Instead of a tree of all suffixes there is a table of the places of short
+pieces, from which a match is followed backwards: it is as exact but for pieces with very many places, of which the
 latest are looked at, and a token costs two entries.
 """
 
@@ -21,17 +21,17 @@ SALTS = 64  # tenants whose answers are kept, at most
 ALL_TOKENS = 1 << 18  # of all tenants together: about 500 bytes a token
 # Lengths of a match from which on it is another kind.
 _LENGTHS = (2, 3, 4, 5, 7, 9, 13, 17, 25, 33)
-# How often the next token is right after a match of so many, where all its places go on alike; and where they do not.
+# How often the next token is right after a match of these lengths, where all its places go on alike; where they do not.
 _PRIORS = (0.3, 0.5, 0.6, 0.75, 0.8, 0.8, 0.85, 0.93, 0.97, 0.98, 0.98)
 _DIVIDED = 0.3
 
 
 class SuffixIndex:
-    """A text, and where its short pieces stand."""
+    """A text, and the places of its short pieces."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._places: dict[tuple[int, ...], list[int]] = {}  # where the token after a piece stands
+        self._places: dict[tuple[int, ...], list[int]] = {}  # of the token after a piece
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
