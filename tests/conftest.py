@@ -1,4 +1,4 @@
-"""Fixtures shared by the packages' tests: a tiny Llama with a tokenizer and a chat template, in memory and as a folder."""
+"""Fixtures that tests share: a tiny Llama with a tokenizer and a chat template, in memory and as a folder."""
 
 import os
 import warnings

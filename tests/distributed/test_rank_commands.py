@@ -161,4 +161,4 @@ def test_ctrl_c_shows_what_there_is_and_ends_with_its_status(tiny_folder, monkey
     assert ended.value.code == 130
     said = capsys.readouterr()
     assert said.out.startswith("def")
-    assert "1 new at" in said.err
+    assert "1 new, first after" in said.err

@@ -2,15 +2,17 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import hasten
-from hasten.errors import CheckpointError, ConfigError
+from hasten.errors import CheckpointError, ConfigError, ResourceError
 from hasten.quantization import GPTQ, Int4, gptq, quantize, quantize_to_folder, resume
 from hasten.quantization.cost import predicted_bytes
+from hasten.quantization.report import draw_errors
 from hasten.quantization.resume import WorkFolder
 from references import make_reference
 
@@ -124,6 +126,19 @@ def test_a_model_of_which_one_weight_differs_does_not_go_on(tmp_path, monkeypatc
         tuned.blocks[3].mlp.down.weight[5, 7] += 1e-3
     with pytest.raises(ConfigError, match="other settings, text or weights"):
         quantize_to_folder(tuned, SCHEME, tmp_path / "out", **options)
+
+
+def test_a_picture_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    def full(figure, file, **options):
+        Path(file).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    before = tmp_path / "errors.png"
+    before.write_bytes(b"whole")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    with pytest.raises(ResourceError, match=r"cannot write picture .*errors\.png: No space left on device"):
+        draw_errors([], "gptq", before)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"whole"]
 
 
 @pytest.mark.parametrize("method", [GPTQ, "gptq"])

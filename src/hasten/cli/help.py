@@ -135,12 +135,12 @@ def _shown(command: type, path: str, place: tuple[str, ...]) -> Shown:
     field = next(one for one in fields(kind) if one.name == name)
     default = field.default if field.default_factory is MISSING else field.default_factory()
     positional = "Positional" in map(str, extras)
-    said = next((found for one in extras if (found := getattr(one, "name", None))), None)
+    said = next((one.name for one in extras if getattr(one, "name", None)), None)
     section, dot, last = path.rpartition(".")
     metavar, switch = _metavar(_inner(hint)), default is True
     flag = f"--{section}{dot}{'no-' if switch else ''}{said or last}".replace("_", "-")
     if positional:
-        metavar = next((found for one in extras if (found := getattr(one, "metavar", None))), name.upper())
+        metavar = next((one.metavar for one in extras if getattr(one, "metavar", None)), name.upper())
     text = _sentence(_texts(owner).get(name, ""))
     if len(text) > ONE_LINE:
         text = re.split(r";(?![^(]*\))", text)[0]  # outside brackets

@@ -213,12 +213,12 @@ class Quantize(JsonOption):
             "peak_memory_bytes": peak_memory(device),
             "layers": [row(report) for report in reports],
         }
+        if self.write(result):
+            print("\n".join(summary(result, reports)))
         if self.picture is not None:
             from hasten.quantization.report import draw_errors
 
             draw_errors(reports, self.method, self.picture)
-        if self.write(result):
-            print("\n".join(summary(result, reports)))
 
     def folder_to_write(self, source: Path) -> Path:
         """The folder to quantize into, which --format gguf turns into the file. Raises ConfigError if it is in use."""

@@ -26,9 +26,10 @@ def run(command: Any, arguments: list[str]) -> None:
         command.check_inputs()  # before anything is measured or started
     planned = isinstance(command, DeviceOptions) and command.devices == "auto"
     degree = command.tensor_parallel if isinstance(command, RankOptions) else None
-    if degree is None and not alone and (size := os.environ["WORLD_SIZE"]) != "1":
+    if degree is None and not alone and os.environ["WORLD_SIZE"] != "1":
         raise ConfigError(
-            f"torchrun has started {size} processes, but this command is single-process; run it without torchrun"
+            f"torchrun has started {os.environ['WORLD_SIZE']} processes, but this command is single-process; run it "
+            "without torchrun"
         )
     if degree is not None and degree < 1:
         raise ConfigError(f"--tensor-parallel is {degree}; it must be at least 1")
@@ -41,24 +42,36 @@ def run(command: Any, arguments: list[str]) -> None:
         degree = command.tensor_parallel
     if degree is None or (degree == 1 and alone):
         command.run()
-        return
-    from hasten.distributed.launch import joined, start
+    elif alone:
+        _start_ranks(command, arguments, degree)
+    else:
+        _run_as_rank(command, degree)
+
+
+def _start_ranks(command: Any, arguments: list[str], degree: int) -> None:
+    """Start the ranks after checking what would fail in each of them."""
+    from hasten.checkpoints.load import open_checkpoint, shares_of
+    from hasten.cli.room import require_room
+    from hasten.distributed.launch import start
+    from hasten.machine import resolve_device
+
+    source = open_checkpoint(command.model)
+    shares_of(source, degree)  # raises if the model cannot be split that way
+    require_room(command, source, str(resolve_device(command.device)), ranks=degree)
+    cores = available_cores().physical
+    if command.device in ("auto", "cpu") and degree > cores:
+        text = f"{degree} ranks on {cores} cores: ranks will wait for each other's cores"
+        warnings.warn(text, HastenWarning, stacklevel=1)
+    start(arguments, processes=degree, resumes=False)
+
+
+def _run_as_rank(command: Any, degree: int) -> None:
+    """Run the command as one of several ranks; only the first one prints and is stopped by signals."""
+    from hasten.distributed.launch import joined
     from hasten.distributed.tensor_parallel import tensor_parallel
 
-    if alone:
-        from hasten.checkpoints.load import open_checkpoint, shares_of
-        from hasten.cli.room import require_room
-        from hasten.machine import resolve_device
-
-        source = open_checkpoint(command.model)
-        shares_of(source, degree)  # raises if the model cannot be split that way, before any process is started
-        require_room(command, source, str(resolve_device(command.device)), ranks=degree)
-        if command.device in ("auto", "cpu") and degree > (cores := available_cores().physical):
-            text = f"{degree} ranks on {cores} cores: ranks will wait for each other's cores"
-            warnings.warn(text, HastenWarning, stacklevel=1)
-        start(arguments, processes=degree, resumes=False)
-        return
-    if str(degree) not in ("1", size := os.environ["WORLD_SIZE"]):
+    size = os.environ["WORLD_SIZE"]
+    if str(degree) not in ("1", size):
         raise ConfigError(f"--tensor-parallel is {degree}, and torchrun has started {size} processes; leave it out")
     with joined() as ranks:
         if hasattr(command, "check_inputs"):
@@ -67,7 +80,7 @@ def run(command: Any, arguments: list[str]) -> None:
             sys.stdin = StringIO(ranks.texts(sys.stdin.read() if ranks.first else "")[0])
         with tensor_parallel(ranks), ExitStack() as quiet:
             if not ranks.first:
-                for stop in (signal.SIGINT, signal.SIGTERM):  # handled by the first rank, whose end ends all
+                for stop in (signal.SIGINT, signal.SIGTERM):  # the end of the first rank ends all
                     signal.signal(stop, signal.SIG_IGN)
                 command = replace(command, json=None) if hasattr(command, "json") else command
                 nowhere = quiet.enter_context(open(os.devnull, "w"))

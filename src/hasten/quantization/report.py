@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hasten.errors import ResourceError
+from hasten.machine.files import replacing
 from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import QuantizedWeight
@@ -70,7 +72,10 @@ def relative_error(weight: Tensor, quantized: QuantizedWeight) -> float:
 
 
 def draw_errors(reports: Sequence[LayerReport], method: str, file: Path) -> None:
-    """Draw a PNG: for each kind of layer the relative error of its outputs in every block, by rtn and by the method."""
+    """Draw a PNG: for each kind of layer the relative error of its outputs in every block, by rtn and by the method.
+
+    Raises ResourceError if it cannot be written.
+    """
     from matplotlib.figure import Figure
 
     kinds: dict[str, list[LayerReport]] = {}
@@ -92,4 +97,8 @@ def draw_errors(reports: Sequence[LayerReport], method: str, file: Path) -> None
         axis.axis("off")
     figure.supxlabel("block", fontsize=9)
     figure.supylabel("relative error of the outputs", fontsize=9)
-    figure.savefig(file, dpi=120)
+    try:
+        with replacing(file) as temporary:
+            figure.savefig(temporary, dpi=120, format="png")
+    except OSError as error:
+        raise ResourceError(f"cannot write picture {file}: {error.strerror}") from error
