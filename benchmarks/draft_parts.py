@@ -161,12 +161,14 @@ class Draws(TimedScript):
             found.append(row | {"pytorch_seconds": median(other), "ratio": median_ratio(other, own)})
         return {"rows": found}
 
-    def call(self, vocabulary: int, filters: dict[str, Any], rows: int, library: str) -> Callable[[], object]:
+    def call(self, vocabulary: int, name: str, rows: int, library: str) -> Callable[[], object]:
         """Draws with other noise in each call."""
         generator = torch.Generator().manual_seed(0)
         logits = torch.randn(rows, vocabulary, generator=generator) * 3
         logits[:, :20] += torch.linspace(16, 8, 20)
-        params = RowParams.stack([SamplingParams(temperature=0.8, seed=1, **filters)] * rows, vocab_size=vocabulary)
+        params = RowParams.stack(
+            [SamplingParams(temperature=0.8, seed=1, **FILTERS[name])] * rows, vocab_size=vocabulary
+        )
         steps, native = torch.arange(rows), draw.operator.library
 
         def call() -> None:

@@ -1,6 +1,7 @@
 """The pages' tables are those of the committed JSON."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,17 @@ def test_what_is_not_measured_yet_says_so_and_is_not_stale(tmp_path, monkeypatch
     assert list(tables.stale()) == []
     page.write_text("<!-- table: no-such-result -->\n\n| 9.99× |\n\n<!-- /table -->\n")
     assert list(tables.stale()) == [page], "figures of a result that is not committed"
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_exist(page):
+    """`benchmarks/SUBJECT.py BENCHMARK`: the file is there, and has a benchmark of that name if it has several."""
+    for path, name in re.findall(r"(benchmarks/[\w/]+\.py)(?: ([a-z][a-z-]*)\b)?", page.read_text()):
+        code = (FILE.parents[1] / path).read_text()
+        benchmarks = re.findall(
+            r'"([a-z-]+)": [A-Z]\w+', "".join(re.findall(r"    main\(\s*\{(.*?)\}", code, re.DOTALL))
+        )
+        assert not name or name in benchmarks, f"{path} {name}"
 
 
 def test_a_mixed_file_is_held_against_the_line_through_uniform_ones():

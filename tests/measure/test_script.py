@@ -56,7 +56,7 @@ def test_what_did_not_pass_fails_after_it_is_written(monkeypatch, tmp_path):
 
 def test_what_cannot_be_written_is_refused_first(monkeypatch, tmp_path):
     monkeypatch.setattr(Example, "measure", lambda self: pytest.fail("measured in vain"))
-    with pytest.raises(SystemExit, match="error: .* there is no folder"):
+    with pytest.raises(SystemExit, match=r"error: .* there is no folder"):
         run(monkeypatch, "--output", tmp_path / "none" / "x.json")
 
 
