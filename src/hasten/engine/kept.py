@@ -41,13 +41,15 @@ def keep(runner: ModelRunner, settings: EngineSettings) -> None:
         return
     if isinstance(model.stack, CudaStack):
         made_for = settings.max_sequences, runner.max_length, settings.kv_cache_dtype
-        _KEPT[model] = Kept(decoder, *made_for, model.stack.addresses())
+        _KEPT[model] = Kept(decoder, *made_for, model.stack.addresses(model))
 
 
 def take(model: Transformer, settings: EngineSettings, *, blocks: int) -> Kept | None:
     """What `keep` has of this model, if it serves: as many sequences, no smaller, and at most about twice as large."""
     kept, stack, length = _KEPT.pop(model, None), model.stack, settings.max_length or 0
-    if kept is None or not settings.capture or not isinstance(stack, CudaStack) or stack.addresses() != kept.addresses:
+    if kept is None or not settings.capture or not isinstance(stack, CudaStack):
+        return None
+    if stack.addresses(model) != kept.addresses:
         return None
     same = kept.sequences == settings.max_sequences and kept.kv_cache_dtype == settings.kv_cache_dtype
     fits = length <= kept.max_length <= 2 * length and blocks <= kept.decoder.cache.blocks

@@ -129,8 +129,8 @@ class FusedBlock(FusedSteps):
     def bind(self) -> None:
         spec, ops = self.spec, native_ops()
         norm = norm_fields(self.attention_norm)
-        heads = {"heads": spec.heads, "head_dim": spec.head_dim}
-        heads |= {"q_norm": _factors(self.q_norm)[0], "k_norm": _factors(self.k_norm)[0]}
+        head_norms = {"q_norm": _factors(self.q_norm)[0], "k_norm": _factors(self.k_norm)[0]}
+        heads: dict[str, Any] = {"heads": spec.heads, "head_dim": spec.head_dim, **head_norms}
         scores = {"scale": spec.scale, "window": spec.window or 0, "softcap": spec.softcap or 0.0}
         qkv = [self._plan(name) for name in ("q", "k", "v")]
         sums = self.attention_post_norm
@@ -259,7 +259,7 @@ class FusedStack:
         )
         return bound[0].blocks(*call)
 
-    def bound(self, model: Transformer) -> list[SimpleNamespace] | None:
+    def bound(self, model: Transformer) -> list[Any] | None:
         """What each block prepared, or None where one was hooked, replaced or patched and has to be called itself."""
         found = []
         for block in model.blocks:

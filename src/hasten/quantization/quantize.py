@@ -180,10 +180,15 @@ def check_quantizable(
     if model.quantization:
         text = f"{len(model.quantization)} layers are quantized already, and stay as they are"
         warnings.warn(text, HastenWarning, stacklevel=3)
-    for names in units_of(formats).values():
-        if len({formats[name] for name in names}) > 1 and ".experts." not in names[0]:
-            text = f"{', '.join(names)} have different formats: on a GPU the model runs without the fused steps, slower"
-            warnings.warn(text, HastenWarning, stacklevel=3)
+    mixed = [
+        names
+        for names in units_of(formats).values()
+        if len({formats[name] for name in names}) > 1 and ".experts." not in names[0]
+    ]
+    if mixed:
+        more = "" if len(mixed) == 1 else f" (and {len(mixed) - 1} more such groups)"
+        text = f"{', '.join(mixed[0])}{more} have different formats: on a GPU the model runs without the fused steps, slower"
+        warnings.warn(text, HastenWarning, stacklevel=3)
     return formats
 
 

@@ -5,7 +5,7 @@ sentencepiece's BPE, whose merges follow from its scores.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -263,12 +263,12 @@ def _model(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -
     )
 
 
-def _scores(merges: list[tuple[str, str]], vocabulary: dict[str, int], count: int) -> list[float]:
+def _scores(merges: Sequence[tuple[str, ...]], vocabulary: dict[str, int], count: int) -> list[float]:
     """A score for each token, by which `merges_of` finds merges in this order, if any scores can.
 
     All merges that make a token have its score. So tokens whose merges alternate have equal ones.
     """
-    made = [vocabulary[left + right] for left, right in merges]
+    made = [vocabulary["".join(pair)] for pair in merges]
     last = {token: place for place, token in enumerate(made)}
     scores, score, end = [0.0] * count, 0.0, -1
     for place, token in enumerate(made):

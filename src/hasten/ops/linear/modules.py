@@ -87,7 +87,8 @@ class PackedLinear(nn.Module):
         self.planes = ACTIVATION_PLANES[activations]
         self.request = LinearRequest(device=device, dtype=dtype, format=format, in_features=in_features)
         chosen = pick(KERNELS, self.request, forced=kernel)
-        if kernel is None and (reason := slow_for_its_format(self.request)) is not None:
+        native = chosen.name == "native"
+        if kernel is None and not native and (reason := slow_for_its_format(self.request)) is not None:
             warnings.warn(f"the slower kernel {chosen.name!r} is used: {reason}", HastenWarning, stacklevel=3)
         self._use(chosen)
         self._hold((pack or self._pack_empty)(layout_of(self.kernel)))
