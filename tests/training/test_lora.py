@@ -129,7 +129,7 @@ def test_a_fused_projection_shares_its_a(recipe, tmp_path):
         ({"rank": 5000}, "lora.rank is 5000; it must be at most 4096"),
         ({"alpha": -1.0}, "lora.alpha is -1.0"),
         ({"targets": ("nonsense",)}, r"'nonsense' is no linear layer .* use all-linear or some of q_proj, k_proj"),
-        ({"targets": ()}, "with targets"),
+        ({"targets": ()}, "and targets"),
         ({"dropout": 1.0}, "lora.dropout is 1.0"),
     ],
 )

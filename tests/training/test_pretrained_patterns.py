@@ -114,7 +114,7 @@ def test_finetuning_applies_and_exports_it(recipe):
 
 def test_what_cannot_be_says_why(recipe):
     made = recipe(init="MODEL")
-    with pytest.raises(ConfigError, match=r"lora\.rank writes an adapter alone; train all weights"):
+    with pytest.raises(ConfigError, match=r"lora\.rank writes only an adapter; train all weights"):
         replace(made, model=Shape(attention_pattern="bigbird"), lora=Lora(rank=4)).check()
     with pytest.raises(ConfigError, match=r"model\.attention_pattern local:block=20: .*multiples of"):
         give_pattern(model_of("windows"), Shape(attention_pattern="local:block=20"))

@@ -177,9 +177,9 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_shared(recipe)
         (recipe(offload="all"), "set parallel.zero to 1, 2 or 3"),
         (recipe(zero=4), "parallel.zero is 4"),
         (recipe(policy="float32-masters"), "needs techniques.precision bfloat16 or float16"),
-        (recipe(zero=3, prefetch=1, layer_drop=0.5), "layer_drop leaves out"),
+        (recipe(zero=3, prefetch=1, layer_drop=0.5), "layer_drop skips"),
         (recipe(zero=0, prefetch=1), "parallel.prefetch has no effect with parallel.zero 0; set that too"),
-        (recipe(zero=1, kind="onebit-adam", beta2=0.999), r"of the 20 \+ 4/N bytes .* set parallel.zero 0"),
+        (recipe(zero=1, kind="onebit-adam", beta2=0.999), r"20 \+ 4/N bytes .* set parallel.zero 0"),
         (recipe(zero=1, qat=Qat(bits=4)), "qat.bits rounds whole matrices"),
         (recipe(qat=Qat(bits=4), policy="float32-masters", precision="bfloat16"), "qat.bits train float32 weights"),
     ]:

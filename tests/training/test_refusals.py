@@ -38,7 +38,7 @@ def test_a_folder_that_cannot_be_made(recipe, tmp_path):
     ("change", "named"),
     [
         ({"kv_heads": 0}, r"model\.kv_heads is 0"),
-        ({"max_positions": 16}, r"model\.max_positions is 16 and data\.context 32"),
+        ({"max_positions": 16}, r"model\.max_positions is 16 and must be at least data\.context"),
         ({"vocab_size": 0}, r"data\.vocab_size is 0"),
         ({"vocab_size": "many"}, r"data\.vocab_size is 'many'; it must be a whole number"),
         ({"batch_size": True}, r"data\.batch_size is True; it must be a whole number"),
@@ -66,7 +66,7 @@ def test_arguments_of_a_wrong_kind(recipe):
 
 def test_finetune_without_a_model_says_what_to_give(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="give --init MODEL"):
+    with pytest.raises(ConfigError, match="add --init MODEL"):
         train(RECIPES["finetune"], progress=False)
     assert not list(tmp_path.iterdir())
 

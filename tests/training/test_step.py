@@ -6,6 +6,7 @@ import torch
 from hasten.data import Batch
 from hasten.model.context import TrainingContext
 from hasten.model.initialize import initialize
+from hasten.ops.loss import operator
 from hasten.training.build import shape_config
 from hasten.training.optimizers import adamw
 from hasten.training.precision import Precision
@@ -245,3 +246,23 @@ def test_a_layer_that_is_replaced_later_is_called(family):
     kinds = {type(module) for module in swapped.model.modules()}
     assert not kinds & {JoinedAttention, FusedMLP}
     torch.testing.assert_close(swapped.run([batch()]).loss, plain.run([batch()]).loss, atol=1e-5, rtol=1e-5)
+
+
+def test_a_loss_kernel_is_picked_once_for_each_dtype(monkeypatch):
+    asked, pick = [], operator.pick
+
+    def counted(kernels, request, **forced):
+        asked.append(request.dtype)
+        return pick(kernels, request, **forced)
+
+    monkeypatch.setattr(operator, "pick", counted)
+    step, data = step_of(), batch()
+    for _ in range(3):
+        step.run([data])
+    assert asked == [torch.float32]
+    step.precision = Precision("bfloat16", "cpu")
+    step.loss(data)
+    assert asked == [torch.float32, torch.bfloat16]
+    step.model.bind(loss="reference")
+    step.loss(data)
+    assert len(asked) == 3, "another one was named"

@@ -462,3 +462,13 @@ def test_a_model_in_fp8_learns_as_it_does_in_float32(family, dropout):
         found.append([loss for loss, _ in steps_of(step, steps=8)])
     assert found[1] != found[0]
     assert found[1] == pytest.approx(found[0], rel=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["plain", "uncaptured"])
+def test_a_step_marks_its_model_as_trained(kind):
+    step = make(kind)
+    assert step.model.training, "as torch makes modules"
+    assert not step.model.was_trained
+    (parts,) = batches(1)
+    step.run(parts)
+    assert step.model.was_trained, "so that generating does not pack its weights, in evaluation mode either"

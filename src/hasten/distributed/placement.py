@@ -116,12 +116,12 @@ class Placement(Parts):
         """A tensor like `optimizer_params[name]` as part of the whole one (a DTensor if sharded), for a checkpoint."""
         return tensor
 
-    def own(self) -> dict[str, Tensor]:
+    def rank_state(self) -> dict[str, Tensor]:
         """Further tensors of this rank that a checkpoint keeps, by name."""
         return {}
 
-    def restore(self, own: dict[str, Tensor]) -> None:
-        """Restore what `own` returned; a rank that the checkpoint does not have gets the first rank's."""
+    def load_rank_state(self, state: dict[str, Tensor]) -> None:
+        """Restore what `rank_state` returned; a rank that the checkpoint does not have gets the first rank's."""
 
 
 class Replicated(Placement):
@@ -145,17 +145,17 @@ class Replicated(Placement):
         self._errors: Errors | None = None
 
     def one_bit_mean(self, x: Tensor, kept: Tensor) -> Tensor:
-        """Mean over ranks of x (n,), sent as one bit an element; see `compressed_mean`. Call it for one tensor only."""
+        """Mean over ranks of x (n,), the same tensor in every call, by `compressed_mean`: one bit an element."""
         if self._errors is None:
             self._errors = no_errors(len(x), self.ranks.size, x.device)
         return compressed_mean(x, self._errors, kept)
 
-    def own(self) -> dict[str, Tensor]:
+    def rank_state(self) -> dict[str, Tensor]:
         return {} if self._errors is None else self._errors.to_state()
 
-    def restore(self, own: dict[str, Tensor]) -> None:
-        if own:
-            self._errors = Errors.of_state(own, self.ranks.size, next(iter(self.optimizer_params.values())).device)
+    def load_rank_state(self, state: dict[str, Tensor]) -> None:
+        if state:
+            self._errors = Errors.of_state(state, self.ranks.size, next(iter(self.optimizer_params.values())).device)
 
     @torch.no_grad()
     def collect(self) -> None:

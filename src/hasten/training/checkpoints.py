@@ -133,7 +133,7 @@ def save(
     # Tied weights are one parameter, and are written once.
     tensors: dict[str, Tensor] = {f"weights/{name}": one for name, one in placement.parameters.items()}
     tensors |= {f"state/{name}": tensor for name, tensor in _state(placement, optimizer)}
-    mine = {"cpu": random.cpu} | ({} if random.cuda is None else {"cuda": random.cuda}) | placement.own()
+    mine = {"cpu": random.cpu} | ({} if random.cuda is None else {"cuda": random.cuda}) | placement.rank_state()
     tensors |= {f"state/{_random(ranks.rank)}.{name}": tensor for name, tensor in mine.items()}
     now = int(ranks.broadcast_from_rank0(time.time() * 1000))
     ending = f"{values['progress']['step']:08d}-{now:x}"  # never a name that the current checkpoint has
@@ -219,10 +219,10 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
     for name, state in states.items():
         optimizer.state[placement.optimizer_params[name]] = state
     try:
-        dice = RandomState(cpu=random.pop("cpu"), cuda=random.pop("cuda", None), python=stored.python_random)
+        generators = RandomState(cpu=random.pop("cpu"), cuda=random.pop("cuda", None), python=stored.python_random)
         if there:
-            dice.restore(device)
-        placement.restore(random)
+            generators.restore(device)
+        placement.load_rank_state(random)
     except (KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{stored.folder}: the random state is damaged ({error}); {REMEDY}") from None
 

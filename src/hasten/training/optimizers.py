@@ -73,7 +73,9 @@ def _onebit(placement: Placement, groups: list[dict[str, Any]], settings: Optimi
     return made
 
 
-def _muon(placement: Placement, groups: list[dict[str, Any]], settings: Optimizer, *, fused: bool) -> "Together":
+def _muon(
+    placement: Placement, groups: list[dict[str, Any]], settings: Optimizer, *, fused: bool
+) -> "CombinedOptimizer":
     """Muon for the matrices inside the blocks, AdamW for embeddings, head, norms and biases.
 
     Muon's step is scaled to the length of AdamW's (arXiv 2502.16982), so that one learning rate serves both.
@@ -88,10 +90,10 @@ def _muon(placement: Placement, groups: list[dict[str, Any]], settings: Optimize
     if not matrices:
         raise ConfigError("optimizer.kind is 'muon', and the model has no matrices in `blocks` that it could update")
     first = Muon(matrices, lr=settings.learning_rate, momentum=settings.momentum, parts=placement)
-    return Together([first, _adamw(others, settings, fused=fused)] if others else [first])
+    return CombinedOptimizer([first, _adamw(others, settings, fused=fused)] if others else [first])
 
 
-class Together(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers, each for its own parameters, as one: with their groups, their state and one step."""
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
