@@ -27,8 +27,8 @@ import torch
 from hasten.bench.plan import PlanOptions, make_plan
 from hasten.bench.predict import random_model
 from hasten.bench.train import TrainRung
-from hasten.engine.given_texts import GivenTexts
 from hasten.engine.engine import Engine
+from hasten.engine.given_texts import GivenTexts
 from hasten.engine.params import SamplingParams
 from hasten.engine.request import Request
 from hasten.engine.settings import EngineSettings

@@ -187,7 +187,8 @@ def check_quantizable(
     ]
     if mixed:
         more = "" if len(mixed) == 1 else f" (and {len(mixed) - 1} more such groups)"
-        text = f"{', '.join(mixed[0])}{more} have different formats: on a GPU the model runs without the fused steps, slower"
+        layers = f"{', '.join(mixed[0])}{more}"
+        text = f"{layers} have different formats: on a GPU the model runs without the fused steps, slower"
         warnings.warn(text, HastenWarning, stacklevel=3)
     return formats
 
