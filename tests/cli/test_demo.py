@@ -120,7 +120,7 @@ def test_stopped_it_goes_on_from_there(run, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         run()
     assert ended.value.code == 130
-    assert "goes on from there" in capsys.readouterr().err
+    assert "continues from there" in capsys.readouterr().err
     run()
     assert len(calls) == 3 + 10 - 2  # the third was stopped before it did anything
 

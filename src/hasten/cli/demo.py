@@ -94,7 +94,7 @@ class Demo:
                 raise ConfigError(f"{error} (for the demo: hasten demo --again fresh)") from None
             raise
         if result.stopped_by is not None:
-            print(f"stopped after step {result.steps} and saved; `hasten demo` goes on from there", file=sys.stderr)
+            print(f"stopped after step {result.steps} and saved; `hasten demo` continues from there", file=sys.stderr)
             raise SystemExit(128 + result.stopped_by)
         if result.validation_loss is not None:
             print(f"  {result.steps} steps, {result.tokens:,} tokens, validation loss {result.validation_loss:.3f}")

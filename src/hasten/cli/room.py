@@ -51,7 +51,7 @@ def _needed(command: Any, source: ModelSource, device: str, ranks: int, **change
 def use_of(
     command: Any, source: ModelSource, device: str, *, quantize: str | None = None, dtype: str | None = None
 ) -> InferenceUse:
-    """What a command does with a model. A server's cache takes the remaining memory, so one sequence is counted.
+    """A command's use of a model. A server's cache takes the remaining memory, so one sequence is counted.
 
     quantize, dtype: override the command's. Weights in their own dtype are mapped, and freed as they are rounded;
     converted ones stay until all are rounded.

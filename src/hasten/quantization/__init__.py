@@ -1,4 +1,4 @@
-"""How to choose the numbers of a quantized model: rounding, scale search, calibration, and what is quantized how."""
+"""Quantization: rounding, the search for scales, calibration, and the formats of a model's layers."""
 
 from hasten.quantization.calibration import calibration_tokens
 from hasten.quantization.gptq import GPTQ

@@ -30,7 +30,7 @@ from hasten.quantization.schemes import layers_to_quantize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeRounding:
-    """How a layer's weight is rounded while it trains.
+    """Settings for rounding a layer's weight while it trains.
 
     bits: 2, 3, 4 or 8. group_size: values with one scale; 0: a row. learned: train the scales. activations: "int8"
     rounds the inputs if the kernel of this format does. stochastic: round up or down at random so that the mean is

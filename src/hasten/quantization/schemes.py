@@ -1,4 +1,4 @@
-"""What to quantize and how: `Int8()`, `Int4()`, `Int3()` and `Int2()`."""
+"""Quantization schemes: `Int8`, `Int4`, `Int3`, `Int2` and `Mixed` give the format of each layer of a model."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -56,7 +56,7 @@ class Int8:
         _check(self)
 
     def layers(self, model: Transformer) -> dict[str, LayerFormat]:
-        """How each layer is stored."""
+        """The format of each layer by name."""
         found = _by_kind(self, model, INT8)
         if model.tied and self.lm_head == "int8" and self.activations != "int8":
             scales = weight_formats(model, "auto")[f"int4-g{tied_head_group(model.config.hidden_size)}"].scales
@@ -87,7 +87,7 @@ class Int4:
         _check(self)
 
     def layers(self, model: Transformer) -> dict[str, LayerFormat]:
-        """How each layer is stored."""
+        """The format of each layer by name."""
         weight = weight_formats(model, self.scale_dtype)[f"int{self.bits}-g{self.group_size}"]
         return _by_kind(self, model, weight if self.symmetric else replace(weight, zero="point"))
 
@@ -131,7 +131,7 @@ class Mixed:
                 raise ConfigError(f"{name}: there is no format {format!r:.40}; known: {', '.join(FORMATS)}")
 
     def layers(self, model: Transformer) -> dict[str, LayerFormat]:
-        """How each layer is stored. Raises ConfigError for a table of another model."""
+        """The format of each layer by name. Raises ConfigError for a table of another model."""
         known = layers_to_quantize(model)
         if unknown := [name for name in self.table if name not in known]:
             tied = " (it is one matrix with the head)" if unknown[0] == "embedding" else ""

@@ -187,7 +187,7 @@ class SamplingBody(ModelBody):
     stop_token_ids: Annotated[TokenIds, Field(max_length=STOP_TOKENS)] | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
-    use_beam_search: bool | None = None  # best_of (else n) beams, of which the n best come back
+    use_beam_search: bool | None = None  # best_of (else n) beams; the n best are returned
     length_penalty: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] | None = None
     early_stopping: bool | None = None
     response_format: ResponseFormat | None = None

@@ -166,7 +166,7 @@ async def encode_conversation(
         )
 
     if continued and prompted:
-        message = "add_generation_prompt begins a new turn and continue_final_message goes on with the last; give one"
+        message = "add_generation_prompt begins a new turn, continue_final_message continues the last one; give one"
         raise ApiError(message, param="add_generation_prompt")
     try:  # a template is a program: it never runs on the event loop
         text = await service.in_thread(render)

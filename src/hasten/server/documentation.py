@@ -8,7 +8,7 @@ from hasten.server import responses
 
 
 class ErrorFacts(BaseModel):
-    """What went wrong."""
+    """The error of a request."""
 
     message: str
     type: str
@@ -17,13 +17,13 @@ class ErrorFacts(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """Every error."""
+    """The body of every error response."""
 
     error: ErrorFacts
 
 
 class Usage(BaseModel):
-    """Tokens."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
