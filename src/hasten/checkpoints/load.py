@@ -208,10 +208,11 @@ def _locate(
             if tied is not None:  # of two tied weights a file may hold either
                 return {"embedding.weight": tied} | pieces
             missing = missing or "model.embed_tokens.weight"
-    if f"{missing}_packed" in tensors:
+    packed = tensors.get(f"{missing}_packed")
+    if isinstance(packed, StoredTensor):
         raise CheckpointError(
-            f"{where}: {missing}_packed is quantized, and config.json has no quantization_config that says how; "
-            "download it again"
+            f"{packed.file}: {packed.name:.100} is quantized, and config.json has no quantization_config that says "
+            "how; download it again"
         )
     raise CheckpointError(
         f"{where}: the tensor {missing!r} is missing, which a {family.model_type} of {len(config.layers)} layers "

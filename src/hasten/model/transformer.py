@@ -392,10 +392,11 @@ class Transformer(nn.Module):
             if loss not in (known := [kernel.name for kernel in KERNELS]):
                 raise ConfigError(f"there is no loss kernel {loss!r}; known: {', '.join(known)}")
         self.loss_kernel, self.bound = loss, True
-        choose_width(self)
-        for layer in self.modules():
-            if isinstance(layer, Attention):
-                layer.bind(attention, dtype=dtype)
+        with torch.autocast("cpu", enabled=False):  # products may be measured
+            choose_width(self)
+            for layer in self.modules():
+                if isinstance(layer, Attention):
+                    layer.bind(attention, dtype=dtype)
 
 
 def require_model(model: object, caller: str) -> None:

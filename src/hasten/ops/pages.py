@@ -113,11 +113,14 @@ def release_file_pages(tensors: list[Tensor], mapped: Sequence[range]) -> None:
 
     A file stays mapped, and its pages stay memory of this process, as long as any of its tensors is used.
     """
+    probes = [object()]
+    probe = probes.pop()
+    alone = sys.getrefcount(probe)  # of what only a local name refers to, in this version of Python
     while tensors:
         tensor = tensors.pop()
         storage = tensor.untyped_storage()
-        # Known to this name and to the call that counts; the memory to the tensor and to its name.
-        unused = sys.getrefcount(tensor) == 2 and torch._C._storage_Use_Count(storage._cdata) == 2
+        # The memory is known to the tensor and to its name here.
+        unused = sys.getrefcount(tensor) == alone and torch._C._storage_Use_Count(storage._cdata) == 2
         if unused and any(storage.data_ptr() in one for one in mapped):
             release_pages(torch.empty(0, dtype=torch.uint8).set_(storage))
 

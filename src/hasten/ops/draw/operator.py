@@ -30,7 +30,8 @@ def draw(scores: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
 
     A row that is -inf everywhere gives token 0.
     """
-    ops = _native(scores)
+    native = scores.device.type == "cpu" and not torch.compiler.is_compiling()
+    ops = _operators(os.environ.get("HASTEN_ISA")) if native else None
     if ops is None:
         if scores.is_cuda and _on_triton(scores):
             from hasten.ops.draw import triton_draw
@@ -49,7 +50,8 @@ def reference_draw(scores: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
 
 def largest(scores: Tensor, count: int) -> Tensor:
     """The largest scores of each row (B, V) float32 -> (B, count), descending."""
-    ops = _native(scores)
+    native = scores.device.type == "cpu" and not torch.compiler.is_compiling()
+    ops = _operators(os.environ.get("HASTEN_ISA")) if native else None
     return scores.topk(count, dim=-1).values if ops is None else ops.largest.default(scores, count)
 
 
@@ -90,13 +92,6 @@ def least_kept(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Te
 
 def _on_triton(scores: Tensor) -> bool:
     return triton_support.refusal(scores.device) is None
-
-
-def _native(scores: Tensor) -> Any:
-    """The native operators, if they support the call."""
-    if scores.device.type != "cpu" or torch.compiler.is_compiling():
-        return None
-    return _operators(os.environ.get("HASTEN_ISA"))
 
 
 @functools.cache
