@@ -36,7 +36,7 @@ class DecodeOverhead:
     """Decode steps that are measured."""
 
     context: int = 16
-    """Tokens in the cache before each step."""
+    """Tokens in the cache before the first step."""
 
     tokens: int = 256
     """Tokens of each text whose way is timed."""
@@ -61,15 +61,14 @@ class DecodeOverhead:
 
         configure(threads=self.threads)
         model = hasten.fuse(small_model() if self.model is None else hasten.load(self.model, dtype="bfloat16"))
-        decoder = GivenTexts(model, batch=1, capacity=self.context + 1)
-        decoder.prefill([list(range(3, 3 + self.context))])
+        texts = GivenTexts(model, batch=1, capacity=self.context + 20 + self.steps)
+        texts.prefill([list(range(3, 3 + self.context))])
         token = torch.tensor([7])
         steps: list[dict[str, float]] = []
         with Meter(model) as meter:
             for number in range(-20, self.steps):  # those below zero warm up
-                decoder.truncate(self.context)
                 meter.restart()
-                token = decoder.decode(token).argmax(-1)
+                token = texts.decode(token).argmax(-1)
                 spent = {name: seconds for (name, _), seconds in meter.spent().items()}
                 native = sum(
                     seconds for name, seconds in spent.items() if name.startswith(("model.blocks", "model.head"))

@@ -1,12 +1,15 @@
 """`generate`, `stream` and `Chat` over captured steps that are launched ahead, as on a GPU: no text changes."""
 
 import pytest
+import torch
 
 import hasten
 from captured_steps import Capturer
-from hasten.engine import captures, following
+from hasten.engine import captures, following, kept
 from hasten.engine.generate import Generation
 from hasten.engine.params import SamplingParams
+from hasten.model.fused import FusedStack
+from hasten.ops.native import library
 from references import tiny_llama
 
 MODEL = tiny_llama()
@@ -88,3 +91,28 @@ def test_a_chat_goes_on_from_steps_that_were_launched_ahead(captured):
         answers.append([*turns, "".join(chat.say("and on", params))])
     assert answers[0][:2] == answers[1][:2]
     assert answers[0][2:] == answers[1][2:]
+
+
+@pytest.mark.skipif(library() is None, reason="the fused steps are native")
+def test_the_next_text_has_the_captured_steps_of_the_last(monkeypatch):
+    """Where the model is fused on a GPU; here its fused steps are native, and captured operation by operation."""
+    monkeypatch.setattr(kept, "CudaStack", FusedStack)
+    places = [1]
+    monkeypatch.setattr(FusedStack, "addresses", lambda stack: tuple(places), raising=False)
+    monkeypatch.setattr(following, "capture_refusal", lambda model: None)
+    monkeypatch.setattr(captures, "cuda_graph", capturer := Capturer())
+    model = hasten.fuse(tiny_llama().to(torch.bfloat16))
+    params = SamplingParams(temperature=0.8, frequency_penalty=0.5, seed=2, max_new_tokens=12, ignore_eos=True)
+    first = hasten.generate(model, PROMPTS[0], params)
+    count = len(capturer.recordings)
+    assert hasten.generate(model, PROMPTS[0], params) == first
+    assert hasten.generate(model, PROMPTS[2], params) == hasten.generate(model, PROMPTS[2], params)
+    assert len(capturer.recordings) == count > 0
+    hasten.generate(model, PROMPTS, params)  # another number of sequences
+    assert len(capturer.recordings) > count
+    count = len(capturer.recordings)
+    places[0] = 2  # the weights were moved
+    assert hasten.generate(model, PROMPTS[0], params) == first
+    assert len(capturer.recordings) > count
+    kept.release(model)
+    assert model not in kept._KEPT

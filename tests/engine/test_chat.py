@@ -79,6 +79,28 @@ def test_an_answer_that_is_stopped_stays_in_the_history(tiny):
     assert again == fresh_answer(tiny, chat.messages[:-1])
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_step_that_is_interrupted_leaves_a_chat_that_goes_on(tiny, monkeypatch, error):
+    chat = Chat(tiny)
+    assert "".join(chat.say("for name in names", PARAMS))
+    calls = iter([False] * 3 + [True])
+    step = tiny.forward
+
+    def forward(*given, **options):
+        if next(calls, False):
+            raise error("in the middle of a step")
+        return step(*given, **options)
+
+    monkeypatch.setattr(tiny, "forward", forward)
+    with pytest.raises(error, match="middle of a step"):
+        list(chat.say("print", PARAMS))
+    monkeypatch.undo()
+    assert chat.messages[-1]["role"] == "assistant"
+    answer = "".join(chat.say("go on", PARAMS))
+    assert answer == fresh_answer(tiny, chat.messages[:-1])
+    chat._engine.check()
+
+
 def test_a_conversation_that_does_not_fit_is_refused_and_taken_back(tiny):
     chat = Chat(tiny)
     with pytest.raises(ConfigError, match="512 positions"):

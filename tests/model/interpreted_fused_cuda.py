@@ -252,25 +252,6 @@ def states(model):
     return torch.stack(found)
 
 
-def test_the_next_text_has_the_captured_steps_of_the_last(capturing):
-    capturer = capturing()
-    model = fuse(small())
-    settings = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-    first, second = (hasten.generate(model, [5, 9, 40], **settings) for _ in range(2))
-    count = len(capturer.recordings)
-    assert hasten.generate(model, [5, 9, 40], **settings) == first == second
-    assert len(capturer.recordings) == count > 0
-    hasten.generate(model, [[5, 9, 40], [7]], **settings)  # another number of rows
-    assert len(capturer.recordings) > count
-    hasten.generate(model, [5, 9, 40], **settings)
-    unfuse(model)
-    hasten.generate(model, [5, 9, 40], **settings)
-    fuse(model)
-    count = len(capturer.recordings)
-    assert hasten.generate(model, [5, 9, 40], **settings) == first
-    assert len(capturer.recordings) > count, "over weights at other addresses"
-
-
 @pytest.mark.parametrize("cache", ["int8", "int8-plain", "int4"])
 def test_rounded_caches(cache):
     model = small(head_dim=32)

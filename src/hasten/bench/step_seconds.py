@@ -7,15 +7,16 @@ from statistics import median
 import torch
 
 from hasten.engine.given_texts import GivenTexts
+from hasten.model.sharded import told_by_first
 
 
 @torch.inference_mode()
 def step_seconds(texts: GivenTexts, rows: Collection[int], context: int, *, seconds: float = 0.3) -> dict[int, float]:
     """Median seconds of a step over each number of rows, after `context` tokens of one sequence.
 
-    A shorter text gets a prompt of that length first; afterwards it has `context` tokens. Row
-    counts take turns for about `seconds` in all, each at least once; of two steps in a row the second one counts, since
-    steps usually follow others of their size.
+    A shorter text gets a prompt of that length first; afterwards it has `context` tokens. Row counts take turns for
+    about `seconds` in all, each at least once; of two steps in a row the second one counts, since steps usually follow
+    others of their size.
     """
     device = texts.model.device
     token = torch.tensor([1], device=device)
@@ -34,5 +35,6 @@ def step_seconds(texts: GivenTexts, rows: Collection[int], context: int, *, seco
                 took = time.perf_counter() - start
                 texts.truncate(context)
             own.append(took)
-        if time.perf_counter() - begun >= seconds:
+        # The first of several ranks decides for all of them, whose steps wait for each other.
+        if told_by_first(texts.model, [[time.perf_counter() - begun >= seconds]])[0][0]:
             return {count: median(own) for count, own in times.items()}

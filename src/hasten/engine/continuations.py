@@ -53,7 +53,9 @@ class Continuations:
         self.counts.model_seconds += time.perf_counter() - started
         return self.take_each(flight.outputs, tokens, group=flight.all_of(self._table))
 
-    def take_each(self, outputs: list[TextSequence], tokens: list[int], *, group: Group | None) -> list[RequestOutput]:
+    def take_each(
+        self, outputs: list[TextSequence], tokens: list[int], *, group: Group | None = None
+    ) -> list[RequestOutput]:
         """Each output sequence takes its token; those that have ended do not. group: these, if none is full."""
         if group is not None and (given := group.take(tokens)) is not None:
             self.counts.generated_tokens += len(tokens)

@@ -306,11 +306,19 @@ class Engine:
         logits = self.runner.next_logits([text[-1] for text in run.texts], entered)
         if logits is None:
             return None
-        self._computed(len(run.texts), time.perf_counter() - started)
+        counts = self.continuations.counts
+        counts.model_seconds += time.perf_counter() - started
+        counts.steps += 1
+        counts.computed_tokens += len(run.texts)
         run.computed()
         if speculator is None and run.only_ids_end_it:
             tokens = self.sampler.draw(logits, run.outputs, run.rows).tolist()
-            found = self.continuations.take_each(run.outputs, tokens, group=run if run.steps else None)
+            taken = run.take(tokens) if run.steps else None
+            if taken is None:  # one of them may end
+                taken = self.continuations.take_each(run.outputs, tokens)
+            else:
+                counts.generated_tokens += len(tokens)
+            found = taken
         else:
             found = self.continuations.grow(logits, dict(zip(run.outputs, run.rows, strict=True)))
         if speculator is not None:

@@ -116,7 +116,10 @@ def stream(
     run = Generation(model, prompt, params, speculator=speculator, **settings)
     if len(run.prompts) != 1:
         raise ConfigError(f"stream takes one prompt, found {len(run.prompts)}; use generate for several")
-    yield from run.texts()
+    for outputs in run:
+        for output in outputs:
+            if output.text:
+                yield output.text
 
 
 class Generation:

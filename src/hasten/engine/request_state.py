@@ -240,7 +240,7 @@ class RequestTable:
         """Have drafts made for the output sequences that are one token behind."""
         level = [one for one in scheduler.running if one in self.outputs and len(one.tokens) - one.computed == 1]
         drafts = speculator.propose([draft_text(one, runner.model.config.stretches_at) for one in level])
-        if runner.in_step:
+        if runner.in_step and level:
             drafts = broadcast_from_rank0(runner.model, drafts)
         for one, draft in zip(level, drafts, strict=True):
             one.drafts = draft
