@@ -7,7 +7,7 @@ from statistics import median
 import torch
 
 from hasten.engine.given_texts import GivenTexts
-from hasten.model.sharded import told_by_first
+from hasten.model.sharded import broadcast_from_rank0
 
 
 @torch.inference_mode()
@@ -36,5 +36,5 @@ def step_seconds(texts: GivenTexts, rows: Collection[int], context: int, *, seco
                 texts.truncate(context)
             own.append(took)
         # The first of several ranks decides for all of them, whose steps wait for each other.
-        if told_by_first(texts.model, [[time.perf_counter() - begun >= seconds]])[0][0]:
+        if broadcast_from_rank0(texts.model, [[time.perf_counter() - begun >= seconds]])[0][0]:
             return {count: median(own) for count, own in times.items()}
