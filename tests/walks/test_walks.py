@@ -15,7 +15,8 @@ PARTS = {  # of the page, and the walks that make them
     "**A chat request**": ("chat request",),
 }
 
-SOMETIMES = {"training/teacher.py", "training/layer_drop.py", "engine/ahead.py"}  # or on a GPU
+# In some runs or steps only, or on a GPU.
+SOMETIMES = {"training/teacher.py", "training/layer_drop.py", "training/checkpoints.py", "engine/ahead.py"}
 
 
 @pytest.fixture(scope="module")

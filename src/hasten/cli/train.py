@@ -34,7 +34,7 @@ class Train(JsonOption):
     print_config: bool = False
     """Print the recipe as JSON and exit."""
     processes: Annotated[int, TRAINS] = 0
-    """Train in N processes on this machine, which divide the work by --parallel (0: in this process)."""
+    """Train in N processes on this machine, divided as the --parallel options say (0: in this process)."""
     max_restarts: Annotated[int, TRAINS, Needs("processes")] = 0
     """With --processes: how often to restart all of them after one has died."""
     progress: Annotated[bool, TRAINS] = True

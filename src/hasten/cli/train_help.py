@@ -16,7 +16,7 @@ USUAL: dict[str, tuple[str | None, str]] = {
     "--data.batch-size": ("data.batch_size", "rows in memory at once"),
     "--optimizer.learning-rate": ("optimizer.learning_rate", "peak learning rate"),
     "--techniques.precision": ("techniques.precision", "dtype of the matrix products"),
-    "--resume": (None, "from the last checkpoint; never, must"),
+    "--resume": (None, "auto continues the run; never starts over"),
 }
 COMMANDS_OWN = {"--resume": "auto"}
 WIDTH = 80

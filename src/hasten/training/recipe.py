@@ -260,7 +260,7 @@ class Qat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """How several processes (torchrun, or --processes) divide the work and the memory. Does not change the loss."""
+    """How several processes (torchrun, or --processes) divide work and memory. Only `policy` changes the numbers."""
 
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage. 0: the whole model on every process (DDP); 1-3: weights, gradients and states sharded (FSDP2)."""
