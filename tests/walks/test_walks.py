@@ -15,7 +15,13 @@ PARTS = {  # of the page, and the walks that make them
     "**A chat request**": ("chat request",),
 }
 
-SOMETIMES = {"training/teacher.py", "training/reading.py", "training/layer_drop.py", "engine/ahead.py"}  # or on a GPU
+SOMETIMES = {  # or on a GPU
+    "training/teacher.py",
+    "training/reading.py",
+    "training/layer_drop.py",
+    "engine/ahead.py",
+    "engine/batch_runner.py",
+}
 
 
 @pytest.fixture(scope="module")
