@@ -41,7 +41,7 @@ NOT_NEEDED = [
         "hasten.text.chat_sandbox",
     ),
     *("hasten.ops.fp8", "hasten.ops.loss", "hasten.planning.plan", "hasten.profiling", "hasten.quantization"),
-    *("hasten.engine.engine", "hasten.training"),
+    *("hasten.engine.ahead", "hasten.engine.batch_runner", "hasten.engine.prompt_steps", "hasten.training"),
 ]
 
 

@@ -15,8 +15,13 @@ PARTS = {  # of the page, and the walks that make them
     "**A chat request**": ("chat request",),
 }
 
-# In some runs or steps only, or on a GPU.
-SOMETIMES = {"training/teacher.py", "training/layer_drop.py", "training/checkpoints.py", "engine/ahead.py"}
+SOMETIMES = {  # In some runs or steps only, or on a GPU.
+    "training/teacher.py",
+    "training/layer_drop.py",
+    "training/checkpoints.py",
+    "engine/ahead.py",
+    "engine/batch_runner.py",
+}
 
 
 @pytest.fixture(scope="module")

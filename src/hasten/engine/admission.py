@@ -17,7 +17,6 @@ from hasten.errors import ConfigError, ResourceError
 from hasten.machine.memory import available_memory
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
-from hasten.planning.memory import InferenceUse, inference_memory
 
 _CAPTURED = 1 << 30  # bytes that stay free for captured steps on a GPU
 
@@ -68,6 +67,15 @@ def admitted(
             f"{settings.block_size} tokens; the cache has {blocks}: ask for less, or enlarge the cache"
         )
     return request if params is request.params else dataclasses.replace(request, params=params)
+
+
+def settings_on_device(settings: EngineSettings, model: Transformer) -> EngineSettings:
+    """The settings with the defaults of the model's device."""
+    if model.device.type == "cpu":
+        return settings
+    from hasten.planning.cost import parameters  # only here, as below: generating on a CPU needs none of it
+
+    return settings.on(model.device.type, weights=parameters(model.config).active)
 
 
 def check_room(waiting: int, *, more: int, limit: int, pace: float) -> None:
@@ -131,6 +139,8 @@ def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: in
         free = available_memory(model.device) // (model.group.size if isinstance(model, ShardedTransformer) else 1)
         allowed, whence = int(free * settings.cache_share), f"{settings.cache_share:.0%} of the free memory"
         if settings.fit:
+            from hasten.planning.memory import InferenceUse, inference_memory  # only here: it takes a while to import
+
             step = settings.budget
             use = InferenceUse(batch_size=settings.max_sequences, length=step, step=step, weights=0, row_bytes=0)
             captured = _CAPTURED if settings.capture and model.device.type == "cuda" else 0

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hasten.engine import beams
-from hasten.engine.beams import BeamSearch
 from hasten.engine.logprobs import TokenTexts
 from hasten.engine.model_runner import Sampler
 from hasten.engine.request import FinishReason, RequestOutput, TokenLogprob
@@ -22,6 +20,7 @@ from hasten.engine.speculation import Speculator
 
 if TYPE_CHECKING:
     from hasten.engine.ahead import Flight
+    from hasten.engine.beams import BeamSearch
 
 
 class Continuations:
@@ -92,6 +91,8 @@ class Continuations:
         """The beams of the next step; the best texts of searches that are done."""
         if not scored:
             return []
+        from hasten.engine import beams  # only where there are any
+
         own, rows = list(scored), list(scored.values())
         generated, done = beams.advance(logits, own, rows, texts=self.texts, scheduler=self.scheduler)
         self.counts.generated_tokens += generated

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hasten.engine.admission import AdapterNumbers, admitted, check_room
+from hasten.engine.admission import AdapterNumbers, admitted, check_room, settings_on_device
 from hasten.engine.blocks import BlockManager
 from hasten.engine.continuations import Continuations
 from hasten.engine.following import capture_steps, runner_of
@@ -35,7 +35,6 @@ from hasten.engine.settings import EngineSettings, ModelFacts, Stats
 from hasten.engine.speculation import Speculator
 from hasten.engine.statistics import facts_of, stats_of
 from hasten.model.transformer import Transformer
-from hasten.planning.cost import parameters
 from hasten.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class Engine:
         adapters: Sequence[str] = (),
         secret: bytes | None = None,
     ) -> None:
-        settings = settings.on(model.device.type, weights=parameters(model.config).active)
+        settings = settings_on_device(settings, model)
         runner = runner_of(model, settings) if runner is None else runner
         self.model, self.tokenizer, self.settings, self.runner = model, tokenizer, settings, runner
         # Where sequences do not choose theirs, all have the one that the model has for all.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hasten.engine import kept
+from hasten.engine.admission import settings_on_device
 from hasten.engine.blocks import blocks_of
 from hasten.engine.cache import READ_STEP, KVCache, row_format
 from hasten.engine.engine import Engine
@@ -17,7 +18,6 @@ from hasten.engine.side_by_side import SideBySideRunner
 from hasten.engine.speculation import Speculator
 from hasten.model.fused import is_fused
 from hasten.model.transformer import Transformer
-from hasten.planning.cost import parameters
 
 _FIXED_STEP = 128  # compiled steps are compiled for each size of a cache: it is a multiple of this
 _CPU_BUDGET = 4096  # tokens of prompts that are read at once, which bounds the memory of the activations
@@ -88,7 +88,7 @@ def _in_blocks(
     """Small blocks, as a server has them."""
     if model.device.type == "cpu":
         settings = replace(settings, token_budget=max(_CPU_BUDGET, len(lengths)))
-    settings = settings.on(model.device.type, weights=parameters(model.config).active)
+    settings = settings_on_device(settings, model)
     size = settings.block_size
     # One block more for each: a sequence begins only where every one that runs can take another block.
     blocks = sum(1 + blocks_of(length, size, reach=reach, step=settings.budget) for length in lengths)

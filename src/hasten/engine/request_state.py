@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hasten.engine.beams import BeamSearch
 from hasten.engine.logprobs import TokenTexts, token_logprobs
 from hasten.engine.request import FinishReason, Request, RequestOutput, TokenLogprob
 from hasten.engine.scheduler import Scheduler
@@ -22,6 +21,7 @@ from hasten.model.sharded import broadcast_from_rank0
 from hasten.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from hasten.engine.beams import BeamSearch
     from hasten.engine.runner import ModelRunner
 
 
@@ -96,6 +96,8 @@ class RequestState:
         assert prompt is not None
         self.prompt, self.cached_tokens, prompt.scored = None, prompt.cached, 0
         if request.beam_width:
+            from hasten.engine.beams import BeamSearch
+
             self.search = BeamSearch(request, prompt, end_ids=stop_ids(request.params, eos_ids=self._eos_ids))
             return
         for index in range(request.samples):
