@@ -53,7 +53,7 @@ def _attach_fused(model: Transformer, adapters: Sequence[Adapter]) -> AdapterCho
 
 
 def _stacked(adapters: Sequence[Sequence[tuple[Factors, Tensor]]], inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
-    """What plan_weight takes: A (adapters, K, R) and scaled B (adapters, panels, R, 64) of a fused weight (N, K).
+    """Stack a fused weight's factors for plan_weight: A (adapters, K, R) and scaled B (adapters, panels, R, 64).
 
     adapters: of each the factors of its layers, with the rows of the weight that are theirs.
     """

@@ -21,7 +21,7 @@ MEMORY_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class CgroupLimits:
-    """What the control groups allow; None where they set no limit."""
+    """Limits of the control groups; None where they set none."""
 
     memory_bytes: int | None = None
     memory_available_bytes: int | None = None

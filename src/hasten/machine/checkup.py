@@ -69,7 +69,7 @@ def check_rates(rates: Mapping[str, float]) -> list[Finding]:
 
 
 def _what_to_do(name: str) -> str:
-    """What slow products in a dtype mean for the user; the commands avoid them by themselves."""
+    """Explain to the user that products in a dtype are slow; the commands avoid them by themselves."""
     if name == "int8":
         return "PyTorch's; the native kernels have their own"
     if emulated(name) is None:

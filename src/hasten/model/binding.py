@@ -95,7 +95,7 @@ def _binding(
 
 
 def _launches(model: Transformer, stack: CudaStack, layer: int = 0) -> Binding:
-    """How many launches a decode step of one sequence is on a GPU, which holds for all layers."""
+    """The binding of a decode step of one sequence on a GPU: one launch or several. It holds for all layers."""
     each, together = "a few launches for each block", "one launch for all blocks"
     reason = stack.why_not_one_launch(model)
     if reason is None:

@@ -41,7 +41,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """What may differ from layer to layer: the attention window (None: everything), the rotary table, the MLP kind."""
+    """The settings of one layer: the attention window (None: everything), the rotary table, the MLP kind."""
 
     window: int | None = None
     rope: int = 0  # index into ModelConfig.ropes

@@ -99,7 +99,7 @@ def _fuse_for_cuda(model: Transformer) -> Transformer:
 
 
 def new_stack(model: Transformer) -> Stack:
-    """What runs all blocks of a fused model at once."""
+    """Create the object that runs all blocks of a fused model at once."""
     return CudaStack() if runs_triton(model) else FusedStack(model.config)
 
 
@@ -187,7 +187,7 @@ def _advice(model: Transformer) -> str:
 
 
 def touched(model: Transformer) -> str | None:
-    """What the caller changed in a readable model that fusing would undo, or None."""
+    """Name a change of a readable model by the caller that fusing would undo, or None."""
     if model.training or model.was_trained or any(p.grad is not None for p in model.parameters()):
         return "it is being trained"
     for name, module in model.named_modules():

@@ -260,7 +260,7 @@ class FusedStack:
         return bound[0].blocks(*call)
 
     def bound(self, model: Transformer) -> list[Any] | None:
-        """What each block prepared, or None where one was hooked, replaced or patched and has to be called itself."""
+        """The arguments each block prepared; None if one was hooked, replaced or patched and must be called itself."""
         found = []
         for block in model.blocks:
             own = type(block) is FusedBlock and "forward" not in block.__dict__

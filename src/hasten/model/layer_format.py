@@ -89,7 +89,7 @@ def regrouped(whole: QuantizedWeight, held: WeightFormat) -> QuantizedWeight:
 
 
 def own_activations(values: Mapping[str, Any], group_size: int) -> Activations:
-    """What a config.json with these values says, under our own key, of activations for weights of a group size."""
+    """Read the activations for weights of a group size from the values of a config.json, under our own key."""
     private = values.get("hasten")
     said = private.get("activations") if isinstance(private, dict) else None
     if isinstance(said, dict):
@@ -98,7 +98,7 @@ def own_activations(values: Mapping[str, Any], group_size: int) -> Activations:
 
 
 def written_activations(layers: Iterable[LayerFormat]) -> dict[str, Any]:
-    """What `own_activations` reads: one word for all layers, or one for those in groups and one for those by row."""
+    """The values that `own_activations` reads: one word for all layers, or one for groups and one for rows."""
     found: dict[str, Activations] = {}
     for layer in layers:
         if layer.activations != "none":

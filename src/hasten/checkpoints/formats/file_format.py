@@ -165,7 +165,7 @@ class QuantizedFolder:
         return weight
 
     def plain_rows(self, module: QuantizedModule) -> Callable[[slice], Tensor]:
-        """What gives some rows of the weight in float32."""
+        """A function that returns some rows of the weight in float32."""
         whole = self.weight(module)
         return lambda rows: whole.rows(rows).dequantize()
 
@@ -192,7 +192,7 @@ class WrittenFormat(Protocol):
         """
 
     def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
-        """What config.json says of layers, by published module names, and of linear ones that are left as they are."""
+        """The config.json entry for layers, by published module names, and for linear ones left as they are."""
 
 
 def _ordered(

@@ -132,7 +132,7 @@ class FP4Folder(QuantizedFolder):
                 self._add_module(prefix, tensor)
 
     def plain_rows(self, module: QuantizedModule) -> Callable[[slice], Tensor]:
-        """What gives some rows of the weight in float32."""
+        """A function that returns some rows of the weight in float32."""
         inner, *outer = (f"{module.name}.{leaf}" for leaf in self.config.scales)
         scale = self.tensor(inner).view(self.config.format.scale_dtype).float()
         for name in outer:

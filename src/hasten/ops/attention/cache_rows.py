@@ -59,7 +59,7 @@ class RowFormat:
         return _to_int8(x) if self.bits == 8 else _to_int4(x)
 
     def read(self, rows: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """What the rows hold, (…, D) in `dtype`."""
+        """Read rows: (…, D) in `dtype`."""
         if self.bits is None:
             return rows.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)

@@ -275,7 +275,7 @@ class PackedLinear(nn.Module):
 
     @property
     def operands(self) -> Operands:
-        """What a product takes beside x."""
+        """The operands of a product beside x."""
         return Operands(*self.packed, self.bias, self.out_features, self.format, self.planes)
 
     def _pack_empty(self, layout: Layout) -> Packed:
@@ -304,7 +304,7 @@ class PackedLinear(nn.Module):
 
 
 def request_of(linear: nn.Linear | PackedLinear) -> LinearRequest:
-    """What a layer asks of its kernel; a plain one, what it would ask if it were packed."""
+    """The request of a layer to its kernel; of a plain one, the request that it would make if it were packed."""
     linear = getattr(linear, "base", linear)  # the layer that a LoRA adapter wraps
     if isinstance(linear, PackedLinear):
         return linear.request

@@ -26,7 +26,7 @@ Product = Callable[[Tensor, Operands], Tensor]  # x (…, K) -> y (…, N) in x'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRequest:
-    """What a kernel is asked to serve: decided once per layer, when it is made or bound again.
+    """The request to a kernel: decided once per layer, when it is made or bound again.
 
     `dtype` is that of the activations, `format` the weight's.
     """

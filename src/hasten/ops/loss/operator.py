@@ -18,7 +18,7 @@ __all__ = ["IGNORED", "KERNELS", "LossRequest", "linear_cross_entropy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRequest:
-    """What a kernel is asked to serve. dtype: that of the matrix products."""
+    """The request to a kernel. dtype: that of the matrix products."""
 
     device: torch.device
     dtype: torch.dtype

@@ -19,7 +19,7 @@ AddNorm = Callable[[Tensor, Tensor, Tensor | None, Norm, torch.dtype], tuple[Ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddNormRequest:
-    """What a kernel is asked to serve. width: numbers in a row."""
+    """The request to a kernel. width: numbers in a row."""
 
     device: torch.device
     width: int
