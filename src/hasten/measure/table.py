@@ -136,7 +136,8 @@ def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> N
     console.print(table)
     for row in rows:
         if "error" in row:
-            console.print(f"{row['name']} failed: {row['error']}", style="red", markup=False, highlight=False)
+            what = row["error"] if row["error"].startswith("skipped: ") else f"failed: {row['error']}"
+            console.print(f"{row['name']} {what}", style="red", markup=False, highlight=False)
     console.print(limits_line(report), style="dim", highlight=False)
     console.print(machine_line(report["machine"], report["limits"]["device"]), style="dim")
 
