@@ -105,7 +105,8 @@ def facts(speculators: Sequence[Any], model: Any, context: float) -> dict[str, f
     all_stats = [speculator.stats for speculator in speculators if speculator is not None]
     if not all_stats:
         return {}
-    steps, tokens = sum(s.steps for s in all_stats), sum(s.tokens for s in all_stats)
+    # Without the steps that read the prompts, and their tokens.
+    steps, tokens = sum(s.steps - 1 for s in all_stats), sum(s.tokens - 1 for s in all_stats)
     drafted = sum((Counter(s.rows) for s in all_stats), Counter())
     rows = {count: number for count, number in drafted.items() if count <= LIMIT + 1}  # the others read prompts
     proposed, taken = sum(s.draft_tokens for s in all_stats), sum(s.accepted_tokens for s in all_stats)

@@ -5,6 +5,7 @@ import torch
 
 import hasten
 from fused_cases import FAMILIES, decoded, errors
+from hasten.engine import captures
 from hasten.engine.given_texts import GivenTexts
 from hasten.engine.kept import release
 from hasten.model.fused import CudaBlock, fuse, refusal
@@ -45,14 +46,25 @@ def on_gpu(scheme=None):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("scheme", [None, Int8(activations="float"), Int4(group_size=32, activations="float")])
-def test_captured_steps_are_the_plain_ones(scheme):
-    model = on_gpu(scheme)
-    plain, captured = GivenTexts(model, batch=2, capacity=256, compiled=True), GivenTexts(model, batch=2, capacity=256)
-    found = [decoder.prefill([[5, 9, 40, 3], [8, 90]]) for decoder in (plain, captured)]
-    assert torch.equal(*found)
+def test_captured_steps_are_the_plain_ones(scheme, monkeypatch):
+    """The same steps, replayed, and launched again operation by operation."""
+
+    def again(step, reset, **_):
+        reset()
+        step()
+        return step
+
+    model, capture = on_gpu(scheme), captures.cuda_graph
+    plain, captured = (GivenTexts(model, batch=2, capacity=256) for _ in range(2))
+    for texts in (plain, captured):
+        texts.prefill([[5, 9, 40, 3], [8, 90]])
     for i in range(12):
-        tokens = torch.tensor([i, i + 20], device=DEVICE)
-        assert torch.equal(plain.decode(tokens), captured.decode(tokens))
+        tokens, found = torch.tensor([i, i + 20], device=DEVICE), []
+        for texts, how in ((plain, again), (captured, capture)):
+            monkeypatch.setattr(captures, "cuda_graph", how)
+            found.append(texts.decode(tokens).clone())
+        assert torch.equal(*found)
+    assert captured.runner.decoder.captures.pieces
 
 
 @pytest.mark.gpu

@@ -213,10 +213,11 @@ def test_the_step_on_a_gpu(monkeypatch, size):
         monkeypatch.setattr(fused_cuda.CudaStack, "one_launch", at_once)
         decoder = GivenTexts(model, batch=1, capacity=320)
         runs = []
-        for _ in range(20):
+        for _ in range(22):
             decoder.truncate(0)
             decoder.prefill(prompt)
             runs.append(torch.stack([decoder.decode(torch.tensor([token], device="cuda")).clone() for token in tokens]))
+        runs = runs[2:]  # before, steps were captured
         found[at_once] = runs[0].double()
         assert all(torch.equal(run, runs[0]) for run in runs)
     served = fused_decode.multiprocessors_for(model.device) > 0

@@ -66,11 +66,13 @@ class DraftedStream:
         texts = GivenTexts(self.model, batch=1, capacity=context + max(rows), kv_cache_dtype=kept)
         seconds = step_seconds(texts, rows, context, seconds=1.0)
         predicted = sum(stats.seconds for stats in found) + sum(n * seconds[count] for count, n in rows.items())
-        tokens, proposed = sum(stats.tokens for stats in found), sum(stats.draft_tokens for stats in found)
+        proposed = sum(stats.draft_tokens for stats in found)
+        # Without the steps that read the prompts, and their tokens.
+        tokens, steps = (sum(getattr(stats, name) - 1 for stats in found) for name in ("tokens", "steps"))
         return {
             "decode_tokens_per_second": sum(t.decode_tokens for t in timings) / sum(t.decode_seconds for t in timings),
             "predicted_tokens_per_second": tokens / predicted,
-            "tokens_per_pass": tokens / max(1, sum(stats.steps for stats in found)),
+            "tokens_per_pass": tokens / max(1, steps),
             "acceptance": sum(stats.accepted_tokens for stats in found) / max(1, proposed),
         }
 
