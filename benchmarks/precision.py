@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -95,6 +95,8 @@ class PublishedPrecision(Script):
     """Tokens of a sample."""
     only: tuple[str, ...] = ()
     """Rows to measure; all by default."""
+    grids: tuple[Literal["published", "off"], ...] = ("published", "off")
+    """The weights as they were published, the same function off their grid, or both."""
 
     def measure(self) -> Report:
         from peers.llama_cpp_quantizer import llama_cpp
@@ -103,7 +105,8 @@ class PublishedPrecision(Script):
         rows = {row_key(row): row for row in found.get("rows", [])}
         with tempfile.TemporaryDirectory(prefix="hasten-llama-cpp-") as folder:
             theirs = llama_cpp(Path(folder), WHEELS["llama.cpp"][0])
-            for name, off_grid in product(self.models, (False, True)):
+            for name, grid in product(self.models, self.grids):
+                off_grid = grid == "off"
                 for row in self._measure(name, off_grid, theirs):
                     row = {"model": name, "off_grid": off_grid} | row
                     print(row, flush=True)
@@ -138,8 +141,12 @@ def row_key(row: dict[str, Any]) -> tuple[str, bool, str]:
 
 @cache
 def own_samples(folder: Path, samples: int, length: int) -> Tensor:
-    """What the published model writes, for both of its forms."""
-    return hasten.own_text(hasten.load(folder), samples=samples, length=length)
+    """What the published model writes, for both of its forms. Kept in the cache: writing takes minutes."""
+    kept = cache_folder("own-text") / f"{folder.name}-{samples}x{length}.pt"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(hasten.own_text(hasten.load(folder), samples=samples, length=length), kept)
+    return torch.load(kept, weights_only=True)
 
 
 def published_model(folder: Path, dtype: torch.dtype, off_grid: bool) -> Any:
@@ -202,6 +209,7 @@ def contestants(theirs: ctypes.CDLL, samples: Callable[[], Tensor]) -> Iterator[
     yield "int4 g32 with zero points", ours(Int4(group_size=32, symmetric=False, **PLAIN))
     yield "int4 g32 by gptq", solved(lambda model: g32)
     yield "int4 g32 by gptq, int8 v and down", solved(int8_values_and_down)
+    yield "int4 g32 by gptq, int8 k, v and most of down", solved(int8_keys_values_and_most_down)
     yield "llama.cpp Q4_0", lambda model: by_llama_cpp(model, theirs, "Q4_0")
     yield "llama.cpp Q4_K_M", lambda model: by_llama_cpp(model, theirs, "Q4_K_M")
 
@@ -211,6 +219,14 @@ def int8_values_and_down(model: Any) -> Mixed:
     names = [name for name in layers_to_quantize(model) if name.startswith("blocks.")]
     table = {name: "int8" if name.endswith(("attention.v", "mlp.down")) else "int4-g32" for name in names}
     return Mixed(table=table, activations="float")
+
+
+def int8_keys_values_and_most_down(model: Any) -> Mixed:
+    """int8 for k and v, and for down in the first five of six blocks: where int4 costs most for its bits."""
+    names = [name for name in layers_to_quantize(model) if name.startswith("blocks.")]
+    wide = {f"blocks.{i}.mlp.down" for i in range(len(model.blocks) * 5 // 6)}
+    wide |= {name for name in names if name.endswith(("attention.k", "attention.v"))}
+    return Mixed(table={name: "int8" if name in wide else "int4-g32" for name in names}, activations="float")
 
 
 def stored_bits(model: Any) -> float:

@@ -98,7 +98,7 @@ def test_the_next_text_has_the_captured_steps_of_the_last(monkeypatch):
     """Where the model is fused on a GPU; here its fused steps are native, and captured operation by operation."""
     monkeypatch.setattr(kept, "CudaStack", FusedStack)
     places = [1]
-    monkeypatch.setattr(FusedStack, "addresses", lambda stack: tuple(places), raising=False)
+    monkeypatch.setattr(FusedStack, "addresses", lambda stack, model: tuple(places), raising=False)
     monkeypatch.setattr(following, "capture_refusal", lambda model: None)
     monkeypatch.setattr(captures, "cuda_graph", capturer := Capturer())
     model = hasten.fuse(tiny_llama().to(torch.bfloat16))
