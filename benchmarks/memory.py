@@ -228,7 +228,7 @@ class QuantizeMemory(Script):
     def row(self, label: str, options: list[str], checkpoint: Path, out: Path) -> dict[str, Any]:
         """Quantize and load again, each in a fresh process."""
         report = out.parent / "report.json"
-        memory = in_a_process(QUANTIZE, report, checkpoint, *options, "--output", out)
+        memory = in_a_process(QUANTIZE, report, checkpoint, *options, "--output", out, "--overwrite")
         done = json.loads(report.read_text())
         errors = [layer["relative_error"] for layer in done["layers"] if layer["name"] != "head"]
         return {
