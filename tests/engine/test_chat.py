@@ -1,11 +1,14 @@
 """A conversation keeps its cache from turn to turn and says what it would say without one."""
 
+import contextlib
+
 import pytest
 
 import hasten
 from captured_steps import Capturer
 from hasten.engine import captures, following
 from hasten.engine.chat import Chat
+from hasten.engine.stopping import OutputText
 from hasten.errors import ConfigError
 from references import tiny_llama
 
@@ -99,6 +102,48 @@ def test_a_step_that_is_interrupted_leaves_a_chat_that_goes_on(tiny, monkeypatch
     answer = "".join(chat.say("go on", PARAMS))
     assert answer == fresh_answer(tiny, chat.messages[:-1])
     chat._engine.check()
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_an_interruption_between_steps_leaves_a_chat_that_goes_on(tiny, monkeypatch, calls):
+    chat, made, begin = Chat(tiny), [], OutputText.__init__
+
+    def interrupted(self, *given, **options):
+        made.append(self)
+        if len(made) == calls:
+            raise KeyboardInterrupt
+        begin(self, *given, **options)
+
+    assert "".join(chat.say("hello", PARAMS))
+    monkeypatch.setattr(OutputText, "__init__", interrupted)
+    for _ in range(calls):
+        with contextlib.suppress(KeyboardInterrupt):
+            list(chat.say("print", PARAMS))
+    monkeypatch.undo()
+    assert "".join(chat.say("go on", PARAMS)) == fresh_answer(tiny, chat.messages[:-1])
+    assert [message["role"] for message in chat.messages[-2:]] == ["user", "assistant"]
+
+
+def test_the_turn_after_an_interruption_reads_no_earlier_turn_again(tiny, monkeypatch):
+    chat = Chat(tiny)
+    assert "".join(chat.say("word " * 20, PARAMS))
+    monkeypatch.setattr(tiny, "forward", lambda *given, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(chat.say("print", PARAMS))
+    monkeypatch.undo()
+    assert "".join(chat.say("go on", PARAMS)) == fresh_answer(tiny, chat.messages[:-1])
+    assert chat.reused >= 16
+
+
+def test_a_turn_while_an_answer_is_open_is_refused(tiny):
+    chat = Chat(tiny)
+    answer = chat.say("hello", PARAMS)
+    next(answer)
+    with pytest.raises(ConfigError, match="the last answer is still open: read it to its end or close it"):
+        next(chat.say("go on", PARAMS))
+    answer.close()
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+    assert "".join(chat.say("go on", PARAMS))
 
 
 def test_a_conversation_that_does_not_fit_is_refused_and_taken_back(tiny):

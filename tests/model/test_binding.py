@@ -2,7 +2,9 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from threading import Barrier
 
 import pytest
 import torch
@@ -208,3 +210,20 @@ def test_the_reason_against_a_gpu_kernel_is_the_device_first():
             hasten.quantize(model, hasten.Int4(group_size=32))
         with pytest.raises(ConfigError, match="it runs on CUDA, the layer is on cpu"):
             kernels(model, linear="triton").__enter__()
+
+
+def test_threads_that_use_a_new_model_at_once_all_find_its_kernels():
+    folder_model = make_reference("llama")
+    alone = hasten.generate(hasten.load(folder_model, dtype="float32"), [[5, 6, 7]], temperature=0, max_new_tokens=4)
+    for _ in range(5):
+        model = hasten.load(folder_model, dtype="float32")
+        model.auto_fuse = False
+        together = Barrier(3)
+
+        def answer(model=model, together=together):
+            together.wait()
+            return hasten.generate(model, [[5, 6, 7]], temperature=0, max_new_tokens=4)
+
+        with ThreadPoolExecutor(3) as threads:
+            answers = [thread.result() for thread in [threads.submit(answer) for _ in range(3)]]
+        assert answers == [alone] * 3

@@ -100,7 +100,7 @@ def test_every_kind_of_block_is_split(count):
 def test_what_cannot_be_split_is_refused(recipe, monkeypatch):
     for fields, said in (
         ({"tensor": 2}, "parallel.tensor has no effect with parallel.zero 0; set that too"),
-        ({**SPLIT, "context": 33}, "data.context .33. is no multiple"),
+        ({**SPLIT, "context": 33}, "data.context .33. must be a multiple"),
         ({**SPLIT, "kind": "muon"}, "needs whole matrices"),
         ({**SPLIT, "loss": "reference"}, "chunked loss of its own"),
         ({**SPLIT, "dropout": 0.1}, "neither lora.rank nor dropout"),

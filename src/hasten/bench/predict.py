@@ -123,7 +123,7 @@ def token_seconds(model: Transformer, context: int, cache: KVCacheDtype) -> floa
 
 
 def text_step(model: Transformer, sequences: int, context: int, cache: KVCacheDtype) -> float:
-    """Seconds of a step of `hasten.generate`: a token of each of so many sequences."""
+    """Seconds of a step of `hasten.generate` with a token of each of `sequences` texts."""
     texts, times = GivenTexts(model, batch=sequences, capacity=context + 1, kv_cache_dtype=cache), []
     token = torch.ones(sequences, dtype=torch.int64)
     texts.suppose(max(0, context - 11))

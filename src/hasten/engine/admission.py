@@ -101,9 +101,10 @@ def _check_request(request: Request, *, vocab_size: int) -> None:
             raise ConfigError(f"{name} is {getattr(request, name)}; the vocabulary has {vocab_size} tokens")
     if request.best_of is not None and request.best_of < request.n:
         raise ConfigError(f"best_of is {request.best_of}, below n, which is {request.n}")
-    highest = max((*request.params.logit_bias, *request.params.stop_token_ids), default=0)
-    if highest >= vocab_size:
-        raise ConfigError(f"logit_bias or stop_token_ids names token {highest}; the vocabulary has {vocab_size} tokens")
+    for name in ("logit_bias", "stop_token_ids"):
+        highest = max(getattr(request.params, name), default=0)
+        if highest >= vocab_size:
+            raise ConfigError(f"{name} names token {highest}; the vocabulary has {vocab_size} tokens")
     if sum(bias == float("-inf") for bias in request.params.logit_bias.values()) >= vocab_size:
         raise ConfigError(f"logit_bias forbids (-inf) all {vocab_size} tokens of the vocabulary; leave one")
     if request.beam_width:

@@ -134,6 +134,7 @@ class BlockManager:
         self.blocks, self.block_size, self.prefix_cache, self.reach = blocks, block_size, prefix_cache, reach
         self._sequences: dict[int, SequenceBlocks] = {}
         self._step: set[int] = set()  # sequences that `written` was given and that are not computed yet
+        self._promised: list[bytes] = []  # keys of blocks that `written` offers to others before they are computed
         self._references = [0] * blocks
         self._keys: list[bytes | None] = [None] * blocks
         self._cached: dict[bytes, int] = {}
@@ -238,6 +239,7 @@ class BlockManager:
             key = _hash(self._secret, own.chain[index], _bytes_of(tokens[start : start + self.block_size]))
             own.chain.append(key)
             if key not in self._cached and self._keys[own.block_table[index]] is None:
+                self._promised.append(key)
                 self._cached[key] = own.block_table[index]
                 self._keys[own.block_table[index]] = key
 
@@ -250,6 +252,7 @@ class BlockManager:
                 self._leave(block)
             own.left = max(own.left, passed)
         self._step.clear()
+        self._promised.clear()
 
     def fork(self, parent: int, child: int) -> None:
         """Start `child` as a copy of `parent` that shares all of its written blocks. Between steps only."""
@@ -308,6 +311,16 @@ class BlockManager:
         for block in self._cached.values():
             self._keys[block] = None
         self._cached.clear()
+        self.forget_promised()
+
+    def forget_promised(self) -> None:
+        """Take blocks that a failed step was to fill out of the prefix cache; running sequences keep theirs."""
+        for key in self._promised:
+            block = self._cached.pop(key, None)
+            if block is not None:
+                self._keys[block] = None
+        self._promised.clear()
+        self._step.clear()
 
     def check(self) -> None:
         """Raise AssertionError where the books do not agree. Takes time in proportion to all tables."""

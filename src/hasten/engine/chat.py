@@ -50,7 +50,7 @@ class Chat:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self._encode([{"role": "user", "content": "?"}])  # refuses a model without a template now
         self._engine: Engine | None = None
-        self.reused = 0  # tokens of the last prompt that were found in the cache
+        self.reused = 0  # tokens of the last prompt that were found in the cache, in whole blocks
 
     @property
     def drafts(self) -> SpeculationStats | None:
@@ -68,6 +68,8 @@ class Chat:
         Closing the iterator early (or Ctrl-C) ends the answer; what was said so far stays in the history. If the
         conversation no longer fits the model's positions, ConfigError says so and the turn is taken back.
         """
+        if self._engine is not None and not self._engine.idle:
+            raise ConfigError("the last answer is still open: read it to its end or close it before the next turn")
         self.messages.append({"role": "user", "content": text})
         try:
             prompt = self._encode(self.messages)
@@ -82,6 +84,8 @@ class Chat:
         finally:
             (answer,) = run.results()
             self.reused = run.reused
+            if not run.sound:
+                self._engine = None
             self.messages.append({"role": "assistant", "content": answer.text})
 
     def _encode(self, messages: list[dict[str, Any]]) -> list[int]:

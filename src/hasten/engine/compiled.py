@@ -57,7 +57,7 @@ def compile_blocks(model: Transformer) -> None:
     if isinstance(model, ShardedTransformer):
         raise ConfigError("the sums of ranks are not compiled; a model that several ranks hold runs without --compile")
     if not model.bound:
-        model.bind()
+        model.bind_once()
     if model.device.type == "cpu" and model.dtype != torch.float32:
         # Plain ones only: another kind would lose what it adds.
         swap_kinds(model, {nn.Linear: OneRowLinear, WideLinear: OneRowLinear})

@@ -239,7 +239,7 @@ class Engine:
             if not self._table.states:
                 self.check()
         except BaseException:
-            self.blocks.forget()  # what was promised to be written in this step may not have been
+            self.blocks.forget_promised()
             raise
         return outputs
 

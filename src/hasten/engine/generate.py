@@ -161,6 +161,7 @@ class Generation:
             model, lengths, compiled=compiled, kv_cache_dtype=kv_cache_dtype, speculator=speculator
         )
         self.reused = 0
+        self.sound = True  # whether the engine may continue other texts
         self._outputs: list[list[RequestOutput]] = [[] for _ in rows]
         try:
             self._requests = [
@@ -191,16 +192,17 @@ class Generation:
 
     def __iter__(self) -> Iterator[list[RequestOutput]]:
         engine, timing = self.engine, self.timing
-        for request in self._requests:
-            engine.enqueue(request)
         counts, unfinished = engine.continuations.counts, len(self._requests)
-        reading, sound = True, True  # reading: a prompt is read, or its first token waited for
+        reading = True  # a prompt is read, or its first token waited for
+        self.sound = False
         try:
+            for request in self._requests:
+                engine.enqueue(request)
             while unfinished:
                 before, start = counts.generated_tokens, time.perf_counter()
-                sound = False
+                self.sound = False
                 outputs = engine.advance()
-                sound = True
+                self.sound = True
                 for output in outputs:
                     self._outputs[int(output.request_id)].append(output)
                     unfinished -= output.finished
@@ -218,9 +220,20 @@ class Generation:
                         timing.prefill_tokens += sum(map(len, self.prompts)) - self.reused
                 yield outputs
         finally:  # closed early, too
+            self._leave()
+
+    def _leave(self) -> None:
+        """Take what has not ended out of the engine. After an interruption within a step, check that it is sound."""
+        engine = self.engine
+        try:
             for request in self._requests:
                 engine.abort(request.id)
             for output in engine.aborted():
                 self._outputs[int(output.request_id)].append(output)
-            if self._own_engine and sound:
-                release_engine(engine)
+            if not self.sound:
+                engine.check()
+                self.sound = True
+        except Exception:  # its books were left half written
+            self.sound = False
+        if self._own_engine and self.sound:
+            release_engine(engine)

@@ -4,6 +4,7 @@ Pure Python, one token at a time, at a cost per token that does not grow with th
 """
 
 import codecs
+import functools
 import json
 import re
 import weakref
@@ -276,6 +277,7 @@ def token_bytes(token: str, byte_of: Mapping[str, int]) -> bytes:
         return token.encode()
 
 
+@functools.cache
 def byte_level_alphabet() -> dict[str, int]:
     """Character -> byte of byte-level BPE (Radford et al. 2019): printable bytes are themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -62,7 +62,7 @@ def explain(model: Transformer) -> list[Binding]:
     """List the kernel that each layer runs for each operator, and for every other kernel the reason why it does not."""
     require_model(model, "hasten.explain")
     if not model.bound:
-        model.bind()
+        model.bind_once()
     against_fused = refusal(model)
     launches = [_launches(model, model.stack)] if isinstance(model.stack, CudaStack) else []
     bindings = []
@@ -185,7 +185,7 @@ def kernels(model: Transformer, **names: str) -> Iterator[Transformer]:
             take_apart(model)
             afterwards.callback(fuse, model)
         if not model.bound:
-            model.bind()
+            model.bind_once()
         if "attention" in names:
             _force_attention(model, names["attention"], afterwards)
         if "linear" in names:

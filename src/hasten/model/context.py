@@ -88,7 +88,7 @@ def training_context(
     Raises ConfigError for documents in a model with a sparse pattern whose kernel cannot separate them (on CUDA).
     """
     if not model.bound:
-        model.bind()
+        model.bind_once()
     config, pattern = model.config, model.config.attention_pattern
     windows = [layer.window for layer in config.layers]
     attentions = [getattr(block, "attention", None) for block in model.blocks]  # None: a fused block

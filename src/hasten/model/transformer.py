@@ -7,6 +7,7 @@ heads, D: head size, C: hidden size, V: vocabulary.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from hasten.text.tokenizer import Tokenizer
 
 Linear = nn.Linear | PackedLinear  # a quantized or packed layer may replace a plain one
+_BINDING = threading.RLock()  # held while a model's kernels are chosen: threads may use a new model at once
 
 
 class Attention(nn.Module):
@@ -177,6 +179,7 @@ class Transformer(nn.Module):
         self.stored_types: dict[str, str] = {}  # of a GGUF file's quantized layers, by name: Q4_K
         self.was_trained = False
         self.bound = False  # whether kernels were chosen, which readable blocks need at their first use
+        self._binding = False  # whether they are being chosen
         self.stack: Stack | None = None  # all blocks in one call, where the model is fused
         self.adapters: AdapterChoice | None = None  # which of its adapters a step's rows take, where it has any
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
@@ -224,7 +227,7 @@ class Transformer(nn.Module):
         In `compute_dtype`, or in float32 if the model is fused.
         """
         if not self.bound:
-            self.bind()
+            self.bind_once()
         x = self.embed(tokens, positions)
         ropes = [table(positions, context.stretched) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
         if self.stack is not None and block_scales is None:
@@ -351,7 +354,7 @@ class Transformer(nn.Module):
         if (own := getattr(self.blocks[0], "cache_dtype", None)) is not None:
             return own
         if not self.bound:
-            self.bind()
+            self.bind_once()
         if isinstance(self.embedding, PackedEmbedding):
             return self.embedding.dtype
         return torch.float32 if isinstance(self.embedding, WideEmbedding) else self.dtype
@@ -391,12 +394,22 @@ class Transformer(nn.Module):
 
             if loss not in (known := [kernel.name for kernel in KERNELS]):
                 raise ConfigError(f"there is no loss kernel {loss!r}; known: {', '.join(known)}")
-        self.loss_kernel, self.bound = loss, True
-        with torch.autocast("cpu", enabled=False):  # products may be measured
-            choose_width(self)
-            for layer in self.modules():
-                if isinstance(layer, Attention):
-                    layer.bind(attention, dtype=dtype)
+        with _BINDING, torch.autocast("cpu", enabled=False):  # products may be measured
+            self.loss_kernel, self._binding = loss, True
+            try:
+                choose_width(self)
+                for layer in self.modules():
+                    if isinstance(layer, Attention):
+                        layer.bind(attention, dtype=dtype)
+            finally:
+                self._binding = False
+            self.bound = True
+
+    def bind_once(self) -> None:
+        """Choose every layer's kernels unless they were chosen. Other threads that ask meanwhile wait."""
+        with _BINDING:
+            if not self.bound and not self._binding:
+                self.bind()
 
 
 def require_model(model: object, caller: str) -> None:

@@ -99,7 +99,7 @@ class Answers:
             (DecodeRun, "enter", "plan"),
             (engine.runner, "next_logits", "compute"),
             (engine.sampler, "draw", "draw"),
-            (engine.continuations, "take_each", "answer"),
+            (DecodeRun, "take", "answer"),
         )
 
     def make_engine(self) -> Engine:

@@ -68,7 +68,8 @@ def gathered(
     for rows, slots, positions, mask in groups():
         keys, values = (view.metadata.rows.read(t[slots], spec.head_dim, q.dtype) for t in (view.k, view.v))
         queries = q[rows].unflatten(0, positions.shape)  # (n, T, H, D)
-        if mask is None and len(slots) > 1:
+        # The dense kernel of a whole prompt needs no mask; that of one query is slower than with one.
+        if mask is None and (len(slots) > 1 or positions.shape[1] == 1):
             mask = visible(positions, torch.arange(slots.shape[1], device=q.device), spec.window)  # (n, T, S)
         out[rows] = dense(queries, keys, values, mask=mask).flatten(0, 1)
     return out
