@@ -233,6 +233,6 @@ def picture(path: str | Path, *, title: str, size: tuple[float, float], foot: st
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as part:
-                figure.savefig(part, format="png")
+                figure.savefig(part, format="png", bbox_inches="tight")  # no label is cut
         except OSError as error:
             raise ResourceError(f"cannot write picture {path}: {error.strerror}") from error
