@@ -169,4 +169,6 @@ def test_llama_cpp_loads_the_export(real, tmp_path):
         command, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(peer)}
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "Paris" in json.loads(done.stdout.splitlines()[-1])
+    answer = json.loads(done.stdout.splitlines()[-1])
+    # What hasten says from the published file, too: Gemma 3 270M does not name Paris here.
+    assert {"smollm2-135m": "Paris", "gemma3-270m": "the largest city in France"}[real.name] in answer
