@@ -19,7 +19,7 @@ import torch
 from precision import held_out
 
 import hasten
-from hasten.engine.blocks import Rows
+from hasten.engine.block_table import Rows
 from hasten.engine.cache import ROW_FORMATS, KVCache, row_format
 from hasten.engine.given_texts import GivenTexts
 from hasten.evaluation.divergence import divergence

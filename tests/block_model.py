@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from hasten.engine.blocks import BlockManager, OutOfBlocks, Rows
+from hasten.engine.block_table import Rows
+from hasten.engine.blocks import BlockManager, OutOfBlocks
 from hasten.engine.cache import KVCache
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.ops.attention import AttentionSpec

@@ -3,7 +3,7 @@
 import torch
 
 import hasten
-from hasten.engine.blocks import Rows
+from hasten.engine.block_table import Rows
 from hasten.engine.cache import KVCache
 from hasten.engine.given_texts import GivenTexts
 from hasten.model.context import TrainingContext

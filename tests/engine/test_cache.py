@@ -5,7 +5,7 @@ import torch
 
 import hasten
 from hasten.cli.main import main
-from hasten.engine.blocks import Rows
+from hasten.engine.block_table import Rows
 from hasten.engine.cache import ROW_FORMATS, KVCache, row_format
 from hasten.engine.given_texts import GivenTexts
 from hasten.engine.params import KVCacheDtype, SamplingParams

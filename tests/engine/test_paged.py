@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import hasten
 from hasten.engine import cache as caches
-from hasten.engine.blocks import Rows
+from hasten.engine.block_table import Rows
 from hasten.engine.cache import KVCache
 from hasten.engine.given_texts import GivenTexts
 from hasten.errors import ConfigError

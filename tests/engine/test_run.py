@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hasten
-from hasten.engine.blocks import Rows
+from hasten.engine.block_table import Rows
 from hasten.engine.layout import RaggedLayout
 from hasten.engine.params import SamplingParams
 from hasten.ops.native import library

@@ -9,7 +9,7 @@ import torch
 import hasten
 from drafting import proposing
 from hasten.engine.admission import room
-from hasten.engine.blocks import Rows
+from hasten.engine.block_table import Rows
 from hasten.engine.cache import KVCache
 from hasten.engine.for_texts import engine_for
 from hasten.engine.generate import Generation

@@ -11,7 +11,8 @@ from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.model.fused import FusedBlock, fuse, fuse_where_it_fits, refusal
 from hasten.model.fused_linear import gate_up_rows, interleave_gate_up, part_of
-from hasten.model.transformer import Block, Linear
+from hasten.model.mlp import Linear
+from hasten.model.transformer import Block
 from hasten.ops.linear import PackedLinear, QuantizedWeight, int4_format
 from hasten.quantization import Int4, quantize
 from linear_cases import make_weight, random_weight

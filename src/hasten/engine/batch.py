@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.engine.blocks import SequenceBlocks
+from hasten.engine.block_table import SequenceBlocks
 from hasten.engine.cache import KVCache
 from hasten.engine.sequence import ScheduledTokens
 

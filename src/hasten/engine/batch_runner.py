@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hasten.engine.batch import DecodeBatch, StepShape
-from hasten.engine.blocks import SequenceBlocks
+from hasten.engine.block_table import SequenceBlocks
 from hasten.engine.cache import KVCache
 from hasten.engine.captures import Captures, LogitsBuffer
 from hasten.engine.forward import forward

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hasten.engine.blocks import Rows
+from hasten.engine.block_table import Rows
 from hasten.engine.layout import RaggedLayout
 from hasten.engine.sparse import SparseMasks
 from hasten.engine.step import KVStep

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hasten.engine.admission import cache_blocks, longest, most_blocks
-from hasten.engine.blocks import Rows
+from hasten.engine.block_table import Rows
 from hasten.engine.cache import KVCache, row_format
 from hasten.engine.runner import ModelRunner, capture_refusal
 from hasten.engine.settings import EngineSettings

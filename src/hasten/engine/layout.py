@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.engine.blocks import Rows
+from hasten.engine.block_table import Rows
 from hasten.ops.attention.paged import PagedGroup, groups_of
 
 _ALIGNED = 16  # values: parts of a buffer begin at multiples, and tables have multiples of columns, so that kernels

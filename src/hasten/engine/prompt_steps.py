@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.engine.blocks import Rows
+from hasten.engine.block_table import Rows
 from hasten.engine.cache import KVCache
 from hasten.engine.captures import Captures, LogitsBuffer
 from hasten.engine.layout import RaggedLayout

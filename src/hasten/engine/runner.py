@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.engine.blocks import Rows
+from hasten.engine.block_table import Rows
 from hasten.engine.cache import KVCache
 from hasten.engine.layout import to_device
 from hasten.model.context import training_context

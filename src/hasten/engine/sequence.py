@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hasten.engine.blocks import Rows, SequenceBlocks
+from hasten.engine.block_table import Rows, SequenceBlocks
 from hasten.engine.params import SamplingParams
 from hasten.engine.request import Constraint, FinishReason, RequestOutput, TokenLogprob
 from hasten.errors import ConfigError

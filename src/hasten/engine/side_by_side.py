@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hasten.engine.blocks import Rows
+from hasten.engine.block_table import Rows
 from hasten.engine.cache import READ_STEP, KVCache
 from hasten.engine.layout import to_device
 from hasten.engine.runner import ModelRunner, capture_refusal

@@ -11,7 +11,8 @@ from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.fused_linear import part_of, plain, replace_linears
 from hasten.model.initialize import unfilled
-from hasten.model.transformer import MLP, Block, Linear
+from hasten.model.mlp import MLP, Linear
+from hasten.model.transformer import Block
 
 
 class FusedSteps(nn.Module):

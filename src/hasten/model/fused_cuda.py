@@ -21,8 +21,9 @@ from hasten.model.fused_block import FusedSteps
 from hasten.model.fused_decode import decode_layers
 from hasten.model.fused_linear import fusion_conflict, gate_up_rows, joined, mixed_formats, norm_arguments
 from hasten.model.interfaces import Context, LayerContext
+from hasten.model.mlp import MLP, Linear
 from hasten.model.sharded import ShardedTransformer
-from hasten.model.transformer import MLP, Block, Linear, Transformer
+from hasten.model.transformer import Block, Transformer
 from hasten.ops import triton_support
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat, turn
 from hasten.ops.attention.spec import HALVES, LARGEST_HEAD

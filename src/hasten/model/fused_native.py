@@ -30,8 +30,9 @@ from hasten.model.fused_linear import (
 )
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.lora import AdapterChoice
+from hasten.model.mlp import MLP
 from hasten.model.sharded import ShardedTransformer, SumOfRanks
-from hasten.model.transformer import MLP, Block, Transformer
+from hasten.model.transformer import Block, Transformer
 from hasten.ops.attention.spec import LARGEST_HEAD
 from hasten.ops.calls import BlocksCall, NormLinearCall
 from hasten.ops.linear import BFLOAT16, PackedLinear

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hasten.errors import ConfigError
-from hasten.model.activations import ACTIVATIONS
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.interfaces import Context, LayerContext, SoftTargets, Stack
 from hasten.model.layer_format import LayerFormat
+from hasten.model.mlp import MLP, Linear
 from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
 from hasten.model.wide import check_trainable, choose_width
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from hasten.ops.attention.pattern_layout import Pattern
     from hasten.text.tokenizer import Tokenizer
 
-Linear = nn.Linear | PackedLinear  # a quantized or packed layer may replace a plain one
 _BINDING = threading.RLock()  # held while a model's kernels are chosen: threads may use a new model at once
 
 
@@ -102,25 +101,6 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (B, T, C) to queries, keys and values, (B, T, heads·D) each."""
         return self.q(x), self.k(x), self.v(x)
-
-
-class MLP(nn.Module):
-    """down(act(up x)), or gated: down(act(gate x) · up x) (arXiv 2002.05202)."""
-
-    def __init__(self, config: ModelConfig, size: int) -> None:
-        super().__init__()
-        self.gate: Linear | None = None
-        if config.gated:
-            self.gate = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
-        self.up: Linear = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
-        self.down: Linear = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
-        self.activation_name = config.activation
-        self.activation = ACTIVATIONS[config.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(self.activation(self.up(x)))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):

@@ -19,7 +19,8 @@ from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
 from hasten.model.fused import FusedSteps
-from hasten.model.transformer import Attention, Linear, Transformer
+from hasten.model.mlp import Linear
+from hasten.model.transformer import Attention, Transformer
 from hasten.planning.cost import attended_by_pattern
 from hasten.profiling.walk import parts_of
 from hasten.training.setup import Setup

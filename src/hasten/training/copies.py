@@ -15,7 +15,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from hasten.model.transformer import MLP, Block, Transformer
+from hasten.model.mlp import MLP
+from hasten.model.transformer import Block, Transformer
 from hasten.ops.fp8 import Fp8Weight, Fp8Weights
 
 

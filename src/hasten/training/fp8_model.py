@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hasten.model.transformer import MLP
+from hasten.model.mlp import MLP
 from hasten.ops import fp8
 from hasten.ops.residual import Norm
 from hasten.training import by_hand as hand

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.model.mlp import MLP
 from hasten.model.norms import LayerNorm, RMSNorm
-from hasten.model.transformer import MLP, Attention, Block, Transformer
+from hasten.model.transformer import Attention, Block, Transformer
 from hasten.ops import residual
 from hasten.ops.fp8 import Fp8Weight
 from hasten.ops.loss import KERNELS as LOSS_KERNELS

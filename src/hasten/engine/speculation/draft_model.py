@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hasten.engine.batch_sampler import BatchSampler, other_seed
-from hasten.engine.blocks import BlockManager, OutOfBlocks, Rows
+from hasten.engine.block_table import Rows
+from hasten.engine.blocks import BlockManager, OutOfBlocks
 from hasten.engine.cache import KVCache
 from hasten.engine.params import SamplingParams
 from hasten.engine.speculation.proposer import LIMIT, Accept, Chance, Draft, Text

@@ -1,0 +1,55 @@
+"""The block table of a sequence, and which of its tokens a step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class SequenceBlocks:
+    """A sequence's blocks, read as its block table: blocks that left the attention window point to the first one kept.
+
+    Positions below `held` have (or get in this step) their keys; those up to `room` may be written. The first `left`
+    entries of block_table are of blocks that no query looks back to any more: others may have them. edits: how often
+    entries were replaced or removed, so that a copy of the table can be kept and extended.
+    """
+
+    block_table: list[int]
+    chain: list[bytes]  # the key of the beginning, then of each full block so far
+    held: int
+    room: int
+    asked: int  # tokens of the prompt, until they are counted
+    left: int = 0
+    edits: int = 0
+
+    def __len__(self) -> int:
+        return len(self.block_table)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
+
+    def __getitem__(self, part: slice) -> list[int]:
+        if not self.left:
+            return self.block_table[part]
+        return (self.own[:1] * self.left + self.own)[part]
+
+    @property
+    def own(self) -> list[int]:
+        """Its blocks (a copy)."""
+        return self.block_table[self.left :]
+
+    @property
+    def offered(self) -> int:
+        """How many full blocks came from the prefix cache or were offered to it."""
+        return len(self.chain) - 1
+
+
+@dataclass(slots=True, eq=False)
+class Rows:
+    """`count` tokens of a sequence from position `start` on. stretched: it exceeds longrope's pretraining context."""
+
+    block_table: Sequence[int] | SequenceBlocks
+    start: int
+    count: int
+    stretched: bool = False

@@ -1,0 +1,28 @@
+"""The feed-forward layer of a block."""
+
+from torch import Tensor, nn
+
+from hasten.model.activations import ACTIVATIONS
+from hasten.model.config import ModelConfig
+from hasten.ops.linear import PackedLinear
+
+Linear = nn.Linear | PackedLinear  # a quantized or packed layer may replace a plain one
+
+
+class MLP(nn.Module):
+    """down(act(up x)), or gated: down(act(gate x) · up x) (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, size: int) -> None:
+        super().__init__()
+        self.gate: Linear | None = None
+        if config.gated:
+            self.gate = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
+        self.up: Linear = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
+        self.down: Linear = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
+        self.activation_name = config.activation
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
