@@ -106,6 +106,8 @@ def test_each_thread_has_its_own_and_the_variable_turns_it_off(monkeypatch: pyte
     thread.join()
     assert found[0] is found[1]
     assert found[0] is not found[2]
+    with shared_cores():
+        assert not isinstance(shared_cores(), SharedCores), "a step inside one is a part of it"
     monkeypatch.setenv(contention.VARIABLE, "0")
     assert not isinstance(shared_cores(), SharedCores)
 

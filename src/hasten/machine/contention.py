@@ -82,11 +82,13 @@ class SharedCores:
     def __init__(self) -> None:
         self.given_up = 0  # threads that the next step leaves out
         self._threads = self._most = torch.get_num_threads()
+        self.running = False  # whether a step is
         self._idle: float | None = None
         self._hold = 0.0  # time.perf_counter() before which no thread comes back
         self._since, self._used = time.perf_counter(), usage()
 
     def __enter__(self) -> None:
+        self.running = True
         self._threads = self._most = torch.get_num_threads()
         if self.given_up and self._most > 1:
             self._threads = max(1, self._most - self.given_up)
@@ -95,6 +97,7 @@ class SharedCores:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.running = False
         if self._threads != self._most:
             torch.set_num_threads(self._most)
         if self._most == 1 or self._used is None:
@@ -124,10 +127,13 @@ _OF_THREAD = threading.local()  # torch's number of threads is a setting of the 
 
 
 def shared_cores() -> AbstractContextManager[None]:
-    """A context for a step of this thread that shares cores with other programs. HASTEN_SHARE_CORES=0 turns it off."""
+    """A context for a step of this thread that shares cores with other programs; a step inside one is a part of it.
+
+    HASTEN_SHARE_CORES=0 turns it off.
+    """
     if os.environ.get(VARIABLE) == "0":
         return nullcontext()
     found: SharedCores | None = getattr(_OF_THREAD, "cores", None)
     if found is None:
         found = _OF_THREAD.cores = SharedCores()
-    return found
+    return nullcontext() if found.running else found
