@@ -11,6 +11,7 @@ from hasten.errors import HastenWarning
 
 # Rules decide in tests, and never a time: the same test runs the same kernels on every machine. Children inherit it.
 os.environ["HASTEN_MEASURE"] = "0"
+os.environ["HASTEN_SHARE_CORES"] = "0"  # the last bits of training depend on the number of threads
 settings.register_profile("hasten", deadline=None)  # a busy machine is no error
 settings.load_profile("hasten")
 # torch.compile asks the compiler for each new cache which of the processor's instructions it knows: 5 s of tests.

@@ -72,12 +72,15 @@ class Demo:
     def run(self) -> None:
         minutes = AROUND + self.minutes if self.budget is None else self.budget
         budget = Budget(seconds=60 * minutes, started=time.perf_counter() - self.spent)
+        from hasten.machine.contention import CONTENDED, used_by_others
         from hasten.training.recipes import RECIPES
 
         recipe = RECIPES["demo"]
         own = replace(recipe.run, minutes=self.minutes, folder=str(self.folder), threads=self.threads)
         recipe = replace(recipe, run=own)
         recipe.check()
+        if (others := used_by_others()) >= CONTENDED:
+            print(f"\nother programs use {others:.1f} of this machine's cores, so everything here is slower")
         steps = count(1)
         begun = self.published and self._begin(recipe, budget, steps)
         _say(next(steps), "train a small model on the standard library of this Python")

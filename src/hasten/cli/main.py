@@ -12,6 +12,7 @@ from typing import Any
 import hasten
 from hasten.cli.preload import preload_torch
 from hasten.errors import HastenError, HastenWarning
+from hasten.machine.threads import wait_briefly
 
 # What for -> command -> (module, class or function of arguments, what it does)
 GROUPS = {
@@ -44,6 +45,7 @@ GROUPS = {
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 GENERATING = ("generate", "chat", "serve")  # a person waits for the first token
+TRAINING = ("train", "demo")  # their threads meet at thousands of barriers a step
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in the first line of what torch says
 
 
@@ -74,6 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
     atexit.register(gc.freeze)
     if given[0] in GENERATING and not {"-h", "--help", "--pin"} & set(given):  # OpenMP reads --pin when it is loaded
         preload_torch()
+    if given[0] in TRAINING:
+        wait_briefly()
     module, name, _ = COMMANDS[given[0]]
     try:
         command = attrgetter(name)(import_module(module))

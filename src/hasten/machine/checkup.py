@@ -49,6 +49,7 @@ def check_machine(machine: Machine) -> list[Finding]:
         _precision(),
         _gpu(machine),
         _cores(),
+        _busy(),
         _memory(machine),
         _cache(),
         *_packages(),
@@ -137,6 +138,16 @@ def _cores() -> Finding:
     if limited:
         text += f" (limited to {cores.quota:.1f} processors' time)"
     return finding("cores", text, note="raise the container's CPU limit for more speed" if limited else "")
+
+
+def _busy() -> Finding:
+    from hasten.machine.contention import CONTENDED, used_by_others
+
+    others = used_by_others()
+    if others < CONTENDED:
+        return finding("other programs", "leave the cores to this one")
+    fix = "close them for full speed; generating and training leave them the cores they use"
+    return finding("other programs", f"use {others:.1f} of these cores", note=fix)
 
 
 def _memory(machine: Machine) -> Finding:

@@ -1,7 +1,7 @@
 """Builds the model that a recipe trains: its shape, then the techniques in their one order."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from hasten.distributed.ranks import ALONE, Ranks
 from hasten.distributed.tensor_training import apply_tensor_parallel, check_split
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
+from hasten.machine.threads import thread_count
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
 from hasten.model.lora import Factors, attach, new_adapter
@@ -178,6 +179,8 @@ def training_step(
         placement=placement,
         teacher=teacher,
         how=f"block by block: {by_blocks}" if techniques.compile and not on_cpu else "",
+        # Ranks must agree in every bit of what each of them has of its own.
+        shares_cores=on_cpu and ranks.size == 1 and thread_count(recipe.run.threads) is None,
     )
 
 
@@ -333,5 +336,15 @@ def apply_compile(model: Transformer) -> None:
         )
         return
     outside_graphs()
+    # On a CPU, steps may have fewer threads than the one that was compiled (`hasten.machine.contention`).
+    options = {"cpp.dynamic_threads": True, "guard_filter_fn": _for_any_threads} if model.device.type == "cpu" else {}
     for block in model.blocks:
-        block.compile()
+        block.compile(options=options)
+
+
+def _for_any_threads(guards: Sequence[Any]) -> list[bool]:
+    """Which guards to keep of a graph: not the one that compiles again for another number of threads.
+
+    It watches autocast, too, which is the same in all steps of a run.
+    """
+    return [guard.guard_type != "GLOBAL_STATE" for guard in guards]

@@ -46,7 +46,8 @@ def measured_speed(recipe: Recipe, *, needed: float = 0.0) -> Speed:
     times: list[float] = []
     while len(times) <= MOST_STEPS and (len(times) < 2 or sum(times) < MOST_SECONDS):
         started = time.perf_counter()
-        result = setup.step.run(batches)
+        with setup.step.cores():
+            result = setup.step.run(batches)
         assert result is not None
         result.loss.item()  # waits for the device
         times.append(time.perf_counter() - started)

@@ -147,7 +147,8 @@ class Loop:
         if recipe.techniques.layer_drop is not None:
             layers = len(self.setup.model.blocks)
             block_scales = block_scales_of_step(recipe, layers=layers, step=step, total=state.total)
-        result = self.setup.step.run(batches, learning_rate=rate, block_scales=block_scales)
+        with self.setup.step.cores():
+            result = self.setup.step.run(batches, learning_rate=rate, block_scales=block_scales)
         if result is None:
             return False
         self._queued.append(Queued(result=result, rate=rate, started=started, block_scales=block_scales))
@@ -320,7 +321,8 @@ class Loop:
         """Measure the validation loss, for the log line."""
         if self.setup.validation is None:
             return {}
-        self.state.validation_loss = self.setup.validation.loss(self.setup.step)
+        with self.setup.step.cores():
+            self.state.validation_loss = self.setup.validation.loss(self.setup.step)
         self.state.seconds = self._seconds()
         return {"validation_loss": self.state.validation_loss}
 

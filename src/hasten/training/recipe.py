@@ -303,7 +303,8 @@ class Run:
     device: Annotated[str, arg(aliases=["--device"])] = "auto"
     """auto, cpu, cuda or cuda:<index>."""
     threads: Annotated[Threads | None, arg(aliases=["--threads"])] = None
-    """CPU threads (auto or none: one for each physical core that this process may use)."""
+    """CPU threads (auto or none: one for each physical core that this process may use, and fewer while other programs
+    need them; the last bits depend on the number)."""
     seed: Annotated[int, arg(aliases=["--seed"])] = 0
     """Seed of initial weights, data order and dropout."""
     fit: Annotated[bool, arg(aliases=["--fit"])] = False

@@ -73,7 +73,8 @@ def train(
     """Train a recipe in runs/NAME; writes `model/`, `train.jsonl`, `loss.png` and `checkpoints/` there.
 
     resume: "auto" continues from the last checkpoint if there is one, "never" starts over, "must" requires one. A
-    resumed run computes what an uninterrupted run would have computed, on the CPU bit for bit. progress: show a bar on
+    resumed run computes what an uninterrupted run would have computed, on the CPU bit for bit if `run.threads` is a
+    number. progress: show a bar on
     standard error. on_step: called with each line of train.jsonl. SIGINT and SIGTERM save and end the run
     (`stopped_by`).
 

@@ -5,6 +5,7 @@ The losses of the micro-batches are summed and divided by the number of targets 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from hasten.data import Batch
 from hasten.distributed.placement import Placement
+from hasten.machine.contention import shared_cores
 from hasten.machine.host_copy import HostCopy
 from hasten.model.context import TrainingContexts
 from hasten.model.transformer import Transformer
@@ -53,6 +55,7 @@ class TrainStep:
     `Batch.documents` numbers. should_stop: called before each micro-batch. placement: where weights, gradients and
     optimizer states are (None: in this process); each rank trains on its own rows, and results cover all ranks.
     teacher: `run` trains on its probabilities instead of the next tokens. how: how the step is compiled, for the log.
+    shares_cores: run on fewer threads while other programs take cores away; the last bits depend on their number.
     """
 
     model: Transformer
@@ -65,6 +68,7 @@ class TrainStep:
     placement: Placement | None = None
     teacher: Teacher | None = None
     how: str = ""
+    shares_cores: bool = False
 
     def __post_init__(self) -> None:
         self.where = Placement(self.model) if self.placement is None else self.placement
@@ -76,6 +80,10 @@ class TrainStep:
     def reads_late(self) -> bool:
         """Whether `run` only queues the step, so that its result should be read after the next one is queued."""
         return False
+
+    def cores(self) -> AbstractContextManager[None]:
+        """The context to run steps in, and to validate in."""
+        return shared_cores() if self.shares_cores else nullcontext()
 
     def run(
         self,

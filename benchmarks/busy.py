@@ -1,0 +1,265 @@
+"""Generating and training beside a program that uses a core, with each share of the quiet speed.
+
+    python benchmarks/busy.py --output benchmarks/results/busy.json
+    python benchmarks/busy.py --rounds 3 --seconds 5 --formats int8 --no-training
+
+SmolLM2-135M-Instruct, as the published file holds it and in bf16, int8 and int4, in processes that stay. A round asks
+each of them in turn: quiet, beside a loop, beside one pinned to each core, beside one that comes and goes each second,
+on one thread, and twice at once. Every speed is divided by the quiet one of the same round.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import hasten
+from hasten.machine import configure
+from hasten.measure.options import say
+from hasten.measure.script import Report, Script, Table, main, markdown
+from hasten.measure.workers import Worker, child_command, reply
+
+PROMPT = "It was a bright cold day in April, and the clocks were striking thirteen. "
+LOOPS = {
+    "loop": "while True: pass",
+    "comes and goes": "import time\nwhile True:\n e = time.time() + 1\n while time.time() < e: pass\n time.sleep(1)",
+}
+AIMS = {"bf16": 0.75, "int8": 0.55, "int4": 0.55, "prompt": 0.45, "training": 0.45}
+SETTLED = 0.9  # of the rate that a change leads to, for it to count as reached
+SLICE = 0.1  # seconds over which a rate is taken to see how fast it is reached
+
+
+@dataclass(frozen=True, kw_only=True)
+class Busy(Script):
+    """Speeds beside a busy program, as shares of the quiet ones."""
+
+    result = "busy"
+    model: str = "smollm2-135m"
+    """A short name, a folder or a file."""
+    formats: tuple[str, ...] = ("file", "bf16", "int8", "int4")
+    training: bool = True
+    """Also train the demo's smallest model."""
+    rounds: int = 10
+    seconds: float = 6.0
+    """Length of each measurement."""
+
+    def measure(self) -> Report:
+        report: Report = {"sides": {}}
+        for name in self.formats:
+            say(name)
+            report["sides"][name] = self._generating(name)
+            say(str(report["sides"][name]["median"]))
+        if self.training:
+            say("training")
+            report["sides"]["training"] = self._training()
+        return report
+
+    def _generating(self, name: str) -> Report:
+        one, two = (Worker(name, child_command(__file__, "generate", self.model, name)) for _ in range(2))
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        try:
+            rounds = [self._round(one, two, cores) for _ in range(self.rounds)]
+        finally:
+            one.close()
+            two.close()
+        return summary(rounds)
+
+    def _round(self, one: Worker, two: Worker, cores: Sequence[int]) -> dict[str, float]:
+        """Shares of the quiet rate, the seconds until a change was followed, and the quiet tokens/s."""
+        one.ask("2 1")
+        quiet = rate(one.ask(f"2 {self.seconds}"))
+        found = {"quiet": quiet, "one thread": rate(one.ask(f"1 {self.seconds}")) / quiet}
+        found |= self._changes(one)
+        with busy("loop"):
+            found["prompt"] = one.ask("prompt")["seconds"]
+        found["prompt"] = one.ask("prompt")["seconds"] / found["prompt"]
+        for core in cores:
+            with busy("loop", core):
+                found[f"loop on core {core}"] = rate(one.ask(f"2 {self.seconds}")) / quiet
+        with busy("comes and goes"):
+            found["comes and goes"] = rate(one.ask(f"2 {self.seconds}")) / quiet
+        one.send(f"2 {self.seconds}")
+        both = [rate(two.ask(f"2 {self.seconds}")), rate(one.answer())]
+        return found | {"two at once, of one thread": min(both) / (found["one thread"] * quiet)}
+
+    def _changes(self, one: Worker) -> dict[str, float]:
+        """A loop that begins a second after the generating, and ends two seconds before it."""
+        one.send(f"2 {self.seconds + 3}")
+        time.sleep(1)
+        with busy("loop"):
+            begun = time.perf_counter()
+            time.sleep(self.seconds)
+            ended = time.perf_counter()
+        times = one.answer()["times"]
+        during, after = between(times, begun, ended), between(times, ended, times[-1])
+        quiet = rate({"times": between(times, times[0], begun)})
+        return {
+            "loop": rate({"times": during}) / quiet,
+            "seconds until followed": reached(during, begun, rate({"times": between(times, begun + 1, ended)})),
+            "seconds until back": reached(after, ended, quiet),
+        }
+
+    def _training(self) -> Report:
+        worker = Worker("training", child_command(__file__, "train"))
+        rounds = []
+        try:
+            worker.ask("1")
+            for _ in range(self.rounds):
+                quiet = worker.ask(f"{self.seconds}")["rate"]
+                with busy("loop"):
+                    rounds.append({"quiet": quiet, "loop": worker.ask(f"{self.seconds}")["rate"] / quiet})
+        finally:
+            worker.close()
+        return summary(rounds)
+
+
+@contextmanager
+def busy(kind: str, core: int | None = None) -> Iterator[None]:
+    """A program beside us that uses a core, on the one named if it is."""
+    loop = subprocess.Popen([sys.executable, "-c", LOOPS[kind]])
+    if core is not None:
+        os.sched_setaffinity(loop.pid, {core})
+    try:
+        yield
+    finally:
+        loop.send_signal(signal.SIGKILL)
+        loop.wait()
+
+
+def summary(rounds: Sequence[Mapping[str, float]]) -> Report:
+    """Medians over the rounds, and the worst of each: the lowest share, the longest wait."""
+    names = rounds[0].keys()
+    worst = {name: (max if "until" in name else min)(one[name] for one in rounds) for name in names}
+    return {"median": {name: median(one[name] for one in rounds) for name in names}, "worst": worst, "rounds": rounds}
+
+
+def between(times: Sequence[float], start: float, end: float) -> list[float]:
+    return [at for at in times if start <= at <= end]
+
+
+def rate(answer: Mapping[str, Any]) -> float:
+    """Tokens per second between the first and the last one."""
+    times = answer["times"]
+    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+
+
+def reached(times: Sequence[float], start: float, settled: float) -> float:
+    """Seconds after `start` from which tokens came at the settled rate, over a slice of at least four tokens."""
+    slice_ = max(SLICE, 4 / settled)
+    for at in times:
+        tokens = len(between(times, at, at + slice_)) - 1
+        if tokens >= SETTLED * settled * slice_ - 1:
+            return at - start
+    return times[-1] - start if times else 0.0
+
+
+def as_format(model: str, name: str) -> Any:
+    """The model as its file holds it ("file"), in bf16, or that rounded to int8 or int4."""
+    if name == "file":
+        return hasten.load(model)
+    with tempfile.TemporaryDirectory(prefix="hasten-busy-") as place:
+        hasten.save(hasten.load(model, dtype="bfloat16"), place, dequantize=True)
+        plain = hasten.load(place)
+        if name == "bf16":
+            return plain
+        return hasten.quantize(plain, hasten.Int8() if name == "int8" else hasten.Int4())
+
+
+def generate(model: str, name: str) -> None:
+    """Answers "THREADS SECONDS" with the time at which each token came, and "prompt" with what 512 tokens take."""
+    loaded = as_format(model, name)
+    ids = loaded.tokenizer.encode(PROMPT * 64)
+    for line in sys.stdin:
+        if line.strip() == "prompt":
+            started = time.perf_counter()
+            # Another beginning each time, and not a prefix of one before.
+            next(iter(hasten.stream(loaded, [int(started * 1e3) % 4096, *ids[:511]], max_new_tokens=1)))
+            reply({"seconds": time.perf_counter() - started})
+            continue
+        threads, seconds = line.split()
+        configure(threads=int(threads))
+        times: list[float] = []
+        ends = time.perf_counter() + float(seconds)
+        while time.perf_counter() < ends:
+            for _ in hasten.stream(loaded, PROMPT, max_new_tokens=256, temperature=0.8, seed=1, ignore_eos=True):
+                times.append(time.perf_counter())
+                if times[-1] > ends:
+                    break
+        reply({"times": times})
+
+
+def train() -> None:
+    """Answers SECONDS with the tokens per second of training."""
+    from dataclasses import replace
+
+    from hasten.training.precision import choose_precision
+    from hasten.training.recipes import DEMO_SIZES, RECIPES
+    from hasten.training.setup import set_up
+
+    recipe = choose_precision(DEMO_SIZES[-1].of(RECIPES["demo"]))[0]
+    setup = set_up(replace(recipe, run=replace(recipe.run, minutes=None, steps=1000)), progress=False)
+    number = 0
+    for line in sys.stdin:
+        begun, tokens = time.perf_counter(), 0
+        while time.perf_counter() - begun < float(line):
+            with setup.step.cores():
+                result = setup.step.run([setup.batches.batch(number)], learning_rate=1e-4)
+            assert result is not None
+            result.read()
+            tokens, number = tokens + result.tokens, number + 1
+        reply({"rate": tokens / (time.perf_counter() - begun)})
+
+
+def shares(report: Report) -> str:
+    """Shares of the quiet speed."""
+    head = [
+        "",
+        "quiet, tokens/s",
+        "beside a loop",
+        "worst",
+        "loop on a core",
+        "comes and goes",
+        "prompt",
+        "two at once",
+    ]
+    rows = []
+    for name, side in report["sides"].items():
+        mid, worst = side["median"], side["worst"]
+        pinned = [share for what, share in mid.items() if what.startswith("loop on core")]
+        cells = [mid["loop"], worst["loop"], min(pinned) if pinned else None]
+        cells += [mid.get(one) for one in ("comes and goes", "prompt", "two at once, of one thread")]
+        rows.append([name, f"{mid['quiet']:,.0f}", *("" if cell is None else f"{cell:.2f}" for cell in cells)])
+    return markdown(head, rows)
+
+
+def waits(report: Report) -> str:
+    """How fast a change is followed."""
+    rows = [
+        [
+            name,
+            *(
+                f"{side[kind][f'seconds until {what}']:.2f}"
+                for what in ("followed", "back")
+                for kind in side
+                if kind != "rounds"
+            ),
+        ]
+        for name, side in report["sides"].items()
+        if "seconds until back" in side["median"]
+    ]
+    head = ["", "fewer threads after, s", "worst", "all threads again after, s", "worst"]
+    return markdown(head, rows)
+
+
+TABLES: dict[str, Table] = {"busy": shares, "busy waits": waits}
+
+
+if __name__ == "__main__":
+    main({"busy": Busy}, TABLES, {"generate": generate, "train": train})
