@@ -47,7 +47,7 @@ def engine_for(
         prefix_cache=prefix_cache,
         capture=capture,
     )
-    reach = model.config.reach if bounded and not prefix_cache else None
+    reach = model.config.reach if bounded else None
     if compiled or (not prefix_cache and _reads_one_tensor(model, max(lengths), reach)):
         runner, settings = _side_by_side(model, lengths, settings, compiled)
     else:
