@@ -345,6 +345,29 @@ def test_rows_of_drafts_are_drawn_with_their_own_settings(bias):
         assert taken == [tokens for (tokens,) in alone]
 
 
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 2.0}, {"logit_bias": {3: 2.0}}, {"min_new_tokens": 9}])
+def test_rows_take_in_company_what_they_take_alone(more):
+    """Greedy ones beside drawn ones, whatever these need."""
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(seed=1, temperature=0.7, top_k=9, top_p=0.8, min_p=0.01, **more),
+        SamplingParams(temperature=0, top_k=2, min_p=0.5),
+        SamplingParams(seed=2),
+        SamplingParams(temperature=0, **more),
+    ]
+
+    def sampler(own: list[SamplingParams]) -> Sampler:
+        return Sampler(
+            own, [[5, 6]] * len(own), [[7]] * len(own), eos_ids=(0,), vocab_size=50, device=torch.device("cpu")
+        )
+
+    together, apart = sampler(params), [sampler([own]) for own in params]
+    for step in range(1, 6):
+        logits = random_logits(step, rows=len(params))
+        expected = [one.next_tokens(row[None], steps=[step]).item() for one, row in zip(apart, logits, strict=True)]
+        assert together.next_tokens(logits, steps=[step] * len(params)).tolist() == expected
+
+
 def test_rows_at_the_same_step_draw_with_its_noise_however_far_they_are():
     params = [SamplingParams(seed=seed, temperature=0.9) for seed in (3, 4)]
     rows, logits = RowParams.stack(params, vocab_size=50), random_logits(1, rows=2)
