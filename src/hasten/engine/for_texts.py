@@ -42,6 +42,7 @@ def engine_for(
     """
     settings = EngineSettings(
         max_sequences=len(lengths),
+        token_budget=max(_CPU_BUDGET, len(lengths)) if model.device.type == "cpu" else None,
         max_length=max(lengths),
         kv_cache_dtype=kv_cache_dtype,
         prefix_cache=prefix_cache,
@@ -86,8 +87,6 @@ def _in_blocks(
     model: Transformer, lengths: Sequence[int], settings: EngineSettings, reach: int | None
 ) -> tuple[ModelRunner, EngineSettings]:
     """Small blocks, as a server has them."""
-    if model.device.type == "cpu":
-        settings = replace(settings, token_budget=max(_CPU_BUDGET, len(lengths)))
     settings = settings_on_device(settings, model)
     size = settings.block_size
     # One block more for each: a sequence begins only where every one that runs can take another block.

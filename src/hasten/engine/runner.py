@@ -48,7 +48,7 @@ class ModelRunner:
         self.reach = model.config.reach
         self._latest: tuple[RaggedLayout, KVStep] | None = None
         # Whether a step's context reads its layout where it is, and so goes on with it.
-        self._in_place = cache.device.type == "cpu" and model.config.attention_pattern is None
+        self._in_place = model.device.type == "cpu" and model.config.attention_pattern is None
         self._wanted: tuple[list[int], Tensor] | None = None
         self._next_tokens = np.empty(0, dtype=np.int64)
 
