@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import hasten
-from hasten.engine import batch_sampler
-from hasten.engine.batch_sampler import BatchSampler, other_seed
+from hasten.engine import sampler as sampler_module
 from hasten.engine.generate import Generation
 from hasten.engine.params import SamplingParams
+from hasten.engine.sampler import Sampler, other_seed
 from hasten.engine.sampling import RowParams, process
 from hasten.engine.speculation import DraftModel, Text, make_speculator
 from hasten.errors import ConfigError
@@ -35,7 +35,7 @@ def tokens_taken(places, target, draft):
     seeds = torch.full((places,), other_seed(PARAMS.seed))
     noise = exponential_noise(seeds, steps, vocab_size=V)
     drafts = (q.log() - noise.log()).argmax(-1, keepdim=True).tolist()
-    sampler = BatchSampler([PARAMS] * places, [[]] * places, eos_ids=(), vocab_size=V, device=torch.device("cpu"))
+    sampler = Sampler([PARAMS] * places, [[]] * places, eos_ids=(), vocab_size=V, device=torch.device("cpu"))
     found = sampler.take(
         target.repeat(2 * places, 1), drafts, steps=steps.tolist(), probabilities=[[q] for _ in range(places)]
     )
@@ -58,7 +58,7 @@ def test_the_distribution_is_the_targets():
 
 def test_a_broken_rule_is_noticed(monkeypatch):
     """Draws that take the draft's noise for the target's: what is taken and what is drawn anew depend on each other."""
-    monkeypatch.setattr(batch_sampler, "_STREAM", 0)
+    monkeypatch.setattr(sampler_module, "_STREAM", 0)
     first, _, p, _ = tokens_taken(DRAWS // 4, logits_of(0), logits_of(1))
     assert chi_square(first, p) > CHI_SQUARE
 
@@ -72,11 +72,11 @@ def test_a_broken_rule_is_noticed(monkeypatch):
     ],
 )
 def test_each_half_of_the_rule_is_needed(monkeypatch, right, wrong):
-    source = textwrap.dedent(inspect.getsource(BatchSampler._by_distribution))
+    source = textwrap.dedent(inspect.getsource(Sampler._by_distribution))
     assert source.count(right) == 1
     found = {}
-    exec(source.replace(right, wrong), vars(batch_sampler) | {"__name__": "mutant"}, found)
-    monkeypatch.setattr(BatchSampler, "_by_distribution", found["_by_distribution"])
+    exec(source.replace(right, wrong), vars(sampler_module) | {"__name__": "mutant"}, found)
+    monkeypatch.setattr(Sampler, "_by_distribution", found["_by_distribution"])
     first, _, p, _ = tokens_taken(DRAWS, logits_of(0), logits_of(1))
     assert chi_square(first, p) > CHI_SQUARE
 
@@ -90,7 +90,7 @@ def test_it_takes_more_than_the_rule_that_keeps_the_text_where_much_is_possible(
     steps = torch.arange(0, 2 * places, 2)
     noise = exponential_noise(torch.full((places,), PARAMS.seed), steps, vocab_size=V)
     drafts = (q.log() - noise.log()).argmax(-1, keepdim=True).tolist()
-    sampler = BatchSampler([PARAMS] * places, [[]] * places, eos_ids=(), vocab_size=V, device=torch.device("cpu"))
+    sampler = Sampler([PARAMS] * places, [[]] * places, eos_ids=(), vocab_size=V, device=torch.device("cpu"))
     exact = sampler.take(target.repeat(2 * places, 1), drafts, steps=steps.tolist())
     assert len(second) / places > more + sum(len(own) == 2 for own in exact) / places
 

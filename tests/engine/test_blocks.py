@@ -237,8 +237,11 @@ def test_blocks_to_which_no_query_looks_back_are_left():
         assert len(manager.block_table(1)) == -(-length // 4)
     manager.fork(1, 2)
     manager.check()
-    assert manager.begin(3, tokens[:59]) == 0, "the room of its beginning was needed"
-    for sequence in (1, 2, 3):
+    assert manager.begin(3, tokens[:20]) == 0, "the room of its beginning was needed"
+    assert manager.begin(4, tokens[:59]) == 56, "but only the end of it is looked back to"
+    assert manager.count(4) == 1
+    manager.check()
+    for sequence in (1, 2, 3, 4):
         manager.release(sequence)
     manager.check()
     assert manager.free == 6

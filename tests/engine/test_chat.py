@@ -29,6 +29,21 @@ def test_turns_reuse_the_cache_and_change_nothing(tiny):
         assert (chat.reused > 0) == (turn > 0)
 
 
+def test_a_windowed_model_keeps_the_keys_of_its_window(monkeypatch):
+    monkeypatch.setattr("hasten.engine.chat._ROOM", 64)
+    monkeypatch.setattr("hasten.engine.for_texts._CPU_BUDGET", 32)  # prompt tokens of a step
+    model = tiny_llama(model_type="mistral", sliding_window=24)
+    chat = Chat(model)
+    for turn, text in enumerate(["hello", "for name in names: print(name)", "and again", "def add(a, b)"]):
+        answer = "".join(chat.say(text, PARAMS))
+        assert answer == fresh_answer(model, chat.messages[:-1])
+        assert (chat.reused > 0) == (turn > 0)
+        chat._engine.check()
+    blocks, length = chat._engine.blocks, chat._engine.max_length
+    assert blocks.blocks * blocks.block_size < length
+    assert chat.reused > 2 * model.config.reach, "more than it kept"
+
+
 def test_the_template_gets_its_variables(tiny):
     template = "{{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.MonkeyPatch.context() as here:

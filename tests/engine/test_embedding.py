@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import hasten
-from hasten.engine.model_runner import embed
-from hasten.engine.runner import ModelRunner
+from hasten.engine.runner import ModelRunner, embed
 from hasten.model.context import training_context
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.native import library

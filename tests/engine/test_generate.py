@@ -1,5 +1,7 @@
 """Generation: the cache, batches and streaming change nothing of what the plain model says."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,6 +40,18 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone_and_without_a_cache(prompt
         assert output.tokens == plain_greedy(MODEL, prompt, 12)
         assert output.prompt_tokens == len(prompt)
         assert output.finish_reason == "length"
+
+
+def test_a_call_leaves_nothing_to_the_collector():
+    """Whose next run would come at some token."""
+    hasten.generate(MODEL, [1, 2, 3], GREEDY)
+    gc.collect()
+    gc.disable()
+    try:
+        hasten.generate(MODEL, [[1, 2, 3], [4]], GREEDY)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_windowed_and_soft_capped_layers_in_a_batch():

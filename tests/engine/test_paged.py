@@ -53,7 +53,8 @@ class Paged:
         context = self.cache.step(rows)
         flat = torch.tensor([[t for tokens in news.values() for t in tokens]])
         logits = self.model(flat, context.positions, context)[0].split([len(tokens) for tokens in news.values()])
-        assert context.last.tolist() == (torch.tensor([len(part) for part in logits]).cumsum(0) - 1).tolist()
+        ends = torch.tensor([len(part) for part in logits]).cumsum(0)
+        assert context.metadata.query_start_loc.tolist() == [0, *ends.tolist()]
         return dict(zip(news, logits, strict=True))
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from hasten.engine.batch_sampler import BatchSampler
 from hasten.engine.params import LogitBias, SamplingParams
+from hasten.engine.sampler import Sampler
 from hasten.engine.sampling import (
     History,
     RowParams,
@@ -316,7 +316,7 @@ class NoCopies(TorchFunctionMode):
 
 def test_rows_at_one_step_wait_for_no_copy():
     params = [SamplingParams(seed=seed) for seed in (1, 2)]
-    sampler = BatchSampler(params, [(), ()], eos_ids=(0,), vocab_size=50, device=torch.device("cpu"))
+    sampler = Sampler(params, [(), ()], eos_ids=(0,), vocab_size=50, device=torch.device("cpu"))
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     with NoCopies():
         together = sampler.next_tokens(logits, steps=[7, 7])
@@ -329,8 +329,8 @@ def test_rows_of_drafts_are_drawn_with_their_own_settings(bias):
     """Whatever rows were asked for before, and how often."""
     params = [SamplingParams(seed=n, temperature=0.5 + n, top_k=40 - 9 * n, logit_bias=bias) for n in (0, 1, 2)]
 
-    def sampler(own: list[SamplingParams]) -> BatchSampler:
-        return BatchSampler(own, [()] * len(own), eos_ids=(0,), vocab_size=50, device=torch.device("cpu"))
+    def sampler(own: list[SamplingParams]) -> Sampler:
+        return Sampler(own, [()] * len(own), eos_ids=(0,), vocab_size=50, device=torch.device("cpu"))
 
     together, shapes = sampler(params), [(a, b, c) for a in range(5) for b in range(5) for c in range(4)]
     for number, lengths in enumerate([*shapes, *shapes[::-1]]):  # more than are kept, and each of them again
@@ -345,10 +345,33 @@ def test_rows_of_drafts_are_drawn_with_their_own_settings(bias):
         assert taken == [tokens for (tokens,) in alone]
 
 
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 2.0}, {"logit_bias": {3: 2.0}}, {"min_new_tokens": 9}])
+def test_rows_take_in_company_what_they_take_alone(more):
+    """Greedy ones beside drawn ones, whatever these need."""
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(seed=1, temperature=0.7, top_k=9, top_p=0.8, min_p=0.01, **more),
+        SamplingParams(temperature=0, top_k=2, min_p=0.5),
+        SamplingParams(seed=2),
+        SamplingParams(temperature=0, **more),
+    ]
+
+    def sampler(own: list[SamplingParams]) -> Sampler:
+        return Sampler(
+            own, [[5, 6]] * len(own), [[7]] * len(own), eos_ids=(0,), vocab_size=50, device=torch.device("cpu")
+        )
+
+    together, apart = sampler(params), [sampler([own]) for own in params]
+    for step in range(1, 6):
+        logits = random_logits(step, rows=len(params))
+        expected = [one.next_tokens(row[None], steps=[step]).item() for one, row in zip(apart, logits, strict=True)]
+        assert together.next_tokens(logits, steps=[step] * len(params)).tolist() == expected
+
+
 def test_rows_at_the_same_step_draw_with_its_noise_however_far_they_are():
     params = [SamplingParams(seed=seed, temperature=0.9) for seed in (3, 4)]
     rows, logits = RowParams.stack(params, vocab_size=50), random_logits(1, rows=2)
-    sampler = BatchSampler(params, [(), ()], eos_ids=(0,), vocab_size=50, device=torch.device("cpu"))
+    sampler = Sampler(params, [(), ()], eos_ids=(0,), vocab_size=50, device=torch.device("cpu"))
     for step in (0, 255, 256, 1000, 3):
         expected = next_tokens(logits, rows, steps=torch.full((2,), step))
         assert torch.equal(sampler.next_tokens(logits, steps=[step, step]), expected)

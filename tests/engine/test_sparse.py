@@ -276,7 +276,8 @@ def test_a_paged_cache_shows_every_sequence_what_the_whole_text_sees(pattern):
         places = list(zip(tables, ends[-1], end, strict=True))
         step = cache.step([Rows(table, begin, stop - begin) for table, begin, stop in places])
         tokens = [row[begin:stop] for row, (_, begin, stop) in zip((one, two), places, strict=True)]
-        found = model(torch.tensor([[token for own in tokens for token in own]]), step.positions, step)[0, step.last]
+        flat, last = [token for own in tokens for token in own], step.metadata.query_start_loc[1:] - 1
+        found = model(torch.tensor([flat]), step.positions, step)[0, last]
         for row, stop in enumerate(end):
             torch.testing.assert_close(found[row], wanted[row][stop - 1], rtol=1e-4, atol=1e-5)
         ends.append(end)

@@ -65,11 +65,12 @@ def chat_request(folder: Path) -> Walk:
     from hasten.engine.async_engine import AsyncEngine
     from hasten.engine.llm import make_engine
     from hasten.engine.settings import EngineSettings
+    from hasten.model.fused import fuse_where_it_fits
     from hasten.server.app import make_app
     from hasten.server.service import Service
     from hasten.server.settings import ServerSettings
 
-    model = hasten.load(folder)
+    model = fuse_where_it_fits(hasten.load(folder))  # as `hasten serve` does
 
     async def ask(walk: Walk) -> None:
         engine = AsyncEngine(make_engine(model, model.tokenizer, EngineSettings()))

@@ -40,7 +40,7 @@ def admitted(
 ) -> Request:
     """The request with its answer cut to the length there is; raises RequestRefused, with the numbers."""
     try:
-        _check_request(request, vocab_size=model.config.vocab_size)
+        check_request(request, vocab_size=model.config.vocab_size)
         check_ids(model, request.prompt)
         prompt = len(request.prompt)
         if not prompt:
@@ -90,7 +90,7 @@ def check_room(waiting: int, *, more: int, limit: int, pace: float) -> None:
         raise QueueFull(message, retry_after=max(1.0, pace))
 
 
-def _check_request(request: Request, *, vocab_size: int) -> None:
+def check_request(request: Request, *, vocab_size: int) -> None:
     """Raise ConfigError for settings of a wrong type, that exclude each other, or that mean nothing.
 
     What would be found out in a step is found out here: an exception there ends everybody's requests.

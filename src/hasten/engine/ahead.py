@@ -12,20 +12,23 @@ decode steps takes the tokens of the last prompts' step on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hasten.engine.batch_runner import Drawn
 from hasten.engine.blocks import OutOfBlocks
-from hasten.engine.model_runner import Sampler, common_adapter
 from hasten.engine.request_state import RequestTable
 from hasten.engine.run import Group
-from hasten.engine.runner import ModelRunner
+from hasten.engine.runner import ModelRunner, common_adapter
 from hasten.engine.scheduler import Scheduler
 from hasten.engine.sequence import ScheduledTokens, TextSequence
 from hasten.machine.host_copy import HostCopy
+
+if TYPE_CHECKING:
+    from hasten.engine.continuations import Continuations
 
 _SHORT = 0.025  # seconds of a step behind which another one may be launched that gives nobody a token
 _CAUGHT_UP = 16  # steps in which each text that is given out at its end is decoded once
@@ -177,12 +180,12 @@ class Ahead:
         self.scheduler.steps += 1
         self._run(started.outputs, started.drawn, ended=started.ended)
 
-    def defer(self, logits: Tensor, growing: Mapping[TextSequence, int], sampler: Sampler) -> bool:
+    def defer(self, logits: Tensor, growing: dict[TextSequence, int], continuations: Continuations) -> bool:
         """Have the tokens of a computed step read later; False: they are wanted now. growing: first row of each."""
         decoder = self.runner.decoder
         if decoder is None or not self._short or not growing or any(map(_needs_host, growing)):
             return False
-        tokens = sampler.draw(logits, list(growing), list(growing.values()))
+        tokens = continuations.draw(logits, growing)
         for one in growing:  # it decodes soon: while the device computes
             decoder.sampler.pack(one)
         drawn = Drawn(list(range(len(growing))), HostCopy(tokens))

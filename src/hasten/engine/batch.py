@@ -2,8 +2,8 @@
 
 A step has a `StepShape`, one of a few padded sizes. All that the host says lies in one buffer, filled by one copy. The
 block tables stay on the device; only new entries of them are copied. A sequence keeps its row while it is in the batch.
-While the same sequences go on, `hasten.engine.sampler` moves the batch on by itself, and the host writes only what it
-alone knows: blocks that a sequence enters, and sequences that leave.
+While the same sequences go on, `hasten.engine.device_sampler` moves the batch on by itself, and the host writes only
+what it alone knows: blocks that a sequence enters, and sequences that leave.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from hasten.engine.batch import DecodeBatch, StepShape
 from hasten.engine.block_table import SequenceBlocks
 from hasten.engine.cache import KVCache
 from hasten.engine.captures import Captures, LogitsBuffer
+from hasten.engine.device_sampler import DeviceSampler, DrawKind
 from hasten.engine.forward import forward
 from hasten.engine.prompt_steps import PromptSteps
-from hasten.engine.sampler import DeviceSampler, DrawKind
 from hasten.engine.sequence import ScheduledTokens
 from hasten.machine.host_copy import HostCopy
 from hasten.model.transformer import Transformer

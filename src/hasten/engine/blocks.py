@@ -116,20 +116,28 @@ class BlockManager:
     def begin(self, sequence: int, tokens: Sequence[int], *, salt: str = "") -> int:
         """Start a sequence with the cached full blocks of its beginning; returns how many tokens they hold.
 
-        At least one of the tokens is left to compute, because its logits are wanted. Sequences of different salts
-        (tenants) share nothing through the cache, so that none can find out by timing what another has asked.
+        Blocks to which no query looks back any more may be missing. At least one of the tokens is left to compute,
+        because its logits are wanted. Sequences of different salts (tenants) share nothing through the cache, so that
+        none can find out by timing what another has asked.
         """
         assert sequence not in self._sequences, f"sequence {sequence} exists"
         keys = prefix_keys(tokens[:-1], block_size=self.block_size, secret=self._secret, salt=salt)
         chain, table = [next(keys)], []
+        found = count = 0  # cached blocks in a row up to this one; blocks that the sequence begins with
         for key in keys if self.prefix_cache else ():
             block = self._cached.get(key)
-            if block is None:
+            if block is None and self.reach is None:
                 break
             chain.append(key)
-            table.append(block)
-        held = len(table) * self.block_size
-        own = self._sequences[sequence] = SequenceBlocks(table, chain, held, held, len(tokens), self._passed(held))
+            table.append(-1 if block is None else block)
+            found = 0 if block is None else found + 1
+            if found and found >= len(table) - self._passed(len(table) * self.block_size):
+                count = len(table)
+        del chain[1 + count :], table[count:]
+        held = count * self.block_size
+        left = self._passed(held)
+        table[:left] = table[-1:] * left  # instead of blocks that others may have now
+        own = self._sequences[sequence] = SequenceBlocks(table, chain, held, held, len(tokens), left)
         for block in own.own:
             self._refer(block)
         return held

@@ -101,7 +101,6 @@ class KVCache:
         self.k, self.v = [k for k, _ in pairs], [v for _, v in pairs]
         # One kernel for all layers: of those picked for each shape, the least particular one.
         self.kernel = max((self._picked(shape) for shape in self._groups), key=PAGED_KERNELS.index)
-        self._latest: tuple[RaggedLayout, KVStep] | None = None
         self._query_start_loc: dict[int, Tensor] = {}  # by the tokens of a step: the same in all of them
 
     def _allocate(self, shapes: Sequence[LayerShape]) -> dict[LayerShape, Tensor]:
@@ -196,33 +195,13 @@ class KVCache:
 
         The tables must have room for their tokens; nobody else may be reading the blocks that are written.
         """
-        layout = RaggedLayout(rows, self.block_size)
-        self._latest = layout, (step := self._laid_out(layout))
-        return step
+        return self.step_over(RaggedLayout(rows, self.block_size))
 
-    def can_go_on(self, entered: Sequence[tuple[int, int]]) -> bool:
-        """Whether `go_on` will."""
-        return self._latest is not None and self._latest[0].has_columns(entered)
-
-    def go_on(self, entered: Sequence[tuple[int, int]]) -> KVStep | None:
-        """The context of the next token of each sequence, after a `step` of one token each, which becomes unusable.
-
-        entered: (sequence, block) for each that begins a block. None, and nothing is changed, where the step's block
-        tables are too small: it has to be laid out again.
-        """
-        if self._latest is None:
-            return None
-        layout, step = self._latest
-        if not layout.go_on(entered):
-            return None
-        if self.device.type != "cpu" or self.config.attention_pattern is not None:
-            self._latest = layout, (step := self._laid_out(layout))
-        return step
-
-    def _laid_out(self, layout: RaggedLayout) -> KVStep:
+    def step_over(self, layout: RaggedLayout) -> KVStep:
+        """The context of a step of these tokens; on a CPU it changes with the layout, but for a pattern's masks."""
         positions, slots, query_start_loc, seq_lens, table = layout.on(self.device)
 
-        device = self.device  # `groups` must not refer to the cache, which keeps the step: a cycle holds its memory
+        device = self.device
 
         def groups() -> list[PagedGroup]:  # for all layers, and only where a kernel asks for it
             return layout.groups(lambda t: t.to(device))

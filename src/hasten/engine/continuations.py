@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hasten.engine.logprobs import TokenTexts
-from hasten.engine.model_runner import Sampler
+from hasten.engine.guide import Guide
+from hasten.engine.layout import to_device
+from hasten.engine.logprobs import TokenTexts, token_logprobs
 from hasten.engine.request import FinishReason, RequestOutput, TokenLogprob
 from hasten.engine.request_state import RequestState, RequestTable
-from hasten.engine.run import Group
+from hasten.engine.run import Group, shown
+from hasten.engine.sampler import Sampler
 from hasten.engine.scheduler import Scheduler
 from hasten.engine.sequence import TextSequence
 from hasten.engine.settings import Stats
 from hasten.engine.speculation import Speculator
+from hasten.model.sharded import broadcast_from_rank0
+from hasten.model.transformer import Transformer
 
 if TYPE_CHECKING:
     from hasten.engine.ahead import Flight
@@ -24,27 +28,98 @@ if TYPE_CHECKING:
 
 
 class Continuations:
-    """The texts of an engine, as they grow and end. counts: what is counted of them."""
+    """The texts of an engine, as they grow and end.
+
+    counts: what is counted of them. sampler: of those that were drawn for last; None where tokens were drawn elsewhere
+    since.
+    """
 
     def __init__(
         self,
-        sampler: Sampler,
+        model: Transformer,
         scheduler: Scheduler,
         table: RequestTable,
         *,
+        eos_ids: Collection[int],
         texts: TokenTexts,
         speculator: Speculator | None,
+        in_step: bool,
     ) -> None:
-        self.sampler, self.scheduler, self._table = sampler, scheduler, table
+        """in_step: as in `ModelRunner`."""
+        self.model, self.scheduler, self._table = model, scheduler, table
         self.texts, self.speculator, self.counts = texts, speculator, Stats()
+        self.sampler: Sampler | None = None
+        self._drawn_for: list[int] = []  # the numbers of its texts
+        self._eos_ids, self._in_step = eos_ids, in_step
+
+    def sampler_of(self, outputs: Sequence[TextSequence]) -> Sampler:
+        """The sampler of these texts, laid out where the last draw was for others."""
+        numbers = [one.number for one in outputs]
+        if self.sampler is None or numbers != self._drawn_for:
+            self._drawn_for = numbers
+            self.sampler = Sampler(
+                [one.params for one in outputs],
+                [one.state.request.prompt if one.params.needs_history else () for one in outputs],
+                [one.generated if one.params.needs_history else () for one in outputs],
+                eos_ids=self._eos_ids,
+                vocab_size=self.model.config.vocab_size,
+                device=self.model.device,
+            )
+        return self.sampler
+
+    def draw(self, logits: Tensor, growing: dict[TextSequence, int]) -> Tensor:
+        """The next token of each output sequence, int64 on the device; the host does not wait for it.
+
+        growing: as in `grow`; of outputs without drafts, constraints and log-probabilities.
+        """
+        outputs = list(growing)
+        rows = _picked(logits, list(growing.values()))
+        return self.sampler_of(outputs).next_tokens(rows, steps=[one.count for one in outputs])
 
     def grow(self, logits: Tensor, growing: dict[TextSequence, int]) -> list[RequestOutput]:
-        """Each output sequence takes what is sampled for it, from its row on."""
+        """Each output sequence takes its draft as far as it is right, and one token more.
+
+        logits (R, V) float32. growing: the row of each, behind which is one for each token of its draft.
+        """
         if not growing:
             return []
-        owners, first = list(growing), list(growing.values())
-        drawn = zip(owners, self.sampler.sample(logits, owners, first, speculator=self.speculator), strict=True)
-        return [piece for one, (tokens, logprobs) in drawn for piece in self.take(one, tokens, logprobs)]
+        outputs, first = list(growing), list(growing.values())
+        drafts = [one.drafts for one in outputs]
+        rows = [row + place for row, draft in zip(first, drafts, strict=True) for place in range(1 + len(draft))]
+        guide = Guide(outputs) if any(one.constraint is not None for one in outputs) else None
+        drawn_from = None
+        if self.speculator is not None:
+            drawn_from = [self.speculator.probabilities(one.number)[: len(one.drafts)] for one in outputs]
+        taken = self.sampler_of(outputs).take(
+            _picked(logits, rows),
+            drafts,
+            steps=[one.count for one in outputs],
+            guide=guide,
+            probabilities=drawn_from,
+        )
+        failures = {} if guide is None else guide.fail(taken)
+        if self.speculator is not None and self._in_step:  # only the first rank knows what drafts were drawn from
+            taken = broadcast_from_rank0(self.model, taken)
+        logprobs = self._logprobs(logits, growing, taken)
+        for i, failure in failures.items():
+            outputs[i].failure = failure
+        pairs = zip(outputs, taken, strict=True)
+        return [piece for one, tokens in pairs for piece in self.take(one, tokens, logprobs.get(one, ()))]
+
+    def _logprobs(
+        self, logits: Tensor, growing: dict[TextSequence, int], taken: Sequence[Sequence[int]]
+    ) -> dict[TextSequence, list[TokenLogprob]]:
+        """Those of the taken tokens, for the outputs that want them."""
+        wanted = [
+            (one, row, own) for (one, row), own in zip(growing.items(), taken, strict=True) if one.state.wants_logprobs
+        ]
+        if not wanted:
+            return {}
+        rows = [row + place for _, row, own in wanted for place in range(len(own))]
+        tops = [one.state.request.logprobs or 0 for one, _, own in wanted for _ in own]
+        tokens = [token for *_, own in wanted for token in own]
+        found = iter(token_logprobs(_picked(logits, rows), tokens, tops=tops, texts=self.texts))
+        return {one: [next(found) for _ in own] for one, _, own in wanted}
 
     def arrived(self, flight: Flight) -> list[RequestOutput]:
         """Wait for the tokens of a step that was launched, and take them."""
@@ -67,7 +142,9 @@ class Continuations:
                 found += self.take(output, [token], ())
                 continue
             self.counts.generated_tokens += 1
-            found += output.take(token)
+            output.tokens.append(token)
+            if not output.gathers:
+                found.append(shown(output, token))
         return found
 
     def take(self, output: TextSequence, tokens: list[int], logprobs: Sequence[TokenLogprob]) -> list[RequestOutput]:
@@ -119,5 +196,11 @@ class Continuations:
             self.scheduler.finish(sequence)
             if self._table.end(sequence):
                 self._forget(sequence)
+        found = state.emit_end(reason, why)
         self._table.remove(state)
-        return state.emit_end(reason, why)
+        return found
+
+
+def _picked(logits: Tensor, rows: list[int]) -> Tensor:
+    """The logits of these rows; without a copy where they are all, in order."""
+    return logits if rows == list(range(len(logits))) else logits[to_device(rows, logits.device)]

@@ -1,8 +1,8 @@
 """The engine: requests in, one step of the model for all of them together, pieces of text out. One thread owns it.
 
 A step: the scheduler plans which tokens of which sequences are computed (`Scheduler`), blocks that are written are made
-private (`KVCache.copy`), one call of the model over the ragged rows (`model_runner.step_logits`), one batched draw
-(`Sampler.sample`), and each output sequence takes its tokens (`TextSequence.append`). While the same sequences take
+private (`KVCache.copy`), one call of the model over the ragged rows (`runner.step_logits`), one batched draw
+(`Sampler.take`), and each output sequence takes its tokens (`TextSequence.append`). While the same sequences take
 one token each, a step skips the plan and writes only what changed (`DecodeRun`). Requests with several samples compute
 their prompt once and fork; a beam is a fork.
 """
@@ -21,16 +21,15 @@ import torch
 from torch import Tensor
 
 from hasten.engine.admission import AdapterNumbers, admitted, check_room, settings_on_device
-from hasten.engine.blocks import BlockManager
+from hasten.engine.blocks import BlockManager, blocks_of
 from hasten.engine.continuations import Continuations
 from hasten.engine.following import capture_steps, runner_of
 from hasten.engine.logprobs import TokenTexts
-from hasten.engine.model_runner import Sampler, embed, step_logits
 from hasten.engine.prompts import end_ids
 from hasten.engine.request import EngineFailed, Request, RequestOutput, RequestRefused
 from hasten.engine.request_state import RequestState, RequestTable
 from hasten.engine.run import DecodeRun, run_after
-from hasten.engine.runner import ModelRunner
+from hasten.engine.runner import ModelRunner, embed, step_logits
 from hasten.engine.scheduler import Scheduler
 from hasten.engine.settings import EngineSettings, ModelFacts, Stats
 from hasten.engine.speculation import Speculator
@@ -87,10 +86,15 @@ class Engine:
         )
         self.eos_ids = end_ids(model)
         self.texts = TokenTexts(tokenizer)
-        self.sampler = Sampler(model, eos_ids=self.eos_ids, texts=self.texts, in_step=runner.in_step)
         self._table = RequestTable()
         self.continuations = Continuations(
-            self.sampler, self.scheduler, self._table, texts=self.texts, speculator=speculator
+            model,
+            self.scheduler,
+            self._table,
+            eos_ids=self.eos_ids,
+            texts=self.texts,
+            speculator=speculator,
+            in_step=runner.in_step,
         )
         self.ahead: Ahead | None = None
         if runner.decoder is not None:
@@ -181,7 +185,9 @@ class Engine:
     def grow(self, max_length: int) -> None:
         """Have room for a text of this length, keeping what the cache holds. Between texts only."""
         assert not self._table.states, "an engine grows between texts"
-        blocks = 1 + -(-max_length // self.settings.block_size)
+        size, reach = self.settings.block_size, self.blocks.reach
+        needed = 1 + blocks_of(max_length, size, reach=reach, step=self.settings.budget)
+        blocks = max(self.blocks.blocks, needed)
         self.settings = replace(self.settings, max_length=max_length)
         self.runner.grow(blocks, max_length)
         self.blocks.grow(blocks)
@@ -283,10 +289,10 @@ class Engine:
         self._computed(sum(entry.count for entry in plan), time.perf_counter() - started)
         self.scheduler.advance(plan)
         if launched:
-            self.sampler.forget()
+            self.continuations.sampler = None
             return []
         growing, scored = table.reached(plan, first, logits, scheduler=self.scheduler, texts=self.texts)
-        deferred = ahead is not None and not scored and ahead.defer(logits, growing, self.sampler)
+        deferred = ahead is not None and not scored and ahead.defer(logits, growing, self.continuations)
         found = [] if late is None else self.continuations.arrived(late)
         if not deferred:
             found += self.continuations.grow(logits, growing) + self.continuations.search(logits, scored)
@@ -296,7 +302,7 @@ class Engine:
         if speculator is not None:  # drawing is a part of what rows cost
             speculator.stepped(sum(entry.count for entry in plan), time.perf_counter() - started)
         if self.ahead is None:
-            self._run = run_after(plan, list(growing), self.scheduler, table)
+            self._run = run_after(plan, list(growing), self.continuations.sampler, self.scheduler, table)
         return found
 
     def _go_on(self, run: DecodeRun) -> list[RequestOutput] | None:
@@ -316,7 +322,8 @@ class Engine:
         counts.computed_tokens += len(run.texts)
         run.computed()
         if speculator is None and run.only_ids_end_it:
-            tokens = self.sampler.draw(logits, run.outputs, run.rows).tolist()
+            steps = [len(text) - prompt for text, prompt in zip(run.texts, run.prompt_lengths, strict=True)]
+            tokens = run.sampler.next_tokens(logits, steps=steps).tolist()
             taken = run.take(tokens) if run.steps else None
             if taken is None:  # one of them may end
                 taken = self.continuations.take_each(run.outputs, tokens)
@@ -324,7 +331,7 @@ class Engine:
                 counts.generated_tokens += len(tokens)
             found = taken
         else:
-            found = self.continuations.grow(logits, dict(zip(run.outputs, run.rows, strict=True)))
+            found = self.continuations.grow(logits, {one: row for row, one in enumerate(run.outputs)})
         if speculator is not None:
             speculator.stepped(len(run.texts), time.perf_counter() - started)
         self._run = run
@@ -335,7 +342,7 @@ class Engine:
         started = time.perf_counter()
         behind = ahead.launch_behind(flight)
         if behind is not None:
-            self.sampler.forget()
+            self.continuations.sampler = None
             self._computed(len(behind.outputs), time.perf_counter() - started)
         found = self.continuations.arrived(flight)
         ahead.taken(flight, behind)

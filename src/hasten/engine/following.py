@@ -50,7 +50,7 @@ class LeadingRunner(ModelRunner):
         return super().logits(tokens, rows, wanted)
 
     def next_logits(self, tokens: Sequence[int], entered: Sequence[tuple[int, int]]) -> Tensor | None:
-        if not self.cache.can_go_on(entered):
+        if not self.can_go_on(entered):
             return None
         self.group.of_first([NEXT, *self._tokens(tokens), 0, *(value for pair in entered for value in pair)])
         return super().next_logits(tokens, entered)

@@ -42,12 +42,13 @@ def engine_for(
     """
     settings = EngineSettings(
         max_sequences=len(lengths),
+        token_budget=max(_CPU_BUDGET, len(lengths)) if model.device.type == "cpu" else None,
         max_length=max(lengths),
         kv_cache_dtype=kv_cache_dtype,
         prefix_cache=prefix_cache,
         capture=capture,
     )
-    reach = model.config.reach if bounded and not prefix_cache else None
+    reach = model.config.reach if bounded else None
     if compiled or (not prefix_cache and _reads_one_tensor(model, max(lengths), reach)):
         runner, settings = _side_by_side(model, lengths, settings, compiled)
     else:
@@ -86,8 +87,6 @@ def _in_blocks(
     model: Transformer, lengths: Sequence[int], settings: EngineSettings, reach: int | None
 ) -> tuple[ModelRunner, EngineSettings]:
     """Small blocks, as a server has them."""
-    if model.device.type == "cpu":
-        settings = replace(settings, token_budget=max(_CPU_BUDGET, len(lengths)))
     settings = settings_on_device(settings, model)
     size = settings.block_size
     # One block more for each: a sequence begins only where every one that runs can take another block.

@@ -3,16 +3,17 @@
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hasten.engine.admission import check_request
 from hasten.engine.cache import row_format
 from hasten.engine.engine import Engine
 from hasten.engine.for_texts import engine_for, release_engine
 from hasten.engine.params import SamplingParams
 from hasten.engine.prompts import Prompt, encode_prompts, fit, params_of
-from hasten.engine.request import FinishReason, Request, RequestOutput, RequestRefused
+from hasten.engine.request import FinishReason, Request, RequestOutput
 from hasten.engine.speculation import Accept, Speculator, make_speculator
 from hasten.errors import ConfigError
 from hasten.model.fused import fuse_where_it_fits
@@ -151,9 +152,15 @@ class Generation:
         seeds = [secrets.randbits(63) for _ in rows]
         (seeds,) = broadcast_from_rank0(model, [seeds])
         self.params = [
-            fit(row if row.seed is not None else replace(row, seed=seed), len(prompt), model)
+            fit(row if row.seed is not None else row.with_seed(seed), len(prompt), model)
             for row, prompt, seed in zip(rows, self.prompts, seeds, strict=True)
         ]
+        self._requests = [
+            Request(id=str(number), prompt=prompt, params=row, gathered=gathered)
+            for number, (prompt, row) in enumerate(zip(self.prompts, self.params, strict=True))
+        ]
+        for request in self._requests:  # all else of `Engine.admit` was checked above, or there is room for it
+            check_request(request, vocab_size=model.config.vocab_size)
         self.timing = timing if timing is not None else Timing()
         lengths = [len(prompt) + row.max_new_tokens for prompt, row in zip(self.prompts, self.params, strict=True)]
         self._own_engine = engine is None
@@ -163,13 +170,6 @@ class Generation:
         self.reused = 0
         self.sound = True  # whether the engine may continue other texts
         self._outputs: list[list[RequestOutput]] = [[] for _ in rows]
-        try:
-            self._requests = [
-                self.engine.admit(Request(id=str(number), prompt=prompt, params=row, gathered=gathered))
-                for number, (prompt, row) in enumerate(zip(self.prompts, self.params, strict=True))
-            ]
-        except RequestRefused as error:
-            raise ConfigError(str(error)) from error
 
     @property
     def unfinished(self) -> set[int]:

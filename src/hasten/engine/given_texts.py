@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hasten.engine.for_texts import engine_for
-from hasten.engine.model_runner import step_logits
 from hasten.engine.params import KVCacheDtype
+from hasten.engine.runner import step_logits
 from hasten.engine.sequence import ScheduledTokens, TextSequence
 from hasten.errors import ConfigError
 from hasten.model.transformer import Transformer

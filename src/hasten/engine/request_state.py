@@ -257,6 +257,7 @@ class RequestTable:
     def remove(self, state: RequestState) -> None:
         """The request is complete, or given up."""
         del self.states[state.request.id], self._by_number[state.number]
+        state.outputs.clear()  # they refer to it: a cycle would stay until the collector comes
         self._ends.append(time.monotonic())
 
     def expired(self) -> list[RequestState]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from hasten.engine.blocks import OutOfBlocks
 from hasten.engine.request import RequestOutput
 from hasten.engine.request_state import RequestTable
+from hasten.engine.sampler import Sampler
 from hasten.engine.scheduler import Scheduler
 from hasten.engine.sequence import ScheduledTokens, TextSequence
 
@@ -41,7 +42,7 @@ class Group:
             text.append(token)
         if self.gathers:
             return []
-        return [one.show(token) for one, token in zip(self.outputs, tokens, strict=True) if not one.gathers]
+        return [shown(one, token) for one, token in zip(self.outputs, tokens, strict=True) if not one.gathers]
 
 
 class DecodeRun(Group):
@@ -51,10 +52,13 @@ class DecodeRun(Group):
     computation, `computed`. It is over when a sequence ends, another one may begin, or `enter` returns None.
     """
 
-    def __init__(self, outputs: list[TextSequence], scheduler: Scheduler, table: RequestTable) -> None:
+    def __init__(
+        self, outputs: list[TextSequence], sampler: Sampler, scheduler: Scheduler, table: RequestTable
+    ) -> None:
+        """sampler: drew for these sequences, in this order."""
         super().__init__(outputs, pending=0, ended=table.ended)
+        self.sampler, self.prompt_lengths = sampler, [one.prompt_length for one in outputs]
         self._scheduler, self._blocks, self._table = scheduler, scheduler.blocks, table
-        self.rows = range(len(outputs))
         self.adapters = [one.adapter for one in outputs]
         size = self._blocks.block_size
         # Which rows fill a block in a step, by the step's number modulo the block's size; they enter one in the next.
@@ -113,9 +117,29 @@ class DecodeRun(Group):
 
 
 def run_after(
-    plan: Sequence[ScheduledTokens], outputs: list[TextSequence], scheduler: Scheduler, table: RequestTable
+    plan: Sequence[ScheduledTokens],
+    outputs: list[TextSequence],
+    sampler: Sampler | None,
+    scheduler: Scheduler,
+    table: RequestTable,
 ) -> DecodeRun | None:
-    """The run that a step begins whose plan gave these sequences a token; None where it computed anything else."""
+    """The run that a step begins whose plan gave these sequences a token; None where it computed anything else.
+
+    sampler: drew these tokens.
+    """
     if not len(outputs) == len(plan) == sum(entry.count for entry in plan) or not all(map(table.has, outputs)):
         return None
-    return DecodeRun(outputs, scheduler, table)
+    return None if sampler is None else DecodeRun(outputs, sampler, scheduler, table)
+
+
+def shown(output: TextSequence, token: int) -> RequestOutput:
+    """A token in the middle of a text that is given out as it comes."""
+    state = output.state
+    return RequestOutput(
+        request_id=state.request.id,
+        index=output.index,
+        text=output.output_text.go_on(token),
+        tokens=(token,),
+        prompt_tokens=output.prompt_length,
+        cached_tokens=state.cached_tokens,
+    )

@@ -1,4 +1,4 @@
-"""Runs steps of a model over its paged cache."""
+"""What the model computes in a step, over its cache: logits for the tokens of all sequences, end to end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from torch import Tensor
 
 from hasten.engine.block_table import Rows
 from hasten.engine.cache import KVCache
-from hasten.engine.layout import to_device
+from hasten.engine.layout import RaggedLayout, to_device
+from hasten.engine.prompts import check_ids
+from hasten.engine.request import RequestRefused
+from hasten.engine.sequence import ScheduledTokens
+from hasten.engine.step import KVStep
+from hasten.errors import ConfigError
 from hasten.model.context import training_context
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
@@ -41,13 +46,17 @@ class ModelRunner:
     def __init__(self, model: Transformer, cache: KVCache) -> None:
         self.model, self.cache = model, cache
         self.reach = model.config.reach
+        self._latest: tuple[RaggedLayout, KVStep] | None = None
+        # Whether a step's context reads its layout where it is, and so goes on with it.
+        self._in_place = model.device.type == "cpu" and model.config.attention_pattern is None
         self._wanted: tuple[list[int], Tensor] | None = None
         self._next_tokens = np.empty(0, dtype=np.int64)
 
     def grow(self, blocks: int, max_length: int) -> None:
         """Have a cache of more blocks, over which nothing is captured yet."""
-        self.cache.grow(blocks)
-        self.max_length, self.decoder = max_length, None
+        if blocks > self.cache.blocks:
+            self.cache.grow(blocks)
+        self.max_length, self.decoder, self._latest = max_length, None, None
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks of the cache (source, target), as if one after the other."""
@@ -57,19 +66,29 @@ class ModelRunner:
         """Logits (R, V) float32 of the wanted ones among the rows' tokens, which are laid end to end."""
         if self.decoder is not None and (found := self.decoder.prompts.logits(tokens, rows, wanted)) is not None:
             return found
-        step, device = self.cache.step(rows), self.model.device
+        layout, device = RaggedLayout(rows, self.cache.block_size), self.model.device
+        self._latest = layout, (step := self.cache.step_over(layout))
         if self._wanted is None or self._wanted[0] != wanted:
             self._wanted = list(wanted), to_device(list(wanted), device)
         return self.model(to_device([list(tokens)], device), step.positions, step, rows=self._wanted[1])
 
+    def can_go_on(self, entered: Sequence[tuple[int, int]]) -> bool:
+        """Whether `next_logits` will."""
+        return self._latest is not None and self._latest[0].has_columns(entered)
+
     def next_logits(self, tokens: Sequence[int], entered: Sequence[tuple[int, int]]) -> Tensor | None:
         """Logits (N, V) float32 after the next token of each of the N sequences of the last step, which had one each.
 
-        entered and None: as in `KVCache.go_on`.
+        entered: (sequence, block) for each that begins a block. None, and nothing is changed, where the step's block
+        tables are too small: it has to be laid out again. The context of the last step is changed in place.
         """
-        step = self.cache.go_on(entered)
-        if step is None:
+        if self._latest is None:
             return None
+        layout, step = self._latest
+        if not layout.go_on(entered):
+            return None
+        if not self._in_place:
+            self._latest = layout, (step := self.cache.step_over(layout))
         if len(self._next_tokens) != len(tokens):
             self._next_tokens = np.empty(len(tokens), dtype=np.int64)
         self._next_tokens[:] = tokens
@@ -88,6 +107,71 @@ class ModelRunner:
 
     def close(self) -> None:
         """There will be no more steps."""
+
+
+def step_logits(
+    runner: ModelRunner, plan: Sequence[ScheduledTokens], *, captured: bool = True
+) -> tuple[Tensor, list[int]]:
+    """Logits (R, V) float32 of the rows that are wanted, and the first of each of the plan's entries.
+
+    An entry's scored rows come before those of its last token. Where none is wanted, the step only reads, and R is 1.
+    captured: whether a captured step may be looked for.
+    """
+    decoder = runner.decoder if captured else None
+    if decoder is not None and (found := _captured_logits(decoder, plan)) is not None:
+        return found
+    tokens: list[int] = []
+    wanted: list[int] = []
+    first: list[int] = []
+    for entry in plan:
+        drafts, at = len(entry.sequence.drafts), len(tokens)
+        tokens += entry.tokens
+        first.append(len(wanted))
+        if entry.sequence.scored:
+            wanted += range(at, at + entry.scored)
+        if entry.complete:
+            wanted += range(len(tokens) - 1 - drafts, len(tokens))
+    model = runner.model
+    if model.adapters is not None and runner.chooses_adapters:
+        chosen = [entry.sequence.adapter for entry in plan for _ in range(entry.count)]
+        model.adapters.choose(chosen, model.device)
+    return runner.logits(tokens, plan, wanted or [len(tokens) - 1]), first
+
+
+def common_adapter(plan: Sequence[ScheduledTokens]) -> int | None:
+    """The adapter that all of a plan's sequences take (-1: none does); None where they differ."""
+    found = {entry.sequence.adapter for entry in plan}
+    return found.pop() if len(found) == 1 else None
+
+
+def _captured_logits(decoder: BatchRunner, plan: Sequence[ScheduledTokens]) -> tuple[Tensor, list[int]] | None:
+    """The same of a step of decodes and their drafts, where it is captured."""
+    for entry in plan:
+        if not entry.complete or entry.count != 1 + len(entry.sequence.drafts):
+            return None
+    adapter = common_adapter(plan)
+    return None if adapter is None else decoder.logits(plan, adapter=adapter)
+
+
+@torch.no_grad()
+def embed(runner: ModelRunner, prompt: Sequence[int], adapter: int = -1, *, pooling: str, max_length: int) -> Tensor:
+    """States (C,) float32: the mean over the prompt's tokens ("mean"), or the last one's ("last"). Not normalised.
+
+    Raises RequestRefused.
+    """
+    if pooling not in ("mean", "last"):
+        raise RequestRefused(f"pooling is {pooling!r:.40}; it must be 'mean' or 'last'")
+    try:
+        check_ids(runner.model, prompt)
+    except ConfigError as error:
+        raise RequestRefused(str(error)) from error
+    if not 0 < len(prompt) <= max_length:
+        raise RequestRefused(f"the text has {len(prompt)} tokens; it must have from 1 to {max_length}")
+    model = runner.model
+    if model.adapters is not None:
+        model.adapters.choose([adapter] * len(prompt), model.device)
+    x = runner.states(prompt)
+    return x[-1] if pooling == "last" else x.mean(dim=0)
 
 
 def capture_refusal(model: Transformer) -> str | None:

@@ -1,255 +1,205 @@
-"""The next tokens of a `DecodeBatch`, drawn on the device from its logits: a run of steps needs nothing of the host.
+"""The next tokens of the rows of a batch, step after step: `hasten.engine.sampling` with what it must remember.
 
-The rules are `hasten.engine.sampling`'s, over tensors of fixed addresses. Which of them a batch needs is its
-`DrawKind`; each kind is captured by itself. Rows that want more than that (constraints, log-probabilities, beams) are
-drawn for by the host.
+A row's token depends on its own logits, settings, seed and step alone: it does not matter who else is drawn for. A row
+may come with a draft: tokens that were guessed to follow its text, and the logits after each of them. A guessed
+token is taken if it is what is drawn at its place, from the logits, noise, history and constraint of that place. So the
+text is the same with any draft or none; a good one only makes it come sooner.
 """
 
-from __future__ import annotations
+from collections.abc import Collection, Sequence
+from itertools import accumulate
 
-import math
-import struct
-from collections.abc import Sequence
-from typing import NamedTuple
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.engine.batch import DecodeBatch, StepShape
+from hasten.engine.guide import Guide
+from hasten.engine.layout import to_device
 from hasten.engine.params import SamplingParams
-from hasten.engine.sampling import History, RowParams, next_tokens
-from hasten.engine.sequence import ScheduledTokens, TextSequence
-from hasten.ops import triton_support
+from hasten.engine.sampling import History, RowParams, banned_ends, next_tokens, process
+from hasten.engine.stopping import stop_ids
+from hasten.ops.draw import exponential_noise
 
-_TOP_KS = (64, 512)  # a batch's largest top-k is rounded up to one of these, or is the vocabulary
-
-
-class DrawKind(NamedTuple):
-    """What some row of a batch needs. top_k: the largest one's bound, 0 for none; every: each row has one."""
-
-    greedy: bool
-    drawn: bool
-    temperature: bool
-    top_p: bool
-    min_p: bool
-    repetition: bool
-    presence: bool
-    frequency: bool
-    bias: bool
-    banned: bool
-    top_k: int
-    every: bool
-
-    @property
-    def penalized(self) -> bool:
-        return self.repetition or self.presence or self.frequency
+_KEPT = 64  # selections of rows
+_STEPS = 256  # of which the numbers are on the device at a time
+_STREAM = 0x5851F42D4C957F2D  # between the seeds of streams of noise that have nothing to do with each other
 
 
-class DeviceSampler:
-    """Draws for a batch, and moves it on to its next step: the tokens drawn are its tokens, one further."""
+class Sampler:
+    """Draws for B rows, each with its own params, after its prompt (and the output that it has already).
 
-    def __init__(self, batch: DecodeBatch, *, vocab_size: int) -> None:
-        self.batch, self.vocab_size, self.device = batch, vocab_size, batch.device
-        self._history: History | None = None
-        self._ends: Tensor | None = None  # (B, V) bool
-        self._bias: Tensor | None = None  # (B, V) float32
-        self.restart()
+    Prompts and outputs are looked at only where a row has a penalty. eos_ids: the model's end-of-text tokens.
+    """
 
-    def restart(self) -> None:
-        """Forget all sequences, whose numbers may come again."""
-        self._owners = {what: [-1] * self.batch.sequences for what in ("ends", "bias")}  # the sequence of each row
-        self._held: list[tuple[int, int] | None] = [None] * self.batch.sequences  # whose history, of how many tokens
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]] = (),
+        *,
+        eos_ids: Collection[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._params, self._device = params, device
+        self._rows = RowParams.stack(params, vocab_size=vocab_size, device=device)
+        self.end_ids = [stop_ids(row, eos_ids=eos_ids) for row in params]  # of each row, what ends its text
+        self._least = max((row.min_new_tokens for row in params), default=0)
+        self._selected: dict[tuple[int, ...], RowParams] = {}
+        self._steps: tuple[int, Tensor] | None = None  # the first of them, and (_STEPS, B)
+        self._largest = self._rows.largest_only
+        self._history = None
+        if self._rows.needs_history:
+            self._history = History.of_prompts(prompts, outputs=outputs, vocab_size=vocab_size, device=device)
 
-    # -- the host's part ----------------------------------------------------------------------------------------------
+    def next_tokens(self, logits: Tensor, *, steps: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
+        """Logits of the last position (B, V or more) -> tokens (B,) int64. steps: tokens generated so far by each.
 
-    def prepare(self, plan: Sequence[ScheduledTokens]) -> DrawKind:
-        """Write what the batch's buffer has no place for, of these sequences; returns the kind of their draw."""
-        sequences = [entry.sequence for entry in plan]
-        kind = kind_of([one.params for one in sequences], _steps(plan), self.vocab_size)
-        if kind.penalized or kind.bias or kind.banned:
-            places = self.batch.place([one.number for one in sequences])
-            if kind.penalized:
-                self._write_history(sequences, places)
-            if kind.banned:
-                self._write_ends(sequences, places)
-            if kind.bias:
-                self._write_bias(sequences, places)
-        return kind
+        rows: which rows they are, where not all are there.
+        """
+        tokens = self._draw(logits, rows, steps)
+        if self._history is not None:
+            self._history.observe(tokens, rows=rows)
+        return tokens
 
-    def values(self, plan: Sequence[ScheduledTokens]) -> np.ndarray:
-        """The values of `DecodeBatch.fill` for this plan, int64 (10, P)."""
-        found = np.empty((10, len(plan)), dtype=np.int64)
-        found[0] = _steps(plan)
-        packed = b"".join([self.pack(entry.sequence) for entry in plan])
-        found[1:] = np.frombuffer(packed, dtype=np.int64).reshape(len(plan), 9).T
-        return found
+    def take(
+        self,
+        logits: Tensor,
+        drafts: Sequence[Sequence[int]],
+        *,
+        steps: Sequence[int],
+        guide: Guide | None = None,
+        probabilities: Sequence[Sequence[Tensor]] | None = None,
+    ) -> list[list[int]]:
+        """What each row takes: its draft as far as it is what is drawn, and one token more.
 
-    def pack(self, sequence: TextSequence) -> bytes:
-        """Its values in `StepTensors`, 8 bytes each: seed, least, top_k (the vocabulary: off), and the floats."""
-        if sequence.packed is None:
-            params, vocab_size = sequence.params, self.vocab_size
-            assert params.seed is not None, "a row of a batch has a seed"
-            sequence.packed = struct.pack(
-                "=3q6d",
-                *(params.seed, params.min_new_tokens, min(params.top_k or vocab_size, vocab_size)),
-                *(
-                    0.0 if params.greedy else params.temperature,
-                    params.top_p,
-                    math.log(params.min_p) if params.min_p else -math.inf,
-                ),
-                *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+        logits (R, V or more): of each row those after its text, then those after each token of its draft. steps: tokens
+        generated so far by each row. Where a draw depends on those before it (penalties, a guide), the drafts' places
+        are drawn for one after the other; else all at once. probabilities: those (V,) that each token of a draft was
+        drawn from, with noise of its own; where a row has them and no penalty or guide, a token is taken with
+        min(1, p/q) instead, and one that is not is replaced by a draw from what p has more than q (arXiv 2211.17192).
+        """
+        if guide is None and not any(drafts):
+            return [[token] for token in self.next_tokens(logits, steps=steps).tolist()]
+        first = [0, *accumulate(1 + len(draft) for draft in drafts)]
+        rows: list[int] | None
+        if guide is None and self._history is None:
+            rows = [row for row, draft in enumerate(drafts) for _ in range(1 + len(draft))]
+            places = [steps[row] + at - first[row] for at, row in enumerate(rows)]
+            if probabilities is not None and any(probabilities):
+                return self._by_distribution(logits, drafts, probabilities, rows, places)
+            drawn = self._draw(logits, rows, places).tolist()
+            return [agreed(drawn[first[row] : first[row + 1]], draft) for row, draft in enumerate(drafts)]
+        taken: list[list[int]] = [[] for _ in drafts]
+        going = list(range(len(drafts)))
+        for place in range(1 + max(map(len, drafts))):
+            part = logits[torch.tensor([first[row] + place for row in going], device=logits.device)]
+            rows = going if len(going) < len(drafts) else None
+            if guide is not None:
+                for row, own in zip(going, part, strict=True):
+                    guide.mask(row, own)
+            tokens = self._draw(part, rows, [steps[row] + place for row in going])
+            if self._history is not None:
+                self._history.observe(tokens, rows=going)
+            more: list[int] = []
+            for row, token in zip(going, tokens.tolist(), strict=True):
+                taken[row].append(token)
+                goes_on = guide is None or guide.took(row, token)
+                if goes_on and place < len(drafts[row]) and drafts[row][place] == token:
+                    more.append(row)
+            going = more
+            if not going:
+                break
+        return taken
+
+    def probabilities(self, logits: Tensor, *, steps: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
+        """What the tokens of the rows are drawn from (B, V), where none has a penalty."""
+        settings, banned = self._settings(rows, steps)
+        return process(logits, settings, banned=banned).softmax(-1)
+
+    def _by_distribution(
+        self,
+        logits: Tensor,
+        drafts: Sequence[Sequence[int]],
+        drawn_from: Sequence[Sequence[Tensor]],
+        rows: Sequence[int],
+        places: Sequence[int],
+    ) -> list[list[int]]:
+        """What each row takes by the rule of min(1, p/q); by the other one where a draft has no probabilities."""
+        drawn = self._draw(logits, rows, places).tolist()
+        target = self.probabilities(logits, steps=places, rows=rows)  # (R, V)
+        seeds, at = self._rows.seeds[list(rows)], torch.tensor(places, device=self._device)
+        # A third stream of noise beside the target's and the draft's: e^-E is uniform.
+        uniform = (-exponential_noise(seeds + 2 * _STREAM, at, vocab_size=1)[:, 0]).exp().tolist()
+        taken, start = [], 0
+        for draft, own in zip(drafts, drawn_from, strict=True):
+            found, start = start, start + 1 + len(draft)
+            if len(own) < len(draft):
+                taken.append(agreed(drawn[found:start], draft))
+                continue
+            count = 0
+            while count < len(draft):
+                q, p = own[count][draft[count]], target[found + count, draft[count]]
+                if uniform[found + count] * q >= p:
+                    break
+                count += 1
+            last = drawn[found + count]  # by the noise of its place
+            if count < len(draft):
+                noise = exponential_noise(seeds[[found + count]], at[[found + count]], vocab_size=target.shape[1])[0]
+                last = int(((target[found + count] - own[count]).clamp(min=0).log() - noise.log()).argmax())
+            taken.append([*draft[:count], last])
+        return taken
+
+    def _draw(self, logits: Tensor, rows: Sequence[int] | None, steps: Sequence[int]) -> Tensor:
+        """A token (R,) for each of the logits (R, V), which belong to these rows (None: to all, in order)."""
+        if self._largest and (not self._least or min(steps) >= self._least):
+            return logits[:, : self._rows.vocab_size].argmax(dim=-1)
+        settings, banned = self._rows, None
+        if rows is not None or min(steps) < self._least:
+            settings, banned = self._settings(rows, steps)
+        history = self._history if rows is None or self._history is None else self._history.select(rows)
+        same = rows is None and min(steps) == max(steps)  # as in a batch of texts that began together
+        at = self._numbers_of(steps[0]) if same else to_device(list(steps), self._device)
+        return next_tokens(logits, settings, steps=at, history=history, banned=banned)
+
+    def _numbers_of(self, step: int) -> Tensor:
+        """The same step (B,) for all rows, without a launch or a copy for each."""
+        first = step - step % _STEPS
+        if self._steps is None or self._steps[0] != first:
+            numbers = torch.arange(first, first + _STEPS, device=self._device)
+            self._steps = first, numbers[:, None].repeat(1, len(self._params))
+        return self._steps[1][step - first]
+
+    def _settings(self, rows: Sequence[int] | None, steps: Sequence[int]) -> tuple[RowParams, Tensor | None]:
+        """The settings of these rows (None: of all), and the tokens that must not come at these steps."""
+        params, ends, settings = self._params, self.end_ids, self._rows
+        if rows is not None and list(rows) != list(range(len(params))):
+            params, ends, settings = (
+                [params[row] for row in rows],
+                [ends[row] for row in rows],
+                self._select(tuple(rows)),
             )
-        return sequence.packed
+        if min(steps) >= self._least:
+            return settings, None
+        banned = banned_ends(params, steps=steps, end_ids=ends, vocab_size=settings.vocab_size, device=self._device)
+        return settings, banned
 
-    def took(self, numbers: Sequence[int]) -> None:
-        """One more token of each was counted on the device."""
-        for number in numbers:
-            row = self.batch.rows[number]
-            held = self._held[row]
-            if held is not None and held[0] == number:
-                self._held[row] = (number, held[1] + 1)
-
-    def _write_history(self, sequences: Sequence[TextSequence], places: Sequence[int]) -> None:
-        size = self.batch.sequences, self.vocab_size
-        if self._history is None:
-            self._history = History(
-                counts=torch.zeros(size, dtype=torch.int32, device=self.device),
-                seen=torch.zeros(size, dtype=torch.bool, device=self.device),
-            )
-        new: list[tuple[TextSequence, int]] = []
-        more: tuple[list[int], list[int]] = ([], [])
-        for one, place in zip(sequences, places, strict=True):
-            number, text, held = one.number, one.tokens, self._held[place]
-            if not one.params.needs_history:
-                self._held[place] = None
-            elif held is not None and held[0] == number and held[1] <= len(text):
-                more[0].extend([place] * (len(text) - held[1]))
-                more[1].extend(text[held[1] :])
-                self._held[place] = (number, len(text))
-            else:
-                new.append((one, place))
-                self._held[place] = (number, len(text))
-        if new:
-            fresh = History.of_prompts(
-                [one.tokens[: one.prompt_length] for one, _ in new],
-                outputs=[one.generated for one, _ in new],
-                vocab_size=self.vocab_size,
-                device=self.device,
-            )
-            at = torch.tensor([place for _, place in new], device=self.device)
-            self._history.counts.index_copy_(0, at, fresh.counts)
-            self._history.seen.index_copy_(0, at, fresh.seen)
-        if more[0]:
-            self._history.observe(torch.tensor(more[1], device=self.device), rows=more[0])
-
-    def _write_ends(self, sequences: Sequence[TextSequence], places: Sequence[int]) -> None:
-        """What may not come before min_new_tokens."""
-        if self._ends is None:
-            self._ends = torch.zeros(self.batch.sequences, self.vocab_size, dtype=torch.bool, device=self.device)
-        new = self._new("ends", sequences, places)
-        if new:
-            ends = torch.zeros(len(new), self.vocab_size, dtype=torch.bool)
-            for own, i in zip(ends, new, strict=True):
-                own[[token for token in sequences[i].end_ids if token < self.vocab_size]] = True
-            self._ends.index_copy_(0, torch.tensor([places[i] for i in new], device=self.device), ends.to(self.device))
-
-    def _write_bias(self, sequences: Sequence[TextSequence], places: Sequence[int]) -> None:
-        if self._bias is None:
-            self._bias = torch.zeros(self.batch.sequences, self.vocab_size, device=self.device)
-        new = self._new("bias", sequences, places)
-        if new:
-            bias = torch.zeros(len(new), self.vocab_size)
-            for own, i in zip(bias, new, strict=True):
-                for token, value in sequences[i].params.logit_bias.items():
-                    own[token] = value
-            self._bias.index_copy_(0, torch.tensor([places[i] for i in new], device=self.device), bias.to(self.device))
-
-    def _new(self, what: str, sequences: Sequence[TextSequence], places: Sequence[int]) -> list[int]:
-        """Which of these sequences have something else written in their rows; theirs is to be written now."""
-        owners = self._owners[what]
-        pairs = enumerate(zip(sequences, places, strict=True))
-        found = [i for i, (one, place) in pairs if owners[place] != one.number]
-        for i in found:
-            owners[places[i]] = sequences[i].number
-        return found
-
-    # -- the device's part --------------------------------------------------------------------------------------------
-
-    def step(self, shape: StepShape, kind: DrawKind, logits: Tensor) -> None:
-        """Draw from logits (S, 1, V) and move the batch on: nothing here depends on a value that the host knows."""
-        step, size = self.batch.views(shape), shape.sequences
-        history = None
-        if kind.penalized:
-            assert self._history is not None
-            history = History(counts=self._history.counts[:size], seen=self._history.seen[:size])
-        banned = None
-        if kind.banned:
-            assert self._ends is not None
-            banned = self._ends[:size] & (step.steps < step.least)[:, None]
-        settings = self._settings(shape, kind)
-        tokens = next_tokens(logits[:, 0], settings, steps=step.steps, history=history, banned=banned)
-        going = step.lengths > 0
-        if history is not None:
-            one, at = going.to(torch.int32)[:, None], tokens[:, None]
-            history.counts.scatter_add_(1, at, one)
-            history.seen.scatter_(1, at, history.seen.gather(1, at) | going[:, None])
-        if tokens.is_cuda and triton_support.refusal(tokens.device) is None:
-            from hasten.ops.draw import triton_draw
-
-            triton_draw.move_on(tokens, step.tokens, step.lengths, step.steps)
-        else:
-            step.tokens.copy_((tokens * going)[:, None])
-            step.lengths.add_(going)
-            step.steps.add_(going)
-
-    def _settings(self, shape: StepShape, kind: DrawKind) -> RowParams:
-        """The settings of all rows as tensors that stay where they are."""
-        step, vocab = self.batch.views(shape), self.vocab_size
-        floats = step.floats.float().unsqueeze(-1).unbind()  # (S, 1) each
-        on = (kind.temperature, kind.top_p, kind.min_p, kind.repetition, kind.presence, kind.frequency)
-        temperature, top_p, min_p, *penalties = (own if one else None for own, one in zip(floats, on, strict=True))
-        repetition, presence, frequency = penalties
-        greedy = step.floats[0] == 0 if kind.greedy and kind.drawn else None
-        if temperature is not None:
-            temperature = torch.where(temperature == 0, 1.0, temperature)
-        return RowParams(
-            vocab_size=vocab,
-            seeds=step.seeds,
-            all_greedy=not kind.drawn,
-            greedy=greedy,
-            temperature=temperature,
-            top_k=step.top_k[:, None] if kind.top_k else None,
-            max_top_k=min(kind.top_k or vocab, vocab),
-            every_row_top_k=kind.every,
-            top_p=top_p,
-            log_min_p=min_p,
-            repetition=repetition,
-            presence=presence,
-            frequency=frequency,
-            bias=None if self._bias is None or not kind.bias else self._bias[: shape.sequences],
-        )
+    def _select(self, rows: tuple[int, ...]) -> RowParams:
+        """The settings of these rows; drafts ask for the same ones again and again."""
+        if self._rows.bias is not None:  # as wide as the vocabulary: not to be kept
+            return self._rows.select(rows)
+        if rows not in self._selected:
+            if len(self._selected) >= _KEPT:
+                self._selected.clear()
+            self._selected[rows] = self._rows.select(rows)
+        return self._selected[rows]
 
 
-def _steps(plan: Sequence[ScheduledTokens]) -> list[int]:
-    """How many tokens each sequence has generated, one that only the device knows included."""
-    return [entry.end - entry.sequence.prompt_length for entry in plan]
+def other_seed(seed: int | None) -> int | None:
+    """The seed of a draft that draws with noise of its own."""
+    return None if seed is None else (seed + _STREAM) % (1 << 63)
 
 
-def kind_of(params: Sequence[SamplingParams], steps: Sequence[int], vocab_size: int) -> DrawKind:
-    """What a batch of these rows needs, given the tokens each has so far."""
-    ks = [p.top_k for p in params if 0 < p.top_k < vocab_size]
-    return DrawKind(
-        greedy=any(p.greedy for p in params),
-        drawn=not all(p.greedy for p in params),
-        temperature=any(not p.greedy and p.temperature != 1.0 for p in params),
-        top_p=any(p.top_p != 1.0 for p in params),
-        min_p=any(p.min_p for p in params),
-        repetition=any(p.repetition_penalty != 1.0 for p in params),
-        presence=any(p.presence_penalty for p in params),
-        frequency=any(p.frequency_penalty for p in params),
-        bias=any(p.logit_bias for p in params),
-        banned=any(step < p.min_new_tokens for p, step in zip(params, steps, strict=True)),
-        top_k=0 if not ks else next((k for k in _TOP_KS if k >= max(ks)), vocab_size),
-        every=0 < len(ks) == len(params),
-    )
+def agreed(drawn: Sequence[int], draft: Sequence[int]) -> list[int]:
+    """The tokens taken, given those drawn at a draft's places and at the one behind it."""
+    count = next((i for i, token in enumerate(draft) if drawn[i] != token), len(draft))
+    return list(drawn[: count + 1])

@@ -96,6 +96,11 @@ class RowParams:
         )
 
     @property
+    def largest_only(self) -> bool:
+        """Whether each row takes the largest of its logits as they are."""
+        return self.all_greedy and self.bias is None and not self.needs_history
+
+    @property
     def needs_history(self) -> bool:
         return any(setting is not None for setting in (self.repetition, self.presence, self.frequency))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hasten.engine.block_table import Rows, SequenceBlocks
 from hasten.engine.params import SamplingParams
-from hasten.engine.request import Constraint, FinishReason, RequestOutput, TokenLogprob
+from hasten.engine.request import Constraint, FinishReason, TokenLogprob
 from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ class TextSequence:
     params: SamplingParams = field(init=False)
     constraint: Constraint | None = field(init=False)
     failure: str | None = field(init=False)  # why the constraint allows no token
-    plain: bool = field(init=False)  # drawn by an argmax of the logits as they are, unless the minimum is still ahead
     packed: bytes | None = field(init=False)  # how its tokens are drawn, as `DeviceSampler` has it
     gathers: bool = field(init=False)  # given out at its end
     end_ids: frozenset[int] = field(init=False)  # ids that end it
@@ -59,7 +58,7 @@ class TextSequence:
     stop_reason: str | int | None = field(init=False)
     text: list[str] = field(init=False)  # of all steps, where it is given out at the end
     logprobs: list[TokenLogprob] = field(init=False)
-    _output: OutputText = field(init=False)
+    output_text: OutputText = field(init=False)
     prompt_length: int = field(init=False)
 
     def begin(self, state: RequestState, index: int) -> None:
@@ -70,11 +69,10 @@ class TextSequence:
         self.constraint = request.constraint
         if request.constraint is not None and request.samples > 1:
             self.constraint = request.constraint.fork()
-        self.plain = params.greedy and not params.logit_bias and not params.needs_history and self.constraint is None
         self.finish_reason = self.stop_reason = self.failure = self.packed = None
         self.text, self.logprobs = [], []
-        self._output, self.prompt_length = state.output_text(), len(request.prompt)
-        self.gathers, self.end_ids = request.gathered, self._output.stop_ids
+        self.output_text, self.prompt_length = state.output_text(), len(request.prompt)
+        self.gathers, self.end_ids = request.gathered, self.output_text.stop_ids
         self.full = self.prompt_length + params.max_new_tokens
 
     @property
@@ -130,31 +128,14 @@ class TextSequence:
         """Whether this token does not end it, and nothing but text comes of it."""
         return self.only_ids_end_it and token not in self.end_ids and len(self.tokens) + 1 < self.full
 
-    def take(self, token: int) -> list[RequestOutput]:
-        """Take a token with which it `goes_on`; what is given out."""
-        self.tokens.append(token)
-        return [] if self.gathers else [self.show(token)]
-
-    def show(self, token: int) -> RequestOutput:
-        """A token in the middle of a text that is given out as it comes."""
-        state = self.state
-        return RequestOutput(
-            request_id=state.request.id,
-            index=self.index,
-            text=self._output.go_on(token),
-            tokens=(token,),
-            prompt_tokens=self.prompt_length,
-            cached_tokens=state.cached_tokens,
-        )
-
     def catch_up(self) -> None:
         """Decode the tokens that were taken and not given out."""
-        known = self.prompt_length + self._output.count
+        known = self.prompt_length + self.output_text.count
         if known < len(self.tokens):
-            self.text += [self._output.go_on(token) for token in self.tokens[known:]]
+            self.text += [self.output_text.go_on(token) for token in self.tokens[known:]]
 
     def _append(self, token: int) -> str:
-        output = self._output
+        output = self.output_text
         text = output.push(token)
         if self.constraint is not None and output.finish_reason is None:
             self.constraint.advance(token)

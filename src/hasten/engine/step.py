@@ -72,16 +72,6 @@ class KVStep:
     stretched: Tensor | None = None
 
     @property
-    def last(self) -> Tensor:
-        """Each sequence's last row (B,)."""
-        return self.metadata.query_start_loc[1:] - 1
-
-    @property
-    def all_layers(self) -> KVStep:
-        """Itself: for kernels that take all layers in one call."""
-        return self
-
-    @property
     def views(self) -> list[KVView]:
         """The cache of each layer."""
         held = zip(self.k, self.v, self.seen or itertools.repeat(None), strict=False)

@@ -43,7 +43,7 @@ class PlainLayer:
 
 
 class TrainingContext:
-    """The context of a pass without a cache. Stateless: each layer makes its own view, so `all_layers` has none.
+    """The context of a pass without a cache. Stateless: each layer makes its own view.
 
     documents (B, T): the document number of each token; attention stays inside a document.
 
@@ -51,7 +51,8 @@ class TrainingContext:
     the block mask of each layer, for the number of tokens of the pass; with them documents are always intervals.
     """
 
-    all_layers = stretched = None
+    metadata = stretched = None
+    k = v = seen = views = ()
     layers: Sequence[PlainLayer]
 
     def __init__(

@@ -2,7 +2,7 @@
 
 The steps: norm + q, k, v; norms of q and k + rotary turn + cache write; attention; output + residual; norm + gate, up +
 activation; down + residual. Each is one launch for a few rows. Keys and values are reached through `layer.view()`
-alone, so the same block serves a static cache and a paged one, captured or not. The residual stream is float32.
+alone, so the same block serves steps over any cache, captured or not. The residual stream is float32.
 """
 
 import os
@@ -270,14 +270,15 @@ class CudaStack:
             if made is None or self._decode is None or made.reads() != self._decode.reads():
                 self._decode = made  # else the weights are where they were: captured steps use its buffers
             self._bound_to = bound
-        decode, view = self._decode, context.all_layers
-        if decode is None or view is None or view.metadata.rows != PLAIN:
+        decode, step = self._decode, context.metadata
+        if decode is None or step is None or step.rows != PLAIN:
             return False
-        if view.k[0].dtype != model.dtype or view.metadata.max_query != 1 or view.k[0].stride() != view.v[0].stride():
+        k, v = context.k[0], context.v[0]
+        if k.dtype != model.dtype or step.max_query != 1 or k.stride() != v.stride():
             return False
         cos, sin = (table.flatten() for table in ropes[0])
         try:
-            return decode(x.flatten(), cos, sin, view.views)
+            return decode(x.flatten(), cos, sin, context.views)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -235,17 +235,16 @@ class FusedStack:
 
     def run(self, model: Transformer, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32. Blocks that were hooked, replaced or patched are called one by one."""
-        cache, bound = context.all_layers, self.bound(model)
-        if cache is None or bound is None:
+        step, bound = context.metadata, self.bound(model)
+        if step is None or bound is None:
             return model.each_block(x, ropes, context.layers)
-        step = cache.metadata
         call = BlocksCall(
             x=x.float(),
             cos=[cos for cos, _ in ropes],
             sin=[sin for _, sin in ropes],
             rope_index=self.rope_index,
-            k=cache.k,
-            v=cache.v,
+            k=context.k,
+            v=context.v,
             slot_mapping=step.slot_mapping,
             query_start_loc=step.query_start_loc,
             seq_lens=step.seq_lens,
@@ -256,7 +255,7 @@ class FusedStack:
             plans=[one.plan for one in bound],
             adapters=None if model.adapters is None else model.adapters.of(x.shape[0] * x.shape[1]),
             times=self.times,
-            seen=cache.seen,
+            seen=context.seen,
         )
         return bound[0].blocks(*call)
 

@@ -28,35 +28,30 @@ class LayerContext(Protocol):
         ...
 
 
-class AllLayers(Protocol):
-    """The keys and values of all layers during one step, for kernels that take them in one call: see `KVView`."""
-
-    @property
-    def k(self) -> list[Tensor]: ...
-
-    @property
-    def v(self) -> list[Tensor]: ...
-
-    @property
-    def metadata(self) -> AttentionMetadata: ...
-
-    @property
-    def seen(self) -> Sequence[Tensor]: ...
-
-    @property
-    def views(self) -> list[KVView]: ...
-
-
 class Context(Protocol):
-    """One object for each layer: its tensors, and no layer number, so that one compiled graph serves all layers."""
+    """One object for each layer: its tensors, and no layer number, so that one compiled graph serves all layers.
+
+    Kernels that run all layers in one call take their tensors from `views`, or from what these have in common (see
+    `KVView`). metadata None: there is no cache, and nothing for such kernels.
+    """
 
     @property
     def layers(self) -> Sequence[LayerContext]: ...
 
     @property
-    def all_layers(self) -> AllLayers | None:
-        """All layers for a kernel that runs them at once, if they differ only in k and v."""
-        ...
+    def metadata(self) -> AttentionMetadata | None: ...
+
+    @property
+    def k(self) -> Sequence[Tensor]: ...
+
+    @property
+    def v(self) -> Sequence[Tensor]: ...
+
+    @property
+    def seen(self) -> Sequence[Tensor]: ...
+
+    @property
+    def views(self) -> Sequence[KVView]: ...
 
     @property
     def stretched(self) -> Tensor | None:

@@ -15,6 +15,7 @@ from hasten.engine.for_texts import engine_for
 from hasten.engine.params import SamplingParams
 from hasten.engine.request import EngineFailed, Request
 from hasten.engine.run import DecodeRun
+from hasten.engine.sampler import Sampler
 from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
@@ -94,12 +95,12 @@ class Answers:
         self.calls: tuple[tuple[Any, str, str], ...] = (
             (engine.scheduler, "plan", "plan"),
             (engine.runner, "logits", "compute"),
-            (engine.sampler, "sample", "draw"),
+            (Sampler, "take", "draw"),
             (engine.continuations, "grow", "answer"),
             # and where the same sequences go on:
             (DecodeRun, "enter", "plan"),
             (engine.runner, "next_logits", "compute"),
-            (engine.sampler, "draw", "draw"),
+            (Sampler, "next_tokens", "draw"),
             (DecodeRun, "take", "answer"),
         )
 

@@ -1,4 +1,4 @@
-"""A small model that drafts for a large one of the same vocabulary, with a paged cache of its own.
+"""A small model that drafts for a large one of the same vocabulary, over a cache and a runner as an engine has them.
 
 It draws as the target will: with the same settings, seed and step, so the same noise. That makes it agree more often
 than a draft of its own noise would. What the target did not take is forgotten by the next call, whose tokens tell.
@@ -9,14 +9,16 @@ mostly on those, and reading a whole prompt may take longer than drafts for a sh
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 
-from hasten.engine.batch_sampler import BatchSampler, other_seed
 from hasten.engine.block_table import Rows
 from hasten.engine.blocks import BlockManager, OutOfBlocks
 from hasten.engine.cache import KVCache
 from hasten.engine.params import SamplingParams
+from hasten.engine.runner import ModelRunner
+from hasten.engine.sampler import Sampler, other_seed
 from hasten.engine.speculation.proposer import LIMIT, Accept, Chance, Draft, Text
 from hasten.model.draft import Blocks, Draws, Ending, can_draft_in_one_call, draft_in_one_call
 from hasten.model.transformer import Transformer
@@ -63,9 +65,10 @@ class DraftModel:
         self.model, self.name, self.accept = model, name, accept
         blocks, dtype, size = -(-tokens // _BLOCK_SIZE), model.compute_dtype, _BLOCK_SIZE
         self.cache = KVCache(model.config, blocks=blocks, block_size=size, dtype=dtype, device=model.device)
+        self._runner = ModelRunner(model, self.cache)
         self._blocks = BlockManager(blocks=blocks, block_size=size, prefix_cache=False)
         self._known: dict[int, _Known] = {}
-        self._sampler: tuple[list[int], BatchSampler] | None = None
+        self._sampler: tuple[list[int], Sampler] | None = None
 
     def prior(self, kind: int) -> float:
         """See `Proposer`."""
@@ -170,12 +173,11 @@ class DraftModel:
                 more.append(one)
         return more
 
-    def _step(self, sampler: BatchSampler, going: list[_Drafting], floor: float, chance: Chance) -> list[_Drafting]:
+    def _step(self, sampler: Sampler, going: list[_Drafting], floor: float, chance: Chance) -> list[_Drafting]:
         """One token more of each draft, for any model and any settings, if likely enough; those that can have more."""
         rows = [Rows(self._blocks.block_table(one.text.number), len(one.known.tokens), len(one.read)) for one in going]
-        step = self.cache.step(rows)
-        ids = torch.tensor([[token for one in going for token in one.read]], device=self.model.device)
-        logits = self.model(ids, step.positions, step, rows=step.last)
+        last = [end - 1 for end in accumulate(row.count for row in rows)]
+        logits = self._runner.logits([token for one in going for token in one.read], rows, last)
         at = {"steps": [one.text.step + len(one.draft.tokens) for one in going], "rows": [one.row for one in going]}
         tokens = sampler.next_tokens(logits, **at)
         own = self.accept == "distribution"
@@ -202,7 +204,7 @@ class DraftModel:
         one.draft.kinds.append(kind)
         return len(one.draft.tokens) < one.text.room
 
-    def _sampler_of(self, texts: Sequence[Text]) -> BatchSampler:
+    def _sampler_of(self, texts: Sequence[Text]) -> Sampler:
         """A sampler with the target's settings but for penalties, whose history would have to be kept twice."""
         numbers = [text.number for text in texts]
         if self._sampler is None or self._sampler[0] != numbers:
@@ -218,7 +220,7 @@ class DraftModel:
                 for text in texts
             ]
             vocabulary, device = self.model.config.vocab_size, self.model.device
-            sampler = BatchSampler(plain, [()] * len(plain), eos_ids=(), vocab_size=vocabulary, device=device)
+            sampler = Sampler(plain, [()] * len(plain), eos_ids=(), vocab_size=vocabulary, device=device)
             self._sampler = numbers, sampler
         return self._sampler[1]
 
