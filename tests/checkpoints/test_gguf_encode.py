@@ -128,7 +128,7 @@ def test_a_type_for_a_file_without_plain_matrices_is_refused_and_the_advice_work
     first, second = re.search(r"take (hasten export .*), then (hasten export .*)\n", err).groups()
     for line in (first, second):
         main(line.split()[1:])
-    assert read_gguf("out.gguf").tensors["blk.0.attn_v.weight"].type.name == "F16"
+    assert read_gguf(tmp_path / "out.gguf").tensors["blk.0.attn_v.weight"].type.name == "F16"
 
 
 def test_a_type_that_is_read_and_not_written_is_written_plain_with_a_warning(tmp_path, tiny):
@@ -153,4 +153,4 @@ def test_scales_that_float16_does_not_hold_are_refused_with_advice_that_works(tm
         write_gguf(load_as_stored("iq3.gguf"), "out.gguf")
     main(re.search(r"\((hasten export .*)\), then those", str(refusal.value))[1].split()[1:])
     main("export iq3-plain out.gguf".split())
-    assert read_gguf("out.gguf").tensors["blk.0.ffn_down.weight"].type.name == "BF16"
+    assert read_gguf(tmp_path / "out.gguf").tensors["blk.0.ffn_down.weight"].type.name == "BF16"
