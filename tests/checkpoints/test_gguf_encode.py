@@ -121,7 +121,7 @@ def test_a_type_for_a_file_without_plain_matrices_is_refused_and_the_advice_work
     write_gguf(tiny_llama(), tmp_path / "q8.gguf", "Q8_0")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        main("export q8.gguf out.gguf --gguf F16".split())
+        main(["export", "q8.gguf", "out.gguf", "--gguf", "F16"])
     err = capfd.readouterr().err
     assert "--gguf F16 has no effect: all matrices of q8.gguf are quantized" in err
     assert not (tmp_path / "out.gguf").exists()
@@ -152,5 +152,5 @@ def test_scales_that_float16_does_not_hold_are_refused_with_advice_that_works(tm
     with pytest.raises(ConfigError, match="has scales that float16 does not hold") as refusal:
         write_gguf(load_as_stored("iq3.gguf"), "out.gguf")
     main(re.search(r"\((hasten export .*)\), then those", str(refusal.value))[1].split()[1:])
-    main("export iq3-plain out.gguf".split())
+    main(["export", "iq3-plain", "out.gguf"])
     assert read_gguf(tmp_path / "out.gguf").tensors["blk.0.ffn_down.weight"].type.name == "BF16"

@@ -169,7 +169,13 @@ def llama_cpp():
                 pytest.skip(f"pip cannot get {LLAMA_CPP}: {done.stderr.strip().splitlines()[-1]}")
 
     def ask(path):
-        command = [sys.executable, "-c", ASK_LLAMA_CPP, str(path), "Q: What is the capital of France?\nA: The capital is"]
+        command = [
+            sys.executable,
+            "-c",
+            ASK_LLAMA_CPP,
+            str(path),
+            "Q: What is the capital of France?\nA: The capital is",
+        ]
         environment = os.environ | {"PYTHONPATH": str(peer)}
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, done.stderr[-2000:]

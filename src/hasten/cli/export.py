@@ -74,7 +74,7 @@ class Export(JsonOption):
             if is_file:
                 model = load_as_stored(self.model)
             else:
-                # Plain weights are converted one by one as they are written; dequantized ones are computed in the dtype.
+                # Plain weights are converted as they are written; dequantized ones are computed in the dtype.
                 model = load_to_write(self.model, self.dtype if self.dequantize and self.dtype != "auto" else "stored")
         dtype = resolve_dtype(self.dtype, auto=model.dtype)
         with console.status(f"writing {self.output}"):

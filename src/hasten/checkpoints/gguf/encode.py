@@ -1,6 +1,6 @@
-"""The blocks of a GGUF file's tensors, made of the numbers that `types.py` takes out of them: what it reads, it gets back.
+"""The blocks of a GGUF file's tensors, made of the numbers that `types.py` takes out of them.
 
-Every bit returns, with one exception: MXFP4 has two codes for zero, of which the positive one is written.
+Every bit returns to its place, with one exception: MXFP4 has two codes for zero, of which the positive one is written.
 """
 
 from collections.abc import Callable, Sequence
