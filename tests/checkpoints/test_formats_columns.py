@@ -1,5 +1,7 @@
 """GPTQ and AWQ checkpoints: read back exactly as they were written by the published definitions."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,9 +9,11 @@ from hypothesis import strategies as st
 
 import hasten
 from column_folders import write
+from hasten.cli.main import main
 from hasten.errors import HastenWarning
 from hasten.model.fused_linear import fusion_conflict
 from hasten.ops.linear import PackedLinear
+from hasten.ops.native import library
 from quantized_folders import DAMAGE, FUZZ, as_written, change_config, change_tensors, load_damaged, logits, refused
 
 CASES = {
@@ -168,3 +172,20 @@ def test_columns_in_the_order_of_activation_are_not_fused(bfloat16_folder, tmp_p
     model = hasten.load(folder, dtype="stored")
     assert "in the order of its columns (desc_act)" in (fusion_conflict(model) or "")
     assert model.blocks[0].mlp.down.order is not None
+
+
+@pytest.mark.skipif(library() is None, reason="nothing is fused without the native kernels")
+@pytest.mark.filterwarnings("always")
+def test_the_warning_about_their_order_gives_advice_that_ends_it(bfloat16_folder, tmp_path, monkeypatch, capfd):
+    write(bfloat16_folder, tmp_path / "act", "gptq", act_order=True)
+    monkeypatch.chdir(tmp_path)
+    generate = ["--prompt-ids", "1", "--max-new-tokens", "1", "--temperature", "0"]
+    main(["generate", "act", *generate])
+    err = capfd.readouterr().err
+    assert "without the fused steps, about 3 times slower: they take activations as they come" in err
+    (advice,) = re.findall(r"`(hasten export .*)`, then PLAIN with --quantize int8", err)
+    main(advice.split()[1:])
+    main(["generate", "PLAIN", "--quantize", "int8", *generate])
+    err = capfd.readouterr().err
+    assert "PLAIN: int8, fused steps" in err
+    assert "without the fused steps" not in err

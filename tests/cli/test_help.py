@@ -44,6 +44,13 @@ def test_prompt_comes_first(capsys):
     assert next(line for line in lines if line.startswith("  --")).startswith("  --prompt TEXT")
 
 
+def test_the_usage_of_a_ladder_names_the_model_that_may_follow(capsys):
+    for name in LADDERS:
+        usage = screen(capsys, f"bench {name}").splitlines()[0]
+        model = "[MODEL] " if name in ("generate", "serve") else ""
+        assert usage == f"usage: hasten bench {name} {model}[options]"
+
+
 @pytest.mark.parametrize("command", KINDS)
 def test_every_option_is_named_once(capsys, command):
     shown = screen(capsys, command).replace("[no-]", "no-").replace("\n", " ").replace(",", " ").split()

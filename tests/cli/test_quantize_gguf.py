@@ -78,7 +78,7 @@ def test_a_file_is_replaced_only_if_asked_and_never_the_model(tiny_folder, tmp_p
 def test_where_the_file_cannot_be_written_the_folder_stays(tiny_folder, tmp_path, capfd, monkeypatch):
     file = tmp_path / "tiny.gguf"
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left")
 
     monkeypatch.setattr("hasten.checkpoints.gguf.write._blocks", full)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hasten.errors import ConfigError, ResourceError
-from hasten.machine import MATRIX_DTYPES, matrix_rate, measure_limits, vendor_limits
+from hasten.machine import MATRIX_DTYPES, matrix_rate, measure_limits, product_limits, vendor_limits
 from hasten.machine.measure import limited_threads, read_bandwidth
 
 MIB = 1 << 20
@@ -53,6 +53,17 @@ def test_limits_leave_out_what_cannot_be_multiplied(monkeypatch: pytest.MonkeyPa
     limits = measure_limits("cpu", ("float32", torch.bfloat16, "int8"), seconds=0.01)
     assert set(limits.rates) == {"float32", "bfloat16"}
     assert limits.bandwidth > 0
+
+
+def test_products_of_int8_are_held_to_the_rate_of_float32_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"float32": 5.0, "int8": 2.0}
+    monkeypatch.setattr("hasten.machine.measure.matrix_rate", lambda dtype, **_: rates[dtype])
+    monkeypatch.setattr("hasten.machine.measure.read_bandwidth", lambda **_: 1.0)
+    assert product_limits("cpu", ("int8",)).rates == {"int8": 5.0}
+    assert product_limits("cpu", ("float32", "int8")).rates == {"float32": 5.0, "int8": 5.0}
+    rates["int8"] = 9.0
+    assert product_limits("cpu", ("int8",)).rates == {"int8": 9.0}
+    assert product_limits("cpu", ("float32",)).rates == {"float32": 5.0}
 
 
 def test_vendor_figures_are_matched_by_whole_words() -> None:

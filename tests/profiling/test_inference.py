@@ -27,7 +27,7 @@ def known_limits(monkeypatch):
     """Measuring the machine takes longer than all of these, and so does drawing."""
     monkeypatch.setattr(show, "draw", lambda *_: None)
     rates = {"float32": 1e11, "bfloat16": 1e11, "int8": 1e11}
-    monkeypatch.setattr(profiles, "measure_limits", lambda *_: Limits(1e10, rates))
+    monkeypatch.setattr(profiles, "product_limits", lambda *_: Limits(1e10, rates))
 
 
 PROMPT = {"batch": 1, "prompt_tokens": 192}

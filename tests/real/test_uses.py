@@ -14,7 +14,9 @@ import torch
 
 import hasten
 from hasten.checkpoints.adapter_files import load_adapter
+from hasten.checkpoints.gguf.header import read_gguf
 from hasten.checkpoints.gguf.write import write_gguf
+from hasten.cli.main import main
 from hasten.engine.async_engine import AsyncEngine
 from hasten.engine.chat import Chat
 from hasten.engine.llm import make_engine
@@ -38,10 +40,11 @@ ASK_LLAMA_CPP = """
 import json, sys, xllamacpp
 params = xllamacpp.CommonParams()
 params.model.path, params.n_ctx, params.cpuparams.n_threads, params.verbosity = sys.argv[1], 256, 1, 0
-question = {"prompt": sys.argv[2], "n_predict": 8, "temperature": 0}
+question = {"prompt": sys.argv[2], "n_predict": 8, "temperature": 0, "logprobs": 5, "n_probs": 5}
 answer = xllamacpp.Server(params).handle_completions(question)
 answer = json.loads(answer) if isinstance(answer, str) else answer
-print(json.dumps(answer.get("content") or answer["choices"][0]["text"]))
+text = answer.get("content") or answer["choices"][0]["text"]
+print(json.dumps([text, answer.get("completion_probabilities") or answer["choices"][0].get("logprobs")]))
 """
 
 
@@ -154,7 +157,9 @@ def theirs_tokens(folder, messages):
     return torch.tensor([tokenizer(text)["input_ids"]])
 
 
-def test_llama_cpp_loads_the_export(real, tmp_path):
+@pytest.fixture(scope="module")
+def llama_cpp():
+    """A function that has llama.cpp continue a question with a file: its text, and what is likely at each token."""
     peer = cache_folder("real-models") / LLAMA_CPP
     with locked(peer.with_suffix(".lock"), waiting="another process installs llama.cpp"):
         if not peer.exists():
@@ -162,13 +167,39 @@ def test_llama_cpp_loads_the_export(real, tmp_path):
             done = subprocess.run([*install, "--target", str(peer), LLAMA_CPP], capture_output=True, text=True)
             if done.returncode:
                 pytest.skip(f"pip cannot get {LLAMA_CPP}: {done.stderr.strip().splitlines()[-1]}")
+
+    def ask(path):
+        command = [
+            sys.executable,
+            "-c",
+            ASK_LLAMA_CPP,
+            str(path),
+            "Q: What is the capital of France?\nA: The capital is",
+        ]
+        environment = os.environ | {"PYTHONPATH": str(peer)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return ask
+
+
+def test_llama_cpp_loads_the_export(real, llama_cpp, tmp_path):
     path = tmp_path / "export.gguf"
     write_gguf(hasten.load(real.folder, dtype="bfloat16"), path, "Q8_0")
-    command = [sys.executable, "-c", ASK_LLAMA_CPP, str(path), "Q: What is the capital of France?\nA: The capital is"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(peer)}
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer, _ = llama_cpp(path)
     # What hasten says from the published file, too: Gemma 3 270M does not name Paris here.
     assert {"smollm2-135m": "Paris", "gemma3-270m": "the largest city in France"}[real.name] in answer
+
+
+def test_a_file_written_again_has_its_tensors_and_says_the_same_in_llama_cpp(real, llama_cpp, tmp_path):
+    path = tmp_path / "again.gguf"
+    main(["export", real.name, str(path)])
+    first, second = read_gguf(real.file), read_gguf(path)
+    assert {name: one.type.name for name, one in first.tensors.items()} == {
+        name: one.type.name for name, one in second.tensors.items()
+    }
+    assert [name for name in first.tensors if not torch.equal(first.raw(name), second.raw(name))] == []
+    before, after = llama_cpp(real.file), llama_cpp(path)
+    assert before[1]
+    assert before == after

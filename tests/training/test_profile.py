@@ -58,7 +58,7 @@ class Slow(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def known_limits(monkeypatch):
     """Measuring the machine takes longer than all of these."""
-    monkeypatch.setattr(profiles, "measure_limits", lambda *_: Limits(1e10, {"float32": 1e11}))
+    monkeypatch.setattr(profiles, "product_limits", lambda *_: Limits(1e10, {"float32": 1e11}))
 
 
 def set_up_with(made, batches=2):

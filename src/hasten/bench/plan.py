@@ -12,7 +12,7 @@ from hasten.effects import KIND, Facts, Needs, Reads, Unless
 from hasten.engine.params import KVCacheDtype
 from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
-from hasten.machine import available_memory, measure_limits, resolve_device, resolve_dtype, training_precision
+from hasten.machine import available_memory, product_limits, resolve_device, resolve_dtype, training_precision
 from hasten.measure.options import check_least
 from hasten.model.config import ModelConfig
 from hasten.planning.choices import Wanted
@@ -256,7 +256,7 @@ def _device(options: PlanOptions, weights: str) -> tuple[Device, Literal["float3
     dtypes = (dtype, "int8") if _integers(options, weights, kind, dtype) else (dtype,)
     if options.training and options.optimizer.kind == "muon" and kind == "cpu" and dtype != "float32":
         dtypes = (*dtypes, "float32")
-    limits, free, link = measure_limits(kind, dtypes, seconds=0.3), available_memory(kind), LINKS["shared-memory"]
+    limits, free, link = product_limits(kind, dtypes, seconds=0.3), available_memory(kind), LINKS["shared-memory"]
     if kind != "cpu":
         import torch
 

@@ -101,6 +101,21 @@ def load_quietly(source: str | Path | ModelSource, **options: Any) -> Transforme
         return load(source, **options)
 
 
+def load_as_stored(source: str | Path | ModelSource) -> Transformer:
+    """Load a model that is only written again: each plain tensor keeps the dtype it is stored in, and no warning says
+    which formats no kernel takes."""
+    checkpoint = source if isinstance(source, ModelSource) else open_checkpoint(source)
+    model, own, packed, quantized = fill_plain(checkpoint, keep_dtypes=True)
+    if quantized is not None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", NO_KERNEL, HastenWarning)
+            fill_quantized(model, packed, quantized, dtype=own, device=None)
+    model.tokenizer = checkpoint.tokenizer
+    model.origin = str(checkpoint.path if isinstance(source, ModelSource) else source)
+    _finish(model, None)
+    return model
+
+
 def shares_of(checkpoint: ModelSource, size: int) -> list[Share]:
     """Each rank's share for `size` ranks. Raises ConfigError if the model cannot be split that way."""
     together = {"output": 1, "down": 1}

@@ -51,10 +51,10 @@ def bench(arguments: list[str]) -> None:
         # torchrun's one thread is for its ranks; rungs of one process take all cores.
         if os.environ.get("OMP_NUM_THREADS") == "1":
             del os.environ["OMP_NUM_THREADS"]
-    kind, options = LADDERS[name], arguments[1:]
+    kind, options, may_follow = LADDERS[name], arguments[1:], ""
     if name in ("generate", "serve"):
-        options = with_model_option(options, kind)
-    run(parse(kind, options, prog=f"hasten bench {name}", description=kind.__doc__))
+        options, may_follow = with_model_option(options, kind), "MODEL"
+    run(parse(kind, options, prog=f"hasten bench {name}", description=kind.__doc__, may_follow=may_follow))
 
 
 def run(benchmark: Any) -> None:

@@ -17,7 +17,8 @@ from hasten.machine import resolve_dtype
 class Export(JsonOption):
     """Write a model as a Hugging Face folder that transformers loads, converted to another dtype if asked.
 
-    An OUTPUT that ends in .gguf becomes a file that llama.cpp loads; layers in int4 or int8 keep their integers there.
+    An OUTPUT that ends in .gguf becomes a file that llama.cpp loads. Quantized layers keep their numbers there: int4,
+    int8, and the blocks of a GGUF file.
 
     Vocabulary padding is removed, weights are checked for NaN, and tensors are written in the layout that the model's
     family publishes.
@@ -43,7 +44,7 @@ class Export(JsonOption):
         Literal["BF16", "F16", "Q8_0", "Q4_0"] | None,
         Holds("writes_file", "in a folder; name an OUTPUT that ends in .gguf"),
     ] = None
-    """The type of the matrices in a GGUF file, BF16 by default."""
+    """The type of the plain matrices in a GGUF file, by default F16 of those in float16 and BF16 of others."""
 
     @property
     def writes_file(self) -> bool:
@@ -60,6 +61,7 @@ class Export(JsonOption):
 
         from hasten.checkpoints.advice import export_plain, plain_folder
         from hasten.checkpoints.export import export_model
+        from hasten.checkpoints.load import load_as_stored
 
         is_file = self.writes_file
         if self.dequantize and is_file:
@@ -69,14 +71,23 @@ class Export(JsonOption):
             )
         console = Console(stderr=True)
         with console.status(f"reading {self.model}"):
-            # Plain weights are converted one by one as they are written; dequantized ones are computed in the dtype.
-            model = load_to_write(self.model, self.dtype if self.dequantize and self.dtype != "auto" else "stored")
+            if is_file:
+                model = load_as_stored(self.model)
+            else:
+                # Plain weights are converted as they are written; dequantized ones are computed in the dtype.
+                model = load_to_write(self.model, self.dtype if self.dequantize and self.dtype != "auto" else "stored")
         dtype = resolve_dtype(self.dtype, auto=model.dtype)
         with console.status(f"writing {self.output}"):
             if is_file:
-                from hasten.checkpoints.gguf.write import write_gguf
+                from hasten.checkpoints.gguf.write import has_plain_matrices, write_gguf
 
-                name = write_gguf(model, self.output, self.gguf or "BF16")
+                if self.gguf is not None and not has_plain_matrices(model):
+                    raise ConfigError(
+                        f"--gguf {self.gguf} has no effect: all matrices of {self.model} are quantized, and are "
+                        f"written as they are. Leave it out, or take {export_plain(self.model)}, then hasten export "
+                        f"{plain_folder(self.model)} {self.output} --gguf {self.gguf}"
+                    )
+                name = write_gguf(model, self.output, self.gguf)
             else:
                 export_model(model, self.output, dtype=dtype, dequantize=self.dequantize)
                 name = str(dtype).removeprefix("torch.")

@@ -70,8 +70,11 @@ def for_parser(arguments: Sequence[str]) -> list[str]:
     return ["--help" if one == "--help-all" else one for one in arguments]
 
 
-def first_screen(command: type, *, prog: str, flat: bool = False, description: str | None = None) -> str:
-    """The help of a command in one screen. prog: the command as typed. flat: options of sections have no prefixes."""
+def first_screen(
+    command: type, *, prog: str, flat: bool = False, description: str | None = None, may_follow: str = ""
+) -> str:
+    """The help of a command in one screen. prog: the command as typed. flat: options of sections have no prefixes.
+    may_follow: a word that the command takes in the place of an option, such as MODEL."""
     options = [
         _shown(command, option.path, option.place)
         for option in options_of(command, flat=flat).values()
@@ -83,7 +86,8 @@ def first_screen(command: type, *, prog: str, flat: bool = False, description: s
     own = [by_path[path] for path in named] or [one for one in options if one.owner is command]
     first = [*places, *(one for one in own if not one.positional)]
     needed = [f"{one.flag} {one.metavar}" for one in options if one.required]
-    usage = " ".join(["usage:", prog, *(one.metavar for one in places), *needed, "[options]"])
+    words = [*([f"[{may_follow}]"] if may_follow else []), *(one.metavar for one in places), *needed]
+    usage = " ".join(["usage:", prog, *words, "[options]"])
     about = description or inspect.cleandoc(str(command.__doc__))
     lines = [usage, "", *textwrap.wrap(about.partition("\n\n")[0], WIDTH), ""]
     for one in first:

@@ -15,13 +15,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-def parse(command: Any, arguments: list[str], *, prog: str, description: str | None = None) -> Any:
-    """Parse arguments into a command. Fields of dataclasses in it are options without a prefix."""
+def parse(
+    command: Any, arguments: list[str], *, prog: str, description: str | None = None, may_follow: str = ""
+) -> Any:
+    """Parse arguments into a command. Fields of dataclasses in it are options without a prefix.
+
+    may_follow: a word in the usage line that `with_model_option` makes an option of.
+    """
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_several)
     config = (tyro.conf.OmitArgPrefixes,)
     if wants_help(arguments):
-        print(first_screen(command, prog=prog, flat=True, description=description))
+        print(first_screen(command, prog=prog, flat=True, description=description, may_follow=may_follow))
         raise SystemExit(0)
     arguments = for_parser(merge_repeated(arguments, command))
     made = tyro.cli(command, args=arguments, prog=prog, description=description, config=config, registry=registry)

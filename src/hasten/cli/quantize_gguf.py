@@ -53,15 +53,13 @@ def folder_to_gguf(folder: Path, file: Path) -> float:
 
     If that fails the folder stays, and the error names it.
     """
-    import torch
-
     from hasten.checkpoints.gguf.header import read_gguf
     from hasten.checkpoints.gguf.write import write_gguf
     from hasten.checkpoints.load import load
 
     try:
         model = load(folder, dtype="stored")
-        write_gguf(model, file, "F16" if model.dtype == torch.float16 else "BF16")
+        write_gguf(model, file)
     except HastenError as error:
         raise type(error)(f"{error}. The model is in {folder}: hasten export {folder} {file}") from None
     del model

@@ -5,7 +5,7 @@ from hasten.machine.compiler import Compiler, find_compiler
 from hasten.machine.describe import describe
 from hasten.machine.device import configure, resolve_device, resolve_dtype
 from hasten.machine.limits import Limits, Link, vendor_limits
-from hasten.machine.measure import MATRIX_DTYPES, matrix_rate, measure_limits
+from hasten.machine.measure import MATRIX_DTYPES, matrix_rate, measure_limits, product_limits
 from hasten.machine.memory import available_memory, peak_memory, process_memory, reset_peak_memory
 from hasten.machine.precision import ProductPrecision, emulated, training_precision
 from hasten.machine.processor import amx_permitted, available_cores, instruction_sets
@@ -34,6 +34,7 @@ __all__ = [
     "measure_limits",
     "peak_memory",
     "process_memory",
+    "product_limits",
     "reset_peak_memory",
     "resolve_device",
     "resolve_dtype",

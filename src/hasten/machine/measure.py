@@ -111,6 +111,20 @@ def measure_limits(
     return Limits(bandwidth=read_bandwidth(device=device, seconds=seconds), rates=rates)
 
 
+def product_limits(
+    device: str | torch.device = "cpu", dtypes: Sequence[str | torch.dtype] = ("float32",), *, seconds: float = 0.5
+) -> Limits:
+    """`measure_limits` to hold products against: on a CPU those of int8 have at least the rate of float32.
+
+    Integers of 8 bits may be multiplied in float32; torch's own int8 product is a hundred times slower without VNNI.
+    """
+    found = measure_limits(device, dtypes, seconds=seconds)
+    if "int8" not in found.rates or str(device).partition(":")[0] != "cpu":
+        return found
+    rate = found.rates.get("float32") or matrix_rate("float32", device=device, seconds=seconds)
+    return Limits(found.bandwidth, found.rates | {"int8": max(rate, found.rates["int8"])})
+
+
 def product(dtype: str, rows: int, outputs: int, inputs: int, device: str | torch.device) -> Callable[[], object]:
     """A call that multiplies (rows, inputs) by the transpose of (outputs, inputs), as a linear layer does.
 

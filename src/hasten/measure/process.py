@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from hasten.errors import HastenError
-from hasten.machine import configure, measure_limits, peak_memory, process_memory, reset_peak_memory
+from hasten.machine import configure, peak_memory, process_memory, product_limits, reset_peak_memory
 from hasten.machine.threads import Threads
 
 
@@ -385,5 +385,5 @@ class LimitsProbe:
         self.device, self.dtypes, self.seconds = device, dtypes, seconds
 
     def measure(self) -> dict[str, float]:
-        limits = measure_limits(self.device, self.dtypes, seconds=self.seconds)
+        limits = product_limits(self.device, self.dtypes, seconds=self.seconds)
         return {"bandwidth": limits.bandwidth} | {f"rate {dtype}": rate for dtype, rate in limits.rates.items()}

@@ -180,7 +180,11 @@ def _advice(model: Transformer) -> str:
         asked = f", or dtype='{own}' to keep it without this warning" if model.dtype == torch.float32 else ""
         return f"load it with dtype='bfloat16' (--dtype bfloat16){asked}"
     if model.quantization is not None:
-        return "quantize the original checkpoint with `hasten quantize`, whose layers can be fused"
+        name = model.origin or "MODEL"
+        return (
+            "quantize the original checkpoint with `hasten quantize`, whose layers can be fused; without it, "
+            f"`hasten export {name} PLAIN --dequantize`, then PLAIN with --quantize int8"
+        )
     if model.device.type != "cpu":
         return "--compile (compiled=True) makes its decode steps faster"
     return "--quantize int8 (hasten.quantize) makes its products faster"

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hasten.checks import whole
 from hasten.errors import ConfigError
-from hasten.machine import describe, measure_limits
+from hasten.machine import describe, product_limits
 from hasten.machine.files import save_json
 from hasten.machine.limits import Limits
 from hasten.model.binding import Binding, explain
@@ -116,7 +116,7 @@ def profile(
             require_model(subject, "hasten.profile")
             kind = ServedAnswers if use == "serve" else Answers
             works, dtype = kind(subject, batch=batch, prompt_tokens=prompt_tokens).works(), product_dtype(subject)
-        limits = measure_limits(works[0].model.device, (dtype,))
+        limits = product_limits(works[0].model.device, (dtype,))
         phases = tuple(measure(work, limits, dtype, steps=steps, folder=folder) for work in works)
     found = Profile(use=use, phases=phases, kernels=tuple(explain(works[0].model)), folder=folder)
     with writing(folder):

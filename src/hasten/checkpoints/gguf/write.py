@@ -10,12 +10,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hasten.checkpoints.advice import export_plain
 from hasten.checkpoints.checkpoint import check_finite
 from hasten.checkpoints.formats.file_format import BLOCK_ELEMENTS
 from hasten.checkpoints.gguf.config import config_values
+from hasten.checkpoints.gguf.encode import ENCODERS, encode
 from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, shortest
 from hasten.checkpoints.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES, LONG_ROPE, place_of
 from hasten.checkpoints.gguf.tokenizer import tokenizer_entries
@@ -29,10 +30,13 @@ from hasten.model.families.family import parameter_names
 from hasten.model.layer_format import LayerFormat
 from hasten.model.rope import frequencies
 from hasten.model.transformer import Transformer, require_model
-from hasten.ops.linear import INT8, PackedEmbedding, PackedLinear, WeightFormat
+from hasten.ops.linear import INT8, PackedEmbedding, PackedLinear, QuantizedWeight, WeightFormat
 
 Kind = Literal["BF16", "F16", "Q8_0", "Q4_0"]
-_FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # `general.file_type`, which says what most of it is
+# `general.file_type`, which says what most of it is; of the k-quants the number of the usual mixture (M).
+_FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15}
+_FILE_TYPES |= {"Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "MXFP4": 38}
+_OF_FORMAT = {TYPES[name].format: name for name in ENCODERS}
 _NAMES = {family: name for name, family in ARCHITECTURES.items()} | {"mistral": "llama", "mixtral": "llama"}
 _ROUNDED = 5e-4  # by how much float16 may change the scale of a row in int8: half a unit in its last place
 _FREE = ("family", "initializer_range", "source")  # of a ModelConfig, what a GGUF file need not say
@@ -45,12 +49,14 @@ class _Item(NamedTuple):
     make: Callable[[], np.ndarray]
 
 
-def write_gguf(model: Transformer, path: str | Path, kind: Kind = "BF16") -> str:
+def write_gguf(model: Transformer, path: str | Path, kind: Kind | None = None) -> str:
     """Write a GGUF file with the model's tokenizer, whole or not at all; returns the type that most of it has.
 
-    kind: of the plain matrices; norms and biases are F32. In a Q4_0 file the head (or the embedding, if they are one
-    matrix) is Q8_0, and rows that 32 does not divide are F16. Layers that are quantized already keep their integers:
-    int4 as Q4_0; int8 as Q8_0, where a scale for each row is rounded to float16, with a warning.
+    kind: of the plain matrices; by default F16 of those in float16, and BF16 of others. Norms and biases are F32. In a
+    Q4_0 file the head (or the embedding, if they are one matrix) is Q8_0, and rows that 32 does not divide are F16.
+    Layers that are quantized already keep their numbers: those of a GGUF file in the blocks that they came from
+    (`encode.ENCODERS` lists the types), int4 as Q4_0; int8 as Q8_0, where a scale for each row is rounded to float16,
+    with a warning.
 
     Raises ConfigError for a model that a GGUF file cannot state, or whose quantized weights no type of GGUF holds;
     CheckpointError where the file cannot be written; ResourceError without the package gguf.
@@ -89,19 +95,25 @@ def write_gguf(model: Transformer, path: str | Path, kind: Kind = "BF16") -> str
 
 def check_gguf(model: Transformer, layers: Mapping[str, LayerFormat], path: Path) -> None:
     """Raise, before any work, what `write_gguf` would for the plain model once its layers have these formats."""
-    _contents(model, "BF16", path)
+    _contents(model, None, path)
     for name, layer in layers.items():
         module: Any = model.get_submodule(name)
         _type_of(f"{name}.weight", layer.weight, module.weight.shape[1], ordered=False, origin=model.origin)
 
 
-def _contents(model: Transformer, kind: Kind, target: Path) -> tuple[list[_Item], dict[str, Any]]:
+def has_plain_matrices(model: Transformer) -> bool:
+    """Whether `kind` has an effect: some matrix is not quantized. (Routers are F32 in any file.)"""
+    layers = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear | nn.Embedding)]
+    return any(not name.endswith("router") for name, _ in layers)
+
+
+def _contents(model: Transformer, kind: Kind | None, target: Path) -> tuple[list[_Item], dict[str, Any]]:
     """The file's tensors, and its metadata but for `general.file_type`."""
     try:
         from gguf import GGUFWriter  # noqa: F401
     except ImportError:
         raise ResourceError("writing GGUF takes the package gguf: pip install 'hasten[gguf]'") from None
-    if kind not in get_args(Kind):
+    if kind is not None and kind not in get_args(Kind):
         raise ConfigError(f"kind is {kind!r}; use one of {', '.join(get_args(Kind))}")
     if model.config.family not in _NAMES:
         raise ConfigError(f"GGUF files of {', '.join(_NAMES)} are written; found {model.config.family}")
@@ -161,7 +173,7 @@ def _factors(rope: RopeConfig) -> dict[str, Tensor]:
     return {}
 
 
-def _items(model: Transformer, kind: Kind) -> list[_Item]:
+def _items(model: Transformer, kind: Kind | None) -> list[_Item]:
     """The tensors to write. ConfigError for integers that no type holds.
 
     A tied head is one matrix with the embedding; experts are one stack, and Phi-3's q, k and v one matrix.
@@ -173,7 +185,7 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
         begin += tensor.nbytes
     parts: dict[str, list[_Item]] = {}
     stacks: set[str] = set()
-    rounded = []
+    rounded, lost = [], []
     for ours in parameter_names(config):
         if ours == "head.weight" and tied:
             continue
@@ -187,15 +199,19 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
             shape, ordered = (module.out_features, module.in_features), module.order is not None
             type_name = _type_of(ours, module.format, module.in_features, ordered=ordered, origin=model.origin)
             rounded += [ours] * (module.format == INT8)
-            make = partial(_blocks, module, rows, ours)
+            make = partial(_blocks, module, rows, type_name, ours=ours, origin=model.origin)
         else:
             tensor = getattr(module, leaf).detach()
             plain = tensor.dim() == 1 or owner.endswith("router")  # llama.cpp keeps routers in float32
-            shape, type_name = tuple(tensor.shape), "F32" if plain else kind
+            own = kind or ("F16" if tensor.dtype == torch.float16 else "BF16")
+            shape, type_name = tuple(tensor.shape), "F32" if plain else own
             if kind == "Q4_0" and owner == ("embedding" if tied else "head"):
                 type_name = "Q8_0"
             if shape[-1] % TYPES[type_name].elements:
                 type_name = "F16"
+            stored = model.stored_types.get("head" if tied and owner == "embedding" else owner)
+            if stored is not None and leaf == "weight":
+                lost.append(f"{ours} ({stored}, now {type_name})")
             make = partial(_encoded, tensor, rows, place.offset, type_name)
         shape = (config.vocab_size, *shape[1:]) if owner in ("embedding", "head") else shape
         stacks |= {place.name} if place.expert is not None else set()
@@ -204,6 +220,13 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
         warnings.warn(
             f"{len(rounded)} int8 layers become Q8_0, such as {rounded[0]}: their integers stay, and the scale of each "
             "row is rounded to float16, by at most 0.05%",
+            HastenWarning,
+            stacklevel=4,
+        )
+    if lost:
+        warnings.warn(
+            f"{len(lost)} matrices have types that hasten reads but does not write, and are written plain, such as "
+            f"{lost[0]}",
             HastenWarning,
             stacklevel=4,
         )
@@ -222,11 +245,14 @@ def _joined(parts: list[_Item], *, stack: bool) -> _Item:
 
 
 def _type_of(ours: str, stored: WeightFormat, in_features: int, *, ordered: bool, origin: str | None) -> str:
-    """The type whose blocks hold a quantized layer's integers."""
+    """The type whose blocks hold a quantized layer's numbers."""
     if ordered:
         raise ConfigError(
-            f"{ours}: its columns are in the order of activation, which GGUF cannot state; write the plain model"
+            f"{ours}: its columns are in the order of activation, which GGUF cannot state: write its plain weights "
+            f"({export_plain(origin)}), then those as a file"
         )
+    if (name := _OF_FORMAT.get(stored)) is not None and not in_features % TYPES[name].elements:
+        return name
     types, uneven = {"int4": "Q4_0", "int8": "Q8_0"}, stored.group_size % 32 or in_features % 32
     if stored.element in types and stored.symmetric and len(stored.scales) == 1 and not uneven:
         return types[stored.element]
@@ -237,22 +263,26 @@ def _type_of(ours: str, stored: WeightFormat, in_features: int, *, ordered: bool
     )
 
 
-def _blocks(module: PackedLinear, rows: Any, ours: str) -> np.ndarray:
-    """The blocks of a quantized layer, uint8 (N, bytes): of 32 integers each, and their scale."""
+def _blocks(module: PackedLinear, rows: Any, type_name: str, *, ours: str, origin: str | None) -> np.ndarray:
+    """The blocks of a quantized layer, uint8 (N, bytes of a row)."""
     weight = module.to_weight().rows(rows)
+    if weight.format != TYPES[type_name].format:  # wider groups, or scales of another dtype
+        weight = _in_groups_of_32(weight, ours, origin)
+    return encode(type_name, weight).numpy()
+
+
+def _in_groups_of_32(weight: QuantizedWeight, ours: str, origin: str | None) -> QuantizedWeight:
+    """The same integers, with a float16 scale for each 32. ConfigError for scales that float16 does not hold."""
     k = weight.shape[1]
     scales = weight.scales.repeat_interleave((weight.format.group_size or k) // 32, 1)[:, : k // 32]
     half = scales.half()
-    values = weight.values.view(torch.uint8).unflatten(1, (-1, 32))
-    if weight.format.element == "int4":
-        values = values[..., :16] | values[..., 16:] << 4
     off = (half.float() - scales.float()).abs()
     if (off > (scales.abs() * _ROUNDED if weight.format == INT8 else 0)).any():
         raise ConfigError(
-            f"{ours} has scales that float16 does not hold, as in GGUF; quantize with float16 scales, or write "
-            "the plain model"
+            f"{ours} has scales that float16 does not hold, as in GGUF: write its plain weights "
+            f"({export_plain(origin)}), then those as a file, or quantize the original with --format gguf"
         )
-    return torch.cat((half.unsqueeze(2).view(torch.uint8), values), 2).flatten(1).numpy()
+    return replace(weight, scales=half)
 
 
 def _encoded(tensor: Tensor, rows: Any, offset: float, type_name: str) -> np.ndarray:
