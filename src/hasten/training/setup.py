@@ -111,6 +111,7 @@ def set_up(
         rank=ranks.reader,
         world_size=ranks.readers,
         workers=recipe.data.workers,
+        documents=recipe.data.separate_documents,
     )
     validation = None
     if recipe.data.validation_fraction:
