@@ -55,6 +55,12 @@ def native_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+def _native() -> Functions:
+    """The operators of both, looked up once: a layer calls them in every step."""
+    ops = getattr(torch.ops, _ready(None))
+    return Functions(ops.bias_gelu.default, ops.silu_mul.default)
+
+
 def _register(native: NativeLibrary, space: str) -> None:
     gelu_backward, silu_backward = native.ops.bias_gelu_backward.default, native.ops.silu_mul_backward.default
 
@@ -107,7 +113,7 @@ def bind(request: ActivationRequest, *, kernel: str | None = None) -> Functions:
 
 
 KERNELS: tuple[Kernel[ActivationRequest], ...] = (
-    Kernel("native", lambda: Functions(native_bias_gelu, native_silu_mul), _native_unsupported, _native_opt_in),
+    Kernel("native", _native, _native_unsupported, _native_opt_in),
     Kernel("reference", lambda: Functions(reference_bias_gelu, reference_silu_mul), lambda request: None),
 )
 
