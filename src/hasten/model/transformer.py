@@ -377,7 +377,8 @@ class Transformer(nn.Module):
         with _BINDING, torch.autocast("cpu", enabled=False):  # products may be measured
             self.loss_kernel, self._binding = loss, True
             try:
-                choose_width(self)
+                if self.dtype != torch.float32 or type(self.embedding) is not nn.Embedding:
+                    choose_width(self)
                 for layer in self.modules():
                     if isinstance(layer, Attention):
                         layer.bind(attention, dtype=dtype)
