@@ -37,7 +37,7 @@ def test_the_shards_hold_every_document_ended_by_the_separator(corpus, quick):
         assert split.bytes == sum(len(text.encode()) for text in texts.values())
         assert split.weights is None
     assert data.train.tokens.dtype == np.uint16
-    assert isinstance(data.train.tokens.read(0, 5), np.memmap)
+    assert isinstance(data.train.tokens[:5], np.memmap)
 
 
 def test_the_manifest_counts(corpus, quick):

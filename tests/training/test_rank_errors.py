@@ -18,7 +18,6 @@ import ranks
 from hasten.distributed.launch import _Watch, joined
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError, ResourceError
-from hasten.model.initialize import initialize
 from hasten.training import build, checkpoints, session
 from hasten.training.checkpoint_state import find
 from hasten.training.journal import read
@@ -157,21 +156,21 @@ def test_a_wrong_recipe_is_found_where_one_rank_tells_it(recipe, monkeypatch):
         except ConfigError as error:
             found.append(error)
 
+    monkeypatch.setattr(session, "launched", lambda: True)
     monkeypatch.setattr(session, "joined", watched)
     train(recipe(batch_size=0), progress=False)
     assert "data.batch_size is 0" in str(found[0])
 
 
-def refuse(model, made, two):
+def refuse(config, made, two):
     made.check()
     build.check_ranks(made, two)
-    build.apply_data_parallel(model, made, two)
+    build.check_shares(config, made.parallel)
 
 
 def test_what_does_not_fit_together_is_refused_before_anything_is_shared(recipe):
     two = Ranks(rank=0, size=2, joined=True)
     config = build.shape_config(recipe().model, vocab_size=64, positions=32)
-    model = initialize(config, seed=0)
     for made, told in [
         (recipe(zero=1, replicas=3), "parallel.replicas is 3, which 2 processes cannot share"),
         (recipe(offload="all"), "set parallel.zero to 1, 2 or 3"),
@@ -184,7 +183,7 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_shared(recipe)
         (recipe(qat=Qat(bits=4), policy="float32-masters", precision="bfloat16"), "qat.bits train float32 weights"),
     ]:
         with pytest.raises(ConfigError, match=told):
-            refuse(model, made, two)
+            refuse(config, made, two)
 
 
 def test_a_part_that_one_rank_cannot_write_is_told_and_the_old_one_stays(recipe, monkeypatch, tmp_path):

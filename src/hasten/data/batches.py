@@ -63,6 +63,7 @@ class Batches:
 
     split: the tokens; of texts at least sequence_length + 1. workers: threads that prepare batches ahead (reading
     mapped files releases the GIL); 0: each batch is made when it is requested. shuffle=False: windows in order.
+    documents: number the documents of each row, for attention that stays inside them.
     Raises DataError for a split shorter than one window, ConfigError for numbers that cannot work.
     """
 
@@ -75,6 +76,8 @@ class Batches:
     world_size: int = 1
     workers: int = 0
     shuffle: bool = True
+    documents: bool = True
+    tokens: int = field(init=False)  # of the split
     windows: int = field(init=False)  # of one epoch; the ring gives every window its last target
     packing: Packing | None = field(init=False)  # of a split with conversations
 
@@ -88,7 +91,8 @@ class Batches:
             raise ConfigError(f"workers is {self.workers}; give 0 or more")
         packed = self.split.weights is not None
         self.packing = pack(self.split, length=self.sequence_length) if packed else None
-        self.windows = len(self.split) // self.sequence_length if self.packing is None else len(self.packing.starts)
+        self.tokens = len(self.split)
+        self.windows = self.tokens // self.sequence_length if self.packing is None else len(self.packing.starts)
 
     def window(self, row: int) -> tuple[int, int]:
         """Start in the split, and number of tokens, of row number `row` of the endless list."""
@@ -100,9 +104,9 @@ class Batches:
         if not self.shuffle:
             return index * self.sequence_length, whole
         # The offset moves the windows' borders, and the few tokens that no window of this epoch covers.
-        offset = mix(self.seed, epoch, 1) % len(self.split)
+        offset = mix(self.seed, epoch, 1) % self.tokens
         window = Permutation(self.windows, mix(self.seed, epoch, 2))[index]
-        return (offset + window * self.sequence_length) % len(self.split), whole
+        return (offset + window * self.sequence_length) % self.tokens, whole
 
     def batch(self, position: int) -> Batch:
         """Batch number `position` (from 0): depends on nothing but the arguments of this object and `position`."""
@@ -110,7 +114,7 @@ class Batches:
             raise ConfigError(f"position is {position}; batches count from 0")
         first = (position * self.world_size + self.rank) * self.batch_size
         windows = [self.window(first + row) for row in range(self.batch_size)]
-        return _assemble(self.split, windows, length=self.sequence_length)
+        return _assemble(self.split, windows, length=self.sequence_length, numbered=self.documents)
 
     def iterate(self, start: int = 0) -> Iterator[tuple[int, Batch]]:
         """Yield (position, batch) from `start` on, without end. Closing the iterator stops the workers."""
@@ -169,27 +173,38 @@ def _check_length(split: TokenSplit, sequence_length: int) -> None:
         )
 
 
-def _assemble(split: TokenSplit, windows: Sequence[tuple[int, int]], *, length: int, rows: int | None = None) -> Batch:
-    """Assemble rows from windows (start, number of tokens); the rest of a row is padding without targets."""
+def _assemble(
+    split: TokenSplit,
+    windows: Sequence[tuple[int, int]],
+    *,
+    length: int,
+    rows: int | None = None,
+    numbered: bool = True,
+) -> Batch:
+    """Assemble rows from windows (start, number of tokens); the rest of a row is padding without targets.
+
+    numbered: with the number of each token's document.
+    """
     import torch
 
     rows = len(windows) if rows is None else rows
     tokens = np.zeros((rows, length + 1), np.int64)
     targets = np.full((rows, length), IGNORED, np.int64)
-    documents = np.zeros((rows, length), np.int64)
+    documents = np.zeros((rows, length), np.int64) if numbered else None
     for row, (start, size) in enumerate(windows):
         tokens[row, :size] = _read(split.tokens, start, size)
         targets[row, : size - 1] = tokens[row, 1:size]
         if split.weights is not None:
             learned = _read(split.weights, start, size)[1:] != 0
             targets[row, : size - 1][~learned] = IGNORED
-        there = min(size, length)
-        documents[row, :there] = split.document_numbers(start, there)
-        documents[row, there:] = documents[row, there - 1] + 1
+        if documents is not None:
+            there = min(size, length)
+            documents[row, :there] = split.document_numbers(start, there)
+            documents[row, there:] = documents[row, there - 1] + 1
     return Batch(
         inputs=torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])),
         targets=torch.from_numpy(targets),
-        documents=torch.from_numpy(documents),
+        documents=None if documents is None else torch.from_numpy(documents),
     )
 
 

@@ -188,12 +188,17 @@ def open_split(folder: Path, *, split: str, entry: dict[str, Any], dtype: str) -
     ]
     starts = _map(folder / f"{split}.starts.bin", np.dtype("<i8"), entry["documents"])
     return TokenSplit(
-        tokens=MappedArray(tokens, dtype=kind),
+        tokens=_joined(tokens, kind),
         document_starts=starts,
-        weights=MappedArray(weights, dtype=np.uint8) if weights else None,
+        weights=_joined(weights, np.dtype(np.uint8)) if weights else None,
         bytes=entry["bytes"],
         name=split,
     )
+
+
+def _joined(parts: list[npt.NDArray[Any]], dtype: np.dtype[Any]) -> MappedArray | npt.NDArray[Any]:
+    """The mapped file, or several of them as one array."""
+    return parts[0] if len(parts) == 1 else MappedArray(parts, dtype=dtype)
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:

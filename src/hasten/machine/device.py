@@ -75,7 +75,8 @@ def configure(*, threads: Threads | None = None, seed: int | None = None, proces
 
     from hasten.machine.processor import available_cores
 
-    threads = thread_count(threads)
+    if threads is not None:
+        threads = thread_count(threads)
     most = max(64, 4 * available_cores().logical)
     if threads is not None and threads > most:
         raise ConfigError(f"threads is {threads}; more than {most} only wait for each other on this machine")

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hasten.errors import ResourceError
 from hasten.machine.files import replacing
@@ -14,8 +14,8 @@ from hasten.machine.progress import bars, on_terminal
 PLAIN_SECONDS = 30  # between two lines if standard error is not a terminal
 
 
-class Progress:
-    """Interface for showing progress; this base class shows nothing."""
+class Progress(Protocol):
+    """A run as people see it."""
 
     def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None:
         """Show a line of train.jsonl. total: steps of the whole run. validation: the last validation loss."""
@@ -24,7 +24,7 @@ class Progress:
         """Show a text that stays visible above the bar."""
 
 
-class PlainLines(Progress):
+class PlainLines:
     """Prints a line to standard error for the first step, about every 30 seconds, and for the last step: for logs."""
 
     def __init__(self, title: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,21 +51,15 @@ class PlainLines(Progress):
 
 
 @contextmanager
-def progress_bar(title: str, *, shown: bool) -> Iterator[Progress]:
-    """Show a bar with loss, tokens/s, MFU and time left; plain lines if standard error is not a terminal.
-
-    shown: if False, show nothing.
-    """
-    if not shown:
-        yield Progress()
-        return
+def progress_bar(title: str) -> Iterator[Progress]:
+    """Show a bar with loss, tokens/s, MFU and time left; plain lines if standard error is not a terminal."""
     if not on_terminal():
         yield PlainLines(title)
         return
     with bars("count", "{task.fields[numbers]}", "elapsed", "left", "remaining", transient=False) as display:
         task = display.add_task(title, total=None, numbers="compiling and measuring the speed")
 
-        class Bar(Progress):
+        class Bar:
             def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None:
                 display.update(task, completed=line["step"], total=total, numbers=numbers(line, validation))
 

@@ -82,7 +82,7 @@ class Loop:
     state: TrainingState
     _: KW_ONLY
     stop: StopRequest
-    progress: display.Progress
+    progress: display.Progress | None
     on_step: OnStep | None = None
     _pace: budget.Pace | None = field(default=None, init=False)
     _lowered: bool = field(default=False, init=False)
@@ -183,7 +183,8 @@ class Loop:
                 line |= self._validate()
             for log in logs:
                 log.write(line)
-            self.progress.show(line, total=state.total, validation=state.validation_loss)
+            if self.progress is not None:
+                self.progress.show(line, total=state.total, validation=state.validation_loss)
             self._save_where_due(line)
             if self.on_step is not None:
                 self.on_step(line)
@@ -311,10 +312,11 @@ class Loop:
         if state.step >= self.recipe.schedule.warmup_steps:
             now = factor(self.schedule, step=state.step, total=state.total, decay_start=state.bend)
             state.bend = (state.step, now)
-        self.progress.note(
-            f"the machine has become slower: {total:,} steps instead of {state.total:,}, to end in about "
-            f"{self.recipe.run.minutes:g} minutes"
-        )
+        if self.progress is not None:
+            self.progress.note(
+                f"the machine has become slower: {total:,} steps instead of {state.total:,}, to end in about "
+                f"{self.recipe.run.minutes:g} minutes"
+            )
         state.total, self._lowered = total, True
 
     def _validate(self) -> dict[str, float]:

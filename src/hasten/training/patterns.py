@@ -26,9 +26,7 @@ def with_pattern(config: ModelConfig, shape: Shape) -> ModelConfig:
 
 
 def give_pattern(model: Transformer, shape: Shape) -> None:
-    """Give a loaded model the recipe's pattern, if it has one, in its layers and its config."""
-    if shape.attention_pattern is None:
-        return
+    """Give a loaded model the recipe's pattern, in its layers and its config."""
     model.config = with_pattern(model.config, shape)
     for module in model.modules():
         if isinstance(module, Attention):

@@ -12,9 +12,10 @@ import torch
 
 from hasten.checkpoints.adapter_files import save_adapter
 from hasten.checkpoints.export import export_model
+from hasten.distributed import launched
 from hasten.distributed.launch import joined, remember, remembered
 from hasten.distributed.placement import Placement, Sharded
-from hasten.distributed.ranks import Ranks
+from hasten.distributed.ranks import ALONE, Ranks
 from hasten.errors import ConfigError
 from hasten.machine import measured, resolve_dtype
 from hasten.machine.files import code_digest, locked, save_json
@@ -85,11 +86,11 @@ def train(
     training there; DataError for its text, ResourceError if memory or disk do not suffice, TrainingError if the loss is
     not finite, CheckpointError for a damaged checkpoint.
     """
-    with joined() as ranks:
+    with joined() if launched() else nullcontext(ALONE) as ranks:
         _check(recipe, resume)
         ranks = ranks.split(recipe.parallel.tensor)
         folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
-        if resume == "never" and remembered(f"begun {folder.path}"):
+        if resume == "never" and ranks.joined and remembered(f"begun {folder.path}"):
             resume = "auto"  # a previous attempt of this launch has already started over; the checkpoints are its own
         with _alone(folder) if ranks.first else nullcontext():
             return _train(recipe, folder, ranks, progress=progress and ranks.first, resume=resume, on_step=on_step)
@@ -149,14 +150,14 @@ def _train(
     state = TrainingState() if stored is None else _restore(stored, setup, folder)
     if ranks.first:
         _begin_folder(folder, recipe, fresh=stored is None)
-        remember(f"begun {folder.path}")
+        if ranks.joined:
+            remember(f"begun {folder.path}")
     with stop_on_signals(stop):
-        with display.progress_bar(recipe.name, shown=progress) as bar:
-            bar.note(f"matrix products in {setup.precision}")
-            for note in setup.notes:
-                bar.note(note)
-            if setup.step.how:
-                bar.note(setup.step.how)
+        with display.progress_bar(recipe.name) if progress else nullcontext() as bar:
+            if bar is not None:
+                for note in (f"matrix products in {setup.precision}", *setup.notes, setup.step.how):
+                    if note:
+                        bar.note(note)
             loop = Loop(recipe, folder, setup, state, stop=stop, progress=bar, on_step=on_step)
             finished = loop.run()
         bits = _export(recipe, folder, setup) if finished and ranks.first else None

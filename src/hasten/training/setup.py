@@ -102,32 +102,8 @@ def set_up(
     check_shares(config, recipe.parallel)
     memory = MemoryCheck.here(config, recipe, device, source=source, ranks=ranks).fitted()
     recipe, note = memory.recipe, memory.check()
-    rows, context = recipe.data.batch_size, recipe.data.context
-    batches = Batches(
-        data.train,
-        batch_size=ranks.rows(rows),
-        sequence_length=context,
-        seed=recipe.run.seed,
-        rank=ranks.reader,
-        world_size=ranks.readers,
-        workers=recipe.data.workers,
-    )
-    validation = None
-    if recipe.data.validation_fraction:
-        validation = Validation(
-            data.validation,
-            batch_size=rows,
-            sequence_length=context,
-            batches=recipe.run.validation_batches,
-            ranks=ranks,
-        )
-    if source is None:
-        model = initialize(config, seed=recipe.run.seed, device=device)
-        eos = next(iter(data.tokenizer.eos_ids), None)
-        model.generation = {} if eos is None else {"bos_token_id": data.tokenizer.bos_id, "eos_token_id": eos}
-    else:
-        model = pretrained_model(source, recipe, device=device)
-    model.tokenizer = data.tokenizer
+    batches, validation = make_batches(recipe, data, ranks), make_validation(recipe, data, ranks)
+    model = make_model(config, recipe, source, data, device)
     if ranks.size > 1:
         weights = torch.stack([t.sum(dtype=torch.float64) for t in model.state_dict().values()]).sum()
         ranks.require_same({"torch": torch.__version__, "data": data.folder.name, "weights": f"{float(weights):.6g}"})
@@ -137,19 +113,18 @@ def set_up(
     # Seed last: measuring consumes a varying number of random draws.
     torch.manual_seed(seed)
     random.seed(seed)
-    layers, whole = model.config.layers, training_flops_per_token(model.config, context)
-    without_each = [replace(model.config, layers=layers[:i] + layers[i + 1 :]) for i in range(len(layers))]
+    flops, block_flops = _flops(model.config, recipe.data.context)
     return Setup(
         recipe=recipe,
         precision=precision,
-        notes=(note,) if batches.packing is None else (note, batches.packing.describe(context)),
+        notes=(note,) if batches.packing is None else (note, batches.packing.describe(recipe.data.context)),
         data=data,
         batches=batches,
         validation=validation,
         model=model,
         step=step,
-        flops_per_token=whole,
-        block_flops=tuple(whole - training_flops_per_token(without, context) for without in without_each),
+        flops_per_token=flops,
+        block_flops=block_flops,
         rate=rate,
     )
 
@@ -191,6 +166,54 @@ def model_config(recipe: Recipe, data: TokenData, source: ModelSource | None) ->
             "data.context"
         )
     return training_config(recipe, config)
+
+
+def make_batches(recipe: Recipe, data: TokenData, ranks: Ranks) -> Batches:
+    """Batches of the rows that this rank trains on."""
+    return Batches(
+        data.train,
+        batch_size=ranks.rows(recipe.data.batch_size),
+        sequence_length=recipe.data.context,
+        seed=recipe.run.seed,
+        rank=ranks.reader,
+        world_size=ranks.readers,
+        workers=recipe.data.workers,
+        documents=recipe.data.separate_documents,
+    )
+
+
+def make_validation(recipe: Recipe, data: TokenData, ranks: Ranks) -> Validation | None:
+    """The measurement of the validation loss; None if no text is held out."""
+    if not recipe.data.validation_fraction:
+        return None
+    return Validation(
+        data.validation,
+        batch_size=recipe.data.batch_size,
+        sequence_length=recipe.data.context,
+        batches=recipe.run.validation_batches,
+        ranks=ranks,
+    )
+
+
+def make_model(
+    config: ModelConfig, recipe: Recipe, source: ModelSource | None, data: TokenData, device: torch.device
+) -> Transformer:
+    """Create the model, without techniques: with random weights, or those of the checkpoint `source`."""
+    if source is not None:
+        model = pretrained_model(source, recipe, device=device)
+    else:
+        model = initialize(config, seed=recipe.run.seed, device=device)
+        eos = next(iter(data.tokenizer.eos_ids), None)
+        model.generation = {} if eos is None else {"bos_token_id": data.tokenizer.bos_id, "eos_token_id": eos}
+    model.tokenizer = data.tokenizer
+    return model
+
+
+def _flops(config: ModelConfig, context: int) -> tuple[float, tuple[float, ...]]:
+    """Training FLOPs per token of the whole model, and of each block."""
+    layers, whole = config.layers, training_flops_per_token(config, context)
+    without_each = [replace(config, layers=layers[:i] + layers[i + 1 :]) for i in range(len(layers))]
+    return whole, tuple(whole - training_flops_per_token(without, context) for without in without_each)
 
 
 def _rate(dtype: torch.dtype, device: torch.device) -> float | None:

@@ -43,16 +43,10 @@ def reference_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(wide) * up.to(wide.dtype)).to(gate.dtype)
 
 
-def native_bias_gelu(z: Tensor, bias: Tensor | None) -> Tensor:
-    """gelu(z + bias), tanh form, of z (..., W) and bias (W,) or None; float32 or bfloat16, on the CPU."""
-    out: Tensor = getattr(torch.ops, _ready(None)).bias_gelu.default(z, bias)
-    return out
-
-
-def native_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, both (..., W), float32 or bfloat16, on the CPU."""
-    out: Tensor = getattr(torch.ops, _ready(None)).silu_mul.default(gate, up)
-    return out
+def native() -> Functions:
+    """The native operators, float32 or bfloat16, on the CPU. Looked up once: a layer calls them in every step."""
+    ops = getattr(torch.ops, _ready(None))
+    return Functions(ops.bias_gelu.default, ops.silu_mul.default)
 
 
 def _register(native: NativeLibrary, space: str) -> None:
@@ -97,7 +91,7 @@ def _contenders(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     def run(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(function(gate, up), (gate, up), values[2])
 
-    return {"native": run(native_silu_mul), "PyTorch's": run(lambda gate, up: F.silu(gate) * up)}
+    return {"native": run(native().silu_mul), "PyTorch's": run(lambda gate, up: F.silu(gate) * up)}
 
 
 def bind(request: ActivationRequest, *, kernel: str | None = None) -> Functions:
@@ -107,7 +101,7 @@ def bind(request: ActivationRequest, *, kernel: str | None = None) -> Functions:
 
 
 KERNELS: tuple[Kernel[ActivationRequest], ...] = (
-    Kernel("native", lambda: Functions(native_bias_gelu, native_silu_mul), _native_unsupported, _native_opt_in),
+    Kernel("native", native, _native_unsupported, _native_opt_in),
     Kernel("reference", lambda: Functions(reference_bias_gelu, reference_silu_mul), lambda request: None),
 )
 
