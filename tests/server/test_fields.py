@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 import hasten
 from hasten.engine.request import RequestRefused
-from hasten.server.responses import from_library
+from hasten.server.errors import from_library
 from server_case import app_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -197,7 +197,7 @@ UNSUPPORTED |= {"web_search_options"}
 )
 def test_every_field_of_openais_client_is_known(path, params):
     from hasten.server.completions import CompletionBody
-    from hasten.server.conversation import ChatBody
+    from hasten.server.bodies import ChatBody
     from hasten.server.embeddings import EmbeddingBody
 
     body = {one.__name__: one for one in (ChatBody, CompletionBody, EmbeddingBody)}[path]

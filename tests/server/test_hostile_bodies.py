@@ -124,7 +124,7 @@ def test_too_many_are_refused_before_each_is_looked_at(client_for_all, name):
     from pydantic import ValidationError
 
     from hasten.server.completions import CompletionBody
-    from hasten.server.conversation import ChatBody
+    from hasten.server.bodies import ChatBody
 
     body = {"model": "tiny"} | TOO_MANY[name]
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -148,7 +148,7 @@ def test_a_million_mistakes_are_one_mistake(client_for_all, name):
     from pydantic import ValidationError
 
     from hasten.server.completions import CompletionBody
-    from hasten.server.conversation import ChatBody
+    from hasten.server.bodies import ChatBody
 
     body, path = MANY[name], "/v1/chat/completions" if "messages" in MANY[name] else "/v1/completions"
     assert client_for_all.post(path, json=body).status_code == 400

@@ -1,7 +1,13 @@
-"""Convert the engine's outputs of one HTTP request into OpenAI's chunks, and join chunks into whole answers."""
+"""Answers: the engine's outputs of one HTTP request become the parts of its answer, streamed or whole.
+
+`AnswerBuilder` follows the outputs; a protocol's subclass makes parts of them. `ChoiceBuilder` is OpenAI's form with
+choices, whose whole answer is its chunks joined.
+Events: https://html.spec.whatwg.org/multipage/server-sent-events.html
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
@@ -10,13 +16,16 @@ from typing import Any, Generic, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
 
 from hasten.engine.request import Request, RequestOutput, SlowReader, TokenLogprob
 from hasten.errors import HastenError
 from hasten.server.bodies import SamplingBody, StreamOptions
 from hasten.server.build_request import samples_of
-from hasten.server.metrics import Stopwatch
-from hasten.server.responses import ApiError, ClientGone, EventStream, from_library, overloaded, reply
+from hasten.server.errors import ApiError, ClientGone, from_library, overloaded
+from hasten.server.logs import LOGGER
+from hasten.server.metrics import Metrics
 from hasten.server.service import Service
 from hasten.server.structured import Grammar
 
@@ -26,22 +35,12 @@ LOWEST = -9999.0  # instead of minus infinity, which JSON lacks (vLLM's value)
 
 
 class AnswerBuilder(ABC, Generic[Body]):
-    """Builds the response of one HTTP request; an answer that is not streamed is its chunks joined.
-
-    kind, chunk_kind: the `object` of a whole answer and of a chunk.
-    """
-
-    kind: str
-    chunk_kind: str
+    """Builds the response of one HTTP request from the outputs of its engine requests."""
 
     def __init__(self, service: Service, body: Body, *, prompts: int) -> None:
         self.service, self.body = service, body
         self.samples = samples_of(body, service.settings, prompts=prompts)
         self.n = self.samples.n
-        options = body.stream_options or StreamOptions()
-        self.usage_at_end, self.usage_always = options.include_usage, options.continuous_usage_stats
-        if (self.usage_at_end or self.usage_always) and not body.stream:
-            raise ApiError("stream_options needs stream", param="stream_options")
         self.created = int(time.time())
         self.id = ""
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
@@ -52,47 +51,32 @@ class AnswerBuilder(ABC, Generic[Body]):
 
     @abstractmethod
     def take(self, which: int, output: RequestOutput) -> list[Json]:
-        """Convert one output of the engine into choices of chunks (possibly none)."""
+        """Convert one output of the engine into parts of the answer (possibly none)."""
 
     @abstractmethod
-    def join(self, index: int, parts: list[Json]) -> Json:
-        """Join all chunk choices of one index into a whole choice, without its finish reason."""
+    def stream(self, first: Json, parts: AsyncIterator[Json]) -> EventStream:
+        """Build the streamed answer."""
+
+    @abstractmethod
+    def whole(self, parts: list[Json]) -> Json:
+        """Build the whole answer from all its parts."""
 
     async def respond(self, http: HttpRequest) -> Response:
         """Build the response, streamed or whole. A request that cannot be served gets an error status at once."""
         requests = await self.requests(http.state.request_id)
         parts = self._parts(requests, http)
         http.state.cleanup.append(parts.aclose)  # closed in any case, which aborts running requests
-        first = await anext(parts)
         if self.body.stream:
-            return EventStream(self._chunks(first, parts))
-        own: dict[int, list[Json]] = {index: [] for index in range(self.n * len(requests))}
-        own[first["index"]].append(first)
-        async for part in parts:
-            own[part["index"]].append(part)
-        choices = [self.join(i, found) | {"finish_reason": found[-1]["finish_reason"]} for i, found in own.items()]
-        return reply(self._envelope(self.kind, choices) | {"usage": self._usage()})
-
-    async def _chunks(self, first: Json, parts: AsyncIterator[Json]) -> AsyncIterator[Json]:
-        yield self._chunk(first)
-        async for part in parts:
-            yield self._chunk(part)
-        if self.usage_at_end:
-            yield self._envelope(self.chunk_kind, []) | {"usage": self._usage()}
-
-    def _chunk(self, part: Json) -> Json:
-        chunk = self._envelope(self.chunk_kind, [part])
-        if self.usage_at_end or self.usage_always:
-            chunk["usage"] = self._usage() if self.usage_always else None
-        return chunk
+            return self.stream(await anext(parts), parts)
+        return reply(self.whole([part async for part in parts]))
 
     async def _parts(self, requests: Sequence[Request], http: HttpRequest) -> AsyncGenerator[Json]:
-        """Yield the chunk choices of the engine's outputs (`take`) as they arrive, and count and time them.
+        """Yield the parts of the engine's outputs (`take`) as they arrive, and count and time them.
 
         The first output always yields some. Raises ApiError if the engine reports a failure.
         """
         metrics, which_of = self.service.metrics, {request.id: which for which, request in enumerate(requests)}
-        stopwatch = Stopwatch(metrics, start=http.state.arrived)
+        self.stopwatch = Stopwatch(metrics, start=http.state.arrived)
         for request in requests:
             metrics.samples.observe(request.n)
             metrics.most.observe(request.params.max_new_tokens)
@@ -107,7 +91,7 @@ class AnswerBuilder(ABC, Generic[Body]):
                         self.cached_tokens += output.cached_tokens
                         metrics.prompts.observe(len(requests[which].prompt))
                     self.completion_tokens += len(output.tokens)
-                    stopwatch.observe(which, output.index, len(output.tokens), output.finish_reason)
+                    self.stopwatch.observe(which, output.index, len(output.tokens), output.finish_reason)
                     _check_end(requests[which], output)
                     for part in self.take(which, output):
                         yield part
@@ -115,9 +99,53 @@ class AnswerBuilder(ABC, Generic[Body]):
             raise ClientGone from None
         except HastenError as error:
             raise from_library(error) from None
-        stopwatch.end()
+        self.stopwatch.end()
         for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
             http.state.facts[name] = getattr(self, name)
+
+
+class ChoiceBuilder(AnswerBuilder[Body]):
+    """An answer of OpenAI's with choices; one that is not streamed is its chunks joined.
+
+    kind, chunk_kind: the `object` of a whole answer and of a chunk.
+    """
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, service: Service, body: Body, *, prompts: int) -> None:
+        super().__init__(service, body, prompts=prompts)
+        options = body.stream_options or StreamOptions()
+        self.usage_at_end, self.usage_always = options.include_usage, options.continuous_usage_stats
+        if (self.usage_at_end or self.usage_always) and not body.stream:
+            raise ApiError("stream_options needs stream", param="stream_options")
+
+    @abstractmethod
+    def join(self, index: int, parts: list[Json]) -> Json:
+        """Join all chunk choices of one index into a whole choice, without its finish reason."""
+
+    def stream(self, first: Json, parts: AsyncIterator[Json]) -> EventStream:
+        return EventStream(self._chunks(first, parts))
+
+    def whole(self, parts: list[Json]) -> Json:
+        own: dict[int, list[Json]] = {}
+        for part in parts:
+            own.setdefault(part["index"], []).append(part)
+        choices = [self.join(i, own[i]) | {"finish_reason": own[i][-1]["finish_reason"]} for i in sorted(own)]
+        return self._envelope(self.kind, choices) | {"usage": self._usage()}
+
+    async def _chunks(self, first: Json, parts: AsyncIterator[Json]) -> AsyncIterator[Json]:
+        yield self._chunk(first)
+        async for part in parts:
+            yield self._chunk(part)
+        if self.usage_at_end:
+            yield self._envelope(self.chunk_kind, []) | {"usage": self._usage()}
+
+    def _chunk(self, part: Json) -> Json:
+        chunk = self._envelope(self.chunk_kind, [part])
+        if self.usage_at_end or self.usage_always:
+            chunk["usage"] = self._usage() if self.usage_always else None
+        return chunk
 
     def _usage(self) -> Json:
         """The tokens used so far, as OpenAI's `usage`."""
@@ -198,3 +226,75 @@ def _top(token: TokenLogprob) -> dict[str, float]:
 
 def _entry(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.text, "logprob": max(token.logprob, LOWEST), "bytes": list(token.raw)}
+
+
+class Stopwatch:
+    """Observes the times of one request. Samples of one prompt share the time to the first token.
+
+    start: when the request's headers arrived, by time.perf_counter().
+    """
+
+    def __init__(self, metrics: Metrics, *, start: float) -> None:
+        self._metrics = metrics
+        self._start = start
+        self._first: dict[tuple[int, int], float] = {}
+        self._last: dict[tuple[int, int], float] = {}
+        self._tokens: dict[tuple[int, int], int] = {}
+
+    def observe(self, prompt: int, index: int, tokens: int, finish_reason: str | None) -> None:
+        """Count one output with `tokens` new tokens."""
+        now, key = time.perf_counter(), (prompt, index)
+        if tokens:
+            if not self._first:
+                self._metrics.first.observe(now - self._start)
+            if key in self._last:
+                self._metrics.between.observe(now - self._last[key])
+            self._first.setdefault(key, now)
+            self._last[key] = now
+            self._tokens[key] = self._tokens.get(key, 0) + tokens
+        if finish_reason is not None:
+            count = self._tokens.get(key, 0)
+            self._metrics.answers.observe(count)
+            self._metrics.finished.labels(self._metrics.model_name, finish_reason).inc()
+            if count > 1:
+                self._metrics.each.observe((now - self._first[key]) / (count - 1))
+
+    def end(self) -> None:
+        """Observe the whole time, once the last output was sent."""
+        self._metrics.whole.observe(time.perf_counter() - self._start)
+
+
+def reply(body: Any) -> Response:
+    """A JSON response; NaN and infinity become null."""
+    return Response(to_json(body, inf_nan_mode="null"), media_type="application/json")
+
+
+class EventStream(Response):
+    """Streams chunks as events. A failure after the first one is sent as an event, since the status is already sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for chunk in self.chunks:
+                await _event(send, to_json(chunk, inf_nan_mode="null"))
+        except ApiError as error:
+            await _event(send, to_json(error.body()))
+        except ClientGone:
+            raise
+        except Exception as error:
+            fields = {"request_id": scope["state"]["request_id"]}
+            logging.getLogger(LOGGER).error("failed", exc_info=error, extra={"fields": fields})
+            failed = ApiError("the server failed at this request", status=500, code="internal_error")
+            await _event(send, to_json(failed.body()))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+async def _event(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})

@@ -12,13 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from hasten import __version__
-from hasten.server.bodies import BodyRoute
+from hasten.server.answers import reply
 from hasten.server.chat import add_chat
 from hasten.server.completions import add_completions
 from hasten.server.documentation import ERRORS, Model, Models, Status
 from hasten.server.embeddings import add_embeddings
-from hasten.server.guard import Guard
-from hasten.server.responses import ApiError, from_validation, overloaded, reply
+from hasten.server.errors import ApiError, from_validation, overloaded
+from hasten.server.guard import BodyRoute, Guard
 from hasten.server.service import Service
 from hasten.server.tokens import add_tokens
 

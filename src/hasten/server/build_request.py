@@ -8,12 +8,13 @@ from typing import Any
 
 from hasten.engine.params import RECOMMENDED, SamplingParams
 from hasten.engine.request import Request
-from hasten.errors import ConfigError
-from hasten.server.bodies import ResponseFormat, SamplingBody
-from hasten.server.responses import ApiError, check_limit
+from hasten.errors import ConfigError, HastenError
+from hasten.server.bodies import Message, ResponseFormat, SamplingBody, TemplateBody
+from hasten.server.errors import ApiError, check_limit
 from hasten.server.service import Service, too_long
 from hasten.server.settings import ServerSettings
 from hasten.server.structured import Grammar
+from hasten.text.chat import check_template_kwargs, plain_messages
 
 # What a body and SamplingParams have under one name, beside what a folder recommends.
 _SAME = ("presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "ignore_eos")
@@ -155,6 +156,54 @@ async def constraint_of(wanted: ResponseFormat | None, service: Service) -> Gram
         message = "response_format of type json_schema needs json_schema.schema"
         raise ApiError(message, param="response_format.json_schema")
     return await service.grammars.constraint(schema, param="response_format")
+
+
+async def encode_conversation(
+    messages: Sequence[Message],
+    body: TemplateBody,
+    service: Service,
+    *,
+    tools: list[dict[str, Any]] | None,
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """Token ids of the conversation in the model's own template, up to where the answer begins."""
+    continued = body.continue_final_message is True
+    prompted = not continued if body.add_generation_prompt is None else body.add_generation_prompt
+    variables = _variables(body, service.settings.chat_template_kwargs)
+    tokenizer = service.tokenizer
+
+    def render() -> str:
+        return tokenizer.render_chat(
+            plain_messages([message.model_dump(exclude_none=True) for message in messages]),
+            add_generation_prompt=prompted,
+            continue_final_message=continued,
+            tools=tools,
+            chat_template_kwargs=variables,
+        )
+
+    if continued and prompted:
+        message = "add_generation_prompt begins a new turn, continue_final_message continues the last one; give one"
+        raise ApiError(message, param="add_generation_prompt")
+    try:  # a template is a program: it never runs on the event loop
+        text = await service.in_thread(render)
+    except HastenError as error:
+        raise ApiError(str(error)[:500], param="messages", code="chat_template") from None
+    return await service.encode(text, add_special_tokens=add_special_tokens, param="messages")
+
+
+def _variables(body: TemplateBody, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the template: the server's, the effort, and the request's own."""
+    given = body.chat_template_kwargs or {}
+    try:
+        check_template_kwargs(given)
+    except ConfigError as error:
+        raise ApiError(f"chat_template_kwargs: {error}"[:500], param="chat_template_kwargs") from None
+    effort: dict[str, Any] = {}
+    if body.reasoning_effort == "none":
+        effort = {"enable_thinking": False, "thinking": False}  # Qwen's and DeepSeek's names
+    elif body.reasoning_effort is not None:
+        effort = {"reasoning_effort": body.reasoning_effort}
+    return {**defaults, **effort, **given}
 
 
 async def prompts_of(

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from hasten.server import responses
+from hasten.server import errors
 
 
 class ErrorFacts(BaseModel):
@@ -130,6 +130,6 @@ class Status(BaseModel):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorReply, "description": text} for status, (_, text) in responses.ERRORS.items()
+    status: {"model": ErrorReply, "description": text} for status, (_, text) in errors.ERRORS.items()
 }
 ERRORS[422] = {"description": "Never sent: what does not fit is a 400.", "model": ErrorReply}

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hasten.server.bodies import ModelBody, RequestBody
+from hasten.server.errors import ApiError, overloaded
 from hasten.server.metrics import Metrics
-from hasten.server.responses import ApiError, overloaded
 from hasten.server.settings import ServerSettings
 from hasten.server.structured import Grammars
 

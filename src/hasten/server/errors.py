@@ -1,22 +1,17 @@
-"""Responses: JSON, server-sent events, and errors in OpenAI's shape.
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
-Errors: {"error": {"message", "type", "param", "code"}}, https://platform.openai.com/docs/guides/error-codes
-Events: one `data:` line a chunk, `[DONE]` at the end, https://html.spec.whatwg.org/multipage/server-sent-events.html
+https://platform.openai.com/docs/guides/error-codes
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic_core import to_json
-from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse
 
 from hasten.engine.request import DeadlineExceeded, EngineFailed, QueueFull, RequestRefused
 from hasten.errors import HastenError
-from hasten.server.logs import LOGGER
 
 # status -> (OpenAI's type, when it is sent)
 ERRORS = {
@@ -128,39 +123,3 @@ def _name(path: Sequence[str | int]) -> str | None:
         elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
             name += f".{part}" if name else part
     return name[:100] or None
-
-
-def reply(body: Any) -> Response:
-    """A JSON response; NaN and infinity become null."""
-    return Response(to_json(body, inf_nan_mode="null"), media_type="application/json")
-
-
-class EventStream(Response):
-    """Streams chunks as events. A failure after the first one is sent as an event, since the status is already sent."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self.chunks = chunks
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async for chunk in self.chunks:
-                await _event(send, to_json(chunk, inf_nan_mode="null"))
-        except ApiError as error:
-            await _event(send, to_json(error.body()))
-        except ClientGone:
-            raise
-        except Exception as error:
-            fields = {"request_id": scope["state"]["request_id"]}
-            logging.getLogger(LOGGER).error("failed", exc_info=error, extra={"fields": fields})
-            failed = ApiError("the server failed at this request", status=500, code="internal_error")
-            await _event(send, to_json(failed.body()))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
-
-
-async def _event(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
