@@ -7,12 +7,13 @@ Events: https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
@@ -31,11 +32,17 @@ from hasten.server.structured import Grammar
 
 Body = TypeVar("Body", bound=SamplingBody)
 Json = dict[str, Any]
+PING = 15.0  # seconds of silence
 LOWEST = -9999.0  # instead of minus infinity, which JSON lacks (vLLM's value)
 
 
 class AnswerBuilder(ABC, Generic[Body]):
-    """Builds the response of one HTTP request from the outputs of its engine requests."""
+    """Builds the response of one HTTP request from the outputs of its engine requests.
+
+    ping: a part that a stream gets while the engine says nothing for long, if the protocol has one.
+    """
+
+    ping: ClassVar[Json | None] = None
 
     def __init__(self, service: Service, body: Body, *, prompts: int) -> None:
         self.service, self.body = service, body
@@ -67,6 +74,9 @@ class AnswerBuilder(ABC, Generic[Body]):
         parts = self._parts(requests, http)
         http.state.cleanup.append(parts.aclose)  # closed in any case, which aborts running requests
         if self.body.stream:
+            if self.ping is not None:
+                parts = with_pings(parts, self.ping)
+                http.state.cleanup.append(parts.aclose)
             return self.stream(await anext(parts), parts)
         return reply(self.whole([part async for part in parts]))
 
@@ -119,6 +129,7 @@ class ChoiceBuilder(AnswerBuilder[Body]):
         self.usage_at_end, self.usage_always = options.include_usage, options.continuous_usage_stats
         if (self.usage_at_end or self.usage_always) and not body.stream:
             raise ApiError("stream_options needs stream", param="stream_options")
+        self._unfinished = self.n * prompts  # choices of the stream
 
     @abstractmethod
     def join(self, index: int, parts: list[Json]) -> Json:
@@ -132,19 +143,24 @@ class ChoiceBuilder(AnswerBuilder[Body]):
         for part in parts:
             own.setdefault(part["index"], []).append(part)
         choices = [self.join(i, own[i]) | {"finish_reason": own[i][-1]["finish_reason"]} for i in sorted(own)]
-        return self._envelope(self.kind, choices) | {"usage": self._usage()}
+        return self._envelope(self.kind, choices) | {"usage": self._usage(), "timings": self._timings()}
+
+    def _timings(self) -> Json:
+        return self.stopwatch.timings(self.prompt_tokens, self.cached_tokens, self.completion_tokens)
 
     async def _chunks(self, first: Json, parts: AsyncIterator[Json]) -> AsyncIterator[Json]:
-        yield self._chunk(first)
-        async for part in parts:
+        async for part in after(first, parts):
             yield self._chunk(part)
         if self.usage_at_end:
-            yield self._envelope(self.chunk_kind, []) | {"usage": self._usage()}
+            yield self._envelope(self.chunk_kind, []) | {"usage": self._usage(), "timings": self._timings()}
 
     def _chunk(self, part: Json) -> Json:
         chunk = self._envelope(self.chunk_kind, [part])
         if self.usage_at_end or self.usage_always:
             chunk["usage"] = self._usage() if self.usage_always else None
+        self._unfinished -= part["finish_reason"] is not None
+        if not self._unfinished and not self.usage_at_end:
+            chunk["timings"] = self._timings()
         return chunk
 
     def _usage(self) -> Json:
@@ -164,6 +180,29 @@ class ChoiceBuilder(AnswerBuilder[Body]):
             "model": self.body.model,
             "choices": choices,
         }
+
+
+async def after(first: Json, parts: AsyncIterator[Json]) -> AsyncIterator[Json]:
+    """The first part and the others."""
+    yield first
+    async for part in parts:
+        yield part
+
+
+async def with_pings(parts: AsyncGenerator[Json], ping: Json, *, seconds: float = PING) -> AsyncGenerator[Json]:
+    """Yield the parts, and `ping` whenever none came for some seconds."""
+    while True:
+        waiting = asyncio.ensure_future(anext(parts, None))
+        try:
+            while not (await asyncio.wait({waiting}, timeout=seconds))[0]:
+                yield ping
+        finally:
+            if not waiting.done():
+                waiting.cancel()
+                await asyncio.wait({waiting})
+        if (part := waiting.result()) is None:
+            return
+        yield part
 
 
 def _check_end(request: Request, output: RequestOutput) -> None:
@@ -259,6 +298,23 @@ class Stopwatch:
             if count > 1:
                 self._metrics.each.observe((now - self._first[key]) / (count - 1))
 
+    def timings(self, prompt: int, cached: int, answered: int) -> Json:
+        """Times in llama.cpp's fields, from these counts of tokens; of several choices, together."""
+        first = min(self._first.values(), default=self._start)
+        prompt_ms, answer_ms = 1000 * (first - self._start), 1000 * (max(self._last.values(), default=first) - first)
+        computed = prompt - cached
+        return {
+            "cache_n": cached,
+            "prompt_n": computed,
+            "prompt_ms": prompt_ms,
+            "prompt_per_token_ms": prompt_ms / max(1, computed),
+            "prompt_per_second": computed * 1000 / prompt_ms if prompt_ms else 0.0,
+            "predicted_n": answered,
+            "predicted_ms": answer_ms,
+            "predicted_per_token_ms": answer_ms / max(1, answered),
+            "predicted_per_second": answered * 1000 / answer_ms if answer_ms else 0.0,
+        }
+
     def end(self) -> None:
         """Observe the whole time, once the last output was sent."""
         self._metrics.whole.observe(time.perf_counter() - self._start)
@@ -270,31 +326,42 @@ def reply(body: Any) -> Response:
 
 
 class EventStream(Response):
-    """Streams chunks as events. A failure after the first one is sent as an event, since the status is already sent."""
+    """Streams chunks as events. A failure after the first one is sent as an event, since the status is already sent.
+
+    named: each event has the name that its chunk gives as its `type`, and nothing marks the end.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        chunks: AsyncIterator[Json],
+        *,
+        named: bool = False,
+        failure: Callable[[ApiError], Json] = ApiError.body,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self.chunks = chunks
+        self.chunks, self._named, self._failure = chunks, named, failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for chunk in self.chunks:
-                await _event(send, to_json(chunk, inf_nan_mode="null"))
+                await self._event(send, chunk)
         except ApiError as error:
-            await _event(send, to_json(error.body()))
+            await self._event(send, self._failure(error))
         except ClientGone:
             raise
         except Exception as error:
             fields = {"request_id": scope["state"]["request_id"]}
             logging.getLogger(LOGGER).error("failed", exc_info=error, extra={"fields": fields})
             failed = ApiError("the server failed at this request", status=500, code="internal_error")
-            await _event(send, to_json(failed.body()))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            await self._event(send, self._failure(failed))
+        end = b"" if self._named else b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
-
-async def _event(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+    async def _event(self, send: Send, chunk: Json) -> None:
+        name = f"event: {chunk['type']}\n".encode() if self._named else b""
+        data = name + b"data: " + to_json(chunk, inf_nan_mode="null") + b"\n\n"
+        await send({"type": "http.response.body", "body": data, "more_body": True})

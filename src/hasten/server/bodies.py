@@ -178,6 +178,7 @@ COMMON_NEUTRAL: Neutral = {
 }
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+FUNCTION_NAME = "^[A-Za-z0-9_.-]{1,128}$"
 
 
 class ConversationPart(Body):
@@ -224,7 +225,7 @@ class Message(ConversationPart):
 class Function(Body):
     """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
-    name: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,128}$")]
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -252,18 +253,22 @@ class ToolChoice(Body):
     function: NamedFunction
 
 
-def _check_parts(messages: Any) -> Any:
-    """Refuse more than `MANY` parts and calls in all messages together, before any of them is parsed."""
-    if isinstance(messages, list):
-        lists = (message.get(name) for message in messages if isinstance(message, dict) for name in _LISTS)
-        if sum(len(items) for items in lists if isinstance(items, list)) > MANY:
-            raise PydanticCustomError("too_long", "The messages have more than {most} parts and calls", {"most": MANY})
-    return messages
+def check_parts(items: Any) -> Any:
+    """Refuse more than `MANY` items, or parts, calls and inner tools in all of them, before any is parsed."""
+    level, count = items if isinstance(items, list) else [], 0
+    while level:
+        if len(level) + count > MANY:
+            raise PydanticCustomError("too_long", "There are more than {most} items, parts and calls", {"most": MANY})
+        count += 0 if level is items else len(level)
+        lists = [item.get(name) for item in level if isinstance(item, dict) for name in _LISTS]
+        level = [part for parts in lists if isinstance(parts, list) for part in parts]
+    return items
 
 
-_LISTS = ("content", "tool_calls")
+_LISTS = ("content", "output", "summary", "tool_calls", "tools")
 TOOLS = 128
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MANY, fail_fast=True), BeforeValidator(_check_parts)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MANY, fail_fast=True), BeforeValidator(check_parts)]
 ToolList = Annotated[list[Tool], Field(max_length=TOOLS, fail_fast=True)]
 
 
@@ -277,7 +282,7 @@ class TemplateBody(RequestBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
 
 
 class ChatBody(SamplingBody, TemplateBody):

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
+from pydantic import ValidationError
 
 from hasten.engine.request import Request, RequestOutput
 from hasten.server.answers import ChoiceBuilder, Json, chat_logprobs, join_logprobs
 from hasten.server.bodies import ChatBody
-from hasten.server.build_request import Samples, build_request, check_ids, constraint_of, encode_conversation, room
+from hasten.server.build_request import (
+    Samples,
+    build_request,
+    check_ids,
+    check_limit,
+    constraint_of,
+    encode_conversation,
+    room,
+    samples_of,
+)
 from hasten.server.documentation import ERRORS, ChatCompletion
-from hasten.server.errors import ApiError, check_limit
+from hasten.server.errors import ApiError, from_validation
 from hasten.server.service import Service
 from hasten.server.tools import ParsedCall, Tools
 
@@ -26,6 +37,14 @@ def add_chat(router: APIRouter, service: Service) -> None:
         return await _ChatCompletion(service, body).respond(http)
 
 
+def chat_body(**fields: Any) -> ChatBody:
+    """A ChatBody of a request in another protocol. Raises ApiError naming the field."""
+    try:
+        return ChatBody(**fields)
+    except ValidationError as error:
+        raise from_validation(error.errors()) from None
+
+
 @dataclass(slots=True)
 class Said:
     """What one output adds to an answer: its text, and at the end of the answer its calls and why it ended."""
@@ -35,11 +54,14 @@ class Said:
     finish_reason: str | None
 
 
-class Conversation:
-    """A conversation in any protocol: its request to the engine, and how outputs become text and tool calls."""
+class ChatTurn:
+    """A conversation in any protocol: its request to the engine, and how outputs become text and tool calls.
 
-    def __init__(self, body: ChatBody, service: Service, samples: Samples) -> None:
-        self.body, self.service, self.samples = body, service, samples
+    fold: turns that the template refuses are joined (`build_request.folded`).
+    """
+
+    def __init__(self, body: ChatBody, service: Service, samples: Samples, *, fold: bool = False) -> None:
+        self.body, self.service, self.samples, self._fold = body, service, samples, fold
         self.tools = Tools(body, service) if body.tools or body.tool_choice is not None else None
         self._readers = [None if self.tools is None else self.tools.reader() for _ in range(samples.n)]
         if body.top_logprobs and not body.logprobs:
@@ -54,7 +76,9 @@ class Conversation:
         body, service = self.body, self.service
         special = body.add_special_tokens is True  # the template writes them itself
         shown = None if self.tools is None else self.tools.shown
-        ids = await encode_conversation(body.messages, body, service, tools=shown, add_special_tokens=special)
+        ids = await encode_conversation(
+            body.messages, body, service, tools=shown, add_special_tokens=special, fold=self._fold
+        )
         return check_ids(ids, service, param="messages")
 
     async def request(self, name: str) -> Request:
@@ -68,7 +92,7 @@ class Conversation:
         most = room(prompt, wanted, service, param="messages", wanted_by=name_of, default=None)
         # Last, because compiling a schema takes longer than refusing anything above.
         constraint = None if tools is None else await tools.constraint()
-        if constraint is None:
+        if constraint is None and body.response_format is not None:
             constraint = await constraint_of(body.response_format, service)
         skip_special_tokens = body.skip_special_tokens is not False
         if tools is not None:
@@ -100,6 +124,12 @@ class Conversation:
         return Said(text + rest, calls, "tool_calls" if called else reason)
 
 
+async def count_tokens_of(body: ChatBody, service: Service) -> int:
+    """Number of tokens of a conversation, as a request would compute them."""
+    turn = ChatTurn(body, service, samples_of(body, service.settings, prompts=1), fold=True)
+    return len(await turn.prompt())
+
+
 class _ChatCompletion(ChoiceBuilder[ChatBody]):
     """n choices. Each begins with the role; its tool calls come at its end."""
 
@@ -108,15 +138,15 @@ class _ChatCompletion(ChoiceBuilder[ChatBody]):
 
     def __init__(self, service: Service, body: ChatBody) -> None:
         super().__init__(service, body, prompts=1)
-        self.conversation = Conversation(body, service, self.samples)
+        self.turn = ChatTurn(body, service, self.samples)
         self._begun: set[int] = set()
 
     async def requests(self, name: str) -> list[Request]:
         self.id = f"chatcmpl-{name}-{self.service.number()}"
-        return [await self.conversation.request(self.id)]
+        return [await self.turn.request(self.id)]
 
     def take(self, which: int, output: RequestOutput) -> list[Json]:
-        said = self.conversation.read(output)
+        said = self.turn.read(output)
         parts = []
         if output.index not in self._begun:
             self._begun.add(output.index)

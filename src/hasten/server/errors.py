@@ -1,11 +1,13 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+"""Errors in OpenAI's shape, {"error": {"message", "type", "param", "code"}}, and under /v1/messages in Anthropic's.
 
-https://platform.openai.com/docs/guides/error-codes
+https://platform.openai.com/docs/guides/error-codes, https://docs.anthropic.com/en/api/errors
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -29,6 +31,12 @@ ERRORS = {
 }
 
 
+ANTHROPIC = "/v1/messages"  # paths whose errors have Anthropic's shape
+# status -> Anthropic's type, where it is not OpenAI's
+_ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+_OVERLOADED = 529  # Anthropic's status for 503
+
+
 class ApiError(Exception):
     """An error response: HTTP status, message, the field at fault, a code for programs, headers."""
 
@@ -45,14 +53,44 @@ class ApiError(Exception):
         self.message, self.status, self.param, self.code = message, status, param, code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
-        """The error as JSON."""
-        kind, _ = ERRORS.get(self.status, ERRORS[400] if self.status < 500 else ERRORS[500])
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+    @property
+    def type(self) -> str:
+        """OpenAI's type."""
+        return ERRORS.get(self.status, ERRORS[400] if self.status < 500 else ERRORS[500])[0]
 
-    def response(self) -> JSONResponse:
-        """The error as a response."""
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+    def body(self) -> dict[str, Any]:
+        """The error as JSON, in OpenAI's shape."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
+        """The error as JSON, in Anthropic's shape."""
+        error = {"type": _ANTHROPIC_TYPES.get(self.status, self.type), "message": self.message}
+        return {"type": "error", "error": error, "request_id": request_id}
+
+    def response(self, path: str, request_id: str) -> JSONResponse:
+        """The error as a response, in the shape that clients of the path know."""
+        if not path.startswith(ANTHROPIC):
+            return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+        status = _OVERLOADED if self.status == 503 else self.status
+        return JSONResponse(self.anthropic_body(request_id), status_code=status, headers=self.headers)
+
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The error about a field of a ChatBody, with the field's name in the body that was sent."""
+        field, dot, rest = (self.param or "").partition(".")
+        name = names.get(field)
+        if name is None:
+            return self
+        message = re.sub(rf"\b{field}\b", name, self.message)
+        return ApiError(message, status=self.status, param=name + dot + rest, code=self.code, headers=self.headers)
+
+
+@contextmanager
+def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Let errors about fields of a ChatBody name those of the body that was sent."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(names) from None
 
 
 class ClientGone(Exception):
@@ -62,12 +100,6 @@ class ClientGone(Exception):
 def overloaded(message: str, *, seconds: float = 1.0, status: int = 503) -> ApiError:
     """The error of an overloaded server; the client should retry after `seconds` (OpenAI's clients do)."""
     return ApiError(message, status=status, code="overloaded", headers={"Retry-After": str(max(1, round(seconds)))})
-
-
-def check_limit(name: str, found: int, most: int) -> None:
-    """Raise ApiError naming the field if its value is above the server's limit."""
-    if found > most:
-        raise ApiError(f"{name}: {found:,}; this server's limit is {most:,}", param=name)
 
 
 def from_library(error: HastenError) -> ApiError:
