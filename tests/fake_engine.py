@@ -84,7 +84,8 @@ class FakeEngine:
             piece = "" if ended else stream.push(token)
             reason = "stop" if ended or (constraint is not None and constraint.done) else None
             text += piece
-            if any(stop in text for stop in request.params.stop):
+            stopped_by = next((stop for stop in request.params.stop if stop in text), None)
+            if stopped_by is not None:
                 reason, piece = "stop", ""
             if reason is None and count >= request.params.max_new_tokens:
                 reason = "length"
@@ -97,6 +98,7 @@ class FakeEngine:
                 tokens=() if ended and constraint is None else (token,),
                 logprobs=None if request.logprobs is None or ended else (self._logprob(token, request.logprobs),),
                 finish_reason=reason,
+                stop_reason=stopped_by,
                 prompt_tokens=len(request.prompt),
                 cached_tokens=1 if first else 0,
                 prompt_logprobs=self._of_prompt(request) if first and request.prompt_logprobs is not None else None,

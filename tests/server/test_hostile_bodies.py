@@ -116,6 +116,19 @@ TOO_MANY = {
     "prompts as ids": {"prompt": [[1]] * 5000},
     "stops": {"prompt": "", "stop": ["x"] * 5000},
 }
+_RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [_PART] * 2000}
+_TURN = {"role": "user", "content": ""}
+TOO_MANY_OF_OTHERS = {
+    "turns": ("/v1/messages", {"messages": [_TURN] * 5000}),
+    "blocks": ("/v1/messages", {"messages": [{"role": "user", "content": [_PART] * 2000}] * 3}),
+    "results": ("/v1/messages", {"messages": [{"role": "user", "content": [_RESULT] * 3}]}),
+    "offered": ("/v1/messages", {"messages": [_TURN], "tools": [{"name": "f"}] * 5000}),
+    "items": ("/v1/responses", {"input": [_TURN] * 5000}),
+    "item parts": ("/v1/responses", {"input": [{"role": "user", "content": [_PART] * 2000}] * 3}),
+    "untyped items": ("/v1/responses", {"input": [{}] * 500_000}),
+    "tools": ("/v1/responses", {"input": "", "tools": [{"type": "custom", "name": "f"}] * 5000}),
+    "inner tools": ("/v1/responses", {"input": "", "tools": [{"type": "namespace", "tools": [{}] * 2000}] * 3}),
+}
 
 
 @pytest.mark.parametrize("name", list(TOO_MANY))
@@ -123,8 +136,8 @@ def test_too_many_are_refused_before_each_is_looked_at(client_for_all, name):
     """What is checked after the schema has held the event loop while all of it became objects."""
     from pydantic import ValidationError
 
+    from hasten.server.bodies import ChatBody
     from hasten.server.completions import CompletionBody
-    from hasten.server.conversation import ChatBody
 
     body = {"model": "tiny"} | TOO_MANY[name]
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -134,6 +147,22 @@ def test_too_many_are_refused_before_each_is_looked_at(client_for_all, name):
     with pytest.raises(ValidationError) as refusal:
         (ChatBody if "messages" in body else CompletionBody).model_validate(body)
     assert "too_long" in {error["type"] for error in refusal.value.errors()}
+
+
+@pytest.mark.parametrize("name", list(TOO_MANY_OF_OTHERS))
+def test_too_many_are_refused_in_the_other_protocols(client_for_all, name):
+    from pydantic import ValidationError
+
+    from hasten.server.messages import MessagesBody
+    from hasten.server.responses import ResponsesBody
+
+    path, body = TOO_MANY_OF_OTHERS[name]
+    body = {"model": "tiny", "max_tokens": 1} | body
+    assert client_for_all.post(path, json=body).status_code == 400
+    with pytest.raises(ValidationError) as refusal:
+        (MessagesBody if path == "/v1/messages" else ResponsesBody).model_validate(body)
+    assert "too_long" in {error["type"] for error in refusal.value.errors()}
+    assert refusal.value.error_count() < 20
 
 
 def test_more_ids_than_any_text_has_are_not_decoded(client_for_all):
@@ -147,8 +176,8 @@ def test_a_million_mistakes_are_one_mistake(client_for_all, name):
     """Else one body of 4 MiB would hold up everybody for ten seconds and take gigabytes."""
     from pydantic import ValidationError
 
+    from hasten.server.bodies import ChatBody
     from hasten.server.completions import CompletionBody
-    from hasten.server.conversation import ChatBody
 
     body, path = MANY[name], "/v1/chat/completions" if "messages" in MANY[name] else "/v1/completions"
     assert client_for_all.post(path, json=body).status_code == 400

@@ -68,6 +68,30 @@ def test_the_answers_are_the_models(client, model):
     assert "".join(chunk.choices[0].text for chunk in stream) == greedy(model, PROMPTS[0], 20)
 
 
+def test_every_protocol_gives_the_same_answer(client, served, model):
+    """The same conversation is the same prompt in each, so its text and its blocks in the prefix cache are too."""
+    turns = [{"role": "system", "content": "You write code. " * 4}, {"role": "user", "content": "def add"}]
+    chat = client.chat.completions.create(model="tiny", messages=turns, max_tokens=12, temperature=0)
+    text = chat.choices[0].message.content
+    assert text
+    asked = {"instructions": turns[0]["content"], "input": turns[1]["content"], "max_output_tokens": 12}
+    found = client.responses.create(model="tiny", temperature=0, **asked)
+    assert found.output_text == text
+    assert found.usage.input_tokens == chat.usage.prompt_tokens
+    assert found.usage.input_tokens_details.cached_tokens > chat.usage.prompt_tokens // 2
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
+    body = {"model": "tiny", "max_tokens": 12, "temperature": 0, "messages": turns[1:]}
+    body["system"] = [billing, {"type": "text", "text": turns[0]["content"]}]
+    for stream in (False, True):
+        answer = httpx.post(f"{served}/v1/messages", json=body | {"stream": stream})
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+        pieces = [event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta"]
+        assert ("".join(pieces) if stream else answer.json()["content"][0]["text"]) == text
+        usage = events[0]["message"]["usage"] if stream else answer.json()["usage"]
+        assert usage["cache_read_input_tokens"] == found.usage.input_tokens_details.cached_tokens
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat.usage.prompt_tokens
+
+
 def test_answers_with_drafts_are_the_same_and_counted(engine, client, model, served):
     engine.engine.speculator = make_speculator(model, model)  # it draws for itself, so that its drafts are right
     engine.engine.speculator.always = True
@@ -173,7 +197,7 @@ def test_prefixes_are_found_and_counted(client, served):
 
 def test_a_request_that_never_fits_and_a_full_queue(client, served):
     with pytest.raises(openai.BadRequestError, match="512"):
-        client.completions.create(model="tiny", prompt=list(range(40, 140)), max_tokens=500)
+        client.completions.create(model="tiny", prompt=list(range(40, 300)) * 2, max_tokens=5)
     statuses = []
 
     def ask():

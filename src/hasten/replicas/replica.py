@@ -14,7 +14,7 @@ from hasten.engine.request import Request, RequestOutput
 from hasten.engine.settings import ModelFacts, Stats
 from hasten.errors import HastenError
 from hasten.replicas.routing import KEY_BYTES, Ask
-from hasten.server.responses import ApiError
+from hasten.server.errors import ApiError
 from hasten.server.settings import ServerSettings
 from hasten.server.structured import Grammar, Grammars
 

@@ -1,47 +1,53 @@
-"""Convert the engine's outputs of one HTTP request into OpenAI's chunks, and join chunks into whole answers."""
+"""Answers: the engine's outputs of one HTTP request become the parts of its answer, streamed or whole.
+
+`AnswerBuilder` follows the outputs; a protocol's subclass makes parts of them. `ChoiceBuilder` is OpenAI's form with
+choices, whose whole answer is its chunks joined.
+Events: https://html.spec.whatwg.org/multipage/server-sent-events.html
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
 
 from hasten.engine.request import Request, RequestOutput, SlowReader, TokenLogprob
 from hasten.errors import HastenError
 from hasten.server.bodies import SamplingBody, StreamOptions
 from hasten.server.build_request import samples_of
-from hasten.server.metrics import Stopwatch
-from hasten.server.responses import ApiError, ClientGone, EventStream, from_library, overloaded, reply
+from hasten.server.errors import ApiError, ClientGone, from_library, overloaded
+from hasten.server.logs import LOGGER
+from hasten.server.metrics import Metrics
 from hasten.server.service import Service
 from hasten.server.structured import Grammar
 
 Body = TypeVar("Body", bound=SamplingBody)
 Json = dict[str, Any]
+PING = 15.0  # seconds of silence
 LOWEST = -9999.0  # instead of minus infinity, which JSON lacks (vLLM's value)
 
 
 class AnswerBuilder(ABC, Generic[Body]):
-    """Builds the response of one HTTP request; an answer that is not streamed is its chunks joined.
+    """Builds the response of one HTTP request from the outputs of its engine requests.
 
-    kind, chunk_kind: the `object` of a whole answer and of a chunk.
+    ping: a part that a stream gets while the engine says nothing for long, if the protocol has one.
     """
 
-    kind: str
-    chunk_kind: str
+    ping: ClassVar[Json | None] = None
 
     def __init__(self, service: Service, body: Body, *, prompts: int) -> None:
         self.service, self.body = service, body
         self.samples = samples_of(body, service.settings, prompts=prompts)
         self.n = self.samples.n
-        options = body.stream_options or StreamOptions()
-        self.usage_at_end, self.usage_always = options.include_usage, options.continuous_usage_stats
-        if (self.usage_at_end or self.usage_always) and not body.stream:
-            raise ApiError("stream_options needs stream", param="stream_options")
         self.created = int(time.time())
         self.id = ""
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
@@ -52,47 +58,35 @@ class AnswerBuilder(ABC, Generic[Body]):
 
     @abstractmethod
     def take(self, which: int, output: RequestOutput) -> list[Json]:
-        """Convert one output of the engine into choices of chunks (possibly none)."""
+        """Convert one output of the engine into parts of the answer (possibly none)."""
 
     @abstractmethod
-    def join(self, index: int, parts: list[Json]) -> Json:
-        """Join all chunk choices of one index into a whole choice, without its finish reason."""
+    def stream(self, first: Json, parts: AsyncIterator[Json]) -> EventStream:
+        """Build the streamed answer."""
+
+    @abstractmethod
+    def whole(self, parts: list[Json]) -> Json:
+        """Build the whole answer from all its parts."""
 
     async def respond(self, http: HttpRequest) -> Response:
         """Build the response, streamed or whole. A request that cannot be served gets an error status at once."""
         requests = await self.requests(http.state.request_id)
         parts = self._parts(requests, http)
         http.state.cleanup.append(parts.aclose)  # closed in any case, which aborts running requests
-        first = await anext(parts)
         if self.body.stream:
-            return EventStream(self._chunks(first, parts))
-        own: dict[int, list[Json]] = {index: [] for index in range(self.n * len(requests))}
-        own[first["index"]].append(first)
-        async for part in parts:
-            own[part["index"]].append(part)
-        choices = [self.join(i, found) | {"finish_reason": found[-1]["finish_reason"]} for i, found in own.items()]
-        return reply(self._envelope(self.kind, choices) | {"usage": self._usage()})
-
-    async def _chunks(self, first: Json, parts: AsyncIterator[Json]) -> AsyncIterator[Json]:
-        yield self._chunk(first)
-        async for part in parts:
-            yield self._chunk(part)
-        if self.usage_at_end:
-            yield self._envelope(self.chunk_kind, []) | {"usage": self._usage()}
-
-    def _chunk(self, part: Json) -> Json:
-        chunk = self._envelope(self.chunk_kind, [part])
-        if self.usage_at_end or self.usage_always:
-            chunk["usage"] = self._usage() if self.usage_always else None
-        return chunk
+            if self.ping is not None:
+                parts = with_pings(parts, self.ping)
+                http.state.cleanup.append(parts.aclose)
+            return self.stream(await anext(parts), parts)
+        return reply(self.whole([part async for part in parts]))
 
     async def _parts(self, requests: Sequence[Request], http: HttpRequest) -> AsyncGenerator[Json]:
-        """Yield the chunk choices of the engine's outputs (`take`) as they arrive, and count and time them.
+        """Yield the parts of the engine's outputs (`take`) as they arrive, and count and time them.
 
         The first output always yields some. Raises ApiError if the engine reports a failure.
         """
         metrics, which_of = self.service.metrics, {request.id: which for which, request in enumerate(requests)}
-        stopwatch = Stopwatch(metrics, start=http.state.arrived)
+        self.stopwatch = Stopwatch(metrics, start=http.state.arrived)
         for request in requests:
             metrics.samples.observe(request.n)
             metrics.most.observe(request.params.max_new_tokens)
@@ -107,7 +101,7 @@ class AnswerBuilder(ABC, Generic[Body]):
                         self.cached_tokens += output.cached_tokens
                         metrics.prompts.observe(len(requests[which].prompt))
                     self.completion_tokens += len(output.tokens)
-                    stopwatch.observe(which, output.index, len(output.tokens), output.finish_reason)
+                    self.stopwatch.observe(which, output.index, len(output.tokens), output.finish_reason)
                     _check_end(requests[which], output)
                     for part in self.take(which, output):
                         yield part
@@ -115,9 +109,59 @@ class AnswerBuilder(ABC, Generic[Body]):
             raise ClientGone from None
         except HastenError as error:
             raise from_library(error) from None
-        stopwatch.end()
+        self.stopwatch.end()
         for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
             http.state.facts[name] = getattr(self, name)
+
+
+class ChoiceBuilder(AnswerBuilder[Body]):
+    """An answer of OpenAI's with choices; one that is not streamed is its chunks joined.
+
+    kind, chunk_kind: the `object` of a whole answer and of a chunk.
+    """
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, service: Service, body: Body, *, prompts: int) -> None:
+        super().__init__(service, body, prompts=prompts)
+        options = body.stream_options or StreamOptions()
+        self.usage_at_end, self.usage_always = options.include_usage, options.continuous_usage_stats
+        if (self.usage_at_end or self.usage_always) and not body.stream:
+            raise ApiError("stream_options needs stream", param="stream_options")
+        self._unfinished = self.n * prompts  # choices of the stream
+
+    @abstractmethod
+    def join(self, index: int, parts: list[Json]) -> Json:
+        """Join all chunk choices of one index into a whole choice, without its finish reason."""
+
+    def stream(self, first: Json, parts: AsyncIterator[Json]) -> EventStream:
+        return EventStream(self._chunks(first, parts))
+
+    def whole(self, parts: list[Json]) -> Json:
+        own: dict[int, list[Json]] = {}
+        for part in parts:
+            own.setdefault(part["index"], []).append(part)
+        choices = [self.join(i, own[i]) | {"finish_reason": own[i][-1]["finish_reason"]} for i in sorted(own)]
+        return self._envelope(self.kind, choices) | {"usage": self._usage(), "timings": self._timings()}
+
+    def _timings(self) -> Json:
+        return self.stopwatch.timings(self.prompt_tokens, self.cached_tokens, self.completion_tokens)
+
+    async def _chunks(self, first: Json, parts: AsyncIterator[Json]) -> AsyncIterator[Json]:
+        async for part in after(first, parts):
+            yield self._chunk(part)
+        if self.usage_at_end:
+            yield self._envelope(self.chunk_kind, []) | {"usage": self._usage(), "timings": self._timings()}
+
+    def _chunk(self, part: Json) -> Json:
+        chunk = self._envelope(self.chunk_kind, [part])
+        if self.usage_at_end or self.usage_always:
+            chunk["usage"] = self._usage() if self.usage_always else None
+        self._unfinished -= part["finish_reason"] is not None
+        if not self._unfinished and not self.usage_at_end:
+            chunk["timings"] = self._timings()
+        return chunk
 
     def _usage(self) -> Json:
         """The tokens used so far, as OpenAI's `usage`."""
@@ -136,6 +180,29 @@ class AnswerBuilder(ABC, Generic[Body]):
             "model": self.body.model,
             "choices": choices,
         }
+
+
+async def after(first: Json, parts: AsyncIterator[Json]) -> AsyncIterator[Json]:
+    """The first part and the others."""
+    yield first
+    async for part in parts:
+        yield part
+
+
+async def with_pings(parts: AsyncGenerator[Json], ping: Json, *, seconds: float = PING) -> AsyncGenerator[Json]:
+    """Yield the parts, and `ping` whenever none came for some seconds."""
+    while True:
+        waiting = asyncio.ensure_future(anext(parts, None))
+        try:
+            while not (await asyncio.wait({waiting}, timeout=seconds))[0]:
+                yield ping
+        finally:
+            if not waiting.done():
+                waiting.cancel()
+                await asyncio.wait({waiting})
+        if (part := waiting.result()) is None:
+            return
+        yield part
 
 
 def _check_end(request: Request, output: RequestOutput) -> None:
@@ -198,3 +265,103 @@ def _top(token: TokenLogprob) -> dict[str, float]:
 
 def _entry(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.text, "logprob": max(token.logprob, LOWEST), "bytes": list(token.raw)}
+
+
+class Stopwatch:
+    """Observes the times of one request. Samples of one prompt share the time to the first token.
+
+    start: when the request's headers arrived, by time.perf_counter().
+    """
+
+    def __init__(self, metrics: Metrics, *, start: float) -> None:
+        self._metrics = metrics
+        self._start = start
+        self._first: dict[tuple[int, int], float] = {}
+        self._last: dict[tuple[int, int], float] = {}
+        self._tokens: dict[tuple[int, int], int] = {}
+
+    def observe(self, prompt: int, index: int, tokens: int, finish_reason: str | None) -> None:
+        """Count one output with `tokens` new tokens."""
+        now, key = time.perf_counter(), (prompt, index)
+        if tokens:
+            if not self._first:
+                self._metrics.first.observe(now - self._start)
+            if key in self._last:
+                self._metrics.between.observe(now - self._last[key])
+            self._first.setdefault(key, now)
+            self._last[key] = now
+            self._tokens[key] = self._tokens.get(key, 0) + tokens
+        if finish_reason is not None:
+            count = self._tokens.get(key, 0)
+            self._metrics.answers.observe(count)
+            self._metrics.finished.labels(self._metrics.model_name, finish_reason).inc()
+            if count > 1:
+                self._metrics.each.observe((now - self._first[key]) / (count - 1))
+
+    def timings(self, prompt: int, cached: int, answered: int) -> Json:
+        """Times in llama.cpp's fields, from these counts of tokens; of several choices, together."""
+        first = min(self._first.values(), default=self._start)
+        prompt_ms, answer_ms = 1000 * (first - self._start), 1000 * (max(self._last.values(), default=first) - first)
+        computed = prompt - cached
+        return {
+            "cache_n": cached,
+            "prompt_n": computed,
+            "prompt_ms": prompt_ms,
+            "prompt_per_token_ms": prompt_ms / max(1, computed),
+            "prompt_per_second": computed * 1000 / prompt_ms if prompt_ms else 0.0,
+            "predicted_n": answered,
+            "predicted_ms": answer_ms,
+            "predicted_per_token_ms": answer_ms / max(1, answered),
+            "predicted_per_second": answered * 1000 / answer_ms if answer_ms else 0.0,
+        }
+
+    def end(self) -> None:
+        """Observe the whole time, once the last output was sent."""
+        self._metrics.whole.observe(time.perf_counter() - self._start)
+
+
+def reply(body: Any) -> Response:
+    """A JSON response; NaN and infinity become null."""
+    return Response(to_json(body, inf_nan_mode="null"), media_type="application/json")
+
+
+class EventStream(Response):
+    """Streams chunks as events. A failure after the first one is sent as an event, since the status is already sent.
+
+    named: each event has the name that its chunk gives as its `type`, and nothing marks the end.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        chunks: AsyncIterator[Json],
+        *,
+        named: bool = False,
+        failure: Callable[[ApiError], Json] = ApiError.body,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.chunks, self._named, self._failure = chunks, named, failure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for chunk in self.chunks:
+                await self._event(send, chunk)
+        except ApiError as error:
+            await self._event(send, self._failure(error))
+        except ClientGone:
+            raise
+        except Exception as error:
+            fields = {"request_id": scope["state"]["request_id"]}
+            logging.getLogger(LOGGER).error("failed", exc_info=error, extra={"fields": fields})
+            failed = ApiError("the server failed at this request", status=500, code="internal_error")
+            await self._event(send, self._failure(failed))
+        end = b"" if self._named else b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    async def _event(self, send: Send, chunk: Json) -> None:
+        name = f"event: {chunk['type']}\n".encode() if self._named else b""
+        data = name + b"data: " + to_json(chunk, inf_nan_mode="null") + b"\n\n"
+        await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -1,9 +1,10 @@
-"""The ASGI app: OpenAI's API, described by /openapi.json, with every endpoint behind the guard."""
+"""The ASGI app: OpenAI's and Anthropic's API, described by /openapi.json, with every endpoint behind the guard."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -12,13 +13,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from hasten import __version__
-from hasten.server.bodies import BodyRoute
+from hasten.server.answers import reply
 from hasten.server.chat import add_chat
 from hasten.server.completions import add_completions
-from hasten.server.documentation import ERRORS, Model, Models, Status
+from hasten.server.documentation import ERRORS, Model, Models, Status, Version
 from hasten.server.embeddings import add_embeddings
-from hasten.server.guard import Guard
-from hasten.server.responses import ApiError, from_validation, overloaded, reply
+from hasten.server.errors import ApiError, from_validation, overloaded
+from hasten.server.guard import BodyRoute, Guard
+from hasten.server.messages import add_messages
+from hasten.server.responses import add_responses
 from hasten.server.service import Service
 from hasten.server.tokens import add_tokens
 
@@ -54,21 +57,22 @@ def make_app(service: Service) -> FastAPI:
         )
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return from_validation(error.errors()).response()
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return from_validation(error.errors()).response(request.url.path, request.state.request_id)
 
     @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        return error.response()
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error.response(request.url.path, request.state.request_id)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = {404: f"there is nothing at {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
         text = message.get(error.status_code, str(error.detail))
-        return ApiError(text, status=error.status_code, headers=error.headers or {}).response()
+        found = ApiError(text, status=error.status_code, headers=error.headers or {})
+        return found.response(request.url.path, request.state.request_id)
 
     router = APIRouter(route_class=BodyRoute)
-    for add in (_add_status, add_completions, add_chat, add_embeddings, add_tokens):
+    for add in (_add_status, add_completions, add_chat, add_responses, add_messages, add_embeddings, add_tokens):
         add(router, service)
     app.include_router(router)
     return app
@@ -79,12 +83,25 @@ UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}
 
 def _add_status(router: APIRouter, service: Service) -> None:
 
+    @router.head("/", include_in_schema=False)
+    @router.get("/", response_model=Status)
+    async def root() -> Response:
+        """Report that a server listens; clients ask before their first request."""
+        return reply({"status": "ok"})
+
+    @router.get("/ping", response_model=Status, responses=UNAVAILABLE)
+    @router.get("/v1/health", response_model=Status, responses=UNAVAILABLE)
     @router.get("/health", response_model=Status, responses=UNAVAILABLE)
     async def health() -> Response:
         """Report whether the engine works."""
         if not service.engine.healthy:
             raise overloaded("the engine has failed", seconds=30)
         return reply({"status": "ok"})
+
+    @router.get("/version", response_model=Version)
+    async def version() -> Response:
+        """The version of hasten."""
+        return reply({"version": __version__})
 
     @router.get("/ready", response_model=Status, responses=UNAVAILABLE)
     async def ready() -> Response:
@@ -105,7 +122,9 @@ def _add_status(router: APIRouter, service: Service) -> None:
     @router.get("/v1/models", response_model=Models)
     async def models() -> Response:
         """The served model, and its adapters."""
-        return reply({"object": "list", "data": [_model(service, name) for name in service.models]})
+        found = [_model(service, name) for name in service.models]
+        pages = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}  # Anthropic's clients
+        return reply({"object": "list", "data": found} | pages)
 
     @router.get("/v1/models/{model:path}", response_model=Model, responses={404: ERRORS[404]})
     async def model(model: str) -> Response:
@@ -119,7 +138,10 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     return parent | {
         "id": name,
         "object": "model",
+        "type": "model",
+        "display_name": name,
         "created": service.created,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "owned_by": "hasten",
         "max_model_len": service.max_length,
         "vocab_size": service.vocabulary,

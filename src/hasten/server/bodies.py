@@ -1,4 +1,4 @@
-"""Request bodies: parsed within limits, and validated by base classes that know every field.
+"""Request bodies, validated by base classes that know every field.
 
 - Bookkeeping (`metadata`, `prompt_cache_key`, …) is accepted and has no effect.
 - A field that would change the answer and is not supported is accepted only with a neutral value (one that asks for
@@ -9,15 +9,10 @@
 """
 
 import json
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError, from_json
-
-from hasten.server.responses import ApiError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -34,59 +29,6 @@ Prompts = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=P
 Stop = Annotated[str, Field(min_length=1, max_length=256)]  # an empty one would end every answer at once
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Neutral = dict[str, tuple[Any, ...]]  # field -> the values that ask for nothing, beside null
-NESTING, KEYS = 64, 4096  # maximum levels of a body, and keys of an object in it
-
-
-class BodyRoute(APIRoute):
-    """A route whose JSON body is parsed by `parse_json` instead of Python's parser."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-        if self.body_field is None:
-            return handle
-
-        async def handle_parsed(request: Request) -> Response:
-            parsed = _ParsedRequest(request.scope, request.receive)
-            if body := await parsed.body():
-                parsed.value = parse_json(body)
-            return await handle(parsed)
-
-        return handle_parsed
-
-
-class _ParsedRequest(Request):
-    value: Any = None
-
-    async def json(self) -> Any:
-        return self.value
-
-
-def parse_json(data: bytes) -> Any:
-    """Parse JSON; raises ApiError (400) if it is invalid, nested too deeply, or an object has too many keys.
-
-    NaN, infinity, numbers of more than 4,300 digits, lone surrogates and invalid UTF-8 are refused (RFC 8259). Python's
-    own parser accepts the first and the third, and recurses as deeply as the input nests.
-    """
-    try:
-        value = from_json(data, allow_inf_nan=False, cache_strings="none")
-    except ValueError as error:
-        code = "nesting" if "recursion" in str(error) else "invalid_json"
-        raise ApiError(f"the body is not valid JSON: {error}", code=code) from None
-    depth, level = 0, [value]
-    while level:
-        if any(len(item) > KEYS for item in level if isinstance(item, dict)):
-            raise ApiError(f"an object in the body has more than {KEYS:,} keys", code="too_many_keys")
-        level = [item for items in level for item in _children(items) if isinstance(item, (dict, list))]
-        depth += 1
-        if depth > NESTING and level:
-            raise ApiError(f"the body is nested deeper than {NESTING} levels", code="nesting")
-    return value
-
-
-def _children(value: Any) -> Any:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 class Body(BaseModel):
@@ -234,3 +176,133 @@ COMMON_NEUTRAL: Neutral = {
     "typical_p": _ONE,
     "xtc_probability": _ZERO,
 }
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+FUNCTION_NAME = "^[A-Za-z0-9_.-]{1,128}$"
+
+
+class ConversationPart(Body):
+    """A part of a conversation. Unknown fields are dropped, because clients send back answers of other servers too."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(ConversationPart):
+    """A part of a message. Images, audio and files are refused."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class FunctionCall(ConversationPart):
+    """A function call by the assistant; the arguments are JSON in a string."""
+
+    name: Name
+    arguments: Text
+
+
+class ToolCall(ConversationPart):
+    """One call of an earlier turn."""
+
+    id: Annotated[str, Field(max_length=256)] | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(ConversationPart):
+    """One turn. The further fields of an assistant's answer may be sent back with it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # the same by its other name
+    neutral: ClassVar[Neutral] = {"refusal": (), "audio": (), "function_call": ()}
+
+
+class Function(Body):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    bookkeeping = frozenset({"cache_control"})
+
+
+class Tool(Body):
+    """A tool; only functions are supported."""
+
+    type: Literal["function"]
+    function: Function
+    bookkeeping = frozenset({"cache_control"})
+
+
+class NamedFunction(Body):
+    """The name in a forced choice."""
+
+    name: Name
+
+
+class ToolChoice(Body):
+    """Forces a call of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def check_parts(items: Any) -> Any:
+    """Refuse more than `MANY` items, or parts, calls and inner tools in all of them, before any is parsed."""
+    level, count = items if isinstance(items, list) else [], 0
+    while level:
+        if len(level) + count > MANY:
+            raise PydanticCustomError("too_long", "There are more than {most} items, parts and calls", {"most": MANY})
+        count += 0 if level is items else len(level)
+        lists = [item.get(name) for item in level if isinstance(item, dict) for name in _LISTS]
+        level = [part for parts in lists if isinstance(parts, list) for part in parts]
+    return items
+
+
+_LISTS = ("content", "output", "summary", "tool_calls", "tools")
+TOOLS = 128
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MANY, fail_fast=True), BeforeValidator(check_parts)]
+ToolList = Annotated[list[Tool], Field(max_length=TOOLS, fail_fast=True)]
+
+
+class TemplateBody(RequestBody):
+    """The fields that decide how the chat template renders a conversation.
+
+    continue_final_message: the answer continues the last message. add_generation_prompt: whether the text ends with
+    the beginning of an answer; by default unless the last message is continued.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+
+
+class ChatBody(SamplingBody, TemplateBody):
+    """A conversation; the answer has n choices."""
+
+    messages: Messages
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
+    tools: ToolList | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    neutral: ClassVar[Neutral] = COMMON_NEUTRAL | {
+        "audio": (),
+        "chat_template": (),  # a template is a program: only the model's own is run
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "web_search_options": (),
+    }

@@ -8,12 +8,13 @@ from typing import Any
 
 from hasten.engine.params import RECOMMENDED, SamplingParams
 from hasten.engine.request import Request
-from hasten.errors import ConfigError
-from hasten.server.bodies import ResponseFormat, SamplingBody
-from hasten.server.responses import ApiError, check_limit
+from hasten.errors import ConfigError, HastenError
+from hasten.server.bodies import Message, ResponseFormat, SamplingBody, TemplateBody, TextPart
+from hasten.server.errors import ApiError
 from hasten.server.service import Service, too_long
 from hasten.server.settings import ServerSettings
 from hasten.server.structured import Grammar
+from hasten.text.chat import check_template_kwargs, plain_messages
 
 # What a body and SamplingParams have under one name, beside what a folder recommends.
 _SAME = ("presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "ignore_eos")
@@ -87,13 +88,19 @@ def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, co
     try:
         return SamplingParams(
             **chosen,
-            logit_bias=_biases(body.logit_bias or {}, service),
+            logit_bias=_biases(body.logit_bias, service) if body.logit_bias else {},
             seed=None if body.seed is None else body.seed % 2**62,  # room to number the samples of one seed
             max_new_tokens=max_tokens,
             min_new_tokens=body.min_tokens or 0,
         )
     except ConfigError as error:
         raise ApiError(str(error), code="invalid_value") from None
+
+
+def check_limit(name: str, found: int, most: int) -> None:
+    """Raise ApiError naming the field if its value is above the server's limit."""
+    if found > most:
+        raise ApiError(f"{name}: {found:,}; this server's limit is {most:,}", param=name)
 
 
 def samples_of(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> Samples:
@@ -120,28 +127,27 @@ def samples_of(body: SamplingBody, settings: ServerSettings, *, prompts: int) ->
 def room(
     prompt: Sequence[int], wanted: int | None, service: Service, *, param: str, wanted_by: str, default: int | None
 ) -> int:
-    """Maximum number of new tokens; 400 if the prompt, or the prompt and `wanted` tokens, does not fit.
+    """Maximum number of new tokens: as many as `wanted` and as fit behind the prompt; 400 if the prompt does not fit.
 
-    param, wanted_by: the request fields that hold the prompt and `wanted`, for the error.
+    With `strict_length` it is also a 400 if `wanted` tokens do not fit. param, wanted_by: the request fields that hold
+    the prompt and `wanted`, for the error.
     """
     left = service.max_length - len(prompt)
     if left < 1:
         raise too_long(len(prompt), service.max_length, param=param)
     if wanted is None:
         return left if default is None else min(default, left)
-    if wanted > left:
+    if wanted > left and service.settings.strict_length:
         message = (
             f"the prompt's {len(prompt):,} tokens and {wanted:,} to follow are {len(prompt) + wanted:,}; this server's "
             f"limit is {service.max_length:,} together"
         )
         raise ApiError(message, param=wanted_by, code="context_length_exceeded")
-    return wanted
+    return min(wanted, left)
 
 
-async def constraint_of(wanted: ResponseFormat | None, service: Service) -> Grammar | None:
+async def constraint_of(wanted: ResponseFormat, service: Service) -> Grammar | None:
     """The grammar of a structured answer, or None for text. Raises ApiError (400) for a schema that is refused."""
-    if wanted is None:
-        return None
     given = wanted.json_schema
     if given is not None and wanted.type != "json_schema":
         message = f"response_format: json_schema is given with type {wanted.type}; use type json_schema"
@@ -155,6 +161,86 @@ async def constraint_of(wanted: ResponseFormat | None, service: Service) -> Gram
         message = "response_format of type json_schema needs json_schema.schema"
         raise ApiError(message, param="response_format.json_schema")
     return await service.grammars.constraint(schema, param="response_format")
+
+
+async def encode_conversation(
+    messages: Sequence[Message],
+    body: TemplateBody,
+    service: Service,
+    *,
+    tools: list[dict[str, Any]] | None,
+    add_special_tokens: bool = False,
+    fold: bool = False,
+) -> list[int]:
+    """Token ids of the conversation in the model's own template, up to where the answer begins.
+
+    fold: messages that the template refuses are rendered once more with `folded` turns.
+    """
+    continued = body.continue_final_message is True
+    prompted = not continued if body.add_generation_prompt is None else body.add_generation_prompt
+    variables = _variables(body, service.settings.chat_template_kwargs)
+    tokenizer = service.tokenizer
+
+    def render(turns: Sequence[Message]) -> str:
+        return tokenizer.render_chat(
+            plain_messages([turn.model_dump(exclude_none=True) for turn in turns]),
+            add_generation_prompt=prompted,
+            continue_final_message=continued,
+            tools=tools,
+            chat_template_kwargs=variables,
+        )
+
+    if continued and prompted:
+        message = "add_generation_prompt begins a new turn, continue_final_message continues the last one; give one"
+        raise ApiError(message, param="add_generation_prompt")
+    try:  # a template is a program: it never runs on the event loop
+        try:
+            text = await service.in_thread(lambda: render(messages))
+        except ConfigError:
+            if not fold:
+                raise
+            text = await service.in_thread(lambda: render(folded(messages)))
+    except HastenError as error:
+        raise ApiError(str(error)[:500], param="messages", code="chat_template") from None
+    return await service.encode(text, add_special_tokens=add_special_tokens, param="messages")
+
+
+def folded(messages: Sequence[Message]) -> list[Message]:
+    """Join system messages at the beginning into one, and put later ones, as text, into the user's next turn.
+
+    For templates that know one system message, and turns of user and assistant one after the other.
+    """
+    turns: list[Message] = []
+    for message in messages:
+        role = "system" if message.role == "developer" else message.role
+        if role == "system" and any(turn.role != "system" for turn in turns):
+            role = "user"
+        if turns and turns[-1].role == role and role in ("system", "user"):
+            parts = [*_text_parts(turns[-1]), *_text_parts(message)]
+            turns[-1] = Message(role=role, content=parts)
+        else:
+            turns.append(message.model_copy(update={"role": role}))
+    return turns
+
+
+def _text_parts(message: Message) -> list[TextPart]:
+    content = message.content or []
+    return [TextPart(type="text", text=content)] if isinstance(content, str) else content
+
+
+def _variables(body: TemplateBody, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the template: the server's, the effort, and the request's own."""
+    given = body.chat_template_kwargs or {}
+    try:
+        check_template_kwargs(given)
+    except ConfigError as error:
+        raise ApiError(f"chat_template_kwargs: {error}"[:500], param="chat_template_kwargs") from None
+    effort: dict[str, Any] = {}
+    if body.reasoning_effort == "none":
+        effort = {"enable_thinking": False, "thinking": False}  # Qwen's and DeepSeek's names
+    elif body.reasoning_effort is not None:
+        effort = {"reasoning_effort": body.reasoning_effort}
+    return {**defaults, **effort, **given}
 
 
 async def prompts_of(

@@ -9,11 +9,11 @@ from fastapi import Request as HttpRequest
 from pydantic import Field
 
 from hasten.engine.request import Request, RequestOutput, TokenLogprob
-from hasten.server.answers import AnswerBuilder, Json, completion_logprobs, join_logprobs
+from hasten.server.answers import ChoiceBuilder, Json, completion_logprobs, join_logprobs
 from hasten.server.bodies import COMMON_NEUTRAL, Count, Neutral, Prompts, SamplingBody
-from hasten.server.build_request import build_request, constraint_of, prompts_of, room
+from hasten.server.build_request import build_request, check_limit, constraint_of, prompts_of, room
 from hasten.server.documentation import ERRORS, Completion
-from hasten.server.responses import ApiError, check_limit
+from hasten.server.errors import ApiError
 from hasten.server.service import Service
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -39,7 +39,7 @@ def add_completions(router: APIRouter, service: Service) -> None:
         return await _Completions(service, body, given).respond(http)
 
 
-class _Completions(AnswerBuilder[CompletionBody]):
+class _Completions(ChoiceBuilder[CompletionBody]):
     """n choices for each prompt."""
 
     kind = chunk_kind = "text_completion"
@@ -57,7 +57,7 @@ class _Completions(AnswerBuilder[CompletionBody]):
     async def requests(self, name: str) -> list[Request]:
         body, service = self.body, self.service
         self.id = f"cmpl-{name}-{service.number()}"
-        constraint = await constraint_of(body.response_format, service)
+        constraint = None if body.response_format is None else await constraint_of(body.response_format, service)
         wanted = None if body.max_tokens is None else max(1, body.max_tokens)
         return [
             build_request(

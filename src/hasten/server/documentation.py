@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from hasten.server import responses
+from hasten.server import errors
 
 
 class ErrorFacts(BaseModel):
@@ -40,6 +40,20 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None
 
 
+class Timings(BaseModel):
+    """Times of a request, in llama.cpp's fields: prompt (without cached tokens) and answer, in milliseconds."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
 class Answered(BaseModel):
     """Fields of both kinds of answers."""
 
@@ -47,6 +61,7 @@ class Answered(BaseModel):
     created: int
     model: str
     usage: Usage
+    timings: Timings
 
 
 class Completion(Answered):
@@ -70,6 +85,46 @@ class ChatCompletion(Answered):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+
+
+class MessagesAnswer(BaseModel):
+    """Answers to /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class TokenCount(BaseModel):
+    """Answers to /v1/messages/count_tokens and /v1/responses/input_tokens."""
+
+    object: str | None = None
+    input_tokens: int
+
+
+class ResponsesAnswer(BaseModel):
+    """Answers to /v1/responses; OpenAI's reference has the further fields."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "failed"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+
+
+class DeletedResponse(BaseModel):
+    """Answer to the deletion of a stored response."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
 class Embedding(BaseModel):
@@ -110,7 +165,10 @@ class Model(BaseModel):
     id: str
     parent: str | None = None
     object: Literal["model"]
+    type: Literal["model"]
+    display_name: str
     created: int
+    created_at: str
     owned_by: str
     max_model_len: int
     vocab_size: int
@@ -121,15 +179,37 @@ class Models(BaseModel):
 
     object: Literal["list"]
     data: list[Model]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class Status(BaseModel):
-    """Answer to /health and /ready."""
+    """Answer to /, /health, /v1/health, /ping and /ready."""
 
     status: str
 
 
+class Version(BaseModel):
+    """Answer to /version."""
+
+    version: str
+
+
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorReply, "description": text} for status, (_, text) in responses.ERRORS.items()
+    status: {"model": ErrorReply, "description": text} for status, (_, text) in errors.ERRORS.items()
 }
 ERRORS[422] = {"description": "Never sent: what does not fit is a 400.", "model": ErrorReply}
+
+
+class AnthropicError(BaseModel):
+    """The body of every error response under /v1/messages."""
+
+    type: Literal["error"]
+    error: dict[str, str]
+    request_id: str
+
+
+ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
+    (529 if status == 503 else status): facts | {"model": AnthropicError} for status, facts in ERRORS.items()
+}

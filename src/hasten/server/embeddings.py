@@ -9,11 +9,12 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
 from hasten.errors import HastenError
+from hasten.server.answers import reply
 from hasten.server.bodies import ModelBody, Neutral, Prompts
 from hasten.server.build_request import prompts_of
 from hasten.server.documentation import ERRORS
 from hasten.server.documentation import Embeddings as EmbeddingsReply
-from hasten.server.responses import from_library, reply
+from hasten.server.errors import from_library
 from hasten.server.service import Service
 
 

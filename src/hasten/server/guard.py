@@ -1,7 +1,7 @@
 """Middleware before every endpoint: limits, keys, request ids, one log line, and aborting for a client that is gone.
 
-Plain ASGI. The body is read here, whole and within limits of size and time. After it only a disconnect can arrive: then
-the endpoint is cancelled, and the work that it started is aborted.
+Plain ASGI. The body is read here, whole and within limits of size and time, and parsed within limits of its own. After
+it only a disconnect can arrive: then the endpoint is cancelled, and the work that it started is aborted.
 """
 
 from __future__ import annotations
@@ -13,18 +13,23 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from typing import Any
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hasten.server.errors import ANTHROPIC, ApiError, ClientGone, overloaded
 from hasten.server.logs import LOGGER
-from hasten.server.responses import ApiError, ClientGone, overloaded
 from hasten.server.service import Service
 
-OPEN = ("/health", "/ready")  # without a key
+OPEN = ("/", "/health", "/ping", "/ready", "/v1/health")  # without a key
 WATCHED = (*OPEN, "/metrics")  # also answered under load and while the server drains
 _LOG = logging.getLogger(LOGGER)
+NESTING, KEYS = 64, 4096  # maximum levels of a body, and keys of an object in it
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -62,8 +67,8 @@ class Guard:
                 raise ApiError(message, status=403, code="host_not_allowed")
         if path in OPEN:
             return
-        if self._keys and not self._knows(headers.get(b"authorization", b"")):
-            message = "give a key of this server: Authorization: Bearer KEY"
+        if self._keys and not self._knows(headers):
+            message = "give a key of this server: Authorization: Bearer KEY, or x-api-key: KEY"
             raise ApiError(message, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if path in WATCHED:
             return
@@ -72,12 +77,14 @@ class Guard:
         if self.service.draining:
             raise overloaded("the server is shutting down", seconds=5)
 
-    def _knows(self, header: bytes) -> bool:
+    def _knows(self, headers: dict[bytes, bytes]) -> bool:
         """Compare with every key by hashes of the same length, so that the time reveals nothing about a key."""
-        scheme, _, key = header.partition(b" ")
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            key = headers.get(b"x-api-key", b"")  # Anthropic's clients
         given = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(given, known) for known in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        return any(matches)
 
 
 class _Exchange:
@@ -206,6 +213,8 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             extra = [(b"x-request-id", self.id.encode()), (b"x-content-type-options", b"nosniff")]
+            if self.scope["path"].startswith(ANTHROPIC):
+                extra.append((b"request-id", self.id.encode()))
             if ignored := self.facts.get("ignored"):
                 extra.append((b"x-hasten-ignored", str(ignored).encode()))
             message = {**message, "headers": [*message.get("headers", []), *extra]}
@@ -221,8 +230,55 @@ class _Exchange:
         """Send the error, unless a response has already started."""
         if self.status is not None:
             return
-        response = error.response()
+        response = error.response(self.scope["path"], self.id)
         if error.status in (408, 413, 431):  # the rest of the body is not read
             response.headers["Connection"] = "close"
         with suppress(ClientGone):
             await response(self.scope, self.receive, self.send)
+
+
+class BodyRoute(APIRoute):
+    """A route whose JSON body is parsed by `parse_json` instead of Python's parser."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+
+        async def handle_parsed(request: Request) -> Response:
+            parsed = _ParsedRequest(request.scope, request.receive)
+            if body := await parsed.body():
+                parsed.value = parse_json(body)
+            return await handle(parsed)
+
+        return handle_parsed
+
+
+class _ParsedRequest(Request):
+    value: Any = None
+
+    async def json(self) -> Any:
+        return self.value
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON; raises ApiError (400) if it is invalid, nested too deeply, or an object has too many keys.
+
+    NaN, infinity, numbers of more than 4,300 digits, lone surrogates and invalid UTF-8 are refused (RFC 8259). Python's
+    own parser accepts the first and the third, and recurses as deeply as the input nests.
+    """
+    try:
+        value = from_json(data, allow_inf_nan=False, cache_strings="none")
+    except ValueError as error:
+        code = "nesting" if "recursion" in str(error) else "invalid_json"
+        raise ApiError(f"the body is not valid JSON: {error}", code=code) from None
+    depth, level = 0, [value] if isinstance(value, (dict, list)) else []
+    while level:
+        if any(len(item) > KEYS for item in level if isinstance(item, dict)):
+            raise ApiError(f"an object in the body has more than {KEYS:,} keys", code="too_many_keys")
+        inner = [items.values() if isinstance(items, dict) else items for items in level]
+        level = [item for items in inner for item in items if isinstance(item, (dict, list))]
+        depth += 1
+        if depth > NESTING and level:
+            raise ApiError(f"the body is nested deeper than {NESTING} levels", code="nesting")
+    return value

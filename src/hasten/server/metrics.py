@@ -7,7 +7,6 @@ each scrape; only the histograms are written by requests.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -53,42 +52,6 @@ class Metrics:
     def text(self) -> bytes:
         """The text that /metrics returns."""
         return generate_latest(self.registry)
-
-
-class Stopwatch:
-    """Observes the times of one request. Samples of one prompt share the time to the first token.
-
-    start: when the request's headers arrived, by time.perf_counter().
-    """
-
-    def __init__(self, metrics: Metrics, *, start: float) -> None:
-        self._metrics = metrics
-        self._start = start
-        self._first: dict[tuple[int, int], float] = {}
-        self._last: dict[tuple[int, int], float] = {}
-        self._tokens: dict[tuple[int, int], int] = {}
-
-    def observe(self, prompt: int, index: int, tokens: int, finish_reason: str | None) -> None:
-        """Count one output with `tokens` new tokens."""
-        now, key = time.perf_counter(), (prompt, index)
-        if tokens:
-            if not self._first:
-                self._metrics.first.observe(now - self._start)
-            if key in self._last:
-                self._metrics.between.observe(now - self._last[key])
-            self._first.setdefault(key, now)
-            self._last[key] = now
-            self._tokens[key] = self._tokens.get(key, 0) + tokens
-        if finish_reason is not None:
-            count = self._tokens.get(key, 0)
-            self._metrics.answers.observe(count)
-            self._metrics.finished.labels(self._metrics.model_name, finish_reason).inc()
-            if count > 1:
-                self._metrics.each.observe((now - self._first[key]) / (count - 1))
-
-    def end(self) -> None:
-        """Observe the whole time, once the last output was sent."""
-        self._metrics.whole.observe(time.perf_counter() - self._start)
 
 
 class _EngineCollector(Collector):

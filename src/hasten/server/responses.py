@@ -1,166 +1,356 @@
-"""Responses: JSON, server-sent events, and errors in OpenAI's shape.
+"""/v1/responses, OpenAI's protocol of items: https://platform.openai.com/docs/api-reference/responses
 
-Errors: {"error": {"message", "type", "param", "code"}}, https://platform.openai.com/docs/guides/error-codes
-Events: one `data:` line a chunk, `[DONE]` at the end, https://html.spec.whatwg.org/multipage/server-sent-events.html
+A body is read into a `ChatBody` (`response_items.py` has the items); what its outputs add becomes the events of a
+stream, the last of which has the whole answer.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, ClassVar, Literal
 
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+from pydantic import BeforeValidator, Field
 from pydantic_core import to_json
-from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
-from hasten.engine.request import DeadlineExceeded, EngineFailed, QueueFull, RequestRefused
-from hasten.errors import HastenError
-from hasten.server.logs import LOGGER
+from hasten.engine.request import Request, RequestOutput
+from hasten.server.answers import AnswerBuilder, EventStream, Json, after, chat_logprobs, reply
+from hasten.server.bodies import (
+    ChatBody,
+    ConversationPart,
+    Count,
+    Effort,
+    ModelBody,
+    Name,
+    Neutral,
+    Probability,
+    Text,
+    check_parts,
+)
+from hasten.server.chat import ChatTurn, chat_body, count_tokens_of
+from hasten.server.documentation import ERRORS, DeletedResponse, ResponsesAnswer, TokenCount
+from hasten.server.errors import ApiError, naming_fields
+from hasten.server.response_items import Item, ItemList, ItemTool, Offered, messages_of, read_items
+from hasten.server.service import Service
+from hasten.server.tools import ParsedCall
 
-# status -> (OpenAI's type, when it is sent)
-ERRORS = {
-    400: ("invalid_request_error", "The request is not valid; the field is named."),
-    401: ("authentication_error", "No valid key."),
-    403: ("permission_error", "The Host header is not allowed."),
-    404: ("not_found_error", "No such model."),
-    408: ("invalid_request_error", "The body did not arrive in time."),
-    413: ("invalid_request_error", "The body is too large."),
-    415: ("invalid_request_error", "The body is not application/json."),
-    429: ("rate_limit_error", "The queue is full; Retry-After says when to come again."),
-    500: ("server_error", "The server failed."),
-    503: ("overloaded_error", "Overloaded, or shutting down; Retry-After says when to come again."),
-    504: ("timeout_error", "The deadline passed."),
-}
+# What fields of a ChatBody are called here.
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+_ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user")
 
 
-class ApiError(Exception):
-    """An error response: HTTP status, message, the field at fault, a code for programs, headers."""
+class TextFormat(ConversationPart):
+    """text, json_object (any JSON object), or json_schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(max_length=256)] | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class TextConfig(ConversationPart):
+    """The form of the answer. Its verbosity has no effect."""
+
+    format: TextFormat | None = None
+
+
+class Reasoning(ConversationPart):
+    """How much the model reasons. Summaries are not made."""
+
+    effort: Effort | None = None
+
+
+class ItemChoice(ConversationPart):
+    """Forces a call of one tool."""
+
+    type: Literal["function", "custom"]
+    name: Name
+
+
+class InputBody(ModelBody):
+    """The conversation of a request, whose tokens are counted."""
+
+    input: Text | ItemList | None = None
+    instructions: Text | None = None
+    previous_response_id: Annotated[str, Field(max_length=256)] | None = None
+    tools: Annotated[list[ItemTool], Field(max_length=1024, fail_fast=True), BeforeValidator(check_parts)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ItemChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    bookkeeping = (ModelBody.bookkeeping - {"include", "metadata", "store"}).union(
+        ("access_programs", "image", "max_tool_calls", "stream_options")
+    )
+    neutral: ClassVar[Neutral] = {
+        "background": (False,),
+        "conversation": (),
+        "moderation": (),
+        "prompt": (),
+        "truncation": ("disabled",),
+    }
+
+
+class ResponsesBody(InputBody):
+    """A conversation to answer. store: whether later requests may refer to the answer (they may by default)."""
+
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Probability | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
+    include: Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+
+
+class ResponseStore:
+    """Answers that later requests may refer to, the latest `most` of them, in at most `most_bytes`."""
+
+    def __init__(self, *, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes, self._bytes = most, most_bytes, 0
+        self._kept: OrderedDict[str, tuple[Json, list[Item], int]] = OrderedDict()
+
+    def add(self, response: Json, items: list[Item]) -> None:
+        """Keep an answer, and the items of its conversation up to its end."""
+        size = len(to_json(response)) + sum(len(item.model_dump_json()) for item in items)
+        self._kept[response["id"]] = (response, items, size)
+        self._bytes += size
+        while len(self._kept) > self._most or self._bytes > self._most_bytes:
+            self.remove(next(iter(self._kept)))
+
+    def find(self, name: str, *, param: str | None = None) -> tuple[Json, list[Item]]:
+        """The answer and its conversation. Raises ApiError (404) if it is not kept."""
+        if name not in self._kept:
+            message = f"there is no response {name[:80]!r}; this server keeps the latest {self._most:,}"
+            raise ApiError(message, status=404, param=param, code="previous_response_not_found")
+        self._kept.move_to_end(name)
+        response, items, _ = self._kept[name]
+        return response, items
+
+    def remove(self, name: str) -> None:
+        """Forget an answer that is kept."""
+        self._bytes -= self._kept.pop(name)[2]
+
+
+def add_responses(router: APIRouter, service: Service) -> None:
+    settings = service.settings
+    store = ResponseStore(most=settings.stored_responses, most_bytes=settings.bodies_bytes)
+
+    def read(body: InputBody, http: HttpRequest, **fields: Any) -> tuple[ChatBody, list[Item], Offered]:
+        """The request as a ChatBody, its items after those of the previous response, and its tools."""
+        offered = Offered(body.tools or [])
+        service.check_in(body, http, without_effect=offered.left_out)
+        items: list[Item] = []
+        if body.previous_response_id is not None:
+            items += store.find(body.previous_response_id, param="previous_response_id")[1]
+        given = body.input
+        if isinstance(given, str):
+            given = read_items([{"type": "message", "role": "user", "content": given}])
+        items += given or []
+        return _chat(body, items, offered, **fields), items, offered
+
+    @router.post("/v1/responses", response_model=ResponsesAnswer, responses=ERRORS)
+    async def responses(body: ResponsesBody, http: HttpRequest) -> Response:
+        """Answer a conversation of items."""
+        same = {name: getattr(body, name) for name in ("temperature", "top_p", "stream")}
+        if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
+            same |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+        with naming_fields(NAMES):
+            chat, items, offered = read(body, http, max_tokens=body.max_output_tokens, **same)
+            kept = store if body.store is not False and settings.stored_responses else None
+            return await _Answer(service, chat, body, items, offered, kept).respond(http)
+
+    @router.post("/v1/responses/input_tokens", response_model=TokenCount, responses=ERRORS)
+    async def input_tokens(body: InputBody, http: HttpRequest) -> Response:
+        """Count the tokens of a conversation."""
+        with naming_fields(NAMES):
+            count = await count_tokens_of(read(body, http)[0], service)
+        return reply({"object": "response.input_tokens", "input_tokens": count})
+
+    @router.get("/v1/responses/{name}", response_model=ResponsesAnswer, responses={404: ERRORS[404]})
+    async def stored(name: str) -> Response:
+        """A stored response."""
+        return reply(store.find(name)[0])
+
+    @router.delete("/v1/responses/{name}", response_model=DeletedResponse, responses={404: ERRORS[404]})
+    async def delete(name: str) -> Response:
+        """Delete a stored response."""
+        store.find(name)
+        store.remove(name)
+        return reply({"id": name, "object": "response", "deleted": True})
+
+    @router.post("/v1/responses/{name}/cancel", response_model=ResponsesAnswer, responses={404: ERRORS[404]})
+    async def cancel(name: str) -> Response:
+        """A stored response. It has ended; one that runs is cancelled by closing its connection."""
+        return reply(store.find(name)[0])
+
+
+class _Answer(AnswerBuilder[ChatBody]):
+    """One response: a message, then calls. A part of it is an event."""
 
     def __init__(
         self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        service: Service,
+        chat: ChatBody,
+        body: ResponsesBody,
+        items: list[Item],
+        offered: Offered,
+        store: ResponseStore | None,
     ) -> None:
-        super().__init__(message)
-        self.message, self.status, self.param, self.code = message, status, param, code
-        self.headers = dict(headers or {})
+        super().__init__(service, chat, prompts=1)
+        self.turn = ChatTurn(chat, service, self.samples, fold=True)
+        self._items, self._offered, self._store = items, offered, store
+        self._output: list[Json] = []
+        self._message: Json | None = None  # the message that is open
+        self._logprobs: list[Json] = []  # of tokens whose text has not come
+        self._events = 0
+        given = body.model_dump(by_alias=True, exclude_none=True)
+        self._response: Json = {"id": "", "object": "response", "created_at": self.created, "status": "in_progress"}
+        self._response |= {"error": None, "incomplete_details": None, "model": body.model, "output": []}
+        self._response |= {name: given.get(name) for name in _ECHOED} | {"metadata": given.get("metadata", {})}
+        self._response |= {
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "reasoning": {"effort": given.get("reasoning", {}).get("effort"), "summary": None},
+            "store": store is not None,
+            "text": given.get("text") or {"format": {"type": "text"}},
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": given.get("tools", []),
+            "truncation": "disabled",
+            "usage": None,
+        }
 
-    def body(self) -> dict[str, Any]:
-        """The error as JSON."""
-        kind, _ = ERRORS.get(self.status, ERRORS[400] if self.status < 500 else ERRORS[500])
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+    async def requests(self, name: str) -> list[Request]:
+        self.id = self._response["id"] = f"resp_{secrets.token_hex(16)}"  # whoever knows it can read the response
+        return [await self.turn.request(self.id)]
 
-    def response(self) -> JSONResponse:
-        """The error as a response."""
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+    def take(self, which: int, output: RequestOutput) -> list[Json]:
+        events: list[Json] = []
+        if not self._events:
+            begun = dict(self._response)
+            events += [self._event("created", response=begun), self._event("in_progress", response=begun)]
+        said = self.turn.read(output)
+        self._logprobs += chat_logprobs(output.logprobs or ())["content"] if self.body.logprobs else []
+        if said.text or (said.finish_reason is not None and not self._output and not said.calls):
+            events += self._add_text(said.text)
+        for call in said.calls:
+            events += self._close_message("completed")
+            events += self._add_call(call, cut=said.finish_reason == "length")
+        if said.finish_reason is not None:
+            cut = said.finish_reason == "length"
+            events += self._close_message("incomplete" if cut else "completed")
+            events.append(self._end(cut=cut))
+        return events
+
+    def stream(self, first: Json, parts: AsyncIterator[Json]) -> EventStream:
+        return EventStream(after(first, parts), named=True, failure=self._failed)
+
+    def whole(self, parts: list[Json]) -> Json:
+        return self._response
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        """An event with its number."""
+        event = {"type": f"response.{kind}", "sequence_number": self._events} | fields
+        self._events += 1
+        return event
+
+    def _add_text(self, text: str) -> list[Json]:
+        """Add to the message, which begins with its first text."""
+        events = []
+        logprobs, self._logprobs = self._logprobs, []
+        if self._message is None:
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._message = {"type": "message", "id": self._number("msg"), "role": "assistant", "content": [part]}
+            self._message["status"] = "in_progress"
+            self._output.append(self._message)
+            events.append(self._item("output_item.added", item=self._message | {"content": []}))
+            events.append(self._in_message("content_part.added", part=dict(part, logprobs=[])))
+        part = self._message["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        if text:
+            events.append(self._in_message("output_text.delta", delta=text, logprobs=logprobs))
+        return events
+
+    def _close_message(self, status: str) -> list[Json]:
+        if self._message is None:
+            return []
+        self._message["status"] = status
+        part = self._message["content"][0]
+        events = [
+            self._in_message("output_text.done", text=part["text"], logprobs=part["logprobs"]),
+            self._in_message("content_part.done", part=part),
+            self._item("output_item.done", item=self._message),
+        ]
+        self._message = None
+        return events
+
+    def _add_call(self, call: ParsedCall, *, cut: bool) -> list[Json]:
+        """Add a whole call."""
+        item = self._offered.item_of(call, call_id=self._number("call"))
+        field, kind = (
+            ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
+        )
+        item["id"] = self._number("fc" if field == "arguments" else "ctc")
+        item["status"] = "incomplete" if cut else "completed"
+        self._output.append(item)
+        return [
+            self._item("output_item.added", item=item | {field: "", "status": "in_progress"}),
+            self._item(f"{kind}.delta", item_id=item["id"], delta=item[field]),
+            self._item(f"{kind}.done", item_id=item["id"], name=call.name, **{field: item[field]}),
+            self._item("output_item.done", item=item),
+        ]
+
+    def _item(self, kind: str, **fields: Any) -> Json:
+        """An event of the last item."""
+        return self._event(kind, output_index=len(self._output) - 1, **fields)
+
+    def _in_message(self, kind: str, **fields: Any) -> Json:
+        """An event of the message's text."""
+        return self._item(kind, item_id=self._output[-1]["id"], content_index=0, **fields)
+
+    def _end(self, *, cut: bool) -> Json:
+        """Complete the response, and keep it."""
+        status = "incomplete" if cut else "completed"
+        details = {"reason": "max_output_tokens"} if cut else None
+        usage = {
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": self.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": self.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+        self._response |= {"status": status, "incomplete_details": details, "output": self._output, "usage": usage}
+        if self._store is not None:
+            self._store.add(self._response, [*self._items, *read_items(self._output)])
+        return self._event(status, response=self._response)
+
+    def _failed(self, error: ApiError) -> Json:
+        """The last event of a stream that fails."""
+        failure = {"code": error.code or error.type, "message": error.message}
+        return self._event("failed", response=self._response | {"status": "failed", "error": failure})
+
+    def _number(self, kind: str) -> str:
+        return f"{kind}_{self.id[5:]}_{self.service.number()}"
 
 
-class ClientGone(Exception):
-    """The client closed the connection, or read nothing for too long."""
-
-
-def overloaded(message: str, *, seconds: float = 1.0, status: int = 503) -> ApiError:
-    """The error of an overloaded server; the client should retry after `seconds` (OpenAI's clients do)."""
-    return ApiError(message, status=status, code="overloaded", headers={"Retry-After": str(max(1, round(seconds)))})
-
-
-def check_limit(name: str, found: int, most: int) -> None:
-    """Raise ApiError naming the field if its value is above the server's limit."""
-    if found > most:
-        raise ApiError(f"{name}: {found:,}; this server's limit is {most:,}", param=name)
-
-
-def from_library(error: HastenError) -> ApiError:
-    """The error response for an error of the library."""
-    if isinstance(error, QueueFull):
-        return overloaded(str(error), seconds=error.retry_after, status=429)
-    if isinstance(error, RequestRefused):
-        return ApiError(str(error), param=error.field, code="request_refused")
-    if isinstance(error, DeadlineExceeded):
-        return ApiError(str(error), status=504, code="deadline_exceeded")
-    if isinstance(error, EngineFailed):
-        return ApiError(str(error), status=500, code="engine_failed")
-    return ApiError(str(error))
-
-
-def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The 400 for a body that does not match its schema; names the first field at fault."""
-    first = max(errors[:64], key=_meant, default=None)
-    if first is None:
-        return ApiError("the request is not valid")
-    param = first.get("ctx", {}).get("field") or _name(_path(first))
-    if first["type"] == "json_invalid":
-        return ApiError("the body is not JSON", code="invalid_json")
-    if first["type"] == "extra_forbidden":
-        return ApiError(f"{param}: there is no such field", param=param, code="unknown_parameter")
-    code = "unsupported_parameter" if first["type"] == "unsupported" else "invalid_value"
-    if first["type"] == "missing":
-        code = "missing_required_parameter"
-    message = first["msg"] if first["type"] == "unsupported" else f"{param or 'body'}: {first['msg']}"
-    return ApiError(message, param=param, code=code)
-
-
-def _meant(error: Mapping[str, Any]) -> tuple[bool, int, int, bool]:
-    """Sort key for the errors of a union, in which every member fails: highest for the member that was meant.
-
-    That is the one that counted a list, or failed deepest, furthest, and at a value of its own type.
-    """
-    path = _path(error)
-    place = path[-1] if path and isinstance(path[-1], int) else -1
-    return error["type"] in ("unsupported", "too_long"), len(path), place, not error["type"].endswith("_type")
-
-
-def _path(error: Mapping[str, Any]) -> list[str | int]:
-    return [part for part in error.get("loc", ()) if part not in ("body", "query", "header")]
-
-
-def _name(path: Sequence[str | int]) -> str | None:
-    """Path of a field, as in messages[0].content, without pydantic's names of union members (`list[int]`, `str`)."""
-    name = ""
-    for part in path:
-        if isinstance(part, int):
-            name += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
-            name += f".{part}" if name else part
-    return name[:100] or None
-
-
-def reply(body: Any) -> Response:
-    """A JSON response; NaN and infinity become null."""
-    return Response(to_json(body, inf_nan_mode="null"), media_type="application/json")
-
-
-class EventStream(Response):
-    """Streams chunks as events. A failure after the first one is sent as an event, since the status is already sent."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self.chunks = chunks
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async for chunk in self.chunks:
-                await _event(send, to_json(chunk, inf_nan_mode="null"))
-        except ApiError as error:
-            await _event(send, to_json(error.body()))
-        except ClientGone:
-            raise
-        except Exception as error:
-            fields = {"request_id": scope["state"]["request_id"]}
-            logging.getLogger(LOGGER).error("failed", exc_info=error, extra={"fields": fields})
-            failed = ApiError("the server failed at this request", status=500, code="internal_error")
-            await _event(send, to_json(failed.body()))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
-
-
-async def _event(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+def _chat(body: InputBody, items: list[Item], offered: Offered, **fields: Any) -> ChatBody:
+    """The same as a ChatBody."""
+    messages = messages_of(items, offered)
+    if body.instructions is not None:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    if offered.tools:
+        fields["tools"] = offered.tools
+        fields["parallel_tool_calls"] = body.parallel_tool_calls
+    if isinstance(body.tool_choice, ItemChoice):
+        fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    elif offered.tools or body.tool_choice == "required":
+        fields["tool_choice"] = body.tool_choice
+    form = None if body.text is None else body.text.format
+    if form is not None:
+        named = {"name": form.name, "schema": form.json_schema}
+        schema = named if form.type == "json_schema" else None
+        fields["response_format"] = {"type": form.type, "json_schema": schema}
+    fields["reasoning_effort"] = None if body.reasoning is None else body.reasoning.effort
+    return chat_body(model=body.model, messages=messages, user=body.user, **fields)

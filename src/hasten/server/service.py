@@ -9,11 +9,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hasten.server.bodies import ModelBody, RequestBody
+from hasten.server.errors import ApiError, overloaded
 from hasten.server.metrics import Metrics
-from hasten.server.responses import ApiError, overloaded
 from hasten.server.settings import ServerSettings
 from hasten.server.structured import Grammars
 
@@ -59,14 +60,16 @@ class AnyEngine(Protocol):
 class Service:
     """One served model.
 
-    max_length: tokens of prompt and answer together. vocabulary: the number of logits. adapters: their names.
+    max_length: tokens of prompt and answer together. vocabulary: the number of logits. models: the names that requests
+    may give, the model's own and then its adapters'.
     """
 
     def __init__(self, engine: AnyEngine, *, model_name: str, settings: ServerSettings) -> None:
         self.engine, self.model_name, self.settings = engine, model_name, settings
         facts = engine.facts
         self._tokenizer = facts.tokenizer
-        self.max_length, self.vocabulary, self.adapters = facts.max_length, facts.vocabulary, facts.adapters
+        self.max_length, self.vocabulary = facts.max_length, facts.vocabulary
+        self.models = [model_name, *facts.adapters]
         self.created = int(time.time())
         self.ready = False
         self.draining = False
@@ -88,11 +91,6 @@ class Service:
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
-    @property
-    def models(self) -> list[str]:
-        """The names that requests may give: the model's, then its adapters'."""
-        return [self.model_name, *self.adapters]
-
     def check_model(self, name: str | None) -> str:
         """Return the adapter of that name, or "" for the model itself (or None). Raises ApiError (404) if unknown."""
         if name is None:
@@ -103,21 +101,22 @@ class Service:
             raise ApiError(message, status=404, param="model", code="model_not_found")
         return "" if name == self.model_name else name
 
-    def check_in(self, body: ModelBody, http: HttpRequest) -> None:
+    def check_in(self, body: ModelBody, http: HttpRequest, *, without_effect: Sequence[str] = ()) -> None:
         """Check the fields, the model's name and the engine at the start of a request; note the user for its log."""
-        self.note_ignored(body, http)
+        self.note_ignored(body, http, without_effect=without_effect)
         self.check_model(body.model)
         if not self.engine.healthy:
             raise overloaded(f"the engine has failed: {self.engine.error}", seconds=30)
         if body.user is not None:
             http.state.facts["user"] = body.user
 
-    def note_ignored(self, body: RequestBody, http: HttpRequest) -> None:
+    def note_ignored(self, body: RequestBody, http: HttpRequest, *, without_effect: Sequence[str] = ()) -> None:
         """Note the unknown fields of a request for its log line and the response header `x-hasten-ignored`.
 
-        Raises ApiError for the first one with `strict_fields`, and for one that could not be a field's name.
+        without_effect: known ones that this server cannot follow. Raises ApiError for the first one with
+        `strict_fields`, and for one that could not be a field's name.
         """
-        names = list(body.model_extra or ())
+        names = [*(body.model_extra or ()), *without_effect]
         for name in names:
             if self.settings.strict_fields or not _PLAIN_NAME.fullmatch(name):
                 raise ApiError(f"{name[:100]}: there is no such field", param=name[:100], code="unknown_parameter")
@@ -141,9 +140,7 @@ class Service:
         if least > self.max_length:
             raise too_long(f"at least {least:,}", self.max_length, param=param)
 
-        def work() -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
+        work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return work() if len(text) < SHORT_TEXT else await self.in_thread(work)
 
     async def drain(self, timeout: float, *, given_up: Callable[[], bool] = lambda: False) -> bool:

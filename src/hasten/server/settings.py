@@ -28,6 +28,8 @@ class ServerSettings:
         allowed_origins: Origins (https://example.com) whose pages may use the server from a browser; "*" allows all.
             None by default.
         strict_fields: Refuse unknown request fields with a 400 instead of ignoring them.
+        strict_length: Refuse a max_tokens that does not fit behind the prompt with a 400 instead of lowering it.
+        stored_responses: Maximum number of answers of /v1/responses that later requests may refer to; 0 keeps none.
         header_bytes: Maximum bytes of a request's line and headers together.
         body_bytes: Maximum bytes of one request body.
         bodies_bytes: Maximum bytes of all request bodies held at once.
@@ -49,7 +51,9 @@ class ServerSettings:
     chat_template_kwargs: Suppress[Mapping[str, Any]] = field(default_factory=dict)
     allowed_origins: tuple[str, ...] = ()
     strict_fields: bool = False
+    strict_length: bool = False
     # --max-… on the command line, where the bare names read like switches (--logprobs).
+    stored_responses: Annotated[int, arg(name="max-stored-responses")] = 1000
     header_bytes: Annotated[int, arg(name="max-header-bytes")] = 32 << 10
     body_bytes: Suppress[int] = 4 << 20  # --max-body-mib on the command line
     bodies_bytes: Annotated[int, arg(name="max-bodies-bytes")] = 256 << 20
@@ -67,6 +71,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
+            if name == "stored_responses" and value == 0:
+                continue
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value}; a limit of the server must be above 0 and finite")
         if any(not key or not key.isascii() or any(c.isspace() for c in key) for key in self.api_keys):

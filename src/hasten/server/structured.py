@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from hasten.server.responses import ApiError, overloaded
+from hasten.server.errors import ApiError, overloaded
 from hasten.server.settings import ServerSettings
 
 if TYPE_CHECKING:

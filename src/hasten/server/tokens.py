@@ -8,10 +8,11 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from pydantic import Field
 
-from hasten.server.bodies import Neutral, RequestBody, Text, TokenId
-from hasten.server.conversation import Messages, TemplateBody, ToolList, encode_conversation
+from hasten.server.answers import reply
+from hasten.server.bodies import Messages, Neutral, RequestBody, TemplateBody, Text, TokenId, ToolList
+from hasten.server.build_request import encode_conversation
 from hasten.server.documentation import ERRORS, Detokenized, Tokens
-from hasten.server.responses import ApiError, reply
+from hasten.server.errors import ApiError
 from hasten.server.service import Service
 
 

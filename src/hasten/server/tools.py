@@ -16,8 +16,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hasten.server.conversation import ChatBody, ToolChoice
-from hasten.server.responses import ApiError
+from hasten.server.bodies import ChatBody, ToolChoice
+from hasten.server.errors import ApiError
 from hasten.server.service import Service
 from hasten.server.structured import Grammar
 
