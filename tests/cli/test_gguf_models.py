@@ -155,6 +155,7 @@ def test_a_type_without_a_kernel_is_named_and_the_advice_ends_the_warning(nvfp4,
     out, err = capfd.readouterr()
     assert "linear (NVFP4 as bfloat16), layers 0-1" in out
     assert "nvfp4.gguf: NVFP4 as bfloat16 and Q4_0" in err
+    assert err.startswith("nvfp4.gguf: "), "the first line says which path runs"
     assert err.count("warning") == err.count("q_proj (NVFP4)") == err.count("--quantize int8") == 1
     main(["explain", str(nvfp4), "--quantize", "int8"])
     out, err = capfd.readouterr()

@@ -107,8 +107,9 @@ class LoadOptions:
         try:
             with warnings.catch_warnings(record=True) as found:
                 model = self.read_model(str(resolve_device(self.device)))
-        finally:  # where loading fails they may say why
-            self._pass_on(found)
+        except BaseException:
+            self._pass_on(found)  # they may say why
+            raise
         if self.quantize != "none":
             from hasten.quantization import Int4, Int8, quantize
 
@@ -119,7 +120,8 @@ class LoadOptions:
         with warnings.catch_warnings(record=True) as reasons:
             fuse_where_it_fits(model)
         print(f"{self.title()}: {path_of(model)}", file=sys.stderr)
-        for reason in reasons:  # after the line above, why it is slower than it could be
+        self._pass_on(found)
+        for reason in reasons:  # why it is slower than it could be
             warnings.warn(reason.message, stacklevel=2)
         if self.verbose:
             from hasten.model.wide import precision_of
