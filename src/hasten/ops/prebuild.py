@@ -1,7 +1,7 @@
 """Compiles the native libraries of all instruction sets for a wheel: `python -m hasten.ops.prebuild`.
 
 They run wherever torch's own wheels for Linux run: with glibc 2.28 and the libstdc++ of g++ 8 (manylinux_2_28, PEP
-600). `oldest_glibc.h` keeps newer symbols out, and a library that needs one is refused here. Torch's stable ABI lets
+600). `oldest_glibc.h` has what they need of newer systems, and a library that needs one is refused here. Torch's stable ABI lets
 one library serve every torch from 2.11 on; no library uses Python.
 """
 
@@ -18,6 +18,7 @@ from typing import get_args
 from hasten.errors import ConfigError, HastenError, ResourceError
 from hasten.machine import find_compiler
 from hasten.ops.build import INSTRUCTION_SETS, SOURCES, InstructionSet, Part, compile_part, prebuilt_folder, stem_of
+from hasten.ops.compile import call
 
 OLDEST_GLIBC = SOURCES / "oldest_glibc.h"
 # The newest versions of symbols that manylinux_2_28 allows, as auditwheel lists them.
@@ -35,24 +36,33 @@ def prebuild(names: Sequence[str] = (), *, sources: Path = SOURCES) -> list[Path
         raise ResourceError(f"a wheel's libraries are compiled with g++ on Linux, found {compiler}; `apt install g++`")
     folder = prebuilt_folder(sources)
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {
+    wanted = _libraries(folder, names, sources)
+    for outdated in set(folder.iterdir()) - set(_libraries(folder, (), sources)):
+        shutil.rmtree(outdated) if outdated.is_dir() else outdated.unlink()
+    missing = {target: what for target, what in wanted.items() if not target.exists()}
+    if missing:
+        log, older = folder / "failed.log", folder / "oldest_glibc.o"
+        call(
+            [compiler.command, "-std=c++20", "-O2", "-fPIC", "-x", "c++", "-c", str(OLDEST_GLIBC), "-o", str(older)],
+            log,
+        )
+        for target, (kind, part) in missing.items():
+            made = target.with_suffix(".unchecked")
+            compile_part(compiler, kind, part, sources=sources, target=made, log=log, link=(str(older), "-s"))
+            if newer := newer_symbols(made):
+                raise ResourceError(f"{made.name} needs a newer system than manylinux_2_28: {', '.join(newer)}")
+            made.rename(target)
+        older.unlink()
+    return sorted(wanted)
+
+
+def _libraries(folder: Path, names: Sequence[str], sources: Path) -> dict[Path, tuple[InstructionSet, Part]]:
+    """What is compiled into each of the libraries for `names`."""
+    return {
         folder / f"{stem_of(kind, part, sources)}.so": (kind, part)
         for kind in encodings(names)
         for part in get_args(Part)
     }
-    for outdated in set(folder.iterdir()) - set(wanted):
-        shutil.rmtree(outdated) if outdated.is_dir() else outdated.unlink()
-    for target, (kind, part) in wanted.items():
-        if not target.exists():
-            log = folder / "failed.log"
-            oldest = ("-include", str(OLDEST_GLIBC))
-            # Named with the suffix it gets when it has been checked.
-            made = target.with_suffix(".unchecked")
-            compile_part(compiler, kind, part, sources=sources, target=made, log=log, flags=oldest, link=("-s",))
-            if newer := newer_symbols(made):
-                raise ResourceError(f"{made.name} needs a newer system than manylinux_2_28: {', '.join(newer)}")
-            made.rename(target)
-    return sorted(wanted)
 
 
 def encodings(names: Sequence[str] = ()) -> Iterator[InstructionSet]:
