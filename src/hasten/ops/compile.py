@@ -33,8 +33,9 @@ def compile_library(
 ) -> Path:
     """Compile sources/name for each of the names with `command`, link them with `link`, in the folder `place`.
 
-    Those of the names that are in `together` are compiled as one source. Shows "compiling <title>" and the time left on standard error. Returns the library. Raises ResourceError with the
-    first error in its message, and the whole output in `log`.
+    Those of the names that are in `together` are compiled as one source. Shows "compiling <title>" and the time left on
+    standard error. Returns the library. Raises ResourceError with the first error in its message, and the whole output
+    in `log`.
     """
     joined = [name for name in names if name in together]
     units = {sources / name: (sources / name).stat().st_size for name in names if name not in joined}

@@ -1,24 +1,20 @@
 // Functions that only recent systems have, for the libraries in a wheel: prebuild.py compiles this file and links it to
 // each of them. A wheel promises glibc 2.28 and the libstdc++ of g++ 8 (manylinux_2_28), as torch's does.
-//
-// All are hidden: no other library sees them.
-#pragma once
-
+// The linker takes them from here, so that the system need not have them.
 #include <new>
 #include <sstream>
-
-#pragma GCC visibility push(hidden)
-
-// glibc 2.32: whether there is one thread only, so that shared pointers need no atomics. There never is.
-extern "C" char __libc_single_threaded;
-char __libc_single_threaded = 0;
 
 // glibc 2.29: a logarithm that does not set errno; the older one computes the same.
 #if defined(__x86_64__)
 asm(".symver older_log, log@GLIBC_2.2.5");
 extern "C" double older_log(double x);
-extern "C" double log(double x) noexcept { return older_log(x); }
+extern "C" __attribute__((visibility("hidden"))) double own_log(double x) asm("log");
+double own_log(double x) { return older_log(x); }
 #endif
+
+// glibc 2.32: whether there is one thread only, so that shared pointers need no atomics. There never is.
+extern "C" __attribute__((visibility("hidden"))) char __libc_single_threaded;
+char __libc_single_threaded = 0;
 
 // libstdc++ of g++ 9 and 11.
 namespace std {

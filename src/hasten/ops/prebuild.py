@@ -1,8 +1,8 @@
 """Compiles the native libraries of all instruction sets for a wheel: `python -m hasten.ops.prebuild`.
 
 They run wherever torch's own wheels for Linux run: with glibc 2.28 and the libstdc++ of g++ 8 (manylinux_2_28, PEP
-600). `oldest_glibc.h` has what they need of newer systems, and a library that needs one is refused here. Torch's stable ABI lets
-one library serve every torch from 2.11 on; no library uses Python.
+600). `oldest_glibc.h` has what they would need of newer systems, and a library that still needs one is refused here.
+Torch's stable ABI lets one library serve every torch from 2.11 on; no library uses Python.
 """
 
 import argparse
@@ -42,10 +42,8 @@ def prebuild(names: Sequence[str] = (), *, sources: Path = SOURCES) -> list[Path
     missing = {target: what for target, what in wanted.items() if not target.exists()}
     if missing:
         log, older = folder / "failed.log", folder / "oldest_glibc.o"
-        call(
-            [compiler.command, "-std=c++20", "-O2", "-fPIC", "-x", "c++", "-c", str(OLDEST_GLIBC), "-o", str(older)],
-            log,
-        )
+        source = ("-std=c++20", "-O2", "-fPIC", "-x", "c++", "-c", str(OLDEST_GLIBC))
+        call([compiler.command, *source, "-o", str(older)], log)
         for target, (kind, part) in missing.items():
             made = target.with_suffix(".unchecked")
             compile_part(compiler, kind, part, sources=sources, target=made, log=log, link=(str(older), "-s"))
