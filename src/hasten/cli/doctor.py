@@ -59,7 +59,7 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
 
 
 def _kernels() -> Finding:
-    from hasten.ops.build import is_built, prebuilt
+    from hasten.ops.build import prebuilt
     from hasten.ops.native import NONE, choose_isa
 
     try:
@@ -68,8 +68,7 @@ def _kernels() -> Finding:
         return Finding("native kernels", "missing", str(error), "unset HASTEN_ISA, or set one of these")
     if isa == NONE:
         return Finding("native kernels", "note", "HASTEN_ISA is none: PyTorch's slower ones", "unset HASTEN_ISA")
-    origin = PREBUILT if prebuilt(isa) else "compiled" if is_built(isa) else "compiled at first use"
-    return Finding("native kernels", "ok", f"for {isa}, {origin}")
+    return Finding("native kernels", "ok", f"for {isa}, {PREBUILT if prebuilt(isa) else 'compiled on first use'}")
 
 
 def _measure(device: str) -> dict[str, Any]:
