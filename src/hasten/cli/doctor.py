@@ -11,6 +11,7 @@ from hasten.machine.checkup import Finding, check_machine, check_rates
 from hasten.machine.progress import bars
 
 SECONDS = 0.5  # for each measurement
+PREBUILT = "prebuilt"  # kernels that came with the wheel
 MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "missing": "[red]missing[/red]"}
 
 
@@ -41,7 +42,8 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
 
     configure()  # the number of threads that other commands use
     machine = describe()
-    findings = [*check_machine(machine), _kernels()]
+    kernels = _kernels()
+    findings = [*check_machine(machine, prebuilt=kernels.found.endswith(PREBUILT)), kernels]
     limits: dict[str, dict[str, Any]] = {}
     if not quick:
         devices = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -57,6 +59,7 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
 
 
 def _kernels() -> Finding:
+    from hasten.ops.build import prebuilt
     from hasten.ops.native import NONE, choose_isa
 
     try:
@@ -65,7 +68,7 @@ def _kernels() -> Finding:
         return Finding("native kernels", "missing", str(error), "unset HASTEN_ISA, or set one of these")
     if isa == NONE:
         return Finding("native kernels", "note", "HASTEN_ISA is none: PyTorch's slower ones", "unset HASTEN_ISA")
-    return Finding("native kernels", "ok", f"for {isa}")
+    return Finding("native kernels", "ok", f"for {isa}, {PREBUILT if prebuilt(isa) else 'compiled on first use'}")
 
 
 def _measure(device: str) -> dict[str, Any]:

@@ -40,11 +40,11 @@ def finding(name: str, found: str, *, note: str = "", missing: str = "") -> Find
     return Finding(name, "missing" if missing else "note" if note else "ok", found, missing or note)
 
 
-def check_machine(machine: Machine) -> list[Finding]:
-    """Check everything but speeds (see check_rates)."""
+def check_machine(machine: Machine, *, prebuilt: bool = False) -> list[Finding]:
+    """Check everything but speeds (see check_rates). prebuilt: the native kernels need no compiler."""
     return [
         _torch(machine),
-        *_compiler(machine),
+        *_compiler(machine, prebuilt),
         _instruction_sets(machine),
         _precision(),
         _gpu(machine),
@@ -86,10 +86,14 @@ def _torch(machine: Machine) -> Finding:
     return finding("torch", built, missing=old if numbers < OLDEST_TORCH else "")
 
 
-def _compiler(machine: Machine) -> Iterator[Finding]:
-    text = machine.compiler or "none: no native kernels, no torch.compile on the CPU"
+def _compiler(machine: Machine, prebuilt: bool) -> Iterator[Finding]:
     fix = "apt install g++ / dnf install gcc-c++ / xcode-select --install, or point CXX at one"
-    yield finding("C++ compiler", text, missing=fix if machine.compiler is None else "")
+    if machine.compiler is not None:
+        yield finding("C++ compiler", machine.compiler)
+    elif prebuilt:
+        yield finding("C++ compiler", "none: no torch.compile on the CPU", note=fix)
+    else:
+        yield finding("C++ compiler", "none: no native kernels, no torch.compile on the CPU", missing=fix)
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
         fix = f"apt install python{sys.version_info.major}.{sys.version_info.minor}-dev (or python3-devel)"

@@ -25,6 +25,10 @@ RELEVANT_INSTRUCTION_SETS = (
     *("neon", "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2", "sme"),
 )
 
+# The same of Arm's: bits of the words that Linux gives each process, AT_HWCAP and AT_HWCAP2 (asm/hwcap.h).
+HWCAP = {"asimd": 1, "asimdhp": 10, "asimddp": 20, "sve": 22}
+HWCAP2 = {"sve2": 1, "i8mm": 13, "bf16": 14, "sme": 23}
+
 # Arm processors are named by numbers only: (implementer, part) from Arm's Technical Reference Manuals.
 ARM_NAMES = {
     ("0x41", "0xd0c"): "Arm Neoverse N1",
@@ -64,9 +68,13 @@ def processor_name(cpuinfo: Path = CPUINFO) -> str:
 def instruction_sets(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
     """The relevant instruction sets that this processor has, in a fixed order.
 
-    From the kernel's list on Linux (which leaves out what the system does not let programs use); elsewhere from what
-    torch found.
+    From the kernel's list on Linux (which leaves out what the system does not let programs use; on Arm from the words
+    that it gives this process, which an emulator sets too); elsewhere from what torch found.
     """
+    if cpuinfo == CPUINFO and sys.platform.startswith("linux") and platform.machine() == "aarch64":
+        auxiliary = ctypes.CDLL(None).getauxval
+        auxiliary.restype, auxiliary.argtypes = ctypes.c_ulong, (ctypes.c_ulong,)
+        return arm_features(auxiliary(16), auxiliary(26))
     fields = _first_processor(cpuinfo)
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     if flags:
@@ -79,6 +87,13 @@ def instruction_sets(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
     if "AVX512" in capability:
         return ("avx2", "fma", "avx512f", "avx512bw", "avx512vl")
     return ("avx2", "fma") if "AVX2" in capability else ()
+
+
+def arm_features(hwcap: int, hwcap2: int) -> tuple[str, ...]:
+    """The relevant instruction sets of an Arm processor, in a fixed order, from its AT_HWCAP and AT_HWCAP2."""
+    words = ((HWCAP, hwcap), (HWCAP2, hwcap2))
+    found = {name for bits, word in words for name, bit in bits.items() if word >> bit & 1}
+    return tuple(name for name in RELEVANT_INSTRUCTION_SETS if name in found)
 
 
 @functools.cache

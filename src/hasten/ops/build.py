@@ -4,6 +4,9 @@ One is for inference, the other for training only, so that neither waits for the
 name holds a hash of everything it depends on (sources, flags, torch's ABI version, the compiler), so a changed source
 can never run a stale binary. It is built in a folder of its own under a lock and renamed into place: two processes
 starting at once build once, and a killed build leaves nothing that could be loaded.
+
+A wheel brings the libraries of all instruction sets along (prebuild.py). One of them is taken if it was made from the
+same sources with the same flags; then no compiler is asked.
 """
 
 import contextlib
@@ -11,6 +14,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -25,9 +29,15 @@ from hasten.machine.files import locked
 from hasten.ops.compile import compile_library
 
 SOURCES = Path(__file__).parent
+PREBUILT = "prebuilt"  # the folder, below the sources, of libraries that a wheel brings along
 STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest we serve: one binary then serves every later torch
 # They call nothing of the others.
 TRAINING_SOURCES = ("activation/activation.cpp", "attention/train.cpp")
+# Compiled as one source: torch's headers take longer than any of them. Those with inner loops stay by themselves.
+TOGETHER = (
+    *("collective/collective.cpp", "draw/draw.cpp"),
+    *("linear/blocks.cpp", "linear/linear.cpp", "linear/unpacked.cpp"),
+)
 KEPT_BUILDS = 8  # of one library; more than one, because checkouts and environments share the cache
 
 ABI_FLAG = f"-DTORCH_TARGET_VERSION={STABLE_ABI}"
@@ -51,7 +61,7 @@ class InstructionSet:
     """A set of vector instructions: its name, required processor features, and compiler flags.
 
     probe: an instruction of it that older assemblers do not know. instead: the same for processors that know the
-    instructions in another encoding only.
+    instructions in another encoding only. architecture: as platform.machine() names it; "" for any.
     """
 
     name: str
@@ -59,6 +69,7 @@ class InstructionSet:
     flags: tuple[str, ...]
     probe: str = ""
     instead: "InstructionSet | None" = None
+    architecture: str = "x86_64"
 
     def here(self) -> "InstructionSet":
         """In the encoding that this processor has."""
@@ -106,7 +117,22 @@ INSTRUCTION_SETS: dict[str, InstructionSet] = {
             ),
         ),
         InstructionSet("avx2", AVX2_NEEDS, AVX2),
-        InstructionSet("portable", frozenset(), ()),
+        # ARM: Neoverse N2, V1 and later, Apple's from M2 on; then Neoverse N1 and all others with dot products.
+        InstructionSet(
+            "neon_i8mm",
+            frozenset({"asimddp", "i8mm", "bf16"}),
+            ("-march=armv8.2-a+dotprod+i8mm+bf16",),
+            "bfmmla v0.4s, v1.8h, v2.8h",
+            architecture="aarch64",
+        ),
+        InstructionSet(
+            "neon_dot",
+            frozenset({"asimddp"}),
+            ("-march=armv8.2-a+dotprod",),
+            "sdot v0.4s, v1.16b, v2.16b",
+            architecture="aarch64",
+        ),
+        InstructionSet("portable", frozenset(), (), architecture=""),
     )
 }
 
@@ -125,16 +151,16 @@ def build(isa: str, part: Part = "inference", *, sources: Path = SOURCES, folder
     Without a compiler, a library of the same sources that another compiler made is taken. Raises ResourceError when
     there is none, or when compiling fails (the whole output is then in a log file that the message names).
     """
-    places = _places(folder)
-    flags, stem = _flags_and_stem(isa, part, sources)
+    if ready := prebuilt(isa, part, sources=sources):
+        return ready
+    places, kind = _places(folder), INSTRUCTION_SETS[isa].here()
+    stem = stem_of(kind, part, sources)
     compiler = find_compiler()
     if compiler is None:
         if ready := max((path for place in places for path in place.glob(f"{stem}-*.so")), key=_modified, default=None):
             return _used(ready)
         raise ResourceError("there is no C++ compiler ($CXX, g++, clang++, c++); install one: `apt install g++`")
-    if compiler.kind == "g++":
-        flags = (*flags, *GNU_FLAGS)
-    name = f"{stem}-{_hash(str(compiler), *flags, SHORT_PATHS, *_rpath())}.so"
+    name = f"{stem}-{_hash(str(compiler), *flags_of(kind, compiler), SHORT_PATHS, *_rpath())}.so"
     if there := next((place / name for place in places if (place / name).exists()), None):
         return _used(there)
     folder = folder or cache_folder("kernels")
@@ -143,15 +169,27 @@ def build(isa: str, part: Part = "inference", *, sources: Path = SOURCES, folder
         if not target.exists():  # else another process made it while we waited
             for leftover in folder.glob("building-*"):  # whoever holds the lock is the only one building
                 shutil.rmtree(leftover, ignore_errors=True)
-            sources_of_part = [file for file in _files(part, sources) if file.endswith(".cpp")]
-            _compile(compiler, flags, sources=sources, names=sources_of_part, target=target, log=_log(folder, isa))
+            compile_part(compiler, kind, part, sources=sources, target=target, log=_log(folder, isa))
             _prune(folder, _library_name(isa, part), keep=target)
     return target
 
 
+def prebuilt(isa: str, part: Part = "inference", *, sources: Path = SOURCES) -> Path | None:
+    """The library that came with the wheel, or None if there is none of these sources, flags and kind of threads."""
+    path = prebuilt_folder(sources) / f"{stem_of(INSTRUCTION_SETS[isa].here(), part, sources)}.so"
+    return path if path.is_file() else None
+
+
+def prebuilt_folder(sources: Path = SOURCES) -> Path:
+    """Where libraries of this machine's architecture lie that came with the sources."""
+    return sources / PREBUILT / platform.machine()
+
+
 def is_built(isa: str, part: Part = "inference", *, sources: Path = SOURCES, folder: Path | None = None) -> bool:
-    """Whether the cache has the library of these sources, whatever compiler made it."""
-    _, stem = _flags_and_stem(isa, part, sources)
+    """Whether there is a library of these sources, prebuilt or in the cache, whatever compiler made it."""
+    if prebuilt(isa, part, sources=sources):
+        return True
+    stem = stem_of(INSTRUCTION_SETS[isa].here(), part, sources)
     return any(path for place in _places(folder) for path in place.glob(f"{stem}-*.so"))
 
 
@@ -184,11 +222,16 @@ def _library_name(isa: str, part: Part) -> str:
     return namespace(isa) if part == "inference" else f"{namespace(isa)}_{part}"
 
 
-def _flags_and_stem(isa: str, part: Part, sources: Path) -> tuple[tuple[str, ...], str]:
-    """The flags of any compiler, and the beginning of the names of what any compiler makes of the sources with them."""
-    flags = (*COMMON_FLAGS, *INSTRUCTION_SETS[isa].here().flags, f"-DHASTEN_LIBRARY={namespace(isa)}", _threads_flag())
+def flags_of(kind: InstructionSet, compiler: Compiler | None = None) -> tuple[str, ...]:
+    """The flags for an instruction set: those that any compiler gets, and those of `compiler`."""
+    own = GNU_FLAGS if compiler is not None and compiler.kind == "g++" else ()
+    return (*COMMON_FLAGS, *kind.flags, f"-DHASTEN_LIBRARY={namespace(kind.name)}", _threads_flag(), *own)
+
+
+def stem_of(kind: InstructionSet, part: Part, sources: Path = SOURCES) -> str:
+    """The beginning of the names of what any compiler makes of the sources for an instruction set."""
     contents = _own_contents(part) if sources == SOURCES else _contents(part, sources)
-    return flags, f"{_library_name(isa, part)}-{_hash(contents, *flags, sys.platform)}"
+    return f"{_library_name(kind.name, part)}-{_hash(contents, *flags_of(kind), sys.platform)}"
 
 
 @functools.cache
@@ -233,20 +276,28 @@ def _rpath() -> tuple[str, ...]:
     return (f"-Wl,-rpath,{_torch_folder() / 'lib'}",) if sys.platform == "darwin" else ()
 
 
-def _compile(
-    compiler: Compiler, flags: Sequence[str], *, sources: Path, names: Sequence[str], target: Path, log: Path
+def compile_part(
+    compiler: Compiler,
+    kind: InstructionSet,
+    part: Part,
+    *,
+    sources: Path,
+    target: Path,
+    log: Path,
+    link: Sequence[str] = (),
 ) -> None:
-    """Compile and link, in a new folder beside the target; then rename."""
+    """Compile a part of the sources and link it with `link`, in a new folder beside `target`; then rename."""
     include = _torch_folder() / "include"
     if not _header().is_file():
         raise ResourceError(f"{_header()} is missing; install torch from its wheel, which brings its C++ headers")
     short = [SHORT_PATHS.format(folder=folder) for folder in (sources, include)]
     with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent, ignore_cleanup_errors=True) as place:
         made = compile_library(
-            [compiler.command, *flags, *short, f"-I{include}"],
-            [f"-L{_torch_folder() / 'lib'}", *_rpath(), "-ltorch_cpu", "-ltorch"],
+            [compiler.command, *flags_of(kind, compiler), *short, f"-I{include}"],
+            [f"-L{_torch_folder() / 'lib'}", *_rpath(), "-ltorch_cpu", "-ltorch", *link],
             sources=sources,
-            names=names,
+            names=[name for name in _files(part, sources) if name.endswith(".cpp")],
+            together=TOGETHER,
             place=Path(place),
             log=log,
             title=f"kernels ({target.name.split('-')[0]}) with {compiler}",

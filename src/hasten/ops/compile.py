@@ -26,25 +26,32 @@ def compile_library(
     *,
     sources: Path,
     names: Sequence[str],
+    together: Sequence[str] = (),
     place: Path,
     log: Path,
     title: str,
 ) -> Path:
     """Compile sources/name for each of the names with `command`, link them with `link`, in the folder `place`.
 
-    Shows "compiling <title>" and the time left on standard error. Returns the library. Raises ResourceError with the
-    first error in its message, and the whole output in `log`.
+    Those of the names that are in `together` are compiled as one source. Shows "compiling <title>" and the time left on
+    standard error. Returns the library. Raises ResourceError with the first error in its message, and the whole output
+    in `log`.
     """
-    sizes = {name: (sources / name).stat().st_size for name in names}
-    objects = {name: str(place / (Path(name).with_suffix(".o").as_posix().replace("/", "-"))) for name in names}
-    workers = max(1, min(len(names), available_cores().logical))
+    joined = [name for name in names if name in together]
+    units = {sources / name: (sources / name).stat().st_size for name in names if name not in joined}
+    if joined:
+        one = place / "together.cpp"
+        one.write_text("".join(f'#include "{sources / name}"\n' for name in joined))
+        units[one] = sum((sources / name).stat().st_size for name in joined)
+    objects = {unit: str(place / f"{number}.o") for number, unit in enumerate(units)}
+    workers = max(1, min(len(units), available_cores().logical))
 
-    def compile_one(name: str) -> int:
-        call([*command, "-c", str(sources / name), "-o", objects[name]], log)
-        return sizes[name]
+    def compile_one(unit: Path) -> int:
+        call([*command, "-c", str(unit), "-o", objects[unit]], log)
+        return units[unit]
 
-    with ThreadPoolExecutor(workers) as pool, _shown(title, sum(sizes.values())) as advance:
-        running = [pool.submit(compile_one, name) for name in sorted(names, key=lambda name: -sizes[name])]
+    with ThreadPoolExecutor(workers) as pool, _shown(title, sum(units.values())) as advance:
+        running = [pool.submit(compile_one, unit) for unit in sorted(units, key=lambda unit: -units[unit])]
         try:
             for done in as_completed(running):
                 advance(done.result())

@@ -12,6 +12,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -109,6 +111,14 @@ template <class To, class V, class F>
 INLINE To each_part(V v, const F& f) {
   if constexpr (requires { v.low; }) return {each_part<decltype(To::low)>(v.low, f), each_part<decltype(To::low)>(v.high, f)};
   else return f(v);
+}
+
+// The same of several vectors.
+template <class To, class F, class V, class... More>
+INLINE To each_part_of(const F& f, V v, More... more) {
+  if constexpr (requires { v.low; })
+    return {each_part_of<decltype(To::low)>(f, v.low, more.low...), each_part_of<decltype(To::low)>(f, v.high, more.high...)};
+  else return f(v, more...);
 }
 
 // The same bits as another kind of lanes.

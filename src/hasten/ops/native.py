@@ -20,7 +20,7 @@ from hasten.errors import ConfigError, HastenWarning, ResourceError
 from hasten.machine import amx_permitted, find_compiler
 from hasten.machine.measured import compare, slower
 from hasten.ops import calls
-from hasten.ops.build import INSTRUCTION_SETS, Part, build, can_build, is_built, namespace
+from hasten.ops.build import INSTRUCTION_SETS, Part, build, can_build, is_built, namespace, prebuilt
 
 MISSING = "the native library is not there (no compiler, or HASTEN_ISA=none)"
 NONE = "none"  # HASTEN_ISA=none: PyTorch's kernels only
@@ -56,7 +56,8 @@ def _why_not(isa: str) -> str | None:
 def choose_isa(isa: str | None = None) -> str:
     """The instruction set to use: `isa`, else $HASTEN_ISA, else the fastest; "none" for no native.
 
-    The fastest of those that this processor has and the compiler knows (g++ has had AMX since version 11).
+    The fastest of those that this processor has and that came with the wheel; without a wheel, that the compiler knows
+    (g++ has had AMX since version 11).
     Raises ConfigError for an unknown name and for one that this processor cannot execute.
     """
     asked, origin = isa or os.environ.get("HASTEN_ISA"), "isa" if isa else "HASTEN_ISA"
@@ -73,6 +74,8 @@ def choose_isa(isa: str | None = None) -> str:
 
 @functools.cache
 def _fastest(isas: tuple[str, ...], *_where_compilers_are: str | None) -> str:
+    if ready := next((isa for isa in isas if prebuilt(isa)), None):
+        return ready  # no compiler is started: a tenth of a second of a command
     compiler = find_compiler()
     if compiler is None:  # then a library from before has to do
         return next((isa for isa in isas if is_built(isa)), isas[0])

@@ -2,8 +2,8 @@
 // sets really differ.
 //
 // Compiled once for each instruction set, chosen by the flags that native.py passes: AMX (its tiles are in
-// linear/amx.h), AVX-512 with VNNI and BF16, AVX-512, AVX2 with VNNI, AVX2 with FMA, or none of them (portable; ARM
-// takes that).
+// linear/amx.h), AVX-512 with VNNI and BF16, AVX-512, AVX2 with VNNI, AVX2 with FMA, NEON with dot products, also with
+// products of matrices (linear/neon.h), or none of them (portable).
 #pragma once
 
 #include <cmath>
@@ -66,6 +66,11 @@ INLINE F32 multiply_add(F32 a, F32 b, F32 c) {
   return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+#elif defined(__aarch64__)
+  return each_part_of<F32>(
+      [](auto a, auto b, auto c) {
+        return (Native<float>::type)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+      }, a, b, c);
 #else
   return a * b + c;
 #endif
@@ -192,18 +197,27 @@ INLINE F32 exp2(F32 x) {
   return p * as<F32>(as<I32>(shifted) << 23);
 }
 
-// What rows of x are, that bf16 weights are multiplied with: bf16 where an instruction multiplies pairs of them, else
+// ARM's products of two rows by two, in bfloat16 and of bytes.
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define HASTEN_MMLA 1
+#else
+#define HASTEN_MMLA 0
+#endif
+
+// What rows of x are, that bf16 weights are multiplied with: bf16 where an instruction multiplies several of them, else
 // float32, which costs no rounding and no conversion.
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || HASTEN_MMLA
 using Operand = uint16_t;
 INLINE void store_operand(Operand* p, F32 v) { store_bf16(p, v); }
 INLINE void store_operand(Operand* p, F32 low, F32 high) { store_bf16(p, low, high); }
 INLINE Operand to_operand(float x) { return to_bf16(x); }
+INLINE float from_operand(Operand x) { return from_bf16(x); }
 #else
 using Operand = float;
 INLINE void store_operand(Operand* p, F32 v) { store(p, v); }
 INLINE void store_operand(Operand* p, F32 low, F32 high) { store(p, low), store(p + LANES, high); }
 INLINE Operand to_operand(float x) { return x; }
+INLINE float from_operand(Operand x) { return x; }
 #endif
 
 // acc += w·x for 16 rows: a line holds, row by row, the two bf16 weights for x[0] and x[1], which are bf16 too.
@@ -227,7 +241,16 @@ INLINE void store_quantized(int8_t* p, I32 v) { store_int8(p, v); }
 
 #if HASTEN_VNNI || !defined(__AVX2__)
 using ByteOperand = int8_t;  // what rows of x are, that int8 weights are multiplied with
-// acc += w·x for 16 rows: each 32-bit lane holds four unsigned bytes of a row, `quad` the four signed bytes of x.
+// Unsigned bytes as dot_u8s8 multiplies them: BYTE_OFFSET less where both its operands have a sign (bytes below 128 may
+// go there as they are).
+#if defined(__ARM_FEATURE_DOTPROD) && !HASTEN_MMLA
+constexpr int32_t BYTE_OFFSET = 128;
+INLINE U32 to_dot(U32 bytes) { return bytes ^ 0x80808080u; }
+#else
+constexpr int32_t BYTE_OFFSET = 0;
+INLINE U32 to_dot(U32 bytes) { return bytes; }
+#endif
+// acc += w·x for 16 rows: each 32-bit lane holds four bytes of a row (see to_dot), `quad` the four signed bytes of x.
 INLINE I32 dot_u8s8(I32 acc, U32 w, int32_t quad) {
 #if HASTEN_512
   return (I32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(quad));
@@ -248,6 +271,16 @@ INLINE I32 dot_u8s8(I32 acc, U32 w, int32_t quad) {
     return (Native<int32_t>::type)_mm_add_epi32(_mm_madd_epi16(low, even), _mm_madd_epi16(high, odd));
   });
   return acc + sums;
+#elif defined(__ARM_FEATURE_DOTPROD)
+  const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(quad));
+  return each_part_of<I32>(
+      [=](auto sum, auto bytes) {
+#if HASTEN_MMLA
+        return (Native<int32_t>::type)vusdotq_s32((int32x4_t)sum, (uint8x16_t)bytes, x);
+#else
+        return (Native<int32_t>::type)vdotq_s32((int32x4_t)sum, (int8x16_t)bytes, x);
+#endif
+      }, acc, w);
 #else
   for (int j = 0; j < 4; j++) acc += as<I32>((w >> (8 * j)) & 0xffu) * int32_t(int8_t(quad >> (8 * j)));
   return acc;
@@ -258,6 +291,7 @@ INLINE I32 dot_u8s8(I32 acc, U32 w, int32_t quad) {
 // larger than 32767; or products of 16 bits summed in pairs (vpmaddwd). For int8 weights the latter: bytes would take a
 // third multiplication, by the sign.
 using ByteOperand = int16_t;  // of four the even ones, then the odd ones: k, k+2, k+1, k+3
+constexpr int32_t BYTE_OFFSET = 0;
 INLINE void store_quantized(int16_t* p, I32 v) {
 #if HASTEN_512
   const __m256i words = _mm512_cvtepi32_epi16((__m512i)v);

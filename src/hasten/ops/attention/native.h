@@ -104,7 +104,7 @@ void tile_rows(const uint8_t* const* rows, int64_t at, const Operand* x, int64_t
     EACH(v, V,
          const Words words = load_all<Words>(rows[j] + at + v * 2 * LANES);
          const F32 values{as<decltype(F32::low)>(words << 16), as<decltype(F32::low)>(words & 0xffff0000u)};
-         EACH(m, M, accumulate(acc[m][v], values, splat(x[m * PANEL + j]))));
+         EACH(m, M, accumulate(acc[m][v], values, splat(from_operand(x[m * PANEL + j])))));
   EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
 }
 inline void multiply_values(Multiplier&, const Tile& tile, int64_t panel, const Operand* weights, int64_t keys,

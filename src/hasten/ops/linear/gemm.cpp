@@ -48,11 +48,11 @@ INLINE const char* ahead_of(const void* block, int64_t first, int64_t steps) {
 INLINE int32_t word_at(const void* x) { int32_t word; std::memcpy(&word, x, 4); return word; }
 
 // Four int8 weights of each of 16 rows, as they are packed: 128 too large, which is left in the sums.
-constexpr int32_t SURPLUS = 128;
+constexpr int32_t SURPLUS = 128 - BYTE_OFFSET;
 struct ByteWeights {
 #if HASTEN_VNNI || !defined(__AVX2__)
   U32 w;
-  INLINE explicit ByteWeights(U32 line) : w(line) {}
+  INLINE explicit ByteWeights(U32 line) : w(to_dot(line)) {}
   INLINE void add_to(I32& acc, const int8_t* x) const { acc = dot_u8s8(acc, w, word_at(x)); }
 #else
   U32 even, odd;
@@ -68,6 +68,15 @@ struct ByteWeights {
 template <int M, int V, bool STREAM>
 INLINE void multiply_bytes(I32 (&acc)[M][V], const uint8_t* w, const ByteOperand* x, int64_t stride, int64_t steps,
                            const char* next_lines) {
+#if HASTEN_MMLA
+  if constexpr (M > 1)
+    return multiply_eights(acc, x, stride, steps / 2, [=](int64_t s, int v, U32& low, U32& high) __attribute__((always_inline)) {
+      if constexpr (STREAM)
+        for (int i = 0; i < 2; i++) ask_line<M <= INT8_TILE.waiting>(next_lines, 2 * (s * V + v) + i);
+      low = load_line(w + 2 * s * PANEL * 4 + v * 64);
+      high = load_line(w + (2 * s + 1) * PANEL * 4 + v * 64);
+    });
+#endif
   for (int64_t s = 0; s < steps; s++) {
     const uint8_t* line = w + s * PANEL * 4;
     if constexpr (STREAM)
@@ -91,6 +100,15 @@ template <int M, int V, bool STREAM>
 INLINE void multiply_nibbles(I32 (&acc)[M][V], const uint8_t* w, const int8_t* x, int64_t stride, int64_t steps,
                              const char* next_lines) {
   constexpr uint32_t nibbles = 0x0f0f0f0fu;
+#if HASTEN_MMLA
+  if constexpr (M > 1)
+    return multiply_eights(acc, x, stride, steps, [=](int64_t s, int v, U32& low, U32& high) __attribute__((always_inline)) {
+      if constexpr (STREAM) ask_line<M <= INT4_TILE.waiting>(next_lines, s * V + v);
+      const U32 both = load_line(w + s * PANEL * 4 + v * 64);
+      low = both & nibbles;
+      high = (both >> 4) & nibbles;
+    });
+#endif
 #if HASTEN_VNNI || !defined(__AVX2__)
   // With registers to spare, the high halves stay where they are, as 16 times their value, and have sums of their own:
   // no shifts, and twice as many dot products that do not wait for each other.
@@ -181,7 +199,7 @@ __attribute__((noinline)) static void tile_int8(const uint8_t* w, const ByteOper
 // `first` on. A group of 32 is four steps, so what is done once a group has to be short too.
 template <Format F, int M, int V, bool STREAM>
 __attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first, const Rows& x, int64_t row, float* sums) {
-  constexpr int32_t offset = F == Format::int8 ? SURPLUS : Packing<F>::surplus;
+  constexpr int32_t offset = F == Format::int8 ? SURPLUS : F == Format::int4 ? 0 : Packing<F>::surplus - BYTE_OFFSET;
   const int64_t steps = w.size * (F == Format::int8 ? 8 : Packing<F>::bits) / 32, bytes = steps * PANEL * 4;
   const int32_t less = -(offset + w.middle);
   for (int64_t i = 0; i < w.count; i++) {

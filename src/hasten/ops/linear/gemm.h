@@ -36,6 +36,9 @@
 
 #include "../memory.h"
 #include "../simd.h"
+#if HASTEN_MMLA
+#include "neon.h"
+#endif
 
 namespace hasten {
 
@@ -56,6 +59,9 @@ constexpr TileShape INT4_TILE{6, 6, 6, 6, 3};  // of half the bytes, so that mor
 constexpr bool SPARE = true;       // registers for twice the accumulators of two rows
 #elif defined(__AVX2__)
 constexpr TileShape BF16_TILE{6, 6, 3, 1, 1}, INT8_TILE{4, 4, 2, 1, 1}, INT4_TILE = INT8_TILE;
+constexpr bool SPARE = false;
+#elif defined(__aarch64__)         // 32 registers of 16 bytes; rows of x in pairs (neon.h)
+constexpr TileShape BF16_TILE{4, 4, 1, 0, 1}, INT8_TILE = BF16_TILE, INT4_TILE = BF16_TILE;
 constexpr bool SPARE = false;
 #else
 constexpr TileShape BF16_TILE{3, 3, 1, 0, 1}, INT8_TILE = BF16_TILE, INT4_TILE = BF16_TILE;
@@ -151,6 +157,12 @@ INLINE void ask_line(const char* next_lines, int64_t line) {
 template <int M, int V, bool STREAM = false>
 void tile_bf16(const uint16_t* w, const Operand* x, int64_t stride, int64_t steps, float* sums, bool fresh,
                const char* next_lines = nullptr) {
+#if HASTEN_MMLA
+  return tile_pairs<M, V>(w, x, stride, steps, sums, fresh, [=](int64_t step) __attribute__((always_inline)) {
+    if constexpr (STREAM)
+      for (int v = 0; v < V; v++) ask_line<M <= BF16_TILE.waiting>(next_lines, step * V + v);
+  });
+#else
   F32 acc[M][V];
   EACH(m, M, EACH(v, V, acc[m][v] = fresh ? F32{} : load(sums + m * PANEL + v * LANES)));
   for (int64_t s = 0; s < steps; s++) {
@@ -171,6 +183,7 @@ void tile_bf16(const uint16_t* w, const Operand* x, int64_t stride, int64_t step
     }
   }
   EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
+#endif
 }
 
 // The same of f16 weights, over `values` of K: of each 16 rows' halves, vector v's are LANES further on.

@@ -87,6 +87,9 @@ INLINE U32 looked_up(const NibbleTable& table, U32 places) {
 #elif defined(__AVX2__)
   const __m256i all = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table.values)));
   return each_part<U32>(places, [=](auto part) { return (Native<uint32_t>::type)_mm256_shuffle_epi8(all, (__m256i)part); });
+#elif defined(__aarch64__)
+  const uint8x16_t all = vld1q_u8(table.values);
+  return each_part<U32>(places, [=](auto part) { return (Native<uint32_t>::type)vqtbl1q_u8(all, (uint8x16_t)part); });
 #else
   uint8_t bytes[64];
   store_line(bytes, places);
