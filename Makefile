@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-constraints
+TOOLS := $(VENV)/.tools-from-constraints
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
 MINUTES ?= 1.5
 KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py cache_rows.py linear.py \
@@ -29,33 +30,38 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@# torch first and alone: with it in place no other package can pull a different build
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[serve]'
+	@touch $@
+
+# What only tests and lint need: more packages than hasten itself has.
+$(TOOLS): $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test,lint]'
 	@touch $@
 
-setup: $(STAMP)
+setup: $(TOOLS)
 	@echo "ready: $(BIN)/hasten --help"
 
 demo:
 	@begun=$$(date +%s); $(MAKE) --no-print-directory $(STAMP) && \
 	  $(BIN)/hasten demo --minutes $(MINUTES) --spent $$(( $$(date +%s) - begun ))
 
-test: $(STAMP)
+test: $(TOOLS)
 	$(PYTEST) -m 'not slow and not real'
 
-test-slow: $(STAMP)
+test-slow: $(TOOLS)
 	$(PYTEST) -m slow
 
-test-real: $(STAMP)
+test-real: $(TOOLS)
 	$(PYTEST) -m real tests/real
 
-test-avx2: $(STAMP)
+test-avx2: $(TOOLS)
 	benchmarks/as_avx2.sh --check
 	HASTEN_MEASURE=0 benchmarks/as_avx2.sh $(BIN)/hasten demo --minutes 1 --no-ladder --no-published --again fresh --folder runs/avx2
 	benchmarks/as_avx2.sh $(BIN)/python benchmarks/training_figures.py check-speed --run-folder runs/avx2/demo
 	benchmarks/as_avx2.sh $(BIN)/hasten generate runs/avx2/demo/model --prompt "import " --max-new-tokens 32
 	benchmarks/as_avx2.sh $(PYTEST) $(KERNEL_TESTS)
 
-lint: $(STAMP)
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -68,7 +74,7 @@ wheel: $(STAMP)
 	rm -rf build dist/hasten-*
 	$(BIN)/python -m build --sdist --wheel
 
-bench: $(STAMP)
+bench: $(TOOLS)
 	$(BIN)/python benchmarks/tables.py --ladders
 
 # Each run goes on where it was interrupted.
