@@ -47,6 +47,7 @@ TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", 
 SUBJECTS = (
     *(
         "attention",
+        "busy",
         "cache",
         "compare",
         "draft_parts",

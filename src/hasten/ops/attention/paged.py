@@ -37,6 +37,11 @@ class PagedGroup(NamedTuple):
     mask: Tensor | None = None
     first: int | None = None
 
+    def placed(self, place: Callable[[Tensor], Tensor]) -> "PagedGroup":
+        """The group without its mask, its tensors where `place` puts them."""
+        rows, slots, positions = place(self.rows), place(self.slots), place(self.positions)
+        return PagedGroup(rows, slots, positions, first=self.first)
+
 
 def groups_of(
     query_start_loc: np.ndarray, seq_lens: np.ndarray, block_table: np.ndarray, block_size: int
@@ -54,7 +59,8 @@ def groups_of(
         rows = (query_start_loc[members, None] + np.arange(count)).reshape(-1)
         positions = seq_lens[members, None] - count + np.arange(count)
         first = int(slots[0, 0]) if len(members) == 1 and (np.diff(slots[0]) == 1).all() else None
-        found.append(PagedGroup(*map(torch.from_numpy, (rows, slots, positions)), first=first))
+        place = torch.from_numpy
+        found.append(PagedGroup(place(rows), place(slots), place(positions), first=first))
     return found
 
 
