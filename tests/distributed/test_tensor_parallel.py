@@ -159,7 +159,9 @@ def test_fast_formats_err_as_little_as_one_process(folders, said, name):
     """Against the same numbers in float32: at most twice what one process errs."""
     alone = folders[1][name]
     exact, own = reference(alone), copy.deepcopy(alone)
-    narrow(own)  # where bfloat16 is emulated, readable layers would compute in float32
+    if name == "bfloat16":  # where it is emulated, readable layers would compute in float32, and err by nothing
+        own.bind()
+        narrow(own)
     ours, _ = states_of(own)
     allowed = 2 * (ours - exact).norm()
     for rank in said:

@@ -47,10 +47,14 @@ def test_a_call_leaves_nothing_to_the_collector():
     hasten.generate(MODEL, [1, 2, 3], GREEDY)
     gc.collect()
     gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         hasten.generate(MODEL, [[1, 2, 3], [4]], GREEDY)
-        assert gc.collect() == 0
+        gc.collect()
+        assert [one for one in gc.garbage if type(one).__module__.startswith("hasten")] == []
     finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
         gc.enable()
 
 

@@ -62,7 +62,7 @@ class RaggedLayout:
         """The step's `PagedGroup`s on the device, made when a kernel first asks."""
         if self._groups is None:
             found = groups_of(self.query_start_loc, self.seq_lens, self.table, self.block_size)
-            self._groups = [group.placed(place) for group in found]
+            self._groups = [PagedGroup(*map(place, group[:3])) for group in found]
         return self._groups
 
     def go_on(self, entered: Sequence[tuple[int, int]]) -> bool:

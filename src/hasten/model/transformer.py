@@ -315,11 +315,11 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.norm.weight.device  # a plain tensor, whatever is quantized or packed
+        return next(self.norm.parameters()).device  # a plain tensor, whatever is quantized or packed
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
+        return next(self.norm.parameters()).dtype
 
     def tie(self) -> None:
         """Let the embedding read its rows from the head's matrix."""

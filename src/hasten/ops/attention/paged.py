@@ -27,20 +27,13 @@ class PagedGroup(NamedTuple):
 
     rows int64 (n·T,) of q; slots int64 (n, S) of the cache, -1 past a sequence's end; positions int64 (n, T). A single
     sequence has no slots past its end, and its queries are the last of its keys, as every kernel takes them. mask, of a
-    sparse pattern: bool (n, T, S) or (n, H, T, S), causality included. first: the first slot of a single sequence whose
-    slots follow each other.
+    sparse pattern: bool (n, T, S) or (n, H, T, S), causality included.
     """
 
     rows: Tensor
     slots: Tensor
     positions: Tensor
     mask: Tensor | None = None
-    first: int | None = None
-
-    def placed(self, place: Callable[[Tensor], Tensor]) -> "PagedGroup":
-        """The group without its mask, its tensors where `place` puts them."""
-        rows, slots, positions = place(self.rows), place(self.slots), place(self.positions)
-        return PagedGroup(rows, slots, positions, first=self.first)
 
 
 def groups_of(
@@ -58,9 +51,7 @@ def groups_of(
         slots[places >= seq_lens[members, None]] = -1
         rows = (query_start_loc[members, None] + np.arange(count)).reshape(-1)
         positions = seq_lens[members, None] - count + np.arange(count)
-        first = int(slots[0, 0]) if len(members) == 1 and (np.diff(slots[0]) == 1).all() else None
-        place = torch.from_numpy
-        found.append(PagedGroup(place(rows), place(slots), place(positions), first=first))
+        found.append(PagedGroup(*map(torch.from_numpy, (rows, slots, positions))))
     return found
 
 
@@ -74,10 +65,8 @@ def gathered(
 ) -> Tensor:
     """The reference: keys and values brought side by side, then plain attention of equally long rows."""
     out = torch.empty_like(q)
-    for rows, slots, positions, mask, first in groups():
-        at = slots if first is None else (None, slice(first, first + slots.shape[1]))  # without a copy
-        held = (view.k[at], view.v[at])
-        keys, values = (view.metadata.rows.read(t, spec.head_dim, q.dtype) for t in held)
+    for rows, slots, positions, mask in groups():
+        keys, values = (view.metadata.rows.read(t[slots], spec.head_dim, q.dtype) for t in (view.k, view.v))
         queries = q[rows].unflatten(0, positions.shape)  # (n, T, H, D)
         # The dense kernel of a whole prompt needs no mask; that of one query is slower than with one.
         if mask is None and (len(slots) > 1 or positions.shape[1] == 1):
