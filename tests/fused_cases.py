@@ -59,7 +59,7 @@ def paged_logits(model, prompts):
     step = cache.step(rows)
     tokens = torch.tensor([[token for prompt in prompts for token in prompt]], device=model.device)
     with torch.no_grad():
-        return model(tokens, step.positions, step, rows=step.last).float()
+        return model(tokens, step.positions, step, rows=step.metadata.query_start_loc[1:] - 1).float()
 
 
 def errors(family, *, device):
