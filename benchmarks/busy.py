@@ -22,6 +22,7 @@ from typing import Any
 
 import hasten
 from hasten.machine import configure
+from hasten.machine.threads import SHORT_WAIT
 from hasten.measure.options import say
 from hasten.measure.script import Report, Script, Table, main, markdown
 from hasten.measure.workers import Worker, child_command, reply
@@ -107,7 +108,7 @@ class Busy(Script):
         }
 
     def _training(self) -> Report:
-        worker = Worker("training", child_command(__file__, "train"))
+        worker = Worker("training", child_command(__file__, "train"), SHORT_WAIT)  # as `hasten train`
         rounds = []
         try:
             worker.ask("1")

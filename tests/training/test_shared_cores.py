@@ -43,3 +43,13 @@ def test_another_number_of_threads_compiles_nothing_again(tmp_path):
     assert graphs >= 1
     assert counters["stats"]["unique_graphs"] == graphs
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+
+
+@pytest.mark.slow  # compiles
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+def test_validation_before_the_first_step_leaves_it_its_gradients(tmp_path):
+    setup = set_up(small(tmp_path), progress=False)
+    assert setup.validation is not None
+    setup.validation.loss(setup.step)
+    result = setup.step.run([setup.batches.batch(0)], learning_rate=0.0)
+    assert result.read()[1] > 0, "the norm of the gradients"

@@ -17,9 +17,8 @@ from types import TracebackType
 import torch
 
 WINDOW = 0.1  # seconds between two looks at what the operating system counted
-SWITCHES = (
-    80.0  # a second: alone, two busy threads lose their cores some 30 times, beside a busy loop 150 to 1,900 times
-)
+# Times a second that each thread loses its core: alone some 15, beside a busy loop 75 to 950.
+SWITCHES = 40.0
 LOST = 0.15  # of the time the threads could have had; alone it is 0.02
 FREE = 0.8  # of a core that was idle throughout a window, for it to count as free again
 HOLD = 4  # times the window in which cores were lost, before they are tried again: a step of training may take seconds
@@ -113,14 +112,17 @@ class SharedCores:
         assert after is not None
         self._since, self._used = now, after
         lost = 1 - (after.seconds - before.seconds) / (seconds * self._threads)
-        if self._threads > 1 and lost > LOST and after.switches - before.switches > SWITCHES * seconds:
+        contended = lost > LOST and after.switches - before.switches > SWITCHES * self._threads * seconds
+        if not contended and not self.given_up:
+            return
+        idle = idle_seconds()
+        free = 0 if self._idle is None else int((idle - self._idle) / seconds + 1 - FREE)  # cores
+        if contended and self._threads > 1 and not free:
             self.given_up = min(self.given_up + 1, self._most - 1)
-            self._idle, self._hold = idle_seconds(), now + HOLD * seconds
-        elif self.given_up:
-            idle = idle_seconds()
-            if self._idle is not None and now >= self._hold:
-                self.given_up = max(0, self.given_up - int((idle - self._idle) / seconds + 1 - FREE))
-            self._idle = idle
+            self._hold = now + HOLD * seconds
+        elif now >= self._hold:
+            self.given_up = max(0, self.given_up - free)
+        self._idle = idle if self.given_up else None
 
 
 _OF_THREAD = threading.local()  # torch's number of threads is a setting of the thread that asks

@@ -50,10 +50,10 @@ def make_app(service: Service) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=[origin.lower() for origin in origins],
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             allow_private_network=True,  # public pages may call a server on this machine
-            expose_headers=("x-request-id", "x-hasten-ignored", "retry-after"),
+            expose_headers=("x-request-id", "request-id", "x-hasten-ignored", "retry-after"),
         )
 
     @app.exception_handler(RequestValidationError)

@@ -296,7 +296,7 @@ def _arguments(text: str) -> Any:
     """The input of a call; empty if the answer was cut off inside it."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
 
 

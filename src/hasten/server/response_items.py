@@ -202,5 +202,5 @@ def _input(arguments: str) -> str:
     """The text in the arguments of a custom tool; they may be cut off."""
     try:
         return str(json.loads(arguments)["input"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return arguments

@@ -361,6 +361,7 @@ def apply_compile(model: Transformer) -> None:
 def _for_any_threads(guards: Sequence[Any]) -> list[bool]:
     """Which guards to keep of a graph: not the one that compiles again for another number of threads.
 
-    It watches autocast, too, which is the same in all steps of a run.
+    It watches the grad mode, too, which goes with the model's mode here: `Validation.loss` calls `eval()`, and a
+    module's own mode is guarded.
     """
     return [guard.guard_type != "GLOBAL_STATE" for guard in guards]
