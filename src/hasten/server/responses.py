@@ -222,7 +222,7 @@ class _Answer(AnswerBuilder[ChatBody]):
         }
 
     async def requests(self, name: str) -> list[Request]:
-        self._items = secrets.token_hex(12)  # in the ids of items and calls, which tools and logs see
+        self._mark = secrets.token_hex(12)  # in the ids of items and calls, which tools and logs see
         self.id = self._response["id"] = f"resp_{secrets.token_hex(16)}"  # whoever knows it can read the response
         return [await self.turn.request(self.id)]
 
@@ -333,7 +333,7 @@ class _Answer(AnswerBuilder[ChatBody]):
         return self._event("failed", response=self._response | {"status": "failed", "error": failure})
 
     def _number(self, kind: str) -> str:
-        return f"{kind}_{self._items}_{self.service.number()}"
+        return f"{kind}_{self._mark}_{self.service.number()}"
 
 
 def _chat(body: InputBody, items: list[Item], offered: Offered, **fields: Any) -> ChatBody:
