@@ -210,8 +210,7 @@ def train() -> None:
     for line in sys.stdin:
         begun, tokens = time.perf_counter(), 0
         while time.perf_counter() - begun < float(line):
-            with setup.step.cores():
-                result = setup.step.run([setup.batches.batch(number)], learning_rate=1e-4)
+            result = setup.step.run([setup.batches.batch(number)], learning_rate=1e-4)
             assert result is not None
             result.read()
             tokens, number = tokens + result.tokens, number + 1

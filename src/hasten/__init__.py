@@ -39,8 +39,8 @@ if TYPE_CHECKING:  # what type checkers and editors read; `__getattr__` imports 
         quantize,
     )
     from hasten.quantization.merge import merge
+    from hasten.training import train
     from hasten.training.in_transformers import accelerated, trainer_callback
-    from hasten.training.session import train
 
     __version__: str
 
@@ -112,7 +112,7 @@ _MODULES = {  # the module of each public name, as imported above
     "quantize": "hasten.quantization",
     "save": "hasten.checkpoints.export",
     "stream": "hasten.engine.generate",
-    "train": "hasten.training.session",
+    "train": "hasten.training",
     "trainer_callback": "hasten.training.in_transformers",
     "unfuse": "hasten.model.fused",
 }

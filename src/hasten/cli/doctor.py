@@ -11,7 +11,6 @@ from hasten.machine.checkup import Finding, check_machine, check_rates
 from hasten.machine.progress import bars
 
 SECONDS = 0.5  # for each measurement
-PREBUILT = "prebuilt"  # kernels that came with the wheel
 MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "missing": "[red]missing[/red]"}
 
 
@@ -42,8 +41,8 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
 
     configure()  # the number of threads that other commands use
     machine = describe()
-    kernels = _kernels()
-    findings = [*check_machine(machine, prebuilt=kernels.found.endswith(PREBUILT)), kernels]
+    kernels, ready = _kernels()
+    findings = [*check_machine(machine, prebuilt=ready), kernels]
     limits: dict[str, dict[str, Any]] = {}
     if not quick:
         devices = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
@@ -58,17 +57,21 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
     }
 
 
-def _kernels() -> Finding:
+def _kernels() -> tuple[Finding, bool]:
+    """The finding on the native kernels, and whether they came with the wheel."""
     from hasten.ops.build import prebuilt
     from hasten.ops.native import NONE, choose_isa
 
     try:
         isa = choose_isa()
     except ConfigError as error:
-        return Finding("native kernels", "missing", str(error), "unset HASTEN_ISA, or set one of these")
+        return Finding("native kernels", "missing", str(error), "unset HASTEN_ISA, or set one of these"), False
     if isa == NONE:
-        return Finding("native kernels", "note", "HASTEN_ISA is none: PyTorch's slower ones", "unset HASTEN_ISA")
-    return Finding("native kernels", "ok", f"for {isa}, {PREBUILT if prebuilt(isa) else 'compiled on first use'}")
+        fix = "unset HASTEN_ISA"
+        return Finding("native kernels", "note", "HASTEN_ISA is none: PyTorch's slower ones", fix), False
+    ready = bool(prebuilt(isa))
+    origin = "prebuilt" if ready else "compiled on first use"
+    return Finding("native kernels", "ok", f"for {isa}, {origin}"), ready
 
 
 def _measure(device: str) -> dict[str, Any]:

@@ -24,12 +24,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError) -> DataError:
-    """The error for a file that cannot be read."""
-    return DataError(f"{path}: cannot be read ({error.strerror or error}); check the file and its rights")
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}); check the file and its rights") from error
 
 
 def read_items(path: Path, *, name: str, text_field: str) -> Iterator[Item]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hasten.data.documents import Document, Item, Source
 from hasten.data.hub import hub_source
-from hasten.data.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, read_items, read_text, unreadable
+from hasten.data.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, read_items, read_text, reading
 from hasten.errors import DataError
 
 Files = tuple[tuple[str, Path], ...]  # names and places
@@ -53,11 +53,8 @@ def _digest(files: Files) -> str:
     for (name, path), one in zip(files, status, strict=True):
         digest.update(f"\0{name}\0{one.st_size}\0".encode("utf-8", "surrogateescape"))
         if by_contents:
-            try:
-                with path.open("rb") as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
-            except OSError as error:
-                raise unreadable(path, error) from error
+            with reading(path), path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
         else:
             digest.update(str(one.st_mtime_ns).encode())
     return digest.hexdigest()
@@ -66,10 +63,8 @@ def _digest(files: Files) -> str:
 def _status(files: Files) -> list[os.stat_result]:
     status = []
     for _, path in files:
-        try:
+        with reading(path):
             status.append(path.stat())
-        except OSError as error:
-            raise unreadable(path, error) from error
     return status
 
 

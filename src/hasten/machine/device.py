@@ -75,8 +75,7 @@ def configure(*, threads: Threads | None = None, seed: int | None = None, proces
 
     from hasten.machine.processor import available_cores
 
-    if threads is not None:
-        threads = thread_count(threads)
+    threads = thread_count(threads)
     most = max(64, 4 * available_cores().logical)
     if threads is not None and threads > most:
         raise ConfigError(f"threads is {threads}; more than {most} only wait for each other on this machine")

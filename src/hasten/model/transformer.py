@@ -27,7 +27,7 @@ from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
 from hasten.model.wide import check_trainable, choose_width
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
-from hasten.ops.linear import PackedEmbedding, PackedLinear
+from hasten.ops.linear import PackedEmbedding, PackedLinear, request_of
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ class Attention(nn.Module):
 
     def request(self, dtype: torch.dtype | None = None) -> AttentionRequest:
         """The request to a kernel, in the weights' dtype or in `dtype`."""
-        layer = getattr(self.q, "base", self.q)  # the layer that a LoRA adapter wraps
-        like = layer.request if isinstance(layer, PackedLinear) else layer.weight
-        dtype = dtype or (torch.float32 if isinstance(layer, WideLinear) else like.dtype)
+        like = request_of(self.q)
+        wide = isinstance(getattr(self.q, "base", self.q), WideLinear)
+        dtype = dtype or (torch.float32 if wide else like.dtype)
         request = AttentionRequest(spec=self.spec, device=like.device, dtype=dtype, dropout=self.dropout > 0)
         return replace(request, block_mask=self.block_size is not None, block_size=self.block_size)
 
@@ -377,8 +377,7 @@ class Transformer(nn.Module):
         with _BINDING, torch.autocast("cpu", enabled=False):  # products may be measured
             self.loss_kernel, self._binding = loss, True
             try:
-                if self.dtype != torch.float32 or type(self.embedding) is not nn.Embedding:
-                    choose_width(self)
+                choose_width(self)
                 for layer in self.modules():
                     if isinstance(layer, Attention):
                         layer.bind(attention, dtype=dtype)

@@ -28,6 +28,7 @@ from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.linear.gradient import outside_graphs
 from hasten.ops.native import library, obtainable
 from hasten.ops.picker import explain
+from hasten.planning.shapes import gpt2, llama
 from hasten.text.tokenizer import Tokenizer
 from hasten.training.activations import apply_checkpointing
 from hasten.training.allocator import keep_freed_memory
@@ -54,8 +55,8 @@ def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: To
     kv_heads = shape.heads if shape.kv_heads is None else shape.kv_heads
     if kv_heads < 1 or shape.heads % kv_heads:
         raise ConfigError(f"model.heads ({shape.heads}) must be a multiple of model.kv_heads ({kv_heads})")
-    values = _published(shape, kv_heads=kv_heads, vocab_size=vocab_size, positions=shape.max_positions or positions)
-    values["tie_word_embeddings"] = shape.tie_embeddings
+    values = _published(shape, kv_heads=kv_heads, positions=shape.max_positions or positions)
+    values |= {"vocab_size": vocab_size, "tie_word_embeddings": shape.tie_embeddings}
     if shape.attention_pattern is not None:
         values["hasten"] = {"attention_pattern": pattern_values(parse_pattern(shape.attention_pattern))}
     if tokenizer is not None:
@@ -66,35 +67,16 @@ def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: To
         raise ConfigError(f"the recipe's shape cannot be built: {str(error).removeprefix('config.json: ')}") from None
 
 
-def _published(shape: Shape, *, kv_heads: int, vocab_size: int, positions: int) -> dict[str, Any]:
+def _published(shape: Shape, *, kv_heads: int, positions: int) -> dict[str, Any]:
     """The fields of a config.json, under the family's names."""
     if shape.family == "gpt2":
         if kv_heads != shape.heads:
             raise ConfigError("model.kv_heads: gpt2 has as many key/value heads as heads; use the llama family")
-        return {
-            "model_type": "gpt2",
-            "n_embd": shape.hidden_size,
-            "n_layer": shape.layers,
-            "n_head": shape.heads,
-            "n_inner": shape.feed_forward or 4 * shape.hidden_size,
-            "n_positions": positions,
-            "vocab_size": vocab_size,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-        }
-    return {
-        "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.feed_forward or -(-shape.hidden_size * 8 // 3 // 64) * 64,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": positions,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": shape.rope_theta,
-        "hidden_act": "silu",
-    }
+        inner = shape.feed_forward or 4 * shape.hidden_size
+        return gpt2(shape.hidden_size, shape.layers, shape.heads, n_inner=inner, n_positions=positions)
+    inner = shape.feed_forward or -(-shape.hidden_size * 8 // 3 // 64) * 64
+    sizes = (shape.hidden_size, inner, shape.layers, shape.heads, kv_heads)
+    return llama(*sizes, max_position_embeddings=positions, rope_theta=shape.rope_theta)
 
 
 def training_config(recipe: Recipe, config: ModelConfig) -> ModelConfig:
@@ -157,7 +139,7 @@ def training_step(
     techniques, parallel, on_cpu = recipe.techniques, recipe.parallel, model.device.type == "cpu"
     if techniques.keep_memory and on_cpu:
         keep_freed_memory()
-    if recipe.lora.rank is None and model.config != model.config.padded_to(techniques.pad_vocabulary_to):
+    if recipe.lora.rank is None:
         pad_vocabulary(model, techniques.pad_vocabulary_to)
     precision = Precision(techniques.precision, model.device)
     if parallel.policy == "float32-masters":

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hasten.errors import ResourceError
 from hasten.machine.files import replacing
@@ -14,8 +14,8 @@ from hasten.machine.progress import bars, on_terminal
 PLAIN_SECONDS = 30  # between two lines if standard error is not a terminal
 
 
-class Progress(Protocol):
-    """A run as people see it."""
+class Progress:
+    """Interface for showing progress; this base class shows nothing."""
 
     def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None:
         """Show a line of train.jsonl. total: steps of the whole run. validation: the last validation loss."""
@@ -24,7 +24,7 @@ class Progress(Protocol):
         """Show a text that stays visible above the bar."""
 
 
-class PlainLines:
+class PlainLines(Progress):
     """Prints a line to standard error for the first step, about every 30 seconds, and for the last step: for logs."""
 
     def __init__(self, title: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,15 +51,21 @@ class PlainLines:
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Progress]:
-    """Show a bar with loss, tokens/s, MFU and time left; plain lines if standard error is not a terminal."""
+def progress_bar(title: str, *, shown: bool) -> Iterator[Progress]:
+    """Show a bar with loss, tokens/s, MFU and time left; plain lines if standard error is not a terminal.
+
+    shown: if False, show nothing.
+    """
+    if not shown:
+        yield Progress()
+        return
     if not on_terminal():
         yield PlainLines(title)
         return
     with bars("count", "{task.fields[numbers]}", "elapsed", "left", "remaining", transient=False) as display:
         task = display.add_task(title, total=None, numbers="compiling and measuring the speed")
 
-        class Bar:
+        class Bar(Progress):
             def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None:
                 display.update(task, completed=line["step"], total=total, numbers=numbers(line, validation))
 

@@ -50,7 +50,7 @@ class Validation:
         targets = torch.zeros((), dtype=torch.int64)
         trained = step.model.training
         step.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), step.cores():
             for batch in self._batches():
                 own = batch.only(self.rows)
                 targets += (own.targets != IGNORED).sum()

@@ -82,7 +82,7 @@ class Loop:
     state: TrainingState
     _: KW_ONLY
     stop: StopRequest
-    progress: display.Progress | None
+    progress: display.Progress
     on_step: OnStep | None = None
     _pace: budget.Pace | None = field(default=None, init=False)
     _lowered: bool = field(default=False, init=False)
@@ -147,8 +147,7 @@ class Loop:
         if recipe.techniques.layer_drop is not None:
             layers = len(self.setup.model.blocks)
             block_scales = block_scales_of_step(recipe, layers=layers, step=step, total=state.total)
-        with self.setup.step.cores():
-            result = self.setup.step.run(batches, learning_rate=rate, block_scales=block_scales)
+        result = self.setup.step.run(batches, learning_rate=rate, block_scales=block_scales)
         if result is None:
             return False
         self._queued.append(Queued(result=result, rate=rate, started=started, block_scales=block_scales))
@@ -183,8 +182,7 @@ class Loop:
                 line |= self._validate()
             for log in logs:
                 log.write(line)
-            if self.progress is not None:
-                self.progress.show(line, total=state.total, validation=state.validation_loss)
+            self.progress.show(line, total=state.total, validation=state.validation_loss)
             self._save_where_due(line)
             if self.on_step is not None:
                 self.on_step(line)
@@ -312,19 +310,17 @@ class Loop:
         if state.step >= self.recipe.schedule.warmup_steps:
             now = factor(self.schedule, step=state.step, total=state.total, decay_start=state.bend)
             state.bend = (state.step, now)
-        if self.progress is not None:
-            self.progress.note(
-                f"the machine has become slower: {total:,} steps instead of {state.total:,}, to end in about "
-                f"{self.recipe.run.minutes:g} minutes"
-            )
+        self.progress.note(
+            f"the machine has become slower: {total:,} steps instead of {state.total:,}, to end in about "
+            f"{self.recipe.run.minutes:g} minutes"
+        )
         state.total, self._lowered = total, True
 
     def _validate(self) -> dict[str, float]:
         """Measure the validation loss, for the log line."""
         if self.setup.validation is None:
             return {}
-        with self.setup.step.cores():
-            self.state.validation_loss = self.setup.validation.loss(self.setup.step)
+        self.state.validation_loss = self.setup.validation.loss(self.setup.step)
         self.state.seconds = self._seconds()
         return {"validation_loss": self.state.validation_loss}
 

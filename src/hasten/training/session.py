@@ -12,10 +12,9 @@ import torch
 
 from hasten.checkpoints.adapter_files import save_adapter
 from hasten.checkpoints.export import export_model
-from hasten.distributed import launched
 from hasten.distributed.launch import joined, remember, remembered
 from hasten.distributed.placement import Placement, Sharded
-from hasten.distributed.ranks import ALONE, Ranks
+from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
 from hasten.machine import measured, resolve_dtype
 from hasten.machine.files import code_digest, locked, save_json
@@ -75,9 +74,8 @@ def train(
 
     resume: "auto" continues from the last checkpoint if there is one, "never" starts over, "must" requires one. A
     resumed run computes what an uninterrupted run would have computed, on the CPU bit for bit if `run.threads` is a
-    number. progress: show a bar on
-    standard error. on_step: called with each line of train.jsonl. SIGINT and SIGTERM save and end the run
-    (`stopped_by`).
+    number. progress: show a bar on standard error. on_step: called with each line of train.jsonl. SIGINT and SIGTERM
+    save and end the run (`stopped_by`).
 
     In a process started by torchrun all ranks train together and share the folder; the first one writes and prints. An
     error of any rank is raised by the first one and names the rank.
@@ -86,11 +84,11 @@ def train(
     training there; DataError for its text, ResourceError if memory or disk do not suffice, TrainingError if the loss is
     not finite, CheckpointError for a damaged checkpoint.
     """
-    with joined() if launched() else nullcontext(ALONE) as ranks:
+    with joined() as ranks:
         _check(recipe, resume)
         ranks = ranks.split(recipe.parallel.tensor)
         folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
-        if resume == "never" and ranks.joined and remembered(f"begun {folder.path}"):
+        if resume == "never" and remembered(f"begun {folder.path}"):
             resume = "auto"  # a previous attempt of this launch has already started over; the checkpoints are its own
         with _alone(folder) if ranks.first else nullcontext():
             return _train(recipe, folder, ranks, progress=progress and ranks.first, resume=resume, on_step=on_step)
@@ -150,14 +148,14 @@ def _train(
     state = TrainingState() if stored is None else _restore(stored, setup, folder)
     if ranks.first:
         _begin_folder(folder, recipe, fresh=stored is None)
-        if ranks.joined:
-            remember(f"begun {folder.path}")
+        remember(f"begun {folder.path}")
     with stop_on_signals(stop):
-        with display.progress_bar(recipe.name) if progress else nullcontext() as bar:
-            if bar is not None:
-                for note in (f"matrix products in {setup.precision}", *setup.notes, setup.step.how):
-                    if note:
-                        bar.note(note)
+        with display.progress_bar(recipe.name, shown=progress) as bar:
+            bar.note(f"matrix products in {setup.precision}")
+            for note in setup.notes:
+                bar.note(note)
+            if setup.step.how:
+                bar.note(setup.step.how)
             loop = Loop(recipe, folder, setup, state, stop=stop, progress=bar, on_step=on_step)
             finished = loop.run()
         bits = _export(recipe, folder, setup) if finished and ranks.first else None

@@ -98,6 +98,15 @@ class TrainStep:
         skip it (layer dropping); a block skipped in all of them gets no gradient and is not updated. Returns None,
         with the weights unchanged, if `should_stop` returned True.
         """
+        with self.cores():
+            return self._run(batches, learning_rate, block_scales)
+
+    def _run(
+        self,
+        batches: Sequence[Batch],
+        learning_rate: float | None,
+        block_scales: Sequence[Sequence[float]] | None,
+    ) -> StepResult | None:
         if learning_rate is not None:
             set_learning_rate(self.optimizer, learning_rate)
         self.train_mode()

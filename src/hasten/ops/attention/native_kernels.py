@@ -20,14 +20,11 @@ BESIDE_BLOCKS = ("softcap", "mask", "key_padding", "bias", "alibi")
 
 def native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
     """Causal, windowed or full attention; packed documents, intervals and block masks. Hidden keys are skipped."""
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = as_autocast(q, k, v)
+    q, k, v = as_autocast(q, k, v)
     dtype = q.dtype
     if dtype not in DTYPES:  # float16, which only autocast brings here
         q, k, v = q.float(), k.float(), v.float()
-    causal, window, intervals = spec.causal, spec.window, inputs.intervals
-    if inputs.block_mask is not None:  # which may have a window
-        intervals = inputs.intervals_of(q.shape[1], k.shape[1], q.device)
+    causal, window, intervals = spec.causal, spec.window, inputs.intervals_of(q.shape[1], k.shape[1], q.device)
     if inputs.documents is not None:  # whose intervals have causality inside
         causal, window, intervals = False, None, bounds(inputs.documents, q.shape[1], spec)
     low, high = (None, None) if intervals is None else (x.expand(q.shape[:2]).contiguous() for x in intervals)
