@@ -201,6 +201,16 @@ def test_large_scores_neither_overflow_nor_lose_the_maximum():
         torch.testing.assert_close(lse.double(), exact_lse, atol=1e-3, rtol=1e-5)
 
 
+def test_float32_scores_of_long_heads_err_no_more_than_those_of_pytorch():
+    q, k, v = (torch.randn(1, 192, 4, 256, generator=torch.Generator().manual_seed(seed)) * 3 for seed in range(3))
+    rows = [t.transpose(1, 2) for t in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in rows), is_causal=True, scale=0.1)
+    plain = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=0.1)
+    ours = native_attention(q, k, v, causal=True, scale=0.1)[0].transpose(1, 2)
+    errors = [float((found - exact).square().mean().sqrt()) for found in (ours, plain)]
+    assert errors[0] <= 1.2 * errors[1]
+
+
 def test_nan_reaches_the_rows_that_see_it_and_no_others():
     q, k, v = (t.detach() for t in inputs(6, 1, 150, 2, 2, 64, torch.bfloat16))
     k[:, 100, 0] = float("nan")

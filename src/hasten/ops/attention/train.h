@@ -29,15 +29,24 @@ INLINE void add_product(F32& acc, const Word* line, Word x) {
   }
 }
 
+// Words that are summed up in one chain. Sums of float32 run over chains of 32, and then over the chains: one chain of
+// the 256 elements of a head errs twice as much. bf16 has rounded its elements long before that matters.
+template <class T>
+constexpr int64_t CHAIN = PAIR<T> == 1 ? 32 : INT32_MAX;
+
 template <class T, int M, int V, class End>
 INLINE void tile(const Word* panel, int64_t lanes, const Word* x, int64_t stride, int64_t steps, const End& end) {
-  F32 acc[M][V];
-  EACH(m, M, EACH(v, V, acc[m][v] = F32{}));
-  for (int64_t s = 0; s < steps; s++)
-    EACH(m, M,
-         const Word word = x[m * stride + s];
-         EACH(v, V, add_product<T>(acc[m][v], panel + s * lanes + v * LANES, word)));
-  EACH(m, M, EACH(v, V, end(m, v, acc[m][v])));
+  F32 sums[M][V], chain[M][V];
+  for (int64_t first = 0; first < steps; first += CHAIN<T>) {
+    EACH(m, M, EACH(v, V, chain[m][v] = F32{}));
+    const int64_t last = std::min(steps, first + CHAIN<T>);
+    for (int64_t s = first; s < last; s++)
+      EACH(m, M,
+           const Word word = x[m * stride + s];
+           EACH(v, V, add_product<T>(chain[m][v], panel + s * lanes + v * LANES, word)));
+    EACH(m, M, EACH(v, V, sums[m][v] = first ? sums[m][v] + chain[m][v] : chain[m][v]));
+  }
+  EACH(m, M, EACH(v, V, end(m, v, sums[m][v])));
 }
 
 #if defined(__AMX_TILE__)
