@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-constraints
 TOOLS := $(VENV)/.tools-from-constraints
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
+# Python compiles a module when it is first imported; pip would compile all of them, which takes longer than the download.
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile -c constraints.txt
 MINUTES ?= 1.5
 KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py cache_rows.py linear.py \
   native.py native_attention.py native_block.py paged.py train_attention.py)
@@ -29,13 +31,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@if [ -d $(VENV) ]; then echo "pyproject.toml or constraints.txt changed: bringing $(VENV) up to date"; else echo "making $(VENV)"; fi
 	$(PYTHON) -m venv $(VENV)
 	@# torch first and alone: with it in place no other package can pull a different build
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[serve]'
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) -e '.[serve]'
 	@touch $@
 
 # What only tests and lint need: more packages than hasten itself has.
 $(TOOLS): $(STAMP)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test,lint]'
+	$(PIP_INSTALL) -e '.[test,lint]'
 	@touch $@
 
 setup: $(TOOLS)
@@ -54,12 +56,17 @@ test-slow: $(TOOLS)
 test-real: $(TOOLS)
 	$(PYTEST) -m real tests/real
 
+ifneq ($(shell grep -s avx512f /proc/cpuinfo),)
 test-avx2: $(TOOLS)
 	benchmarks/as_avx2.sh --check
 	HASTEN_MEASURE=0 benchmarks/as_avx2.sh $(BIN)/hasten demo --minutes 1 --no-ladder --no-published --again fresh --folder runs/avx2
 	benchmarks/as_avx2.sh $(BIN)/python benchmarks/training_figures.py check-speed --run-folder runs/avx2/demo
 	benchmarks/as_avx2.sh $(BIN)/hasten generate runs/avx2/demo/model --prompt "import " --max-new-tokens 32
 	benchmarks/as_avx2.sh $(PYTEST) $(KERNEL_TESTS)
+else
+test-avx2:
+	@echo "this processor has no AVX-512: make demo and make test are what this would run"
+endif
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .
@@ -70,7 +77,7 @@ lint: $(TOOLS)
 # What is compiled stays in src/hasten/ops/prebuilt, where every command of this checkout takes it, make demo too.
 wheel: $(STAMP)
 	$(BIN)/python -m hasten.ops.prebuild
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[wheel]'
+	$(PIP_INSTALL) -e '.[wheel]'
 	rm -rf build dist/hasten-*
 	$(BIN)/python -m build --sdist --wheel
 

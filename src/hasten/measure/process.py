@@ -23,6 +23,8 @@ from hasten.errors import HastenError
 from hasten.machine import configure, peak_memory, process_memory, product_limits, reset_peak_memory
 from hasten.machine.threads import Threads
 
+SKIPPED = "skipped: "  # how the error of a rung begins that was left out to save time
+
 
 @dataclass(frozen=True, slots=True)
 class Rung:
@@ -252,7 +254,7 @@ class TimeBudget:
         """
         further = _mean(self._preparations) + self.rounds * _mean(self._measurements.values())
         if self._spent() + rounds_ahead * self._round() + further > self.seconds:
-            run.error = f"skipped: with the rungs before it, it would take longer than {self.seconds:.0f} s"
+            run.error = f"{SKIPPED}with the rungs before it, it would take longer than {self.seconds:.0f} s"
         return run.error is None
 
     def has_round(self, number: int) -> bool:

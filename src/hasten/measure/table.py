@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from hasten.measure.process import SKIPPED
 from hasten.measure.report import SPEED_METRICS, gpu_of
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> N
     table.columns[0].no_wrap = True
     for row in rows:
         if "error" in row:
-            table.add_row(Text(row["name"]), "[red]failed[/red]" if columns else None)
+            word = "[dim]skipped[/dim]" if row["error"].startswith(SKIPPED) else "[red]failed[/red]"
+            table.add_row(Text(row["name"]), word if columns else None)
             continue
         cells = []
         for _, key, style in columns:
@@ -136,7 +138,7 @@ def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> N
     console.print(table)
     for row in rows:
         if "error" in row:
-            what = row["error"] if row["error"].startswith("skipped: ") else f"failed: {row['error']}"
+            what = row["error"] if row["error"].startswith(SKIPPED) else f"failed: {row['error']}"
             console.print(f"{row['name']} {what}", style="red", markup=False, highlight=False)
     console.print(limits_line(report), style="dim", highlight=False)
     console.print(machine_line(report["machine"], report["limits"]["device"]), style="dim")
