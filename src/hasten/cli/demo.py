@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from hasten.cli.demo_published import (
     SMALL_RUNG_SECONDS,
     Budget,
     answer,
+    beginning_of,
     find,
     measure,
     run_ladder,
@@ -219,9 +219,7 @@ def _measure(folder: Path, run: Path, documents: list[str], budget: Budget, *, t
     """Measure the ladder; each rung also scores the beginning of the held-out text, to show what its speed costs."""
     from hasten.bench.generate import GenerateLadder
 
-    with tempfile.TemporaryDirectory(prefix="hasten-demo-") as place:
-        text = Path(place) / "held-out.txt"
-        text.write_text("\n".join(documents).encode()[:LADDER_TEXT_BYTES].decode(errors="ignore"))
+    with beginning_of("\n".join(documents), LADDER_TEXT_BYTES) as text:
         ladder = GenerateLadder(
             model=str(folder),
             rounds=LADDER_ROUNDS,

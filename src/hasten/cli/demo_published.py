@@ -6,9 +6,10 @@ import contextlib
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -54,6 +55,7 @@ SMALL_RUNG_SECONDS = {  # the same for the model that the demo trains
 }
 PACE = 190.0
 CALIBRATION_SAMPLES = 8  # of 512 tokens, for GPTQ
+TEXT_BYTES = 4_000  # of the book, which each rung scores with its own weights and with bfloat16 ones
 ROUNDS = 2
 PROMPT_TOKENS, NEW_TOKENS = 128, 64  # of a rung
 
@@ -176,18 +178,28 @@ def measure(path: Path, folder: Path, budget: Budget, *, reserved: float, thread
     from hasten.data.book import BOOK
 
     known = {name: seconds for name, seconds in RUNG_SECONDS.items() if name != GGUF_RUNG or path.is_file()}
-    ladder = GenerateLadder(
-        model=str(path),
-        rounds=ROUNDS,
-        threads=threads,
-        text=str(BOOK),
-        draft="suffix",
-        gptq=str(folder / GPTQ_RUNG),
-        gptq_samples=CALIBRATION_SAMPLES,
-        prompt_tokens=PROMPT_TOKENS,
-        new_tokens=NEW_TOKENS,
-    )
-    run_ladder(ladder, folder, budget, known, reserved=reserved, title=f"Generation ladder of {NAME}")
+    with beginning_of(BOOK.read_text(), TEXT_BYTES) as text:
+        ladder = GenerateLadder(
+            model=str(path),
+            rounds=ROUNDS,
+            threads=threads,
+            text=str(text),
+            draft="suffix",
+            gptq=str(folder / GPTQ_RUNG),
+            gptq_samples=CALIBRATION_SAMPLES,
+            prompt_tokens=PROMPT_TOKENS,
+            new_tokens=NEW_TOKENS,
+        )
+        run_ladder(ladder, folder, budget, known, reserved=reserved, title=f"Generation ladder of {NAME}")
+
+
+@contextlib.contextmanager
+def beginning_of(text: str, size: int) -> Iterator[Path]:
+    """A file that holds the first `size` bytes of a text while the block runs."""
+    with tempfile.TemporaryDirectory(prefix="hasten-demo-") as place:
+        file = Path(place) / "text.txt"
+        file.write_text(text.encode()[:size].decode(errors="ignore"))
+        yield file
 
 
 def run_ladder(
