@@ -26,7 +26,7 @@ def captured_and_multiplying_bfloat16(processor, monkeypatch):
 
 
 def texts(engine, **settings):
-    found = run(engine, [request(str(i), row, max_new_tokens=5 + i, **settings) for i, row in enumerate(PROMPTS)])
+    found = run(engine, [request(str(i), row, max_new_tokens=3 + i, **settings) for i, row in enumerate(PROMPTS)])
     return [tokens_of(found[str(i)]) for i in range(len(PROMPTS))]
 
 
