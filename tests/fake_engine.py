@@ -28,6 +28,7 @@ class FakeEngine:
         self.refusal = None  # raised by the next requests
         self.fails_after = None  # tokens after which a request fails
         self.endless = False
+        self.insists = False  # with a constraint too, its answer is said as far as that allows it
         self.running = {}  # id -> request
         self.requests = []
         self.aborted = []
@@ -75,8 +76,13 @@ class FakeEngine:
                 row = torch.zeros(self.vocabulary)
                 constraint.mask(row)
                 allowed = torch.isfinite(row).nonzero().flatten().tolist()
-                token = allowed[(count * 7) % len(allowed)]
-                if count > 40:  # come to an end
+                if self.insists and token is None:
+                    token = next((end for end in eos if end in allowed), None)
+                elif self.insists and token not in allowed:
+                    answer = itertools.chain([token], answer)
+                if not self.insists or token not in allowed:
+                    token = allowed[(count * 7) % len(allowed)]
+                if count > 40 and not self.insists:  # come to an end
                     closing = [*eos, *map(self.tokenizer.backend.token_to_id, '"}]:1')]
                     token = next((token for token in closing if token in allowed), token)
                 ended = token in eos

@@ -10,13 +10,14 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from hasten.engine.request import Request, RequestOutput
+from hasten.engine.request import Constraint, Request, RequestOutput
 from hasten.engine.settings import ModelFacts, Stats
 from hasten.errors import HastenError
 from hasten.replicas.routing import KEY_BYTES, Ask
 from hasten.server.errors import ApiError
+from hasten.server.reasoning import AfterReasoning, ReasoningGate, grammar_in
 from hasten.server.settings import ServerSettings
-from hasten.server.structured import Grammar, Grammars
+from hasten.server.structured import Grammars
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,18 +42,21 @@ class Report(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A constraint in transit: its schema, which the replica compiles with its own tokenizer."""
+    """A constraint in transit: its schema, which the replica compiles with its own tokenizer, and any gate before."""
 
-    text: str
+    text: str | None
     param: str
+    gate: ReasoningGate | None = None
 
 
 def packed(request: Request) -> Request:
     """The request in a form that can be pickled."""
-    grammar = request.constraint
-    if not isinstance(grammar, Grammar):
+    given = request.constraint
+    grammar = grammar_in(given)
+    gate = given.gate if isinstance(given, AfterReasoning) else None
+    if grammar is None and gate is None:
         return request
-    schema: Any = Schema(grammar.schema, grammar.param)
+    schema: Any = Schema(None, "", gate) if grammar is None else Schema(grammar.schema, grammar.param, gate)
     return replace(request, constraint=schema)
 
 
@@ -74,8 +78,7 @@ class Replica:
         try:
             schema: Any = request.constraint
             if isinstance(schema, Schema):
-                grammar = await self.grammars.constraint(json.loads(schema.text), param=schema.param)
-                request = replace(request, constraint=grammar)
+                request = replace(request, constraint=await self._constraint(schema))
             outputs = _checked(self.engine.generate(request), request)
             async with aclosing(together(outputs, whole=request.whole)) as answers:
                 async for found in answers:
@@ -84,6 +87,14 @@ class Replica:
             yield error
         except ApiError as error:  # the ingress compiled it just so
             yield HastenError(error.message)
+
+    async def _constraint(self, schema: Schema) -> Constraint | None:
+        """The constraint that was packed."""
+        grammar = None
+        if schema.text is not None:
+            grammar = await self.grammars.constraint(json.loads(schema.text), param=schema.param)
+        tokenizer = self.engine.facts.tokenizer
+        return grammar if schema.gate is None or tokenizer is None else AfterReasoning(schema.gate, tokenizer, grammar)
 
     async def embed(self, prompts: Sequence[Sequence[int]], how: dict[str, Any], *, ask: Ask) -> Tensor | HastenError:
         try:
@@ -109,8 +120,8 @@ async def _checked(outputs: AsyncGenerator[RequestOutput], request: Request) -> 
     """Report in each output what became of the constraint, because the ingress cannot see it."""
     async with aclosing(outputs):
         async for output in outputs:
-            grammar = request.constraint
-            if output.finish_reason == "stop" and isinstance(grammar, Grammar) and grammar.error:
+            grammar = grammar_in(request.constraint)
+            if output.finish_reason == "stop" and grammar is not None and grammar.error:
                 output = replace(output, finish_reason="error", stop_reason=f"the constraint broke: {grammar.error}")
             yield output
 

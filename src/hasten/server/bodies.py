@@ -296,7 +296,8 @@ class ChatBody(SamplingBody, TemplateBody):
     tools: ToolList | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    neutral: ClassVar[Neutral] = COMMON_NEUTRAL | {
+    thinking_budget_tokens: Count | None = None  # tokens after which reasoning is ended
+    neutral: ClassVar[Neutral] = {k: v for k, v in COMMON_NEUTRAL.items() if k != "thinking_budget_tokens"} | {
         "audio": (),
         "chat_template": (),  # a template is a program: only the model's own is run
         "documents": ([],),

@@ -11,6 +11,7 @@ from hasten.engine.request import Request
 from hasten.errors import ConfigError, HastenError
 from hasten.server.bodies import Message, ResponseFormat, SamplingBody, TemplateBody, TextPart
 from hasten.server.errors import ApiError
+from hasten.server.reasoning import AfterReasoning, grammar_in
 from hasten.server.service import Service, too_long
 from hasten.server.settings import ServerSettings
 from hasten.server.structured import Grammar
@@ -39,7 +40,7 @@ def build_request(
     prompt: Sequence[int],
     max_tokens: int,
     samples: Samples,
-    constraint: Grammar | None,
+    constraint: Grammar | AfterReasoning | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     skip_special_tokens: bool,
@@ -48,7 +49,7 @@ def build_request(
     return Request(
         id=id,
         prompt=prompt,
-        params=sampling_params(body, service, max_tokens=max_tokens, constrained=constraint is not None),
+        params=sampling_params(body, service, max_tokens=max_tokens, constrained=grammar_in(constraint) is not None),
         n=samples.n,
         best_of=samples.best_of,
         beam_width=samples.beam_width,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +23,22 @@ from hasten.server.build_request import (
     room,
     samples_of,
 )
-from hasten.server.documentation import ERRORS, ChatCompletion
+from hasten.server.documentation import ERRORS, STREAMED, ChatCompletion
 from hasten.server.errors import ApiError, from_validation
+from hasten.server.reasoning import AfterReasoning, gate_of
 from hasten.server.service import Service
-from hasten.server.tools import ParsedCall, Tools
+from hasten.server.structured import Grammar
+from hasten.server.tools import Tools
+from hasten.text.answer_format import AnswerFormat
+from hasten.text.answer_reader import AnswerReader, CallPiece
+from hasten.text.markers import squash
+
+_ENDING = 64  # tokens at the end of a prompt in which the template may begin the reasoning
 
 
 def add_chat(router: APIRouter, service: Service) -> None:
 
-    @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ERRORS)
+    @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ERRORS | STREAMED)
     async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
         service.check_in(body, http)
@@ -47,23 +55,28 @@ def chat_body(**fields: Any) -> ChatBody:
 
 @dataclass(slots=True)
 class Said:
-    """What one output adds to an answer: its text, and at the end of the answer its calls and why it ended."""
+    """What one output adds to an answer: content, reasoning, pieces of calls; and at its end why it ended."""
 
     text: str
-    calls: list[ParsedCall]
+    calls: list[CallPiece]
     finish_reason: str | None
+    reasoning: str = ""
 
 
 class ChatTurn:
-    """A conversation in any protocol: its request to the engine, and how outputs become text and tool calls.
+    """A conversation in any protocol: its request to the engine, and how outputs become text, reasoning and calls.
 
-    fold: turns that the template refuses are joined (`build_request.folded`).
+    fold: turns that the template refuses are joined (`build_request.folded`). reasoning_tokens: of all outputs that
+    were read; one that ends the reasoning counts to it.
     """
 
     def __init__(self, body: ChatBody, service: Service, samples: Samples, *, fold: bool = False) -> None:
         self.body, self.service, self.samples, self._fold = body, service, samples, fold
         self.tools = Tools(body, service) if body.tools or body.tool_choice is not None else None
-        self._readers = [None if self.tools is None else self.tools.reader() for _ in range(samples.n)]
+        self._form = AnswerFormat()
+        self._readers: list[AnswerReader] = []
+        self._called: set[int] = set()
+        self.reasoning_tokens = 0
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
         check_limit("top_logprobs", body.top_logprobs or 0, service.settings.logprobs)
@@ -71,11 +84,19 @@ class ChatTurn:
         if None not in limits and limits[0] != limits[1]:
             raise ApiError("max_tokens and max_completion_tokens differ; give one", param="max_tokens")
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the template's answers may have reasoning."""
+        return self._form.reasoning is not None
+
     async def prompt(self) -> tuple[int, ...]:
         """Token ids of the conversation in the model's template."""
         body, service = self.body, self.service
         special = body.add_special_tokens is True  # the template writes them itself
         shown = None if self.tools is None else self.tools.shown
+        self._form = await service.answer_format(tools=shown is not None)
+        if self.tools is not None:
+            self.tools.read_as(self._form)
         ids = await encode_conversation(
             body.messages, body, service, tools=shown, add_special_tokens=special, fold=self._fold
         )
@@ -90,13 +111,9 @@ class ChatTurn:
         if wanted == 0:
             raise ApiError(f"{name_of} is 0: an answer has at least one token", param=name_of)
         most = room(prompt, wanted, service, param="messages", wanted_by=name_of, default=None)
-        # Last, because compiling a schema takes longer than refusing anything above.
-        constraint = None if tools is None else await tools.constraint()
-        if constraint is None and body.response_format is not None:
-            constraint = await constraint_of(body.response_format, service)
-        skip_special_tokens = body.skip_special_tokens is not False
-        if tools is not None:
-            skip_special_tokens = tools.skip_special_tokens(skip_special_tokens)
+        ending = service.tokenizer.decode(prompt[-_ENDING:], skip_special_tokens=False)
+        calls = [None if tools is None else tools.reader() for _ in range(self.samples.n)]
+        self._readers = [AnswerReader(self._form, prompt=ending, calls=reader) for reader in calls]
         return build_request(
             body,
             service,
@@ -104,24 +121,64 @@ class ChatTurn:
             prompt=prompt,
             max_tokens=most,
             samples=self.samples,
-            constraint=constraint,
+            # Last, because compiling a schema takes longer than refusing anything above.
+            constraint=await self._constraint(ending),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            skip_special_tokens=skip_special_tokens,
+            skip_special_tokens=body.skip_special_tokens is not False and not self._needs_special_tokens(),
         )
 
+    async def _constraint(self, prompt: str) -> Grammar | AfterReasoning | None:
+        """What the answer is held to: a structure, after the reasoning; and the reasoning to its budget."""
+        body, tools, tokenizer = self.body, self.tools, self.service.tokenizer
+        budget = body.thinking_budget_tokens
+        gate = gate_of(self._form, tokenizer, prompt=prompt, budget=budget)
+        if budget is not None and not self.reasons:
+            message = "thinking_budget_tokens: the answers of this model's chat template have no reasoning to end"
+            raise ApiError(message, param="thinking_budget_tokens")
+        grammar = None if tools is None else await tools.constraint()
+        if grammar is None and body.response_format is not None:
+            grammar = await constraint_of(body.response_format, self.service)
+        if gate is None or (grammar is None and budget is None) or (body.continue_final_message and not gate.inside):
+            return grammar
+        return AfterReasoning(gate, tokenizer, grammar)
+
+    def _needs_special_tokens(self) -> bool:
+        """Whether a special token is, or is part of, a mark by which the answer is read."""
+        marks = self._form.markers(calls=False) + ([] if self.tools is None else self.tools.markers())
+        added = self.service.tokenizer.backend.get_added_tokens_decoder().values()
+        special = [squash(token.content) for token in added if token.special]
+        return any(token in mark for token in special if token for mark in marks)
+
     def read(self, output: RequestOutput) -> Said:
-        """Split an output into text and, at the end of its answer, tool calls."""
-        reader, reason = self._readers[output.index], output.finish_reason
-        if reader is None or self.tools is None:
-            return Said(output.text, [], reason)
-        text = reader.push(output.text)
-        if reason is None:
-            return Said(text, [], None)
-        rest, calls = reader.finish(cut=reason == "length")
-        if not self.tools.parallel:
-            calls = calls[:1]
-        called = bool(calls) and not self.tools.named and reason == "stop"
-        return Said(text + rest, calls, "tool_calls" if called else reason)
+        """Split an output into reasoning, text, and pieces of calls."""
+        reader = self._readers[output.index]
+        reason: str | None = output.finish_reason
+        before = reader.in_reasoning
+        pieces = [reader.push(output.text)]
+        if before or reader.in_reasoning:
+            self.reasoning_tokens += len(output.tokens)
+        if reason is not None:
+            pieces.append(reader.finish(cut=reason == "length"))
+        calls = joined(call for piece in pieces for call in piece.calls)
+        if self.tools is not None and not self.tools.parallel:
+            calls = [call for call in calls if call.index == 0]
+        if calls:
+            self._called.add(output.index)
+        if output.index in self._called and reason == "stop" and self.tools is not None and not self.tools.named:
+            reason = "tool_calls"
+        text = "".join(piece.content for piece in pieces)
+        return Said(text, calls, reason, reasoning="".join(piece.reasoning for piece in pieces))
+
+
+def joined(pieces: Iterable[CallPiece]) -> list[CallPiece]:
+    """Pieces of the same call that follow each other as one."""
+    found: list[CallPiece] = []
+    for piece in pieces:
+        if found and piece.name is None and found[-1].index == piece.index:
+            found[-1] = CallPiece(piece.index, found[-1].name, found[-1].arguments + piece.arguments)
+        else:
+            found.append(piece)
+    return found
 
 
 async def count_tokens_of(body: ChatBody, service: Service) -> int:
@@ -153,10 +210,12 @@ class _ChatCompletion(ChoiceBuilder[ChatBody]):
             role = {"role": "assistant", "content": ""}
             parts.append({"index": output.index, "delta": role, "logprobs": None, "finish_reason": None})
         delta: Json = {}
+        if said.reasoning:
+            delta["reasoning_content"] = said.reasoning
         if said.text:
             delta["content"] = said.text
         if said.calls:
-            delta["tool_calls"] = [{"index": i, **self._call(call)} for i, call in enumerate(said.calls)]
+            delta["tool_calls"] = [self._call(call) for call in said.calls]
         if not delta and said.finish_reason is None and not output.logprobs:
             return parts
         part: Json = {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": said.finish_reason}
@@ -169,13 +228,28 @@ class _ChatCompletion(ChoiceBuilder[ChatBody]):
     def join(self, index: int, parts: list[Json]) -> Json:
         content = "".join(part["delta"].get("content", "") for part in parts)
         message: Json = {"role": "assistant", "content": content, "refusal": None}
-        calls = [call for part in parts for call in part["delta"].get("tool_calls", ())]
+        reasoning = "".join(part["delta"].get("reasoning_content", "") for part in parts)
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        calls: list[Json] = []
+        for piece in (piece for part in parts for piece in part["delta"].get("tool_calls", ())):
+            if "id" in piece:
+                calls.append({name: piece[name] for name in ("id", "type")} | {"function": dict(piece["function"])})
+            else:
+                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
         if calls:
             message["content"] = content or None
-            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+            message["tool_calls"] = calls
         logprobs = join_logprobs(chat_logprobs(()), parts) if self.body.logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs}
 
-    def _call(self, call: ParsedCall) -> Json:
+    def _usage(self) -> Json:
+        details = {"completion_tokens_details": {"reasoning_tokens": self.turn.reasoning_tokens}}
+        return super()._usage() | (details if self.turn.reasons else {})
+
+    def _call(self, call: CallPiece) -> Json:
+        if call.name is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
         number = f"call_{self.id.rsplit('-', 1)[1]}_{self.service.number()}"
-        return {"id": number, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": call.index, "id": number, "type": "function", "function": function}

@@ -12,7 +12,7 @@ from hasten.engine.request import Request, RequestOutput, TokenLogprob
 from hasten.server.answers import ChoiceBuilder, Json, completion_logprobs, join_logprobs
 from hasten.server.bodies import COMMON_NEUTRAL, Count, Neutral, Prompts, SamplingBody
 from hasten.server.build_request import build_request, check_limit, constraint_of, prompts_of, room
-from hasten.server.documentation import ERRORS, Completion
+from hasten.server.documentation import ERRORS, STREAMED, Completion
 from hasten.server.errors import ApiError
 from hasten.server.service import Service
 
@@ -31,7 +31,7 @@ class CompletionBody(SamplingBody):
 
 def add_completions(router: APIRouter, service: Service) -> None:
 
-    @router.post("/v1/completions", response_model=Completion, responses=ERRORS)
+    @router.post("/v1/completions", response_model=Completion, responses=ERRORS | STREAMED)
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
         """Continue a prompt."""
         service.check_in(body, http)

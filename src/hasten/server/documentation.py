@@ -29,6 +29,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int] | None = None
+    completion_tokens_details: dict[str, int] | None = None
 
 
 class CompletionChoice(BaseModel):
@@ -213,3 +214,5 @@ class AnthropicError(BaseModel):
 ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
     (529 if status == 503 else status): facts | {"model": AnthropicError} for status, facts in ERRORS.items()
 }
+# An answer that is streamed, beside the whole one.
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}

@@ -32,7 +32,7 @@ from hasten.server.bodies import (
     check_parts,
 )
 from hasten.server.chat import ChatTurn, chat_body, count_tokens_of
-from hasten.server.documentation import ANTHROPIC_ERRORS, MessagesAnswer, TokenCount
+from hasten.server.documentation import ANTHROPIC_ERRORS, STREAMED, MessagesAnswer, TokenCount
 from hasten.server.errors import naming_fields
 from hasten.server.service import Service
 
@@ -108,7 +108,7 @@ class OfferedChoice(ConversationPart):
 
 
 class Thinking(ConversationPart):
-    """Whether the model reasons first. budget_tokens cannot be followed."""
+    """Whether the model reasons first. budget_tokens: after as many the reasoning is ended."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Count | None = None
@@ -151,10 +151,13 @@ class CountBody(ModelBody):
 
     def without_effect(self) -> list[str]:
         """Names of what this server leaves out."""
-        names = [f"tools.{tool.type}" for tool in self.tools or () if tool.type not in (None, "custom")]
-        if self.thinking is not None and self.thinking.budget_tokens is not None:
-            names.append("thinking.budget_tokens")
-        return names
+        return [f"tools.{tool.type}" for tool in self.tools or () if tool.type not in (None, "custom")]
+
+    @property
+    def budget(self) -> int | None:
+        """Most tokens of reasoning."""
+        enabled = self.thinking is not None and self.thinking.type == "enabled"
+        return self.thinking.budget_tokens if enabled and self.thinking is not None else None
 
     def chat(self, **fields: Any) -> ChatBody:
         """The same as a ChatBody."""
@@ -174,6 +177,8 @@ class CountBody(ModelBody):
             fields["response_format"] = {"type": "json_schema", "json_schema": named}
         disabled = self.thinking is not None and self.thinking.type == "disabled"
         fields["reasoning_effort"] = "none" if disabled else config.effort
+        if self.thinking is not None and self.thinking.type == "enabled":
+            fields["chat_template_kwargs"] = {"enable_thinking": True, "thinking": True}  # Qwen's and DeepSeek's names
         messages = [*_system(self.system), *_turns(self.messages)]
         if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             fields["continue_final_message"] = True
@@ -193,12 +198,18 @@ class MessagesBody(CountBody):
 
 def add_messages(router: APIRouter, service: Service) -> None:
 
-    @router.post("/v1/messages", response_model=MessagesAnswer, responses=ANTHROPIC_ERRORS)
+    @router.post("/v1/messages", response_model=MessagesAnswer, responses=ANTHROPIC_ERRORS | STREAMED)
     async def messages(body: MessagesBody, http: HttpRequest) -> Response:
         """Answer a conversation, in Anthropic's protocol."""
-        service.check_in(body, http, without_effect=body.without_effect())
-        _note_user(body, http)
+        left_out = body.without_effect()
         same = {name: getattr(body, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stream")}
+        if body.budget is not None and service.has_tokenizer:
+            if (await service.answer_format(tools=bool(body.tools))).reasoning is None:
+                left_out.append("thinking.budget_tokens")
+            else:
+                same["thinking_budget_tokens"] = body.budget
+        service.check_in(body, http, without_effect=left_out)
+        _note_user(body, http)
         with naming_fields(NAMES):
             return await _Answer(service, body.chat(stop=body.stop_sequences, **same)).respond(http)
 
@@ -220,8 +231,10 @@ class _Answer(AnswerBuilder[ChatBody]):
         super().__init__(service, body, prompts=1)
         self.turn = ChatTurn(body, service, self.samples, fold=True)
         self._blocks: list[Json] = []
-        self._text: Json | None = None  # the text block that is open
+        self._open: Json | None = None  # the block that is open
+        self._input = ""  # what has come of the input of a call that is open
         self._message: Json = {}
+        self._called = False
 
     async def requests(self, name: str) -> list[Request]:
         self.id = f"msg_{name}-{self.service.number()}"
@@ -235,26 +248,29 @@ class _Answer(AnswerBuilder[ChatBody]):
             self._message |= {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
             events.append({"type": "message_start", "message": dict(self._message)})
         said = self.turn.read(output)
+        if said.reasoning:
+            events += self._begin({"type": "thinking", "thinking": "", "signature": ""})
+            self._blocks[-1]["thinking"] += said.reasoning
+            events.append(self._delta({"type": "thinking_delta", "thinking": said.reasoning}))
         if said.text:
-            if self._text is None:
-                self._text = {"type": "text", "text": ""}
-                events.append(self._start(self._text))
-            self._text["text"] += said.text
+            events += self._begin({"type": "text", "text": ""})
+            self._blocks[-1]["text"] += said.text
             events.append(self._delta({"type": "text_delta", "text": said.text}))
         for call in said.calls:
-            events += self._close_text()
-            block = {"type": "tool_use", "id": f"toolu_{self.id[4:]}_{self.service.number()}", "name": call.name}
-            events.append(self._start(block | {"input": {}}))
-            self._blocks[-1]["input"] = _arguments(call.arguments)
-            events.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
-            events.append({"type": "content_block_stop", "index": len(self._blocks) - 1})
+            if call.name is not None:
+                self._called = True
+                number = f"toolu_{self.id[4:]}_{self.service.number()}"
+                events += self._begin({"type": "tool_use", "id": number, "name": call.name, "input": {}}, new=True)
+            if call.arguments:
+                self._input += call.arguments
+                events.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
         if said.finish_reason is not None:
-            reason = "tool_calls" if said.calls and said.finish_reason == "stop" else said.finish_reason
+            reason = "tool_calls" if self._called and said.finish_reason == "stop" else said.finish_reason
             end = {"stop_reason": STOP_REASONS[reason], "stop_sequence": None}
             if reason == "stop" and isinstance(output.stop_reason, str):
                 end = {"stop_reason": "stop_sequence", "stop_sequence": output.stop_reason}
+            events += self._close()
             self._message |= end | {"usage": self._usage(), "content": self._blocks}
-            events += self._close_text()
             events += [{"type": "message_delta", "delta": end, "usage": self._usage()}, {"type": "message_stop"}]
         return events
 
@@ -264,19 +280,29 @@ class _Answer(AnswerBuilder[ChatBody]):
     def whole(self, parts: list[Json]) -> Json:
         return self._message
 
-    def _start(self, block: Json) -> Json:
-        """Begin a block; its event has a copy, since the block goes on."""
+    def _begin(self, block: Json, *, new: bool = False) -> list[Json]:
+        """Begin a block, unless one of its kind goes on; its event has a copy, since the block goes on."""
+        if self._open is not None and self._open["type"] == block["type"] and not new:
+            return []
+        events = self._close()
+        self._open = block
         self._blocks.append(block)
-        return {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
+        return [*events, {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}]
 
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
-    def _close_text(self) -> list[Json]:
-        if self._text is None:
+    def _close(self) -> list[Json]:
+        """End the block that is open."""
+        block, self._open = self._open, None
+        if block is None:
             return []
-        self._text = None
-        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+        events = [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+        if block["type"] == "thinking":
+            events.insert(0, self._delta({"type": "signature_delta", "signature": ""}))
+        elif block["type"] == "tool_use":
+            block["input"], self._input = _arguments(self._input), ""
+        return events
 
     def _usage(self) -> Json:
         return {

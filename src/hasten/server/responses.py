@@ -6,6 +6,7 @@ stream, the last of which has the whole answer.
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -31,11 +32,12 @@ from hasten.server.bodies import (
     check_parts,
 )
 from hasten.server.chat import ChatTurn, chat_body, count_tokens_of
-from hasten.server.documentation import ERRORS, DeletedResponse, ResponsesAnswer, TokenCount
+from hasten.server.documentation import ERRORS, STREAMED, DeletedResponse, ResponsesAnswer, TokenCount
 from hasten.server.errors import ApiError, naming_fields
 from hasten.server.response_items import Item, ItemList, ItemTool, Offered, messages_of, read_items
 from hasten.server.service import Service
 from hasten.server.tools import ParsedCall
+from hasten.text.answer_reader import CallPiece
 
 # What fields of a ChatBody are called here.
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
@@ -151,7 +153,7 @@ def add_responses(router: APIRouter, service: Service) -> None:
         items += given or []
         return _chat(body, items, offered, **fields), items, offered
 
-    @router.post("/v1/responses", response_model=ResponsesAnswer, responses=ERRORS)
+    @router.post("/v1/responses", response_model=ResponsesAnswer, responses=ERRORS | STREAMED)
     async def responses(body: ResponsesBody, http: HttpRequest) -> Response:
         """Answer a conversation of items."""
         same = {name: getattr(body, name) for name in ("temperature", "top_p", "stream")}
@@ -188,7 +190,7 @@ def add_responses(router: APIRouter, service: Service) -> None:
 
 
 class _Answer(AnswerBuilder[ChatBody]):
-    """One response: a message, then calls. A part of it is an event."""
+    """One response: reasoning, a message, then calls. A part of it is an event."""
 
     def __init__(
         self,
@@ -203,7 +205,8 @@ class _Answer(AnswerBuilder[ChatBody]):
         self.turn = ChatTurn(chat, service, self.samples, fold=True)
         self._items, self._offered, self._store = items, offered, store
         self._output: list[Json] = []
-        self._message: Json | None = None  # the message that is open
+        self._open: Json | None = None  # the item that is open
+        self._call: ParsedCall | None = None  # the call that is open, with its arguments so far
         self._logprobs: list[Json] = []  # of tokens whose text has not come
         self._events = 0
         given = body.model_dump(by_alias=True, exclude_none=True)
@@ -233,14 +236,16 @@ class _Answer(AnswerBuilder[ChatBody]):
             events += [self._event("created", response=begun), self._event("in_progress", response=begun)]
         said = self.turn.read(output)
         self._logprobs += chat_logprobs(output.logprobs or ())["content"] if self.body.logprobs else []
+        cut = said.finish_reason == "length"
+        if said.reasoning:
+            events += self._add_reasoning(said.reasoning, cut=cut)
+            self._logprobs = []  # only a message has them
         if said.text or (said.finish_reason is not None and not self._output and not said.calls):
-            events += self._add_text(said.text)
-        for call in said.calls:
-            events += self._close_message("completed")
-            events += self._add_call(call, cut=said.finish_reason == "length")
+            events += self._add_text(said.text, cut=cut)
+        for piece in said.calls:
+            events += self._add_call(piece, cut=cut)
         if said.finish_reason is not None:
-            cut = said.finish_reason == "length"
-            events += self._close_message("incomplete" if cut else "completed")
+            events += self._close(cut=cut)
             events.append(self._end(cut=cut))
         return events
 
@@ -256,60 +261,90 @@ class _Answer(AnswerBuilder[ChatBody]):
         self._events += 1
         return event
 
-    def _add_text(self, text: str) -> list[Json]:
+    def _begin(self, kind: str, part: Json, *, cut: bool, **fields: Any) -> list[Json]:
+        """Begin an item with one part, unless one of its kind is open."""
+        if self._open is not None and self._open["type"] == kind:
+            return []
+        events = self._close(cut=cut)
+        mark = "msg" if kind == "message" else "rs"
+        self._open = {"type": kind, "id": self._number(mark), **fields, "content": [part], "status": "in_progress"}
+        self._output.append(self._open)
+        events.append(self._item("output_item.added", item=self._open | {"content": []}))
+        return [*events, self._in_part("content_part.added", part=copy.deepcopy(part))]
+
+    def _add_reasoning(self, text: str, *, cut: bool) -> list[Json]:
+        """Add to the reasoning, which begins with its first text."""
+        events = self._begin("reasoning", {"type": "reasoning_text", "text": ""}, cut=cut, summary=[])
+        self._output[-1]["content"][0]["text"] += text
+        return [*events, self._in_part("reasoning_text.delta", delta=text)]
+
+    def _add_text(self, text: str, *, cut: bool) -> list[Json]:
         """Add to the message, which begins with its first text."""
-        events = []
         logprobs, self._logprobs = self._logprobs, []
-        if self._message is None:
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            self._message = {"type": "message", "id": self._number("msg"), "role": "assistant", "content": [part]}
-            self._message["status"] = "in_progress"
-            self._output.append(self._message)
-            events.append(self._item("output_item.added", item=self._message | {"content": []}))
-            events.append(self._in_message("content_part.added", part=dict(part, logprobs=[])))
-        part = self._message["content"][0]
+        part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        events = self._begin("message", part, cut=cut, role="assistant")
+        part = self._output[-1]["content"][0]
         part["text"] += text
         part["logprobs"] += logprobs
         if text:
-            events.append(self._in_message("output_text.delta", delta=text, logprobs=logprobs))
+            events.append(self._in_part("output_text.delta", delta=text, logprobs=logprobs))
         return events
 
-    def _close_message(self, status: str) -> list[Json]:
-        if self._message is None:
+    def _add_call(self, piece: CallPiece, *, cut: bool) -> list[Json]:
+        """Begin a call, or add to the arguments of the one that is open."""
+        events: list[Json] = []
+        if piece.name is not None:
+            events += self._close(cut=cut)
+            self._call = ParsedCall(piece.name, "")
+            self._open = item = self._offered.item_of(self._call, call_id=self._number("call"))
+            item["id"] = self._number("ctc" if "input" in item else "fc")
+            item["status"] = "in_progress"
+            self._output.append(item)
+            events.append(self._item("output_item.added", item=dict(item)))
+        assert self._call is not None
+        assert self._open is not None
+        self._call = ParsedCall(self._call.name, self._call.arguments + piece.arguments)
+        if piece.arguments and "arguments" in self._open:  # the input of a custom tool is known at its end
+            arguments = self._in_call("function_call_arguments.delta", delta=piece.arguments)
+            events.append(arguments)
+        return events
+
+    def _close(self, *, cut: bool) -> list[Json]:
+        """End the item that is open."""
+        item, self._open = self._open, None
+        if item is None:
             return []
-        self._message["status"] = status
-        part = self._message["content"][0]
-        events = [
-            self._in_message("output_text.done", text=part["text"], logprobs=part["logprobs"]),
-            self._in_message("content_part.done", part=part),
-            self._item("output_item.done", item=self._message),
-        ]
-        self._message = None
-        return events
-
-    def _add_call(self, call: ParsedCall, *, cut: bool) -> list[Json]:
-        """Add a whole call."""
-        item = self._offered.item_of(call, call_id=self._number("call"))
-        field, kind = (
-            ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
-        )
-        item["id"] = self._number("fc" if field == "arguments" else "ctc")
+        events = []
+        if self._call is not None:
+            call, self._call = self._call, None
+            item |= self._offered.item_of(call, call_id=item["call_id"])
+            events = self._call_done(item, call.name)
+        else:
+            part = item["content"][0]
+            texts = {"text": part["text"]} | ({"logprobs": part["logprobs"]} if "logprobs" in part else {})
+            events = [self._in_part(f"{part['type']}.done", **texts), self._in_part("content_part.done", part=part)]
         item["status"] = "incomplete" if cut else "completed"
-        self._output.append(item)
-        return [
-            self._item("output_item.added", item=item | {field: "", "status": "in_progress"}),
-            self._item(f"{kind}.delta", item_id=item["id"], delta=item[field]),
-            self._item(f"{kind}.done", item_id=item["id"], name=call.name, **{field: item[field]}),
-            self._item("output_item.done", item=item),
-        ]
+        return [*events, self._item("output_item.done", item=item)]
+
+    def _call_done(self, item: Json, name: str) -> list[Json]:
+        """The events of whole arguments, or of a custom tool's whole input."""
+        if "input" not in item:
+            return [self._in_call("function_call_arguments.done", name=name, arguments=item["arguments"])]
+        kind = "custom_tool_call_input"
+        delta = self._in_call(f"{kind}.delta", delta=item["input"])
+        return [delta, self._in_call(f"{kind}.done", name=name, input=item["input"])]
 
     def _item(self, kind: str, **fields: Any) -> Json:
         """An event of the last item."""
         return self._event(kind, output_index=len(self._output) - 1, **fields)
 
-    def _in_message(self, kind: str, **fields: Any) -> Json:
-        """An event of the message's text."""
+    def _in_part(self, kind: str, **fields: Any) -> Json:
+        """An event of the last item's text."""
         return self._item(kind, item_id=self._output[-1]["id"], content_index=0, **fields)
+
+    def _in_call(self, kind: str, **fields: Any) -> Json:
+        """An event of the last item, a call."""
+        return self._item(kind, item_id=self._output[-1]["id"], **fields)
 
     def _end(self, *, cut: bool) -> Json:
         """Complete the response, and keep it."""
@@ -319,7 +354,7 @@ class _Answer(AnswerBuilder[ChatBody]):
             "input_tokens": self.prompt_tokens,
             "input_tokens_details": {"cached_tokens": self.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": self.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.turn.reasoning_tokens},
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
         self._response |= {"status": status, "incomplete_details": details, "output": self._output, "usage": usage}

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -17,6 +18,8 @@ from hasten.server.errors import ApiError, overloaded
 from hasten.server.metrics import Metrics
 from hasten.server.settings import ServerSettings
 from hasten.server.structured import Grammars
+from hasten.text.answer_format import AnswerFormat, find_answer_format
+from hasten.text.response_template import read_response_template
 
 if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     from hasten.engine.request import Request, RequestOutput
     from hasten.engine.settings import ModelFacts, Stats
+    from hasten.text.chat import ChatTemplate
     from hasten.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -78,6 +82,7 @@ class Service:
         self.grammars = Grammars(facts.tokenizer, vocabulary=self.vocabulary, eos_ids=facts.eos_ids, settings=settings)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="prepare")
         self._numbers = itertools.count()
+        self._formats: dict[ChatTemplate, AnswerFormat] = {}
         self._longest = 0
 
     @property
@@ -90,6 +95,22 @@ class Service:
     @property
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
+
+    async def answer_format(self, *, tools: bool) -> AnswerFormat:
+        """How answers in the model's chat template are written, found at the first request. tools: with functions."""
+        templates = self.tokenizer.templates
+        template = (templates.get("tool_use") if tools else None) or templates.get("default")
+        if template is None:
+            return AnswerFormat()
+        if template not in self._formats:  # a template is a program: it never runs on the event loop
+            work = partial(find_answer_format, template, special_tokens=self.tokenizer.special_tokens)
+            found = await self.in_thread(work)
+            if found.calls is None or found.reasoning is None:  # a declaration knows what the template does not show
+                declared = read_response_template(self.tokenizer.response_template)
+                calls, reasoning = found.calls or declared.calls, found.reasoning or declared.reasoning
+                found = replace(found, calls=calls, reasoning=reasoning)
+            self._formats[template] = found
+        return self._formats[template]
 
     def check_model(self, name: str | None) -> str:
         """Return the adapter of that name, or "" for the model itself (or None). Raises ApiError (404) if unknown."""

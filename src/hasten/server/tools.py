@@ -1,6 +1,7 @@
 """tools and tool_choice: what the template shows, what constrains the answer, and how calls are parsed from it.
 
-The chat template shows how a model writes calls:
+The chat template shows how a model writes calls (`text/answer_format.py` finds the format of any template). Three
+formats are read here, as whole calls at the end of an answer:
 - Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one after the other
 - Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}`
 - Llama 3: the whole answer is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`, several divided by `;`
@@ -20,10 +21,14 @@ from hasten.server.bodies import ChatBody, ToolChoice
 from hasten.server.errors import ApiError
 from hasten.server.service import Service
 from hasten.server.structured import Grammar
+from hasten.text.answer_format import AnswerFormat
+from hasten.text.answer_reader import AnswerPiece, CallPiece, TemplateCallReader, TextCalls
 
 Format = Literal["hermes", "mistral", "llama"]
 MARKERS: dict[Format, str] = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": "<|python_tag|>"}
 AFTER_CALL: dict[Format | None, str] = {"hermes": "</tool_call>", "llama": ";"}
+# How a template that writes calls in one of these formats begins them, without white space.
+_BEGINS: dict[Format, str] = {"hermes": '<tool_call>{"name":"', "mistral": "[TOOL_CALLS]", "llama": '{"name":"'}
 _DECODER = json.JSONDecoder()
 # The beginning of a call: its complete name, and its arguments so far.
 _NAME, _ARGUMENTS = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"', r"(?P<arguments>\{.*)"
@@ -146,6 +151,20 @@ class CallReader:
         return ParsedCall(item["name"], json.dumps(arguments, ensure_ascii=False))
 
 
+class _WholeCalls:
+    """A CallReader as a reader of an answer's text: its calls come whole, at the end."""
+
+    def __init__(self, reader: CallReader) -> None:
+        self._reader = reader
+
+    def push(self, text: str) -> AnswerPiece:
+        return AnswerPiece(content=self._reader.push(text))
+
+    def finish(self, *, cut: bool = False) -> AnswerPiece:
+        rest, calls = self._reader.finish(cut=cut)
+        return AnswerPiece(rest, calls=[CallPiece(i, call.name, call.arguments) for i, call in enumerate(calls)])
+
+
 class Tools:
     """The tools of one request.
 
@@ -170,6 +189,7 @@ class Tools:
         self._forced = self.named is not None or choice == "required"
         self.parallel = body.parallel_tool_calls is not False
         self._format: Format | None = None
+        self._template: AnswerFormat = AnswerFormat()
         self._offered = choice != "none"
         self.shown: list[dict[str, Any]] | None = None
         if choice == "none":
@@ -177,15 +197,25 @@ class Tools:
         if self._forced and body.response_format is not None and body.response_format.type != "text":
             message = "response_format cannot be combined with a forced tool_choice, which decides the form itself"
             raise ApiError(message, param="response_format")
-        templates = service.tokenizer.templates
+        self.shown = [tool.model_dump(exclude_none=True) for tool in tools]
+
+    def read_as(self, form: AnswerFormat) -> None:
+        """Read calls in the format of the template. Raises ApiError where it is not known and none is forced."""
+        if not self._offered:
+            return
+        templates = self._service.tokenizer.templates
         chosen = templates.get("tool_use", templates.get("default"))
         template = "" if chosen is None else chosen.source
-        self._format = find_format(template)
-        if self._format is None and not self._forced:
+        self._template, self._format = form, find_format(template)
+        if form.calls is not None and self._format is not None:
+            written = form.calls.section + form.calls.opening[0]
+            known = form.calls.form == "json" and written.startswith(_BEGINS[self._format])
+            if not known and written[:1] not in ("{", "["):  # bare JSON says less than the marker in the template
+                self._format = None
+        if self._format is None and form.calls is None and not self._forced:
             missing = "format of tool calls is not known" if "tools" in template else "chat template shows it no tools"
             message = f'this model\'s {missing}; tool_choice "required" or a name works'
             raise ApiError(message, param="tool_choice")
-        self.shown = [tool.model_dump(exclude_none=True) for tool in tools]
 
     async def constraint(self) -> Grammar | None:
         """The constraint of a forced choice; None otherwise."""
@@ -199,20 +229,21 @@ class Tools:
             schema = {"type": "array", "items": schema, "minItems": 1}
         return await self._service.grammars.constraint(schema, param="tools")
 
-    def reader(self) -> CallReader | None:
+    def reader(self) -> TextCalls | None:
         """The parser for the calls of one answer; None if it cannot have any."""
         if not self._offered:
             return None
         names = self._functions if self.named is None else [self.named]
-        return CallReader(names, form=None if self._forced else self._format)
+        if not self._forced and self._format is None and self._template.calls is not None:
+            return TemplateCallReader(self._template.calls, {n: self._functions[n].parameters or {} for n in names})
+        return _WholeCalls(CallReader(names, form=None if self._forced else self._format))
 
-    def skip_special_tokens(self, asked: bool) -> bool:
-        """Whether the answer's special tokens are left out: not where one of them marks a call."""
-        if self._forced or self._format is None:
-            return asked
-        marker = MARKERS[self._format]
-        added = self._service.tokenizer.backend.get_added_tokens_decoder().values()
-        return asked and not any(token.special and token.content == marker for token in added)
+    def markers(self) -> list[str]:
+        """Marks of calls that the text of an answer must have."""
+        if self._forced or not self._offered:
+            return []
+        known = [] if self._format is None else [MARKERS[self._format]]
+        return known + self._template.markers(calls=True)
 
     def _schema(self, name: str) -> dict[str, Any]:
         """The schema of one call."""

@@ -30,6 +30,7 @@ class Tokenizer:
     eos_ids: every id that ends a generation, the tokenizer's own first, then those of generation_config.json.
     special_tokens: name to text ("bos_token", "eos_token", ...), what a chat template sees.
     templates: chat template by name; "default" is the usual one, "tool_use" is taken where tools are given.
+    response_template: the folder's declaration of how answers are written, if it has one.
     """
 
     backend: tokenizers.Tokenizer = field(repr=False)
@@ -38,6 +39,7 @@ class Tokenizer:
     pad_id: int | None
     special_tokens: Mapping[str, str]
     templates: Mapping[str, ChatTemplate] = field(default_factory=dict, repr=False)
+    response_template: Mapping[str, Any] | None = field(default=None, repr=False)
     source: Path | None = None  # the folder it came from, whose files `save` copies
     files: tuple[str, ...] = ()  # their names in that folder
     replaced_template: bool = False  # the chat template is not the folder's own: `save` must write it
@@ -85,7 +87,7 @@ class Tokenizer:
     def with_chat_template(self, template: str, *, origin: str = "argument") -> "Tokenizer":
         """The same tokenizer with another chat template (Jinja text); `origin` is what errors name."""
         templates = {"default": ChatTemplate(template, origin=origin)}
-        return dataclasses.replace(self, templates=templates, replaced_template=True)
+        return dataclasses.replace(self, templates=templates, response_template=None, replaced_template=True)
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ def read_parts(folder: Path) -> dict[str, Any] | None:
         "eos_ids": tuple(dict.fromkeys(eos)),
         "pad_id": single("pad"),
         "templates": _templates(folder, config, extra),
+        "response_template": response if isinstance(response := config.get("response_template"), dict) else None,
         "source": folder,
         "files": (*(n for n in read if (folder / n).is_file()), *(f"{_TEMPLATE_FOLDER}/{p.name}" for p in extra)),
     }
