@@ -44,7 +44,7 @@ class LayerConfig:
     """The settings of one layer: the attention window (None: everything), the rotary table, the MLP kind."""
 
     window: int | None = None
-    rope: int = 0  # index into ModelConfig.ropes
+    rope: int | None = 0  # index into ModelConfig.ropes; None: queries and keys are not rotated
     experts: bool = False
     scale: float = 1.0  # multiplies the scores
 
@@ -66,18 +66,23 @@ class ModelConfig:
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-6
     norm_offset: float = 0.0  # Gemma stores weight - 1
+    pre_norms: bool = True  # OLMo 2 and 3 and EXAONE 4 do not normalise what attention and MLP read
     post_norms: bool = False  # Gemma 2 and 3 also normalise what attention and MLP return
-    qk_norm: bool = False
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    # Queries and keys are normalised: each head before the rotary turn, each head after it, or all heads as one vector.
+    qk_norm: Literal["head", "rotated_head", "projection"] | None = None
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     gated: bool = True  # down(act(gate x) * up x) instead of down(act(up x))
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     learned_positions: bool = False
     ropes: tuple[RopeConfig, ...] = ()
+    rope_pairs: bool = False  # rotates elements 2i and 2i + 1 of a head together instead of i and i + dim/2
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # multiplies what attention and MLP add to the stream
+    logit_scale: float = 1.0
     tie_embeddings: bool = False
     experts: int = 0
     experts_per_token: int = 0

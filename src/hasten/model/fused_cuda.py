@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hasten.errors import HastenWarning
 from hasten.model.context import PlainLayer
-from hasten.model.fused_block import FusedSteps
+from hasten.model.fused_block import FusedSteps, unknown_parts
 from hasten.model.fused_decode import decode_layers
 from hasten.model.fused_linear import fusion_conflict, gate_up_rows, joined, mixed_formats, norm_arguments
 from hasten.model.interfaces import Context, LayerContext
@@ -59,6 +59,8 @@ def cuda_refusal(model: Transformer) -> str | None:
         return "the fused steps of a GPU know no experts"
     if config.attention_pattern is not None:
         return "the fused steps of a GPU know no sparse pattern"
+    if (part := unknown_parts(config)) is not None:
+        return f"the fused steps of a GPU know {part}"
     if config.qk_norm and config.norm != "rmsnorm":
         return "the fused steps of a GPU know no layer norm of queries and keys"
     if config.gated and config.intermediate_size % GATE_ROWS:

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from hasten.model.attention import Attention
 from hasten.model.initialize import unfilled
 from hasten.model.lora import LoRALinear
 from hasten.model.mlp import MLP, Linear
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.sharded import SumOfRanks
-from hasten.model.transformer import Attention, Block, Transformer
+from hasten.model.transformer import Block, Transformer
 from hasten.ops.linear import PackedLinear, QuantizedWeight, request_of
 from hasten.ops.linear.layouts import Packed
 from hasten.ops.linear.operator import LinearRequest, native_unsupported

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.model.config import ModelConfig
-from hasten.model.fused_block import FusedSteps
+from hasten.model.fused_block import FusedSteps, unknown_parts
 from hasten.model.fused_linear import (
     difference,
     fusion_conflict,
@@ -41,7 +41,9 @@ from hasten.ops.linear.weights import PLAIN
 from hasten.ops.native import library, native_ops
 from hasten.ops.pages import in_large_pages, return_freed_memory
 
-ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the enum in ops/block/phases.h
+# In the order of the enums in ops/block/phases.h.
+ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
 
 def native_refusal(model: Transformer) -> str | None:
@@ -70,6 +72,9 @@ def native_shape_refusal(config: ModelConfig) -> str | None:
     """Why the native steps cannot run a model of this shape, or None."""
     if config.head_dim > LARGEST_HEAD:
         return f"the head size is {config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
+    if any(layer.experts for layer in config.layers):
+        part = unknown_parts(config, known=("pre_norms", "rope", "activation"))
+        return None if part is None else f"the fused steps of blocks with experts know {part}"
     return None
 
 
@@ -128,20 +133,24 @@ class FusedBlock(FusedSteps):
         return place.device.type == "cpu" and place.dtype == self._like.dtype
 
     def bind(self) -> None:
-        spec, ops = self.spec, native_ops()
-        norm = norm_fields(self.attention_norm)
+        spec, ops, sums = self.spec, native_ops(), self.attention_post_norm
+        # eps, offset and centred are those of the first norm: all of a model are of one kind.
+        weight, bias = _factors(self.attention_norm)
+        first = sums if weight is None else self.attention_norm
+        norm = norm_fields(first) | {"norm_weight": weight, "norm_bias": bias}
         head_norms = {"q_norm": _factors(self.q_norm)[0], "k_norm": _factors(self.k_norm)[0]}
         heads: dict[str, Any] = {"heads": spec.heads, "head_dim": spec.head_dim, **head_norms}
+        turned = {"head_norm": HEAD_NORM_ORDER.index(self.qk_norm or "head"), "rope_pairs": self.rope_pairs}
         scores = {"scale": spec.scale, "window": spec.window or 0, "softcap": spec.softcap or 0.0}
         qkv = [self._plan(name) for name in ("q", "k", "v")]
-        sums = self.attention_post_norm
         if self.experts is None:
-            # eps, offset and centred are those of the first norm: all of a model are of one kind.
             output_norm, mlp_norm, down_norm = (_factors(norm) for norm in (sums, self.mlp_norm, self.mlp_post_norm))
             plan = ops.plan_block.default(
                 **norm,
                 **heads,
+                **turned,
                 **scores,
+                residual_scale=self.residual_scale,
                 kv_heads=spec.kv_heads,
                 qkv=qkv,
                 output=self._plan("output"),
@@ -225,7 +234,7 @@ class FusedStack:
 
     def __init__(self, config: ModelConfig) -> None:
         self.times: Tensor | None = None
-        self.rope_index = [layer.rope if config.ropes else -1 for layer in config.layers]
+        self.rope_index = [-1 if layer.rope is None else layer.rope for layer in config.layers]
         self._scores: NormLinearCall | None = None  # of the model's norm and head, without x
         self._norm_linear: Any = None  # its operator
 

@@ -98,13 +98,18 @@ class RotaryTable(nn.Module):
         return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x (..., T, H, D) by cos, sin (..., T, dim/2): element i is paired with element i + dim/2.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool = False) -> Tensor:
+    """Turn x (..., T, H, D) by cos, sin (..., T, dim/2): element i is paired with element i + dim/2, or (pairs) element
+    2i with element 2i + 1.
 
     Computed in float32 and returned in x's dtype; elements past dim pass through (partial rotary).
     """
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (..., T, 1, dim/2)
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    if pairs:
+        first, second = x[..., : 2 * half].float().unflatten(-1, (half, 2)).unbind(-1)
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
+    else:
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), dim=-1)

@@ -61,7 +61,9 @@ def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     """Number of weights in a block: all, and those used for one token."""
     hidden, size, per_norm = config.hidden_size, config.head_dim, 2 if config.norm == "layernorm" else 1
     vectors = (config.heads + 2 * config.kv_heads) * size * config.qkv_bias + hidden * config.output_bias
-    vectors += hidden * per_norm * (4 if config.post_norms else 2) + 2 * size * per_norm * config.qk_norm
+    vectors += 2 * hidden * per_norm * (config.pre_norms + config.post_norms)
+    if config.qk_norm is not None:
+        vectors += size * per_norm * (config.heads + config.kv_heads if config.qk_norm == "projection" else 2)
     inner, every, used = config.intermediate_size, 1, 1
     if layer.experts:
         inner, every, used = config.expert_size, config.experts, config.experts_per_token

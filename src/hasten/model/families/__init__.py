@@ -7,18 +7,26 @@ from typing import Any
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.family import Family
-from hasten.model.families.gemma import GEMMA2, GEMMA3
+from hasten.model.families.gemma import GEMMA, GEMMA2, GEMMA3
+from hasten.model.families.glm import ERNIE4_5, GLM, GLM4
 from hasten.model.families.gpt import GPT2, GPT_BIGCODE
-from hasten.model.families.llama import LLAMA, MISTRAL, MIXTRAL, PHI3
+from hasten.model.families.llama import LLAMA, MINISTRAL, MISTRAL, MIXTRAL, PHI3
+from hasten.model.families.olmo import EXAONE4, OLMO2, OLMO3
 from hasten.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from hasten.model.families.variants import ARCEE, GRANITE, HUNYUAN, SEED_OSS, SMOLLM3, STARCODER2
 from hasten.ops.attention.block_mask import tiles_refusal
 from hasten.ops.attention.pattern_layout import Pattern
 from hasten.ops.attention.pattern_text import pattern_of
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (GPT2, GPT_BIGCODE, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE)
-}
+DECLARED = (
+    *(GPT2, GPT_BIGCODE, STARCODER2),
+    *(LLAMA, MISTRAL, MINISTRAL, MIXTRAL, PHI3, SEED_OSS, ARCEE, GRANITE, SMOLLM3, HUNYUAN),
+    *(QWEN2, QWEN3, QWEN3_MOE),
+    *(GEMMA, GEMMA2, GEMMA3),
+    *(OLMO2, OLMO3, EXAONE4),
+    *(GLM, GLM4, ERNIE4_5),
+)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in DECLARED}
 
 
 def family_of(values: Mapping[str, Any], where: str = "config.json") -> Family:

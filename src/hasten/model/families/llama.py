@@ -1,12 +1,24 @@
 """Llama 1, 2, 3 and 3.x (arXiv 2302.13971, 2307.09288, 2407.21783), and what changes little of it.
 
-Mistral (arXiv 2310.06825): a sliding window in every layer where the config sets one. Mixtral (arXiv 2401.04088):
+Mistral (arXiv 2310.06825): a sliding window in every layer where the config sets one; Ministral: in the layers that it
+names. Mixtral (arXiv 2401.04088):
 Mistral with eight experts a layer, two for each token. Phi 3, 3.5 and 4-mini (arXiv 2404.14219): q, k, v and gate, up
 stored fused, and longrope.
 """
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import LLAMA_NAMES, Family, RowSlice, expert_counts, llama_config, qkv_rows, window_of
+from hasten.model.families.family import (
+    LLAMA_NAMES,
+    Family,
+    RowSlice,
+    expert_counts,
+    gate_up_rows,
+    layer_count,
+    layers_of_kinds,
+    llama_config,
+    qkv_rows,
+    window_of,
+)
 
 
 def config(fields: Fields) -> ModelConfig:
@@ -23,6 +35,15 @@ def mistral_config(fields: Fields) -> ModelConfig:
 
 MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}
 MISTRAL = Family("mistral", "MistralForCausalLM", mistral_config, defaults=MISTRAL_DEFAULTS)
+
+
+def ministral_config(fields: Fields) -> ModelConfig:
+    window = window_of(fields)
+    kinds = ["full_attention" if window is None else "sliding_attention"] * layer_count(fields)
+    return llama_config(fields, layers=layers_of_kinds(fields, kinds, window=window))
+
+
+MINISTRAL = Family("ministral", "MinistralForCausalLM", ministral_config, defaults=MISTRAL_DEFAULTS)
 
 
 def mixtral_config(fields: Fields) -> ModelConfig:
@@ -58,8 +79,7 @@ PHI3_NAMES = LLAMA_NAMES | dict.fromkeys("qkv", "qkv_proj") | dict.fromkeys(("ga
 
 
 def phi3_rows(config: ModelConfig) -> dict[str, RowSlice]:
-    size = config.intermediate_size
-    return qkv_rows(config) | {"gate": RowSlice(0, size), "up": RowSlice(size, 2 * size)}
+    return qkv_rows(config) | gate_up_rows(config)
 
 
 PHI3_DEFAULTS = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}

@@ -58,13 +58,16 @@ struct PlanWeightCall {
 };
 
 // A dense block of plans of weights: those of q, k and v, that of gate and up or both. norm: before attention; the others
-// are of its kind. ranks: with which the sums of output and down are shared.
+// are of its kind. head_norm: a HeadNorm. rope_pairs: neighbouring elements of a head are turned together. residual_scale:
+// a factor of what output and down add. ranks: with which the sums of output and down are shared.
 struct PlanBlockCall {
   NormFields norm;
   std::vector<Tensor> qkv;
   int64_t heads = 0, kv_heads = 0, head_dim = 0;
   Maybe q_norm, k_norm;
-  double scale = 0;
+  int64_t head_norm = 0;
+  bool rope_pairs = false;
+  double residual_scale = 1, scale = 0;
   int64_t window = 0;
   double softcap = 0;
   Tensor output;
@@ -75,9 +78,9 @@ struct PlanBlockCall {
   int64_t activation = 0;
   Tensor down;
   Maybe down_norm_weight, down_norm_bias, ranks;
-  HASTEN_FIELDS(norm, qkv, heads, kv_heads, head_dim, q_norm, k_norm, scale, window, softcap, output, output_norm_weight,
-                output_norm_bias, mlp_norm_weight, mlp_norm_bias, mlp, inner_size, gated, activation, down,
-                down_norm_weight, down_norm_bias, ranks)
+  HASTEN_FIELDS(norm, qkv, heads, kv_heads, head_dim, q_norm, k_norm, head_norm, rope_pairs, residual_scale, scale, window,
+                softcap, output, output_norm_weight, output_norm_bias, mlp_norm_weight, mlp_norm_bias, mlp, inner_size,
+                gated, activation, down, down_norm_weight, down_norm_bias, ranks)
 };
 
 // Dense blocks after each other, x (…, C) float32 -> the same, the threads started once. cos, sin: of each rotary table;
