@@ -168,7 +168,11 @@ def make_reference(name: str, seed: int = 0):
     config_class, model_class, values = CASES[name]
     torch.manual_seed(seed)
     config = getattr(transformers, config_class)(**values)
-    model = getattr(transformers, model_class)(config).eval()
+    return randomize(getattr(transformers, model_class)(config).eval())
+
+
+def randomize(model):
+    """Give a model weights with which its logits are of order 1."""
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:

@@ -14,6 +14,7 @@ from hasten.model.families.llama import LLAMA, MINISTRAL, MISTRAL, MIXTRAL, PHI3
 from hasten.model.families.olmo import EXAONE4, OLMO2, OLMO3
 from hasten.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from hasten.model.families.variants import ARCEE, GRANITE, HUNYUAN, SEED_OSS, SMOLLM3, STARCODER2
+from hasten.model.families.wrapped import WRAPPERS, text_config
 from hasten.ops.attention.block_mask import tiles_refusal
 from hasten.ops.attention.pattern_layout import Pattern
 from hasten.ops.attention.pattern_text import pattern_of
@@ -30,12 +31,15 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in DECLARED}
 
 
 def family_of(values: Mapping[str, Any], where: str = "config.json") -> Family:
-    """The family of a parsed config.json; CheckpointError lists the known ones if it is none of them."""
+    """The family of a parsed config.json, or of the text model in it.
+
+    CheckpointError lists the known ones if it is none of them.
+    """
+    values, where = text_config(values, where)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise Fields(values, where).fail(
-            "model_type", f"one that hasten knows: {', '.join(sorted(FAMILIES))}", model_type
-        )
+        known = f"{', '.join(sorted(FAMILIES))}; with their text model in text_config {', '.join(sorted(WRAPPERS))}"
+        raise Fields(values, where).fail("model_type", f"one that hasten knows ({known})", model_type)
     return FAMILIES[model_type]
 
 
@@ -45,6 +49,7 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> ModelC
     `where` is what errors call the file. Fields that are left out take the family's defaults.
     """
     family = family_of(values, where)
+    values, where = text_config(values, where)
     config = family.config(Fields(values, where, family.defaults))
     pattern = _attention_pattern(values, where)
     if pattern is None:
