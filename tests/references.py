@@ -116,6 +116,22 @@ CASES |= {
     ),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", BASE | {"head_dim": 32}),
     "arcee": ("ArceeConfig", "ArceeForCausalLM", BASE),
+    "ministral3": (
+        "Ministral3Config",
+        "Ministral3ForCausalLM",
+        BASE
+        | {
+            "head_dim": 32,
+            "rope_parameters": YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", BASE),
+    "nemotron-biases": (
+        "NemotronConfig",
+        "NemotronForCausalLM",
+        BASE | {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
+    ),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", BASE | {"sliding_window": 6, "logit_scale": 0.5}),
     "granite": (
         "GraniteConfig",
         "GraniteForCausalLM",
@@ -161,6 +177,12 @@ CASES |= {
     "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM", BASE | {"head_dim": 16}),
     "ernie4_5-biases": ("Ernie4_5Config", "Ernie4_5ForCausalLM", BASE | {"head_dim": 32, "use_bias": True}),
 }
+
+
+def values_of(name: str) -> dict:
+    """The config.json of a case, every field written out."""
+    config_class, _, values = CASES[name]
+    return getattr(transformers, config_class)(**values).to_dict()
 
 
 def make_reference(name: str, seed: int = 0):

@@ -29,6 +29,11 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 WRAPPED = {
     "gemma3": ("Gemma3ForConditionalGeneration", CASES["gemma3_text"][2], VISION),
     "mistral3": ("Mistral3ForConditionalGeneration", CASES["mistral"][2] | {"model_type": "mistral"}, VISION),
+    "mistral3-ministral3": (
+        "Mistral3ForConditionalGeneration",
+        CASES["ministral3"][2] | {"model_type": "ministral3"},
+        VISION,
+    ),
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", BASE | {"rope_parameters": MROPE}, QWEN_VISION | {"embed_dim": 32}),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", BASE | {"rope_parameters": MROPE}, QWEN_VISION),
     "qwen3_vl": (
@@ -38,6 +43,9 @@ WRAPPED = {
     ),
     "internvl": ("InternVLForConditionalGeneration", BASE | {"model_type": "qwen2"}, VISION),
     "llava": ("LlavaForConditionalGeneration", BASE | {"model_type": "llama"}, VISION),
+    "llava_next": ("LlavaNextForConditionalGeneration", BASE | {"model_type": "mistral"}, VISION),
+    "llava_onevision": ("LlavaOnevisionForConditionalGeneration", BASE | {"model_type": "qwen2"}, VISION),
+    "idefics3": ("Idefics3ForConditionalGeneration", BASE | {"model_type": "llama"}, VISION),
     "smolvlm": ("SmolVLMForConditionalGeneration", BASE | {"model_type": "llama"}, VISION),
 }
 

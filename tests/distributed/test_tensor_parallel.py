@@ -28,6 +28,9 @@ GEMMA = {
     "tie_word_embeddings": True,
 }
 MOE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+COHERE = {"model_type": "cohere2", "sliding_window": 6}
+EXAONE = {"model_type": "exaone4", "sliding_window": 6}
+GRANITE = {"model_type": "granite", "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.0}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 UNEVEN = {
     "hidden_size": 96,
@@ -43,10 +46,13 @@ CASES = {
     "uneven": (UNEVEN, None, "float32"),
     "gemma": (GEMMA, None, "float32"),
     "experts": (MOE, None, "float32"),
+    "side-by-side": (COHERE, None, "float32"),
     "int8": ({}, Int8(activations="int8"), "bfloat16"),
     "int4": ({"intermediate_size": 160}, Int4(group_size=32), "bfloat16"),
     "int4-experts": (MOE, Int4(group_size=32), "bfloat16"),
     "bfloat16": (BIASES, None, "bfloat16"),
+    "norms-after": (EXAONE, None, "bfloat16"),
+    "scaled": (GRANITE, None, "bfloat16"),
 }
 
 SERVED = ["grouped", "int4"]

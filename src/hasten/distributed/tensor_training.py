@@ -113,6 +113,7 @@ def check_split(config: ModelConfig, degree: int) -> None:
     found = [
         (config.experts, "experts"),
         (config.dropout, "dropout"),
+        (config.parallel, "blocks whose attention and MLP read the same stream"),
         (not config.pre_norms, "blocks without norms before attention and MLP"),
         (config.qk_norm == "projection", "norms over all heads of its queries together"),
         (config.logit_scale != 1.0, "scaled logits"),

@@ -15,7 +15,7 @@ from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.interfaces import LayerContext
 from hasten.model.mlp import Linear
 from hasten.model.norms import norm_of
-from hasten.model.rope import rotate
+from hasten.model.rope import Rotation, rotate
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
 from hasten.ops.linear import request_of
 from hasten.ops.linear.wide import WideLinear
@@ -73,10 +73,10 @@ class Attention(nn.Module):
         used = {self.kernels.tokens.name, self.kernels.dropout.name if self.dropout else "native"}
         return used <= {"native", "native-sparse"}
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotation | None, layer: LayerContext) -> Tensor:
         return self.output(self.mix(*self.project(x), rope, layer))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, rope: Rotation | None, layer: LayerContext) -> Tensor:
         """Attention output (B, T, H·D) of projected queries, keys and values (B, T, …)."""
         if self.qk_norm == "projection":
             q, k = self.normalized(q, k)
@@ -85,7 +85,10 @@ class Attention(nn.Module):
         if self.qk_norm == "head":
             q, k = self.normalized(q, k)
         if rope is not None:
-            q, k = (rotate(x, *rope, pairs=self.rope_pairs) for x in (q, k))
+            cos, sin, *factors = rope
+            q, k = (rotate(x, cos, sin, pairs=self.rope_pairs) for x in (q, k))
+            for factor in factors:
+                q = q * factor[..., None, None].to(q.dtype)
         if self.qk_norm == "rotated_head":
             q, k = self.normalized(q, k)
         return layer.attend(q, k, v, attention=self.kernels, dropout=self.dropout if self.training else 0.0).flatten(-2)

@@ -19,14 +19,21 @@ def unknown_parts(config: ModelConfig, known: Collection[str] = ()) -> str | Non
     """A part of this model's blocks that fused steps have not, as a reason; `known`: fields of those that they have."""
     stays = any(layer.rope is None for layer in config.layers) and bool(config.ropes)
     parts = {
-        "pre_norms": "no block without norms before its halves" if not config.pre_norms else None,
+        "norm": "no layer norms stored minus one or without biases" if _unusual_layer_norm(config) else None,
+        "pre_norms": "no blocks without norms before their halves" if not config.pre_norms else None,
+        "parallel": "no blocks whose attention and MLP read the same stream" if config.parallel else None,
         "qk_norm": _QK_NORMS.get(config.qk_norm or ""),
         "residual_scale": "no scaled residual branches" if config.residual_scale != 1.0 else None,
         "rope": "no layers without rotary positions beside others" if stays else None,
+        "query_beta": "no scaling of queries by their position" if any(r.query_beta for r in config.ropes) else None,
         "rope_pairs": "no rotary turn of neighbouring elements" if config.rope_pairs else None,
         "activation": "no squared ReLU" if config.activation == "relu2" else None,
     }
     return next((words for name, words in parts.items() if words is not None and name not in known), None)
+
+
+def _unusual_layer_norm(config: ModelConfig) -> bool:
+    return config.norm == "layernorm" and (config.norm_offset != 0.0 or not config.norm_bias)
 
 
 _QK_NORMS = {
@@ -51,7 +58,7 @@ class FusedSteps(nn.Module):
         self.spec = attention.spec
         self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
         self.q_norm, self.k_norm, self.qk_norm = attention.q_norm, attention.k_norm, attention.qk_norm
-        self.rope_pairs, self.residual_scale = attention.rope_pairs, block.residual_scale
+        self.rope_pairs, self.residual_scale, self.parallel = attention.rope_pairs, block.residual_scale, block.parallel
         self.mlp_norm, self.mlp_post_norm = block.mlp_norm, block.mlp_post_norm
         self.experts: nn.Module | None = block.mlp if isinstance(block.mlp, Experts) else None
         if isinstance(block.mlp, MLP):

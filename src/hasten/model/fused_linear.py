@@ -189,7 +189,7 @@ def norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, float
     if isinstance(norm, RMSNorm):
         return _wide(norm.weight), None, norm.eps, norm.offset, False
     if isinstance(norm, LayerNorm):
-        return _wide(norm.weight), _wide(norm.bias), norm.eps, 0.0, True
+        return _wide(norm.weight), _wide(norm.bias), norm.eps, norm.offset, True
     return None, None, 0.0, 0.0, False  # nn.Identity: no norm here
 
 

@@ -31,6 +31,7 @@ from hasten.model.fused_linear import (
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.lora import AdapterChoice
 from hasten.model.mlp import MLP
+from hasten.model.rope import Rotation
 from hasten.model.sharded import ShardedTransformer, SumOfRanks
 from hasten.model.transformer import Block, Transformer
 from hasten.ops.attention.spec import LARGEST_HEAD
@@ -73,7 +74,7 @@ def native_shape_refusal(config: ModelConfig) -> str | None:
     if config.head_dim > LARGEST_HEAD:
         return f"the head size is {config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
     if any(layer.experts for layer in config.layers):
-        part = unknown_parts(config, known=("pre_norms", "rope", "activation"))
+        part = unknown_parts(config, known=("norm", "pre_norms", "rope", "activation"))
         return None if part is None else f"the fused steps of blocks with experts know {part}"
     return None
 
@@ -144,13 +145,15 @@ class FusedBlock(FusedSteps):
         scores = {"scale": spec.scale, "window": spec.window or 0, "softcap": spec.softcap or 0.0}
         qkv = [self._plan(name) for name in ("q", "k", "v")]
         if self.experts is None:
-            output_norm, mlp_norm, down_norm = (_factors(norm) for norm in (sums, self.mlp_norm, self.mlp_post_norm))
+            read = self.attention_norm if self.parallel else self.mlp_norm
+            output_norm, mlp_norm, down_norm = (_factors(norm) for norm in (sums, read, self.mlp_post_norm))
             plan = ops.plan_block.default(
                 **norm,
                 **heads,
                 **turned,
                 **scores,
                 residual_scale=self.residual_scale,
+                parallel=self.parallel,
                 kv_heads=spec.kv_heads,
                 qkv=qkv,
                 output=self._plan("output"),
@@ -184,7 +187,7 @@ class FusedBlock(FusedSteps):
         size = {"out_features": linear.out_features, "in_features": linear.in_features}
         return native_ops().plan_weight.default(**size, **weight_fields(linear), lora_a=lora_a, lora_b=lora_b)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotation | None, layer: LayerContext) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
         spec, bound, x = self.spec, self._bound, x.float()
         batch, tokens, _ = x.shape
@@ -194,6 +197,7 @@ class FusedBlock(FusedSteps):
                 x=x,
                 cos=[] if rope is None else [rope[0]],
                 sin=[] if rope is None else [rope[1]],
+                query_factors=[] if rope is None else rope[2:],
                 rope_index=[-1 if rope is None else 0],
                 k=[k],
                 v=[v],
@@ -209,7 +213,7 @@ class FusedBlock(FusedSteps):
                 seen=() if seen is None else (seen,),
             )
             return bound.blocks(*call)
-        cos, sin = rope or (None, None)  # (B, T, dim/2)
+        cos, sin = (None, None) if rope is None else rope[:2]  # (B, T, dim/2)
         placed = {"slot_mapping": metadata.slot_mapping, "rotated": metadata.rows.rotated}
         q = bound.attention_input(x=x, cos=cos, sin=sin, k=k, v=v, **placed)  # (B·T, H, D)
         attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores, seen)  # (B·T, H, D)
@@ -242,15 +246,16 @@ class FusedStack:
         """State without prepared arguments; a copy makes its own."""
         return self.__dict__ | {"_scores": None, "_norm_linear": None}
 
-    def run(self, model: Transformer, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
+    def run(self, model: Transformer, x: Tensor, ropes: Sequence[Rotation], context: Context) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32. Blocks that were hooked, replaced or patched are called one by one."""
         step, bound = context.metadata, self.bound(model)
         if step is None or bound is None:
             return model.each_block(x, ropes, context.layers)
         call = BlocksCall(
             x=x.float(),
-            cos=[cos for cos, _ in ropes],
-            sin=[sin for _, sin in ropes],
+            cos=[rope[0] for rope in ropes],
+            sin=[rope[1] for rope in ropes],
+            query_factors=[factor for rope in ropes for factor in rope[2:]],
             rope_index=self.rope_index,
             k=context.k,
             v=context.v,

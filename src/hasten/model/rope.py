@@ -51,6 +51,9 @@ def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
     return plain * (1 - stretch) + plain / rope.factor * stretch
 
 
+Rotation = tuple[Tensor, ...]  # cos and sin (..., T, dim/2), and (..., T) by which queries are multiplied, if they are
+
+
 class RotaryTable(nn.Module):
     """Computes cos and sin for given positions; keeps only the frequencies."""
 
@@ -79,8 +82,9 @@ class RotaryTable(nn.Module):
             self._compute(self.frequencies.device)
         return self
 
-    def forward(self, positions: Tensor, stretched: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """positions (..., T) of integers -> cos and sin (..., T, dim/2) in float32.
+    def forward(self, positions: Tensor, stretched: Tensor | None = None) -> Rotation:
+        """positions (..., T) of integers -> cos and sin (..., T, dim/2) in float32, and where the table has them the
+        factors of queries (..., T).
 
         stretched, bool (..., T) or (..., 1): which tokens belong to sequences longer than longrope's pretraining
         context. By default each row of positions is one sequence, from its beginning.
@@ -93,9 +97,13 @@ class RotaryTable(nn.Module):
                 stretched = positions.amax(dim=-1, keepdim=True) >= self.rope.original_positions  # (..., 1)
             long_angles = positions.unsqueeze(-1).float() * self.long_frequencies
             angles = torch.where(stretched.unsqueeze(-1), long_angles, angles)
-        if self.rope.attention_factor == 1:
-            return angles.cos(), angles.sin()
-        return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor
+        turn = angles.cos(), angles.sin()
+        if self.rope.attention_factor != 1:
+            turn = turn[0] * self.rope.attention_factor, turn[1] * self.rope.attention_factor
+        if not self.rope.query_beta:
+            return turn
+        lengths = (positions / self.rope.original_positions).floor()  # in pretraining contexts
+        return *turn, 1 + self.rope.query_beta * torch.log1p(lengths)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool = False) -> Tensor:

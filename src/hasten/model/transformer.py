@@ -24,7 +24,7 @@ from hasten.model.interfaces import Context, LayerContext, SoftTargets, Stack
 from hasten.model.layer_format import LayerFormat
 from hasten.model.mlp import MLP
 from hasten.model.norms import norm_of
-from hasten.model.rope import RotaryTable
+from hasten.model.rope import RotaryTable, Rotation
 from hasten.model.wide import check_trainable, choose_width
 from hasten.ops.linear import PackedEmbedding, PackedLinear
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
@@ -45,7 +45,8 @@ class Block(nn.Module):
         self.attention_norm = norm_of(config, hidden) if config.pre_norms else nn.Identity()
         self.attention = Attention(config, layer)
         self.attention_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
-        self.mlp_norm = norm_of(config, hidden) if config.pre_norms else nn.Identity()
+        self.parallel = config.parallel
+        self.mlp_norm = norm_of(config, hidden) if config.pre_norms and not config.parallel else nn.Identity()
         if layer.experts:
             self.mlp: nn.Module = Experts(config, lambda: MLP(config, config.expert_size))
         else:
@@ -53,13 +54,12 @@ class Block(nn.Module):
         self.mlp_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
         self.dropout, self.residual_scale = nn.Dropout(config.dropout), config.residual_scale
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext, scale: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotation | None, layer: LayerContext, scale: Tensor | None = None) -> Tensor:
         """x (B, T, C) -> (B, T, C). scale: 0-dim factor of both residual branches (a kept block's 1/p)."""
-        added = self.dropout(self.attention_post_norm(self.attention(self.attention_norm(x), rope, layer)))
-        x = self.add(x, added, scale)
-        return self.add(x, self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x)))), scale)
+        normal = self.attention_norm(x)
+        x = self.add(x, self.dropout(self.attention_post_norm(self.attention(normal, rope, layer))), scale)
+        normal = normal if self.parallel else self.mlp_norm(x)
+        return self.add(x, self.dropout(self.mlp_post_norm(self.mlp(normal))), scale)
 
     def add(self, x: Tensor, added: Tensor, scale: Tensor | None) -> Tensor:
         """Add a branch to the residual stream, scaled as the model and the step say."""
@@ -164,7 +164,7 @@ class Transformer(nn.Module):
     def each_block(
         self,
         x: Tensor,
-        ropes: Sequence[tuple[Tensor, Tensor]],
+        ropes: Sequence[Rotation],
         layers: Sequence[LayerContext],
         block_scales: Sequence[float] | None = None,
     ) -> Tensor:

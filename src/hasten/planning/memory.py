@@ -191,7 +191,7 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
     if use.joined and config.ropes:
         attention += size * (q + kv)  # v is a view of the joined result, which is kept beside the rotated q and k
     mlp = size * (hidden * use.tensor + inner * (3 if config.gated else 2))
-    norms = 2 * 4 * hidden * (1 if config.norm == "layernorm" else 2) * (config.pre_norms + config.post_norms)
+    norms = 4 * hidden * (1 if config.norm == "layernorm" else 2) * config.block_norms
     if not use.compiled:
         mlp += narrow * hidden * config.gated  # gate and up have an input each
         mlp += size * inner * (config.gated and config.activation != "silu")  # SiLU and gate are one function

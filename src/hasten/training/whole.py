@@ -53,6 +53,8 @@ def why_not_whole(model: Transformer) -> str | None:
             return "it has layers that are not plain products (LoRA, rounding, quantized)"
         if attention.kernels.tokens.name == "flex":
             return "its attention kernel is compiled by itself"
+    if model.config.norm == "layernorm" and (model.config.norm_offset or not model.config.norm_bias):
+        return "its layer norms store their weights minus one, or have no biases"
     if model.config.residual_scale != 1.0 or model.config.logit_scale != 1.0:
         return "it scales its residual branches or its logits"
     if type(model.head) is not nn.Linear or type(model.embedding) is not nn.Embedding:

@@ -6,14 +6,15 @@ from typing import Any
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.config import Fields, ModelConfig
+from hasten.model.families.cohere import COHERE2
 from hasten.model.families.family import Family
 from hasten.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from hasten.model.families.glm import ERNIE4_5, GLM, GLM4
 from hasten.model.families.gpt import GPT2, GPT_BIGCODE
-from hasten.model.families.llama import LLAMA, MINISTRAL, MISTRAL, MIXTRAL, PHI3
+from hasten.model.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL, PHI3
 from hasten.model.families.olmo import EXAONE4, OLMO2, OLMO3
 from hasten.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from hasten.model.families.variants import ARCEE, GRANITE, HUNYUAN, SEED_OSS, SMOLLM3, STARCODER2
+from hasten.model.families.variants import ARCEE, GRANITE, HUNYUAN, NEMOTRON, SEED_OSS, SMOLLM3, STARCODER2
 from hasten.model.families.wrapped import WRAPPERS, text_config
 from hasten.ops.attention.block_mask import tiles_refusal
 from hasten.ops.attention.pattern_layout import Pattern
@@ -21,11 +22,12 @@ from hasten.ops.attention.pattern_text import pattern_of
 
 DECLARED = (
     *(GPT2, GPT_BIGCODE, STARCODER2),
-    *(LLAMA, MISTRAL, MINISTRAL, MIXTRAL, PHI3, SEED_OSS, ARCEE, GRANITE, SMOLLM3, HUNYUAN),
+    *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL, PHI3),
+    *(SEED_OSS, ARCEE, NEMOTRON, GRANITE, SMOLLM3, HUNYUAN),
     *(QWEN2, QWEN3, QWEN3_MOE),
     *(GEMMA, GEMMA2, GEMMA3),
     *(OLMO2, OLMO3, EXAONE4),
-    *(GLM, GLM4, ERNIE4_5),
+    *(GLM, GLM4, ERNIE4_5, COHERE2),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in DECLARED}
 

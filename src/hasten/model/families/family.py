@@ -133,8 +133,8 @@ def stacked_experts(family: Family, config: ModelConfig) -> Places:
 
 def parameter_names(config: ModelConfig) -> Iterator[str]:
     """Yield the names of a Transformer's parameters without building it: the config may ask for a huge model."""
-    layernorm = config.norm == "layernorm"
-    norms = ["attention_norm", "mlp_norm"] if config.pre_norms else []
+    layernorm = config.norm == "layernorm" and config.norm_bias
+    norms = ["attention_norm", "mlp_norm"][: 1 if config.parallel else 2] if config.pre_norms else []
     if config.post_norms:
         norms += ["attention_post_norm", "mlp_post_norm"]
     if config.qk_norm:

@@ -32,6 +32,7 @@ GLM4 = Family("glm4", "Glm4ForCausalLM", glm4_config, GLM4_NAMES, gate_up_rows, 
 
 
 def ernie_config(fields: Fields) -> ModelConfig:
+    fields.only(compression_ratio=1.0)
     bias, tied = fields.flag("use_bias", False), fields.flag("tie_word_embeddings", True)
     return llama_config(
         fields, theta=500_000.0, rope_pairs=True, qkv_bias=bias, output_bias=bias, mlp_bias=bias, tie_embeddings=tied

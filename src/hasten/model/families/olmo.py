@@ -56,18 +56,21 @@ OLMO3 = Family("olmo3", "Olmo3ForCausalLM", olmo3_config, NAMES, defaults=OLMO3_
 
 
 def exaone4_layers(fields: Fields) -> tuple[LayerConfig, ...]:
-    """The layers by `layer_types`, else by `sliding_window_pattern`: "LLLG", or 4 for three local ones to a global."""
     count, window = layer_count(fields), window_of(fields)
     if window is None:
         return layers_of_kinds(fields, ["full_attention"] * count, window=None)
+    layers = layers_of_kinds(fields, fields.layer_kinds(count) or _kinds_of_pattern(fields, count), window=window)
+    return tuple(layer if layer.window is not None else replace(layer, rope=None) for layer in layers)
+
+
+def _kinds_of_pattern(fields: Fields, count: int) -> list[str]:
+    """The kinds of layers by `sliding_window_pattern`: "LLLG", or 4 for three local ones to a global one."""
     every = fields.value("sliding_window_pattern")
     every = len(every) if isinstance(every, str) and every == "L" * (len(every) - 1) + "G" else every
     if type(every) is not int or every < 1:
         wanted = 'a positive integer, or local layers and then a global one ("LLLG")'
         raise fields.fail("sliding_window_pattern", wanted, every)
-    kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    layers = layers_of_kinds(fields, kinds, window=window)
-    return tuple(layer if layer.window is not None else replace(layer, rope=None) for layer in layers)
+    return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
 
 
 def exaone4_config(fields: Fields) -> ModelConfig:

@@ -1,8 +1,9 @@
 """Families that change one or two things of Llama.
 
 Seed-OSS: biases on q, k and v. Arcee AFM: squared ReLU instead of a gate. StarCoder 2 (arXiv 2402.19173): LayerNorm,
-biases, GELU instead of a gate. Granite 3 and 4 (dense): four scalars. SmolLM3: layers without rotary positions. Hunyuan
-(dense): queries and keys normalised after their rotary turn.
+biases, GELU instead of a gate. Nemotron and Minitron (dense, arXiv 2402.16819): LayerNorm whose weights are stored
+minus one, squared ReLU, half of each head rotated. Granite 3 and 4 (dense): four scalars. SmolLM3: layers without
+rotary positions. Hunyuan (dense): queries and keys normalised after their rotary turn.
 """
 
 from dataclasses import replace
@@ -57,6 +58,7 @@ ARCEE = Family("arcee", "ArceeForCausalLM", arcee_config, defaults=ARCEE_DEFAULT
 
 
 def starcoder2_config(fields: Fields) -> ModelConfig:
+    fields.only(norm_type="layer_norm", mlp_type="default")
     bias = fields.flag("use_bias", True)
     return llama_config(
         fields,
@@ -82,6 +84,20 @@ STARCODER2_DEFAULTS = {
 STARCODER2 = Family(
     "starcoder2", "Starcoder2ForCausalLM", starcoder2_config, STARCODER2_NAMES, defaults=STARCODER2_DEFAULTS
 )
+
+
+def nemotron_config(fields: Fields) -> ModelConfig:
+    eps = fields.number("norm_eps", default=1e-5, high=1.0)
+    return llama_config(fields, norm="layernorm", norm_eps=eps, norm_offset=1.0, gated=False, **biases(fields))
+
+
+NEMOTRON_DEFAULTS = {
+    "hidden_act": "relu2",
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.0134,
+    "partial_rotary_factor": 0.5,
+}
+NEMOTRON = Family("nemotron", "NemotronForCausalLM", nemotron_config, defaults=NEMOTRON_DEFAULTS)
 
 
 def granite_config(fields: Fields) -> ModelConfig:
@@ -125,17 +141,22 @@ SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", smollm3_config, defaults=SMOLL
 
 
 def hunyuan_rope(fields: Fields) -> RopeConfig:
-    """The rotary table; what the files call "dynamic" with an `alpha` is a larger theta, whatever the length."""
-    size, given, theta = sizes(fields)["head_dim"], rope_fields(fields), 10_000.0
-    alpha = None if given is None else given.number("alpha", default=None)
-    found = rope(fields, size, given, theta=theta, kinds=ROPE_KINDS | ({"dynamic": "default"} if alpha else {}))
-    if not alpha or found.scaling != "default":
+    """The rotary table; what the files call "dynamic" and give an `alpha` is a larger theta, whatever the length."""
+    size, given = sizes(fields)["head_dim"], rope_fields(fields)
+    dynamic = given is not None and "dynamic" in (given.value("rope_type"), given.value("type"))
+    alpha = given.number("alpha", default=None, low=1e-6) if given is not None and dynamic else None
+    kinds = ROPE_KINDS | ({"dynamic": "default"} if alpha else {})
+    found = rope(fields, size, given, theta=10_000.0, kinds=kinds)
+    if not alpha:
         return found
+    if size <= 2:
+        raise fields.fail("head_dim", "greater than 2", size)
     return replace(found, theta=found.theta * alpha ** (size / (size - 2)))
 
 
 def hunyuan_config(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
+    fields.only(use_cla=False, use_qk_norm=True, use_rotary_pos_emb=True, num_experts=1)
     ropes = (hunyuan_rope(fields),)
     return llama_config(fields, ropes=ropes, qk_norm="rotated_head", qkv_bias=bias, output_bias=bias)
 

@@ -17,8 +17,8 @@ from hasten.model.config import Fields
 class Wrapper:
     """A model_type around a text model.
 
-    text: the text model's own model_type, where its config leaves it out. tied: default of `tie_word_embeddings`, which
-    the outer config decides. flat: older files have the text model's fields beside the outer ones.
+    text: the text model's own model_type, where its config leaves it out. tied: default of `tie_word_embeddings`.
+    flat: older files have the text model's fields beside the outer ones.
     """
 
     text: str
@@ -34,6 +34,9 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "qwen3_vl": Wrapper("qwen3_vl_text"),
     "internvl": Wrapper("qwen2", tied=True),
     "llava": Wrapper("llama"),
+    "llava_next": Wrapper("llama"),
+    "llava_onevision": Wrapper("qwen2"),
+    "idefics3": Wrapper("llama"),
     "smolvlm": Wrapper("llama"),
 }
 
@@ -60,6 +63,7 @@ _TOWERS = {
     "audio_tower": "audio tower",
     "multi_modal_projector": "projector",
     "connector": "projector",
+    "image_newline": "projector",
 }
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -95,7 +99,9 @@ def _unwrapped(values: Mapping[str, Any], wrapper: Wrapper, where: str) -> tuple
     else:
         raise CheckpointError(f"{where} lacks 'text_config', which a {values['model_type']} needs")
     shared = {name: values[name] for name in (*_IDS, "dtype", "torch_dtype") if values.get(name) is not None}
-    tied = next((one["tie_word_embeddings"] for one in (values, inner) if "tie_word_embeddings" in one), wrapper.tied)
+    # Older files have it in either config; where the weights differ after all, loading keeps both.
+    given = [one["tie_word_embeddings"] for one in (values, inner) if "tie_word_embeddings" in one]
+    tied = True if True in given else next(iter(given), wrapper.tied)
     return {"model_type": wrapper.text} | shared | inner | {"tie_word_embeddings": tied}, where
 
 
@@ -103,25 +109,31 @@ def text_tensors(values: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[
     """The tensors of a checkpoint's text model, {its own name: the checkpoint's}, and the number of each tower's."""
     if _wrapper(values) is None:
         return {name: name for name in names}, Counter()
-    kept, towers = {}, Counter[str]()
+    kept: dict[str, str] = {}
+    towers: Counter[str] = Counter()
     for name in names:
         part = name.removeprefix("model.").partition(".")[0]
         if part in _TOWERS:
             towers[_TOWERS[part]] += 1
             continue
         prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
-        kept[_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = name
+        own = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        if own in kept:
+            raise CheckpointError(
+                f"{kept[own]!r:.100} and {name!r:.100} are both {own!r:.100}; download the folder again"
+            )
+        kept[own] = name
     return kept, towers
 
 
-def text_modules(values: Mapping[str, Any], given: Any) -> Any:
+def text_modules(values: Mapping[str, Any], given: Any, *, depth: int = 6) -> Any:
     """A quantization_config with the text model's own names of modules, in lists and as keys, for those it has."""
-    if _wrapper(values) is None:
+    if _wrapper(values) is None or not depth:
         return given
     if isinstance(given, dict):
-        return {_module(key): text_modules(values, value) for key, value in given.items()}
+        return {_module(key): text_modules(values, value, depth=depth - 1) for key, value in given.items()}
     if isinstance(given, list):
-        return [text_modules(values, one) for one in given]
+        return [text_modules(values, one, depth=depth - 1) for one in given]
     return _module(given)
 
 
@@ -141,5 +153,6 @@ def _module(name: Any) -> Any:
 
 def skipped_towers(towers: Mapping[str, int]) -> str:
     """The towers in a sentence: "391 tensors of the vision tower and 4 of the projector"."""
-    first, *others = towers.items()
-    return " and ".join([f"{first[1]} tensors of the {first[0]}", *(f"{n} of the {what}" for what, n in others)])
+    (what, count), *others = towers.items()
+    first = f"{count} tensor{'s' * (count != 1)} of the {what}"
+    return " and ".join([first, *(f"{count} of the {what}" for what, count in others)])

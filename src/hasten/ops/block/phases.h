@@ -175,7 +175,7 @@ struct AttentionInput {
                  const Few<PackedWeight>& weights, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm,
                  const Maybe& cos, const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache,
                  const Tensor& slot_mapping, bool rotated, const int64_t* chosen = nullptr,
-                 HeadNorm place = HeadNorm::head, bool pairs = false)
+                 HeadNorm place = HeadNorm::head, bool pairs = false, const Maybe& query_factors = {})
       : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type), place(place), pairs(pairs),
         q_norm(q_norm), k_norm(k_norm), linear(arena, x, type, rows, norm, weights, chosen),
         values(arena.take<float>(rows * linear.n)), last(k_cache.size(0) - 1),
@@ -193,6 +193,10 @@ struct AttentionInput {
                           (!angles || (angles->scalar_type() == ScalarType::Float && angles->is_contiguous() &&
                                        angles->numel() == rows * half && 2 * half <= head_dim)),
                       "cos and sin must be float32, with one row for each row of x");
+    STD_TORCH_CHECK(!query_factors || (query_factors->scalar_type() == ScalarType::Float &&
+                                       query_factors->is_contiguous() && query_factors->numel() == rows),
+                    "there must be one factor for each row of x, float32");
+    factors = query_factors ? static_cast<const float*>(query_factors->const_data_ptr()) : nullptr;
     k_out = static_cast<uint8_t*>(k_cache.mutable_data_ptr());
     v_out = static_cast<uint8_t*>(v_cache.mutable_data_ptr());
     slot = static_cast<const int64_t*>(slot_mapping.const_data_ptr());
@@ -226,6 +230,8 @@ struct AttentionInput {
       if (cosines) turn_head(x, cosines + r * half, sines + r * half, half, pairs);
       if (place == HeadNorm::rotated_head) normalize_head(x, head_dim, norm);
     }
+    if (h < heads && factors)
+      for (int64_t i = 0; i < head_dim; i++) x[i] *= factors[r];
     if (h < heads) return store_row(q, type, (r * heads + h) * head_dim, x, head_dim);
     const bool key = h < heads + kv_heads;
     const int64_t own = h - heads - (key ? 0 : kv_heads);
@@ -247,7 +253,7 @@ struct AttentionInput {
   const RowFormat held;
   const int64_t value_bytes;
   const int64_t* slot;
-  const float *cosines, *sines;
+  const float *cosines, *sines, *factors;
 };
 
 // residual + scale·norm(x·Wᵀ + b), the norm being optional. x (R, K), residual and out (R, N). ranks: those whose products
