@@ -133,7 +133,11 @@ def test_quantized_models_fuse_and_stay_the_same_function(scheme):
 
 
 def test_every_quantized_family_fuses(case):
-    model = hasten.quantize(hasten.load(make_reference(case), dtype="bfloat16"), hasten.Int8())
+    model = hasten.load(make_reference(case), dtype="bfloat16")
+    for name, weight in model.named_parameters():
+        if name.endswith("router.weight"):  # decisions that are no near ties: else any rounding takes another expert
+            weight.data *= 8
+    hasten.quantize(model, hasten.Int8())
     plain = logits(model)
     assert refusal(model) is None
     fused = logits(fuse(model))
