@@ -5,6 +5,7 @@ import torch
 
 import hasten
 from hasten.engine.cache import KVCache
+from hasten.model.context import TrainingContext
 from parity import PROMPTS, TOLERANCE, assert_same, our_greedy, our_logits, reference_greedy, reference_logits
 from references import make_reference
 
@@ -59,3 +60,13 @@ def test_export_loads_in_transformers_and_here(case, tmp_path):
         assert (reference_logits(again, tokens) - expected).abs().max() <= TOLERANCE
         assert (our_logits(model, tokens) - expected).abs().max() <= TOLERANCE
         assert our_greedy(model, tokens, 32) == reference_greedy(again, tokens, 32)
+
+
+@pytest.mark.parametrize("name", ["granite", "cohere2", "gemma2"])
+def test_the_loss_is_that_of_the_logits(name):
+    reference = make_reference(name)
+    model, tokens = hasten.load(reference), torch.tensor([PROMPTS[0]])
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    loss = model(tokens, torch.arange(tokens.shape[1])[None], context, targets=tokens)
+    expected = torch.nn.functional.cross_entropy(reference_logits(reference, PROMPTS[0]), tokens[0], reduction="sum")
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=0)
