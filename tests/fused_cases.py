@@ -22,6 +22,8 @@ FAMILIES = (
     "gemma2",
     "gemma3_text",
     "phi3",
+    "gemma",
+    "starcoder2",
 )
 PROMPTS = [[7, 3, 90, 41, 12, 55, 8, 8, 23], [18, 99, 3]]
 

@@ -47,6 +47,9 @@ LONG = {
     "original_max_position_embeddings": 16,
 }
 
+ALPHA = {"rope_type": "dynamic", "alpha": 10.0, "factor": 1.0, "rope_theta": 1e4}
+WINDOWED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
 # name -> (config class, model class, config values)
 CASES = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT),
@@ -102,13 +105,96 @@ CASES = {
     ),
 }
 
+CASES |= {
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", BASE | {"head_dim": 32}),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", BASE | {"sliding_window": 6}),
+    "starcoder2-plain": ("Starcoder2Config", "Starcoder2ForCausalLM", BASE | {"use_bias": False}),
+    "ministral": (
+        "MinistralConfig",
+        "MinistralForCausalLM",
+        BASE | {"head_dim": 32, "sliding_window": 6, "layer_types": WINDOWED},
+    ),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", BASE | {"head_dim": 32}),
+    "arcee": ("ArceeConfig", "ArceeForCausalLM", BASE),
+    "ministral3": (
+        "Ministral3Config",
+        "Ministral3ForCausalLM",
+        BASE
+        | {
+            "head_dim": 32,
+            "rope_parameters": YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", BASE),
+    "nemotron-biases": (
+        "NemotronConfig",
+        "NemotronForCausalLM",
+        BASE | {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
+    ),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", BASE | {"sliding_window": 6, "logit_scale": 0.5}),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        BASE
+        | {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 1.5,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", BASE | {"no_rope_layer_interval": 2}),
+    "smollm3-window": (
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        BASE | {"use_sliding_window": True, "sliding_window": 6, "no_rope_layers": [1, 0, 0, 1]},
+    ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1Config",
+        "HunYuanDenseV1ForCausalLM",
+        BASE | {"head_dim": 32, "rope_parameters": ALPHA},
+    ),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", BASE),
+    "olmo3": (
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        BASE
+        | {
+            "sliding_window": 6,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            },
+        },
+    ),
+    "exaone4": (
+        "Exaone4Config",
+        "Exaone4ForCausalLM",
+        BASE | {"head_dim": 32, "sliding_window": 6, "sliding_window_pattern": 2},
+    ),
+    "glm": ("GlmConfig", "GlmForCausalLM", BASE | {"head_dim": 32}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", BASE | {"head_dim": 32}),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM", BASE | {"head_dim": 16}),
+    "ernie4_5-biases": ("Ernie4_5Config", "Ernie4_5ForCausalLM", BASE | {"head_dim": 32, "use_bias": True}),
+}
+
+
+def values_of(name: str) -> dict:
+    """The config.json of a case, every field written out."""
+    config_class, _, values = CASES[name]
+    return getattr(transformers, config_class)(**values).to_dict()
+
 
 def make_reference(name: str, seed: int = 0):
     """A random float32 transformers model whose logits are of order 1, with norms and biases that are not trivial."""
     config_class, model_class, values = CASES[name]
     torch.manual_seed(seed)
     config = getattr(transformers, config_class)(**values)
-    model = getattr(transformers, model_class)(config).eval()
+    return randomize(getattr(transformers, model_class)(config).eval())
+
+
+def randomize(model):
+    """Give a model weights with which its logits are of order 1."""
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:

@@ -32,7 +32,7 @@ quants = pytest.importorskip("gguf.quants")
 
 PROMPT = torch.arange(7, 31)[None]
 FAMILIES = ["llama", "llama-mqa", "llama-biases", "llama-linear", "llama-yarn", "mistral-plain", "qwen2", "qwen3"]
-FAMILIES += ["mixtral", "qwen3_moe", "phi3", "phi3-longrope", "phi3-window"]
+FAMILIES += ["mixtral", "qwen3_moe", "phi3", "phi3-longrope", "phi3-window", "gemma"]
 SAME = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 

@@ -77,7 +77,7 @@ FIELDS += ["max_window_layers", "num_experts", "num_experts_per_tok", "moe_inter
 FIELDS += ["decoder_sparse_step", "n_embd", "n_head", "n_layer", "n_positions", "n_inner", "multi_query", "rope_theta"]
 FIELDS += ["query_pre_attn_scalar", "attn_logit_softcapping", "original_max_position_embeddings", "hidden_activation"]
 FAMILY_NAMES = ["llama", "gpt2", "gpt_bigcode", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "mixtral"]
-FAMILY_NAMES += ["qwen3_moe"]
+FAMILY_NAMES += ["qwen3_moe", "smollm3", "granite", "exaone4", "olmo3", "hunyuan_v1_dense", "ministral3", "cohere2"]
 
 
 @settings(FUZZ, max_examples=400)

@@ -28,6 +28,9 @@ GEMMA = {
     "tie_word_embeddings": True,
 }
 MOE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+COHERE = {"model_type": "cohere2", "sliding_window": 6}
+EXAONE = {"model_type": "exaone4", "sliding_window": 6}
+GRANITE = {"model_type": "granite", "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.0}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 UNEVEN = {
     "hidden_size": 96,
@@ -43,10 +46,13 @@ CASES = {
     "uneven": (UNEVEN, None, "float32"),
     "gemma": (GEMMA, None, "float32"),
     "experts": (MOE, None, "float32"),
+    "side-by-side": (COHERE, None, "float32"),
     "int8": ({}, Int8(activations="int8"), "bfloat16"),
     "int4": ({"intermediate_size": 160}, Int4(group_size=32), "bfloat16"),
     "int4-experts": (MOE, Int4(group_size=32), "bfloat16"),
     "bfloat16": (BIASES, None, "bfloat16"),
+    "norms-after": (EXAONE, None, "bfloat16"),
+    "scaled": (GRANITE, None, "bfloat16"),
 }
 
 SERVED = ["grouped", "int4"]
@@ -159,7 +165,7 @@ def test_fast_formats_err_as_little_as_one_process(folders, said, name):
     """Against the same numbers in float32: at most twice what one process errs."""
     alone = folders[1][name]
     exact, own = reference(alone), copy.deepcopy(alone)
-    if name == "bfloat16":  # where it is emulated, readable layers would compute in float32, and err by nothing
+    if CASES[name][1] is None:  # where it is emulated, readable layers would compute in float32, and err by nothing
         own.bind()
         narrow(own)
     ours, _ = states_of(own)
@@ -245,3 +251,12 @@ def test_more_ranks_than_there_are_parts_are_refused_with_what_would_do(size, gr
     config = read_config(dict(tiny_llama().config.source) | SHAPE_OF_A_BILLION)
     with pytest.raises(ConfigError, match=f"--tensor-parallel is {size}.* at most {most}$"):
         shares(config, size, output=group, down=group)
+
+
+def test_norms_over_all_heads_are_not_shared():
+    config = read_config(dict(tiny_llama().config.source) | {"model_type": "olmo2"})
+    assert len(shares(config, 1)) == 1
+    with pytest.raises(
+        ConfigError, match=r"--tensor-parallel is 2; olmo2 normalises all heads .* run it in one process"
+    ):
+        shares(config, 2)

@@ -269,6 +269,8 @@ def test_what_cannot_be_fused_says_why(tmp_path):
         fuse(experts)
     reasons = {other.reason for row in explain(experts) if row.operator == "block" for other in row.others}
     assert reasons == {"the fused steps of a GPU know no experts"}
+    scaled = hasten.load(make_reference("granite"), dtype="bfloat16")
+    assert refusal(scaled) == "the fused steps of a GPU know no scaled residual branches"
     odd = small(intermediate_size=100)
     assert "no multiple of 32" in refusal(odd)
 

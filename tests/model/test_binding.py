@@ -11,9 +11,9 @@ import torch
 
 import hasten
 from hasten.errors import ConfigError
+from hasten.model.attention import Attention
 from hasten.model.binding import explain, kernels
 from hasten.model.context import TrainingContext
-from hasten.model.transformer import Attention
 from hasten.ops.attention import KERNELS
 from hasten.ops.native import library
 from references import make_reference

@@ -9,6 +9,7 @@ from hasten.model.config import Fields
 from hasten.model.families import FAMILIES, read_config
 from hasten.model.families.family import parameter_names
 from hasten.model.transformer import Transformer
+from hasten.planning.cost import parameters
 from references import CASES
 
 # Sizes that every published config names: left out, a guess would only move the error to the weights.
@@ -38,6 +39,13 @@ def test_the_names_of_the_parameters_are_those_of_the_model(case):
     with torch.device("meta"):
         model = Transformer(config)
     assert sorted(parameter_names(config)) == sorted(n for n, _ in model.named_parameters(remove_duplicate=False))
+
+
+def test_the_parameters_are_counted_from_the_config(case):
+    config = read_config(full_values(case))
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_any_field_left_out_takes_the_same_default(case):
@@ -74,6 +82,8 @@ def test_gemma3_with_nothing_but_its_type():
 
 
 LLAMA3_OLD = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN_OLD = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "attention_factor": 1.2}
+HUNYUAN_OLD = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0, 3, 4, 5, 6, 7, 8, 9]}
 
 # As transformers 4 wrote them: rope_theta beside rope_scaling, torch_dtype, fields that are there and null.
@@ -100,6 +110,22 @@ OLD = [
     ("phi3", {"rope_scaling": FACTORS | {"type": "yarn"}, "original_max_position_embeddings": 16}),
     ("phi3", {"rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "embd_pdrop": 0.0}),
     ("phi3", {"partial_rotary_factor": 0.75, "rope_theta": 10000.0, "hidden_size": 128, "num_attention_heads": 4}),
+    ("gemma", {"hidden_act": "gelu", "hidden_activation": None, "rope_theta": 10000.0, "head_dim": 64}),
+    ("starcoder2", {"rope_theta": 1e6, "norm_type": "layer_norm", "mlp_type": "default", "sliding_window": None}),
+    ("seed_oss", {"rope_theta": 1e7, "rope_scaling": {"rope_type": "default"}}),
+    ("arcee", {"rope_theta": 5e5, "rope_scaling": YARN_OLD}),
+    ("nemotron", {"rope_theta": 10000, "partial_rotary_factor": 0.25, "head_dim": 32}),
+    ("granite", {"rope_theta": 1e7, "rope_scaling": None, "logits_scaling": 8.0}),
+    ("smollm3", {"rope_theta": 5e6, "no_rope_layers": [1, 1, 1, 0], "rope_scaling": None}),
+    ("hunyuan_v1_dense", {"rope_scaling": HUNYUAN_OLD, "use_cla": False, "use_qk_norm": True, "num_experts": 1}),
+    ("olmo2", {"rope_theta": 500000, "rope_scaling": None}),
+    ("olmo3", {"rope_theta": 500000, "rope_scaling": YARN_OLD}),
+    ("exaone4", {"rope_theta": 1e6, "rope_scaling": LLAMA3_OLD | {"rope_type": "llama3"}}),
+    ("glm", {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}),
+    ("glm4", {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+    ("ernie4_5", {"rope_theta": 500000.0, "rope_scaling": None, "compression_ratio": 1.0}),
+    ("cohere2", {"rope_theta": 50000.0, "sliding_window_pattern": 2, "use_parallel_block": True}),
+    ("ministral", {"rope_theta": 1e8, "sliding_window": 32768}),
     ("gpt2", {"n_ctx": 128, "task_specific_params": {}, "n_inner": None, "reorder_and_upcast_attn": False}),
     ("gpt2", {"scale_attn_weights": False}),
     ("gpt_bigcode", {"inference_runner": 0, "n_inner": 256, "attn_pdrop": 0.1}),
@@ -150,6 +176,15 @@ def test_su_is_an_early_name_of_longrope():
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["longrope", "'linear'"]),
         ("gemma2", {"attn_logit_softcapping": 0}, ["attn_logit_softcapping"]),
         ("gemma3_text", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ("gemma", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ("hunyuan_v1_dense", {"use_cla": True}, ["use_cla", "False or absent", "True"]),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "'dynamic'"]),
+        ("cohere2", {"use_parallel_block": False}, ["use_parallel_block", "True or absent", "False"]),
+        ("starcoder2", {"norm_type": "rms_norm"}, ["norm_type", "'layer_norm' or absent", "'rms_norm'"]),
+        ("ernie4_5", {"compression_ratio": 2.0}, ["compression_ratio", "1.0 or absent", "2.0"]),
+        ("smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "a list of 4 of 0 and 1", "[1, 0]"]),
+        ("exaone4", {"sliding_window_pattern": "LGLL"}, ["sliding_window_pattern", "LLLG", "'LGLL'"]),
+        ("granite", {"logits_scaling": 0}, ["logits_scaling"]),
         ("gpt2", {"n_head": 5}, ["n_embd (64)", "n_head (5)"]),
     ],
 )

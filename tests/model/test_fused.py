@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from hasten.engine.given_texts import GivenTexts
 from hasten.errors import ConfigError
 from hasten.model.binding import explain, kernels
 from hasten.model.context import TrainingContext
+from hasten.model.families import read_config
 from hasten.model.fused import FusedBlock, fuse, refusal, unfuse
+from hasten.model.fused_block import unknown_parts
+from hasten.model.fused_native import native_shape_refusal
 from hasten.ops.native import library
-from references import make_reference, tiny_llama
+from references import make_reference, tiny_llama, values_of
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
 
@@ -126,6 +130,48 @@ def test_quantized_models_fuse_and_stay_the_same_function(scheme):
     unfuse(model)
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_every_quantized_family_fuses(case):
+    model = hasten.load(make_reference(case), dtype="bfloat16")
+    for name, weight in model.named_parameters():
+        if name.endswith("router.weight"):  # decisions that are no near ties: else any rounding takes another expert
+            weight.data *= 8
+    hasten.quantize(model, hasten.Int8())
+    plain = logits(model)
+    assert refusal(model) is None
+    fused = logits(fuse(model))
+    assert (fused - plain).abs().max() <= 0.1 * plain.abs().max()
+
+
+PARTS = [
+    ("olmo2", "no blocks without norms before their halves"),
+    ("exaone4", "no blocks without norms before their halves"),
+    ("hunyuan_v1_dense", "no norms of queries and keys after their rotary turn"),
+    ("granite", "no scaled residual branches"),
+    ("smollm3", "no layers without rotary positions beside others"),
+    ("glm", "no rotary turn of neighbouring elements"),
+    ("arcee", "no squared ReLU"),
+    ("nemotron", "no layer norms stored minus one or without biases"),
+    ("ministral3", "no scaling of queries by their position"),
+]
+
+
+@pytest.mark.parametrize(("family", "words"), PARTS)
+def test_a_part_that_fused_steps_have_not_is_named(family, words):
+    config = read_config(values_of(family))
+    assert unknown_parts(config) == words
+    with_experts = replace(config, layers=tuple(replace(layer, experts=True) for layer in config.layers))
+    if family not in ("exaone4", "smollm3", "arcee", "nemotron"):
+        assert native_shape_refusal(config) is None
+        assert "blocks with experts" in native_shape_refusal(with_experts)
+
+
+def test_every_other_family_runs_in_all_fused_steps(case):
+    assert (unknown_parts(read_config(values_of(case))) is None) == (case.partition("-")[0] not in OTHERS)
+
+
+OTHERS = {family for family, _ in PARTS} | {"olmo3", "glm4", "ernie4_5", "cohere2"}
 
 
 @pytest.mark.parametrize("scheme", [None, hasten.Int8(), hasten.Int4(group_size=32)])

@@ -6,20 +6,10 @@ import torch
 import hasten
 from hasten.engine.cache import KVCache
 from hasten.model.context import TrainingContext
+from parity import PROMPTS, TOLERANCE, assert_same, our_greedy, our_logits, reference_greedy, reference_logits
 from references import make_reference
 
 transformers = pytest.importorskip("transformers")
-
-PROMPTS = [[5, 17, 42, 8, 99, 3, 71, 23, 64, 12, 55, 31, 77, 9], [33, 4, 90]]
-TOLERANCE = 1e-4
-
-
-def our_logits(model, tokens):
-    """Logits (T, V) of one prompt in a single pass without a cache."""
-    x = torch.tensor([tokens])
-    context = TrainingContext([layer.window for layer in model.config.layers])
-    with torch.no_grad():
-        return model(x, torch.arange(len(tokens))[None], context)[0]
 
 
 def our_cached_logits(model, tokens, prefill):
@@ -33,32 +23,6 @@ def our_cached_logits(model, tokens, prefill):
             positions = torch.tensor([[place]])
             out.append(model(torch.tensor([[tokens[place]]]), positions, cache.step_of_texts(positions))[0])
     return torch.cat(out)
-
-
-def reference_logits(reference, tokens):
-    with torch.no_grad():
-        return reference(torch.tensor([tokens])).logits[0].float()
-
-
-def reference_greedy(reference, tokens, count):
-    out = reference.generate(
-        torch.tensor([tokens]), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
-    )
-    return out[0, len(tokens) :].tolist()
-
-
-def our_greedy(model, tokens, count):
-    params = hasten.SamplingParams(temperature=0.0, max_new_tokens=count, min_new_tokens=count)
-    return hasten.generate(model, [tokens], params)[0].tokens
-
-
-def assert_same(model, reference):
-    for tokens in PROMPTS:
-        expected = reference_logits(reference, tokens)
-        assert 0.2 < expected.std() < 30
-        found = our_logits(model, tokens)
-        assert found.shape == expected.shape
-        assert (found - expected).abs().max() <= TOLERANCE
 
 
 def test_folder_gives_the_same_logits_and_tokens(case, tmp_path):
@@ -96,3 +60,13 @@ def test_export_loads_in_transformers_and_here(case, tmp_path):
         assert (reference_logits(again, tokens) - expected).abs().max() <= TOLERANCE
         assert (our_logits(model, tokens) - expected).abs().max() <= TOLERANCE
         assert our_greedy(model, tokens, 32) == reference_greedy(again, tokens, 32)
+
+
+@pytest.mark.parametrize("name", ["granite", "cohere2", "gemma2"])
+def test_the_loss_is_that_of_the_logits(name):
+    reference = make_reference(name)
+    model, tokens = hasten.load(reference), torch.tensor([PROMPTS[0]])
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    loss = model(tokens, torch.arange(tokens.shape[1])[None], context, targets=tokens)
+    expected = torch.nn.functional.cross_entropy(reference_logits(reference, PROMPTS[0]), tokens[0], reduction="sum")
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=0)

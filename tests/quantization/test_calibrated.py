@@ -65,7 +65,10 @@ def error(model, exact):
     return float((logits(model) - exact).std() / exact.std())
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3", "mixtral", "qwen3_moe"])
+NEWER = ["olmo2", "cohere2", "granite"]
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3", "mixtral", "qwen3_moe", *NEWER])
 def test_every_family_and_nearer_to_the_model_than_rounding(name):
     exact = logits(hasten.load(make_reference(name)))
     scheme = Int4(group_size=32, lm_head="same", activations="float")

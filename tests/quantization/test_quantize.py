@@ -45,7 +45,7 @@ SCHEMES = [
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3_moe", "olmo2", "cohere2", "glm4"])
 def test_all_linear_layers_but_routers_are_quantized(name, scheme):
     model = hasten.load(make_reference(name))
     plain = logits(model)

@@ -216,9 +216,9 @@ def test_joined_projections_compute_the_same(family):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_layer_that_is_replaced_later_is_called(family):
     """As LoRA or a fake-quantized layer would be: nothing reads the weight behind its back."""
+    from hasten.model.attention import Attention
     from hasten.model.mlp import MLP
     from hasten.model.swap import swap_kinds
-    from hasten.model.transformer import Attention
     from hasten.training.build import apply_fused_activations, apply_joined_projections
     from hasten.training.training_modules import FusedMLP, JoinedAttention
 

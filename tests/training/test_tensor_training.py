@@ -17,7 +17,7 @@ from hasten.training.journal import read
 from hasten.training.session import train
 from hasten.training.setup import set_up
 from rank_runs import assert_same, stop_after
-from references import make_reference
+from references import make_reference, values_of
 from tiny_model import tiny_llama
 
 SPLIT = {"zero": 2, "tensor": 2}
@@ -118,3 +118,11 @@ def test_what_cannot_be_split_is_refused(recipe, monkeypatch):
     mixtral = Transformer(read_config(make_reference("mixtral").config.to_dict() | {"vocab_size": 102}))
     with pytest.raises(ConfigError, match="not support a model with experts"):
         apply_tensor_parallel(mixtral, two, 1)
+    for family, part in (
+        ("olmo2", "blocks without norms before attention and MLP"),
+        ("cohere2", "blocks whose attention and MLP read the same stream"),
+        ("granite", "scaled logits"),
+    ):
+        other = Transformer(read_config(values_of(family) | {"vocab_size": 102}))
+        with pytest.raises(ConfigError, match=f"not support a model with {part}"):
+            apply_tensor_parallel(other, two, 1)

@@ -13,8 +13,8 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,6 +68,13 @@ class StoredTensors(dict[str, StoredTensor]):
     def __init__(self, tensors: Iterable[StoredTensor] = ()) -> None:
         super().__init__((tensor.name, tensor) for tensor in tensors)
         self._files: dict[Path, Any] = {}
+        self._in_files: Mapping[str, str] = {}  # their names there, of those that have others here
+
+    def renamed(self, names: Mapping[str, str]) -> "StoredTensors":
+        """Some of the tensors under other names: {new name: name}."""
+        made = StoredTensors(replace(self[name], name=new) for new, name in names.items())
+        made._in_files = {new: self._in_files.get(name, name) for new, name in names.items()}
+        return made
 
     def read(self, name: str) -> Tensor:
         """A tensor; CheckpointError where that fails, or it is not as the header had it."""
@@ -75,7 +82,7 @@ class StoredTensors(dict[str, StoredTensor]):
         try:
             if path not in self._files:
                 self._files[path] = safe_open(path, framework="pt")
-            tensor: Tensor = self._files[path].get_tensor(name)
+            tensor: Tensor = self._files[path].get_tensor(self._in_files.get(name, name))
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{path}: {name!r:.100} cannot be read: {error!s:.200}") from None
         if tuple(tensor.shape) != self[name].shape:

@@ -25,6 +25,7 @@ from hasten.machine.device import resolve_device, resolve_dtype
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES, family_of, read_config
 from hasten.model.families.family import Family, TensorSlice, stacked_experts
+from hasten.model.families.wrapped import skipped_towers, text_tensors
 from hasten.model.inference import inference_dtype
 from hasten.model.initialize import unfilled
 from hasten.model.sharded import connect
@@ -152,6 +153,7 @@ def fill_plain(
     model = _skeleton(config)
     _check(pieces, seen, model)
     _warn_of_unused(seen, pieces, checkpoint.path)
+    _warn_of_towers(checkpoint.towers, str(checkpoint.path))
     if share is not None:
         model = _skeleton(share.config(config))
     model.generation = checkpoint.generation
@@ -178,8 +180,9 @@ def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: tor
         raise ConfigError(f"hasten.load takes a folder, hub id or transformers model; found {type(module).__name__}")
     values = to_dict()
     family, config = family_of(values), read_config(values)
-    tensors = module.state_dict()
-    where = type(module).__name__
+    where, given = type(module).__name__, module.state_dict()
+    names, towers = text_tensors(values, given)
+    tensors = {ours: given[name] for ours, name in names.items()}
     layouts = [*([stacked_experts(family, config)] if config.experts else []), family.places(config)]
     pieces = _locate(config, family, layouts, tensors, where)
     model = _skeleton(config)
@@ -188,6 +191,7 @@ def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: tor
         for name, tensor in tensors.items()
     }
     _check(pieces, stored, model)
+    _warn_of_towers(towers, where)
     _fill(model, pieces, tensors.__getitem__, stored, dtype=dtype, device=device)
     _finish(model, device)
     generation = getattr(module, "generation_config", None)
@@ -245,6 +249,12 @@ def _warn_of_unused(stored: Mapping[str, StoredTensor], pieces: Mapping[str, Ten
             HastenWarning,
             stacklevel=3,
         )
+
+
+def _warn_of_towers(towers: Mapping[str, int], where: str) -> None:
+    if towers:
+        text = f"{where}: skipped {skipped_towers(towers)}; hasten runs the text model"
+        warnings.warn(text, HastenWarning, stacklevel=4)
 
 
 def _check(pieces: Mapping[str, TensorSlice], stored: Mapping[str, StoredTensor], model: Transformer) -> None:

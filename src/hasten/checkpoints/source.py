@@ -15,6 +15,7 @@ from hasten.checkpoints.formats.registry import read_quantization
 from hasten.machine.regular_files import read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
+from hasten.model.families.wrapped import text_modules, text_tensors
 from hasten.text.tokenizer import Tokenizer
 
 TOKENIZER = 15  # bytes of memory that it takes for each of its file (SmolLM2 15, Gemma 3 13: 420 MB)
@@ -24,14 +25,16 @@ TOKENIZER = 15  # bytes of memory that it takes for each of its file (SmolLM2 15
 class ModelSource:
     """A checkpoint whose headers have been checked, its tensors by the names that Hugging Face gives them.
 
-    stored: the tensors as their headers describe them. read: a plain one, by name. quantized: the others. dtype: the
-    model's own; None: that of most bytes of its plain tensors.
+    stored: the tensors as their headers describe them. towers: how many others there are of each, which are left out.
+    read: a plain tensor, by name. quantized: the others. dtype: the model's own; None: that of most bytes of its plain
+    tensors.
     """
 
     path: Path
     config: ModelConfig
     stored: Mapping[str, StoredTensor]
     read: Callable[[str], Tensor]
+    towers: Mapping[str, int] = field(default_factory=dict)
     quantized: QuantizedFolder | None = None
     dtype: torch.dtype | None = None
     generation: dict[str, Any] = field(default_factory=dict)
@@ -49,14 +52,18 @@ def open_folder(folder: Path) -> ModelSource:
     where = folder / "config.json"
     values = read_json(where)
     config = read_config(values, str(where))
-    quantization = values.get("quantization_config", values.get("compression_config"))
+    quantization = text_modules(values, values.get("quantization_config", values.get("compression_config")))
     open_quantized = None if quantization is None else read_quantization(values, quantization, where)
     stored = read_headers(folder)
+    names, towers = text_tensors(values, stored)
+    if names.keys() != stored.keys():
+        stored = stored.renamed(names)
     generation, tokenizer = folder / "generation_config.json", folder / "tokenizer.json"
     return ModelSource(
         path=folder,
         config=config,
         stored=stored,
+        towers=towers,
         read=stored.read,
         quantized=None if open_quantized is None else open_quantized(stored),
         generation=read_json(generation) if generation.exists() else {},

@@ -16,9 +16,10 @@ from torch import Tensor
 from hasten.distributed.mesh import TENSOR, mesh_of
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
+from hasten.model.attention import Attention
 from hasten.model.config import ModelConfig
 from hasten.model.swap import take_over
-from hasten.model.transformer import Attention, Transformer
+from hasten.model.transformer import Transformer
 from hasten.ops.loss.chunked import chunked
 from hasten.ops.loss.kernels import Head
 
@@ -112,6 +113,10 @@ def check_split(config: ModelConfig, degree: int) -> None:
     found = [
         (config.experts, "experts"),
         (config.dropout, "dropout"),
+        (config.parallel, "blocks whose attention and MLP read the same stream"),
+        (not config.pre_norms, "blocks without norms before attention and MLP"),
+        (config.qk_norm == "projection", "norms over all heads of its queries together"),
+        (config.logit_scale != 1.0, "scaled logits"),
         (config.attention_pattern, "a sparse attention pattern"),
     ]
     for value, what in found:

@@ -19,9 +19,15 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)² (arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": gelu_tanh,
     "relu": F.relu,
+    "relu2": relu2,
 }

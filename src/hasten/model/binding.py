@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from hasten.errors import ConfigError
+from hasten.model.attention import Attention
 from hasten.model.fused import CudaStack, FusedSteps, fuse, listed, refusal, take_apart, waits
-from hasten.model.transformer import Attention, Transformer, require_model
+from hasten.model.transformer import Transformer, require_model
 from hasten.ops import attention as attention_operator
 from hasten.ops import picker
 from hasten.ops.attention.layer import layer_requests

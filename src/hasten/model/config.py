@@ -21,7 +21,8 @@ class RopeConfig:
 
     dim is the number of leading elements of a head that are rotated (less than head_dim: partial rotary). scaling
     "llama3" uses low/high_frequency_factor, "yarn" (arXiv 2309.00071) beta_fast/beta_slow, "longrope" (arXiv
-    2402.13753) the per-frequency short/long factors; original_positions is the context of the pretraining.
+    2402.13753) the per-frequency short/long factors; original_positions is the context of the pretraining. query_beta:
+    queries are multiplied by 1 + query_beta · ln(1 + ⌊position / original_positions⌋).
     """
 
     theta: float
@@ -37,6 +38,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    query_beta: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class LayerConfig:
     """The settings of one layer: the attention window (None: everything), the rotary table, the MLP kind."""
 
     window: int | None = None
-    rope: int = 0  # index into ModelConfig.ropes
+    rope: int | None = 0  # index into ModelConfig.ropes; None: queries and keys are not rotated
     experts: bool = False
     scale: float = 1.0  # multiplies the scores
 
@@ -65,19 +67,26 @@ class ModelConfig:
     max_positions: int
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-6
-    norm_offset: float = 0.0  # Gemma stores weight - 1
+    norm_offset: float = 0.0  # Gemma and Nemotron store weight - 1
+    norm_bias: bool = True  # of a layer norm
+    pre_norms: bool = True  # OLMo 2 and 3 and EXAONE 4 do not normalise what attention and MLP read
     post_norms: bool = False  # Gemma 2 and 3 also normalise what attention and MLP return
-    qk_norm: bool = False
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    parallel: bool = False  # attention and MLP read the same normalised stream, and both are added to it at once
+    # Queries and keys are normalised: each head before the rotary turn, each head after it, or all heads as one vector.
+    qk_norm: Literal["head", "rotated_head", "projection"] | None = None
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     gated: bool = True  # down(act(gate x) * up x) instead of down(act(up x))
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     learned_positions: bool = False
     ropes: tuple[RopeConfig, ...] = ()
+    rope_pairs: bool = False  # rotates elements 2i and 2i + 1 of a head together instead of i and i + dim/2
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # multiplies what attention and MLP add to the stream
+    logit_scale: float = 1.0
     tie_embeddings: bool = False
     experts: int = 0
     experts_per_token: int = 0
@@ -87,6 +96,11 @@ class ModelConfig:
     attention_pattern: "Pattern | None" = None  # which blocks every layer sees; hasten's own field of config.json
     dropout: float = 0.0  # in training only; set by the recipe, never by a checkpoint
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def block_norms(self) -> int:
+        """Number of norms of the stream in a block."""
+        return (1 if self.parallel else 2) * self.pre_norms + 2 * self.post_norms
 
     @property
     def reach(self) -> int | None:
@@ -170,6 +184,12 @@ class Fields:
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
         return self._checked((name,), lambda value: isinstance(value, bool), "true or false", default)
+
+    def only(self, **known: Any) -> None:
+        """Refuse a field that is there and says anything but this: the model would be another one."""
+        for name, value in known.items():
+            if name in self and self.value(name) != value:
+                raise self.fail(name, f"{value!r} or absent", self.value(name))
 
     def choice(self, *names: str, options: Mapping[str, Any], default: Any = _MISSING) -> Any:
         """One of the keys of `options`; returns its value."""

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.model.transformer import Attention, Transformer
+from hasten.model.attention import Attention
+from hasten.model.transformer import Transformer
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.inputs import Intervals, document_intervals

@@ -59,13 +59,14 @@ class Ending:
 def can_draft_in_one_call(model: Transformer) -> bool:
     """Whether `draft_in_one_call` supports this model.
 
-    It is to be fused and dense, without learned positions, longrope, adapters or a pattern.
+    It is to be fused and dense, without learned positions, longrope, scaled queries or logits, adapters or a pattern.
     """
     stack, embedding = model.stack, model.embedding
     plain = isinstance(embedding, nn.Embedding) and embedding.weight.dtype == torch.bfloat16
     own = isinstance(embedding, PackedEmbedding) and embedding.table is model.head and embedding.table.order is None
     whole = isinstance(stack, FusedStack) and stack.bound(model) is not None and stack.times is None
-    turned = all(rope.scaling != "longrope" for rope in model.config.ropes)
+    turned = all(rope.scaling != "longrope" and not rope.query_beta for rope in model.config.ropes)
+    turned &= model.config.logit_scale == 1.0
     others = (model.positions, model.adapters, model.config.attention_pattern)
     return whole and (plain or own) and turned and all(one is None for one in others)
 

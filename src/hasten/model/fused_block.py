@@ -1,6 +1,6 @@
 """The base of the fused blocks of CPUs and GPUs: the parts of a readable block, and the way back to it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Self
 
 import torch
@@ -13,6 +13,33 @@ from hasten.model.fused_linear import part_of, plain, replace_linears
 from hasten.model.initialize import unfilled
 from hasten.model.mlp import MLP, Linear
 from hasten.model.transformer import Block
+
+
+def unknown_parts(config: ModelConfig, known: Collection[str] = ()) -> str | None:
+    """A part of this model's blocks that fused steps have not, as a reason; `known`: fields of those that they have."""
+    stays = any(layer.rope is None for layer in config.layers) and bool(config.ropes)
+    parts = {
+        "norm": "no layer norms stored minus one or without biases" if _unusual_layer_norm(config) else None,
+        "pre_norms": "no blocks without norms before their halves" if not config.pre_norms else None,
+        "parallel": "no blocks whose attention and MLP read the same stream" if config.parallel else None,
+        "qk_norm": _QK_NORMS.get(config.qk_norm or ""),
+        "residual_scale": "no scaled residual branches" if config.residual_scale != 1.0 else None,
+        "rope": "no layers without rotary positions beside others" if stays else None,
+        "query_beta": "no scaling of queries by their position" if any(r.query_beta for r in config.ropes) else None,
+        "rope_pairs": "no rotary turn of neighbouring elements" if config.rope_pairs else None,
+        "activation": "no squared ReLU" if config.activation == "relu2" else None,
+    }
+    return next((words for name, words in parts.items() if words is not None and name not in known), None)
+
+
+def _unusual_layer_norm(config: ModelConfig) -> bool:
+    return config.norm == "layernorm" and (config.norm_offset != 0.0 or not config.norm_bias)
+
+
+_QK_NORMS = {
+    "projection": "no norms over all heads of queries and keys together",
+    "rotated_head": "no norms of queries and keys after their rotary turn",
+}
 
 
 class FusedSteps(nn.Module):
@@ -30,7 +57,8 @@ class FusedSteps(nn.Module):
         attention = block.attention
         self.spec = attention.spec
         self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
-        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self.q_norm, self.k_norm, self.qk_norm = attention.q_norm, attention.k_norm, attention.qk_norm
+        self.rope_pairs, self.residual_scale, self.parallel = attention.rope_pairs, block.residual_scale, block.parallel
         self.mlp_norm, self.mlp_post_norm = block.mlp_norm, block.mlp_post_norm
         self.experts: nn.Module | None = block.mlp if isinstance(block.mlp, Experts) else None
         if isinstance(block.mlp, MLP):
@@ -49,7 +77,8 @@ class FusedSteps(nn.Module):
     @property
     def _like(self) -> Tensor:
         """A tensor of the block's device and dtype."""
-        return next(self.attention_norm.parameters())
+        norms = (self.attention_norm, self.attention_post_norm)
+        return next(parameter for norm in norms for parameter in norm.parameters())
 
     def __getstate__(self) -> dict[str, Any]:
         """State without prepared arguments, which hold addresses; a copy prepares its own."""

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from hasten.errors import HastenWarning
 from hasten.model.context import PlainLayer
-from hasten.model.fused_block import FusedSteps
+from hasten.model.fused_block import FusedSteps, unknown_parts
 from hasten.model.fused_decode import decode_layers
 from hasten.model.fused_linear import fusion_conflict, gate_up_rows, joined, mixed_formats, norm_arguments
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.mlp import MLP, Linear
+from hasten.model.rope import Rotation
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Block, Transformer
 from hasten.ops import triton_support
@@ -59,6 +60,8 @@ def cuda_refusal(model: Transformer) -> str | None:
         return "the fused steps of a GPU know no experts"
     if config.attention_pattern is not None:
         return "the fused steps of a GPU know no sparse pattern"
+    if (part := unknown_parts(config)) is not None:
+        return f"the fused steps of a GPU know {part}"
     if config.qk_norm and config.norm != "rmsnorm":
         return "the fused steps of a GPU know no layer norm of queries and keys"
     if config.gated and config.intermediate_size % GATE_ROWS:
@@ -145,7 +148,7 @@ class CudaBlock(FusedSteps):
     def runs_on(self, place: Tensor) -> bool:
         return place.device.type == self._like.device.type and place.dtype in HALVES
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotation | None, layer: LayerContext) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32; an x in float32 may be overwritten."""
         bound, spec = self._bound, self.spec
         batch, tokens, _ = x.shape
@@ -249,7 +252,7 @@ class CudaStack:
         held = chain(model.parameters(), model.buffers(), counters, own)
         return tuple(tensor.data_ptr() for tensor in held)
 
-    def run(self, model: Transformer, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
+    def run(self, model: Transformer, x: Tensor, ropes: Sequence[Rotation], context: Context) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
         x = x.float()
         single = x.shape[0] * x.shape[1] == 1 and not triton_support.recorded()
@@ -257,9 +260,7 @@ class CudaStack:
             return x
         return model.each_block(x, ropes, context.layers)
 
-    def _run_at_once(
-        self, model: Transformer, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context
-    ) -> bool:
+    def _run_at_once(self, model: Transformer, x: Tensor, ropes: Sequence[Rotation], context: Context) -> bool:
         """Run all blocks on x (1, 1, C) in place by one launch, or return False."""
         bound: list[Any] = [block._bound for block in model.blocks]
         if len(bound) != len(self._bound_to) or any(a is not b for a, b in zip(bound, self._bound_to, strict=True)):

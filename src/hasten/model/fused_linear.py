@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from hasten.model.attention import Attention
 from hasten.model.initialize import unfilled
 from hasten.model.lora import LoRALinear
 from hasten.model.mlp import MLP, Linear
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.sharded import SumOfRanks
-from hasten.model.transformer import Attention, Block, Transformer
+from hasten.model.transformer import Block, Transformer
 from hasten.ops.linear import PackedLinear, QuantizedWeight, request_of
 from hasten.ops.linear.layouts import Packed
 from hasten.ops.linear.operator import LinearRequest, native_unsupported
@@ -188,7 +189,7 @@ def norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, float
     if isinstance(norm, RMSNorm):
         return _wide(norm.weight), None, norm.eps, norm.offset, False
     if isinstance(norm, LayerNorm):
-        return _wide(norm.weight), _wide(norm.bias), norm.eps, 0.0, True
+        return _wide(norm.weight), _wide(norm.bias), norm.eps, norm.offset, True
     return None, None, 0.0, 0.0, False  # nn.Identity: no norm here
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.model.config import ModelConfig
-from hasten.model.fused_block import FusedSteps
+from hasten.model.fused_block import FusedSteps, unknown_parts
 from hasten.model.fused_linear import (
     difference,
     fusion_conflict,
@@ -31,6 +31,7 @@ from hasten.model.fused_linear import (
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.lora import AdapterChoice
 from hasten.model.mlp import MLP
+from hasten.model.rope import Rotation
 from hasten.model.sharded import ShardedTransformer, SumOfRanks
 from hasten.model.transformer import Block, Transformer
 from hasten.ops.attention.spec import LARGEST_HEAD
@@ -41,7 +42,9 @@ from hasten.ops.linear.weights import PLAIN
 from hasten.ops.native import library, native_ops
 from hasten.ops.pages import in_large_pages, return_freed_memory
 
-ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the enum in ops/block/phases.h
+# In the order of the enums in ops/block/phases.h.
+ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
 
 def native_refusal(model: Transformer) -> str | None:
@@ -70,6 +73,9 @@ def native_shape_refusal(config: ModelConfig) -> str | None:
     """Why the native steps cannot run a model of this shape, or None."""
     if config.head_dim > LARGEST_HEAD:
         return f"the head size is {config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
+    if any(layer.experts for layer in config.layers):
+        part = unknown_parts(config, known=("norm", "pre_norms", "rope", "activation"))
+        return None if part is None else f"the fused steps of blocks with experts know {part}"
     return None
 
 
@@ -128,20 +134,26 @@ class FusedBlock(FusedSteps):
         return place.device.type == "cpu" and place.dtype == self._like.dtype
 
     def bind(self) -> None:
-        spec, ops = self.spec, native_ops()
-        norm = norm_fields(self.attention_norm)
+        spec, ops, sums = self.spec, native_ops(), self.attention_post_norm
+        # eps, offset and centred are those of the first norm: all of a model are of one kind.
+        weight, bias = _factors(self.attention_norm)
+        first = sums if weight is None else self.attention_norm
+        norm = norm_fields(first) | {"norm_weight": weight, "norm_bias": bias}
         head_norms = {"q_norm": _factors(self.q_norm)[0], "k_norm": _factors(self.k_norm)[0]}
         heads: dict[str, Any] = {"heads": spec.heads, "head_dim": spec.head_dim, **head_norms}
+        turned = {"head_norm": HEAD_NORM_ORDER.index(self.qk_norm or "head"), "rope_pairs": self.rope_pairs}
         scores = {"scale": spec.scale, "window": spec.window or 0, "softcap": spec.softcap or 0.0}
         qkv = [self._plan(name) for name in ("q", "k", "v")]
-        sums = self.attention_post_norm
         if self.experts is None:
-            # eps, offset and centred are those of the first norm: all of a model are of one kind.
-            output_norm, mlp_norm, down_norm = (_factors(norm) for norm in (sums, self.mlp_norm, self.mlp_post_norm))
+            read = self.attention_norm if self.parallel else self.mlp_norm
+            output_norm, mlp_norm, down_norm = (_factors(norm) for norm in (sums, read, self.mlp_post_norm))
             plan = ops.plan_block.default(
                 **norm,
                 **heads,
+                **turned,
                 **scores,
+                residual_scale=self.residual_scale,
+                parallel=self.parallel,
                 kv_heads=spec.kv_heads,
                 qkv=qkv,
                 output=self._plan("output"),
@@ -175,7 +187,7 @@ class FusedBlock(FusedSteps):
         size = {"out_features": linear.out_features, "in_features": linear.in_features}
         return native_ops().plan_weight.default(**size, **weight_fields(linear), lora_a=lora_a, lora_b=lora_b)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotation | None, layer: LayerContext) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
         spec, bound, x = self.spec, self._bound, x.float()
         batch, tokens, _ = x.shape
@@ -185,6 +197,7 @@ class FusedBlock(FusedSteps):
                 x=x,
                 cos=[] if rope is None else [rope[0]],
                 sin=[] if rope is None else [rope[1]],
+                query_factors=[] if rope is None else rope[2:],
                 rope_index=[-1 if rope is None else 0],
                 k=[k],
                 v=[v],
@@ -200,7 +213,7 @@ class FusedBlock(FusedSteps):
                 seen=() if seen is None else (seen,),
             )
             return bound.blocks(*call)
-        cos, sin = rope or (None, None)  # (B, T, dim/2)
+        cos, sin = (None, None) if rope is None else rope[:2]  # (B, T, dim/2)
         placed = {"slot_mapping": metadata.slot_mapping, "rotated": metadata.rows.rotated}
         q = bound.attention_input(x=x, cos=cos, sin=sin, k=k, v=v, **placed)  # (B·T, H, D)
         attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores, seen)  # (B·T, H, D)
@@ -225,7 +238,7 @@ class FusedStack:
 
     def __init__(self, config: ModelConfig) -> None:
         self.times: Tensor | None = None
-        self.rope_index = [layer.rope if config.ropes else -1 for layer in config.layers]
+        self.rope_index = [-1 if layer.rope is None else layer.rope for layer in config.layers]
         self._scores: NormLinearCall | None = None  # of the model's norm and head, without x
         self._norm_linear: Any = None  # its operator
 
@@ -233,15 +246,16 @@ class FusedStack:
         """State without prepared arguments; a copy makes its own."""
         return self.__dict__ | {"_scores": None, "_norm_linear": None}
 
-    def run(self, model: Transformer, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
+    def run(self, model: Transformer, x: Tensor, ropes: Sequence[Rotation], context: Context) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32. Blocks that were hooked, replaced or patched are called one by one."""
         step, bound = context.metadata, self.bound(model)
         if step is None or bound is None:
             return model.each_block(x, ropes, context.layers)
         call = BlocksCall(
             x=x.float(),
-            cos=[cos for cos, _ in ropes],
-            sin=[sin for _, sin in ropes],
+            cos=[rope[0] for rope in ropes],
+            sin=[rope[1] for rope in ropes],
+            query_factors=[factor for rope in ropes for factor in rope[2:]],
             rope_index=self.rope_index,
             k=context.k,
             v=context.v,

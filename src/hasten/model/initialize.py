@@ -36,10 +36,8 @@ def initialize(
             if isinstance(module, nn.Linear | nn.Embedding):
                 into_residual = name.endswith((".output", ".down"))
                 module.weight.normal_(0.0, residual if into_residual else std, generator=generator)
-            elif isinstance(module, RMSNorm):
+            elif isinstance(module, RMSNorm | LayerNorm):
                 module.weight.fill_(1.0 - module.offset)
-            elif isinstance(module, LayerNorm):
-                module.weight.fill_(1.0)
             bias = getattr(module, "bias", None)
             if isinstance(bias, nn.Parameter):
                 bias.zero_()

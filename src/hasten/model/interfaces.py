@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from hasten.model.rope import Rotation
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.view import AttentionMetadata, KVView
 
@@ -62,9 +63,7 @@ class Context(Protocol):
 class Stack(Protocol):
     """All blocks at once, and the last norm with the head. The model has it, and is given: a cycle would outlive it."""
 
-    def run(
-        self, model: "Transformer", x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context
-    ) -> Tensor: ...
+    def run(self, model: "Transformer", x: Tensor, ropes: Sequence[Rotation], context: Context) -> Tensor: ...
 
     def scores(self, model: "Transformer", x: Tensor) -> Tensor: ...
 

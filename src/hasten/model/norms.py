@@ -22,10 +22,15 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """PyTorch's layer norm, kept in float32 for half-precision weights."""
+    """PyTorch's layer norm with the factor weight + offset, kept in float32 for half-precision weights."""
+
+    def __init__(self, size: int, eps: float, offset: float, *, bias: bool) -> None:
+        super().__init__(size, eps=eps, bias=bias)
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.float(), self.bias.float()
+        weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
+        weight = weight + self.offset if self.offset else weight
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
@@ -33,4 +38,4 @@ def norm_of(config: ModelConfig, size: int) -> nn.Module:
     """Create a norm of the model's kind over `size` features, uninitialized."""
     if config.norm == "rmsnorm":
         return RMSNorm(size, config.norm_eps, config.norm_offset)
-    return LayerNorm(size, eps=config.norm_eps)
+    return LayerNorm(size, config.norm_eps, config.norm_offset, bias=config.norm_bias)

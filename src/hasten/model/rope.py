@@ -51,6 +51,9 @@ def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
     return plain * (1 - stretch) + plain / rope.factor * stretch
 
 
+Rotation = tuple[Tensor, ...]  # cos and sin (..., T, dim/2), and (..., T) by which queries are multiplied, if they are
+
+
 class RotaryTable(nn.Module):
     """Computes cos and sin for given positions; keeps only the frequencies."""
 
@@ -79,8 +82,9 @@ class RotaryTable(nn.Module):
             self._compute(self.frequencies.device)
         return self
 
-    def forward(self, positions: Tensor, stretched: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """positions (..., T) of integers -> cos and sin (..., T, dim/2) in float32.
+    def forward(self, positions: Tensor, stretched: Tensor | None = None) -> Rotation:
+        """positions (..., T) of integers -> cos and sin (..., T, dim/2) in float32, and where the table has them the
+        factors of queries (..., T).
 
         stretched, bool (..., T) or (..., 1): which tokens belong to sequences longer than longrope's pretraining
         context. By default each row of positions is one sequence, from its beginning.
@@ -93,18 +97,27 @@ class RotaryTable(nn.Module):
                 stretched = positions.amax(dim=-1, keepdim=True) >= self.rope.original_positions  # (..., 1)
             long_angles = positions.unsqueeze(-1).float() * self.long_frequencies
             angles = torch.where(stretched.unsqueeze(-1), long_angles, angles)
-        if self.rope.attention_factor == 1:
-            return angles.cos(), angles.sin()
-        return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor
+        turn = angles.cos(), angles.sin()
+        if self.rope.attention_factor != 1:
+            turn = turn[0] * self.rope.attention_factor, turn[1] * self.rope.attention_factor
+        if not self.rope.query_beta:
+            return turn
+        lengths = (positions / self.rope.original_positions).floor()  # in pretraining contexts
+        return *turn, 1 + self.rope.query_beta * torch.log1p(lengths)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x (..., T, H, D) by cos, sin (..., T, dim/2): element i is paired with element i + dim/2.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool = False) -> Tensor:
+    """Turn x (..., T, H, D) by cos, sin (..., T, dim/2): element i is paired with element i + dim/2, or (pairs) element
+    2i with element 2i + 1.
 
     Computed in float32 and returned in x's dtype; elements past dim pass through (partial rotary).
     """
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (..., T, 1, dim/2)
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    if pairs:
+        first, second = x[..., : 2 * half].float().unflatten(-1, (half, 2)).unbind(-1)
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
+    else:
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), dim=-1)

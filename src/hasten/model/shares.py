@@ -117,6 +117,11 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
     """
     if config.attention_pattern is not None:
         raise ConfigError("a model with a sparse attention pattern runs in one process: its patterns belong to heads")
+    if config.qk_norm == "projection" and size > 1:
+        raise ConfigError(
+            f"--tensor-parallel is {size}; {config.family} normalises all heads of its queries together, of which "
+            "each process would hold some: run it in one process"
+        )
     sizes = [config.intermediate_size] * any(not layer.experts for layer in config.layers)
     sizes += [config.expert_size] * any(layer.experts for layer in config.layers)
     most = min(config.padded_vocab_size, max(_most_ranks(config, output)), *(-(-one // down) for one in sizes))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,89 +17,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hasten.errors import ConfigError
+from hasten.model.attention import Attention
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.interfaces import Context, LayerContext, SoftTargets, Stack
 from hasten.model.layer_format import LayerFormat
-from hasten.model.mlp import MLP, Linear
+from hasten.model.mlp import MLP
 from hasten.model.norms import norm_of
-from hasten.model.rope import RotaryTable, rotate
+from hasten.model.rope import RotaryTable, Rotation
 from hasten.model.wide import check_trainable, choose_width
-from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
-from hasten.ops.linear import PackedEmbedding, PackedLinear, request_of
+from hasten.ops.linear import PackedEmbedding, PackedLinear
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
 
 if TYPE_CHECKING:
     from hasten.model.lora import AdapterChoice
-    from hasten.ops.attention.pattern_layout import Pattern
     from hasten.text.tokenizer import Tokenizer
 
 _BINDING = threading.RLock()  # held while a model's kernels are chosen: threads may use a new model at once
-
-
-class Attention(nn.Module):
-    """Multi-head, grouped-query (arXiv 2305.13245) or multi-query (arXiv 1911.02150) attention, by `kv_heads`."""
-
-    kernels: LayerAttention  # set by `bind`
-
-    def __init__(self, config: ModelConfig, layer: LayerConfig) -> None:
-        super().__init__()
-        hidden, size = config.hidden_size, config.head_dim
-        self.q: Linear = nn.Linear(hidden, config.heads * size, bias=config.qkv_bias)
-        self.k: Linear = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
-        self.v: Linear = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
-        self.output: Linear = nn.Linear(config.heads * size, hidden, bias=config.output_bias)
-        self.q_norm = norm_of(config, size) if config.qk_norm else None
-        self.k_norm = norm_of(config, size) if config.qk_norm else None
-        self.block_size: int | None = None  # of a sparse pattern that is more than a regrouping of plain attention
-        self.dropout = config.dropout
-        heads = AttentionSpec(heads=config.heads, kv_heads=config.kv_heads, head_dim=size, scale=layer.scale)
-        self.spec = replace(heads, window=layer.window, softcap=config.attention_softcap)
-        self.take_pattern(config.attention_pattern)
-
-    def take_pattern(self, pattern: Pattern | None) -> None:
-        """Use a sparse pattern, whose masks include the layer's window. The kernels are to be bound after this."""
-        if pattern is not None:
-            self.block_size = None if pattern.period is not None else pattern.block
-            self.spec = replace(self.spec, window=None)
-
-    def request(self, dtype: torch.dtype | None = None) -> AttentionRequest:
-        """The request to a kernel, in the weights' dtype or in `dtype`."""
-        like = request_of(self.q)
-        wide = isinstance(getattr(self.q, "base", self.q), WideLinear)
-        dtype = dtype or (torch.float32 if wide else like.dtype)
-        request = AttentionRequest(spec=self.spec, device=like.device, dtype=dtype, dropout=self.dropout > 0)
-        return replace(request, block_mask=self.block_size is not None, block_size=self.block_size)
-
-    def bind(self, kernel: str | None = None, *, dtype: torch.dtype | None = None) -> None:
-        """Choose the attention kernels for the weights' device and dtype; `kernel` forces one where it fits.
-
-        dtype: of the products, if autocast runs them in another dtype than the weights'.
-        """
-        self.kernels = LayerAttention.bind(self.request(dtype), forced=kernel)
-
-    @property
-    def supports_segments(self) -> bool:
-        """Whether the kernels take packed documents as the first and last key of each query, without a mask."""
-        used = {self.kernels.tokens.name, self.kernels.dropout.name if self.dropout else "native"}
-        return used <= {"native", "native-sparse"}
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
-        return self.output(self.mix(*self.project(x), rope, layer))
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
-        """Attention output (B, T, H·D) of projected queries, keys and values (B, T, …)."""
-        q = q.unflatten(-1, (self.spec.heads, self.spec.head_dim))  # (B, T, H, D)
-        k, v = (x.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim)) for x in (k, v))  # (B, T, Hkv, D)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
-        return layer.attend(q, k, v, attention=self.kernels, dropout=self.dropout if self.training else 0.0).flatten(-2)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x (B, T, C) to queries, keys and values, (B, T, heads·D) each."""
-        return self.q(x), self.k(x), self.v(x)
 
 
 class Block(nn.Module):
@@ -109,24 +42,28 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.attention_norm = norm_of(config, hidden)
+        self.attention_norm = norm_of(config, hidden) if config.pre_norms else nn.Identity()
         self.attention = Attention(config, layer)
         self.attention_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
-        self.mlp_norm = norm_of(config, hidden)
+        self.parallel = config.parallel
+        self.mlp_norm = norm_of(config, hidden) if config.pre_norms and not config.parallel else nn.Identity()
         if layer.experts:
             self.mlp: nn.Module = Experts(config, lambda: MLP(config, config.expert_size))
         else:
             self.mlp = MLP(config, config.intermediate_size)
         self.mlp_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout, self.residual_scale = nn.Dropout(config.dropout), config.residual_scale
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext, scale: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotation | None, layer: LayerContext, scale: Tensor | None = None) -> Tensor:
         """x (B, T, C) -> (B, T, C). scale: 0-dim factor of both residual branches (a kept block's 1/p)."""
-        added = self.dropout(self.attention_post_norm(self.attention(self.attention_norm(x), rope, layer)))
-        x = x + (added if scale is None else added * scale)
-        added = self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+        normal = self.attention_norm(x)
+        x = self.add(x, self.dropout(self.attention_post_norm(self.attention(normal, rope, layer))), scale)
+        normal = normal if self.parallel else self.mlp_norm(x)
+        return self.add(x, self.dropout(self.mlp_post_norm(self.mlp(normal))), scale)
+
+    def add(self, x: Tensor, added: Tensor, scale: Tensor | None) -> Tensor:
+        """Add a branch to the residual stream, scaled as the model and the step say."""
+        added = added if self.residual_scale == 1.0 else added * self.residual_scale
         return x + (added if scale is None else added * scale)
 
 
@@ -227,13 +164,13 @@ class Transformer(nn.Module):
     def each_block(
         self,
         x: Tensor,
-        ropes: Sequence[tuple[Tensor, Tensor]],
+        ropes: Sequence[Rotation],
         layers: Sequence[LayerContext],
         block_scales: Sequence[float] | None = None,
     ) -> Tensor:
         """Run the blocks in order, x (B, T, C) -> (B, T, C). ropes: cos and sin of each rotary table."""
         for index, (block, layer, own) in enumerate(zip(self.blocks, self.config.layers, layers, strict=True)):
-            rope = ropes[layer.rope] if ropes else None
+            rope = None if layer.rope is None else ropes[layer.rope]
             scale = 1.0 if block_scales is None else block_scales[index]
             if block_scales is None or (scale == 1.0 and not self.training):
                 x = block(x, rope, own)
@@ -252,7 +189,8 @@ class Transformer(nn.Module):
             return self.loss_by_logits(x, targets)
         from hasten.ops.loss import choose_loss, linear_cross_entropy  # here, as below: what generates needs no loss
 
-        kind, cap = x.device.type, self.config.logit_softcap
+        kind, cap, scale = x.device.type, self.config.logit_softcap, self.config.logit_scale
+        x = x if scale == 1.0 else x * scale
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         key = x.device, dtype, self.loss_kernel
         if key not in self._loss_kernels:
@@ -311,6 +249,8 @@ class Transformer(nn.Module):
         """Final logits from the head's output: padding removed, soft-capped, in float32."""
         cap, logits = self.config.logit_softcap, scores[..., : self.config.vocab_size]
         logits = logits.float() if out is None else out.copy_(logits)
+        if self.config.logit_scale != 1.0:
+            logits = torch.mul(logits, self.config.logit_scale, out=out)
         return logits if cap is None else torch.mul(torch.tanh(logits / cap), cap, out=out)
 
     @property

@@ -19,6 +19,7 @@ class BlocksCall(NamedTuple):
     cos, sin: of each rotary table; rope_index: which of them each block takes, -1 for none. k, v: the caches of the
     layers; slot_mapping to rotated: as in `AttentionMetadata`. plans: of plan_block. adapters int64 (rows,): the
     adapter of each row, -1 for none. times: see `FusedStack`. seen: what each block sees, of plan_pattern; empty: all.
+    query_factors float32 (rows,): of each rotary table, what its queries are multiplied by; empty: nothing.
     """
 
     x: Tensor
@@ -38,6 +39,7 @@ class BlocksCall(NamedTuple):
     adapters: Tensor | None = None
     times: Tensor | None = None
     seen: Sequence[Tensor] = ()
+    query_factors: Sequence[Tensor] = ()
 
 
 class NormLinearCall(NamedTuple):

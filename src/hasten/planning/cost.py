@@ -29,7 +29,7 @@ def parameters(config: ModelConfig) -> Parameters:
         own, used = _block(config, layer)
         blocks += own
         active += used
-    norm = config.hidden_size * (2 if config.norm == "layernorm" else 1)
+    norm = config.hidden_size * _per_norm(config)
     total = embedding + head + positions + blocks + norm
     return Parameters(total=total, embedding=embedding, head=head, active=active + embedding)
 
@@ -57,11 +57,18 @@ def muon_flops(config: ModelConfig) -> float:
     return float(total)
 
 
+def _per_norm(config: ModelConfig) -> int:
+    """Number of weights of a norm for each feature."""
+    return 2 if config.norm == "layernorm" and config.norm_bias else 1
+
+
 def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     """Number of weights in a block: all, and those used for one token."""
-    hidden, size, per_norm = config.hidden_size, config.head_dim, 2 if config.norm == "layernorm" else 1
+    hidden, size, per_norm = config.hidden_size, config.head_dim, _per_norm(config)
     vectors = (config.heads + 2 * config.kv_heads) * size * config.qkv_bias + hidden * config.output_bias
-    vectors += hidden * per_norm * (4 if config.post_norms else 2) + 2 * size * per_norm * config.qk_norm
+    vectors += hidden * per_norm * config.block_norms
+    if config.qk_norm is not None:
+        vectors += size * per_norm * (config.heads + config.kv_heads if config.qk_norm == "projection" else 2)
     inner, every, used = config.intermediate_size, 1, 1
     if layer.experts:
         inner, every, used = config.expert_size, config.experts, config.experts_per_token

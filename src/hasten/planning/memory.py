@@ -191,12 +191,12 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
     if use.joined and config.ropes:
         attention += size * (q + kv)  # v is a view of the joined result, which is kept beside the rotated q and k
     mlp = size * (hidden * use.tensor + inner * (3 if config.gated else 2))
-    norms = 2 * 4 * hidden * (1 if config.norm == "layernorm" else 2) * (2 if config.post_norms else 1)
+    norms = 4 * hidden * (1 if config.norm == "layernorm" else 2) * config.block_norms
     if not use.compiled:
         mlp += narrow * hidden * config.gated  # gate and up have an input each
         mlp += size * inner * (config.gated and config.activation != "silu")  # SiLU and gate are one function
         mlp += 4 * size * hidden * config.experts_per_token  # in and out of each expert, twice
-        attention += 2 * 4 * (q + kv) * config.qk_norm
+        attention += 2 * 4 * (q + kv) * (config.qk_norm is not None)
         attention += 2 * size * hidden * (use.adapter is not None)  # q, k and v have an input each
     if use.compiled:  # the compiler recomputes the rest: the residual stream, and the results of the norms
         norms = size * hidden + 4 * hidden

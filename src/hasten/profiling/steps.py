@@ -18,10 +18,11 @@ from hasten.engine.run import DecodeRun
 from hasten.engine.sampler import Sampler
 from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
+from hasten.model.attention import Attention
 from hasten.model.config import ModelConfig
 from hasten.model.fused import FusedSteps
 from hasten.model.mlp import Linear
-from hasten.model.transformer import Attention, Transformer
+from hasten.model.transformer import Transformer
 from hasten.planning.cost import attended_by_pattern
 from hasten.profiling.walk import parts_of
 from hasten.training.setup import Setup

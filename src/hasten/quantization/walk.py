@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.model.attention import Attention
 from hasten.model.context import training_context
 from hasten.model.swap import swap_kinds
-from hasten.model.transformer import Attention, Transformer
+from hasten.model.transformer import Transformer
 from hasten.model.wide import NARROW
 from hasten.quantization.blocks import Item, Result, in_order
 
@@ -64,7 +65,7 @@ class CalibrationWalk:
     def calls(self, index: int) -> list[Call]:
         """Calls that run a block, on a few samples each."""
         layer = self.model.config.layers[index]
-        rope = self._ropes[layer.rope] if self._ropes else None
+        rope = None if layer.rope is None else self._ropes[layer.rope]
         own = self._context.layers[index]
 
         def call(samples: slice) -> Call:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hasten.errors import ConfigError
 from hasten.model.interfaces import LayerContext
+from hasten.model.rope import Rotation
 from hasten.model.swap import replace_modules, take_over
 from hasten.model.transformer import Block, Transformer
 from hasten.training.recipe import CheckpointingName
@@ -45,7 +46,7 @@ class RecomputedBlock(Block):
     def forward(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor] | None,
+        rope: Rotation | None,
         layer: LayerContext,
         scale: Tensor | None = None,
     ) -> Tensor:

@@ -16,12 +16,13 @@ from hasten.distributed.tensor_training import apply_tensor_parallel, check_spli
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.machine.threads import thread_count
+from hasten.model.attention import Attention
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
 from hasten.model.lora import Factors, attach, new_adapter
 from hasten.model.mlp import MLP
 from hasten.model.swap import replace_modules, swap_kinds
-from hasten.model.transformer import Attention, Transformer
+from hasten.model.transformer import Transformer
 from hasten.model.vocabulary import pad_vocabulary
 from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from hasten.errors import ConfigError
+from hasten.model.attention import Attention
 from hasten.model.config import ModelConfig
-from hasten.model.transformer import Attention, Transformer
+from hasten.model.transformer import Transformer
 from hasten.ops.attention.block_mask import tiles_refusal
 from hasten.ops.attention.pattern_text import parse_pattern
 from hasten.training.recipe import Shape

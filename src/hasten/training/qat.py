@@ -9,8 +9,9 @@ from torch import Tensor
 from hasten.checkpoints.load import open_checkpoint
 from hasten.data import Batch
 from hasten.errors import CheckpointError, ConfigError
+from hasten.model.attention import Attention
 from hasten.model.families import FAMILIES
-from hasten.model.transformer import Attention, Transformer
+from hasten.model.transformer import Transformer
 from hasten.quantization.qat import FakeRounding, bits_at, fake_layers, fake_quantize, set_bits
 from hasten.training.precision import Precision
 from hasten.training.recipe import Qat

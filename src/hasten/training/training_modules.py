@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.model.attention import Attention
 from hasten.model.mlp import MLP
 from hasten.model.swap import take_over
-from hasten.model.transformer import Attention
 from hasten.ops.activation import Functions
 
 

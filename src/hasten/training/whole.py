@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.model.attention import Attention
 from hasten.model.mlp import MLP
 from hasten.model.norms import LayerNorm, RMSNorm
-from hasten.model.transformer import Attention, Block, Transformer
+from hasten.model.transformer import Block, Transformer
 from hasten.ops import residual
 from hasten.ops.fp8 import Fp8Weight
 from hasten.ops.loss import KERNELS as LOSS_KERNELS
@@ -52,6 +53,10 @@ def why_not_whole(model: Transformer) -> str | None:
             return "it has layers that are not plain products (LoRA, rounding, quantized)"
         if attention.kernels.tokens.name == "flex":
             return "its attention kernel is compiled by itself"
+    if model.config.norm == "layernorm" and (model.config.norm_offset or not model.config.norm_bias):
+        return "its layer norms store their weights minus one, or have no biases"
+    if model.config.residual_scale != 1.0 or model.config.logit_scale != 1.0:
+        return "it scales its residual branches or its logits"
     if type(model.head) is not nn.Linear or type(model.embedding) is not nn.Embedding:
         return "its head or embedding is not plain"
     if any(not parameter.requires_grad for parameter in model.parameters()):
@@ -135,7 +140,7 @@ class WholeModel(nn.Module):
         stream, x = self.begin(tokens, positions, norm_of(blocks[0].attention_norm), tied)
         norms = [*(block.attention_norm for block in blocks[1:]), model.norm]
         for (block, layer, view), weights, norm in zip(own, self.layers(), norms, strict=True):
-            rope = ropes[layer.rope] if ropes else None
+            rope = None if layer.rope is None else ropes[layer.rope]
             q, k, v = self.project(x, weights, by_hand=share is not None)
             mixed = block.attention.mix(q, k, v, rope, view)
             branch = self.attention_output(mixed, weights)

@@ -60,7 +60,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
     }
-    if architecture.startswith("gemma"):
+    if architecture in ("gemma2", "gemma3"):
         # As llama.cpp decides it: the two models of 27 B divide scores by another number than the size of a head.
         wide = {"gemma2": 46, "gemma3": 62}[architecture] == found.get("num_hidden_layers")
         found["query_pre_attn_scalar"] = share if wide and share else head

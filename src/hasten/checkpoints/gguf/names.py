@@ -10,7 +10,7 @@ from hasten.model.config import ModelConfig
 
 # `general.architecture` -> `model_type` of config.json; a "llama" with experts is a Mixtral.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
-ARCHITECTURES |= {"qwen3moe": "qwen3_moe", "phi3": "phi3"}
+ARCHITECTURES |= {"qwen3moe": "qwen3_moe", "phi3": "phi3", "gemma": "gemma"}
 # Names of metadata after the architecture's -> fields of config.json, and of ModelConfig.
 FIELDS = {
     "context_length": ("max_position_embeddings", "max_positions"),

@@ -6,28 +6,42 @@ from typing import Any
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.config import Fields, ModelConfig
+from hasten.model.families.cohere import COHERE2
 from hasten.model.families.family import Family
-from hasten.model.families.gemma import GEMMA2, GEMMA3
+from hasten.model.families.gemma import GEMMA, GEMMA2, GEMMA3
+from hasten.model.families.glm import ERNIE4_5, GLM, GLM4
 from hasten.model.families.gpt import GPT2, GPT_BIGCODE
-from hasten.model.families.llama import LLAMA, MISTRAL, MIXTRAL, PHI3
+from hasten.model.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL, PHI3
+from hasten.model.families.olmo import EXAONE4, OLMO2, OLMO3
 from hasten.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from hasten.model.families.variants import ARCEE, GRANITE, HUNYUAN, NEMOTRON, SEED_OSS, SMOLLM3, STARCODER2
+from hasten.model.families.wrapped import WRAPPERS, text_config
 from hasten.ops.attention.block_mask import tiles_refusal
 from hasten.ops.attention.pattern_layout import Pattern
 from hasten.ops.attention.pattern_text import pattern_of
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (GPT2, GPT_BIGCODE, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE)
-}
+DECLARED = (
+    *(GPT2, GPT_BIGCODE, STARCODER2),
+    *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL, PHI3),
+    *(SEED_OSS, ARCEE, NEMOTRON, GRANITE, SMOLLM3, HUNYUAN),
+    *(QWEN2, QWEN3, QWEN3_MOE),
+    *(GEMMA, GEMMA2, GEMMA3),
+    *(OLMO2, OLMO3, EXAONE4),
+    *(GLM, GLM4, ERNIE4_5, COHERE2),
+)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in DECLARED}
 
 
 def family_of(values: Mapping[str, Any], where: str = "config.json") -> Family:
-    """The family of a parsed config.json; CheckpointError lists the known ones if it is none of them."""
+    """The family of a parsed config.json, or of the text model in it.
+
+    CheckpointError lists the known ones if it is none of them.
+    """
+    values, where = text_config(values, where)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise Fields(values, where).fail(
-            "model_type", f"one that hasten knows: {', '.join(sorted(FAMILIES))}", model_type
-        )
+        known = f"{', '.join(sorted(FAMILIES))}; with their text model in text_config {', '.join(sorted(WRAPPERS))}"
+        raise Fields(values, where).fail("model_type", f"one that hasten knows ({known})", model_type)
     return FAMILIES[model_type]
 
 
@@ -37,6 +51,7 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> ModelC
     `where` is what errors call the file. Fields that are left out take the family's defaults.
     """
     family = family_of(values, where)
+    values, where = text_config(values, where)
     config = family.config(Fields(values, where, family.defaults))
     pattern = _attention_pattern(values, where)
     if pattern is None:

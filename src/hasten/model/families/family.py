@@ -18,6 +18,7 @@ ACTIVATION_NAMES = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 
@@ -132,8 +133,8 @@ def stacked_experts(family: Family, config: ModelConfig) -> Places:
 
 def parameter_names(config: ModelConfig) -> Iterator[str]:
     """Yield the names of a Transformer's parameters without building it: the config may ask for a huge model."""
-    layernorm = config.norm == "layernorm"
-    norms = ["attention_norm", "mlp_norm"]
+    layernorm = config.norm == "layernorm" and config.norm_bias
+    norms = ["attention_norm", "mlp_norm"][: 1 if config.parallel else 2] if config.pre_norms else []
     if config.post_norms:
         norms += ["attention_post_norm", "mlp_post_norm"]
     if config.qk_norm:
@@ -157,6 +158,12 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
 def _named(prefix: str, modules: list[str], *, bias: bool = False) -> list[str]:
     kinds = ("weight", "bias") if bias else ("weight",)
     return [f"{prefix}{module}.{kind}" for module in modules for kind in kinds]
+
+
+def gate_up_rows(config: ModelConfig) -> dict[str, RowSlice]:
+    """Row slices of gate and up in one matrix."""
+    size = config.intermediate_size
+    return {"gate": RowSlice(0, size), "up": RowSlice(size, 2 * size)}
 
 
 def qkv_rows(config: ModelConfig, groups: int = 1) -> dict[str, RowSlice]:
@@ -221,6 +228,22 @@ def rope(
             "attention_factor": inner.number("attention_factor", default=scale),
         }
     return RopeConfig(scaling=kind, theta=base, dim=dim, factor=factor, original_positions=original, **own)
+
+
+def ropes_of_kinds(fields: Fields, head_dim: int, *, theta: float, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary tables of local and of global layers; theta, local_theta: their defaults.
+
+    Transformers 5 nests both in `rope_parameters`; before, `rope_theta` and `rope_scaling` were for global layers
+    only. The older fields are the defaults of the newer ones.
+    """
+    given = fields.section("rope_parameters")
+    tables = {kind: given.section(kind) if given else None for kind in ("sliding_attention", "full_attention")}
+    local, whole = tables["sliding_attention"], tables["full_attention"]
+    scaling = fields.section("rope_scaling")
+    if scaling is not None:
+        whole = Fields({**(whole.values if whole else {}), **scaling.values}, scaling.where)
+    plain = Fields({"max_position_embeddings": fields.integer("max_position_embeddings", high=1 << 30)}, fields.where)
+    return (rope(plain, head_dim, local, theta=local_theta), rope(fields, head_dim, whole, theta=theta))
 
 
 def _yarn_attention(inner: Fields, factor: float) -> float:

@@ -1,4 +1,6 @@
-"""Gemma 2 (arXiv 2408.00118): norms around both halves, alternating windows, soft-capped scores and logits.
+"""Gemma (arXiv 2403.08295): Llama with a scaled embedding, norm weights stored minus one, and a gated GELU.
+
+Gemma 2 (arXiv 2408.00118): norms around both halves, alternating windows, soft-capped scores and logits.
 
 Gemma 3, text (arXiv 2503.19786): Gemma 2 with QK-norm, five local layers to a global one, and two rotary tables.
 """
@@ -6,7 +8,7 @@ Gemma 3, text (arXiv 2503.19786): Gemma 2 with QK-norm, five local layers to a g
 from typing import Any
 
 from hasten.errors import CheckpointError
-from hasten.model.config import Fields, ModelConfig, RopeConfig
+from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.family import (
     ACTIVATION_NAMES,
     LLAMA_NAMES,
@@ -14,7 +16,7 @@ from hasten.model.families.family import (
     layer_count,
     layers_of_kinds,
     llama_config,
-    rope,
+    ropes_of_kinds,
     window_of,
 )
 
@@ -25,26 +27,47 @@ NAMES = LLAMA_NAMES | {
 }
 
 
-def gemma_config(fields: Fields, kinds: list[str], *, full_rope: int = 0, **changes: Any) -> ModelConfig:
-    """The config that Gemma 2 and 3 share; kinds and full_rope as in `layers_of_kinds`."""
+def _of_all(fields: Fields) -> dict[str, Any]:
+    """What the configs of all Gemmas share."""
     if fields.flag("use_bidirectional_attention", False):
         raise CheckpointError(f"{fields.where}: use_bidirectional_attention is not supported; hasten runs decoders")
     bias = fields.flag("attention_bias", False)
+    return {
+        "norm_offset": 1.0,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "embedding_scale": float(fields.integer("hidden_size")) ** 0.5,
+        "tie_embeddings": fields.flag("tie_word_embeddings", True),
+    }
+
+
+def gemma1_config(fields: Fields) -> ModelConfig:
+    # Early files say "gelu" and mean its approximation by tanh, as transformers reads them.
+    activation = fields.choice("hidden_act", options=ACTIVATION_NAMES | {"gelu": "gelu_tanh"})
+    return llama_config(fields, activation=activation, **_of_all(fields))
+
+
+GEMMA_DEFAULTS = {
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+}
+GEMMA = Family("gemma", "GemmaForCausalLM", gemma1_config, defaults=GEMMA_DEFAULTS)
+
+
+def gemma_config(fields: Fields, kinds: list[str], *, full_rope: int = 0, **changes: Any) -> ModelConfig:
+    """The config that Gemma 2 and 3 share; kinds and full_rope as in `layers_of_kinds`."""
     # The scores are scaled by `query_pre_attn_scalar`, not by the head size.
     scale = fields.number("query_pre_attn_scalar", low=1e-6) ** -0.5
     values: dict[str, Any] = {
         "layers": layers_of_kinds(fields, kinds, window=window_of(fields), scale=scale, full_rope=full_rope),
         "activation": fields.choice("hidden_activation", options=ACTIVATION_NAMES),
-        "norm_offset": 1.0,
         "post_norms": True,
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "embedding_scale": float(fields.integer("hidden_size")) ** 0.5,
-        "tie_embeddings": fields.flag("tie_word_embeddings", True),
         "attention_softcap": fields.number("attn_logit_softcapping", default=None, low=1e-6),
         "logit_softcap": fields.number("final_logit_softcapping", default=None, low=1e-6),
     }
-    return llama_config(fields, **(values | changes))
+    return llama_config(fields, **(_of_all(fields) | values | changes))
 
 
 def gemma2_config(fields: Fields) -> ModelConfig:
@@ -69,25 +92,14 @@ def gemma3_config(fields: Fields) -> ModelConfig:
     count = layer_count(fields)
     every = fields.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
     kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    return gemma_config(fields, kinds, full_rope=1, qk_norm=True, ropes=_ropes(fields))
-
-
-def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
-    """The rotary tables of local and of global layers.
-
-    Transformers 5 nests both in `rope_parameters`; before, `rope_theta` and `rope_scaling` were for global layers and
-    `rope_local_base_freq` for local ones. The older fields are the defaults of the newer ones.
-    """
-    head_dim = fields.integer("head_dim", high=1 << 12)
-    given = fields.section("rope_parameters")
-    tables = {kind: given.section(kind) if given else None for kind in ("sliding_attention", "full_attention")}
-    local, whole = tables["sliding_attention"], tables["full_attention"]
-    scaling = fields.section("rope_scaling")
-    if scaling is not None:
-        whole = Fields({**(whole.values if whole else {}), **scaling.values}, scaling.where)
-    theta = fields.number("rope_local_base_freq", default=10_000.0, low=1.0)
-    plain = Fields({"max_position_embeddings": fields.integer("max_position_embeddings", high=1 << 30)}, fields.where)
-    return (rope(plain, head_dim, local, theta=theta), rope(fields, head_dim, whole, theta=1_000_000.0))
+    local = fields.number("rope_local_base_freq", default=10_000.0, low=1.0)
+    return gemma_config(
+        fields,
+        kinds,
+        full_rope=1,
+        qk_norm="head",
+        ropes=ropes_of_kinds(fields, fields.integer("head_dim", high=1 << 12), theta=1_000_000.0, local_theta=local),
+    )
 
 
 # Published text configs inside a multimodal one leave out even sizes that equal these.

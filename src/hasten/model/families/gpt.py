@@ -19,7 +19,7 @@ def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
         "hidden_size": hidden,
         "intermediate_size": fields.integer("n_inner", default=4 * hidden, high=1 << 22),
         "layers": tuple(
-            LayerConfig(scale=scale / (i + 1) if by_layer else scale)
+            LayerConfig(rope=None, scale=scale / (i + 1) if by_layer else scale)
             for i in range(layer_count(fields, "n_layer", "num_hidden_layers"))
         ),
         "heads": heads,

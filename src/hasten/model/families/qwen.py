@@ -31,7 +31,7 @@ QWEN2 = Family("qwen2", "Qwen2ForCausalLM", qwen2_config, defaults=QWEN2_DEFAULT
 
 def qwen3_config(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
-    return llama_config(fields, qk_norm=True, qkv_bias=bias, output_bias=bias, layers=windowed_layers(fields))
+    return llama_config(fields, qk_norm="head", qkv_bias=bias, output_bias=bias, layers=windowed_layers(fields))
 
 
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", qwen3_config, defaults=QWEN2_DEFAULTS | {"head_dim": 128})
@@ -48,7 +48,7 @@ def qwen3_moe_config(fields: Fields) -> ModelConfig:
         fields,
         window=window,
         has_experts=lambda layer: layer not in dense and step > 0 and (layer + 1) % step == 0,
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=bias,
         output_bias=bias,
         **expert_counts(fields, "num_experts", "num_local_experts"),

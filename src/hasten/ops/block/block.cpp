@@ -96,9 +96,10 @@ struct Plan {
   static constexpr const char* name = "a block";
   const Plan* self;
   int64_t c, heads, head_dim, window, inner;
-  double scale, softcap;
-  bool gated;
+  double scale, softcap, residual_scale;
+  bool gated, rope_pairs, parallel;
   Activation kind;
+  HeadNorm head_norm;
   Norm attention_norm, q_norm, k_norm, output_norm, mlp_norm, down_norm;
   Few<PackedWeight> qkv, mlp;
   PackedWeight output, down;
@@ -118,7 +119,9 @@ Tensor plan_block(PlanBlockCall call) {
   };
   auto plan = std::make_unique<Plan>(Plan{
       .c = c, .heads = call.heads, .head_dim = call.head_dim, .window = call.window, .inner = call.inner_size,
-      .scale = call.scale, .softcap = call.softcap, .gated = call.gated, .kind = Activation(call.activation),
+      .scale = call.scale, .softcap = call.softcap, .residual_scale = call.residual_scale, .gated = call.gated,
+      .rope_pairs = call.rope_pairs, .parallel = call.parallel, .kind = Activation(call.activation),
+      .head_norm = HeadNorm(call.head_norm),
       .attention_norm = call.norm.norm(), .q_norm = call.norm.like(call.q_norm), .k_norm = call.norm.like(call.k_norm),
       .output_norm = call.norm.like(call.output_norm_weight, call.output_norm_bias),
       .mlp_norm = call.norm.like(call.mlp_norm_weight, call.mlp_norm_bias),
@@ -141,13 +144,16 @@ struct BlockPhases {
         middle(arena.take<float>(rows * p.c)), act(arena.take<float>(rows * p.inner)),
         input(arena, x, Type::f32, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm,
               table(call.cos, call.rope_index[i]), table(call.sin, call.rope_index[i]), call.k[i], call.v[i],
-              call.slot_mapping, call.rotated, chosen),
+              call.slot_mapping, call.rotated, chosen, p.head_norm, p.rope_pairs,
+              call.query_factors.empty() ? Maybe() : table(call.query_factors, call.rope_index[i])),
         attention(arena, q, attended, Type::f32, rows, p.heads, p.head_dim, call.k[i], call.v[i], call.query_start_loc,
                   call.seq_lens, call.first_slots, call.block_table, call.block_size, call.rotated, p.scale, p.window,
                   p.softcap, call.seen.empty() ? nullptr : &plan_in<Pattern>(call.seen[i])),
-        output(arena, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm, chosen, p.ranks),
-        mlp(arena, middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind, chosen),
-        down(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm, chosen, p.ranks) {}
+        output(arena, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm, chosen, p.ranks,
+               float(p.residual_scale)),
+        mlp(arena, p.parallel ? x : middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind, chosen),
+        down(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm, chosen, p.ranks,
+             float(p.residual_scale)) {}
 
   static Maybe table(const std::vector<Tensor>& tables, int64_t index) {
     return index < 0 ? Maybe() : Maybe(tables[index]);
@@ -207,15 +213,16 @@ Tensor blocks(BlocksCall call) {
   const int64_t count = int64_t(call.plans.size()), c = x.size(-1), rows = x.numel() / c;
   STD_TORCH_CHECK(count && int64_t(call.rope_index.size()) == count && int64_t(call.k.size()) == count &&
                       int64_t(call.v.size()) == count && call.cos.size() == call.sin.size() &&
-                      (call.seen.empty() || int64_t(call.seen.size()) == count),
-                  "each block needs its plan, its cache, its rope_index, and its pattern if there are any");
+                      (call.seen.empty() || int64_t(call.seen.size()) == count) &&
+                      (call.query_factors.empty() || call.query_factors.size() == call.cos.size()),
+                  "each block needs its plan, its cache, its rope_index, and its pattern and factors if there are any");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "the blocks want x in float32");
   const Maybe& adapters = call.adapters;
   STD_TORCH_CHECK(!adapters || (adapters->scalar_type() == ScalarType::Long && adapters->is_contiguous() &&
                                 adapters->numel() == rows),
                   "each row needs its adapter, int64");
   const int64_t* own = adapters ? static_cast<const int64_t*>(adapters->const_data_ptr()) : nullptr;
-  for (auto* tables : {&call.cos, &call.sin})
+  for (auto* tables : {&call.cos, &call.sin, &call.query_factors})
     for (Tensor& one : *tables) one = as_contiguous(one);
   Tensor out = empty_like_with_last(x, c);
   Arena arena;

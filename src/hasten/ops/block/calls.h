@@ -58,12 +58,18 @@ struct PlanWeightCall {
 };
 
 // A dense block of plans of weights: those of q, k and v, that of gate and up or both. norm: before attention; the others
-// are of its kind. ranks: with which the sums of output and down are shared.
+// are of its kind. head_norm: a HeadNorm. rope_pairs: neighbouring elements of a head are turned together. residual_scale:
+// a factor of what output and down add. parallel: the MLP reads x, as attention does. ranks: with which the sums of output
+// and down are shared.
 struct PlanBlockCall {
   NormFields norm;
   std::vector<Tensor> qkv;
   int64_t heads = 0, kv_heads = 0, head_dim = 0;
   Maybe q_norm, k_norm;
+  int64_t head_norm = 0;
+  bool rope_pairs = false;
+  double residual_scale = 1;
+  bool parallel = false;
   double scale = 0;
   int64_t window = 0;
   double softcap = 0;
@@ -75,9 +81,9 @@ struct PlanBlockCall {
   int64_t activation = 0;
   Tensor down;
   Maybe down_norm_weight, down_norm_bias, ranks;
-  HASTEN_FIELDS(norm, qkv, heads, kv_heads, head_dim, q_norm, k_norm, scale, window, softcap, output, output_norm_weight,
-                output_norm_bias, mlp_norm_weight, mlp_norm_bias, mlp, inner_size, gated, activation, down,
-                down_norm_weight, down_norm_bias, ranks)
+  HASTEN_FIELDS(norm, qkv, heads, kv_heads, head_dim, q_norm, k_norm, head_norm, rope_pairs, residual_scale, parallel,
+                scale, window, softcap, output, output_norm_weight, output_norm_bias, mlp_norm_weight, mlp_norm_bias, mlp,
+                inner_size, gated, activation, down, down_norm_weight, down_norm_bias, ranks)
 };
 
 // Dense blocks after each other, x (…, C) float32 -> the same, the threads started once. cos, sin: of each rotary table;
@@ -85,7 +91,8 @@ struct PlanBlockCall {
 // the step's tokens are in them is said by the fields of AttentionMetadata (attention/view.py). plans: of plan_block.
 // adapters int64 (rows,): the one that each row takes, -1 for none. times int64 (1 + 5·blocks,): where somebody wants to
 // know, when the blocks began and when each part of each ended, in nanoseconds of the steady clock. seen: what each block
-// sees, of plan_pattern; empty: all.
+// sees, of plan_pattern; empty: all. query_factors float32 (rows,): of each rotary table, what queries are multiplied by;
+// empty: nothing.
 struct BlocksCall {
   Tensor x;
   std::vector<Tensor> cos, sin;
@@ -97,9 +104,9 @@ struct BlocksCall {
   bool rotated = false;
   std::vector<Tensor> plans;
   Maybe adapters, times;
-  std::vector<Tensor> seen;
+  std::vector<Tensor> seen, query_factors;
   HASTEN_FIELDS(x, cos, sin, rope_index, k, v, slot_mapping, query_start_loc, seq_lens, first_slots, block_table, block_size,
-                rotated, plans, adapters, times, seen)
+                rotated, plans, adapters, times, seen, query_factors)
   HASTEN_WRITTEN(k, v, times)
 };
 Tensor blocks(BlocksCall call);

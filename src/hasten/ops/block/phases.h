@@ -134,15 +134,27 @@ struct Linear {
   Few<float*> narrow;  // A·x of each part's adapters, or null
 };
 
-// One head: norm, then the rotary turn of its first 2·half elements (element i with element i + half).
-inline void finish_head(float* x, int64_t size, const Norm& norm, const float* cos, const float* sin, int64_t half) {
-  if (norm.weight) {
-    alignas(64) float copy[256 + LANES];
-    std::memcpy(copy, x, size * sizeof(float));
-    widen(copy, Type::f32, 0, size, size, norm, x);
-  }
-  if (!cos) return;
+// Where queries and keys are normalised: each head before its rotary turn, each head after it, or all heads as one vector.
+enum class HeadNorm { head, rotated_head, projection };
+
+inline void normalize_head(float* x, int64_t size, const Norm& norm) {
+  if (!norm.weight) return;
+  alignas(64) float copy[256 + LANES];
+  std::memcpy(copy, x, size * sizeof(float));
+  widen(copy, Type::f32, 0, size, size, norm, x);
+}
+
+// The rotary turn of a head's first 2·half elements: element i with element i + half, or (pairs) 2i with 2i + 1.
+inline void turn_head(float* x, const float* cos, const float* sin, int64_t half, bool pairs) {
   int64_t i = 0;
+  if (pairs) {
+    for (; i < half; i++) {
+      const float a = x[2 * i], b = x[2 * i + 1];
+      x[2 * i] = a * cos[i] - b * sin[i];
+      x[2 * i + 1] = b * cos[i] + a * sin[i];
+    }
+    return;
+  }
   for (; i + LANES <= half; i += LANES) {
     const F32 a = load(x + i), b = load(x + i + half), c = load(cos + i), s = load(sin + i);
     store(x + i, a * c - b * s);
@@ -162,9 +174,10 @@ struct AttentionInput {
   AttentionInput(Arena& arena, const void* x, Type type, int64_t rows, void* q, const Norm& norm,
                  const Few<PackedWeight>& weights, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm,
                  const Maybe& cos, const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache,
-                 const Tensor& slot_mapping, bool rotated, const int64_t* chosen = nullptr)
-      : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type), q_norm(q_norm),
-        k_norm(k_norm), linear(arena, x, type, rows, norm, weights, chosen),
+                 const Tensor& slot_mapping, bool rotated, const int64_t* chosen = nullptr,
+                 HeadNorm place = HeadNorm::head, bool pairs = false, const Maybe& query_factors = {})
+      : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type), place(place), pairs(pairs),
+        q_norm(q_norm), k_norm(k_norm), linear(arena, x, type, rows, norm, weights, chosen),
         values(arena.take<float>(rows * linear.n)), last(k_cache.size(0) - 1),
         slot_stride(k_cache.stride(0)), head_stride(k_cache.stride(1)), half(cos ? cos->size(-1) : 0),
         rotated(rotated), held(row_format(k_cache, head_dim)), value_bytes(held == RowFormat::bf16 ? 2 : 1) {
@@ -180,6 +193,10 @@ struct AttentionInput {
                           (!angles || (angles->scalar_type() == ScalarType::Float && angles->is_contiguous() &&
                                        angles->numel() == rows * half && 2 * half <= head_dim)),
                       "cos and sin must be float32, with one row for each row of x");
+    STD_TORCH_CHECK(!query_factors || (query_factors->scalar_type() == ScalarType::Float &&
+                                       query_factors->is_contiguous() && query_factors->numel() == rows),
+                    "there must be one factor for each row of x, float32");
+    factors = query_factors ? static_cast<const float*>(query_factors->const_data_ptr()) : nullptr;
     k_out = static_cast<uint8_t*>(k_cache.mutable_data_ptr());
     v_out = static_cast<uint8_t*>(v_cache.mutable_data_ptr());
     slot = static_cast<const int64_t*>(slot_mapping.const_data_ptr());
@@ -189,6 +206,13 @@ struct AttentionInput {
 
   void run(Worker& worker) const {
     linear.run_into(worker, values);
+    if (place == HeadNorm::projection)
+      worker.each(2 * linear.rows, [&](int64_t item) {
+        const bool key = item % 2;
+        float* x = values + item / 2 * linear.n + (key ? heads * head_dim : 0);
+        const int64_t size = (key ? kv_heads : heads) * head_dim;
+        widen(x, Type::f32, 0, size, size, key ? k_norm : q_norm, x);
+      });
     // The heads of few rows are shared out too; of many, whole rows.
     const int64_t all = heads + 2 * kv_heads, step = linear.rows <= 4 ? kv_heads : all;
     worker.each(linear.rows * (all / step), [&](int64_t item) {
@@ -200,9 +224,14 @@ struct AttentionInput {
  private:
   void one(int64_t r, int64_t h) const {
     float* x = values + r * linear.n + h * head_dim;
-    if (h < heads + kv_heads)
-      finish_head(x, head_dim, h < heads ? q_norm : k_norm, cosines ? cosines + r * half : nullptr,
-                  sines ? sines + r * half : nullptr, half);
+    if (h < heads + kv_heads) {
+      const Norm& norm = h < heads ? q_norm : k_norm;
+      if (place == HeadNorm::head) normalize_head(x, head_dim, norm);
+      if (cosines) turn_head(x, cosines + r * half, sines + r * half, half, pairs);
+      if (place == HeadNorm::rotated_head) normalize_head(x, head_dim, norm);
+    }
+    if (h < heads && factors)
+      for (int64_t i = 0; i < head_dim; i++) x[i] *= factors[r];
     if (h < heads) return store_row(q, type, (r * heads + h) * head_dim, x, head_dim);
     const bool key = h < heads + kv_heads;
     const int64_t own = h - heads - (key ? 0 : kv_heads);
@@ -213,6 +242,8 @@ struct AttentionInput {
   const int64_t heads, kv_heads, head_dim;
   void* const q;
   const Type type;
+  const HeadNorm place;
+  const bool pairs;
   const Norm q_norm, k_norm;
   const Linear linear;
   float* const values;
@@ -222,17 +253,17 @@ struct AttentionInput {
   const RowFormat held;
   const int64_t value_bytes;
   const int64_t* slot;
-  const float *cosines, *sines;
+  const float *cosines, *sines, *factors;
 };
 
-// residual + norm(x·Wᵀ + b), the norm being optional. x (R, K), residual and out (R, N). ranks: those whose products are
-// parts of one sum, which the norm and the residual wait for.
+// residual + scale·norm(x·Wᵀ + b), the norm being optional. x (R, K), residual and out (R, N). ranks: those whose products
+// are parts of one sum, which the norm and the residual wait for.
 struct LinearAdd {
   LinearAdd(Arena& arena, const void* x, Type x_type, int64_t rows, const PackedWeight& weight, const void* residual,
             void* out, Type type, const Norm& norm, const int64_t* chosen = nullptr,
-            Ranks* ranks = nullptr)
+            Ranks* ranks = nullptr, float scale = 1)
       : linear(arena, x, x_type, rows, Norm{}, weight, chosen), norm(norm), residual(residual), out(out), type(type),
-        ranks(ranks), values(norm.weight || ranks ? arena.take<float>(rows * linear.n) : nullptr) {}
+        scale(scale), ranks(ranks), values(norm.weight || ranks ? arena.take<float>(rows * linear.n) : nullptr) {}
 
   Prefetcher beginning(const Worker& worker) const { return hasten::beginning(worker, linear.weights, linear.rows); }
   void run(Worker& worker) const {
@@ -259,13 +290,14 @@ struct LinearAdd {
   void add(const float* values, int64_t at, int64_t count, const void* b, Type bias_type, int64_t n0) const {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
-      F32 v = load(values + i) + load_as(residual, type, at + i);
-      if (b) v += load_as(b, bias_type, n0 + i);
+      F32 v = load(values + i) * scale + load_as(residual, type, at + i);
+      if (b) v += load_as(b, bias_type, n0 + i) * scale;
       store_as(out, type, at + i, v);
     }
     for (; i < count; i++)
       store_one(out, type, at + i,
-                values[i] + load_one(residual, type, at + i) + (b ? load_one(b, bias_type, n0 + i) : 0.0f));
+                values[i] * scale + load_one(residual, type, at + i) +
+                    (b ? load_one(b, bias_type, n0 + i) * scale : 0.0f));
   }
 
   const Linear linear;
@@ -273,6 +305,7 @@ struct LinearAdd {
   const void* const residual;
   void* const out;
   const Type type;
+  const float scale;
   Ranks* const ranks;
   float* const values;
 };
@@ -285,13 +318,14 @@ INLINE F32 erf(F32 x) {
   F32 y = 1.0f - p * exp(-(a * a));
   return as<F32>(as<U32>(y) | (as<U32>(x) & 0x80000000u));
 }
-enum class Activation { silu, gelu, gelu_tanh, relu };
+enum class Activation { silu, gelu, gelu_tanh, relu, relu2 };
 INLINE F32 activate(F32 x, Activation kind) {
   switch (kind) {
     case Activation::silu: return x * logistic(x);
     case Activation::gelu: return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f));
     // 0.5·(1 + tanh(y)) is the logistic function of 2·y.
     case Activation::gelu_tanh: return x * logistic(1.5957691216057308f * (x + 0.044715f * x * x * x));
+    case Activation::relu2: return max(x, F32{}) * max(x, F32{});
     default: return max(x, F32{});
   }
 }

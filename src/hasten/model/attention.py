@@ -1,0 +1,104 @@
+"""The attention of a block: queries, keys and values, their norms and rotary turn, and the layer's kernels.
+
+B: sequences, T: tokens of each, H: query heads, Hkv: key/value heads, D: head size, C: hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hasten.model.config import LayerConfig, ModelConfig
+from hasten.model.interfaces import LayerContext
+from hasten.model.mlp import Linear
+from hasten.model.norms import norm_of
+from hasten.model.rope import Rotation, rotate
+from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
+from hasten.ops.linear import request_of
+from hasten.ops.linear.wide import WideLinear
+
+if TYPE_CHECKING:
+    from hasten.ops.attention.pattern_layout import Pattern
+
+
+class Attention(nn.Module):
+    """Multi-head, grouped-query (arXiv 2305.13245) or multi-query (arXiv 1911.02150) attention, by `kv_heads`."""
+
+    kernels: LayerAttention  # set by `bind`
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, config.head_dim
+        self.q: Linear = nn.Linear(hidden, config.heads * size, bias=config.qkv_bias)
+        self.k: Linear = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
+        self.v: Linear = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
+        self.output: Linear = nn.Linear(config.heads * size, hidden, bias=config.output_bias)
+        self.qk_norm, self.rope_pairs = config.qk_norm, config.rope_pairs
+        whole = config.qk_norm == "projection"
+        self.q_norm = norm_of(config, size * config.heads if whole else size) if config.qk_norm else None
+        self.k_norm = norm_of(config, size * config.kv_heads if whole else size) if config.qk_norm else None
+        self.block_size: int | None = None  # of a sparse pattern that is more than a regrouping of plain attention
+        self.dropout = config.dropout
+        heads = AttentionSpec(heads=config.heads, kv_heads=config.kv_heads, head_dim=size, scale=layer.scale)
+        self.spec = replace(heads, window=layer.window, softcap=config.attention_softcap)
+        self.take_pattern(config.attention_pattern)
+
+    def take_pattern(self, pattern: Pattern | None) -> None:
+        """Use a sparse pattern, whose masks include the layer's window. The kernels are to be bound after this."""
+        if pattern is not None:
+            self.block_size = None if pattern.period is not None else pattern.block
+            self.spec = replace(self.spec, window=None)
+
+    def request(self, dtype: torch.dtype | None = None) -> AttentionRequest:
+        """The request to a kernel, in the weights' dtype or in `dtype`."""
+        like = request_of(self.q)
+        wide = isinstance(getattr(self.q, "base", self.q), WideLinear)
+        dtype = dtype or (torch.float32 if wide else like.dtype)
+        request = AttentionRequest(spec=self.spec, device=like.device, dtype=dtype, dropout=self.dropout > 0)
+        return replace(request, block_mask=self.block_size is not None, block_size=self.block_size)
+
+    def bind(self, kernel: str | None = None, *, dtype: torch.dtype | None = None) -> None:
+        """Choose the attention kernels for the weights' device and dtype; `kernel` forces one where it fits.
+
+        dtype: of the products, if autocast runs them in another dtype than the weights'.
+        """
+        self.kernels = LayerAttention.bind(self.request(dtype), forced=kernel)
+
+    @property
+    def supports_segments(self) -> bool:
+        """Whether the kernels take packed documents as the first and last key of each query, without a mask."""
+        used = {self.kernels.tokens.name, self.kernels.dropout.name if self.dropout else "native"}
+        return used <= {"native", "native-sparse"}
+
+    def forward(self, x: Tensor, rope: Rotation | None, layer: LayerContext) -> Tensor:
+        return self.output(self.mix(*self.project(x), rope, layer))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, rope: Rotation | None, layer: LayerContext) -> Tensor:
+        """Attention output (B, T, H·D) of projected queries, keys and values (B, T, …)."""
+        if self.qk_norm == "projection":
+            q, k = self.normalized(q, k)
+        q = q.unflatten(-1, (self.spec.heads, self.spec.head_dim))  # (B, T, H, D)
+        k, v = (x.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim)) for x in (k, v))  # (B, T, Hkv, D)
+        if self.qk_norm == "head":
+            q, k = self.normalized(q, k)
+        if rope is not None:
+            cos, sin, *factors = rope
+            q, k = (rotate(x, cos, sin, pairs=self.rope_pairs) for x in (q, k))
+            for factor in factors:
+                q = q * factor[..., None, None].to(q.dtype)
+        if self.qk_norm == "rotated_head":
+            q, k = self.normalized(q, k)
+        return layer.attend(q, k, v, attention=self.kernels, dropout=self.dropout if self.training else 0.0).flatten(-2)
+
+    def normalized(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the norms of queries and keys."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        return self.q_norm(q), self.k_norm(k)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x (B, T, C) to queries, keys and values, (B, T, heads·D) each."""
+        return self.q(x), self.k(x), self.v(x)
