@@ -290,8 +290,8 @@ def calibration_memory(
     """Memory of quantizing with calibration text, beside the checkpoint, whose pages are mapped.
 
     states: bytes of all samples' hidden states, kept for each of `walks` passes through the model. spill: they are on
-    the disk instead. step: bytes of one number for each token of a pass. squares: number of float32 matrices, squares
-    of the widest input. moved: each block is copied to a device, in 16 bits.
+    the disk instead. step: bytes of one number for each token of the passes at work. squares: number of float32
+    matrices, squares of the widest input. moved: each block is copied to a device, in 16 bits.
     """
     block = max(matrices(config, layer)[0] for layer in config.layers)
     inner = max(config.expert_size if layer.experts else config.intermediate_size for layer in config.layers)
@@ -300,7 +300,7 @@ def calibration_memory(
     parts = {
         "rounded blocks": (4 if moved else 2) * max(block, parameters(config).embedding),
         "sums over the samples": int(4 * squares * widest**2),
-        "a pass": step * (6 * config.hidden_size + 3 * inner + 4 * config.heads * config.head_dim),
+        "passes": step * (6 * config.hidden_size + 3 * inner + 4 * config.heads * config.head_dim),
         "states": 0 if spill else walks * states,
         "inputs of experts": chosen * states,
     }

@@ -26,11 +26,13 @@ def predicted_bytes(
     """
     device = device or model.device
     moved, size = device != model.device, computing_dtype(model, device).itemsize
+    walks = 2 if method.gptaq else 1
+    at_work = walks if device.type == "cpu" else 1  # threads compute passes of both walks; a GPU takes turns
     needed = calibration_memory(
         model.config,
         states=tokens.numel() * model.config.hidden_size * size,
-        walks=2 if method.gptaq else 1,
-        step=min(tokens.numel(), at_once(device) * max(PASS_TOKENS, tokens.shape[1])) * size,
+        walks=walks,
+        step=at_work * min(tokens.numel(), at_once(device) * max(PASS_TOKENS, tokens.shape[1])) * size,
         squares=5 if method.gptaq else 3.25,
         spill=spill or moved,
         moved=moved,
