@@ -189,3 +189,36 @@ def test_templates_without_a_format():
     assert find_answer_format(ChatTemplate(silent, "x"), special_tokens={}) == AnswerFormat()
     failing = "{{ raise_exception('no') }}"
     assert find_answer_format(ChatTemplate(failing, "x"), special_tokens={}) == AnswerFormat()
+
+
+def test_a_template_that_shows_tools_in_answers_and_calls_without_arguments():
+    shown = ChatTemplate(template("called", HEAD="<|assistant|>{{ tools | tojson }}"), "x")
+    assert find_answer_format(shown, special_tokens={}).calls is None
+
+
+@pytest.mark.parametrize("parts", [{"CONTENT": '"{{ m.content }}"'}, {"REASONING": "({{ m.reasoning_content }}) "}])
+def test_signs_that_text_has_too_are_no_markers(parts):
+    source = template('<call>{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}</call>', **parts)
+    form = find_answer_format(ChatTemplate(source, "x"), special_tokens={})
+    answer = '(so) he said "yes"'
+    for pieces in ([answer], list(answer)):
+        assert read(form, pieces, prompt="<|assistant|>") == (answer, "", [])
+
+
+@pytest.mark.parametrize("value", ["line\n", "\nline", " a \n\n", "", "\n", " ", "c:\\x\\d", 'it\'s, "so"', "é😀"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_values_keep_their_white_space_and_signs(name, value, monkeypatch):
+    monkeypatch.setitem(ARGUMENTS, "city", value)
+    _, answer = rendered(name, content="", tool_calls=calls_of("get_weather"))
+    for pieces in ([answer], list(answer)):
+        ((_, arguments),) = read(form_of(name), pieces)[2]
+        assert json.loads(arguments) == ARGUMENTS
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=st.text(st.sampled_from("a1xu\\'\"\n\x07é,)={ ")), size=st.integers(1, 9))
+def test_texts_in_a_call_in_python(value, size):
+    text = f"<|calls|>[get_time(city={value!r}, days = 3)]<|end_calls|>"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    ((_, arguments),) = read(form_of("python"), pieces)[2]
+    assert json.loads(arguments) == {"city": value, "days": 3}

@@ -25,6 +25,7 @@ _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d(?![A-Za-z0-9])")
 _TOKEN = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]|[^\w\s]")
 _NAMED_TAG = re.compile(r"<[^<>]*>\w+")
 _LONGEST_CLOSER = 200
+_SHORTEST_MARKER = 3  # characters of a marker around text
 # Markers in templates that take reasoning out of earlier answers, or leave it to the text that is given.
 _KNOWN_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
@@ -105,8 +106,10 @@ def find_answer_format(template: ChatTemplate, *, special_tokens: Mapping[str, s
     if both is not None and _TEXT in both and _NAMES[0] in both:
         tail = squash(_whole_tags(common_prefix(after, both.split(_TEXT, 1)[1].split(_NAMES[0])[0])))
     eos = special_tokens.get("eos_token")
-    if not tail and eos and eos in after and after.startswith("<"):
+    if not tail and eos and eos in after:
         tail = squash(after.split(eos)[0])
+    if not tail.startswith("<") or len(tail) < _SHORTEST_MARKER:  # a sign that text has too
+        tail = ""
     reasoning = _reasoning(probe) or _known_reasoning(template.source)
     head_text = before[len(_whole_tags(common_prefix(before, probe.prompt))) :]
     head = probe.beyond(before)
@@ -199,7 +202,9 @@ def _reasoning(probe: _Probe) -> ReasoningFormat | None:
     opening = probe.beyond(before)
     if not opening:  # the prompt has it
         opening = _last_tag(probe.ending.removesuffix(closing))
-    return ReasoningFormat(opening, closing, closing_text) if opening and closing else None
+    if min(len(opening), len(closing)) < _SHORTEST_MARKER:  # signs, such as brackets, are in texts too
+        return None
+    return ReasoningFormat(opening, closing, closing_text)
 
 
 def _known_reasoning(source: str) -> ReasoningFormat | None:
@@ -242,7 +247,7 @@ def _calls(probe: _Probe, before_text: str, after_text: str, tail: str) -> CallF
 
 def _cut(text: str, count: int) -> tuple[str, list[str], str, str] | None:
     """The text before the first name; what surrounds its keys and values; up to the second name; and behind all."""
-    before, rest = text.split(_KEYS[0], 1)
+    before, _, rest = text.partition(_KEYS[0])
     if _NAMES[0] not in before:
         return None
     before, first_gap = before.rsplit(_NAMES[0], 1)
@@ -276,7 +281,8 @@ def _form(inside: list[str], after: str) -> dict[str, Any] | None:
     closing = _whole_tags(common_prefix(gap, after))
     key_opening = gap[len(closing) :]
     between, hint = _with_hole(first_middle, second_middle)
-    tags = Tags(pattern_of(key_opening), pattern_of(between), pattern_of(closing), text_hint=hint)
+    newlines = first_middle.endswith("\n") and gap.startswith("\n")
+    tags = Tags(pattern_of(key_opening), pattern_of(between), pattern_of(closing), text_hint=hint, newlines=newlines)
     if not all(part[0] for part in (tags.before, tags.between, tags.after)):
         return None
     squashed = squash(first_gap).removesuffix(squash(key_opening))

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from string import hexdigits
 from typing import Any
 
 from hasten.text.markers import MAYBE, NO, Pattern, find, match, match_pattern
 
 _WORD = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.+-")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
-_QUOTED = '"\\/bfnrtu'  # what may follow a backslash in JSON
+_QUOTED = '"\\bfnrt'  # what may follow a backslash in JSON and in Python
+_ESCAPES = {"x": 2, "u": 4}  # of Python, with the number of their digits
 _BEHIND_TEXT = ",)]}:"
 _LONGEST = 256  # characters of a word or a key
+_SPACES = re.compile(rf"\s{{0,{_LONGEST}}}")
 _LITERAL = 10_000  # most characters of a value that is read as Python
 Taken = tuple[str, int, bool]
 
@@ -68,7 +72,7 @@ class LooseArguments(Arguments):
         written: list[str] = []
         at = 0
         while at < len(text):
-            end = match(self._quote, text, at)
+            end = NO if text[at].isspace() else match(self._quote, text, at)  # white space before it is of the text
             if end == MAYBE:
                 break
             if end != NO:
@@ -114,10 +118,10 @@ class PythonArguments(Arguments):
 
     def _in_text(self, text: str, at: int) -> tuple[str, int] | None:
         if text[at] == self._quote:
-            following = text[at + 1 :].lstrip()
+            following = _beyond_spaces(text, at + 1)
             if not following:
                 return None
-            if following[0] in _BEHIND_TEXT:  # else it is within the text: templates do not escape it
+            if following in _BEHIND_TEXT:  # else it is within the text: templates do not escape it
                 self._quote = ""
                 return '"', at + 1
         if text[at] != "\\":
@@ -125,9 +129,13 @@ class PythonArguments(Arguments):
         if at + 1 >= len(text):
             return None
         following = text[at + 1]
-        if following == "x":
-            return None if at + 4 > len(text) else (f"\\u00{text[at + 2 : at + 4]}", at + 4)
-        return (f"\\{following}" if following in _QUOTED else json.dumps(following)[1:-1]), at + 2
+        digits = text[at + 2 : at + 2 + _ESCAPES.get(following, 0)]
+        if following in _ESCAPES and all(digit in hexdigits for digit in digits):
+            complete = len(digits) == _ESCAPES[following]
+            return (f"\\u{digits:0>4}", at + 2 + len(digits)) if complete else None
+        if following == "'":
+            return following, at + 2
+        return (f"\\{following}", at + 2) if following in _QUOTED else ("\\\\", at + 1)  # as Python keeps it
 
     def _between(self, text: str, at: int) -> tuple[str, int] | None:
         letter = text[at]
@@ -145,8 +153,12 @@ class PythonArguments(Arguments):
         end = at + len(word)
         if end >= len(text):
             return None
-        if text[end] == "=" and len(self._open) == 1:
-            return f'"{word}": ', end + 1
+        if len(self._open) == 1:
+            following = _beyond_spaces(text, end)
+            if not following:
+                return None
+            if following == "=":
+                return f'"{word}": ', text.index("=", end) + 1
         return _PYTHON.get(word, word), end
 
 
@@ -156,12 +168,14 @@ class Tags:
 
     between: one part; or two, between which the template writes `text_hint` where the value is text.
     after: one part; or two, with the key between them.
+    newlines: a value has a line break before and after it, which does not belong to it.
     """
 
     before: Pattern
     between: Pattern
     after: Pattern
     text_hint: str = ""
+    newlines: bool = True
 
 
 class TaggedArguments(Arguments):
@@ -231,17 +245,16 @@ class TaggedArguments(Arguments):
         if not self._text:
             return "", at
         if not self._begun and text[at:place]:
-            at += text.startswith("\n", at)
+            at += self._tags.newlines and text.startswith("\n", at)
             self._begun = True
-        if place > at and text[place - 1] == "\n":  # it may be the one before the end
+        if self._tags.newlines and place > at and text[place - 1] == "\n":  # it may be the one before the end
             place -= 1
         return json.dumps(text[at:place], ensure_ascii=False)[1:-1], max(at, place)
 
     def _value(self, text: str) -> str:
         """The rest of a value."""
-        if not self._begun:
-            text = text.removeprefix("\n")
-        text = text.removesuffix("\n")
+        if self._tags.newlines:
+            text = (text if self._begun else text.removeprefix("\n")).removesuffix("\n")
         if self._text:
             return json.dumps(text, ensure_ascii=False)[1:]
         plain = text.strip()
@@ -285,6 +298,13 @@ def _from_python(text: str) -> str | None:
         return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
+
+
+def _beyond_spaces(text: str, at: int) -> str:
+    """The first character from a place on that is no white space; empty if there is none yet."""
+    found = _SPACES.match(text, at)
+    end = at if found is None else found.end()
+    return text[end : end + 1]
 
 
 def _word(text: str, at: int) -> str:

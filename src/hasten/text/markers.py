@@ -68,15 +68,13 @@ def find(patterns: Sequence[Pattern], text: str, start: int = 0) -> tuple[int, i
 
     The end is MAYBE where the text ends before that is certain, NO (and the place the text's end) where there is none.
     """
-    firsts = {pattern[0][:1] for pattern in patterns if pattern[0]}
-    place = start
+    places = {pattern[0][0]: text.find(pattern[0][0], start) for pattern in patterns if pattern[0]}
     while True:
-        places = [at for first in firsts if (at := text.find(first, place)) >= 0]
-        if not places:
+        place = min((at for at in places.values() if at >= 0), default=NO)
+        if place < 0:
             return len(text), NO, -1
-        place = min(places)
         for which, pattern in enumerate(patterns):
             end = match_pattern(pattern, text, place)[0] if pattern[0] else NO
             if end != NO:
                 return place, end, which
-        place += 1
+        places[text[place]] = text.find(text[place], place + 1)
