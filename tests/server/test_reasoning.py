@@ -277,6 +277,26 @@ def test_a_forced_call_comes_after_the_reasoning_and_its_budget(client, engine):
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Rome"})
 
 
+def test_a_budget_does_not_end_a_call_that_ended_the_reasoning(client, engine):
+    say(engine, f"Hm.{CALL}", insists=True)
+    budget = len(engine.tokenizer.encode(f"Hm.{CALL[:-50]}", add_special_tokens=False))
+    message = ask(client, tools=[TOOL], thinking_budget_tokens=budget)["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert (message["reasoning_content"], json.loads(call["function"]["arguments"])) == ("Hm.", ARGUMENTS)
+
+
+def test_a_call_that_reasoning_mentions_does_not_end_it_before_a_structure(client, engine):
+    thought = "I write <tool_call>\n<function=weather> so."
+    say(engine, f'{thought}</think>{{"name": "weather", "arguments": {{"city": "Rome"}}}}', insists=True)
+    forced = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    message = ask(client, **forced)["choices"][0]["message"]
+    assert message["reasoning_content"] == thought
+    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"city": "Rome"}]
+    say(engine, f'{thought}</think>{{"city": "Rome"}}', insists=True)
+    message = ask(client, tools=[TOOL], response_format=OBJECT)["choices"][0]["message"]
+    assert (message["reasoning_content"], json.loads(message["content"])) == (thought, {"city": "Rome"})
+
+
 @pytest.fixture(scope="module")
 def marked(tokenizer):
     """An engine in whose vocabulary the reasoning's markers are tokens, and whose prompt does not begin it."""

@@ -110,10 +110,16 @@ class ChatTurn:
         wanted = getattr(body, name_of)
         if wanted == 0:
             raise ApiError(f"{name_of} is 0: an answer has at least one token", param=name_of)
+        if body.thinking_budget_tokens is not None and not self.reasons:
+            message = "thinking_budget_tokens: the answers of this model's chat template have no reasoning to end"
+            raise ApiError(message, param="thinking_budget_tokens")
         most = room(prompt, wanted, service, param="messages", wanted_by=name_of, default=None)
         ending = service.tokenizer.decode(prompt[-_ENDING:], skip_special_tokens=False)
+        # Last, because compiling a schema takes longer than refusing anything above.
+        grammar = await self._grammar()
         calls = [None if tools is None else tools.reader() for _ in range(self.samples.n)]
-        self._readers = [AnswerReader(self._form, prompt=ending, calls=reader) for reader in calls]
+        structured = grammar is not None
+        self._readers = [AnswerReader(self._form, prompt=ending, calls=one, structured=structured) for one in calls]
         return build_request(
             body,
             service,
@@ -121,23 +127,22 @@ class ChatTurn:
             prompt=prompt,
             max_tokens=most,
             samples=self.samples,
-            # Last, because compiling a schema takes longer than refusing anything above.
-            constraint=await self._constraint(ending),
+            constraint=self._after_reasoning(grammar, ending),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             skip_special_tokens=body.skip_special_tokens is not False and not self._needs_special_tokens(),
         )
 
-    async def _constraint(self, prompt: str) -> Grammar | AfterReasoning | None:
+    async def _grammar(self) -> Grammar | None:
+        """The structure of the answer: of a forced call, or the one that was asked for."""
+        grammar = None if self.tools is None else await self.tools.constraint()
+        if grammar is None and self.body.response_format is not None:
+            grammar = await constraint_of(self.body.response_format, self.service)
+        return grammar
+
+    def _after_reasoning(self, grammar: Grammar | None, prompt: str) -> Grammar | AfterReasoning | None:
         """What the answer is held to: a structure, after the reasoning; and the reasoning to its budget."""
-        body, tools, tokenizer = self.body, self.tools, self.service.tokenizer
-        budget = body.thinking_budget_tokens
-        gate = gate_of(self._form, tokenizer, prompt=prompt, budget=budget)
-        if budget is not None and not self.reasons:
-            message = "thinking_budget_tokens: the answers of this model's chat template have no reasoning to end"
-            raise ApiError(message, param="thinking_budget_tokens")
-        grammar = None if tools is None else await tools.constraint()
-        if grammar is None and body.response_format is not None:
-            grammar = await constraint_of(body.response_format, self.service)
+        body, tokenizer, budget = self.body, self.service.tokenizer, self.body.thinking_budget_tokens
+        gate = gate_of(self._form, tokenizer, prompt=prompt, budget=budget, stops=self._readers[0].stops)
         if gate is None or (grammar is None and budget is None) or (body.continue_final_message and not gate.inside):
             return grammar
         return AfterReasoning(gate, tokenizer, grammar)
@@ -154,20 +159,19 @@ class ChatTurn:
         reader = self._readers[output.index]
         reason: str | None = output.finish_reason
         before = reader.in_reasoning
-        pieces = [reader.push(output.text)]
+        found = reader.push(output.text)
         if before or reader.in_reasoning:
             self.reasoning_tokens += len(output.tokens)
         if reason is not None:
-            pieces.append(reader.finish(cut=reason == "length"))
-        calls = joined(call for piece in pieces for call in piece.calls)
+            found.add(reader.finish(cut=reason == "length"))
+        calls = joined(found.calls) if found.calls else []
         if self.tools is not None and not self.tools.parallel:
             calls = [call for call in calls if call.index == 0]
         if calls:
             self._called.add(output.index)
         if output.index in self._called and reason == "stop" and self.tools is not None and not self.tools.named:
             reason = "tool_calls"
-        text = "".join(piece.content for piece in pieces)
-        return Said(text, calls, reason, reasoning="".join(piece.reasoning for piece in pieces))
+        return Said(found.content, calls, reason, reasoning=found.reasoning)
 
 
 def joined(pieces: Iterable[CallPiece]) -> list[CallPiece]:

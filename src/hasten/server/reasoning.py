@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hasten.server.structured import Grammar
 from hasten.text.answer_format import AnswerFormat
 from hasten.text.answer_reader import ends_in_reasoning
-from hasten.text.markers import MAYBE, NO, find, match, pattern_of, squash
+from hasten.text.markers import MAYBE, NO, Pattern, find, match, pattern_of, squash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,12 +24,14 @@ _WINDOW = 24  # tokens among which a marker is looked for
 class ReasoningGate:
     """How the reasoning of one answer begins and ends, in text and tokens.
 
-    inside: the prompt has begun it. opening_id: its opening, if that is one token. closing_ids: what ends it when the
-    budget is used. head_ids: what the template writes between reasoning and answer.
+    inside: the prompt has begun it. stops: what ends it without its closing. opening_id: its opening, if that is one
+    token. closing_ids: what ends it when the budget is used. head_ids: what the template writes between reasoning and
+    answer.
     """
 
     opening: str
     closing: str
+    stops: tuple[Pattern, ...]
     inside: bool
     opening_id: int | None
     closing_ids: tuple[int, ...]
@@ -38,7 +40,9 @@ class ReasoningGate:
     budget: int | None
 
 
-def gate_of(form: AnswerFormat, tokenizer: Tokenizer, *, prompt: str, budget: int | None) -> ReasoningGate | None:
+def gate_of(
+    form: AnswerFormat, tokenizer: Tokenizer, *, prompt: str, budget: int | None, stops: tuple[Pattern, ...] = ()
+) -> ReasoningGate | None:
     """The gate of an answer to this prompt; None where its template writes no reasoning, or the prompt ended it."""
     if form.reasoning is None or squash(prompt).endswith(form.reasoning.closing):
         return None
@@ -47,6 +51,7 @@ def gate_of(form: AnswerFormat, tokenizer: Tokenizer, *, prompt: str, budget: in
     return ReasoningGate(
         opening=form.reasoning.opening,
         closing=form.reasoning.closing,
+        stops=stops,
         inside=ends_in_reasoning(form.reasoning, prompt),
         opening_id=tokenizer.backend.token_to_id(form.reasoning.opening),
         closing_ids=tuple(closing),
@@ -139,8 +144,10 @@ class AfterReasoning:
     def _reason(self) -> None:
         self._count += 1
         text = self._text()
-        _, end, _ = find((pattern_of(self.gate.closing),), text)
-        if end >= 0:
+        _, end, which = find((pattern_of(self.gate.closing), *self.gate.stops), text)
+        if end >= 0 and which > 0:
+            self._state = "answer"
+        elif end >= 0:
             self._answer()
             if self.grammar is not None and text[end:].strip():  # of the token that ended the reasoning
                 for token in self._tokenizer.encode(text[end:].strip(), add_special_tokens=False):

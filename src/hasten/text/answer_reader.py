@@ -36,6 +36,12 @@ class AnswerPiece:
     reasoning: str = ""
     calls: list[CallPiece] = field(default_factory=list)
 
+    def add(self, later: AnswerPiece) -> None:
+        """Append what comes after it."""
+        self.content += later.content
+        self.reasoning += later.reasoning
+        self.calls += later.calls
+
 
 class TextCalls(Protocol):
     """Takes calls out of the text of an answer; `AnswerReader` uses one."""
@@ -245,14 +251,18 @@ class AnswerReader:
     """Reads one answer in the format of its template.
 
     prompt: the text that the answer continues. calls: the reader of its calls, where functions may be called.
+    structured: the answer is held to a structure, which comes after the closing of its reasoning only.
+    stops: what ends a reasoning that was not closed, the beginnings of calls.
     """
 
-    def __init__(self, form: AnswerFormat, *, prompt: str, calls: TextCalls | None = None) -> None:
-        stops = () if calls is None or form.calls is None else begins_of(form.calls)
+    def __init__(
+        self, form: AnswerFormat, *, prompt: str, calls: TextCalls | None = None, structured: bool = False
+    ) -> None:
+        begins = () if calls is None or form.calls is None or structured else begins_of(form.calls)
+        self.stops = tuple(begin for begin in begins if begin[0][:1] in ("<", "["))
         self._reasoning = None
         if form.reasoning is not None:
-            stops = tuple(stop for stop in stops if stop[0][:1] in ("<", "["))
-            self._reasoning = ReasoningReader(form.reasoning, prompt=prompt, stops=stops)
+            self._reasoning = ReasoningReader(form.reasoning, prompt=prompt, stops=self.stops)
         self._form, self._calls = form, calls
         # Text whose beginning may be the format's head; None behind it.
         self._lead: str | None = "" if form.head or form.reasoning is not None else None
@@ -283,7 +293,8 @@ class AnswerReader:
         if self._reasoning is not None:
             thought, text = self._reasoning.push(text, last=last)
             self._thought = self._reasoning.opened
-        text = self._without_head(text, last=last)
+        if self._lead is not None:
+            text = self._without_head(text, last=last)
         found = AnswerPiece(content=text) if self._calls is None else self._calls.push(text)
         found.reasoning = thought
         if self._form.tail:
@@ -292,9 +303,7 @@ class AnswerReader:
 
     def _without_head(self, text: str, *, last: bool) -> str:
         """The text without what a template writes before it."""
-        if self._lead is None:
-            return text
-        self._lead += text
+        self._lead = (self._lead or "") + text
         head, stripped = self._form.head, self._lead.lstrip()
         rest: str | None = stripped if self._thought else self._lead
         if not stripped:
@@ -314,10 +323,13 @@ class AnswerReader:
 
     def _without_tail(self, content: str) -> str:
         self._tail += content
-        place, end, _ = find((pattern_of(self._form.tail),), self._tail)
-        content = self._tail[:place]
-        self._tail = self._tail[end:] if end >= 0 else self._tail[place:]
-        return content
+        kept, start, end = [], 0, 0
+        while end >= 0:
+            place, end, _ = find((pattern_of(self._form.tail),), self._tail, start)
+            kept.append(self._tail[start:place])
+            start = end if end >= 0 else place
+        self._tail = self._tail[start:]
+        return "".join(kept)
 
 
 def ends_in_reasoning(form: ReasoningFormat, prompt: str) -> bool:
