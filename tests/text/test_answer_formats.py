@@ -222,3 +222,12 @@ def test_texts_in_a_call_in_python(value, size):
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     ((_, arguments),) = read(form_of("python"), pieces)[2]
     assert json.loads(arguments) == {"city": value, "days": 3}
+
+
+def test_the_tail_of_an_answer_needs_no_special_tokens():
+    source = ChatTemplate(template("", REASONING=""), "x")
+    form = find_answer_format(source, special_tokens={"eos_token": "</s>"})
+    assert form.markers(calls=True) == []
+    ended = ChatTemplate(template("", REASONING="", CONTENT="{{ m.content }}<|turn|></s>"), "x")
+    form = find_answer_format(ended, special_tokens={"eos_token": "</s>"})
+    assert (form.tail, form.markers(calls=True)) == ("<|turn|>", [])

@@ -83,8 +83,11 @@ class AnswerFormat:
     tail: str = ""
 
     def markers(self, *, calls: bool) -> list[str]:
-        """What must be in the text of an answer for it to be read; calls: those of calls too."""
-        found = [self.head, self.tail]
+        """Markers that the text of an answer must keep for it to be read; calls: those of calls too.
+
+        The tail is none of them: its special tokens may be left out, as those of any answer.
+        """
+        found = [self.head]
         if self.reasoning is not None:
             found += [self.reasoning.opening, self.reasoning.closing]
         if calls and self.calls is not None:
