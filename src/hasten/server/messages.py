@@ -108,7 +108,7 @@ class OfferedChoice(ConversationPart):
 
 
 class Thinking(ConversationPart):
-    """Whether the model reasons first. budget_tokens: after as many the reasoning is ended."""
+    """Whether the model reasons first. budget_tokens: most tokens of reasoning, which is then ended."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Count | None = None
