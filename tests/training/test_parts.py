@@ -129,6 +129,7 @@ MEMORY_CASES = {
 }
 
 
+@pytest.mark.slow  # takes steps of many recipes
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is exact there")
 def test_the_memory_estimate_is_what_a_step_takes():
     # In a process of its own: the peak of this one belongs to other tests. Freed blocks go back to the system at once.
