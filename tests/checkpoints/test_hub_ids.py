@@ -102,9 +102,11 @@ def test_whatever_the_hubs_client_raises_is_one_clear_error(monkeypatch, error):
 @pytest.mark.parametrize(
     "name", ["gpt2", "a/b/c", "./x/y", "../x", "/x/y", "-a/b", "a b/c", "owner/na?me", "https://x/y"]
 )
-def test_what_is_no_hub_id_is_not_looked_for(monkeypatch, name):
+def test_what_is_no_hub_id_is_not_looked_for(monkeypatch, tmp_path, name):
     import huggingface_hub
 
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # where none of these names is a folder
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
     with pytest.raises(CheckpointError, match="not a folder"):
         hasten.load(name, dtype="stored")
