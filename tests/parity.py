@@ -41,3 +41,15 @@ def assert_same(model, reference):
         found = our_logits(model, tokens)
         assert found.shape == expected.shape
         assert (found - expected).abs().max() <= TOLERANCE
+
+
+def assert_exported(folder, reference):
+    """An exported folder has the reference's logits in transformers and here; returns both models."""
+    import transformers
+
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = hasten.load(folder, dtype="stored")
+    assert_same(model, reference)
+    for tokens in PROMPTS:
+        assert (reference_logits(again, tokens) - reference_logits(reference, tokens)).abs().max() <= TOLERANCE
+    return again, model
