@@ -6,6 +6,8 @@ STAMP := $(VENV)/.made-from-constraints
 TOOLS := $(VENV)/.tools-from-constraints
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
 # Python compiles a module when it is first imported; pip would compile all of them, which takes longer than the download.
+# Containers often forbid Python to write what it compiled: each process would compile torch again, for 5 to 15 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile -c constraints.txt
 MINUTES ?= 1.5
 KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py cache_rows.py linear.py \
