@@ -244,6 +244,21 @@ answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what else is printed is no answer
 import torch
 torch.set_num_threads(int(sys.argv[1]))
+class Serving:  # LLM.generate over prompts of random tokens, all of them at once
+    def __init__(self, shape, requests):
+        import hasten
+        from hasten.bench.models import BenchmarkModel
+        model = BenchmarkModel(shape=shape).build(dtype=torch.bfloat16, device="cpu", seed=0)
+        self.llm, self.requests = hasten.LLM(model), requests
+        self.params = hasten.SamplingParams(temperature=0, max_new_tokens=32)
+    def measure(self):
+        import time
+        shape = (self.requests, 64)
+        prompts = torch.randint(self.llm.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        started = time.perf_counter()
+        answers = self.llm.generate(prompts.tolist(), self.params)
+        tokens = sum(len(answer.tokens) for answer in answers)
+        return {"served_tokens_per_second": tokens / (time.perf_counter() - started)}
 module, name = sys.argv[2].split(":")
 setup, arguments = getattr(importlib.import_module(module), name), json.loads(sys.argv[3])
 parameters = inspect.signature(setup).parameters
@@ -273,6 +288,7 @@ def version_rungs(shape: str, compiled: str) -> dict[str, tuple[str, dict[str, A
     recipe, _ = TrainLadder(shape="gpt2-124m", sequence_length=256).recipe_and_config(2)
     recipe = replace(recipe, techniques=replace(recipe.techniques, precision="bfloat16"))
     training = {"recipe": asdict(recipe), "shape": "gpt2-124m", "steps": 2, "device": "cpu", "compile_cache": compiled}
+    found |= {f"serve-{n}": ("__main__:Serving", common | {"shape": shape, "requests": n}) for n in (1, 16)}
     return found | {"train-gpt2-124m": (f"{TrainRung.__module__}:{TrainRung.__name__}", training)}
 
 
@@ -315,7 +331,7 @@ def version_table(report: Report) -> str:
         for metric, ratio in row["ratio"].items():
             if metric.startswith("predicted"):
                 continue
-            what = "prefill" if "prefill" in metric else "decode" if "decode" in metric else "training"
+            what = next((name for name in ("prefill", "decode", "served") if name in metric), "training")
             each = row["ratios"][metric]
             rows.append(
                 [row["rung"], what, f"{ratio:.2f}×", f"{min(each):.2f} to {max(each):.2f} in {len(each)} rounds"]
