@@ -309,7 +309,7 @@ def test_nor_do_those_of_a_block_wide_enough_to_be_shared_out(name):
     def make():
         return quantize(wide_model(), scheme, method=method, calibration=WIDE_SAMPLES).state_dict()
 
-    results = by_threads((1, 2, 3), make)
+    results = by_threads((1, 3), make)
     for key, tensor in results[0].items():
         assert all(torch.equal(tensor, other[key]) for other in results[1:]), key
 
