@@ -152,7 +152,7 @@ class Engine:
         """
         self.check_open()
         self.adapters.number(request.adapter)
-        return admitted(request, self.model, self.settings, max_length=self.max_length, blocks=self.blocks.blocks)
+        return admitted(request, self.model, self.settings, self.scheduler, max_length=self.max_length)
 
     def enqueue(self, request: Request) -> None:
         """Put an admitted request into the queue, however many wait. Raises RequestRefused, EngineFailed."""
