@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import hasten
 from hasten.machine import contention
-from hasten.machine.contention import ProcessUsage, SharedCores, shared_cores
+from hasten.machine.contention import ProcessUsage, SharedCores, context_of_steps, shared_cores
 from hasten.model.fused import refusal
 
 
@@ -108,8 +109,10 @@ def test_each_thread_has_its_own_and_the_variable_turns_it_off(monkeypatch: pyte
     assert found[0] is not found[2]
     with shared_cores():
         assert not isinstance(shared_cores(), SharedCores), "a step inside one is a part of it"
+    assert context_of_steps(shares_cores=True) is shared_cores
+    assert context_of_steps(shares_cores=False) is nullcontext
     monkeypatch.setenv(contention.VARIABLE, "0")
-    assert not isinstance(shared_cores(), SharedCores)
+    assert context_of_steps(shares_cores=True) is nullcontext
 
 
 def test_the_text_is_the_same_whatever_the_number_of_threads(tiny_folder, monkeypatch: pytest.MonkeyPatch) -> None:

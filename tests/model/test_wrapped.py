@@ -91,6 +91,11 @@ def test_tensors_get_the_text_models_names_and_towers_are_counted(stored, own):
     assert text_tensors({"model_type": "llama"}, [stored]) == ({stored: stored}, {})
 
 
+def test_no_wrapper_is_a_family():
+    """A type that is looked up among the families is never that of a wrapper."""
+    assert not FAMILIES.keys() & WRAPPERS.keys()
+
+
 def test_a_tensor_under_two_names_is_refused():
     with pytest.raises(CheckpointError, match=r"language_model\.lm_head\.weight' are both 'lm_head\.weight'"):
         text_tensors({"model_type": "gemma3"}, ["lm_head.weight", "language_model.lm_head.weight"])

@@ -1,5 +1,6 @@
 """A model as it lies on the disk, whatever its layout: what `load` needs to know before it reads a weight."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -15,7 +16,7 @@ from hasten.checkpoints.formats.registry import read_quantization
 from hasten.machine.regular_files import read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
-from hasten.model.families.wrapped import text_modules, text_tensors
+from hasten.model.families.wrapped import WRAPPERS, text_modules, text_tensors
 from hasten.text.tokenizer import Tokenizer
 
 TOKENIZER = 15  # bytes of memory that it takes for each of its file (SmolLM2 15, Gemma 3 13: 420 MB)
@@ -52,11 +53,13 @@ def open_folder(folder: Path) -> ModelSource:
     where = folder / "config.json"
     values = read_json(where)
     config = read_config(values, str(where))
-    quantization = text_modules(values, values.get("quantization_config", values.get("compression_config")))
-    open_quantized = None if quantization is None else read_quantization(values, quantization, where)
-    stored = read_headers(folder)
-    names, towers = text_tensors(values, stored)
-    if names.keys() != stored.keys():
+    quantization = values.get("quantization_config", values.get("compression_config"))
+    open_quantized = None
+    if quantization is not None:
+        open_quantized = read_quantization(values, text_modules(values, quantization), where)
+    stored, towers = read_headers(folder), Counter[str]()
+    if values["model_type"] in WRAPPERS:  # whose text model is read by its own names
+        names, towers = text_tensors(values, stored)
         stored = stored.renamed(names)
     generation, tokenizer = folder / "generation_config.json", folder / "tokenizer.json"
     return ModelSource(

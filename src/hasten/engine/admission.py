@@ -12,6 +12,7 @@ from hasten.engine.kept import release
 from hasten.engine.params import SamplingParams
 from hasten.engine.prompts import check_ids, fit
 from hasten.engine.request import QueueFull, Request, RequestRefused
+from hasten.engine.scheduler import Scheduler
 from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine.memory import available_memory
@@ -36,7 +37,7 @@ class AdapterNumbers:
 
 
 def admitted(
-    request: Request, model: Transformer, settings: EngineSettings, *, max_length: int, blocks: int
+    request: Request, model: Transformer, settings: EngineSettings, scheduler: Scheduler, *, max_length: int
 ) -> Request:
     """The request with its answer cut to the length there is; raises RequestRefused, with the numbers."""
     try:
@@ -56,15 +57,15 @@ def admitted(
     except ConfigError as error:
         raise RequestRefused(str(error)) from error
     length = prompt + params.max_new_tokens - 1  # the last token's keys are never needed
-    needed = most_blocks(model, settings, length)
+    needed = scheduler.most_blocks(length)
     if request.beam_width:  # beams need each other: all of them at once; the prompt is common while nothing is left
         whole = needed * settings.block_size >= length
         common = prompt // settings.block_size if settings.prefix_cache and whole else 0
         needed = common + request.beam_width * (needed - common)
-    if needed > blocks:
+    if needed > scheduler.blocks.blocks:
         raise RequestRefused(
             f"{prompt} tokens of prompt and {params.max_new_tokens} of answer need {needed} blocks of "
-            f"{settings.block_size} tokens; the cache has {blocks}: ask for less, or enlarge the cache"
+            f"{settings.block_size} tokens; the cache has {scheduler.blocks.blocks}: ask for less, or enlarge the cache"
         )
     return request if params is request.params else dataclasses.replace(request, params=params)
 

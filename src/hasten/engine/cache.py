@@ -93,6 +93,7 @@ class KVCache:
         self.blocks, self.block_size, self.row_format = blocks, block_size, row_format
         self.first_slots = torch.arange(blocks, device=device) * block_size  # (blocks,)
         self.windows = [layer.window for layer in config.layers]
+        self._stretches = config.stretches_at is not None
         self.sparse: SparseMasks | None = None
         shapes = layer_shapes(config)
         self._groups = self._allocate(shapes)
@@ -221,7 +222,7 @@ class KVCache:
         seen = sparse.native if sparse is not None and self.kernel.name == "native" else []
         shown = [groups] * len(self.k) if sparse is None or seen else self._masked(groups(), sparse)
         stretched = None
-        if self.config.stretches_at is not None:
+        if self._stretches:
             stretched = torch.from_numpy(layout.stretched)[None].to(device)  # (1, N)
         return KVStep(self.k, self.v, metadata, positions[None], seen, self.kernel.run, shown, stretched=stretched)
 

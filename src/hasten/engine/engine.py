@@ -13,7 +13,6 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,7 +33,7 @@ from hasten.engine.scheduler import Scheduler
 from hasten.engine.settings import EngineSettings, ModelFacts, Stats
 from hasten.engine.speculation import Speculator
 from hasten.engine.statistics import facts_of, stats_of
-from hasten.machine.contention import shared_cores
+from hasten.machine.contention import context_of_steps
 from hasten.model.fused import is_fused
 from hasten.model.transformer import Transformer
 from hasten.text.tokenizer import Tokenizer
@@ -103,7 +102,7 @@ class Engine:
             self.ahead = Ahead(self.runner, self.scheduler, self._table)
         self._run: DecodeRun | None = None  # of the sequences that the last step gave a token each
         # Only native steps give the same bits for any number of threads.
-        self._shares_cores = model.device.type == "cpu" and is_fused(model)
+        self._cores = context_of_steps(shares_cores=model.device.type == "cpu" and is_fused(model))
         self.error: str | None = None  # why the engine stopped for good
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
 
@@ -153,7 +152,7 @@ class Engine:
         """
         self.check_open()
         self.adapters.number(request.adapter)
-        return admitted(request, self.model, self.settings, max_length=self.max_length, blocks=self.blocks.blocks)
+        return admitted(request, self.model, self.settings, self.scheduler, max_length=self.max_length)
 
     def enqueue(self, request: Request) -> None:
         """Put an admitted request into the queue, however many wait. Raises RequestRefused, EngineFailed."""
@@ -245,7 +244,7 @@ class Engine:
     def advance(self) -> list[RequestOutput]:
         """One step for everybody; what it added. What it raises leaves the requests to be given up."""
         try:
-            with shared_cores() if self._shares_cores else nullcontext(), torch.inference_mode():
+            with self._cores(), torch.inference_mode():
                 outputs = self._step()
             if not self._table.states:
                 self.check()

@@ -157,7 +157,7 @@ class Scheduler:
             return True
         if first is None or first.begun or self.settled:
             return False
-        return free > self._blocks_of(first.target) + len(self.running)
+        return free > self.most_blocks(first.target) + len(self.running)
 
     @property
     def _slots(self) -> int:
@@ -212,7 +212,7 @@ class Scheduler:
         """A waiting sequence of a smaller priority number does not wait for the room of a larger one."""
         while self.waiting and self.running and self.waiting[0].order[0] < self.running[-1].order[0]:
             first = self.waiting[0]
-            enough = self.blocks.free >= self._blocks_of(first.target) + len(self.running)
+            enough = self.blocks.free >= self.most_blocks(first.target) + len(self.running)
             if enough and self._slots + first.slots <= self.max_sequences:
                 return
             self._preempt(self.running[-1])
@@ -283,7 +283,7 @@ class Scheduler:
         sequence.stretched = self.stretches_at is not None and sequence.target > self.stretches_at
         found = self._begin_blocks(sequence)
         size, held = self.blocks.block_size, self.blocks.count(sequence.number)
-        missing = min(self._blocks_of(sequence.target) - held, -(-sequence.target // size) - found // size)
+        missing = min(self.most_blocks(sequence.target) - held, -(-sequence.target // size) - found // size)
         others = 0 if self._block_each else len(self.running)
         if self.running and missing + others > self.blocks.free:
             self.blocks.release(sequence.number)
@@ -358,7 +358,8 @@ class Scheduler:
         tokens = entry.sequence.tokens
         self.blocks.written(entry.sequence.number, tokens if entry.end >= len(tokens) else tokens[: entry.end])
 
-    def _blocks_of(self, tokens: int) -> int:
+    def most_blocks(self, tokens: int) -> int:
+        """Blocks that a sequence of `tokens` tokens has at once, at most. Any thread may ask."""
         return blocks_of(tokens, self.blocks.block_size, reach=self.blocks.reach, step=self.token_budget)
 
     def check(self) -> None:

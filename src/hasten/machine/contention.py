@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -129,13 +130,16 @@ _OF_THREAD = threading.local()  # torch's number of threads is a setting of the 
 
 
 def shared_cores() -> AbstractContextManager[None]:
-    """A context for a step of this thread that shares cores with other programs; a step inside one is a part of it.
-
-    HASTEN_SHARE_CORES=0 turns it off.
-    """
-    if os.environ.get(VARIABLE) == "0":
-        return nullcontext()
+    """A context for a step of this thread that shares cores with other programs; a step inside one is a part of it."""
     found: SharedCores | None = getattr(_OF_THREAD, "cores", None)
     if found is None:
         found = _OF_THREAD.cores = SharedCores()
     return nullcontext() if found.running else found
+
+
+def context_of_steps(*, shares_cores: bool) -> Callable[[], AbstractContextManager[None]]:
+    """What makes the context of each step, chosen once: `shared_cores`, or one that does nothing.
+
+    shares_cores: the steps may run on fewer threads. HASTEN_SHARE_CORES=0 turns it off for all.
+    """
+    return shared_cores if shares_cores and os.environ.get(VARIABLE) != "0" else nullcontext

@@ -27,8 +27,8 @@ from hasten.server.build_request import samples_of
 from hasten.server.errors import ApiError, ClientGone, from_library, overloaded
 from hasten.server.logs import LOGGER
 from hasten.server.metrics import Metrics
-from hasten.server.reasoning import grammar_in
 from hasten.server.service import Service
+from hasten.server.structured import Grammar
 
 Body = TypeVar("Body", bound=SamplingBody)
 Json = dict[str, Any]
@@ -207,12 +207,12 @@ async def with_pings(parts: AsyncGenerator[Json], ping: Json, *, seconds: float 
 
 def _check_end(request: Request, output: RequestOutput) -> None:
     """Raise ApiError if an output ended with an error, violates its schema, or was aborted."""
-    constraint = grammar_in(request.constraint)
-    if constraint is not None and output.finish_reason in ("stop", "error"):
-        why = constraint.error or str(output.stop_reason or "")
-        if constraint.error or why.startswith("the constraint"):  # the client's grammar broke, not the engine
-            message = f"{constraint.param}: the JSON schema could not be followed to the end: {why}"
-            raise ApiError(message[:500], param=constraint.param, code="structure_failed")
+    grammar: Grammar | None = getattr(request.constraint, "grammar", None)
+    if grammar is not None and output.finish_reason in ("stop", "error"):
+        why = grammar.error or str(output.stop_reason or "")
+        if grammar.error or why.startswith("the constraint"):  # the client's grammar broke, not the engine
+            message = f"{grammar.param}: the JSON schema could not be followed to the end: {why}"
+            raise ApiError(message[:500], param=grammar.param, code="structure_failed")
     if output.finish_reason == "error" and request.beam_width:  # a healthy engine's beam search has no other error
         raise ApiError(f"n: {output.stop_reason}", param="n", code="too_few_texts")
     if output.finish_reason == "error":

@@ -11,7 +11,7 @@ from hasten.engine.request import Request
 from hasten.errors import ConfigError, HastenError
 from hasten.server.bodies import Message, ResponseFormat, SamplingBody, TemplateBody, TextPart
 from hasten.server.errors import ApiError
-from hasten.server.reasoning import AfterReasoning, grammar_in
+from hasten.server.reasoning import AfterReasoning
 from hasten.server.service import Service, too_long
 from hasten.server.settings import ServerSettings
 from hasten.server.structured import Grammar
@@ -46,10 +46,11 @@ def build_request(
     skip_special_tokens: bool,
 ) -> Request:
     """Build the engine's request. Raises ApiError naming the field."""
+    constrained = constraint is not None and constraint.grammar is not None
     return Request(
         id=id,
         prompt=prompt,
-        params=sampling_params(body, service, max_tokens=max_tokens, constrained=grammar_in(constraint) is not None),
+        params=sampling_params(body, service, max_tokens=max_tokens, constrained=constrained),
         n=samples.n,
         best_of=samples.best_of,
         beam_width=samples.beam_width,

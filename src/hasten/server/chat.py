@@ -31,7 +31,6 @@ from hasten.server.structured import Grammar
 from hasten.server.tools import Tools
 from hasten.text.answer_format import AnswerFormat
 from hasten.text.answer_reader import AnswerReader, CallPiece
-from hasten.text.markers import squash
 
 _ENDING = 64  # tokens at the end of a prompt in which the template may begin the reasoning
 
@@ -129,7 +128,7 @@ class ChatTurn:
             samples=self.samples,
             constraint=self._after_reasoning(grammar, ending),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            skip_special_tokens=body.skip_special_tokens is not False and not self._needs_special_tokens(),
+            skip_special_tokens=body.skip_special_tokens is not False and not self._keeps_special(),
         )
 
     async def _grammar(self) -> Grammar | None:
@@ -142,17 +141,16 @@ class ChatTurn:
     def _after_reasoning(self, grammar: Grammar | None, prompt: str) -> Grammar | AfterReasoning | None:
         """What the answer is held to: a structure, after the reasoning; and the reasoning to its budget."""
         body, tokenizer, budget = self.body, self.service.tokenizer, self.body.thinking_budget_tokens
+        if grammar is None and budget is None:
+            return None
         gate = gate_of(self._form, tokenizer, prompt=prompt, budget=budget, stops=self._readers[0].stops)
-        if gate is None or (grammar is None and budget is None) or (body.continue_final_message and not gate.inside):
+        if gate is None or (body.continue_final_message and not gate.inside):
             return grammar
         return AfterReasoning(gate, tokenizer, grammar)
 
-    def _needs_special_tokens(self) -> bool:
+    def _keeps_special(self) -> bool:
         """Whether a special token is, or is part of, a mark by which the answer is read."""
-        marks = self._form.markers(calls=False) + ([] if self.tools is None else self.tools.markers())
-        added = self.service.tokenizer.backend.get_added_tokens_decoder().values()
-        special = [squash(token.content) for token in added if token.special]
-        return any(token in mark for token in special if token for mark in marks)
+        return self._form.special or (self.tools is not None and self.service.any_special(self.tools.markers()))
 
     def read(self, output: RequestOutput) -> Said:
         """Split an output into reasoning, text, and pieces of calls."""

@@ -167,10 +167,3 @@ class AfterReasoning:
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special_tokens=False)
-
-
-def grammar_in(constraint: object) -> Grammar | None:
-    """The grammar that a constraint holds an answer to, if any."""
-    if isinstance(constraint, AfterReasoning):
-        return constraint.grammar
-    return constraint if isinstance(constraint, Grammar) else None

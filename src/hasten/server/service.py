@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hasten.server.bodies import ModelBody, RequestBody
@@ -19,6 +19,7 @@ from hasten.server.metrics import Metrics
 from hasten.server.settings import ServerSettings
 from hasten.server.structured import Grammars
 from hasten.text.answer_format import AnswerFormat, find_answer_format
+from hasten.text.markers import squash
 from hasten.text.response_template import read_response_template
 
 if TYPE_CHECKING:
@@ -109,8 +110,18 @@ class Service:
                 declared = read_response_template(self.tokenizer.response_template)
                 calls, reasoning = found.calls or declared.calls, found.reasoning or declared.reasoning
                 found = replace(found, calls=calls, reasoning=reasoning)
-            self._formats[template] = found
+            self._formats[template] = replace(found, special=self.any_special(found.markers(calls=False)))
         return self._formats[template]
+
+    def any_special(self, marks: Sequence[str]) -> bool:
+        """Whether a special token is, or is part of, one of these marks, which have no white space."""
+        return any(token in mark for token in self._special for mark in marks)
+
+    @cached_property
+    def _special(self) -> list[str]:
+        """The texts of the special tokens, without white space."""
+        added = self.tokenizer.backend.get_added_tokens_decoder().values()
+        return [text for token in added if token.special and (text := squash(token.content))]
 
     def check_model(self, name: str | None) -> str:
         """Return the adapter of that name, or "" for the model itself (or None). Raises ApiError (404) if unknown."""

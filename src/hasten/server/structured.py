@@ -156,6 +156,11 @@ class Grammar:
         return self._ended or bool(self._matcher.is_stopped())
 
     @property
+    def grammar(self) -> Grammar:
+        """Itself, under the name by which every constraint of the server gives its grammar."""
+        return self
+
+    @property
     def error(self) -> str | None:
         """Why the output of this sample, or of one forked from it, may violate the schema, or None."""
         return self._failures[0] if self._failures else None

@@ -73,7 +73,8 @@ class AnswerFormat:
     """What was found of a template; None where it writes no reasoning, or no calls.
 
     head: the end of what a template writes before an answer's text, beyond the generation prompt (head_text: as it is
-    written). tail: what it writes after it.
+    written). tail: what it writes after it. special: marks of reasoning or of text have special tokens, which the text
+    of an answer must then keep.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -81,6 +82,7 @@ class AnswerFormat:
     head: str = ""
     head_text: str = ""
     tail: str = ""
+    special: bool = False
 
     def markers(self, *, calls: bool) -> list[str]:
         """Markers that the text of an answer must keep for it to be read; calls: those of calls too.

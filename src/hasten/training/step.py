@@ -5,7 +5,6 @@ The losses of the micro-batches are summed and divided by the number of targets 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from hasten.data import Batch
 from hasten.distributed.placement import Placement
-from hasten.machine.contention import shared_cores
+from hasten.machine.contention import context_of_steps
 from hasten.machine.host_copy import HostCopy
 from hasten.model.context import TrainingContexts
 from hasten.model.transformer import Transformer
@@ -75,15 +74,12 @@ class TrainStep:
         self.ranks, self.device = self.where.ranks, self.precision.device
         self.parameters = list(self.where.optimizer_params.values())
         self.contexts = TrainingContexts(self.model)
+        self.cores = context_of_steps(shares_cores=self.shares_cores)  # to run steps in, and to validate in
 
     @property
     def reads_late(self) -> bool:
         """Whether `run` only queues the step, so that its result should be read after the next one is queued."""
         return False
-
-    def cores(self) -> AbstractContextManager[None]:
-        """The context to run steps in, and to validate in."""
-        return shared_cores() if self.shares_cores else nullcontext()
 
     def run(
         self,

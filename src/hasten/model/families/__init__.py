@@ -37,12 +37,7 @@ def family_of(values: Mapping[str, Any], where: str = "config.json") -> Family:
 
     CheckpointError lists the known ones if it is none of them.
     """
-    values, where = text_config(values, where)
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = f"{', '.join(sorted(FAMILIES))}; with their text model in text_config {', '.join(sorted(WRAPPERS))}"
-        raise Fields(values, where).fail("model_type", f"one that hasten knows ({known})", model_type)
-    return FAMILIES[model_type]
+    return _text_model(values, where)[0]
 
 
 def read_config(values: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -50,13 +45,27 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> ModelC
 
     `where` is what errors call the file. Fields that are left out take the family's defaults.
     """
-    family = family_of(values, where)
-    values, where = text_config(values, where)
+    family, values, where = _text_model(values, where)
     config = family.config(Fields(values, where, family.defaults))
     pattern = _attention_pattern(values, where)
     if pattern is None:
         return config
     return replace(config, attention_pattern=pattern)
+
+
+def _text_model(values: Mapping[str, Any], where: str) -> tuple[Family, Mapping[str, Any], str]:
+    """The family of a parsed config.json, or of the text model in it; that model's config, and what errors call it."""
+    if not _is_known(values):
+        values, where = text_config(values, where)
+    if not _is_known(values):
+        known = f"{', '.join(sorted(FAMILIES))}; with their text model in text_config {', '.join(sorted(WRAPPERS))}"
+        raise Fields(values, where).fail("model_type", f"one that hasten knows ({known})", values.get("model_type"))
+    return FAMILIES[values["model_type"]], values, where
+
+
+def _is_known(values: Mapping[str, Any]) -> bool:
+    kind = values.get("model_type")
+    return isinstance(kind, str) and kind in FAMILIES
 
 
 def _attention_pattern(values: Mapping[str, Any], where: str) -> Pattern | None:

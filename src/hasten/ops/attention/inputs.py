@@ -118,6 +118,20 @@ def document_intervals(documents: Tensor, window: int | None = None) -> Interval
     return Intervals(low.int(), places.int().contiguous())
 
 
+def document_bounds(documents: Documents, queries: int, spec: AttentionSpec) -> Intervals:
+    """The first and the last key that every query of packed documents sees."""
+    ends = documents.queries[1:].long()
+    places = torch.arange(queries)
+    of = torch.searchsorted(ends, places, right=True)  # (T,) document numbers
+    starts, key_ends = documents.keys.long()[of], documents.keys.long()[of + 1]
+    low, high = starts, key_ends - 1
+    if spec.causal:
+        high = high - (ends[of] - 1 - places)  # the last query of a document sees its last key
+        if spec.window is not None:
+            low = torch.maximum(low, high - spec.window + 1)
+    return Intervals(low.int()[None], high.int()[None])
+
+
 def per_document(
     run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs
 ) -> Tensor:

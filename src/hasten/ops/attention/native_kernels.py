@@ -1,37 +1,20 @@
-"""The native training attention as kernels of the operator: what each supports, and when it must be requested."""
+"""What the native training attention and flex_attention support, and when they must be requested by name."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hasten.ops.attention.block_mask import tiles_refusal
-from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents, Intervals, as_autocast
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs
 from hasten.ops.attention.sdpa import sdpa
 from hasten.ops.attention.spec import AttentionRequest, AttentionSpec
-from hasten.ops.attention.train import DTYPES, native_attention
+from hasten.ops.attention.train import DTYPES, native
 from hasten.ops.build import is_built
 from hasten.ops.native import MISSING, choose_isa, library, obtainable, slower_than_pytorch
 
 # What neither the native attention nor flex takes, beside a block mask or without.
 BESIDE_BLOCKS = ("softcap", "mask", "key_padding", "bias", "alibi")
-
-
-def native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
-    """Causal, windowed or full attention; packed documents, intervals and block masks. Hidden keys are skipped."""
-    q, k, v = as_autocast(q, k, v)
-    dtype = q.dtype
-    if dtype not in DTYPES:  # float16, which only autocast brings here
-        q, k, v = q.float(), k.float(), v.float()
-    causal, window, intervals = spec.causal, spec.window, inputs.intervals_of(q.shape[1], k.shape[1], q.device)
-    if inputs.documents is not None:  # whose intervals have causality inside
-        causal, window, intervals = False, None, bounds(inputs.documents, q.shape[1], spec)
-    low, high = (None, None) if intervals is None else (x.expand(q.shape[:2]).contiguous() for x in intervals)
-    hidden: dict[str, Any] = {"causal": causal, "window": window, "low": low, "high": high}
-    hidden["block_mask"] = inputs.block_mask
-    out, _ = native_attention(q, k, v, scale=spec.scale, dropout=inputs.dropout, **hidden)
-    return out.to(dtype)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
@@ -50,20 +33,6 @@ def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attention
         enable_gqa=spec.groups > 1,
     )
     return out.transpose(1, 2)
-
-
-def bounds(documents: Documents, queries: int, spec: AttentionSpec) -> Intervals:
-    """The first and the last key that every query of packed documents sees."""
-    ends = documents.queries[1:].long()
-    places = torch.arange(queries)
-    of = torch.searchsorted(ends, places, right=True)  # (T,) document numbers
-    starts, key_ends = documents.keys.long()[of], documents.keys.long()[of + 1]
-    low, high = starts, key_ends - 1
-    if spec.causal:
-        high = high - (ends[of] - 1 - places)  # the last query of a document sees its last key
-        if spec.window is not None:
-            low = torch.maximum(low, high - spec.window + 1)
-    return Intervals(low.int()[None], high.int()[None])
 
 
 def native_unsupported(request: AttentionRequest) -> str | None:

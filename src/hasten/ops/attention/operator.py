@@ -15,12 +15,21 @@ from hasten.ops.attention import native_kernels, sdpa_rules
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.checks import DTYPES, check, check_tensors
 from hasten.ops.attention.chunked import chunked
-from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents, Intervals, alibi_slopes, as_autocast
+from hasten.ops.attention.inputs import (
+    PLAIN,
+    AttentionInputs,
+    Documents,
+    Intervals,
+    alibi_slopes,
+    as_autocast,
+    document_bounds,
+)
 from hasten.ops.attention.inputs import causal as causal_mask
 from hasten.ops.attention.reference import reference
 from hasten.ops.attention.regroup import regrouped, regroups
 from hasten.ops.attention.sdpa import memory_efficient, only, sdpa
 from hasten.ops.attention.spec import HALVES, AttentionRequest, AttentionSpec
+from hasten.ops.attention.train import native
 from hasten.ops.picker import Kernel, pick_at_call
 
 
@@ -96,8 +105,8 @@ def _chunked_opt_in(request: AttentionRequest) -> str | None:
 # kernel is called as run(q, k, v, spec, inputs).
 KERNELS: tuple[Kernel[AttentionRequest], ...] = (
     Kernel("triton", _triton, _triton_unsupported),
-    Kernel("native", native_kernels.native, native_kernels.native_unsupported, native_kernels.native_opt_in),
-    Kernel("native-sparse", native_kernels.native, native_kernels.native_sparse_unsupported),
+    Kernel("native", native, native_kernels.native_unsupported, native_kernels.native_opt_in),
+    Kernel("native-sparse", native, native_kernels.native_sparse_unsupported),
     Kernel("flex", native_kernels.flex, native_kernels.flex_unsupported, native_kernels.flex_opt_in),
     Kernel("cudnn", only(SDPBackend.CUDNN_ATTENTION), sdpa_rules.cudnn, sdpa_rules.cudnn_opt_in),
     Kernel("flash-triton", _flash_triton, _flash_triton_unsupported, _flash_triton_opt_in),
@@ -188,7 +197,7 @@ def attention(
     if documents is not None:
         q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
         if block_mask is not None:
-            own = native_kernels.bounds(documents, q.shape[1], spec)
+            own = document_bounds(documents, q.shape[1], spec)
             inputs = inputs._replace(documents=None, intervals=own)
     if mask is not None and spec.causal:
         inputs = inputs._replace(mask=mask & causal_mask(q.shape[1], k.shape[1], window, q.device))

@@ -11,9 +11,27 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops.attention.block_mask import TILE, BlockMask, MaskTiles
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs, as_autocast, document_bounds
+from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.native import NativeLibrary, library, with_gradients
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+def native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
+    """Causal, windowed or full attention; packed documents, intervals and block masks. Hidden keys are skipped."""
+    q, k, v = as_autocast(q, k, v)
+    dtype = q.dtype
+    if dtype not in DTYPES:  # float16, which only autocast brings here
+        q, k, v = q.float(), k.float(), v.float()
+    causal, window, intervals = spec.causal, spec.window, inputs.intervals_of(q.shape[1], k.shape[1], q.device)
+    if inputs.documents is not None:  # whose intervals have causality inside
+        causal, window, intervals = False, None, document_bounds(inputs.documents, q.shape[1], spec)
+    low, high = (None, None) if intervals is None else (x.expand(q.shape[:2]).contiguous() for x in intervals)
+    hidden: dict[str, Any] = {"causal": causal, "window": window, "low": low, "high": high}
+    hidden["block_mask"] = inputs.block_mask
+    out, _ = native_attention(q, k, v, scale=spec.scale, dropout=inputs.dropout, **hidden)
+    return out.to(dtype)
 
 
 def native_attention(
