@@ -173,6 +173,31 @@ class KVCache:
                 blocks = group[:, :-1].unflatten(1, (self.blocks, self.block_size))
                 blocks[:, targets] = blocks[:, sources]
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers together."""
+        return sum(group[:, :-1].nbytes for group in self._groups.values()) // self.blocks
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """The contents of whole blocks, as they are: bytes (n, block_bytes), a copy."""
+        found = torch.tensor(blocks, device=self.device)
+        parts = [group[:, :, found].movedim(2, 0).flatten(1).view(torch.uint8) for group in self._by_block()]
+        return torch.cat(parts, dim=1)
+
+    def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:
+        """Write the contents that `read_blocks` returned, of a cache of the same layers, dtype and row format."""
+        found, first = torch.tensor(blocks, device=self.device), 0
+        for group in self._by_block():  # (2·layers, Hkv, blocks, block_size, …)
+            size = group[:, :, 0].nbytes
+            part = contents[:, first : first + size].contiguous().view(group.dtype)
+            group[:, :, found] = part.unflatten(1, (*group.shape[:2], *group.shape[3:])).movedim(0, 2)
+            first += size
+
+    def _by_block(self) -> list[Tensor]:
+        """The tensors of each shape's layers as they lie in memory: (2·layers, Hkv, blocks, block_size, …)."""
+        sizes = (self.blocks, self.block_size)
+        return [group.transpose(1, 2)[:, :, :-1].unflatten(2, sizes) for group in self._groups.values()]
+
     def grow(self, blocks: int) -> None:
         """Become a cache of more blocks, keeping what is there (a copy; the addresses change)."""
         larger = KVCache(
