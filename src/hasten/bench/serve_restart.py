@@ -70,7 +70,8 @@ def _body(model: str, max_tokens: int, letters: Iterator[str], lengths: dict[str
 
 def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """Send it; returns seconds to the first token, tokens of the prompt and cached ones, and the answer's text."""
-    started, first, pieces, usage = time.perf_counter(), None, [], {}
+    started, first, pieces = time.perf_counter(), None, []
+    usage: dict[str, int] = {}
     with httpx.stream("POST", f"{url}/v1/messages", json=body, timeout=600) as answer:
         answer.raise_for_status()
         for line in answer.iter_lines():

@@ -7,7 +7,7 @@ as a text (`KVCache.of_texts`): then text b is block b, and no table is needed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -180,23 +180,28 @@ class KVCache:
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         """The contents of whole blocks, as they are: bytes (n, block_bytes), a copy."""
-        found = torch.tensor(blocks, device=self.device)
-        parts = [group[:, :, found].movedim(2, 0).flatten(1).view(torch.uint8) for group in self._by_block()]
-        return torch.cat(parts, dim=1)
+        contents = torch.empty(len(blocks), self.block_bytes, dtype=torch.uint8, device=self.device)
+        for block, row in zip(blocks, contents, strict=True):
+            for kept, copied in self._parts(block, row):
+                copied.copy_(kept)
+        return contents
 
-    def write_blocks(self, blocks: Sequence[int], contents: Tensor) -> None:
-        """Write the contents that `read_blocks` returned, of a cache of the same layers, dtype and row format."""
-        found, first = torch.tensor(blocks, device=self.device), 0
-        for group in self._by_block():  # (2·layers, Hkv, blocks, block_size, …)
-            size = group[:, :, 0].nbytes
-            part = contents[:, first : first + size].contiguous().view(group.dtype)
-            group[:, :, found] = part.unflatten(1, (*group.shape[:2], *group.shape[3:])).movedim(0, 2)
-            first += size
+    def write_blocks(self, blocks: Sequence[int], contents: Iterable[Tensor]) -> None:
+        """Write contents (block_bytes,) that `read_blocks` returned, of a cache of the same layers and formats."""
+        for block, row in zip(blocks, contents, strict=True):
+            for kept, copied in self._parts(block, row):
+                kept.copy_(copied)
 
-    def _by_block(self) -> list[Tensor]:
-        """The tensors of each shape's layers as they lie in memory: (2·layers, Hkv, blocks, block_size, …)."""
-        sizes = (self.blocks, self.block_size)
-        return [group.transpose(1, 2)[:, :, :-1].unflatten(2, sizes) for group in self._groups.values()]
+    def _parts(self, block: int, contents: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of the layers of each shape, a block and its place in `contents`: both (2·layers, Hkv, block_size, …).
+
+        In this order of dimensions each head's rows of a block are copied at once.
+        """
+        first, slots = 0, slice(block * self.block_size, (block + 1) * self.block_size)
+        for group in self._groups.values():
+            kept = group[:, slots].transpose(1, 2)
+            yield kept, contents[first : first + kept.nbytes].view(group.dtype).view(kept.shape)
+            first += kept.nbytes
 
     def grow(self, blocks: int) -> None:
         """Become a cache of more blocks, keeping what is there (a copy; the addresses change)."""

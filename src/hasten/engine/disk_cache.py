@@ -40,7 +40,6 @@ _QUEUE_BYTES = 256 << 20  # of blocks that wait to be written
 _PAUSE = 60.0  # seconds without writing after a write has failed
 _USED_AGAIN = 60.0  # seconds after which a block that is used in memory is recorded as used on the disk, too
 _AHEAD = 16  # files that the system is asked to read before they are wanted
-_AT_ONCE = 64  # blocks that are put into the cache at once, which bounds the memory of the copies
 _MOST_FORGOTTEN = 10_000  # keys of blocks that memory no longer has
 _LATEST = 0.3  # weight of the latest measurement in a rate
 _TRY_AGAIN = 0.95  # what a decision against reading makes of the disk's measured time: rates change
@@ -207,9 +206,8 @@ class DiskCache:
             return
         rows = {key: row for row, key in enumerate(load.found)}
         adopted = self.blocks.adopt(load.keys, rows)
-        for first in range(0, len(adopted), _AT_ONCE):
-            part = adopted[first : first + _AT_ONCE]
-            self.cache.write_blocks([block for _, block in part], load.contents[[rows[key] for key, _ in part]])
+        contents = (load.contents[rows[key]] for key, _ in adopted)
+        self.cache.write_blocks([block for _, block in adopted], contents)
         self._note([key for key, _ in adopted], time.monotonic())
         self._stats.disk_hits += len(adopted) * self.block_size
 
