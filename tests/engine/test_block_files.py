@@ -137,13 +137,18 @@ def test_only_its_own_files_are_removed(files):
         path = files.folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(bytes(1 << 10))
-    old, fresh = files.folder / "ab" / ".x.kv.1-2.partial", files.folder / "ab" / ".y.kv.1-2.partial"
+    old, fresh = (files.folder / "ab" / f".{name * 32}.kv.1-2.partial" for name in "ab")
     for path in (old, fresh):
         path.write_bytes(b"half")
-    os.utime(old, (1, 1))
+    (files.folder / ".theirs.partial").write_bytes(b"x")
+    for path in (old, files.folder / ".theirs.partial"):
+        os.utime(path, (1, 1))
     BlockFiles(files.folder, limit=1).sweep()
     left = {str(path.relative_to(files.folder)) for path in files.folder.rglob("*") if path.is_file()}
-    assert left == {"secret", "lock", "notes.txt", "ab/notes.kv", "ab/.hidden", "long/0123.kv", "ab/.y.kv.1-2.partial"}
+    assert left == {
+        *("secret", "lock", "notes.txt", "ab/notes.kv", "ab/.hidden", "long/0123.kv", ".theirs.partial"),
+        str(fresh.relative_to(files.folder)),
+    }
 
 
 def test_others_may_not_read_the_files(files):

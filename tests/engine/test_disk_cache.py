@@ -15,12 +15,14 @@ import pytest
 import torch
 
 import hasten
+from hasten.checkpoints.adapter_files import save_adapter
 from hasten.engine import cache as cache_module
 from hasten.engine import disk_cache
 from hasten.engine.block_files import HEADER_BYTES, BlockFiles
 from hasten.engine.cache import KVCache, LayerShape, row_format
 from hasten.errors import ConfigError, ResourceError
 from hasten.model.fused import is_fused
+from hasten.model.lora import new_adapter
 from references import make_reference, tiny_llama
 from serving_cases import make_engine, request, run, tokens_of
 
@@ -153,6 +155,30 @@ def test_tenants_find_their_own(model, folder):
         pieces = run(engine, [request("a", PROMPT, max_new_tokens=1, salt=salt)])["a"]
         assert (pieces[0].cached_tokens, engine.stats().disk_hits) == (found, found)
         engine.close()
+
+
+@pytest.mark.parametrize("make", [fused, tiny_llama], ids=["fused", "readable"])
+def test_adapters_find_their_own(make, folder, tmp_path):
+    """By name, weights and scale: names that are swapped find nothing, and neither does another scale."""
+    config = tiny_llama().config
+    for number, alpha in enumerate((8, 8, 16)):
+        adapter = new_adapter(config, rank=4, alpha=alpha, targets=["all-linear"], seed=number % 2)
+        for index, own in enumerate(adapter.values()):
+            own.b.data.normal_(std=0.1, generator=torch.Generator().manual_seed(100 * (number % 2) + index))
+        save_adapter(tmp_path / str(number), adapter, config)
+
+    def cached(adapters, name):
+        paths = {key: tmp_path / str(number) for key, number in adapters.items()}
+        llm = hasten.LLM(make(), adapters=paths, block_size=SIZE, max_sequences=2, prefix_cache=folder)
+        (found,) = llm.generate([PROMPT], temperature=0, max_new_tokens=4, adapter=name)
+        llm.close()
+        return found.cached_tokens, found.tokens
+
+    before = cached({"a": 0, "b": 1}, "a")
+    assert cached({"a": 0, "b": 1}, "a") == (FULL, before[1])
+    assert before[0] == cached({"a": 0, "b": 1}, "b")[0] == cached({"a": 1, "b": 0}, "a")[0] == 0
+    assert cached({"a": 2, "b": 1}, "a")[0] == 0
+    assert cached({"b": 0, "a": 1}, "b")[0] == cached({"b": 0, "a": 1}, "")[0] == 0
 
 
 def test_scored_prompts_are_shared_with_nobody_and_not_written(model, folder):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from hasten.effects import ON_CUDA, Needs, Unless
+from hasten.effects import ON_CPU, ON_CUDA, Needs, Unless
 from hasten.engine.params import KVCacheDtype, SamplingParams, recommended
 from hasten.engine.settings import EngineSettings
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
@@ -218,7 +218,7 @@ class EngineOptions:
     EFFECTS: ClassVar[dict[str, Any]] = {
         "cache_share": (Unless("cache_gib"), Unless("fit")),
         "capture_sizes": (ON_CUDA, Needs("capture")),
-        "prefix_cache": Unless("no_prefix_cache"),
+        "prefix_cache": (Unless("no_prefix_cache"), ON_CPU),
         "prefix_cache_bytes": Needs("prefix_cache"),
     }
 

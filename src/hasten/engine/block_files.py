@@ -35,7 +35,7 @@ _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _SECRET_BYTES = 32
 _FOLDER, _NAME = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{32}\.kv")
-_ABANDONED = re.compile(r"\..+\.partial")
+_ABANDONED = re.compile(r"\.([0-9a-f]{32}\.kv|secret|writable)\.\d+-\d+\.partial")  # as `replacing` names them
 _ABANDONED_SECONDS = 600.0  # after which a temporary file is nobody's: writing one takes less than a second
 _SPARE = 0.1  # of the limit is freed at once, so that not every write has to look for room
 
@@ -72,7 +72,7 @@ class BlockFiles:
 
     def has(self, key: bytes) -> bool:
         """Whether there is a file of this name. What it holds is seen when it is read."""
-        return self.path(key).exists()
+        return os.path.exists(self.path(key))  # False, too, where it may not be looked at
 
     def path(self, key: bytes) -> Path:
         """The file of a key."""

@@ -193,7 +193,7 @@ class KVCache:
                 kept.copy_(copied)
 
     def _parts(self, block: int, contents: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of the layers of each shape, a block and its place in `contents`: both (2·layers, Hkv, block_size, …).
+        """A block of the layers of each shape, and its place in `contents`: both (2·layers, Hkv, block_size, …).
 
         In this order of dimensions each head's rows of a block are copied at once.
         """
