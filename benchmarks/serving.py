@@ -364,7 +364,7 @@ def sample_table(report: Report) -> str:
 def restart_table(report: Report) -> str:
     """`serving.py restart`."""
     first, last = report["first_token"], report["rounds"][-1]["restarted"]
-    head = ["tokens", "without the folder", "while it is filled", "after a restart", "from memory", "share", "read"]
+    head = ["tokens", "no folder", "filling one", "after a restart", "from memory", "restart / no folder", "read"]
     cells = [f"{last['prompt_tokens']:,}", *(f"{first[way]:.2f} s" for way in WAYS), f"{report['share']:.1%}"]
     return markdown(head, [[*cells, f"{last['bytes'] / 1e6:,.0f} MB"]], left=0)
 
