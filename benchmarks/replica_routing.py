@@ -35,8 +35,9 @@ import torch
 
 import hasten
 from hasten.bench.predict import random_model
-from hasten.engine.blocks import BlockManager, prefix_keys
+from hasten.engine.blocks import BlockManager
 from hasten.engine.engine import Engine
+from hasten.engine.prefixes import prefix_keys
 from hasten.engine.request import Request
 from hasten.engine.settings import EngineSettings
 from hasten.measure.script import Report, Script, Table, main, markdown
@@ -289,8 +290,7 @@ def replay(jobs: list[Job], costs: Costs, way: str, *, replicas: int, blocks: in
             job.ask = Ask(len(job.prompt), list(keys) if aware else (), BLOCK)
             name = board.rank(job.ask)[0]
             board.sent(job.ask, name)
-            replica = fleet[name]
-            replica.waiting.append(job)
+            (replica := fleet[name]).waiting.append(job)
             if not replica.plan:
                 begin(name, job.arrival)
             elif replica.steps > 1:

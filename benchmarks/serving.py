@@ -3,6 +3,7 @@
     python benchmarks/serving.py llm --hasten bf16=FOLDER int8=FOLDER --vllm PYTHON FOLDER \\
         --output benchmarks/results/compare-serving.json
     python benchmarks/serving.py fairness --output benchmarks/results/serve-fairness.json
+    python benchmarks/serving.py restart --output benchmarks/results/serve-restart.json
     python benchmarks/serving.py start --models demo=FOLDER llama-1.1b=FOLDER,--quantize,int8 \\
         --output benchmarks/results/serve-start.json
 
@@ -13,7 +14,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ import httpx
 import torch
 
 import hasten
+from hasten.bench.serve_restart import restart_round, say_something, served
 from hasten.engine.engine import Engine
 from hasten.engine.params import SamplingParams
 from hasten.engine.request import Request
@@ -114,6 +115,28 @@ class ServeStart(Script):
             rows.append({"name": name, "options": extra, **medians, "rounds": rounds})
             print(rows[-1], flush=True)
         return {"kind": "serve-start", "seconds": rows}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRestart(Script):
+    """Seconds to the first token of a coding agent's first request (`hasten.bench.serve_restart`), by `hasten serve`.
+
+    In each round: by a server without --prefix-cache; by one with an empty folder, which it fills; by one started
+    again on that folder, whose files are first dropped from the page cache; and by the same once more, from memory.
+    Each server says something short before. All four must answer the same text.
+    """
+
+    result = "serve-restart"
+    model: str = "gemma3-270m"
+    rounds: int = 1
+    max_tokens: int = 16
+
+    def measure(self) -> Report:
+        rounds = [restart_round(self.model, max_tokens=self.max_tokens) for _ in range(self.rounds)]
+        medians = {way: median(one[way]["first_token"] for one in rounds) for way in rounds[0]}
+        share = median(one["restarted"]["first_token"] / one["without"]["first_token"] for one in rounds)
+        same = len({found["text"] for one in rounds for found in one.values()}) == 1
+        return {"kind": "serve-restart", "first_token": medians, "share": share, "passed": same, "rounds": rounds}
 
 
 PEERS = Path(__file__).parent / "peers"
@@ -274,25 +297,14 @@ class Fairness(TimedScript):
 
 def started_server(model: str, options: list[str]) -> dict[str, float]:
     """Seconds from the command to each mark."""
-    command = [sys.executable, "-m", "hasten", "serve", model, "--port", "0", "--log", "error", *options]
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
+    with served(model, options) as url:
         found = {"listening": time.perf_counter() - started}
-        url = next(word for word in line.split() if word.startswith("http")).removesuffix("/v1")
         assert httpx.get(f"{url}/ready").status_code == 200
         found["ready"] = time.perf_counter() - started
-        name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        body = {"model": name, "prompt": list(range(300, 316)), "max_tokens": 1, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
-        assert answer.status_code == 200, answer.text
+        say_something(url)
         found["first_token"] = time.perf_counter() - started
         return found
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def fairness_table(report: Report) -> str:
@@ -349,7 +361,17 @@ def sample_table(report: Report) -> str:
     return markdown(["output tokens/s", *kinds], rows)
 
 
+def restart_table(report: Report) -> str:
+    """`serving.py restart`."""
+    first, last = report["first_token"], report["rounds"][-1]["restarted"]
+    head = ["tokens", "no folder", "filling one", "after a restart", "from memory", "restart / no folder", "read"]
+    cells = [f"{last['prompt_tokens']:,}", *(f"{first[way]:.2f} s" for way in WAYS), f"{report['share']:.1%}"]
+    return markdown(head, [[*cells, f"{last['bytes'] / 1e6:,.0f} MB"]], left=0)
+
+
+WAYS = ("without", "written", "restarted", "in-memory")
 TABLES: dict[str, Table] = {
+    "serve-restart": restart_table,
     "serve-fairness": fairness_table,
     "serve-latency-llama-1.1b-int8": latency_table,
     "compare-serving": vllm_table,
@@ -358,4 +380,4 @@ TABLES: dict[str, Table] = {
 
 
 if __name__ == "__main__":
-    main({"llm": LlmBesideVllm, "fairness": Fairness, "start": ServeStart}, TABLES)
+    main({"llm": LlmBesideVllm, "fairness": Fairness, "restart": ServeRestart, "start": ServeStart}, TABLES)

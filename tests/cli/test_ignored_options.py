@@ -128,7 +128,7 @@ EVERY: dict[str, Command] = {
         MODEL,
         False,
         f"""{LOADS} tensor_parallel devices draft max_sequences token_budget max_length block_size fit kv_cache_dtype
-        capture prefix_cache queue_limit reader_limit cache_gib host port api_key served_model_name adapter
+        capture no_prefix_cache queue_limit reader_limit cache_gib host port api_key served_model_name adapter
         chat_template chat_template_kwargs replicas allowed_origins strict_fields strict_length stored_responses
         header_bytes bodies_bytes requests samples choices logprobs schema_bytes body_timeout write_timeout
         request_timeout grammar_timeout drain_timeout
@@ -314,6 +314,12 @@ def test_an_option_without_effect_says_what_stands_in_the_way(command, path, num
         ("eval M --tasks x --no-overlap", "--no-overlap has no effect without --text"),
         ("serve M --device cpu --capture-sizes 2", "--capture-sizes has no effect with a device of kind cpu, only"),
         ("serve M --cache-gib 2 --cache-share 0.9", "--cache-share has no effect with --cache-gib 2.0"),
+        (
+            "serve M --no-prefix-cache --prefix-cache D",
+            "--prefix-cache has no effect with --no-prefix-cache; leave one",
+        ),
+        ("serve M --prefix-cache-bytes 9", "--prefix-cache-bytes has no effect without --prefix-cache; set that too"),
+        ("serve M --prefix-cache D --replicas 2", "--prefix-cache does not go with --replicas or --tensor-parallel"),
         ("serve M --replicas 2 --requests-each 4", "--requests-each has no effect without --max-replicas"),
         ("serve M --api-key k --allowed-host example.com", "--allowed-host has no effect with an API key, or on an"),
         ("export M out --gguf Q8_0", "--gguf has no effect in a folder; name an OUTPUT that ends in .gguf, or leave"),

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from hasten.engine.blocks import BlockManager, prefix_keys
+from hasten.engine.blocks import BlockManager
+from hasten.engine.prefixes import prefix_keys
 from hasten.replicas.routing import KEY_BYTES, RUNNING, Ask, Board, board_of, publish
 
 SECRET = b"known to the replicas and the ingress"

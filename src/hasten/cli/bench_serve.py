@@ -66,7 +66,7 @@ class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
             for one in (*fields(LoadOptions), *fields(EngineSettings))
             if one.name not in ("model", "cache_bytes")
         },
-        **dict.fromkeys(("shape", "draft", "cache_gib", "file_dtypes"), Unless("url")),
+        **dict.fromkeys(("shape", "draft", "cache_gib", "no_prefix_cache", "file_dtypes"), Unless("url")),
         "burstiness": Unless("rates", (math.inf,)),
         "spread": Unless("lengths", "fixed"),
         "prefix_groups": Needs("shared_prefix_tokens"),

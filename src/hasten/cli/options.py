@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from hasten.effects import ON_CUDA, Needs, Unless
+from hasten.effects import ON_CPU, ON_CUDA, Needs, Unless
 from hasten.engine.params import KVCacheDtype, SamplingParams, recommended
 from hasten.engine.settings import EngineSettings
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
@@ -210,10 +210,16 @@ class EngineOptions:
     engine: tyro.conf.OmitArgPrefixes[EngineSettings] = field(default_factory=EngineSettings)
     cache_gib: float | None = None
     """Memory of the cache in GiB; by default half of the free memory, and never more than can be used."""
+    prefix_cache: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Keep the blocks of the prefix cache in this folder too, where they survive a restart."""
+    no_prefix_cache: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Do not share the blocks of prompts that begin alike."""
 
     EFFECTS: ClassVar[dict[str, Any]] = {
         "cache_share": (Unless("cache_gib"), Unless("fit")),
         "capture_sizes": (ON_CUDA, Needs("capture")),
+        "prefix_cache": (Unless("no_prefix_cache"), ON_CPU),
+        "prefix_cache_bytes": Needs("prefix_cache"),
     }
 
     def __post_init__(self) -> None:
@@ -239,6 +245,8 @@ class EngineOptions:
         settings = self.engine
         if self.cache_gib is not None:
             settings = replace(settings, cache_bytes=int(self.cache_gib * 2**30))
+        if self.prefix_cache is not None or self.no_prefix_cache:
+            settings = replace(settings, prefix_cache=self.prefix_cache or False)
         if settings.capture_sizes is None:
             settings = replace(settings, capture_sizes=SIZES)
         drafting = self.drafting(model) if isinstance(self, DraftOptions) else {}

@@ -75,12 +75,17 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         super().__post_init__()
         if self.fleet.replicas and self.tensor_parallel > 1:
             raise ConfigError("--replicas and --tensor-parallel do not go together: a replica is one process")
+        if self.prefix_cache is not None and (self.fleet.replicas or self.tensor_parallel > 1):
+            raise ConfigError(
+                "--prefix-cache does not go with --replicas or --tensor-parallel: its blocks are those of one process"
+            )
         if self.fleet.replicas and self.devices == "auto":
             raise ConfigError("--replicas and --devices auto do not go together: the plan says how many, or you do")
 
     def check_inputs(self) -> None:
         """Check the options before anything is measured, started or loaded."""
         from hasten.checkpoints.adapter_files import adapter_config
+        from hasten.engine.block_files import BlockFiles
         from hasten.server import require_packages
 
         require_packages()
@@ -89,6 +94,8 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         self._settings()
         for folder in self.adapters().values():
             adapter_config(folder.expanduser())
+        if self.prefix_cache is not None:
+            BlockFiles(self.prefix_cache.expanduser(), limit=self.engine.prefix_cache_bytes)
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError("--served-model-name is empty; leave it out for the folder's own name, or give one")
         if not launched():

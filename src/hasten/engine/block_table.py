@@ -12,7 +12,8 @@ class SequenceBlocks:
 
     Positions below `held` have (or get in this step) their keys; those up to `room` may be written. The first `left`
     entries of block_table are of blocks that no query looks back to any more: others may have them. edits: how often
-    entries were replaced or removed, so that a copy of the table can be kept and extended.
+    entries were replaced or removed, so that a copy of the table can be kept and extended. private: no other sequence
+    can begin with its blocks.
     """
 
     block_table: list[int]
@@ -22,6 +23,7 @@ class SequenceBlocks:
     asked: int  # tokens of the prompt, until they are counted
     left: int = 0
     edits: int = 0
+    private: bool = False
 
     def __len__(self) -> int:
         return len(self.block_table)

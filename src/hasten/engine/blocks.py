@@ -9,17 +9,14 @@ Only numbers are kept here; the tensors are `hasten.engine.cache.KVCache`. Every
 raises and changes nothing.
 """
 
-import hashlib
 import secrets
-from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hasten.engine.block_table import SequenceBlocks
+from hasten.engine.prefixes import next_key, passed_blocks, prefix_keys, usable_blocks
 from hasten.errors import ConfigError, ResourceError
-
-_KEY_BYTES = 16
 
 
 class OutOfBlocks(ResourceError):
@@ -46,15 +43,6 @@ def blocks_of(tokens: int, block_size: int, *, reach: int | None, step: int) -> 
     """
     blocks = -(-tokens // block_size)
     return blocks if reach is None else min(blocks, -(-(reach + step) // block_size) + 1)
-
-
-def prefix_keys(tokens: Sequence[int], *, block_size: int, secret: bytes, salt: str = "") -> Iterator[bytes]:
-    """The keys by which blocks are found: that of the beginning (of a secret and a salt), then of each full block."""
-    key = _hash(secret, secret, salt.encode())
-    yield key
-    for start in range(0, len(tokens) // block_size * block_size, block_size):
-        key = _hash(secret, key, _bytes_of(tokens[start : start + block_size]))
-        yield key
 
 
 class BlockManager:
@@ -87,6 +75,9 @@ class BlockManager:
         self._sequences: dict[int, SequenceBlocks] = {}
         self._step: set[int] = set()  # sequences that `written` was given and that are not computed yet
         self._promised: list[bytes] = []  # keys of blocks that `written` offers to others before they are computed
+        # Called when a step has run, with keys and blocks that it filled and that others can begin with.
+        self.on_filled: Callable[[list[tuple[bytes, int]]], None] | None = None
+        self._filled: list[tuple[bytes, int]] = []  # in this step
         self._references = [0] * blocks
         self._keys: list[bytes | None] = [None] * blocks
         self._cached: dict[bytes, int] = {}
@@ -113,31 +104,70 @@ class BlockManager:
         """The keys of the blocks that can be found. Any thread may ask."""
         return list(self._cached)
 
-    def begin(self, sequence: int, tokens: Sequence[int], *, salt: str = "") -> int:
+    def keys(self, tokens: Sequence[int], *, salt: str = "") -> list[bytes]:
+        """The keys of the full blocks that `begin` looks for."""
+        found = prefix_keys(tokens[:-1], block_size=self.block_size, secret=self._secret, salt=salt)
+        return list(found)[1:] if self.prefix_cache else []
+
+    def finds(self, key: bytes) -> bool:
+        """Whether a sequence can begin with the block of a key, now or in the next step."""
+        return key in self._cached
+
+    def computed_blocks(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """Those of the keys that are found, with their blocks, but for blocks that the next step is to fill."""
+        promised = set(self._promised)
+        return [(key, self._cached[key]) for key in keys if key in self._cached and key not in promised]
+
+    def adopt(self, keys: Sequence[bytes], found: Collection[bytes]) -> list[tuple[bytes, int]]:
+        """Take free blocks for those of a beginning's keys that were found elsewhere, as many as there is room for.
+
+        Returns (key, block): their contents must be written before the next step. They are as if a sequence had left
+        them: any can begin with them, and until then they may be evicted, the end of the beginning first. None of
+        `keys` is evicted for another.
+        """
+        free = [block for key in keys if (block := self._cached.get(key)) in self._free and block is not None]
+        for block in free:
+            self._free.move_to_end(block)
+        adopted = []
+        wanted = [key for key in keys if key in found and key not in self._cached]
+        for key in wanted[: len(self._free) - len(free)]:
+            block = next(iter(self._free))
+            if self._keys[block] is not None:
+                self._stats.evicted_blocks += 1
+                self._unregister(block)
+            self._cached[key], self._keys[block] = block, key
+            self._free.move_to_end(block)
+            self._promised.append(key)  # until the next step has run
+            adopted.append((key, block))
+        for key in reversed(keys):
+            if (left := self._cached.get(key)) is not None and left in self._free:
+                self._free.move_to_end(left)
+        return adopted
+
+    def begin(self, sequence: int, tokens: Sequence[int], *, salt: str = "", private: bool = False) -> int:
         """Start a sequence with the cached full blocks of its beginning; returns how many tokens they hold.
 
         Blocks to which no query looks back any more may be missing. At least one of the tokens is left to compute,
         because its logits are wanted. Sequences of different salts (tenants) share nothing through the cache, so that
-        none can find out by timing what another has asked.
+        none can find out by timing what another has asked. private: nobody else has the salt, so `on_filled` is
+        not called with its blocks.
         """
         assert sequence not in self._sequences, f"sequence {sequence} exists"
         keys = prefix_keys(tokens[:-1], block_size=self.block_size, secret=self._secret, salt=salt)
         chain, table = [next(keys)], []
-        found = count = 0  # cached blocks in a row up to this one; blocks that the sequence begins with
-        for key in keys if self.prefix_cache else ():
-            block = self._cached.get(key)
-            if block is None and self.reach is None:
-                break
-            chain.append(key)
-            table.append(-1 if block is None else block)
-            found = 0 if block is None else found + 1
-            if found and found >= len(table) - self._passed(len(table) * self.block_size):
-                count = len(table)
+
+        def there() -> Iterator[bool]:
+            for key in keys:
+                chain.append(key)
+                table.append(-1 if (block := self._cached.get(key)) is None else block)
+                yield block is not None
+
+        count = usable_blocks(there() if self.prefix_cache else (), block_size=self.block_size, reach=self.reach)
         del chain[1 + count :], table[count:]
         held = count * self.block_size
         left = self._passed(held)
         table[:left] = table[-1:] * left  # instead of blocks that others may have now
-        own = self._sequences[sequence] = SequenceBlocks(table, chain, held, held, len(tokens), left)
+        own = self._sequences[sequence] = SequenceBlocks(table, chain, held, held, len(tokens), left, private=private)
         for block in own.own:
             self._refer(block)
         return held
@@ -196,15 +226,20 @@ class BlockManager:
             return
         for index in range(own.offered, len(tokens) // self.block_size):
             start = index * self.block_size
-            key = _hash(self._secret, own.chain[index], _bytes_of(tokens[start : start + self.block_size]))
+            key = next_key(self._secret, own.chain[index], tokens[start : start + self.block_size])
             own.chain.append(key)
             if key not in self._cached and self._keys[own.block_table[index]] is None:
                 self._promised.append(key)
+                if self.on_filled is not None and not own.private:
+                    self._filled.append((key, own.block_table[index]))
                 self._cached[key] = own.block_table[index]
                 self._keys[own.block_table[index]] = key
 
     def computed(self) -> None:
         """Record that the step has run: what `written` was given is in the cache."""
+        if self.on_filled is not None and self._filled:
+            self.on_filled([(key, block) for key, block in self._filled if self._cached.get(key) == block])
+            self._filled.clear()
         for sequence in self._step if self.reach is not None else ():
             own = self._sequences[sequence]
             passed = self._passed(own.held)
@@ -223,7 +258,7 @@ class BlockManager:
         for block in own.own:
             self._refer(block)
         tables = own.block_table.copy(), own.chain.copy()
-        self._sequences[child] = SequenceBlocks(*tables, own.held, own.held, 0, own.left)
+        self._sequences[child] = SequenceBlocks(*tables, own.held, own.held, 0, own.left, private=own.private)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the positions from `length` on (rejected guesses) and give back the blocks behind them.
@@ -278,6 +313,7 @@ class BlockManager:
             if key in self._cached:
                 self._unregister(self._cached[key])
         self._promised.clear()
+        self._filled.clear()
         self._step.clear()
 
     def check(self) -> None:
@@ -305,7 +341,7 @@ class BlockManager:
 
     def _passed(self, held: int) -> int:
         """Number of leading blocks to which no query from position `held` on looks back."""
-        return 0 if self.reach is None else max(0, held - self.reach + 1) // self.block_size
+        return passed_blocks(held, block_size=self.block_size, reach=self.reach)
 
     def _missing(self, own: SequenceBlocks, length: int) -> int:
         return max(0, -(-length // self.block_size) - len(own.block_table))
@@ -361,11 +397,3 @@ class BlockManager:
         if key is not None:
             del self._cached[key]
             self._keys[block] = None
-
-
-def _hash(secret: bytes, before: bytes, content: bytes) -> bytes:
-    return hashlib.blake2b(before + content, key=secret, digest_size=_KEY_BYTES).digest()
-
-
-def _bytes_of(tokens: Sequence[int]) -> bytes:
-    return array("q", tokens).tobytes()

@@ -7,7 +7,7 @@ as a text (`KVCache.of_texts`): then text b is block b, and no table is needed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -173,6 +173,36 @@ class KVCache:
             for group in self._groups.values():
                 blocks = group[:, :-1].unflatten(1, (self.blocks, self.block_size))
                 blocks[:, targets] = blocks[:, sources]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers together."""
+        return sum(group[:, :-1].nbytes for group in self._groups.values()) // self.blocks
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """The contents of whole blocks, as they are: bytes (n, block_bytes), a copy."""
+        contents = torch.empty(len(blocks), self.block_bytes, dtype=torch.uint8, device=self.device)
+        for block, row in zip(blocks, contents, strict=True):
+            for kept, copied in self._parts(block, row):
+                copied.copy_(kept)
+        return contents
+
+    def write_blocks(self, blocks: Sequence[int], contents: Iterable[Tensor]) -> None:
+        """Write contents (block_bytes,) that `read_blocks` returned, of a cache of the same layers and formats."""
+        for block, row in zip(blocks, contents, strict=True):
+            for kept, copied in self._parts(block, row):
+                kept.copy_(copied)
+
+    def _parts(self, block: int, contents: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """A block of the layers of each shape, and its place in `contents`: both (2·layers, Hkv, block_size, …).
+
+        In this order of dimensions each head's rows of a block are copied at once.
+        """
+        first, slots = 0, slice(block * self.block_size, (block + 1) * self.block_size)
+        for group in self._groups.values():
+            kept = group[:, slots].transpose(1, 2)
+            yield kept, contents[first : first + kept.nbytes].view(group.dtype).view(kept.shape)
+            first += kept.nbytes
 
     def grow(self, blocks: int) -> None:
         """Become a cache of more blocks, keeping what is there (a copy; the addresses change)."""

@@ -10,10 +10,11 @@ their prompt once and fork; a beam is a fork.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from hasten.engine.admission import AdapterNumbers, admitted, check_room, settings_on_device
 from hasten.engine.blocks import BlockManager, blocks_of
 from hasten.engine.continuations import Continuations
+from hasten.engine.disk_cache import DiskCache, block_files, block_secret
 from hasten.engine.following import capture_steps, runner_of
 from hasten.engine.logprobs import TokenTexts
 from hasten.engine.prompts import end_ids
@@ -48,7 +50,8 @@ class Engine:
     speculator: None, or what proposes the next tokens of sequences. Drafts are checked in one step and taken as far as
     they are what would have been drawn, so that the text does not change. adapters: the names of the model's, in order.
     secret: of the keys of its blocks (`BlockManager`). runner: with a cache made for texts that are known
-    (`hasten.engine.for_texts`); by default one over a cache of the size in `settings`.
+    (`hasten.engine.for_texts`); by default one over a cache of the size in `settings`. Raises ConfigError and
+    ResourceError for a `prefix_cache` folder that cannot be used.
     """
 
     def __init__(
@@ -69,10 +72,14 @@ class Engine:
         choice = None if runner.chooses_adapters else model.adapters
         self.adapters = AdapterNumbers(adapters, unnamed=-1 if choice is None else choice.every)
         self.max_length, self.cache_bytes = runner.max_length, runner.cache.bytes
+        files = None
+        if isinstance(folder := settings.prefix_cache, str | Path):
+            files = block_files(Path(folder), settings.prefix_cache_bytes, model, secret=secret)
+            secret = block_secret(files, model, runner.cache, adapters=adapters)
         self.blocks = BlockManager(
             blocks=runner.cache.blocks,
             block_size=settings.block_size,
-            prefix_cache=settings.prefix_cache,
+            prefix_cache=settings.prefix_cache is not False,
             reach=runner.reach,
             secret=secret,
         )
@@ -83,6 +90,11 @@ class Engine:
             stretches_at=model.config.stretches_at,
             block_each=runner.side_by_side,
         )
+        self.disk: DiskCache | None = None
+        if files is not None:
+            self.disk = DiskCache(files, runner.cache, self.blocks)
+            self.scheduler.ready, self.blocks.on_filled = self.disk.ready, self.disk.keep
+            weakref.finalize(self, self.disk.close)  # its threads must not keep the cache of a forgotten engine
         self.eos_ids = end_ids(model)
         self.texts = TokenTexts(tokenizer)
         self._table = RequestTable()
@@ -162,7 +174,7 @@ class Engine:
         prompt = self.scheduler.add(
             request.prompt,
             priority=request.priority,
-            salt=request.sharing or secrets.token_hex(8),  # a cached token gives no logits
+            salt=request.sharing,
             slots=request.samples,
             adapter=self.adapters.number(request.adapter),
         )
@@ -204,6 +216,9 @@ class Engine:
         self._pending.clear()
         self.error = self.error or "the engine was closed"
         self.speculator = self.ahead = self._run = None
+        if self.disk is not None:
+            self.disk.close()
+            self.scheduler.ready = None
         if hasattr(self, "runner"):
             self.runner.close()
             del self.runner
@@ -276,6 +291,8 @@ class Engine:
             return gone_on
         plan = self.scheduler.plan(begin=ahead is None or not ahead.patient)
         if not plan:
+            if self.disk is not None:
+                self.disk.wait()
             return [] if late is None else self.continuations.arrived(late)
         if copies := [pair for entry in plan for pair in entry.copies]:
             self.runner.copy(copies)
@@ -348,6 +365,8 @@ class Engine:
         return found
 
     def _computed(self, tokens: int, seconds: float) -> None:
+        if self.disk is not None:
+            self.disk.computed(tokens, seconds)
         self.continuations.counts.model_seconds += seconds
         self.continuations.counts.steps += 1
         self.continuations.counts.computed_tokens += tokens

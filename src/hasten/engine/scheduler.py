@@ -16,8 +16,9 @@ Pure Python: sequences and numbers, no tensors.
 
 from __future__ import annotations
 
+import secrets
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -52,6 +53,8 @@ class Scheduler:
         self.stretches_at, self._block_each = stretches_at, block_each
         self.running: list[TextSequence] = []  # by order
         self.waiting: list[TextSequence] = []  # by order
+        # Asked before a sequence begins, with what finds the keys of its blocks: False, and it is asked again later.
+        self.ready: Callable[[TextSequence, Callable[[], list[bytes]]], bool] | None = None
         self.preemptions = 0
         self.steps = 0  # planned or launched since a waiting sequence last began
         self._full = False  # the last admission ended because the slots were all taken
@@ -63,16 +66,20 @@ class Scheduler:
     # -- sequences come and go ----------------------------------------------------------------------------------------
 
     def add(
-        self, tokens: Sequence[int], *, priority: int = 0, salt: str = "", slots: int = 1, adapter: int = -1
+        self, tokens: Sequence[int], *, priority: int = 0, salt: str | None = "", slots: int = 1, adapter: int = -1
     ) -> TextSequence:
-        """The prompt of a new request, which waits. slots: how many it will be forked into, itself included."""
+        """The prompt of a new request, which waits. slots: how many it will be forked into, itself included.
+
+        salt: None, and it shares blocks with no other request.
+        """
         self._numbers += 1
         self._requests += 1
         new = TextSequence(
             number=self._numbers,
             order=(priority, self._requests, self._numbers),
             tokens=list(tokens),
-            salt=salt,
+            salt=secrets.token_hex(8) if salt is None else salt,
+            private=salt is None,
             adapter=adapter,
             slots=slots,
         )
@@ -199,8 +206,8 @@ class Scheduler:
 
     def _begin_blocks(self, sequence: TextSequence) -> int:
         """Start its blocks with those of the prefix cache; how many of its tokens these hold."""
-        salt = f"{sequence.salt}\0stretched" if sequence.stretched else sequence.salt
-        return self.blocks.begin(sequence.number, sequence.tokens, salt=salt)
+        own, salt = sequence.tokens, sequence.block_salt
+        return self.blocks.begin(sequence.number, own, salt=salt, private=sequence.private)
 
     def advance(self, plan: list[ScheduledTokens]) -> None:
         """The step has been computed."""
@@ -281,6 +288,9 @@ class Scheduler:
         if self.running and self._no_room is not None and self._no_room[0] is sequence and free <= self._no_room[1]:
             return False
         sequence.stretched = self.stretches_at is not None and sequence.target > self.stretches_at
+        own, salt = sequence.tokens, sequence.block_salt
+        if self.ready is not None and not self.ready(sequence, lambda: self.blocks.keys(own, salt=salt)):
+            return False
         found = self._begin_blocks(sequence)
         size, held = self.blocks.block_size, self.blocks.count(sequence.number)
         missing = min(self.most_blocks(sequence.target) - held, -(-sequence.target // size) - found // size)

@@ -25,7 +25,8 @@ class TextSequence:
     What the scheduler knows: order: (priority, arrival of the request, number within it): smaller is served first and
     preempted last. slots: how many sequences it will become (samples that still share their prompt). drafts: guessed
     tokens behind `tokens`, to be verified in the next step. scored: of its first tokens, those whose logits are wanted
-    too. stretched: as in `Rows`; the keys in the cache are those of such a sequence.
+    too. stretched: as in `Rows`; the keys in the cache are those of such a sequence. private: no other sequence has its
+    salt. sought: blocks of its beginning were looked for outside of the cache.
 
     Of a sample, from `begin` on: its request's state, which of the samples it is, how its tokens are drawn, its text
     and why it ended.
@@ -44,6 +45,8 @@ class TextSequence:
     begun: bool = False
     scored: int = 0
     stretched: bool = False
+    private: bool = False
+    sought: bool = False
 
     state: RequestState = field(init=False)
     index: int = field(init=False)
@@ -79,6 +82,11 @@ class TextSequence:
     def request(self) -> int:
         """Its request's number, by arrival."""
         return self.order[1]
+
+    @property
+    def block_salt(self) -> str:
+        """The salt of its blocks: a stretched sequence has other keys and values."""
+        return f"{self.salt}\0stretched" if self.stretched else self.salt
 
     @property
     def target(self) -> int:

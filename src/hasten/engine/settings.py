@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Suppress
@@ -38,7 +39,9 @@ class EngineSettings:
         fit: The cache takes all that is free beside a step's activations, and max_length comes down to what it holds.
         kv_cache_dtype: Keys and values in the model's own dtype, or in about half (int8) or less than a third (int4) of
             bfloat16's bytes, rotated before they are rounded; -plain: not rotated.
-        prefix_cache: Share the blocks of prompts that begin alike.
+        prefix_cache: Share the blocks of prompts that begin alike: in memory, not at all (False), or also in a folder
+            with this path, where they survive a restart.
+        prefix_cache_bytes: Most bytes of the prefix cache's folder; blocks used longest ago are removed first.
         capture: On a GPU, capture decode steps as CUDA graphs when they have come twice; --no-capture launches each
             operation from Python, far slower, for finding errors.
         capture_sizes: Numbers of sequences whose decode steps are captured before they come, while the engine is idle;
@@ -55,7 +58,8 @@ class EngineSettings:
     cache_share: Annotated[float, SHARE_ABOVE_0] = 0.5
     fit: bool = False
     kv_cache_dtype: KVCacheDtype = "auto"
-    prefix_cache: bool = True
+    prefix_cache: Suppress[bool | str | Path] = True  # --prefix-cache DIR and --no-prefix-cache on the command line
+    prefix_cache_bytes: Annotated[int, ABOVE_0] = 20 << 30
     capture: bool = True
     capture_sizes: tuple[Annotated[int, ABOVE_0], ...] | None = None
     queue_limit: Annotated[int, ABOVE_0] = 1024
@@ -98,8 +102,10 @@ class Stats(BlockStats):
     """The engine at a moment.
 
     Counted since it was made: steps, tokens, preemptions, copied_blocks; requests, and of them finished, aborted and
-    failed by how they ended; prefix_queries, prefix_hits: prompt tokens looked up and found; busy_seconds: time in
-    steps, and model_seconds of it in the model. Just now: running, waiting: sequences (samples, beams) and requests;
+    failed by how they ended; prefix_queries, prefix_hits: prompt tokens looked up and found; disk_hits: tokens whose
+    blocks were read from the disk, which took disk_seconds; disk_written_blocks, disk_dropped_blocks: written there,
+    and not, because the queue or the disk was full; busy_seconds: time in steps, and model_seconds of it in the model.
+    Just now: running, waiting: sequences (samples, beams) and requests;
     cache_usage: share of blocks in use, 0 to 1; blocks_saved: blocks that sharing saves; captured_steps: CUDA graphs of
     pieces of decode steps, which took capture_seconds.
     drafts, draft_tokens, accepted_tokens: of speculation, the accepted ones also by their place in the draft;
@@ -122,6 +128,10 @@ class Stats(BlockStats):
     free_blocks: int = 0
     cache_usage: float = 0.0
     cache_bytes: int = 0
+    disk_hits: int = 0
+    disk_seconds: float = 0.0
+    disk_written_blocks: int = 0
+    disk_dropped_blocks: int = 0
     captured_steps: int = 0
     capture_seconds: float = 0.0
     preemptions: int = 0
@@ -152,6 +162,13 @@ GAUGES = {
 COUNTERS = {  # their names end in _total
     "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
+    "prefix_cache_disk_hits": ("disk_hits", "Tokens whose blocks were read from the prefix cache on disk."),
+    "prefix_cache_disk_seconds": ("disk_seconds", "Seconds that reading blocks from the disk took."),
+    "prefix_cache_disk_written_blocks": ("disk_written_blocks", "Blocks written to the prefix cache on disk."),
+    "prefix_cache_disk_dropped_blocks": (
+        "disk_dropped_blocks",
+        "Blocks not written there: the queue or disk was full.",
+    ),
     "num_preemptions": ("preemptions", "Sequences that were put back to wait because the cache was full."),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens taken in."),
     "generation_tokens": ("generated_tokens", "Tokens generated."),

@@ -32,6 +32,7 @@ def stats_of(engine: Engine, counts: Stats) -> Stats:
     return dataclasses.replace(
         counts,
         **dataclasses.asdict(blocks.stats),
+        **({} if engine.disk is None else dataclasses.asdict(engine.disk.stats)),
         **{name: getattr(speculation, name) for name in names},
         accepted_by_position=tuple(speculation.accepted_by_position),
         running=len(scheduler.running),

@@ -22,17 +22,18 @@ def system_file(path: Path) -> str | None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, flush: bool = True) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path` to write to; it is renamed to `path` when the block succeeds.
 
-    The data is on the disk (fsync) before the rename; after an error the temporary file is removed. Raises OSError
-    as open() does.
+    flush: the data is on the disk (fsync) before the rename; without it a file may be damaged after a power failure.
+    After an error the temporary file is removed. Raises OSError as open() does.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.partial")
     try:
         yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        if flush:
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -8,14 +8,12 @@ import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.machine.files import locked, replacing, save_json
+from hasten.model.fingerprint import weights_digest
 from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import QuantizedWeight
@@ -206,12 +205,5 @@ class WorkFolder:
 
 
 def _fingerprint(model: Transformer) -> dict[str, Any]:
-    """Identify a model: its config, its dtype and a checksum of every weight's bytes.
-
-    CRC-32 reads them as fast as mapped pages are read.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        digest.update(f"{name} {zlib.crc32(data)} ".encode())
-    return {"weights": digest.hexdigest(), "dtype": str(model.dtype), "config": repr(model.config)[:20000]}
+    """Identify a model: its config, its dtype and a digest of its weights."""
+    return {"weights": weights_digest(model), "dtype": str(model.dtype), "config": repr(model.config)[:20000]}

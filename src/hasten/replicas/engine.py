@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hasten.engine.blocks import prefix_keys
+from hasten.engine.prefixes import prefix_keys
 from hasten.engine.request import EngineFailed, Request, RequestOutput
 from hasten.engine.settings import ModelFacts, Stats
 from hasten.replicas.replica import Answer, packed

@@ -1,6 +1,6 @@
 """Which replica serves a request: the one where its answer begins soonest.
 
-Replicas report the keys of the blocks that they hold (`hasten.engine.blocks.prefix_keys`). The cost of sending a
+Replicas report the keys of the blocks that they hold (`hasten.engine.prefixes.prefix_keys`). The cost of sending a
 request to a replica is counted in prompt tokens: its own that are not held there, those of other requests that are
 waiting before it, and a few for each running request, which slows prefill down. So a replica that holds the
 beginning is chosen until waiting there costs more than processing the beginning elsewhere; there is no threshold.
