@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-constraints
 TOOLS := $(VENV)/.tools-from-constraints
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Python compiles a module when it is first imported; pip would compile all of them, which takes longer than the download.
 # Containers often forbid Python to write what it compiled: each process would compile torch again, for 5 to 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE

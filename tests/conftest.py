@@ -20,6 +20,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # a child of triton_cases.run_int
     import quick_interpreter  # noqa: F401
 
 
+def pytest_collection_modifyitems(items):
+    """Begin with the files whose tests take minutes, so that no worker is left alone with one of them in the end."""
+    minutes = dict.fromkeys((item.path for item in items), 0)
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            minutes[item.path] = max(minutes[item.path], mark.kwargs.get("minutes", 0))
+    items.sort(key=lambda item: -minutes[item.path])
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef):
     """A shared fixture that warns is an error whichever test asks for it first: that test's filters do not count."""

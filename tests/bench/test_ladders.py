@@ -29,7 +29,7 @@ def test_published_shapes_have_their_published_size() -> None:
     assert counts["llama-120m"] == pytest.approx(125, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "ladder.png"
     options = ["--prompt-tokens", "24", "--new-tokens", "4", "--rounds", "1", "--threads", "1", "--dtype", "bfloat16"]

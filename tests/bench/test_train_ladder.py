@@ -24,7 +24,7 @@ def switched_on(name: str, rungs: Rungs) -> tuple[str, ...]:
     return cumulative(rungs)[name][1]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 def test_training_ladder() -> None:
     report = replace(TINY, rungs=("explicit-float32", "padded-vocabulary")).run()
     first, last = report["rows"]

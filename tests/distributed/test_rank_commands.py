@@ -35,6 +35,7 @@ def test_a_command_runs_in_ranks_and_the_first_one_speaks(program, degree, tmp_p
     assert done.stderr.count("prompt tokens at") == 1
 
 
+@pytest.mark.slow  # commands of several processes
 def test_eval_in_two_ranks_finds_what_one_process_finds(tmp_path, tiny_folder):
     (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 8)
     command = [sys.executable, "-m", "hasten", "eval", str(tiny_folder), "--text", str(tmp_path / "text.txt")]

@@ -198,6 +198,7 @@ def texts_of(url, body):
     return [one["text"] for one in answer["choices"]]
 
 
+@pytest.mark.slow  # a server of several processes
 def test_a_server_of_two_ranks_answers_as_one_of_one_process(folders):
     """Through the command line: drafts, adapters, beams and a schema, then it drains."""
     options = {"model": str(folders / "float32"), "adapter": (f"a1={folders / 'a1'}",), "draft": "suffix"}

@@ -33,7 +33,7 @@ def params_of(chance):
     return {"max_new_tokens": chance.randrange(1, 30), "ignore_eos": chance.random() < 0.7} | drawn
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_everybody_gets_what_they_get_alone(name, seed, monkeypatch):
     monkeypatch.setattr(following, "capture_refusal", lambda model: None)

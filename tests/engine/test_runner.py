@@ -382,6 +382,6 @@ def test_models_whose_steps_are_not_captured():
     assert make_engine(tiny_llama(), capture=False).runner.uncaptured == "--no-capture"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 def test_over_the_kernels_of_a_gpu_in_tritons_interpreter():
     run_interpreted("engine/interpreted_engine.py")

@@ -113,7 +113,7 @@ def test_models_that_cannot_be_captured():
         assert reason in capture_refusal(hasten.load(make_reference(name), dtype="float32"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 def test_a_quantized_model_in_tritons_interpreter():
     run_interpreted("engine/interpreted_decode.py")
 

@@ -16,7 +16,7 @@ from triton_cases import needs_gpu, run_interpreted
 DEVICE = "cuda"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 @pytest.mark.timeout(900)  # whole models of many families, every kernel of them interpreted
 def test_in_the_interpreter():
     run_interpreted("model/interpreted_fused_cuda.py")

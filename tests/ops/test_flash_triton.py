@@ -8,7 +8,7 @@ from hasten.ops.picker import explain, pick
 from triton_cases import needs_gpu, run_interpreted
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 def test_in_the_interpreter():
     run_interpreted("ops/interpreted_flash.py")
 

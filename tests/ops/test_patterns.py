@@ -246,6 +246,7 @@ def test_dense_mask_is_the_layout_spelled_out(pattern, keys, data):
             assert set(seen[h, i].nonzero().flatten().tolist()) == expected
 
 
+@pytest.mark.slow  # compiles
 def test_flex_attention_takes_the_layout_as_block_numbers():
     # Compiled, because the eager form on the CPU ignores the blocks; forward only, as flex has no backward there.
     torch._dynamo.reset()

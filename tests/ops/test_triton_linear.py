@@ -12,7 +12,7 @@ from linear_cases import make_weight
 from triton_cases import FUSED_CASES, check_fused, check_linear, needs_gpu, run_interpreted
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=3)
 def test_in_the_interpreter():
     run_interpreted("ops/interpreted_linear.py")
 

@@ -7,7 +7,7 @@ from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from triton_cases import needs_gpu, run_interpreted
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 @pytest.mark.parametrize("name", ["ragged", "step"])
 def test_in_the_interpreter(name):
     run_interpreted(f"ops/interpreted_{name}.py")

@@ -20,7 +20,7 @@ from tiny_model import tiny_llama
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(minutes=2),
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         getattr(find_compiler(), "kind", None) != "g++" or not sys.platform.startswith("linux"),

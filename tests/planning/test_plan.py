@@ -248,6 +248,7 @@ def test_bad_options(options, text):
         make_plan("tiny", PlanOptions(**options))
 
 
+@pytest.mark.slow  # a process for each plan
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is exact there")
 def test_planned_memory_is_what_is_measured(tmp_path):
     """The cases of benchmarks/plan.py that take least, each in a process of its own."""

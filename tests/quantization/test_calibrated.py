@@ -300,7 +300,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(name, family):
     assert all(torch.equal(tensor, three[key]) for key, tensor in one.items())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=3)
 @pytest.mark.filterwarnings("ignore:no kernel multiplies weights of 3 bits")
 @pytest.mark.parametrize("name", METHODS_AND_SCHEMES)
 def test_nor_do_those_of_a_block_wide_enough_to_be_shared_out(name):

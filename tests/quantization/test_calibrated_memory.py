@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
     return place
 
 
-@pytest.mark.slow  # a model whose matrices are larger than what libraries take
+@pytest.mark.slow(minutes=4)  # a model whose matrices are larger than what libraries take
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is exact there")
 @pytest.mark.parametrize("extra", [[], ["--gptaq"]], ids=["gptq", "gptaq"])
 def test_the_peak_is_the_predicted_one(folder, tmp_path, extra):

@@ -51,6 +51,7 @@ def test_gradients_are_equal(kind, attention, dropout):
         torch.testing.assert_close(found[name], gradient, atol=0, rtol=0)
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_gradients_are_equal_in_bfloat16_and_compiled(kind):
     wanted = gradients(step_of("none", precision="bfloat16"))

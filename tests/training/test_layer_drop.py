@@ -181,6 +181,7 @@ def test_counted_flops_fall_by_the_blocks_left_out():
     assert 1 - sum(keep_probabilities(12, theta=0.5)) / 12 == pytest.approx(0.23, abs=0.002)
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_compiled_blocks_are_not_compiled_anew(checkpointing):
     from torch._dynamo.utils import counters

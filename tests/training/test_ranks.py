@@ -20,6 +20,8 @@ from hasten.training.session import train
 from rank_runs import assert_same, stop_after
 from tiny_model import tiny_llama
 
+pytestmark = pytest.mark.slow(minutes=2)  # trains 40 runs, which its tests share
+
 SHAPE = {"hidden_size": 40, "feed_forward": 51}  # rows that two ranks cannot share evenly
 HARD = {"accumulation": 2, "separate_documents": True, "steps": 20, "validate_every": 10, **SHAPE}
 SHORT = {"steps": 10, "validate_every": 5, "validation_batches": 1, **SHAPE}
@@ -130,7 +132,6 @@ def test_an_adapter_learns_the_same_whoever_has_what_of_it(runs):
         assert_same(one, whole)
 
 
-@pytest.mark.slow  # four processes on two cores
 def test_four_ranks_and_two_replicas_of_two(runs, recipe_of_module):
     ways = {"adamw": {"zero": 2, "replicas": 2}, "muon": {"zero": 3}, "lamb": {"zero": 1, "replicas": 2}}
     made = [recipe_of_module(name=f"four-{name}", **(CASES[name][0] | way)) for name, way in ways.items()]

@@ -12,6 +12,8 @@ from hasten.errors import ConfigError
 from hasten.training.journal import read
 from hasten.training.session import train
 
+pytestmark = pytest.mark.slow  # trains five runs, which its tests share
+
 ONEBIT = {"steps": 24, "beta2": 0.999, "freeze_after": 9, "validate_every": 12, "validation_batches": 1}
 WAYS = {
     "onebit-adam": {"kind": "onebit-adam", **ONEBIT},

@@ -86,6 +86,7 @@ def test_a_recipe_trains_with_a_pattern_dropout_and_packed_documents(recipe):
     assert len(hasten.generate(model, "def", max_new_tokens=8, temperature=0)[0].tokens) == 8
 
 
+@pytest.mark.slow  # compiles
 def test_one_compiled_graph_serves_the_blocks_of_all_patterns_of_a_model():
     torch._dynamo.reset()
     pattern = "bigbird:block=16,random-blocks=2"

@@ -175,6 +175,7 @@ def test_compiled_blocks_compute_the_same():
         torch.testing.assert_close(plain.run([data]).loss, compiled.run([data]).loss, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_fused_activations_compute_the_same(family, precision):

@@ -20,6 +20,8 @@ from rank_runs import assert_same, stop_after
 from references import make_reference, values_of
 from tiny_model import tiny_llama
 
+pytestmark = pytest.mark.slow(minutes=4)  # trains ten runs, which its tests share
+
 SPLIT = {"zero": 2, "tensor": 2}
 SHAPE = {"heads": 4, "kv_heads": 2, "feed_forward": 68, "vocab_size": 310, "pad_vocabulary_to": 4}
 SHORT = {"steps": 10, "validate_every": 5, "validation_batches": 1, "accumulation": 2, **SHAPE}
@@ -57,13 +59,11 @@ def test_what_is_split_computes_what_one_process_does(runs, name):
     assert_same(lines(runs, f"split-{name}"), lines(runs, name), *((2e-3, ("loss",)) if half else ()))
 
 
-@pytest.mark.slow  # compiles
 def test_split_blocks_compile(runs, recipe_of_module):
     ranks.train_all([recipe_of_module(name="compiled", **SHORT | SPLIT, compile=True).to_json()], runs.parent)
     assert_same(lines(runs, "compiled"), lines(runs, "llama"))
 
 
-@pytest.mark.slow  # four processes on two cores
 def test_four_ranks_as_two_pairs(runs, recipe_of_module):
     lamb = recipe_of_module(name="four-lamb", **SHORT | SPLIT, kind="lamb")
     pairs = recipe_of_module(name="four-pairs", **SHORT | SPLIT, replicas=2)
@@ -83,7 +83,7 @@ def test_a_checkpoint_goes_from_one_process_to_split_ones_and_back(runs, name):
     assert_same(lines(runs, name), lines(runs, "llama"))
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, 4])
 def test_every_kind_of_block_is_split(count):
     families = ["llama-biases", "gpt2-scaled", "qwen3", "gemma2", "phi3-window"]
     values = {name: make_reference(name).config.to_dict() for name in families}

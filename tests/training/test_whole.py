@@ -280,7 +280,7 @@ def test_a_loss_that_is_no_number_is_named_by_its_own_step(tiny_recipe, late, mo
         train(replace(tiny_recipe, name="broken"), progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=3)
 def test_triton_kernels_in_the_interpreter():
     run_interpreted("training/interpreted_whole.py")
 
