@@ -245,15 +245,18 @@ os.dup2(2, 1)  # what else is printed is no answer
 import torch
 torch.set_num_threads(int(sys.argv[1]))
 class Serving:  # LLM.generate over prompts of random tokens, all of them at once
-    def __init__(self, shape, requests):
+    def __init__(self, shape, requests, prompt_tokens, group_size):
         import hasten
         from hasten.bench.models import BenchmarkModel
+        from hasten.quantization import Int4, quantize
         model = BenchmarkModel(shape=shape).build(dtype=torch.bfloat16, device="cpu", seed=0)
-        self.llm, self.requests = hasten.LLM(model), requests
+        if group_size:
+            model = quantize(model, Int4(group_size=group_size))
+        self.llm, self.requests, self.prompt_tokens = hasten.LLM(model), requests, prompt_tokens
         self.params = hasten.SamplingParams(temperature=0, max_new_tokens=32)
     def measure(self):
         import time
-        shape = (self.requests, 64)
+        shape = (self.requests, self.prompt_tokens)
         prompts = torch.randint(self.llm.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
         started = time.perf_counter()
         answers = self.llm.generate(prompts.tolist(), self.params)
@@ -286,9 +289,17 @@ def version_rungs(shape: str, compiled: str) -> dict[str, tuple[str, dict[str, A
     common |= {"ladder": ladder}
     found = {name: ("hasten.bench.generate_rung:GenerateRung", common | {"rung": name}) for name in NATIVE}
     recipe, _ = TrainLadder(shape="gpt2-124m", sequence_length=256).recipe_and_config(2)
-    recipe = replace(recipe, techniques=replace(recipe.techniques, precision="bfloat16"))
+    recipe = replace(recipe, techniques=replace(recipe.techniques, precision="auto"))
     training = {"recipe": asdict(recipe), "shape": "gpt2-124m", "steps": 2, "device": "cpu", "compile_cache": compiled}
-    found |= {f"serve-{n}": ("__main__:Serving", common | {"shape": shape, "requests": n}) for n in (1, 16)}
+    serving = {  # requests, tokens of each prompt, groups of int4 weights
+        "serve-1": (1, 64, 0),
+        "serve-16": (16, 64, 0),
+        "serve-int4-g32": (1, 512, 32),
+        "serve-int4-g128": (1, 512, 128),
+    }
+    for name, (requests, prompt, group) in serving.items():
+        own = {"shape": shape, "requests": requests, "prompt_tokens": prompt, "group_size": group}
+        found[name] = ("__main__:Serving", common | own)
     return found | {"train-gpt2-124m": (f"{TrainRung.__module__}:{TrainRung.__name__}", training)}
 
 
