@@ -415,6 +415,23 @@ def test_a_request_may_be_given_up_or_overtaken_while_its_blocks_are_read(model,
     engine.close()
 
 
+def test_reading_stops_when_its_request_is_given_up(model, folder, slow_disk):
+    """Nothing is read, and no memory held, for a client that went away, until somebody else comes."""
+    wanted = answer(model, prefix_cache=folder)[0]
+    engine = make_engine(model, prefix_cache=folder)
+    engine.add(request("reads", PROMPT, max_new_tokens=9))
+    engine.step()
+    load = engine.disk._load
+    engine.abort("reads")
+    assert engine.disk._load is None
+    slow_disk.set()
+    assert load.done.wait(10)
+    assert len(load.found) <= 1
+    run(engine)
+    assert answer(model, engine=engine) == (wanted, FULL, FULL)
+    engine.close()
+
+
 def test_an_engine_that_is_closed_while_blocks_are_read_ends(model, folder, slow_disk):
     answer(model, prefix_cache=folder)
     engine = make_engine(model, prefix_cache=folder)

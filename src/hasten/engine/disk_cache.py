@@ -156,6 +156,11 @@ class DiskCache:
         self._used(load.keys)
         return True
 
+    def give_up(self, sequence: TextSequence) -> None:
+        """Stop reading for a sequence that ended before it began."""
+        if self._load is not None and self._load.sequence is sequence:
+            self._load.given_up, self._load = True, None
+
     def wait(self) -> None:
         """Wait a moment if a sequence's blocks are being read: for an engine that has nothing else to do."""
         if self._load is not None:
