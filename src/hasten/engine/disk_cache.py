@@ -31,7 +31,7 @@ from hasten.errors import ConfigError
 from hasten.machine.files import code_digest
 from hasten.machine.processor import processor_name
 from hasten.model.fingerprint import fingerprint
-from hasten.model.fused import is_fused, path_of
+from hasten.model.fused import path_of
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 from hasten.ops.native import library
@@ -375,7 +375,7 @@ def block_secret(files: BlockFiles, model: Transformer, cache: KVCache, *, adapt
         torch.__version__,
         None if native is None else native.path.stem,
         path_of(model),
-        None if is_fused(model) else torch.get_num_threads(),  # fused steps give the same bits with any number
+        None if model.stack is not None else torch.get_num_threads(),  # native steps give the same bits with any number
         processor_name(),  # PyTorch's products choose by it
         fingerprint(model),
         cache.kernel.name,
