@@ -195,7 +195,7 @@ def test_others_may_not_read_the_files(files):
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
-    for folder in (tmp_path / "file", tmp_path / "file" / "inner", Path("/proc/cache")):
+    for folder in (tmp_path / "file", tmp_path / "file" / "inner", Path("/proc/cache"), Path("/proc/self")):
         with pytest.raises(ResourceError, match=r"cannot be written: .*; name another one"):
             BlockFiles(folder, limit=1)
     (tmp_path / "other").mkdir()

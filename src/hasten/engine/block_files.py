@@ -59,10 +59,10 @@ class BlockFiles:
         self.folder, self.limit = folder, limit
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.secret = _secret_of(folder)
             with replacing(folder / "writable", flush=False) as temporary:
                 temporary.touch()
             (folder / "writable").unlink(missing_ok=True)
+            self.secret = _secret_of(folder)  # last: taking a lock that cannot be created may be tried for ever
         except OSError as error:
             raise ResourceError(
                 f"the folder of the prefix cache, {folder}, cannot be written: {error.strerror}; name another one"
