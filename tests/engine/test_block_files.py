@@ -103,6 +103,40 @@ def test_pipes_links_and_folders_are_not_read_and_do_not_block(files, tmp_path):
     files.sweep()
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_secret_that_is_a_pipe_or_a_link_is_refused(tmp_path):
+    (tmp_path / "target").write_bytes(bytes(32))
+    for name, make in (("pipe", os.mkfifo), ("link", lambda path: path.symlink_to(tmp_path / "target"))):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / "secret")
+        with pytest.raises(ResourceError, match=r"name another one"):
+            BlockFiles(tmp_path / name, limit=1)
+
+
+def test_a_folder_whose_files_cannot_be_removed_does_not_grow(files, monkeypatch):
+    size = HEADER_BYTES + len(BLOCK)
+    files = BlockFiles(files.folder, limit=4 * size)
+    for number in range(4):
+        files.write(key(number), memoryview(BLOCK))
+
+    def refuse(path, missing_ok=False):
+        raise PermissionError(errno.EPERM, "it is not yours")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OSError, match="older blocks cannot be removed"):
+        files.write(key(4), memoryview(BLOCK))
+    monkeypatch.undo()
+    assert len(kept(files)) == 4
+    assert files.write(key(4), memoryview(BLOCK))
+
+
+def test_a_touch_says_whether_the_file_is_there(files):
+    files.write(KEY, memoryview(BLOCK))
+    assert files.touch(KEY)
+    files.path(KEY).unlink()
+    assert not files.touch(KEY)
+
+
 def test_what_was_used_longest_ago_goes_first(files):
     size = HEADER_BYTES + len(BLOCK)
     files = BlockFiles(files.folder, limit=10 * size)
@@ -161,7 +195,7 @@ def test_others_may_not_read_the_files(files):
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
-    for folder in (tmp_path / "file", tmp_path / "file" / "inner", Path("/proc/cache")):
+    for folder in (tmp_path / "file", tmp_path / "file" / "inner", Path("/proc/cache"), Path("/proc/self")):
         with pytest.raises(ResourceError, match=r"cannot be written: .*; name another one"):
             BlockFiles(folder, limit=1)
     (tmp_path / "other").mkdir()

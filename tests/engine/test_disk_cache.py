@@ -260,6 +260,98 @@ def test_a_full_disk_is_one_warning_and_serving_goes_on(model, folder, monkeypat
     assert answer(model, prefix_cache=folder) == (wanted, FULL, FULL)
 
 
+def test_blocks_whose_files_were_removed_are_written_again(model, folder, monkeypatch):
+    """When they are computed again, or used from memory a minute later. What is there is not counted as written."""
+    engine, writes = make_engine(model, prefix_cache=folder), []
+
+    def answered():
+        found = answer(model, engine=engine)[0]
+        engine.disk.flush()
+        writes.append(engine.stats().disk_written_blocks)
+        return found
+
+    wanted, there = answered(), kept(folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_cache.DiskCache, "_pays", lambda self, blocks: False)
+        engine.blocks.forget()
+        assert answered() == wanted
+    for path in there:
+        path.unlink()
+    engine.blocks.forget()
+    assert answered() == wanted
+    assert kept(folder) == there
+    for path in there:
+        path.unlink()
+    for _ in range(2):  # the first time it is found out
+        engine.disk._known = dict.fromkeys(engine.disk._known, -100.0)
+        assert answered() == wanted
+    assert len(kept(folder)) == FULL // SIZE
+    assert writes == [17, 17, 34, 34, 34 + FULL // SIZE]
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["read", "write"])
+def test_a_thread_goes_on_after_any_error(model, folder, name, monkeypatch, caplog):
+    wanted = answer(model, **({"prefix_cache": folder} if name == "read" else {}))[0]
+
+    def broken(*own):
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr(BlockFiles, name, broken)
+    engine = make_engine(model, prefix_cache=folder)
+    with caplog.at_level(logging.WARNING, logger="hasten.engine"):
+        assert answer(model, engine=engine) == (wanted, 0, 0)
+        engine.disk.flush()
+    assert len(caplog.records) == 1
+    assert "a mistake of ours" in caplog.text
+    monkeypatch.undo()
+    engine.disk._paused_until = 0.0
+    engine.blocks.forget()
+    found = FULL if name == "read" else 0
+    assert answer(model, engine=engine) == (wanted, found, found)
+    engine.close()
+    assert len(kept(folder)) == 17
+
+
+def test_copies_of_blocks_are_let_go(model, folder, monkeypatch):
+    """Of those that were read, and of those that wait to be written: neither thread holds the last ones."""
+    take, read_blocks, copies = disk_cache.DiskCache._take, KVCache.read_blocks, []
+
+    def taken(self, load):
+        copies.append(weakref.ref(load.contents))
+        take(self, load)
+
+    def copied(self, blocks):
+        contents = read_blocks(self, blocks)
+        copies.append(weakref.ref(contents))
+        return contents
+
+    answer(model, prefix_cache=folder)
+    monkeypatch.setattr(disk_cache.DiskCache, "_take", taken)
+    monkeypatch.setattr(KVCache, "read_blocks", copied)
+    engine = make_engine(model, prefix_cache=folder)
+    assert answer(model, engine=engine)[2] == FULL
+    engine.disk.flush()
+    deadline = time.monotonic() + 10
+    while any(copy() is not None for copy in copies) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(copies) > 1
+    assert not any(copy() is not None for copy in copies)
+    engine.close()
+
+
+def test_a_thread_of_the_cache_may_end_it(model, folder):
+    """The collector of a forgotten engine runs in any thread."""
+    engine = make_engine(model, prefix_cache=folder)
+    disk = engine.disk
+    disk._write = lambda keys, contents: disk.close()
+    disk.keep([(bytes(16), 0)])
+    for thread in disk._threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    engine.close()
+
+
 def test_a_queue_that_is_full_holds_nobody_up(model, folder, monkeypatch):
     """The writer hangs; steps go on, and what does not fit is not written."""
     wanted, hangs, write = answer(model)[0], threading.Event(), BlockFiles.write
@@ -320,6 +412,23 @@ def test_a_request_may_be_given_up_or_overtaken_while_its_blocks_are_read(model,
     assert found["given up"][-1].finish_reason == "abort"
     for name in ("first", "overtaken"):
         assert tokens_of(found[name]) == [token for token, _ in wanted]
+    engine.close()
+
+
+def test_reading_stops_when_its_request_is_given_up(model, folder, slow_disk):
+    """Nothing is read, and no memory held, for a client that went away, until somebody else comes."""
+    wanted = answer(model, prefix_cache=folder)[0]
+    engine = make_engine(model, prefix_cache=folder)
+    engine.add(request("reads", PROMPT, max_new_tokens=9))
+    engine.step()
+    load = engine.disk._load
+    engine.abort("reads")
+    assert engine.disk._load is None
+    slow_disk.set()
+    assert load.done.wait(10)
+    assert len(load.found) <= 1
+    run(engine)
+    assert answer(model, engine=engine) == (wanted, FULL, FULL)
     engine.close()
 
 

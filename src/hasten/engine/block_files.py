@@ -11,6 +11,7 @@ the contents, so whoever writes a name writes the same. Files are readable by th
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -58,10 +59,10 @@ class BlockFiles:
         self.folder, self.limit = folder, limit
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.secret = _secret_of(folder)
             with replacing(folder / "writable", flush=False) as temporary:
                 temporary.touch()
             (folder / "writable").unlink(missing_ok=True)
+            self.secret = _secret_of(folder)  # last: taking a lock that cannot be created may be tried for ever
         except OSError as error:
             raise ResourceError(
                 f"the folder of the prefix cache, {folder}, cannot be written: {error.strerror}; name another one"
@@ -87,8 +88,9 @@ class BlockFiles:
         if path.exists():
             self.touch(key)
             return False
-        if self._held is None or self._held + size > self.limit or self._written > self.limit // 8:
-            self.sweep(room=size)
+        full = self._held is None or self._held + size > self.limit or self._written > self.limit // 8
+        if full and self.sweep(room=size) + size > self.limit:
+            raise OSError(errno.ENOSPC, "older blocks cannot be removed")
         path.parent.mkdir(mode=0o700, exist_ok=True)
         head = _HEADER.pack(_MAGIC, VERSION, key, block.nbytes)
         with replacing(path, flush=False) as temporary, open(temporary, "wb", opener=_private, buffering=0) as file:
@@ -129,13 +131,21 @@ class BlockFiles:
         with suppress(OSError), open(self.path(key), "rb", opener=_cautious, buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
-    def touch(self, key: bytes) -> None:
-        """Record that a block was used now."""
-        with suppress(OSError):  # removed by another server, or not ours to date: it goes sooner
+    def touch(self, key: bytes) -> bool:
+        """Record that a block was used now; False if its file was removed meanwhile."""
+        try:
             os.utime(self.path(key))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            pass  # not ours to date: it goes sooner
+        return True
 
-    def sweep(self, *, room: int = 0) -> None:
-        """Count the files, remove those used longest ago where `room` is missing, and what interrupted writers left."""
+    def sweep(self, *, room: int = 0) -> int:
+        """Count the files, remove those used longest ago where `room` is missing, and what interrupted writers left.
+
+        Returns the bytes of the files that stay.
+        """
         entries = sorted(self._entries())
         held = sum(entry.bytes for entry in entries)
         if held + room > self.limit:
@@ -150,6 +160,7 @@ class BlockFiles:
                 else:
                     held -= entry.bytes
         self._held, self._written = held, 0
+        return held
 
     def _entries(self) -> Iterator[_Entry]:
         """The files of all blocks. Files of other names are nobody's business here, and are left alone."""
@@ -223,8 +234,8 @@ def _secret_of(folder: Path) -> bytes:
         if not path.exists():
             with replacing(path) as temporary, open(temporary, "wb", opener=_private) as file:
                 file.write(secrets.token_bytes(_SECRET_BYTES))
-        with path.open("rb") as file:
-            secret = file.read(_SECRET_BYTES + 1)
+        with open(path, "rb", opener=_cautious, buffering=0) as file:
+            secret = file.read(_SECRET_BYTES + 1) or b""  # None of a pipe
     if len(secret) != _SECRET_BYTES:
         raise ResourceError(
             f"{path} should hold {_SECRET_BYTES} bytes and does not: the folder is of something else, or damaged; "

@@ -31,7 +31,7 @@ from hasten.errors import ConfigError
 from hasten.machine.files import code_digest
 from hasten.machine.processor import processor_name
 from hasten.model.fingerprint import fingerprint
-from hasten.model.fused import is_fused, path_of
+from hasten.model.fused import path_of
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 from hasten.ops.native import library
@@ -118,15 +118,15 @@ class DiskCache:
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
     def keep(self, filled: Sequence[tuple[bytes, int]]) -> None:
-        """Queue copies of blocks that a step has filled, as many as the queue has room for."""
+        """Queue copies of blocks that a step has filled, as many as the queue has room for.
+
+        Blocks that were queued before are queued again: what a step computes could not be read.
+        """
         now = time.monotonic()
-        new = [(key, block) for key, block in filled if key not in self._known]
         with self._work:
             free = max(0, _QUEUE_BYTES - self._waiting_bytes) // self.block_bytes
-        free = 0 if now < self._paused_until or self._closing else free
-        taken = new[:free]
-        with self._work:
-            self._stats.disk_dropped_blocks += len(new) - len(taken)
+            taken = filled[: 0 if now < self._paused_until or self._closing else free]
+            self._stats.disk_dropped_blocks += len(filled) - len(taken)
         if not taken:
             return
         contents = self.cache.read_blocks([block for _, block in taken])
@@ -156,6 +156,11 @@ class DiskCache:
         self._used(load.keys)
         return True
 
+    def give_up(self, sequence: TextSequence) -> None:
+        """Stop reading for a sequence that ended before it began."""
+        if self._load is not None and self._load.sequence is sequence:
+            self._load.given_up, self._load = True, None
+
     def wait(self) -> None:
         """Wait a moment if a sequence's blocks are being read: for an engine that has nothing else to do."""
         if self._load is not None:
@@ -178,12 +183,14 @@ class DiskCache:
         self.blocks.on_filled = None
         if self._load is not None:
             self._load.given_up = True
-        self.flush()
+        own = threading.current_thread() in self._threads  # where the collector found a forgotten engine
+        if not own:
+            self.flush()
         with self._work:
             self._closing = True
             self._to_write.clear()
             self._work.notify_all()
-        for thread in self._threads:
+        for thread in () if own else self._threads:
             thread.join(_CLOSING)
         del self.cache
 
@@ -215,7 +222,7 @@ class DiskCache:
         """Record that blocks are used in memory; those that are not on the disk are written."""
         now = time.monotonic()
         there = self.blocks.computed_blocks(keys)
-        self.keep(there)
+        self.keep([(key, block) for key, block in there if key not in self._known])
         old = [key for key, _ in there if now - self._known.get(key, now) > _USED_AGAIN]
         if old:
             self._note(old, now)
@@ -232,59 +239,72 @@ class DiskCache:
     # -- the writer ---------------------------------------------------------------------------------------------------
 
     def _write_behind(self) -> None:
-        while True:
-            with self._work:
-                self._work.wait_for(lambda: self._to_write or self._closing)
-                if not self._to_write:
-                    return
-                keys, contents = self._to_write[0]
-            if contents is None:
-                for key in keys:
-                    self.files.touch(key)
-            else:
-                self._write(keys, contents)
-            with self._work:
-                if self._to_write:
-                    self._to_write.popleft()
-                self._waiting_bytes -= 0 if contents is None else contents.nbytes
-                self._work.notify_all()
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """Write what was queued first, and let its copy go; False when nothing will come."""
+        with self._work:
+            self._work.wait_for(lambda: self._to_write or self._closing)
+            if not self._to_write:
+                return False
+            keys, contents = self._to_write[0]
+        if contents is None:
+            self._forget([key for key in keys if not self.files.touch(key)])
+        else:
+            self._write(keys, contents)
+        with self._work:
+            if self._to_write:
+                self._to_write.popleft()
+            self._waiting_bytes -= 0 if contents is None else contents.nbytes
+            self._work.notify_all()
+        return True
 
     def _write(self, keys: Sequence[bytes], contents: Tensor) -> None:
-        written = 0
+        done = written = 0
         try:
             for key, block in zip(keys, contents.numpy(), strict=True):
                 if time.monotonic() < self._paused_until:
                     break
-                self.files.write(key, memoryview(block))
-                written += 1
-        except OSError as error:
+                written += self.files.write(key, memoryview(block))
+                done += 1
+        except Exception as error:  # whatever it was: the queue must go on
             self._paused_until = time.monotonic() + _PAUSE
-            reason = error.strerror or str(error)
+            reason = getattr(error, "strerror", None) or str(error)
             self.files.warn(
                 "write", f"{self.files.folder} cannot be written ({reason}); no blocks are added for a while"
             )
         with self._work:
             self._stats.disk_written_blocks += written
-            self._stats.disk_dropped_blocks += len(keys) - written
-        for key in keys[written:]:
+            self._stats.disk_dropped_blocks += len(keys) - done
+        self._forget(keys[done:])
+
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        """Note that these blocks are not on the disk, so that they are written when they are used again."""
+        for key in keys:
             self._known.pop(key, None)
 
     # -- the reader ---------------------------------------------------------------------------------------------------
 
     def _read_loads(self) -> None:
-        while True:
-            with self._work:
-                self._work.wait_for(lambda: self._to_read or self._closing)
-                if self._closing:
-                    return
-                load = self._to_read.popleft()
-            try:
-                self._read(load)
-            except (RuntimeError, MemoryError) as error:  # no memory for the blocks: they are computed
-                load.found.clear()
-                self.files.warn("reader", f"blocks are computed instead of read: {error}")
-            finally:
-                load.done.set()
+        while self._read_next():
+            pass
+
+    def _read_next(self) -> bool:
+        """Read the blocks that were asked for first, and let them go; False when the engine is closed."""
+        with self._work:
+            self._work.wait_for(lambda: self._to_read or self._closing)
+            if self._closing:
+                return False
+            load = self._to_read.popleft()
+        try:
+            self._read(load)
+        except Exception as error:  # no memory for the blocks, or whatever it was: nobody may wait for ever
+            load.found.clear()
+            self.files.warn("reader", f"blocks are computed instead of read: {error}")
+        finally:
+            load.done.set()
+        return True
 
     def _read(self, load: _Load) -> None:
         wanted = self._wanted(load)
@@ -299,7 +319,7 @@ class DiskCache:
             if load.given_up:
                 return
             if not self.files.read(key, memoryview(rows[row])):
-                self._known.pop(key, None)
+                self._forget([key])
                 break
             load.found.append(key)
         seconds = time.perf_counter() - started
@@ -355,7 +375,7 @@ def block_secret(files: BlockFiles, model: Transformer, cache: KVCache, *, adapt
         torch.__version__,
         None if native is None else native.path.stem,
         path_of(model),
-        None if is_fused(model) else torch.get_num_threads(),  # fused steps give the same bits with any number
+        None if model.stack is not None else torch.get_num_threads(),  # native steps give the same bits with any number
         processor_name(),  # PyTorch's products choose by it
         fingerprint(model),
         cache.kernel.name,

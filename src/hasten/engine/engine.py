@@ -93,7 +93,8 @@ class Engine:
         self.disk: DiskCache | None = None
         if files is not None:
             self.disk = DiskCache(files, runner.cache, self.blocks)
-            self.scheduler.ready, self.blocks.on_filled = self.disk.ready, self.disk.keep
+            self.scheduler.ready, self.scheduler.gone = self.disk.ready, self.disk.give_up
+            self.blocks.on_filled = self.disk.keep
             weakref.finalize(self, self.disk.close)  # its threads must not keep the cache of a forgotten engine
         self.eos_ids = end_ids(model)
         self.texts = TokenTexts(tokenizer)

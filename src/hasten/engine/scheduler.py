@@ -55,6 +55,7 @@ class Scheduler:
         self.waiting: list[TextSequence] = []  # by order
         # Asked before a sequence begins, with what finds the keys of its blocks: False, and it is asked again later.
         self.ready: Callable[[TextSequence, Callable[[], list[bytes]]], bool] | None = None
+        self.gone: Callable[[TextSequence], None] | None = None  # called with one that ends while it waits
         self.preemptions = 0
         self.steps = 0  # planned or launched since a waiting sequence last began
         self._full = False  # the last admission ended because the slots were all taken
@@ -120,6 +121,8 @@ class Scheduler:
             sequence.running = False
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+            if self.gone is not None:
+                self.gone(sequence)
 
     @property
     def behind(self) -> int:
