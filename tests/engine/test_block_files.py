@@ -130,11 +130,24 @@ def test_a_folder_whose_files_cannot_be_removed_does_not_grow(files, monkeypatch
     assert files.write(key(4), memoryview(BLOCK))
 
 
-def test_a_touch_says_whether_the_file_is_there(files):
+def test_a_touch_names_the_files_that_are_gone(files):
     files.write(KEY, memoryview(BLOCK))
-    assert files.touch(KEY)
+    assert files.touch([KEY, key(1)]) == [key(1)]
     files.path(KEY).unlink()
-    assert not files.touch(KEY)
+    assert files.touch([KEY]) == [KEY]
+
+
+def test_the_end_of_a_text_goes_before_its_beginning(files):
+    size = HEADER_BYTES + len(BLOCK)
+    files = BlockFiles(files.folder, limit=10 * size)
+    chain = [key(number) for number in range(10)]
+    for one in chain:
+        files.write(one, memoryview(BLOCK))
+    files.touch(chain)
+    files.write(key(10), memoryview(BLOCK))
+    there = [files.has(one) for one in chain]
+    assert not all(there)
+    assert there == sorted(there, reverse=True)
 
 
 def test_what_was_used_longest_ago_goes_first(files):
@@ -144,8 +157,8 @@ def test_what_was_used_longest_ago_goes_first(files):
     for number in range(10):
         files.write(key(number), memoryview(BLOCK))
         os.utime(files.path(key(number)), (now - 100 + number,) * 2)
-    assert read(files, key(0), len(BLOCK)) == BLOCK  # used now
-    assert not files.write(key(3), memoryview(BLOCK))  # there already: used now
+    assert not files.touch([key(0), key(3)])  # used now
+    assert not files.write(key(3), memoryview(BLOCK))  # there already
     files.write(key(10), memoryview(BLOCK))
     assert [number for number in range(11) if not files.has(key(number))] == [1]
     for number in range(11, 40):

@@ -20,7 +20,7 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -86,7 +86,6 @@ class BlockFiles:
         if size > self.limit:
             return False
         if path.exists():
-            self.touch(key)
             return False
         full = self._held is None or self._held + size > self.limit or self._written > self.limit // 8
         if full and self.sweep(room=size) + size > self.limit:
@@ -115,7 +114,6 @@ class BlockFiles:
             self.warn("read", f"{path} cannot be read ({error.strerror}); its block is computed")
             return False
         if fault is None:
-            self.touch(key)
             return True
         self.warn("damaged", f"{path} {fault}: it is removed and its block computed; further ones are not reported")
         try:
@@ -131,15 +129,20 @@ class BlockFiles:
         with suppress(OSError), open(self.path(key), "rb", opener=_cautious, buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
-    def touch(self, key: bytes) -> bool:
-        """Record that a block was used now; False if its file was removed meanwhile."""
-        try:
-            os.utime(self.path(key))
-        except FileNotFoundError:
-            return False
-        except OSError:
-            pass  # not ours to date: it goes sooner
-        return True
+    def touch(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Record that the blocks of a beginning were used now; returns those whose files were removed meanwhile.
+
+        The first gets the latest time, since without it the others are of no use.
+        """
+        now, removed = time.time_ns(), []
+        for place, key in enumerate(keys):
+            try:
+                os.utime(self.path(key), ns=(now - place, now - place))
+            except FileNotFoundError:
+                removed.append(key)
+            except OSError:
+                continue  # not ours to date: it goes sooner
+        return removed
 
     def sweep(self, *, room: int = 0) -> int:
         """Count the files, remove those used longest ago where `room` is missing, and what interrupted writers left.

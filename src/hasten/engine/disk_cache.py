@@ -250,7 +250,7 @@ class DiskCache:
                 return False
             keys, contents = self._to_write[0]
         if contents is None:
-            self._forget([key for key in keys if not self.files.touch(key)])
+            self._forget(self.files.touch(keys))
         else:
             self._write(keys, contents)
         with self._work:
@@ -274,6 +274,7 @@ class DiskCache:
             self.files.warn(
                 "write", f"{self.files.folder} cannot be written ({reason}); no blocks are added for a while"
             )
+        self.files.touch(keys[:done])
         with self._work:
             self._stats.disk_written_blocks += written
             self._stats.disk_dropped_blocks += len(keys) - done
@@ -322,6 +323,7 @@ class DiskCache:
                 self._forget([key])
                 break
             load.found.append(key)
+        self.files.touch(load.found)
         seconds = time.perf_counter() - started
         self._stats.disk_seconds += seconds
         if load.found:

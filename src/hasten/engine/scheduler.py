@@ -360,7 +360,7 @@ class Scheduler:
     def _preempt(self, sequence: TextSequence) -> None:
         self.blocks.release(sequence.number)
         self.running.remove(sequence)
-        sequence.running, sequence.computed = False, 0
+        sequence.running, sequence.computed, sequence.sought = False, 0, False
         sequence.drafts.clear()
         insort(self.waiting, sequence, key=_order)
         self.preemptions += 1
