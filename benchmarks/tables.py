@@ -47,11 +47,11 @@ TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", 
 SUBJECTS = (
     *(
         "attention",
-        "busy",
         "cache",
         "compare",
         "draft_parts",
         "finetuning",
+        "machines",
         "memory",
         "parallel",
         "peers.nanogpt",
