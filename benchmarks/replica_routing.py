@@ -37,7 +37,6 @@ import hasten
 from hasten.bench.predict import random_model
 from hasten.engine.blocks import BlockManager
 from hasten.engine.engine import Engine
-from hasten.engine.prefixes import prefix_keys
 from hasten.engine.request import Request
 from hasten.engine.settings import EngineSettings
 from hasten.measure.script import Report, Script, Table, main, markdown
@@ -286,11 +285,12 @@ def replay(jobs: list[Job], costs: Costs, way: str, *, replicas: int, blocks: in
         if queue and (not events or queue[0].arrival <= events[0][0]):
             job = queue.popleft()
             job.held = job.computed = job.given = 0
-            keys = itertools.islice(prefix_keys(job.prompt[:-1], block_size=BLOCK, secret=SECRET), 1, None)
-            job.ask = Ask(len(job.prompt), list(keys) if aware else (), BLOCK)
+            keys = fleet["0"].blocks.keys(job.prompt) if aware else ()  # the same for all
+            job.ask = Ask(len(job.prompt), keys, BLOCK)
             name = board.rank(job.ask)[0]
             board.sent(job.ask, name)
-            (replica := fleet[name]).waiting.append(job)
+            replica = fleet[name]
+            replica.waiting.append(job)
             if not replica.plan:
                 begin(name, job.arrival)
             elif replica.steps > 1:

@@ -25,14 +25,14 @@ import httpx
 import torch
 
 import hasten
-from hasten.bench.serve_restart import restart_round, say_something, served
+from hasten.bench.serve_restart import restart_round, say_something
 from hasten.engine.engine import Engine
 from hasten.engine.params import SamplingParams
 from hasten.engine.request import Request
 from hasten.engine.settings import EngineSettings
 from hasten.machine.measure import limited_threads, matrix_rate, read_bandwidth
 from hasten.measure.script import Report, Script, Table, TimedScript, main, markdown
-from hasten.measure.workers import Worker
+from hasten.measure.workers import Worker, serving
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.planning.shapes import SHAPES
@@ -298,7 +298,7 @@ class Fairness(TimedScript):
 def started_server(model: str, options: list[str]) -> dict[str, float]:
     """Seconds from the command to each mark."""
     started = time.perf_counter()
-    with served(model, options) as url:
+    with serving(model, *options) as url:
         found = {"listening": time.perf_counter() - started}
         assert httpx.get(f"{url}/ready").status_code == 200
         found["ready"] = time.perf_counter() - started
@@ -361,6 +361,9 @@ def sample_table(report: Report) -> str:
     return markdown(["output tokens/s", *kinds], rows)
 
 
+WAYS = ("without", "written", "restarted", "in-memory")
+
+
 def restart_table(report: Report) -> str:
     """`serving.py restart`."""
     first, last = report["first_token"], report["rounds"][-1]["restarted"]
@@ -369,7 +372,6 @@ def restart_table(report: Report) -> str:
     return markdown(head, [[*cells, f"{last['bytes'] / 1e6:,.0f} MB"]], left=0)
 
 
-WAYS = ("without", "written", "restarted", "in-memory")
 TABLES: dict[str, Table] = {
     "serve-restart": restart_table,
     "serve-fairness": fairness_table,

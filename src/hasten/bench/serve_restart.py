@@ -11,11 +11,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +20,7 @@ from typing import Any
 import httpx
 
 from hasten.data.book import texts
+from hasten.measure.workers import serving
 
 BYTES, TOOLS = 77_938, 24
 # Shows the tools, as an agent needs it; for models that come without a template.
@@ -99,25 +97,11 @@ def restart_round(model: str, *, max_tokens: int) -> dict[str, dict[str, Any]]:
         body = agent_request("model", max_tokens=max_tokens)
         for ways, keeps in (("without", False), ("written", True), ("restarted in-memory", True)):
             drop_from_page_cache(cache)
-            with served(model, [*options, *(["--prefix-cache", str(cache)] if keeps else [])]) as url:
+            with serving(model, *options, *(["--prefix-cache", str(cache)] if keeps else [])) as url:
                 say_something(url)
                 found |= {way: ask(url, body) for way in ways.split()}
         found["restarted"]["bytes"] = sum(file.stat().st_size for file in cache.glob("??/*.kv"))
     return found
-
-
-@contextmanager
-def served(model: str, options: Sequence[str]) -> Iterator[str]:
-    """The URL of `hasten serve`, which is drained afterwards."""
-    command = [sys.executable, "-m", "hasten", "serve", model, "--port", "0", "--log", "error", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        yield next(word for word in line.split() if word.startswith("http")).removesuffix("/v1")
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def say_something(url: str) -> None:

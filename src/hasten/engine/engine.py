@@ -23,7 +23,6 @@ from torch import Tensor
 from hasten.engine.admission import AdapterNumbers, admitted, check_room, settings_on_device
 from hasten.engine.blocks import BlockManager, blocks_of
 from hasten.engine.continuations import Continuations
-from hasten.engine.disk_cache import DiskCache, block_files, block_secret
 from hasten.engine.following import capture_steps, runner_of
 from hasten.engine.logprobs import TokenTexts
 from hasten.engine.prompts import end_ids
@@ -36,12 +35,12 @@ from hasten.engine.settings import EngineSettings, ModelFacts, Stats
 from hasten.engine.speculation import Speculator
 from hasten.engine.statistics import facts_of, stats_of
 from hasten.machine.contention import context_of_steps
-from hasten.model.fused import is_fused
 from hasten.model.transformer import Transformer
 from hasten.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from hasten.engine.ahead import Ahead, Flight
+    from hasten.engine.disk_cache import DiskCache
 
 
 class Engine:
@@ -74,8 +73,10 @@ class Engine:
         self.max_length, self.cache_bytes = runner.max_length, runner.cache.bytes
         files = None
         if isinstance(folder := settings.prefix_cache, str | Path):
-            files = block_files(Path(folder), settings.prefix_cache_bytes, model, secret=secret)
-            secret = block_secret(files, model, runner.cache, adapters=adapters)
+            from hasten.engine import disk_cache  # which most starts do without
+
+            files = disk_cache.block_files(Path(folder), settings.prefix_cache_bytes, model, secret=secret)
+            secret = disk_cache.block_secret(files, model, runner.cache, adapters=adapters)
         self.blocks = BlockManager(
             blocks=runner.cache.blocks,
             block_size=settings.block_size,
@@ -92,7 +93,7 @@ class Engine:
         )
         self.disk: DiskCache | None = None
         if files is not None:
-            self.disk = DiskCache(files, runner.cache, self.blocks)
+            self.disk = disk_cache.DiskCache(files, runner.cache, self.blocks)
             self.scheduler.ready, self.scheduler.gone = self.disk.ready, self.disk.give_up
             self.blocks.on_filled = self.disk.keep
             weakref.finalize(self, self.disk.close)  # its threads must not keep the cache of a forgotten engine
@@ -114,8 +115,8 @@ class Engine:
 
             self.ahead = Ahead(self.runner, self.scheduler, self._table)
         self._run: DecodeRun | None = None  # of the sequences that the last step gave a token each
-        # Only native steps give the same bits for any number of threads.
-        self._cores = context_of_steps(shares_cores=model.device.type == "cpu" and is_fused(model))
+        # Only blocks in one native call give the same bits for any number of threads: routers of experts are PyTorch's.
+        self._cores = context_of_steps(shares_cores=model.device.type == "cpu" and model.stack is not None)
         self.error: str | None = None  # why the engine stopped for good
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
 

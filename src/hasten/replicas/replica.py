@@ -17,7 +17,7 @@ from hasten.replicas.routing import KEY_BYTES, Ask
 from hasten.server.errors import ApiError
 from hasten.server.reasoning import AfterReasoning, ReasoningGate
 from hasten.server.settings import ServerSettings
-from hasten.server.structured import Grammar, Grammars
+from hasten.server.structured import Grammars, grammar_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ class Schema:
 def packed(request: Request) -> Request:
     """The request in a form that can be pickled."""
     given = request.constraint
-    grammar: Grammar | None = getattr(given, "grammar", None)
+    grammar = grammar_of(given)
     gate = given.gate if isinstance(given, AfterReasoning) else None
     if grammar is None and gate is None:
         return request
@@ -120,7 +120,7 @@ async def _checked(outputs: AsyncGenerator[RequestOutput], request: Request) -> 
     """Report in each output what became of the constraint, because the ingress cannot see it."""
     async with aclosing(outputs):
         async for output in outputs:
-            grammar: Grammar | None = getattr(request.constraint, "grammar", None)
+            grammar = grammar_of(request.constraint)
             if output.finish_reason == "stop" and grammar is not None and grammar.error:
                 output = replace(output, finish_reason="error", stop_reason=f"the constraint broke: {grammar.error}")
             yield output

@@ -28,7 +28,7 @@ from hasten.server.errors import ApiError, ClientGone, from_library, overloaded
 from hasten.server.logs import LOGGER
 from hasten.server.metrics import Metrics
 from hasten.server.service import Service
-from hasten.server.structured import Grammar
+from hasten.server.structured import grammar_of
 
 Body = TypeVar("Body", bound=SamplingBody)
 Json = dict[str, Any]
@@ -207,7 +207,7 @@ async def with_pings(parts: AsyncGenerator[Json], ping: Json, *, seconds: float 
 
 def _check_end(request: Request, output: RequestOutput) -> None:
     """Raise ApiError if an output ended with an error, violates its schema, or was aborted."""
-    grammar: Grammar | None = getattr(request.constraint, "grammar", None)
+    grammar = grammar_of(request.constraint)
     if grammar is not None and output.finish_reason in ("stop", "error"):
         why = grammar.error or str(output.stop_reason or "")
         if grammar.error or why.startswith("the constraint"):  # the client's grammar broke, not the engine

@@ -14,7 +14,7 @@ from hasten.server.errors import ApiError
 from hasten.server.reasoning import AfterReasoning
 from hasten.server.service import Service, too_long
 from hasten.server.settings import ServerSettings
-from hasten.server.structured import Grammar
+from hasten.server.structured import Grammar, grammar_of
 from hasten.text.chat import check_template_kwargs, plain_messages
 
 # What a body and SamplingParams have under one name, beside what a folder recommends.
@@ -46,11 +46,10 @@ def build_request(
     skip_special_tokens: bool,
 ) -> Request:
     """Build the engine's request. Raises ApiError naming the field."""
-    constrained = constraint is not None and constraint.grammar is not None
     return Request(
         id=id,
         prompt=prompt,
-        params=sampling_params(body, service, max_tokens=max_tokens, constrained=constrained),
+        params=sampling_params(body, service, max_tokens=max_tokens, constrained=grammar_of(constraint) is not None),
         n=samples.n,
         best_of=samples.best_of,
         beam_width=samples.beam_width,

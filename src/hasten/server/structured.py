@@ -306,3 +306,9 @@ def _lower_priority() -> None:
     if hasattr(os, "setpriority") and hasattr(threading, "get_native_id"):
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def grammar_of(constraint: object) -> Grammar | None:
+    """The grammar to which a constraint of the server holds an answer; None where it has none, or there is none."""
+    found: Grammar | None = getattr(constraint, "grammar", None)
+    return found
