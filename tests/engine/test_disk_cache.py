@@ -23,6 +23,7 @@ from hasten.engine.cache import KVCache, LayerShape, row_format
 from hasten.errors import ConfigError, ResourceError
 from hasten.model.fused import is_fused
 from hasten.model.lora import new_adapter
+from instruction_sets import NATIVE
 from references import make_reference, tiny_llama
 from serving_cases import make_engine, request, run, tokens_of
 
@@ -32,6 +33,8 @@ FULL = (len(PROMPT) - 1) // SIZE * SIZE
 
 
 def fused(**changes):
+    if not NATIVE:
+        pytest.skip("no native kernels here: no C++ compiler, or HASTEN_ISA=none")
     return hasten.fuse(tiny_llama(**changes).to(torch.bfloat16))
 
 
