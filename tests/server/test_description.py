@@ -5,6 +5,7 @@ HASTEN_API_EXAMPLES=600 python -m pytest tests/server/test_description.py    # a
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -17,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from schemathesis.specs.openapi.schemas import OpenApiSchema
 
 from server_case import TOOL_TEMPLATE, app_of, serving
 
@@ -37,7 +39,7 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def api(engine):
+def api(engine) -> Iterator[OpenApiSchema]:
     app = app_of(engine, max_length=64, samples=8, choices=16, request_timeout=30.0)
     with serving(app) as (url, _):
         yield schemathesis.openapi.from_url(f"{url}/openapi.json")
