@@ -48,7 +48,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 class ServeSoak(Script):
     """Mixed requests to a server of a tiny model, many of which are broken off.
 
-    Completions and chats, streamed or whole, several samples and prompts, beginnings that are shared, structured
+    Completions, chats, responses and messages, streamed or whole, several samples and prompts, beginnings that are shared, structured
     output, forced tools, embeddings, tokenizing, bodies that are wrong, and clients that go away: before the answer, in
     the middle of it, in the middle of their own request. Passes if every block of the cache is free, the server's loop
     has no task but its own, no connection is open, and memory after the last half is what it was after the first.
@@ -131,7 +131,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 COUNTED = ("blocks", "free_blocks", "preemptions", "copied_blocks", "generated_tokens", "aborted")
-TOOL = {"type": "function", "function": {"name": "pick", "parameters": SCHEMA}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "pick", "parameters": SCHEMA}}
 
 
 class Soak:
@@ -254,6 +254,11 @@ class Soak:
         base = {"model": "tiny", "max_tokens": draw.randrange(1, 80), "stream": draw.random() < 0.6}
         base |= {"seed": draw.randrange(100)} if draw.random() < 0.5 else {"temperature": 0}
         chat, completions = "/v1/chat/completions", "/v1/completions"
+        responses, messages = "/v1/responses", "/v1/messages"
+        limited = {name: value for name, value in base.items() if name != "max_tokens"}
+        limited["max_output_tokens"] = base["max_tokens"]
+        flat = {"tools": [{"type": "function", **TOOL["function"]}]}
+        asked = {"tools": [{"name": "pick", "input_schema": SCHEMA}]}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
         wrong = (
             {"prompt": [10**6]},
@@ -269,6 +274,11 @@ class Soak:
             "chat": (20, chat, base | {"messages": talk, "stop": ["zz"]}),
             "schema": (8, chat, base | {"messages": talk, "response_format": form}),
             "tool": (6, chat, base | {"messages": talk, "tools": [TOOL], "tool_choice": "required"}),
+            "response": (12, responses, {**limited, "input": prompt}),
+            "response tool": (6, responses, {**limited, "input": prompt, **flat, "tool_choice": "required"}),
+            "message": (12, messages, base | {"messages": talk, "stop_sequences": ["zz"]}),
+            "message tool": (6, messages, base | {"messages": talk, **asked, "tool_choice": {"type": "any"}}),
+            "count": (3, f"{messages}/count_tokens", {"model": "tiny", "messages": talk, **asked}),
             "embedding": (6, "/v1/embeddings", {"model": "tiny", "input": [prompt, "x"]}),
             "tokenize": (4, "/tokenize", {"prompt": prompt}),
             "wrong": (8, completions, base | draw.choice(wrong)),
