@@ -48,10 +48,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 class ServeSoak(Script):
     """Mixed requests to a server of a tiny model, many of which are broken off.
 
-    Completions, chats, responses and messages, streamed or whole, several samples and prompts, beginnings that are shared, structured
-    output, forced tools, embeddings, tokenizing, bodies that are wrong, and clients that go away: before the answer, in
-    the middle of it, in the middle of their own request. Passes if every block of the cache is free, the server's loop
-    has no task but its own, no connection is open, and memory after the last half is what it was after the first.
+    Completions, chats, responses and messages, streamed or whole, several samples and prompts, beginnings that are
+    shared, structured output, forced tools, embeddings, tokenizing, bodies that are wrong, and clients that go away:
+    before the answer, in the middle of it, in the middle of their own request. Passes if every block of the cache is
+    free, the server's loop has no task but its own, no connection is open, and memory after the last half is what it
+    was after the first.
     """
 
     requests: int = 2000

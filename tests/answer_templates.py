@@ -42,6 +42,9 @@ _LOOSE = (
 _PYTHON = "{{ \"'\" ~ value ~ \"'\" if value is string else value | tojson | replace('true', 'True') }}"
 
 TEMPLATES = {
+    "tagged objects": template(
+        '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>', BETWEEN="\n"
+    ),
     "objects": template(
         '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}',
         FIRST="<call>",

@@ -1,6 +1,7 @@
-"""Libraries that speak to servers, each with a task of one tool call: PYTHON client_programs.py NAME URL says the end.
+"""Libraries that speak to servers, each with a task of one tool call: PYTHON client_programs.py NAME URL.
 
-Run by test_client_programs.py with a Python that has the libraries, which hasten's own need not.
+Run by test_client_programs.py with a Python that has the libraries, which hasten's own need not. Prints JSON: the
+answer in the end, and what the library keeps of the reasoning before the call (null where it keeps none).
 """
 
 import json
@@ -22,7 +23,7 @@ def look(word: str) -> str:
     return "hi-from-tool"
 
 
-def litellm_task(model: str, url: str, *, stream: bool = False, **options) -> str:
+def litellm_task(model: str, url: str, *, stream: bool = False, **options) -> tuple[str, str | None]:
     import litellm
 
     messages = [{"role": "user", "content": TASK}]
@@ -47,56 +48,60 @@ def litellm_task(model: str, url: str, *, stream: bool = False, **options) -> st
     messages.append(said.model_dump(exclude_none=True))
     result = look(**json.loads(call.function.arguments))
     messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    return ask().content
+    return ask().content, said.reasoning_content
 
 
-def litellm_openai(url: str) -> str:
+def litellm_openai(url: str) -> tuple[str, str | None]:
     return litellm_task("openai/tiny", f"{url}/v1")
 
 
-def litellm_streamed(url: str) -> str:
+def litellm_streamed(url: str) -> tuple[str, str | None]:
     return litellm_task("openai/tiny", f"{url}/v1", stream=True)
 
 
-def litellm_hosted_vllm(url: str) -> str:
+def litellm_hosted_vllm(url: str) -> tuple[str, str | None]:
     return litellm_task("hosted_vllm/tiny", f"{url}/v1", reasoning_effort="low", drop_params=True)
 
 
-def litellm_anthropic(url: str) -> str:
+def litellm_anthropic(url: str) -> tuple[str, str | None]:
     return litellm_task("anthropic/tiny", url)
 
 
-def pydantic_ai(url: str) -> str:
+def pydantic_ai(url: str) -> tuple[str, str | None]:
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
     model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
-    return Agent(model, tools=[look]).run_sync(TASK).output
+    done = Agent(model, tools=[look]).run_sync(TASK)
+    parts = [part for message in done.all_messages() for part in message.parts]
+    return done.output, next(part.content for part in parts if part.part_kind == "thinking")
 
 
-def _openai_agent(model) -> str:
+def _openai_agent(model) -> tuple[str, str | None]:
     from agents import Agent, Runner, function_tool
 
     agent = Agent(name="helper", instructions="Be brief.", model=model, tools=[function_tool(look)])
-    return Runner.run_sync(agent, TASK).final_output
+    done = Runner.run_sync(agent, TASK)
+    (thought,) = [item.raw_item for item in done.new_items if item.type == "reasoning_item"]
+    return done.final_output, (thought.content or thought.summary)[0].text
 
 
-def openai_agents_chat(url: str) -> str:
+def openai_agents_chat(url: str) -> tuple[str, str | None]:
     from agents import OpenAIChatCompletionsModel
     from openai import AsyncOpenAI
 
     return _openai_agent(OpenAIChatCompletionsModel("tiny", AsyncOpenAI(base_url=f"{url}/v1", max_retries=0)))
 
 
-def openai_agents_responses(url: str) -> str:
+def openai_agents_responses(url: str) -> tuple[str, str | None]:
     from agents import OpenAIResponsesModel
     from openai import AsyncOpenAI
 
     return _openai_agent(OpenAIResponsesModel("tiny", AsyncOpenAI(base_url=f"{url}/v1", max_retries=0)))
 
 
-def _langchain(url: str, ask) -> str:
+def _langchain(url: str, ask) -> tuple[str, str | None]:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
 
@@ -105,14 +110,14 @@ def _langchain(url: str, ask) -> str:
     messages.append(ask(model, messages))
     (call,) = messages[-1].tool_calls
     messages.append(ToolMessage(look(**call["args"]), tool_call_id=call["id"]))
-    return ask(model, messages).content
+    return ask(model, messages).content, None  # ChatOpenAI keeps only what OpenAI's own API sends
 
 
-def langchain_openai(url: str) -> str:
+def langchain_openai(url: str) -> tuple[str, str | None]:
     return _langchain(url, lambda model, messages: model.invoke(messages))
 
 
-def langchain_streamed(url: str) -> str:
+def langchain_streamed(url: str) -> tuple[str, str | None]:
     from functools import reduce
     from operator import add
 
@@ -128,4 +133,4 @@ PROGRAMS = {
 }
 
 if __name__ == "__main__":
-    print(PROGRAMS[sys.argv[1]](sys.argv[2]))
+    print(json.dumps(PROGRAMS[sys.argv[1]](sys.argv[2])))

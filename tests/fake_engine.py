@@ -11,7 +11,7 @@ from hasten.engine.request import EngineFailed, RequestOutput, TokenLogprob
 from hasten.engine.settings import ModelFacts, Stats
 from hasten.engine.stopping import TextStream
 
-SAID = "All done: hi-from-tool."
+THOUGHT, SAID = "A tool would help.", "All done: hi-from-tool."
 
 
 class FakeEngine:
@@ -132,17 +132,20 @@ class FakeEngine:
 
 
 class ScriptedEngine(FakeEngine):
-    """Calls a tool, and once its result is in the prompt says that all is done."""
+    """Thinks, calls a tool, and once its result is in the prompt says that all is done."""
 
     def __init__(self, tokenizer, name, arguments):
         super().__init__(tokenizer)
         call = json.dumps({"name": name, "arguments": arguments})
-        self.call = tokenizer.encode(f"I look.\n<tool_call>\n{call}\n</tool_call>", add_special_tokens=False)
+        said = f"<think>\n{THOUGHT}\n</think>\n\nI look.\n<tool_call>\n{call}\n</tool_call>"
+        self.call = tokenizer.encode(said, add_special_tokens=False)
         self.said = tokenizer.encode(SAID, add_special_tokens=False)
         self.results = 0
+        self.prompts = []
 
     async def generate(self, *requests):
-        seen = "<|tool|>" in self.tokenizer.decode(requests[0].prompt)
+        self.prompts.append(self.tokenizer.decode(requests[0].prompt))
+        seen = "<|tool|>" in self.prompts[-1]
         self.results += seen
         self.answer = self.said if seen else self.call
         async for output in super().generate(*requests):

@@ -9,9 +9,10 @@ import subprocess
 
 import pytest
 
-from fake_engine import SAID, ScriptedEngine
+from answer_templates import TEMPLATES
+from fake_engine import SAID, THOUGHT, ScriptedEngine
 from hasten.cli.start import AGENTS, Served, agent_command
-from server_case import TOOL_TEMPLATE, app_of, serving
+from server_case import app_of, serving
 
 pytestmark = pytest.mark.slow
 # Of each: what it runs, the name and the arguments of its tool, and the protocol that it speaks.
@@ -28,7 +29,7 @@ def test_an_agent_completes_a_task(agent, tokenizer, tmp_path, caplog):
         pytest.skip(f"{agent} is not on PATH")
     caplog.set_level("INFO", "hasten.server")
     command, name, arguments, path = TASKS[agent]
-    engine = ScriptedEngine(tokenizer.with_chat_template(TOOL_TEMPLATE), name, arguments)
+    engine = ScriptedEngine(tokenizer.with_chat_template(TEMPLATES["tagged objects"]), name, arguments)
     work, home = tmp_path / "work", tmp_path / "home"
     work.mkdir()
     home.mkdir()
@@ -46,6 +47,8 @@ def test_an_agent_completes_a_task(agent, tokenizer, tmp_path, caplog):
     assert found.returncode == 0, found.stderr[-2000:]
     assert not list(home.rglob("config*"))  # its settings are in a folder of their own
     assert SAID in found.stdout
+    assert "think>" not in found.stdout
+    assert engine.prompts[-1].count(THOUGHT) == 1  # the agent has kept it, and sent it back
     assert engine.results >= 1
     asked = [record.fields for record in caplog.records if getattr(record, "fields", {}).get("method") == "POST"]
     assert {(one["path"], one["status"]) for one in asked} == {(path, 200)}
