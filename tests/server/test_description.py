@@ -52,11 +52,12 @@ def api(engine) -> Iterator[OpenApiSchema]:
 OPERATIONS = {
     "GET": (
         *("/", "/health", "/v1/health", "/ping", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/{model}"),
-        "/v1/responses/{name}",
+        *("/v1/responses/{name}", "/api/version", "/api/tags"),
     ),
     "POST": (
         *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/responses"),
         *("/v1/responses/input_tokens", "/v1/responses/{name}/cancel", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/api/chat", "/api/generate", "/api/embed", "/api/show"),
     ),
     "DELETE": ("/v1/responses/{name}",),
 }

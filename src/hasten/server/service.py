@@ -71,7 +71,7 @@ class Service:
 
     def __init__(self, engine: AnyEngine, *, model_name: str, settings: ServerSettings) -> None:
         self.engine, self.model_name, self.settings = engine, model_name, settings
-        facts = engine.facts
+        self.facts = facts = engine.facts
         self._tokenizer = facts.tokenizer
         self.max_length, self.vocabulary = facts.max_length, facts.vocabulary
         self.models = [model_name, *facts.adapters]
@@ -124,14 +124,18 @@ class Service:
         return [text for token in added if token.special and (text := squash(token.content))]
 
     def check_model(self, name: str | None) -> str:
-        """Return the adapter of that name, or "" for the model itself (or None). Raises ApiError (404) if unknown."""
+        """Return the adapter of that name, or "" for the model itself (or None). Raises ApiError (404) if unknown.
+
+        `:latest`, the tag that Ollama's clients add to every name, is dropped.
+        """
         if name is None:
             return ""
-        if name not in self.models:
+        found = name if name in self.models else name.removesuffix(":latest")
+        if found not in self.models:
             served = ", ".join(map(repr, self.models))
             message = f"the model {name[:200]!r} does not exist here; served: {served}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
-        return "" if name == self.model_name else name
+        return "" if found == self.model_name else found
 
     def check_in(self, body: ModelBody, http: HttpRequest, *, without_effect: Sequence[str] = ()) -> None:
         """Check the fields, the model's name and the engine at the start of a request; note the user for its log."""
