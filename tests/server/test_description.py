@@ -57,7 +57,7 @@ OPERATIONS = {
     "POST": (
         *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/responses"),
         *("/v1/responses/input_tokens", "/v1/responses/{name}/cancel", "/v1/messages", "/v1/messages/count_tokens"),
-        *("/api/chat", "/api/generate", "/api/embed", "/api/show"),
+        *("/api/chat", "/api/generate", "/api/embed", "/api/show", "/rerank", "/v1/rerank", "/score", "/v1/score"),
     ),
     "DELETE": ("/v1/responses/{name}",),
 }
@@ -85,7 +85,7 @@ def test_requests_from_the_description(api, path, method, mode):
         if isinstance(case.body, dict) and "model" in case.body and len(str(case.body)) % 8:
             case.body["model"] = "tiny"  # else nearly all would end at the name
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):  # all fields at once rarely fit together
-            needed = {"model", "prompt", "messages", "input", "tokens"} | (
+            needed = {"model", "prompt", "messages", "input", "tokens", "query", "documents", "text_1", "text_2"} | (
                 {"max_tokens"} if "/messages" in path else set()
             )
             optional = sorted(set(case.body) - needed)

@@ -23,6 +23,7 @@ from hasten.server.guard import BodyRoute, Guard
 from hasten.server.messages import add_messages
 from hasten.server.ollama import add_ollama
 from hasten.server.ollama_models import add_ollama_models
+from hasten.server.rerank import add_rerank
 from hasten.server.responses import add_responses
 from hasten.server.service import Service
 from hasten.server.tokens import add_tokens
@@ -76,7 +77,7 @@ def make_app(service: Service) -> FastAPI:
     router = APIRouter(route_class=BodyRoute)
     for add in (_add_status, add_completions, add_chat, add_responses, add_messages, add_embeddings, add_tokens):
         add(router, service)
-    for add in (add_ollama, add_ollama_models):
+    for add in (add_ollama, add_ollama_models, add_rerank):
         add(router, service)
     app.include_router(router)
     return app
