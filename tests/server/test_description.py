@@ -58,6 +58,7 @@ OPERATIONS = {
         *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/responses"),
         *("/v1/responses/input_tokens", "/v1/responses/{name}/cancel", "/v1/messages", "/v1/messages/count_tokens"),
         *("/api/chat", "/api/generate", "/api/embed", "/api/show", "/rerank", "/v1/rerank", "/score", "/v1/score"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     ),
     "DELETE": ("/v1/responses/{name}",),
 }
@@ -101,7 +102,7 @@ def test_requests_from_the_description(api, path, method, mode):
         assert mode is GenerationMode.NEGATIVE  # nothing can be wrong where nothing is asked
         return
     print(method, path, mode.value, dict(statuses))  # pytest -s
-    if method == "POST" and "{name}" not in path:
+    if method == "POST" and "{name}" not in path and "lora" not in path:  # this server lets nobody change adapters
         assert sum(statuses.values()) >= min(EXAMPLES, 20)
         if EXAMPLES < 100:
             return  # the share of so few says nothing: in one run of 20 under xdist, none was served

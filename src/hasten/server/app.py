@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from hasten import __version__
+from hasten.server.adapters import add_adapters
 from hasten.server.answers import reply
 from hasten.server.chat import add_chat
 from hasten.server.completions import add_completions
@@ -77,7 +78,7 @@ def make_app(service: Service) -> FastAPI:
     router = APIRouter(route_class=BodyRoute)
     for add in (_add_status, add_completions, add_chat, add_responses, add_messages, add_embeddings, add_tokens):
         add(router, service)
-    for add in (add_ollama, add_ollama_models, add_rerank):
+    for add in (add_ollama, add_ollama_models, add_rerank, add_adapters):
         add(router, service)
     app.include_router(router)
     return app

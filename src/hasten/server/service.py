@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hasten.server.bodies import ModelBody, RequestBody
@@ -58,6 +59,10 @@ class AnyEngine(Protocol):
     async def embed(
         self, prompts: Sequence[Sequence[int]], *, pooling: str, adapter: str, timeout: float | None
     ) -> Tensor: ...
+
+    async def load_adapter(self, name: str, folder: Path) -> None: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
 
     async def close(self) -> None: ...
 
