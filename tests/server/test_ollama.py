@@ -200,6 +200,15 @@ def test_arguments_that_come_in_pieces_are_sent_whole(thinking, thinker):
     ]
 
 
+def test_a_call_that_is_cut_off_has_no_arguments(thinking, thinker):
+    call = "Hm.\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\nRo"
+    say(thinker, call + "me\n</parameter>\n</function>\n</tool_call>")
+    room = len(thinker.tokenizer.encode(call, add_special_tokens=False))
+    found = ask(thinking, tools=[TOOL], options={"num_predict": room})
+    assert found["done_reason"] == "length"
+    assert [one["function"]["arguments"] for one in found["message"]["tool_calls"]] == [{}]
+
+
 def test_a_template_without_tools_cannot_have_them(tokenizer):
     plain = FakeEngine(tokenizer.with_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}"))
     with TestClient(app_of(plain), base_url="http://localhost") as client:
@@ -256,6 +265,8 @@ def test_a_model_without_template_continues_a_prompt(tokenizer):
 def test_the_last_turn_of_the_assistant_is_continued(client, engine):
     ask(client, messages=[*TALK["messages"], {"role": "assistant", "content": "Hel"}])
     assert prompt_of(engine).endswith("<|assistant|>Hel")
+    ask(client, messages=[*TALK["messages"], {"role": "assistant", "content": "\n"}])
+    assert prompt_of(engine) == "<|user|>hi<|assistant|>"
 
 
 @pytest.mark.parametrize(("path", "fields"), [("/api/chat", {"messages": []}), ("/api/generate", {"prompt": ""})])

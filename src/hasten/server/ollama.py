@@ -136,13 +136,14 @@ class OllamaBody(ModelBody):
         return fields | own | {"stream": self.stream is not False}
 
     def conversation(self, messages: list[Json], **fields: Any) -> ChatBody:
-        """A ChatBody of these messages; a last one of the assistant is continued."""
+        """A ChatBody of these messages; a last one of the assistant is continued, and means nothing if it is blank."""
         if self.think is not None:
             fields["reasoning_effort"] = self.think if isinstance(self.think, str) else None if self.think else "none"
         if self.think:
             fields["chat_template_kwargs"] = {"enable_thinking": True, "thinking": True}  # Qwen's, DeepSeek's names
         if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
-            fields["continue_final_message"] = True
+            fields["continue_final_message"] = bool(messages[-1]["content"].strip())
+            messages = messages if fields["continue_final_message"] else messages[:-1]
         fields |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         return body_of(ChatBody, messages=messages, **self.sampling(), **fields)
 
