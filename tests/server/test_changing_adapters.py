@@ -143,6 +143,21 @@ def test_a_running_text_goes_on_with_an_adapter_that_is_unloaded(kind, root):
     assert run(alone, "code")[0]["code"] == found["code"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_the_model_itself_run_through_the_first_load(kind, root):
+    engine = engine_of(kind)
+    engine.add(request(engine, "alone", ""))
+    whole = run(engine, "alone")[0]["alone"]
+    engine.add(request(engine, "again", ""))
+    found = run(engine, "again", until=4)[0]["again"]
+    adapters.load(engine, "law", load_adapter(root / "a1", engine.model))
+    engine.add(request(engine, "law", "law"))
+    found += run(engine, "again", "law", until=5)[0]["again"]
+    adapters.unload(engine, "law")
+    found += run(engine, "again", "law")[0]["again"]
+    assert found == whole
+
+
 def test_cached_prefixes_of_an_earlier_adapter_are_never_used(root, tmp_path):
     engine = engine_of(prefix_cache=tmp_path / "cache")
     texts = []

@@ -75,7 +75,7 @@ def _listed(service: Service, name: str) -> Json:
 
 def _details(service: Service, name: str) -> Json:
     family, count = service.facts.family, service.facts.parameters
-    size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
+    size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
     parent = "" if name == service.model_name else service.model_name
     return {"parent_model": parent, "family": family, "families": [family], "parameter_size": size}
 
