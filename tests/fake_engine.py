@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 from types import SimpleNamespace
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from hasten.engine.request import EngineFailed, RequestOutput, TokenLogprob
 from hasten.engine.settings import ModelFacts, Stats
 from hasten.engine.stopping import TextStream
+
+SAID = "All done: hi-from-tool."
 
 
 class FakeEngine:
@@ -126,3 +129,21 @@ class FakeEngine:
 
     async def close(self):
         self.closed = True
+
+
+class ScriptedEngine(FakeEngine):
+    """Calls a tool, and once its result is in the prompt says that all is done."""
+
+    def __init__(self, tokenizer, name, arguments):
+        super().__init__(tokenizer)
+        call = json.dumps({"name": name, "arguments": arguments})
+        self.call = tokenizer.encode(f"I look.\n<tool_call>\n{call}\n</tool_call>", add_special_tokens=False)
+        self.said = tokenizer.encode(SAID, add_special_tokens=False)
+        self.results = 0
+
+    async def generate(self, *requests):
+        seen = "<|tool|>" in self.tokenizer.decode(requests[0].prompt)
+        self.results += seen
+        self.answer = self.said if seen else self.call
+        async for output in super().generate(*requests):
+            yield output

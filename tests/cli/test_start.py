@@ -1,137 +1,125 @@
-"""What `hasten generate` does before its first token: it imports what it runs, and reads the checkpoint once."""
+"""`hasten start` with a program in an agent's place: what it is given, what it leaves alone, and how it ends."""
 
+import json
+import os
+import signal
 import subprocess
 import sys
-import threading
-from types import SimpleNamespace
+import time
+from pathlib import Path
 
 import pytest
-import torch
 
-from hasten.checkpoints import load as loading
-from hasten.checkpoints.export import export_model
-from hasten.checkpoints.gguf import open as gguf_open
-from hasten.checkpoints.gguf.tokenizer import StoredTokenizer
-from hasten.checkpoints.gguf.write import write_gguf
 from hasten.cli.main import main
-from hasten.errors import CheckpointError
-from hasten.ops import native
-from tiny_model import tiny_llama
 
-# What other commands, other machines and other options need. Each takes from 10 ms to seconds to import.
-NOT_NEEDED = [
-    *(
-        "fastapi",
-        "huggingface_hub",
-        "jinja2",
-        "pydantic",
-        "ray",
-        "starlette",
-        "sympy",
-        "transformers",
-        "triton",
-        "uvicorn",
-    ),
-    *(
-        "torch._dynamo",
-        "torch._inductor",
-        "hasten.bench.plan",
-        "hasten.data",
-        "hasten.engine.llm",
-        "hasten.text.chat_sandbox",
-    ),
-    *("hasten.ops.fp8", "hasten.ops.loss", "hasten.planning.plan", "hasten.profiling", "hasten.quantization"),
-    *("hasten.engine.ahead", "hasten.engine.batch_runner", "hasten.engine.prompt_steps", "hasten.training"),
-]
+# Asks the server that its arguments name, says what it found, and ends with status 7.
+AGENT = f"""#!{sys.executable}
+import json, os, sys, urllib.request
+settings = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith("model"))
+url = json.loads(settings["model_providers.hasten.base_url"])
+body = json.dumps({{"model": json.loads(settings["model"]), "input": "hello", "max_output_tokens": 2}}).encode()
+headers = {{"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["HASTEN_API_KEY"]}}
+with urllib.request.urlopen(urllib.request.Request(url + "/responses", body, headers), timeout=60) as answer:
+    answer = json.load(answer)
+found = {{"arguments": sys.argv[1:], "home": os.environ["CODEX_HOME"], "url": url, "answer": answer}}
+print(json.dumps(found), flush=True)
+sys.exit(7)
+"""
+WAITS = f"#!{sys.executable}\nimport sys, time\nprint(sys.argv, flush=True)\ntime.sleep(600)\n"
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("start") / "tiny.gguf"
-    write_gguf(tiny_llama().bfloat16(), path)
-    return path
+@pytest.fixture
+def home(tmp_path):
+    """A home folder with a user's own settings of Codex in it."""
+    (tmp_path / "home" / ".codex").mkdir(parents=True)
+    (tmp_path / "home" / ".codex" / "config.toml").write_text('model = "mine"\n')
+    return tmp_path / "home"
 
 
-def test_generate_imports_only_what_it_runs(tmp_path):
-    export_model(tiny_llama().bfloat16(), tmp_path)
-    code = (
-        "import sys\nfrom hasten.cli.main import main\n"
-        "main(['generate', sys.argv[1], '--prompt', 'def', '--max-new-tokens', '8', '--temperature', '0'])\n"
-        "print(*sys.modules, file=sys.stderr)"
+def run_start(tmp_path, home, agent: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "codex").write_text(agent)
+    (programs / "codex").chmod(0o755)
+    own = {"HOME": str(home), "HASTEN_CACHE": str(tmp_path / "cache"), "HASTEN_ISA": "none"}  # nothing to compile
+    own["PATH"] = f"{programs}:{os.environ['PATH']}"
+    return subprocess.Popen(
+        [sys.executable, "-m", "hasten", "start", "codex", *arguments],
+        env=os.environ | own | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    imported = set(done.stderr.splitlines()[-1].split())
-    assert {"torch", "hasten.checkpoints.load", "hasten.engine.generate"} <= imported
-    assert not imported & set(NOT_NEEDED)
 
 
-@pytest.mark.parametrize("name", ["hasten", "hasten.cli.main", "hasten.cli.generate"])
-def test_options_are_parsed_without_torch(name):
-    code = f"import sys, {name}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+@pytest.mark.parametrize("key", ["none", "secret"])
+def test_an_agent_gets_a_server_and_a_home_of_its_own(tmp_path, home, tiny_folder, key):
+    variables = {} if key == "none" else {"HASTEN_API_KEY": key}
+    run = run_start(tmp_path, home, AGENT, str(tiny_folder), "--device", "cpu", "--", "exec", "hi", **variables)
+    out, err = run.communicate(timeout=120)
+    assert run.returncode == 7, err
+    found = json.loads(out)
+    assert found["arguments"][-2:] == ["exec", "hi"]
+    assert found["answer"]["usage"]["output_tokens"] == 2
+    assert Path(found["home"]) == tmp_path / "cache" / "agents" / "codex" / "codex"
+    assert '"path": "/v1/responses"' in (tmp_path / "cache" / "agents" / "codex" / "server.log").read_text()
+    assert "coding agents begin with up to 20,000 tokens, and model has room for" in err
+    assert [path.name for path in home.rglob("*") if path.is_file()] == ["config.toml"]
+    assert (home / ".codex" / "config.toml").read_text() == 'model = "mine"\n'
+    assert not _listens(found["url"])
 
 
-def test_a_file_is_read_once(file, monkeypatch, capsys):
-    opened = []
+def _listens(url: str) -> bool:
+    import urllib.error
+    import urllib.request
 
-    def counted(path):
-        opened.append(path)
-        return read(path)
-
-    read = gguf_open.read_gguf
-    monkeypatch.setattr(gguf_open, "read_gguf", counted)
-    main(["generate", str(file), "--prompt-ids", "1", "--max-new-tokens", "2", "--temperature", "0"])
-    assert opened == [file]
-    capsys.readouterr()
-
-
-def test_load_takes_what_was_opened(file):
-    source = loading.open_checkpoint(file)
-    found, expected = (loading.load(one, dtype="float32").state_dict() for one in (source, file))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    try:
+        urllib.request.urlopen(f"{url}/models", timeout=5)
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError:
+        return False
+    return True
 
 
-def test_a_compiler_is_asked_once_for_all_layers(monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path))
-    monkeypatch.setenv("HASTEN_ISA", "portable")
-    monkeypatch.setenv("CXX", "g++-of-this-test")
-    compiler = SimpleNamespace(takes=lambda flags, probe: asked.append(flags) or True)
-    monkeypatch.setattr("hasten.ops.build.find_compiler", lambda: compiler)
-    assert [native.obtainable("training") for _ in range(3)] == [True] * 3
-    assert len(asked) == 1
+def test_the_server_ends_with_a_killed_parent(tmp_path, home, tiny_folder):
+    run = run_start(tmp_path, home, WAITS, str(tiny_folder), "--device", "cpu")
+    given = run.stdout.readline()
+    url = given.partition('base_url="')[2].partition('"')[0]
+    assert _listens(url)
+    run.send_signal(signal.SIGKILL)
+    end = time.monotonic() + 60
+    while _listens(url):
+        assert time.monotonic() < end, "the server did not end"
+        time.sleep(0.1)
+    subprocess.run(["pkill", "-f", str(tmp_path / "bin" / "codex")], check=False)
 
 
-def test_the_tokenizer_is_built_when_it_is_wanted(file, monkeypatch):
-    built = []
-    monkeypatch.setattr(StoredTokenizer, "build", lambda stored: built.append(threading.current_thread()))
-    source = loading.open_checkpoint(file)
-    assert not built
-    assert source.tokenizer_bytes > 0
-    loading.load(source)
-    assert [thread is threading.main_thread() for thread in built] == [False]
+def test_a_key_among_the_options_is_refused(tmp_path, home, tiny_folder):
+    run = run_start(tmp_path, home, AGENT, str(tiny_folder), "--device", "cpu", "--api-key", "x")
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 2
+    assert err.splitlines()[-1] == "error: the server wants its key; give it in HASTEN_API_KEY instead of by --api-key"
 
 
-def test_a_tokenizer_that_does_not_fit_together_is_refused_by_load(file, monkeypatch):
-    def damaged(stored):
-        raise CheckpointError("its tokenizer does not fit together")
-
-    monkeypatch.setattr(StoredTokenizer, "build", damaged)
-    with pytest.raises(CheckpointError, match="does not fit together"):
-        loading.load(file)
+def test_what_the_server_refuses_is_said_once(tmp_path, home):
+    run = run_start(tmp_path, home, AGENT, str(tmp_path / "nothing"))
+    out, err = run.communicate(timeout=120)
+    assert (run.returncode, out) == (2, "")
+    assert [line.partition(":")[0] for line in err.splitlines()] == ["error"]
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux" or torch.version.cuda is not None or torch.version.hip is not None,
-    reason="only for the CPU build on Linux",
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["vim", "MODEL"], "'vim' is not an agent that hasten starts; these are: codex, opencode, claude"),
+        (["codex"], "no model is named; give one, as in: hasten start codex MODEL"),
+        (["opencode", "MODEL"], "opencode is not on PATH; install it: npm install -g opencode-ai"),
+    ],
 )
-def test_libtorch_is_loaded_before_it_is_imported():
-    code = (
-        "import sys, threading\nfrom hasten.cli.preload import preload_torch\npreload_torch()\n"
-        "[t.join() for t in threading.enumerate() if t.name == 'hasten-preload']\n"
-        "assert 'torch' not in sys.modules\nassert 'libtorch_cpu.so' in open('/proc/self/maps').read()\n"
-        "import torch\nassert torch.ones(2).sum() == 2"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_mistakes_are_named(arguments, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(["start", *arguments])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {said}\n"

@@ -20,6 +20,11 @@ GROUPS = {
         "chat": ("hasten.cli.chat", "ChatInTerminal", "talk to a model in the terminal"),
         "generate": ("hasten.cli.generate", "Generate", "continue prompts"),
         "serve": ("hasten.cli.serve", "Serve", "serve a model over HTTP, as OpenAI's API does"),
+        "start": (
+            "hasten.cli.start",
+            "start",
+            "serve a model to a coding agent, and run the agent: codex, opencode, claude",
+        ),
         "eval": ("hasten.cli.eval", "Eval", "perplexity and bits per byte of a text, or lm-eval's tasks"),
     },
     "make one": {

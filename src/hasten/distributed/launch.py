@@ -6,7 +6,6 @@ report that they are alive, and rank 0 names the missing one.
 """
 
 import atexit
-import ctypes
 import logging
 import os
 import signal
@@ -28,11 +27,11 @@ from torch.distributed.rendezvous import rendezvous
 from hasten.distributed import launched
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.errors import ConfigError, HastenError, TrainingError
+from hasten.machine.signals import end_with_parent
 
 TOGETHER = timedelta(minutes=5)  # in which all processes must join; torchrun starts them at once
 PATIENCE = 20.0  # seconds that a failed rank waits for its reason to be reported
 ROLL_CALL = 2.0  # seconds in which every rank that is alive says so
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BY_US = "HASTEN_PROCESSES"  # set in processes that `start` has started, which itself reports a killed process
 
 
@@ -72,7 +71,7 @@ def joined() -> Iterator[Ranks]:
         if not 0 <= given["rank"] < given["size"]:
             raise ConfigError(f"RANK is {given['rank']} and WORLD_SIZE {given['size']}; ranks count from 0")
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            _end_with_parent()
+            end_with_parent()
         ranks = Ranks(**given, joined=True)
         if torch.cuda.is_available():
             gpus = torch.cuda.device_count()
@@ -109,12 +108,6 @@ def _number(variable: str, default: int) -> int:
     if not text.isdecimal():
         raise ConfigError(f"the environment variable {variable} is {text!r:.40}; it must be a whole number")
     return int(text)
-
-
-def _end_with_parent() -> None:
-    """Have this process killed when torchrun's agent ends, however that happens (on Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _leave() -> None:
