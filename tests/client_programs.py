@@ -4,6 +4,7 @@ Run by test_client_programs.py with a Python that has the libraries, which haste
 answer in the end, and what the library keeps of the reasoning before the call (null where it keeps none).
 """
 
+import asyncio
 import json
 import os
 import sys
@@ -67,22 +68,40 @@ def litellm_anthropic(url: str) -> tuple[str, str | None]:
     return litellm_task("anthropic/tiny", url)
 
 
-def pydantic_ai(url: str) -> tuple[str, str | None]:
+def pydantic_ai(url: str, *, stream: bool = False) -> tuple[str, str | None]:
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
     model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
-    done = Agent(model, tools=[look]).run_sync(TASK)
-    parts = [part for message in done.all_messages() for part in message.parts]
-    return done.output, next(part.content for part in parts if part.part_kind == "thinking")
+    agent = Agent(model, tools=[look])
+
+    async def streamed():
+        async with agent.run_stream(TASK) as run:
+            return await run.get_output(), run.all_messages()
+
+    done = agent.run_sync(TASK) if not stream else None
+    said, messages = asyncio.run(streamed()) if done is None else (done.output, done.all_messages())
+    parts = [part for message in messages for part in message.parts]
+    return said, next(part.content for part in parts if part.part_kind == "thinking")
 
 
-def _openai_agent(model) -> tuple[str, str | None]:
+def pydantic_ai_streamed(url: str) -> tuple[str, str | None]:
+    return pydantic_ai(url, stream=True)
+
+
+def _openai_agent(model, *, stream: bool = False) -> tuple[str, str | None]:
     from agents import Agent, Runner, function_tool
 
     agent = Agent(name="helper", instructions="Be brief.", model=model, tools=[function_tool(look)])
-    done = Runner.run_sync(agent, TASK)
+
+    async def streamed():
+        run = Runner.run_streamed(agent, TASK)
+        async for _ in run.stream_events():
+            pass
+        return run
+
+    done = asyncio.run(streamed()) if stream else Runner.run_sync(agent, TASK)
     (thought,) = [item.raw_item for item in done.new_items if item.type == "reasoning_item"]
     return done.final_output, (thought.content or thought.summary)[0].text
 
@@ -94,11 +113,16 @@ def openai_agents_chat(url: str) -> tuple[str, str | None]:
     return _openai_agent(OpenAIChatCompletionsModel("tiny", AsyncOpenAI(base_url=f"{url}/v1", max_retries=0)))
 
 
-def openai_agents_responses(url: str) -> tuple[str, str | None]:
+def openai_agents_responses(url: str, *, stream: bool = False) -> tuple[str, str | None]:
     from agents import OpenAIResponsesModel
     from openai import AsyncOpenAI
 
-    return _openai_agent(OpenAIResponsesModel("tiny", AsyncOpenAI(base_url=f"{url}/v1", max_retries=0)))
+    model = OpenAIResponsesModel("tiny", AsyncOpenAI(base_url=f"{url}/v1", max_retries=0))
+    return _openai_agent(model, stream=stream)
+
+
+def openai_agents_streamed(url: str) -> tuple[str, str | None]:
+    return openai_agents_responses(url, stream=True)
 
 
 def _langchain(url: str, ask) -> tuple[str, str | None]:
@@ -128,7 +152,8 @@ PROGRAMS = {
     program.__name__: program
     for program in (
         *(litellm_openai, litellm_streamed, litellm_hosted_vllm, litellm_anthropic, pydantic_ai),
-        *(openai_agents_chat, openai_agents_responses, langchain_openai, langchain_streamed),
+        *(pydantic_ai_streamed, openai_agents_chat, openai_agents_responses, openai_agents_streamed),
+        *(langchain_openai, langchain_streamed),
     )
 }
 

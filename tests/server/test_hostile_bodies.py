@@ -128,6 +128,13 @@ TOO_MANY_OF_OTHERS = {
     "untyped items": ("/v1/responses", {"input": [{}] * 500_000}),
     "tools": ("/v1/responses", {"input": "", "tools": [{"type": "custom", "name": "f"}] * 5000}),
     "inner tools": ("/v1/responses", {"input": "", "tools": [{"type": "namespace", "tools": [{}] * 2000}] * 3}),
+    "Ollama's turns": ("/api/chat", {"messages": [_TURN] * 5000}),
+    "Ollama's calls": ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [{}] * 2000}] * 3}),
+    "Ollama's stops": ("/api/generate", {"prompt": "x", "options": {"stop": ["x"] * 500_000}}),
+    "texts to embed": ("/api/embed", {"input": ["x"] * 5000}),
+    "documents": ("/v1/rerank", {"query": "x", "documents": ["x"] * 500_000}),
+    "other documents": ("/v1/rerank", {"query": "x", "documents": [{}] * 300_000}),
+    "pairs": ("/score", {"text_1": "x", "text_2": ["x"] * 500_000}),
 }
 
 
@@ -153,15 +160,19 @@ def test_too_many_are_refused_before_each_is_looked_at(client_for_all, name):
 def test_too_many_are_refused_in_the_other_protocols(client_for_all, name):
     from pydantic import ValidationError
 
+    from hasten.server import ollama, rerank
     from hasten.server.messages import MessagesBody
     from hasten.server.responses import ResponsesBody
 
+    kinds = {"/v1/messages": MessagesBody, "/v1/responses": ResponsesBody, "/api/chat": ollama.OllamaChatBody}
+    kinds |= {"/api/generate": ollama.OllamaGenerateBody, "/api/embed": ollama.OllamaEmbedBody}
+    kinds |= {"/v1/rerank": rerank.RerankBody, "/score": rerank.ScoreBody}
     path, body = TOO_MANY_OF_OTHERS[name]
     body = {"model": "tiny", "max_tokens": 1} | body
     assert client_for_all.post(path, json=body).status_code == 400
     with pytest.raises(ValidationError) as refusal:
-        (MessagesBody if path == "/v1/messages" else ResponsesBody).model_validate(body)
-    assert "too_long" in {error["type"] for error in refusal.value.errors()}
+        kinds[path].model_validate(body)
+    assert "too_long" in {error["type"] for error in refusal.value.errors()} or name == "other documents"
     assert refusal.value.error_count() < 20
 
 

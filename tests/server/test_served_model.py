@@ -90,6 +90,12 @@ def test_every_protocol_gives_the_same_answer(client, served, model):
         usage = events[0]["message"]["usage"] if stream else answer.json()["usage"]
         assert usage["cache_read_input_tokens"] == found.usage.input_tokens_details.cached_tokens
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat.usage.prompt_tokens
+    options = {"options": {"temperature": 0, "num_predict": 12}}
+    for stream in (False, True):
+        answer = httpx.post(f"{served}/api/chat", json={"model": "tiny", "messages": turns, "stream": stream} | options)
+        parts = [json.loads(line) for line in answer.text.splitlines()]
+        assert "".join(part["message"]["content"] for part in parts) == text
+        assert parts[-1]["prompt_eval_count"] == chat.usage.prompt_tokens
 
 
 def test_answers_with_drafts_are_the_same_and_counted(engine, client, model, served):
@@ -228,6 +234,18 @@ def test_blocks_are_free_at_once_when_a_client_goes(served, engine):
         time.sleep(0.001)
     assert engine.stats().free_blocks == engine.stats().blocks
     assert engine.stats().steps - steps < 60  # of 400
+
+
+def test_blocks_are_free_at_once_when_a_client_of_ollama_goes(served, engine):
+    options = {"temperature": 0, "num_predict": 400}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "options": options}
+    with httpx.stream("POST", f"{served}/api/chat", json=body) as answer:
+        next(answer.iter_lines())
+    end = time.monotonic() + 10
+    while engine.stats().running and time.monotonic() < end:
+        time.sleep(0.001)
+    assert engine.stats().aborted == 1
+    assert engine.stats().free_blocks == engine.stats().blocks
 
 
 def test_a_deadline_ends_a_request(model):

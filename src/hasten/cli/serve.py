@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import time
 import warnings
@@ -79,8 +80,22 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
             raise ConfigError(
                 "--prefix-cache does not go with --replicas or --tensor-parallel: its blocks are those of one process"
             )
+        if self.server.adapter_folder is not None:
+            self._check_adapter_folder()
         if self.fleet.replicas and self.devices == "auto":
             raise ConfigError("--replicas and --devices auto do not go together: the plan says how many, or you do")
+
+    def _check_adapter_folder(self) -> None:
+        """Refuse --adapter-folder where adapters cannot change while the model is served."""
+        if self.fleet.replicas or self.tensor_parallel > 1 or self.device.startswith("cuda"):
+            raise ConfigError(
+                "--adapter-folder does not go with --replicas, --tensor-parallel or a GPU, where the model keeps the "
+                "adapters that it began with; name them with --adapter NAME=FOLDER"
+            )
+        if re.fullmatch("self:.*-layers", str(self.draft)):
+            raise ConfigError(
+                f"--adapter-folder does not go with --draft {self.draft}: its layers would have adapters; take suffix"
+            )
 
     def check_inputs(self) -> None:
         """Check the options before anything is measured, started or loaded."""
@@ -96,6 +111,8 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
             adapter_config(folder.expanduser())
         if self.prefix_cache is not None:
             BlockFiles(self.prefix_cache.expanduser(), limit=self.engine.prefix_cache_bytes)
+        if (root := self.server.adapter_folder) is not None and not root.expanduser().is_dir():
+            raise ConfigError(f"--adapter-folder {root} is no folder; name the one that adapters are loaded from")
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError("--served-model-name is empty; leave it out for the folder's own name, or give one")
         if not launched():

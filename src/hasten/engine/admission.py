@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from hasten.checks import require
 from hasten.engine.blocks import blocks_of
@@ -20,20 +19,6 @@ from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 
 _CAPTURED = 1 << 30  # bytes that stay free for captured steps on a GPU
-
-
-class AdapterNumbers:
-    """The numbers of a model's adapters by their names. unnamed: the number of "", by default none (-1)."""
-
-    def __init__(self, names: Sequence[str], *, unnamed: int = -1) -> None:
-        self.names, self._unnamed = list(names), unnamed
-
-    def number(self, name: str) -> int:
-        """From 0, or -1 for none. Raises RequestRefused for a name that there is not."""
-        if name and name not in self.names:
-            known = ", ".join(self.names) or "none"
-            raise RequestRefused(f"there is no adapter {name!r:.100} here; loaded: {known}", field="adapter")
-        return self.names.index(name) if name else self._unnamed
 
 
 def admitted(

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.engine.engine_thread import EngineThread
@@ -122,6 +123,23 @@ class AsyncEngine:
         finally:
             self.thread.leave()
         return torch.stack(found)
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Give the model the adapter in a folder: read while steps run, placed between two of them.
+
+        Raises RequestRefused for a name that there is, and as `read_adapter` and `place_adapter` do.
+        """
+        from hasten.checkpoints.adapters import read_adapter
+        from hasten.engine import adapters
+
+        adapter = await asyncio.to_thread(read_adapter, self.engine.model, folder)
+        await self._ask(partial(adapters.load, self.engine, name, adapter))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take an adapter away; requests that run with it go on. Raises RequestRefused for one that there is not."""
+        from hasten.engine import adapters
+
+        await self._ask(partial(adapters.unload, self.engine, name))
 
     async def close(self) -> None:
         """Abort what is left and end the thread and the engine."""

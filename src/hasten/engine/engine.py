@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hasten.engine.admission import AdapterNumbers, admitted, check_room, settings_on_device
+from hasten.engine.adapters import AdapterNumbers
+from hasten.engine.admission import admitted, check_room, settings_on_device
 from hasten.engine.blocks import BlockManager, blocks_of
 from hasten.engine.continuations import Continuations
 from hasten.engine.following import capture_steps, runner_of
@@ -176,7 +177,7 @@ class Engine:
         prompt = self.scheduler.add(
             request.prompt,
             priority=request.priority,
-            salt=request.sharing,
+            salt=self.adapters.sharing(request),
             slots=request.samples,
             adapter=self.adapters.number(request.adapter),
         )

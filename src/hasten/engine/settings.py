@@ -88,13 +88,19 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The served model. max_length: tokens of prompt and answer together; vocabulary: the number of logits."""
+    """The served model. max_length: tokens of prompt and answer together; vocabulary: the number of logits.
+
+    family, parameters: the architecture and its number of weights. bytes: what the weights take in memory.
+    """
 
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
     max_length: int
     vocabulary: int
     adapters: tuple[str, ...] = ()
+    family: str = ""
+    parameters: int = 0
+    bytes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

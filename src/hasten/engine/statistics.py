@@ -14,12 +14,18 @@ if TYPE_CHECKING:
 
 def facts_of(engine: Engine) -> ModelFacts:
     """What a server says of an engine's model."""
+    from hasten.planning.cost import parameters  # only here: most engines serve nobody
+
+    model = engine.model
     return ModelFacts(
         tokenizer=engine.tokenizer,
         eos_ids=engine.eos_ids,
         max_length=engine.max_length,
-        vocabulary=engine.model.config.vocab_size,
+        vocabulary=model.config.vocab_size,
         adapters=tuple(engine.adapters.names),
+        family=model.config.family,
+        parameters=parameters(model.config).total,
+        bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
     )
 
 

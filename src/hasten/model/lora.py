@@ -54,12 +54,13 @@ class AdapterChoice:
     """The adapter of each row of the next step, as its index; -1 is none.
 
     rows: int64, one index for each token of the step; None: all rows use `every`. groups: the same as (adapter, its
-    rows).
+    rows). places: the number of adapters, places that were left empty included.
     """
 
     every: int = 0
     rows: Tensor | None = None
     groups: list[tuple[int, Tensor]] = field(default_factory=list)
+    places: int = 0
 
     def choose(self, numbers: list[int], device: torch.device) -> None:
         """Set the adapters of the next step's rows."""
@@ -94,6 +95,11 @@ class LoRALinear(nn.Module):
         # Each adapter's index in the lists, not the tensors themselves: FSDP replaces the parameters.
         self.places = [None if one is None else (held.index(one), one.scale) for one in adapters]
         self.kinds = [(one.alpha, one.rslora) for one in held]
+
+    @property
+    def factors(self) -> list[Factors | None]:
+        """The factors of each adapter; None for one that leaves this layer alone."""
+        return [None if at is None else Factors(self.a[at[0]], self.b[at[0]], *self.kinds[at[0]]) for at in self.places]
 
     @property
     def bias(self) -> Tensor | None:
@@ -191,7 +197,7 @@ def attach(model: Transformer, adapters: Sequence[Adapter], *, dropout: float = 
     Returns the AdapterChoice for the next step's rows (also `model.adapters`); at first all rows use the first adapter.
     """
     model.requires_grad_(False)
-    model.adapters = choice = AdapterChoice()
+    model.adapters = choice = AdapterChoice(places=len(adapters))
     for name in dict.fromkeys(name for adapter in adapters for name in adapter):
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear | PackedLinear)
@@ -200,7 +206,21 @@ def attach(model: Transformer, adapters: Sequence[Adapter], *, dropout: float = 
     return choice
 
 
+def place(model: Transformer, choice: AdapterChoice, number: int, adapter: Adapter) -> None:
+    """Replace the factors of one adapter beside readable blocks; an empty one leaves its place empty."""
+    held = [name for name, layer in model.named_modules() if isinstance(layer, LoRALinear)]
+    for name in dict.fromkeys([*held, *adapter]):
+        base: nn.Module = model.get_submodule(name)
+        own: list[Factors | None] = []
+        if isinstance(base, LoRALinear):
+            own, base = base.factors, base.base
+        assert isinstance(base, nn.Linear | PackedLinear)
+        own += [None] * (max(choice.places, number + 1) - len(own))
+        own[number] = adapter.get(name)
+        model.set_submodule(name, LoRALinear(base, own, choice))
+
+
 def attached(model: nn.Module) -> dict[str, Factors]:
     """The factors of a model's only adapter, by the names of our modules."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
-    return {name: Factors(one.a[0], one.b[0], *one.kinds[0]) for name, one in layers.items() if one.places[0]}
+    return {name: own for name, one in layers.items() if (own := one.factors[0]) is not None}

@@ -8,11 +8,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hasten.engine.prefixes import prefix_keys
 from hasten.engine.request import EngineFailed, Request, RequestOutput
 from hasten.engine.settings import ModelFacts, Stats
+from hasten.errors import ConfigError
 from hasten.replicas.replica import Answer, packed
 from hasten.replicas.routing import KEY_BYTES, Ask, Board
 
@@ -23,6 +25,7 @@ Result = TypeVar("Result")
 
 RETRIES = 3  # of a request whose replicas died: it might be what kills them
 PATIENCE = 60.0  # seconds that a request waits where there is no replica
+_ADAPTERS = "replicas have the adapters that they began with; name all of them with --adapter NAME=FOLDER"
 
 
 class ReplicaDied(Exception):
@@ -131,6 +134,14 @@ class ReplicatedEngine:
                 raise found
             return found
         raise self._given_up("embeddings")
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Raises ConfigError: replicas have the adapters that they began with."""
+        raise ConfigError(_ADAPTERS)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Raises ConfigError: replicas have the adapters that they began with."""
+        raise ConfigError(_ADAPTERS)
 
     async def close(self) -> None:
         """Stop the replicas."""

@@ -102,7 +102,7 @@ class AnswerBuilder(ABC, Generic[Body]):
                         metrics.prompts.observe(len(requests[which].prompt))
                     self.completion_tokens += len(output.tokens)
                     self.stopwatch.observe(which, output.index, len(output.tokens), output.finish_reason)
-                    _check_end(requests[which], output)
+                    check_end(requests[which], output)
                     for part in self.take(which, output):
                         yield part
         except SlowReader:
@@ -205,7 +205,7 @@ async def with_pings(parts: AsyncGenerator[Json], ping: Json, *, seconds: float 
         yield part
 
 
-def _check_end(request: Request, output: RequestOutput) -> None:
+def check_end(request: Request, output: RequestOutput) -> None:
     """Raise ApiError if an output ended with an error, violates its schema, or was aborted."""
     grammar = grammar_of(request.constraint)
     if grammar is not None and output.finish_reason in ("stop", "error"):
@@ -327,6 +327,7 @@ def reply(body: Any) -> Response:
 
 class EventStream(Response):
     """Streams chunks as events. A failure after the first one is sent as an event, since the status is already sent.
+    Another form of stream is a subclass with its own `encode` and `end`.
 
     named: each event has the name that its chunk gives as its `type`, and nothing marks the end.
     """
@@ -348,20 +349,27 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for chunk in self.chunks:
-                await self._event(send, chunk)
+                await self._send_chunk(send, chunk)
         except ApiError as error:
-            await self._event(send, self._failure(error))
+            await self._send_chunk(send, self._failure(error))
         except ClientGone:
             raise
         except Exception as error:
             fields = {"request_id": scope["state"]["request_id"]}
             logging.getLogger(LOGGER).error("failed", exc_info=error, extra={"fields": fields})
             failed = ApiError("the server failed at this request", status=500, code="internal_error")
-            await self._event(send, self._failure(failed))
-        end = b"" if self._named else b"data: [DONE]\n\n"
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+            await self._send_chunk(send, self._failure(failed))
+        await send({"type": "http.response.body", "body": self.end, "more_body": False})
 
-    async def _event(self, send: Send, chunk: Json) -> None:
+    @property
+    def end(self) -> bytes:
+        """The last bytes."""
+        return b"" if self._named else b"data: [DONE]\n\n"
+
+    def encode(self, chunk: Json) -> bytes:
+        """The bytes of one chunk."""
         name = f"event: {chunk['type']}\n".encode() if self._named else b""
-        data = name + b"data: " + to_json(chunk, inf_nan_mode="null") + b"\n\n"
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+        return name + b"data: " + to_json(chunk, inf_nan_mode="null") + b"\n\n"
+
+    async def _send_chunk(self, send: Send, chunk: Json) -> None:
+        await send({"type": "http.response.body", "body": self.encode(chunk), "more_body": True})

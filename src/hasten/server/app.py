@@ -1,4 +1,4 @@
-"""The ASGI app: OpenAI's and Anthropic's API, described by /openapi.json, with every endpoint behind the guard."""
+"""The ASGI app: OpenAI's, Anthropic's and Ollama's APIs, described by /openapi.json, all behind the guard."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from hasten import __version__
+from hasten.server.adapters import add_adapters
 from hasten.server.answers import reply
 from hasten.server.chat import add_chat
 from hasten.server.completions import add_completions
@@ -21,6 +22,9 @@ from hasten.server.embeddings import add_embeddings
 from hasten.server.errors import ApiError, from_validation, overloaded
 from hasten.server.guard import BodyRoute, Guard
 from hasten.server.messages import add_messages
+from hasten.server.ollama import add_ollama
+from hasten.server.ollama_models import add_ollama_models
+from hasten.server.rerank import add_rerank
 from hasten.server.responses import add_responses
 from hasten.server.service import Service
 from hasten.server.tokens import add_tokens
@@ -73,6 +77,8 @@ def make_app(service: Service) -> FastAPI:
 
     router = APIRouter(route_class=BodyRoute)
     for add in (_add_status, add_completions, add_chat, add_responses, add_messages, add_embeddings, add_tokens):
+        add(router, service)
+    for add in (add_ollama, add_ollama_models, add_rerank, add_adapters):
         add(router, service)
     app.include_router(router)
     return app
@@ -128,9 +134,8 @@ def _add_status(router: APIRouter, service: Service) -> None:
 
     @router.get("/v1/models/{model:path}", response_model=Model, responses={404: ERRORS[404]})
     async def model(model: str) -> Response:
-        """The served model or one of its adapters, by its exact name."""
-        service.check_model(model)
-        return reply(_model(service, model))
+        """The served model or one of its adapters, by its name."""
+        return reply(_model(service, service.check_model(model) or service.model_name))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

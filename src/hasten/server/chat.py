@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from hasten.engine.request import Request, RequestOutput
 from hasten.server.answers import ChoiceBuilder, Json, chat_logprobs, join_logprobs
-from hasten.server.bodies import ChatBody
+from hasten.server.bodies import ChatBody, SamplingBody
 from hasten.server.build_request import (
     Samples,
     build_request,
@@ -32,6 +32,7 @@ from hasten.server.tools import Tools
 from hasten.text.answer_format import AnswerFormat
 from hasten.text.answer_reader import AnswerReader, CallPiece
 
+Body = TypeVar("Body", bound=SamplingBody)
 _ENDING = 64  # tokens at the end of a prompt in which the template may begin the reasoning
 
 
@@ -44,10 +45,10 @@ def add_chat(router: APIRouter, service: Service) -> None:
         return await _ChatCompletion(service, body).respond(http)
 
 
-def chat_body(**fields: Any) -> ChatBody:
-    """A ChatBody of a request in another protocol. Raises ApiError naming the field."""
+def body_of(kind: type[Body], **fields: Any) -> Body:
+    """A body for a request in another protocol. Raises ApiError naming the field."""
     try:
-        return ChatBody(**fields)
+        return kind(**fields)
     except ValidationError as error:
         raise from_validation(error.errors()) from None
 

@@ -11,10 +11,11 @@ from pydantic import Field
 from hasten.engine.request import Request, RequestOutput, TokenLogprob
 from hasten.server.answers import ChoiceBuilder, Json, completion_logprobs, join_logprobs
 from hasten.server.bodies import COMMON_NEUTRAL, Count, Neutral, Prompts, SamplingBody
-from hasten.server.build_request import build_request, check_limit, constraint_of, prompts_of, room
+from hasten.server.build_request import Samples, build_request, check_limit, constraint_of, prompts_of, room
 from hasten.server.documentation import ERRORS, STREAMED, Completion
 from hasten.server.errors import ApiError
 from hasten.server.service import Service
+from hasten.server.structured import Grammar
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -39,6 +40,32 @@ def add_completions(router: APIRouter, service: Service) -> None:
         return await _Completions(service, body, given).respond(http)
 
 
+def completion_request(
+    body: CompletionBody,
+    service: Service,
+    *,
+    id: str,
+    prompt: tuple[int, ...],
+    samples: Samples,
+    constraint: Grammar | None,
+    default: int | None = DEFAULT_TOKENS,
+) -> Request:
+    """Build the engine's request to continue one prompt. default: the most tokens of a body that gives none."""
+    wanted = None if body.max_tokens is None else max(1, body.max_tokens)
+    return build_request(
+        body,
+        service,
+        id=id,
+        prompt=prompt,
+        max_tokens=room(prompt, wanted, service, param="prompt", wanted_by="max_tokens", default=default),
+        samples=samples,
+        constraint=constraint,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
 class _Completions(ChoiceBuilder[CompletionBody]):
     """n choices for each prompt."""
 
@@ -58,21 +85,14 @@ class _Completions(ChoiceBuilder[CompletionBody]):
         body, service = self.body, self.service
         self.id = f"cmpl-{name}-{service.number()}"
         constraint = None if body.response_format is None else await constraint_of(body.response_format, service)
-        wanted = None if body.max_tokens is None else max(1, body.max_tokens)
         return [
-            build_request(
+            completion_request(
                 body,
                 service,
                 id=f"{self.id}-{index}",
                 prompt=prompt,
-                max_tokens=room(
-                    prompt, wanted, service, param="prompt", wanted_by="max_tokens", default=DEFAULT_TOKENS
-                ),
                 samples=self.samples,
                 constraint=None if constraint is None else constraint.fork(),
-                logprobs=body.logprobs,
-                prompt_logprobs=body.logprobs if body.echo else None,
-                skip_special_tokens=body.skip_special_tokens is not False,
             )
             for index, prompt in enumerate(self.prompts)
         ]

@@ -214,5 +214,130 @@ class AnthropicError(BaseModel):
 ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
     (529 if status == 503 else status): facts | {"model": AnthropicError} for status, facts in ERRORS.items()
 }
+
+
+class RankedDocument(BaseModel):
+    """A document, by its place in the request."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, str] | None = None
+
+
+class Reranked(BaseModel):
+    """Answers to /v1/rerank: the best documents first. method: how the scores were made."""
+
+    id: str
+    model: str
+    method: Literal["yes_no", "cosine"]
+    usage: dict[str, int]
+    results: list[RankedDocument]
+
+
+class PairScore(BaseModel):
+    """The score of one pair."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scored(BaseModel):
+    """Answers to /score. method: how the scores were made."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    method: Literal["yes_no", "cosine"]
+    usage: dict[str, int]
+    data: list[PairScore]
+
+
+class OllamaError(BaseModel):
+    """The body of every error response under /api."""
+
+    error: str
+
+
+class OllamaAnswer(BaseModel):
+    """Fields of answers to /api/chat and /api/generate; the counts and times (in nanoseconds) come at the end."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: Literal["stop", "length", "load"]
+    logprobs: list[dict[str, Any]] | None = None
+    total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_duration: int | None = None
+    eval_count: int | None = None
+    eval_duration: int | None = None
+
+
+class OllamaChat(OllamaAnswer):
+    """Answers to /api/chat."""
+
+    message: dict[str, Any]
+
+
+class OllamaText(OllamaAnswer):
+    """Answers to /api/generate."""
+
+    response: str
+    thinking: str | None = None
+
+
+class OllamaEmbeddings(BaseModel):
+    """Answers to /api/embed."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaModel(BaseModel):
+    """A served model, or an adapter of it."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: dict[str, Any]
+
+
+class OllamaModels(BaseModel):
+    """Answer to /api/tags."""
+
+    models: list[OllamaModel]
+
+
+class OllamaShown(BaseModel):
+    """Answer to /api/show."""
+
+    modelfile: str
+    parameters: str
+    template: str
+    details: dict[str, Any]
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaVersion(BaseModel):
+    """Answer to /api/version: the version of Ollama whose API this is, and that of hasten."""
+
+    version: str
+    hasten: str
+
+
+OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: facts | {"model": OllamaError} for status, facts in ERRORS.items() if status != 429
+}
 # An answer that is streamed, beside the whole one.
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+LINES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/x-ndjson": {}}}}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
@@ -16,6 +17,9 @@ from hasten.server.documentation import ERRORS
 from hasten.server.documentation import Embeddings as EmbeddingsReply
 from hasten.server.errors import from_library
 from hasten.server.service import Service
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class EmbeddingBody(ModelBody):
@@ -33,28 +37,34 @@ def add_embeddings(router: APIRouter, service: Service) -> None:
     @router.post("/v1/embeddings", response_model=EmbeddingsReply, responses=ERRORS)
     async def embeddings(body: EmbeddingBody, http: HttpRequest) -> Response:
         """Vectors of texts."""
-        import torch
-
         service.check_in(body, http)
         given = await prompts_of(body.input, service, param="input", add_special_tokens=body.add_special_tokens)
-        try:
-            vectors = await service.engine.embed(
-                given,
-                pooling=body.pooling or "mean",
-                adapter=service.check_model(body.model),
-                timeout=service.settings.request_timeout,
-            )  # (N, C)
-        except HastenError as error:
-            raise from_library(error) from None
-        vectors = vectors.float().cpu()
-        if body.normalize is not False:
-            vectors = torch.nn.functional.normalize(vectors, dim=-1)
+        normalize = body.normalize is not False
+        vectors = await vectors_of(
+            given, service, model=body.model, pooling=body.pooling or "mean", normalize=normalize
+        )
         as_bytes = body.encoding_format == "base64"
         data = [{"index": i, "object": "embedding", "embedding": _encoded(v, as_bytes)} for i, v in enumerate(vectors)]
         tokens = sum(map(len, given))
         http.state.facts["prompt_tokens"] = tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return reply({"object": "list", "data": data, "model": body.model, "usage": usage})
+
+
+async def vectors_of(
+    given: Sequence[Sequence[int]], service: Service, *, model: str, pooling: str = "mean", normalize: bool = True
+) -> Tensor:
+    """Embeddings (N, C) float32 of token ids, of length 1 with `normalize`. Raises ApiError."""
+    import torch
+
+    timeout = service.settings.request_timeout
+    try:
+        adapter = service.check_model(model)
+        vectors = await service.engine.embed(given, pooling=pooling, adapter=adapter, timeout=timeout)
+    except HastenError as error:
+        raise from_library(error) from None
+    vectors = vectors.float().cpu()
+    return torch.nn.functional.normalize(vectors, dim=-1) if normalize else vectors
 
 
 def _encoded(vector: Any, as_bytes: bool) -> Any:

@@ -1,4 +1,5 @@
-"""Errors in OpenAI's shape, {"error": {"message", "type", "param", "code"}}, and under /v1/messages in Anthropic's.
+"""Errors in OpenAI's shape, {"error": {"message", "type", "param", "code"}}; under /v1/messages in Anthropic's, under
+/api in Ollama's.
 
 https://platform.openai.com/docs/guides/error-codes, https://docs.anthropic.com/en/api/errors
 """
@@ -19,8 +20,8 @@ from hasten.errors import HastenError
 ERRORS = {
     400: ("invalid_request_error", "The request is not valid; the field is named."),
     401: ("authentication_error", "No valid key."),
-    403: ("permission_error", "The Host header is not allowed."),
-    404: ("not_found_error", "No such model."),
+    403: ("permission_error", "The Host header, or what is asked, is not allowed."),
+    404: ("not_found_error", "No such model or adapter."),
     408: ("invalid_request_error", "The body did not arrive in time."),
     413: ("invalid_request_error", "The body is too large."),
     415: ("invalid_request_error", "The body is not application/json."),
@@ -35,6 +36,7 @@ ANTHROPIC = "/v1/messages"  # paths whose errors have Anthropic's shape
 # status -> Anthropic's type, where it is not OpenAI's
 _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 _OVERLOADED = 529  # Anthropic's status for 503
+OLLAMA = "/api/"  # paths whose errors have Ollama's shape
 
 
 class ApiError(Exception):
@@ -67,12 +69,18 @@ class ApiError(Exception):
         error = {"type": _ANTHROPIC_TYPES.get(self.status, self.type), "message": self.message}
         return {"type": "error", "error": error, "request_id": request_id}
 
+    def ollama_body(self) -> dict[str, Any]:
+        """The error as JSON, in Ollama's shape."""
+        return {"error": self.message}
+
     def response(self, path: str, request_id: str) -> JSONResponse:
         """The error as a response, in the shape that clients of the path know."""
-        if not path.startswith(ANTHROPIC):
-            return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
-        status = _OVERLOADED if self.status == 503 else self.status
-        return JSONResponse(self.anthropic_body(request_id), status_code=status, headers=self.headers)
+        status, body = self.status, self.body()
+        if path.startswith(ANTHROPIC):
+            status, body = _OVERLOADED if status == 503 else status, self.anthropic_body(request_id)
+        elif path.startswith(OLLAMA):  # whose status for a full queue is 503
+            status, body = 503 if status == 429 else status, self.ollama_body()
+        return JSONResponse(body, status_code=status, headers=self.headers)
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The error about a field of a ChatBody, with the field's name in the body that was sent."""

@@ -31,10 +31,11 @@ from hasten.server.bodies import (
     Text,
     check_parts,
 )
-from hasten.server.chat import ChatTurn, chat_body, count_tokens_of
+from hasten.server.chat import ChatTurn, body_of, count_tokens_of
 from hasten.server.documentation import ANTHROPIC_ERRORS, STREAMED, MessagesAnswer, TokenCount
 from hasten.server.errors import naming_fields
 from hasten.server.service import Service
+from hasten.server.tools import arguments_of
 
 BILLING = "x-anthropic-billing-header:"  # a line of Claude Code's that differs in each request
 # What fields of a ChatBody are called here.
@@ -182,7 +183,7 @@ class CountBody(ModelBody):
         messages = [*_system(self.system), *_turns(self.messages)]
         if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             fields["continue_final_message"] = True
-        return chat_body(model=self.model, messages=messages, **fields)
+        return body_of(ChatBody, model=self.model, messages=messages, **fields)
 
 
 class MessagesBody(CountBody):
@@ -301,7 +302,7 @@ class _Answer(AnswerBuilder[ChatBody]):
         if block["type"] == "thinking":
             events.insert(0, self._delta({"type": "signature_delta", "signature": ""}))
         elif block["type"] == "tool_use":
-            block["input"], self._input = _arguments(self._input), ""
+            block["input"], self._input = arguments_of(self._input), ""
         return events
 
     def _usage(self) -> Json:
@@ -316,14 +317,6 @@ class _Answer(AnswerBuilder[ChatBody]):
 def _note_user(body: CountBody, http: HttpRequest) -> None:
     if body.metadata is not None and body.metadata.user_id is not None:
         http.state.facts["user"] = body.metadata.user_id
-
-
-def _arguments(text: str) -> Any:
-    """The input of a call; empty if the answer was cut off inside it."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
 
 
 def _tool(tool: OfferedTool) -> Json:

@@ -31,7 +31,7 @@ from hasten.server.bodies import (
     Text,
     check_parts,
 )
-from hasten.server.chat import ChatTurn, chat_body, count_tokens_of
+from hasten.server.chat import ChatTurn, body_of, count_tokens_of
 from hasten.server.documentation import ERRORS, STREAMED, DeletedResponse, ResponsesAnswer, TokenCount
 from hasten.server.errors import ApiError, naming_fields
 from hasten.server.response_items import Item, ItemList, ItemTool, Offered, messages_of, read_items
@@ -389,4 +389,4 @@ def _chat(body: InputBody, items: list[Item], offered: Offered, **fields: Any) -
         schema = named if form.type == "json_schema" else None
         fields["response_format"] = {"type": form.type, "json_schema": schema}
     fields["reasoning_effort"] = None if body.reasoning is None else body.reasoning.effort
-    return chat_body(model=body.model, messages=messages, user=body.user, **fields)
+    return body_of(ChatBody, model=body.model, messages=messages, user=body.user, **fields)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hasten.server.bodies import ModelBody, RequestBody
@@ -59,6 +60,10 @@ class AnyEngine(Protocol):
         self, prompts: Sequence[Sequence[int]], *, pooling: str, adapter: str, timeout: float | None
     ) -> Tensor: ...
 
+    async def load_adapter(self, name: str, folder: Path) -> None: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+
     async def close(self) -> None: ...
 
 
@@ -71,7 +76,7 @@ class Service:
 
     def __init__(self, engine: AnyEngine, *, model_name: str, settings: ServerSettings) -> None:
         self.engine, self.model_name, self.settings = engine, model_name, settings
-        facts = engine.facts
+        self.facts = facts = engine.facts
         self._tokenizer = facts.tokenizer
         self.max_length, self.vocabulary = facts.max_length, facts.vocabulary
         self.models = [model_name, *facts.adapters]
@@ -124,14 +129,18 @@ class Service:
         return [text for token in added if token.special and (text := squash(token.content))]
 
     def check_model(self, name: str | None) -> str:
-        """Return the adapter of that name, or "" for the model itself (or None). Raises ApiError (404) if unknown."""
+        """Return the adapter of that name, or "" for the model itself (or None). Raises ApiError (404) if unknown.
+
+        `:latest`, the tag that Ollama's clients add to every name, is dropped.
+        """
         if name is None:
             return ""
-        if name not in self.models:
+        found = name if name in self.models else name.removesuffix(":latest")
+        if found not in self.models:
             served = ", ".join(map(repr, self.models))
             message = f"the model {name[:200]!r} does not exist here; served: {served}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
-        return "" if name == self.model_name else name
+        return "" if found == self.model_name else found
 
     def check_in(self, body: ModelBody, http: HttpRequest, *, without_effect: Sequence[str] = ()) -> None:
         """Check the fields, the model's name and the engine at the start of a request; note the user for its log."""

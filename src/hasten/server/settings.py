@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from tyro.conf import Suppress, arg
@@ -25,6 +26,7 @@ class ServerSettings:
             fields of that file are ignored.
         chat_template_kwargs: Variables that the chat template gets with every conversation, unless a request gives
             its own.
+        adapter_folder: Clients may load and unload LoRA adapters that are below this folder; not at all by default.
         allowed_origins: Origins (https://example.com) whose pages may use the server from a browser; "*" allows all.
             None by default.
         strict_fields: Refuse unknown request fields with a 400 instead of ignoring them.
@@ -50,6 +52,7 @@ class ServerSettings:
     defaults: Suppress[Mapping[str, Any]] = field(default_factory=dict)
     chat_template_kwargs: Suppress[Mapping[str, Any]] = field(default_factory=dict)
     allowed_origins: tuple[str, ...] = ()
+    adapter_folder: Path | None = None
     strict_fields: bool = False
     strict_length: bool = False
     # --max-… on the command line, where the bare names read like switches (--logprobs).

@@ -54,6 +54,25 @@ def find_format(template: str) -> Format | None:
     return "llama" if MARKERS["llama"] in template or '"parameters"' in template else None
 
 
+def format_of(form: AnswerFormat, template: str) -> Format | None:
+    """The format in which whole calls are read; None where `form` says how to read them, or nothing does."""
+    found = find_format(template)
+    if form.calls is not None and found is not None:
+        written = form.calls.section + form.calls.opening[0]
+        known = form.calls.form == "json" and written.startswith(_BEGINS[found])
+        if not known and written[:1] not in ("{", "["):  # bare JSON says less than the marker in the template
+            return None
+    return found
+
+
+def arguments_of(text: str) -> Any:
+    """The arguments of a call as a value; an empty object if the answer was cut off inside them."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+
+
 class CallReader:
     """Splits an answer into text and calls. format None: the whole answer is calls in JSON (a forced choice)."""
 
@@ -206,12 +225,7 @@ class Tools:
         templates = self._service.tokenizer.templates
         chosen = templates.get("tool_use", templates.get("default"))
         template = "" if chosen is None else chosen.source
-        self._template, self._format = form, find_format(template)
-        if form.calls is not None and self._format is not None:
-            written = form.calls.section + form.calls.opening[0]
-            known = form.calls.form == "json" and written.startswith(_BEGINS[self._format])
-            if not known and written[:1] not in ("{", "["):  # bare JSON says less than the marker in the template
-                self._format = None
+        self._template, self._format = form, format_of(form, template)
         if self._format is None and form.calls is None and not self._forced:
             missing = "format of tool calls is not known" if "tools" in template else "chat template shows it no tools"
             message = f'this model\'s {missing}; tool_choice "required" or a name works'
