@@ -77,13 +77,12 @@ def pydantic_ai(url: str, *, stream: bool = False) -> tuple[str, str | None]:
     agent = Agent(model, tools=[look])
 
     async def streamed():
-        async with agent.run_stream(TASK) as run:
-            return await run.get_output(), run.all_messages()
+        async with agent.run_stream_events(TASK) as events:
+            return [event async for event in events][-1].result
 
-    done = agent.run_sync(TASK) if not stream else None
-    said, messages = asyncio.run(streamed()) if done is None else (done.output, done.all_messages())
-    parts = [part for message in messages for part in message.parts]
-    return said, next(part.content for part in parts if part.part_kind == "thinking")
+    done = asyncio.run(streamed()) if stream else agent.run_sync(TASK)
+    parts = [part for message in done.all_messages() for part in message.parts]
+    return done.output, next(part.content for part in parts if part.part_kind == "thinking")
 
 
 def pydantic_ai_streamed(url: str) -> tuple[str, str | None]:
