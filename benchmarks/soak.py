@@ -48,11 +48,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 class ServeSoak(Script):
     """Mixed requests to a server of a tiny model, many of which are broken off.
 
-    Completions, chats, responses and messages, streamed or whole, several samples and prompts, beginnings that are
-    shared, structured output, forced tools, embeddings, tokenizing, bodies that are wrong, and clients that go away:
-    before the answer, in the middle of it, in the middle of their own request. Passes if every block of the cache is
-    free, the server's loop has no task but its own, no connection is open, and memory after the last half is what it
-    was after the first.
+    Completions, chats, responses, messages and Ollama's, streamed or whole, several samples and prompts, beginnings
+    that are shared, structured output, forced tools, embeddings, ranks, tokenizing, bodies that are wrong, and clients
+    that go away: before the answer, in the middle of it, in the middle of their own request. Passes if every block of
+    the cache is free, the server's loop has no task but its own, no connection is open, and memory after the last half
+    is what it was after the first.
     """
 
     requests: int = 2000
@@ -258,6 +258,7 @@ class Soak:
         responses, messages = "/v1/responses", "/v1/messages"
         limited = {name: value for name, value in base.items() if name != "max_tokens"}
         limited["max_output_tokens"] = base["max_tokens"]
+        predicted = {"options": {"num_predict": base["max_tokens"], "temperature": 0}}
         flat = {"tools": [{"type": "function", **TOOL["function"]}]}
         asked = {"tools": [{"name": "pick", "input_schema": SCHEMA}]}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
@@ -280,6 +281,9 @@ class Soak:
             "message": (12, messages, base | {"messages": talk, "stop_sequences": ["zz"]}),
             "message tool": (6, messages, base | {"messages": talk, **asked, "tool_choice": {"type": "any"}}),
             "count": (3, f"{messages}/count_tokens", {"model": "tiny", "messages": talk, **asked}),
+            "ollama": (12, "/api/chat", {"model": "tiny", "messages": talk, "stream": base["stream"], **predicted}),
+            "ollama raw": (6, "/api/generate", {"model": "tiny", "prompt": prompt, "raw": True, **predicted}),
+            "rerank": (4, "/v1/rerank", {"model": "tiny", "query": "x", "documents": [prompt, "x"]}),
             "embedding": (6, "/v1/embeddings", {"model": "tiny", "input": [prompt, "x"]}),
             "tokenize": (4, "/tokenize", {"prompt": prompt}),
             "wrong": (8, completions, base | draw.choice(wrong)),
