@@ -132,6 +132,9 @@ class ReplicatedEngine:
             return found
         raise self._given_up("embeddings")
 
+    def watch(self) -> None:
+        """Return None: the blocks are in other processes."""
+
     async def close(self) -> None:
         """Stop the replicas."""
         self._closed = True

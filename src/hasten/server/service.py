@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from hasten.engine.request import Request, RequestOutput
     from hasten.engine.settings import ModelFacts, Stats
+    from hasten.engine.watch import Watched
     from hasten.text.chat import ChatTemplate
     from hasten.text.tokenizer import Tokenizer
 
@@ -40,7 +41,10 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class AnyEngine(Protocol):
-    """The engine's interface: `hasten.engine.async_engine.AsyncEngine`, or replicas of it (`hasten.replicas`)."""
+    """The engine's interface: `hasten.engine.async_engine.AsyncEngine`, or replicas of it (`hasten.replicas`).
+
+    watch: None where the blocks are in other processes.
+    """
 
     @property
     def facts(self) -> ModelFacts: ...
@@ -58,6 +62,8 @@ class AnyEngine(Protocol):
     async def embed(
         self, prompts: Sequence[Sequence[int]], *, pooling: str, adapter: str, timeout: float | None
     ) -> Tensor: ...
+
+    def watch(self) -> AbstractAsyncContextManager[Watched] | None: ...
 
     async def close(self) -> None: ...
 

@@ -27,6 +27,7 @@ class ServerSettings:
             its own.
         allowed_origins: Origins (https://example.com) whose pages may use the server from a browser; "*" allows all.
             None by default.
+        page: Serve the page at / to browsers.
         strict_fields: Refuse unknown request fields with a 400 instead of ignoring them.
         strict_length: Refuse a max_tokens that does not fit behind the prompt with a 400 instead of lowering it.
         stored_responses: Maximum number of answers of /v1/responses that later requests may refer to; 0 keeps none.
@@ -50,6 +51,7 @@ class ServerSettings:
     defaults: Suppress[Mapping[str, Any]] = field(default_factory=dict)
     chat_template_kwargs: Suppress[Mapping[str, Any]] = field(default_factory=dict)
     allowed_origins: tuple[str, ...] = ()
+    page: bool = True
     strict_fields: bool = False
     strict_length: bool = False
     # --max-… on the command line, where the bare names read like switches (--logprobs).
