@@ -103,6 +103,18 @@ def test_a_reload_keeps_the_conversation_and_the_settings(visit, served, fake, a
     assert page.get_by_role("article").count() == 0
 
 
+def test_a_reload_keeps_what_had_come_of_an_answer(visit, served, fake, ask):
+    fake.delay, fake.endless = 0.02, True
+    page = visit(served)
+    ask(page, "go on", wait=False)
+    until(page, "document.querySelector('.text')?.textContent.length > 20")
+    page.reload()
+    page.locator(".note", has_text="Interrupted.").wait_for()
+    assert page.locator(".said").inner_text() == "go on"
+    until(page, "document.querySelector('.text').textContent.startsWith('def add')")
+    wait_until(lambda: len(fake.aborted) == 1)
+
+
 def test_code_is_copied_as_it_was_written(visit, served, fake, ask):
     says(fake, f"```python\n{CODE}```")
     page = visit(served, permissions=["clipboard-read", "clipboard-write"])

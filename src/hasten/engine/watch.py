@@ -15,6 +15,7 @@ import torch
 from hasten.machine.bandwidth import known_bandwidth
 from hasten.machine.processor import processor_name
 from hasten.model.binding import Binding, bytes_per_weight, explain
+from hasten.model.sharded import ShardedTransformer
 from hasten.planning.cost import decode_bytes_per_token
 
 if TYPE_CHECKING:
@@ -94,9 +95,9 @@ class Watch:
     def model(self) -> WatchedModel:
         """The machine, and the kernels that the model runs on it."""
         model = self._engine.model
-        device = model.device
-        bandwidth = known_bandwidth(device)
-        return WatchedModel(machine=_machine(device), bandwidth=bandwidth, kernels=explain(model))
+        alone = not isinstance(model, ShardedTransformer)  # what other ranks read is not counted here
+        bandwidth = known_bandwidth(model.device) if alone else None
+        return WatchedModel(machine=_machine(model.device), bandwidth=bandwidth, kernels=explain(model))
 
     def look(self) -> Snapshot:
         """The engine now."""

@@ -164,10 +164,19 @@ const TURNS = "hasten-turns", SETTINGS = "hasten-settings";
 const FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed", "n", "thinking", "theme"];
 const views = new WeakMap(); // of samples: what shows them
 let turns = []; // {role: "user", text}, {role: "assistant", samples: [{text, reasoning, note}], chosen, note, failed}
+let leaving = false; // the page is being left or reloaded, which ends its requests
 let running = null; // the AbortController of the answer that is being written
 
 const say = (text) => { $("status").textContent = text; };
-const save = () => sessionStorage.setItem(TURNS, JSON.stringify(turns));
+
+/** Keep the conversation in this tab, so that a reload shows it again. */
+function save() {
+  try {
+    sessionStorage.setItem(TURNS, JSON.stringify(turns));
+  } catch (error) { // it is longer than the browser keeps
+    say(`Not kept over a reload: ${error.message}`);
+  }
+}
 
 /** The conversation as the API takes it, without turns that failed and what asked for them. */
 function messages() {
@@ -224,14 +233,18 @@ async function answer() {
     for await (const chunk of events(await call("/v1/chat/completions", options))) take(turn, chunk);
     say("The answer is complete.");
   } catch (error) {
-    turn.note = stopping.signal.aborted ? "Stopped." : `Error: ${error.message}`;
-    turn.failed = samples.every((sample) => !sample.text);
+    if (!leaving) cutShort(turn, stopping.signal.aborted ? "Stopped." : `Error: ${error.message}`);
     say(turn.note);
   }
   running = null;
   busy(false);
   save();
   draw();
+}
+
+function cutShort(turn, why) {
+  turn.note = why;
+  turn.failed = turn.samples.every((sample) => !sample.text);
 }
 
 function take(turn, chunk) {
@@ -535,6 +548,12 @@ function listen() {
   });
   document.addEventListener("visibilitychange", () => (document.hidden ? unwatch() : watch()));
   window.addEventListener("resize", drawMap);
+  window.addEventListener("pageshow", () => { leaving = false; }); // also when the browser brings it back
+  window.addEventListener("pagehide", () => {
+    leaving = true;
+    if (running) cutShort(turns.at(-1), "Interrupted.");
+    save();
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawMap);
 }
 
