@@ -224,7 +224,7 @@ def test_a_snapshot_is_what_the_block_manager_says(model):
         for one in engine.scheduler.running:
             alone = set(engine.blocks.table(one.number).own) - {block for block, _ in found.shared}
             assert {found.marks[block] for block in alone} <= {FIRST_MARK + one.number}
-        cached = {block for _, block in engine.blocks.computed_blocks(engine.blocks.cached)}
+        cached = set(engine.blocks.cached.values())
         assert {block for block, mark in enumerate(found.marks) if mark == CACHED} <= cached
         assert (found.step_bytes > 0) == bool(found.sequences)
     assert len(copied) == engine.stats().copied_blocks == 2

@@ -105,7 +105,7 @@ class Watch:
         self._copied, copied = [], self._copied
         tables = {sequence: blocks.table(sequence.number).own for sequence in running}
         marks = bytearray(blocks.blocks)
-        for _, block in blocks.computed_blocks(blocks.cached):
+        for block in blocks.cached.values():
             marks[block] = CACHED
         for sequence, table in reversed(tables.items()):  # the oldest last, so that its mark stays
             mark = _mark(sequence)
