@@ -62,7 +62,7 @@ def test_everything_is_done_by_keyboard(visit, served, fake):
     page.keyboard.press("Escape")
     page.locator(".note", has_text="Stopped.").wait_for()
     assert "line one\nline two" in fake.tokenizer.decode(fake.requests[-1].prompt, skip_special_tokens=False)
-    assert {"Answer again", "Copy this answer", "Edit this message"} <= tab_stops(page, 25).keys()
+    assert {"Retry this answer", "Copy this answer", "Edit this message"} <= tab_stops(page, 25).keys()
     page.locator("#open-settings").focus()
     page.keyboard.press("Enter")
     assert page.get_by_role("dialog", name="Settings").is_visible()
@@ -89,6 +89,11 @@ def test_screen_readers_find_regions_names_and_what_changes(visit, served, ask):
         " node.labels?.length)).map((node) => node.outerHTML)"
     )
     assert unnamed == []
+    other = page.evaluate(
+        "[...document.querySelectorAll('button[aria-label]')].filter((node) =>"
+        " !node.getAttribute('aria-label').startsWith(node.textContent)).map((node) => node.outerHTML)"
+    )
+    assert other == []  # who speaks to the page says what is written on a button
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

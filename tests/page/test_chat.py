@@ -54,9 +54,9 @@ def test_an_answer_can_be_stopped_and_what_came_is_kept(visit, served, fake, ask
 def test_an_answer_can_be_had_again(visit, served, fake, ask):
     page = visit(served)
     ask(page, "hello")
-    page.get_by_role("button", name="Answer again").click()
+    page.get_by_role("button", name="Retry this answer").click()
     wait_until(lambda: len(fake.requests) == 2)
-    page.get_by_role("button", name="Answer again").wait_for()
+    page.get_by_role("button", name="Retry this answer").wait_for()
     assert fake.requests[0].prompt == fake.requests[1].prompt
     assert page.get_by_role("article").count() == 2
 
@@ -74,7 +74,7 @@ def test_a_message_can_be_edited_and_what_followed_is_dropped(visit, served, fak
     field.fill("changed")
     page.get_by_role("button", name="Send the edited message").click()
     wait_until(lambda: len(fake.requests) == 3)
-    page.get_by_role("button", name="Answer again").wait_for()
+    page.get_by_role("button", name="Retry this answer").wait_for()
     assert page.get_by_role("article").count() == 2
     assert "changed" in prompt_of(fake)
     assert "first" not in prompt_of(fake)

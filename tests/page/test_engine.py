@@ -68,8 +68,8 @@ def test_samples_share_the_blocks_of_their_prompt(visit, url, ask):
     until(page, "document.querySelectorAll('#sequences tr').length === 4")
     page.get_by_role("button", name="Send").wait_for()
     assert page.locator(".sample").count() == 4
-    page.get_by_role("button", name="Continue with sample 3").click()
-    assert page.get_by_role("button", name="Continue with sample 3").get_attribute("aria-pressed") == "true"
+    page.get_by_role("button", name="Choose: sample 3").click()
+    assert page.get_by_role("button", name="Chosen: sample 3").get_attribute("aria-pressed") == "true"
     texts = page.evaluate("JSON.parse(sessionStorage['hasten-turns'])[1].samples.map((one) => one.text)")
     assert len(set(texts)) == 4
     with page.expect_request("**/v1/chat/completions") as sent:

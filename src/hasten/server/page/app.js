@@ -324,7 +324,7 @@ function edit(turn, i, node) {
 function answerNode(turn, i) {
   const several = turn.samples.length > 1;
   const samples = turn.samples.map((sample, number) => sampleNode(turn, sample, number, several));
-  const retry = action("Retry", "Answer again", () => {
+  const retry = action("Retry", "Retry this answer", () => {
     turns = turns.slice(0, i);
     $("message").focus();
     answer();
@@ -343,8 +343,8 @@ function sampleNode(turn, sample, number, several) {
   show(sample);
   const foot = actions(copyButton(() => sample.text, "Copy this answer"), view.note);
   if (several) {
-    const taken = turn.chosen === number;
-    const choose = action(taken ? "Chosen" : "Choose", `Continue with sample ${number + 1}`, () => {
+    const taken = turn.chosen === number, verb = taken ? "Chosen" : "Choose";
+    const choose = action(verb, `${verb}: sample ${number + 1}`, () => {
       turn.chosen = number;
       save();
       draw();
