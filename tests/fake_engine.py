@@ -127,6 +127,9 @@ class FakeEngine:
     async def embed(self, prompts, *, pooling, adapter="", timeout=None):
         return torch.tensor([[float(len(prompt)), 1.0 if pooling == "mean" else 2.0, 0.5] for prompt in prompts])
 
+    def watch(self):
+        return None
+
     async def close(self):
         self.closed = True
 

@@ -129,9 +129,9 @@ EVERY: dict[str, Command] = {
         False,
         f"""{LOADS} tensor_parallel devices draft max_sequences token_budget max_length block_size fit kv_cache_dtype
         capture no_prefix_cache queue_limit reader_limit cache_gib host port api_key served_model_name adapter
-        chat_template chat_template_kwargs replicas adapter_folder allowed_origins strict_fields strict_length
-        stored_responses header_bytes bodies_bytes requests samples choices logprobs schema_bytes body_timeout
-        write_timeout request_timeout grammar_timeout drain_timeout max_body_mib log""",
+        chat_template chat_template_kwargs replicas adapter_folder allowed_origins page strict_fields
+        strict_length stored_responses header_bytes bodies_bytes requests samples choices logprobs schema_bytes
+        body_timeout write_timeout request_timeout grammar_timeout drain_timeout max_body_mib log""",
     ),
     "eval": (Eval, MODEL, False, f"{LOADS} adapter tensor_parallel json text context tasks seed"),
     "quantize": (

@@ -87,6 +87,7 @@ def test_the_wheel_is_for_any_python_and_holds_the_libraries(wheel):
     assert wheel.name.endswith(f"-py3-none-manylinux_2_28_{platform.machine()}.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert sum(name.startswith(f"hasten/ops/prebuilt/{platform.machine()}/hasten_") for name in names) >= 2
+    assert {f"hasten/server/page/{name}" for name in ("index.html", "app.js", "app.css")} <= set(names)
     assert not [name for name in names if ".data/" in name]  # as auditwheel wants it
 
 

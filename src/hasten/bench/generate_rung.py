@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from hasten.bench.drafted_stream import DraftedStream, load_draft, real_prompts
 from hasten.bench.generate import TEXT_BYTES, DecodeMode, GenerateLadder
@@ -25,11 +24,11 @@ from hasten.engine.given_texts import GivenTexts
 from hasten.evaluation.divergence import divergence
 from hasten.evaluation.perplexity import perplexity
 from hasten.machine import reset_peak_memory, resolve_dtype
+from hasten.model.binding import bytes_per_weight
 from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse, fuse_where_it_fits
 from hasten.model.transformer import Transformer
 from hasten.model.wide import precision_of, product_dtype
-from hasten.ops.linear.modules import PackedLinear
 from hasten.planning.cost import decode_bytes_per_token, forward_flops_per_token, kv_bytes_per_token
 from hasten.quantization import Int4, Int8, Scheme, quantize
 
@@ -87,11 +86,7 @@ class GenerateRung:
             quantize(self.model, schemes[mode.weights])
         if mode.fused:
             fuse(self.model)
-        # What a step reads: of the embedding only single rows, so it does not count unless the head is the same matrix.
-        read = [*self.model.blocks.modules(), self.model.head]
-        linears = [module for module in read if isinstance(module, PackedLinear | nn.Linear)]
-        total = sum(tensor.nbytes for linear in linears for tensor in (*linear.buffers(), *linear.parameters()))
-        self.weight_bytes = total / sum(linear.in_features * linear.out_features for linear in linears)
+        self.weight_bytes = bytes_per_weight(self.model)
         reset_peak_memory()  # what follows is the model's; making it from random bfloat16 weights is the ladder's
 
     def score(self, ladder: GenerateLadder, documents: Sequence[str]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Any
 from hasten.cli.options import JsonOption
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine import MATRIX_DTYPES, cache_root, cache_sizes, configure, describe, measure_limits, vendor_limits
+from hasten.machine.bandwidth import keep_bandwidth
 from hasten.machine.checkup import Finding, check_machine, check_rates
 from hasten.machine.progress import bars
 
@@ -47,6 +48,7 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
     if not quick:
         devices = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
         limits = {device: _measure(device) for device in devices}
+        keep_bandwidth(limits["cpu"]["bandwidth"])  # the page of `hasten serve` shows speeds beside it
         findings += check_rates(limits["cpu"]["rates"])
     return {
         "schema": 1,

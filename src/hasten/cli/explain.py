@@ -53,20 +53,9 @@ class ExplainModel(JsonOption, AdapterOptions):
 
 def print_kernels(bindings: Iterable[Binding]) -> None:
     """Print the kernel of each layer and the reasons against the others; layers with the same answer share a line."""
-    alike: dict[tuple, list[int]] = {}
-    for b in bindings:
-        alike.setdefault((b.operator, b.kernel, tuple((o.kernel, o.reason) for o in b.others)), []).append(b.layer)
-    for (operator, kernel, others), layers in alike.items():
-        print(f"{operator}, {_layers(layers)}: {kernel}")
-        for name, reason in others:
-            print(f"    not {name}: {reason}")
+    from hasten.model.binding import grouped
 
-
-def _layers(layers: list[int]) -> str:
-    if layers[-1] == -1:  # after the last block
-        return f"{_layers(layers[:-1])} and the head" if layers[:-1] else "the head"
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    if layers == list(range(layers[0], layers[-1] + 1)):
-        return f"layers {layers[0]}-{layers[-1]}"
-    return f"layers {', '.join(map(str, layers))}"
+    for layers, binding in grouped(bindings):
+        print(f"{binding.operator}, {layers}: {binding.kernel}")
+        for other in binding.others:
+            print(f"    not {other.kernel}: {other.reason}")

@@ -8,8 +8,9 @@ waiting for a step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hasten.engine.engine import Engine
+    from hasten.engine.watch import Watched
 
 
 class _Reader(asyncio.Queue[RequestOutput | Exception]):
@@ -140,6 +142,18 @@ class AsyncEngine:
         from hasten.engine import adapters
 
         await self._ask(partial(adapters.unload, self.engine, name))
+
+    @asynccontextmanager
+    async def watch(self) -> AsyncIterator[Watched]:
+        """Watch the engine until the block ends, one watcher at a time. Raises EngineFailed when it was closed."""
+        from hasten.engine.watch import Watch, Watched
+
+        watch = await self._ask(partial(Watch, self.engine))
+        try:
+            yield Watched(model=await self._ask(watch.model), look=partial(self._ask, watch.look))
+        finally:
+            with suppress(EngineFailed):
+                self.thread.call(watch.end)
 
     async def close(self) -> None:
         """Abort what is left and end the thread and the engine."""

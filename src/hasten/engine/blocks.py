@@ -100,9 +100,9 @@ class BlockManager:
         return replace(self._stats, used_blocks=used, blocks_saved=self._entries - used)
 
     @property
-    def cached(self) -> list[bytes]:
-        """The keys of the blocks that can be found. Any thread may ask."""
-        return list(self._cached)
+    def cached(self) -> dict[bytes, int]:
+        """The blocks that can be found, by their keys (a copy). Any thread may ask."""
+        return self._cached.copy()
 
     def keys(self, tokens: Sequence[int], *, salt: str = "") -> list[bytes]:
         """The keys of the full blocks that `begin` looks for."""

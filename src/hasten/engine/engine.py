@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,6 +120,8 @@ class Engine:
         self._cores = context_of_steps(shares_cores=model.device.type == "cpu" and model.stack is not None)
         self.error: str | None = None  # why the engine stopped for good
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
+        # Called with (source, target) of blocks that a step copies, while somebody watches (`hasten.engine.watch`).
+        self.on_copies: Callable[[list[tuple[int, int]]], None] | None = None
 
     @property
     def speculator(self) -> Speculator | None:
@@ -299,6 +301,8 @@ class Engine:
             return [] if late is None else self.continuations.arrived(late)
         if copies := [pair for entry in plan for pair in entry.copies]:
             self.runner.copy(copies)
+            if self.on_copies is not None:
+                self.on_copies(copies)
         started = time.perf_counter()
         if speculator is not None:
             ahead = None  # drafts are made of the tokens

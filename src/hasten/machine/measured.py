@@ -68,6 +68,17 @@ def _allowed() -> bool:
     return value == "1"
 
 
+def keep(what: str, times: Times) -> None:
+    """Store times that were measured elsewhere, in the place of earlier ones; not if measuring is switched off."""
+    if _allowed():
+        _write(_key(what, ""), times)
+
+
+def kept(what: str) -> Times:
+    """The times that `keep` stored last, in any process; {} if there are none, or measuring is switched off."""
+    return (_read(_key(what, "")) if _allowed() else None) or {}
+
+
 def slower(one: str, other: str, times: Times) -> str | None:
     """The two times in words if `one` is slower than `other` by more than FACTOR; None if it is not, or unknown.
 
@@ -149,6 +160,11 @@ def _measured(
                 best[name] = min(best[name], clock() - start)
     if (earlier := _read(key)) is not None:  # of a process that measured at the same time
         return earlier
-    with contextlib.suppress(OSError, ResourceError):  # then it holds for this process
-        write_atomically(cache_folder("measured") / _file(key), json.dumps({"key": key, "seconds": best}) + "\n")
+    _write(key, best)
     return best
+
+
+def _write(key: str, times: Times) -> None:
+    with contextlib.suppress(OSError, ResourceError):  # then it holds for this process
+        text = json.dumps({"key": key, "seconds": dict(times)}) + "\n"
+        write_atomically(cache_folder("measured") / _file(key), text)

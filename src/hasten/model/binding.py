@@ -1,6 +1,6 @@
-"""Which kernel each layer runs: `explain` reports it, `kernels` forces one temporarily."""
+"""Which kernel each layer runs: `explain` reports it, `kernels` forces one temporarily; what its weights take."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,6 +84,36 @@ def explain(model: Transformer) -> list[Binding]:
             bindings.append(_binding(layer, "paged attention", PAGED_KERNELS, request))
         bindings += _linear_bindings(layer, block, _types_of(model, f"blocks.{layer}."))
     return bindings + _linear_bindings(-1, model.head, _types_of(model, "head"))
+
+
+def grouped(bindings: Iterable[Binding]) -> list[tuple[str, Binding]]:
+    """Group bindings that differ in the layer alone: their layers in words ("layers 0-5 and the head"), and one."""
+    alike: dict[tuple, tuple[Binding, list[int]]] = {}
+    for binding in bindings:
+        key = (binding.operator, binding.kernel, *binding.others)
+        alike.setdefault(key, (binding, []))[1].append(binding.layer)
+    return [(_layers(layers), binding) for binding, layers in alike.values()]
+
+
+def _layers(layers: list[int]) -> str:
+    if layers[-1] == -1:  # after the last block
+        return f"{_layers(layers[:-1])} and the head" if layers[:-1] else "the head"
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    if layers == list(range(layers[0], layers[-1] + 1)):
+        return f"layers {layers[0]}-{layers[-1]}"
+    return f"layers {', '.join(map(str, layers))}"
+
+
+def bytes_per_weight(model: Transformer) -> float:
+    """Mean bytes of a weight that a decode step reads, scales included.
+
+    The embedding is not counted unless the head is the same matrix: a step reads single rows of it.
+    """
+    read = [*model.blocks.modules(), model.head]
+    linears = [module for module in read if isinstance(module, PackedLinear | nn.Linear)]
+    total = sum(tensor.nbytes for linear in linears for tensor in (*linear.buffers(), *linear.parameters()))
+    return total / sum(linear.in_features * linear.out_features for linear in linears)
 
 
 def _binding(

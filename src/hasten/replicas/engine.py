@@ -143,6 +143,9 @@ class ReplicatedEngine:
         """Raises ConfigError: replicas have the adapters that they began with."""
         raise ConfigError(_ADAPTERS)
 
+    def watch(self) -> None:
+        """Return None: the blocks are in other processes."""
+
     async def close(self) -> None:
         """Stop the replicas."""
         self._closed = True

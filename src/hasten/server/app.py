@@ -21,9 +21,11 @@ from hasten.server.documentation import ERRORS, Model, Models, Status, Version
 from hasten.server.embeddings import add_embeddings
 from hasten.server.errors import ApiError, from_validation, overloaded
 from hasten.server.guard import BodyRoute, Guard
+from hasten.server.live import add_live
 from hasten.server.messages import add_messages
 from hasten.server.ollama import add_ollama
 from hasten.server.ollama_models import add_ollama_models
+from hasten.server.page import add_page
 from hasten.server.rerank import add_rerank
 from hasten.server.responses import add_responses
 from hasten.server.service import Service
@@ -76,9 +78,9 @@ def make_app(service: Service) -> FastAPI:
         return found.response(request.url.path, request.state.request_id)
 
     router = APIRouter(route_class=BodyRoute)
-    for add in (_add_status, add_completions, add_chat, add_responses, add_messages, add_embeddings, add_tokens):
-        add(router, service)
-    for add in (add_ollama, add_ollama_models, add_rerank, add_adapters):
+    own = (_add_status, add_page, add_live, add_tokens, add_adapters)
+    openai = (add_completions, add_chat, add_responses, add_embeddings, add_rerank)
+    for add in (*own, *openai, add_messages, add_ollama, add_ollama_models):
         add(router, service)
     app.include_router(router)
     return app
@@ -88,12 +90,6 @@ UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}
 
 
 def _add_status(router: APIRouter, service: Service) -> None:
-
-    @router.head("/", include_in_schema=False)
-    @router.get("/", response_model=Status)
-    async def root() -> Response:
-        """Report that a server listens; clients ask before their first request."""
-        return reply({"status": "ok"})
 
     @router.get("/ping", response_model=Status, responses=UNAVAILABLE)
     @router.get("/v1/health", response_model=Status, responses=UNAVAILABLE)

@@ -26,7 +26,8 @@ from hasten.server.errors import ANTHROPIC, ApiError, ClientGone, overloaded
 from hasten.server.logs import LOGGER
 from hasten.server.service import Service
 
-OPEN = ("/", "/health", "/ping", "/ready", "/v1/health")  # without a key
+PAGE = ("/page/app.css", "/page/app.js")  # and "/": files that hold nothing of this server
+OPEN = ("/", "/health", "/ping", "/ready", "/v1/health", *PAGE)  # without a key
 WATCHED = (*OPEN, "/metrics")  # also answered under load and while the server drains
 _LOG = logging.getLogger(LOGGER)
 NESTING, KEYS = 64, 4096  # maximum levels of a body, and keys of an object in it

@@ -7,6 +7,7 @@ each scrape; only the histograms are written by requests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -76,3 +77,17 @@ class _EngineCollector(Collector):
             for position, count in enumerate(stats.accepted_by_position):
                 metric.add_metric([*labels[replica], str(position)], count)
         yield metric
+
+
+def median(histogram: Histogram) -> float | None:
+    """The median of what a histogram observed, interpolated within its bucket; None if it observed nothing."""
+    samples = [sample for metric in histogram.collect() for sample in metric.samples if sample.name.endswith("_bucket")]
+    half = max((sample.value for sample in samples), default=0) / 2
+    below, edge = 0.0, 0.0
+    for sample in samples:
+        bound = float(sample.labels["le"])
+        if sample.value >= half > 0:
+            inside = (half - below) / (sample.value - below)
+            return edge if math.isinf(bound) else edge + inside * (bound - edge)
+        below, edge = sample.value, bound
+    return None

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from hasten.engine.request import Request, RequestOutput
     from hasten.engine.settings import ModelFacts, Stats
+    from hasten.engine.watch import Watched
     from hasten.text.chat import ChatTemplate
     from hasten.text.tokenizer import Tokenizer
 
@@ -41,7 +42,10 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class AnyEngine(Protocol):
-    """The engine's interface: `hasten.engine.async_engine.AsyncEngine`, or replicas of it (`hasten.replicas`)."""
+    """The engine's interface: `hasten.engine.async_engine.AsyncEngine`, or replicas of it (`hasten.replicas`).
+
+    watch: None where the blocks are in other processes.
+    """
 
     @property
     def facts(self) -> ModelFacts: ...
@@ -63,6 +67,8 @@ class AnyEngine(Protocol):
     async def load_adapter(self, name: str, folder: Path) -> None: ...
 
     async def unload_adapter(self, name: str) -> None: ...
+
+    def watch(self) -> AbstractAsyncContextManager[Watched] | None: ...
 
     async def close(self) -> None: ...
 

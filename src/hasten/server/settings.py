@@ -29,6 +29,7 @@ class ServerSettings:
         adapter_folder: Clients may load and unload LoRA adapters that are below this folder; not at all by default.
         allowed_origins: Origins (https://example.com) whose pages may use the server from a browser; "*" allows all.
             None by default.
+        page: Serve the page at / to browsers.
         strict_fields: Refuse unknown request fields with a 400 instead of ignoring them.
         strict_length: Refuse a max_tokens that does not fit behind the prompt with a 400 instead of lowering it.
         stored_responses: Maximum number of answers of /v1/responses that later requests may refer to; 0 keeps none.
@@ -53,6 +54,7 @@ class ServerSettings:
     chat_template_kwargs: Suppress[Mapping[str, Any]] = field(default_factory=dict)
     allowed_origins: tuple[str, ...] = ()
     adapter_folder: Path | None = None
+    page: bool = True
     strict_fields: bool = False
     strict_length: bool = False
     # --max-… on the command line, where the bare names read like switches (--logprobs).
