@@ -20,8 +20,6 @@ FOLDERS = [Path(name) for name in os.environ.get("HASTEN_CHAT_TEMPLATES", "").sp
 FILES = sorted(file for folder in FOLDERS for file in folder.glob("*.jinja") if "training" not in file.stem)
 TEMPLATES = [file for file in FILES if "tools" in file.read_text()]
 WITHOUT = {  # file -> why no format is found
-    "Kimi-K2-Instruct": "appends to a list, which the sandbox refuses, as transformers' does",
-    "Kimi-K2-Thinking": "appends to a list, which the sandbox refuses, as transformers' does",
     "LFM2-8B-A1B": "leaves calls of earlier answers out",
     "LFM2.5-Instruct": "leaves calls of earlier answers out",
     "lfm2": "leaves calls of earlier answers out",

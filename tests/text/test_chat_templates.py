@@ -182,7 +182,8 @@ def test_named_templates_and_the_file_that_wins(tmp_path: Path) -> None:
         ("{{ cycler.__init__.__globals__.os.system('id') }}", "sandbox"),
         ("{{ dict.mro() }}", "Undefined|sandbox|no attribute"),
         ("{% set ns = namespace(__class__=1) %}", "sandbox"),
-        ("{{ messages.append(1) }}", "sandbox"),
+        ("{{ messages.insert(0, 1) }}", "sandbox"),
+        ("{% for m in messages %}{{ messages.append(m) }}{% endfor %}", "past 10,000 items"),
         ("{% for i in range(1000000000) %}x{% endfor %}", "1,000,000 loop steps"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "1,000,000 loop steps"),
         ("{{ 'a' * 1000000000000 }}", "repeating"),
@@ -214,6 +215,14 @@ def test_a_hostile_template_gives_one_error(template: str, message: str) -> None
 def test_bad_messages_are_named(messages: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TRAINED.with_chat_template(TEMPLATES["chatml"]).render_chat(messages)  # type: ignore[arg-type]
+
+
+def test_a_template_may_append_to_lists() -> None:
+    source = "{% set own = [] %}{% for m in messages[:1] %}{% set _ = own.append(m) %}{% set _ = messages.append(m) %}"
+    source += "{% endfor %}{{ own | length }}{{ messages | length }}"
+    messages = [USER]
+    assert TRAINED.with_chat_template(source).render_chat(messages) == "12"
+    assert messages == [USER]
 
 
 def test_strftime_now() -> None:

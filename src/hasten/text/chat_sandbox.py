@@ -15,6 +15,7 @@ from jinja2.utils import Namespace
 # Far above what a real template counts or repeats in one rendering (tens), far below what would hang a machine.
 MAX_LOOP_STEPS = 1_000_000
 MAX_REPEATED = 1_000_000
+MAX_APPENDED = 10_000  # items of a list; a loop over it that appends to it ends so
 
 
 class RaisedByTemplate(TemplateError):
@@ -22,9 +23,22 @@ class RaisedByTemplate(TemplateError):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also bounds repetition and powers: 'a' * 10**12 would take all memory in one step."""
+    """Jinja's sandbox, which also bounds repetition and powers: 'a' * 10**12 would take all memory in one step.
+
+    A template may append to lists: those it makes, and the rendering's own copies of what it was given.
+    """
 
     intercepted_binops = frozenset(["*", "**"])
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (isinstance(obj, list) and attr == "append") or super().is_safe_attribute(obj, attr, value)
+
+    # Jinja's own signature: a template may give arguments of any name.
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, list) and len(owner) >= MAX_APPENDED:
+            raise SecurityError(f"a list has grown past {MAX_APPENDED:,} items")
+        return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and isinstance(right, int) and abs(right) > 64:
