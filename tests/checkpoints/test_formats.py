@@ -23,6 +23,7 @@ transformers.logging.set_verbosity_error()
 
 DEQUANTIZE = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
 FAMILIES = ["llama-biases", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_bigcode-mha"]
+EXPERTS = ["qwen3_moe", "olmoe", "qwen2_moe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
 NEWER = ["gemma", "starcoder2", "olmo2", "glm4", "cohere2", "hunyuan_v1_dense"]
 
 
@@ -67,7 +68,7 @@ SCHEMES = [
 
 @pytest.mark.filterwarnings("ignore::hasten.HastenWarning")
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("name", [*FAMILIES, *NEWER, "gpt2", "gpt_bigcode", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", [*FAMILIES, *NEWER, "gpt2", "gpt_bigcode", "mixtral", *EXPERTS])
 def test_file_to_memory_to_file_is_exact(name, scheme, tmp_path):
     model = quantize(hasten.load(make_reference(name)), scheme)
     hasten.save(model, tmp_path / "first")

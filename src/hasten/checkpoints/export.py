@@ -130,6 +130,12 @@ def check_layers(model: Transformer, layers: Mapping[str, LayerFormat], format: 
         raise ConfigError(f"{error}; {export_plain(model.origin)} writes plain weights") from None
     fused: dict[str, list[str]] = {}
     for ours, piece in FAMILIES[model.config.family].places(model.config):
+        if piece.expert is not None and ours.removesuffix(".weight") in layers:
+            raise ConfigError(
+                f"a {model.config.family} folder has a layer's experts in one tensor ({piece.name}), which no layout "
+                f"holds quantized; quantize the model where it is used (--quantize int8), or keep it plain: "
+                f"{export_plain(model.origin)}"
+            )
         if ours.endswith(".weight"):
             fused.setdefault(piece.name, []).append(ours.removesuffix(".weight"))
     for name, parts in fused.items():
