@@ -184,7 +184,9 @@ CASES |= {
     "qwen2_moe": (
         "Qwen2MoeConfig",
         "Qwen2MoeForCausalLM",
-        EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 72, "mlp_only_layers": [1]},
+        EXPERTS
+        | {"num_experts": 4, "shared_expert_intermediate_size": 96, "mlp_only_layers": [1]}
+        | {"moe_intermediate_size": 32},
     ),
     "qwen2_moe-window": (
         "Qwen2MoeConfig",

@@ -20,7 +20,7 @@ from hasten.model.fused import refusal
 from hasten.ops.linear import PackedLinear
 from hasten.quantization import GPTQ, Int4, Int8, Mixed, quantize, quantize_to_folder
 from quantized_folders import full_disk
-from references import make_reference, tiny_llama
+from references import decided, make_reference, tiny_llama
 
 TOKENS = torch.tensor([[3, 7, 1, 9, 4, 4, 10, 2]])
 
@@ -50,7 +50,7 @@ SCHEMES = [
     "name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3_moe", "olmo2", "cohere2", "glm4", *EXPERTS]
 )
 def test_all_linear_layers_but_routers_are_quantized(name, scheme):
-    model = hasten.load(make_reference(name))
+    model = decided(hasten.load(make_reference(name)))
     plain = logits(model)
     expected = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     expected = {name for name in expected if not name.endswith(("router", "shared_gate"))}
@@ -176,14 +176,16 @@ def test_streaming_writes_what_quantizing_in_memory_and_saving_writes(name, sche
 
 def test_stacked_experts_are_not_written_quantized(tmp_path):
     model = hasten.load(make_reference("granitemoe"))
-    for write in (lambda: quantize_to_folder(model, Int8(), tmp_path), lambda: hasten.save(model, tmp_path)):
-        with pytest.raises(ConfigError, match=r"experts in one tensor .*input_linear.weight.*--quantize int8"):
-            write()
-        hasten.quantize(model, Int8(), partly=True)
+    said = pytest.raises(ConfigError, match=r"experts in one tensor .*input_linear.weight.*--quantize int8")
+    with said:
+        quantize_to_folder(model, Int8(), tmp_path)
+    quantize(model, Int8())
+    with said:
+        hasten.save(model, tmp_path)
     hasten.save(model, tmp_path / "plain", dequantize=True)
     expected = logits(model)
     found = logits(hasten.load(tmp_path / "plain", dtype="stored"))
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
 
 
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path):

@@ -15,7 +15,7 @@ def route(logits: Tensor, config: ModelConfig, choice_bias: Tensor | None = None
     choice_bias: float32 (E,), added to the scores that choose and not to those that weigh (arXiv 2408.15664).
     """
     logits = logits.float()
-    scores = logits.sigmoid() if config.expert_scores == "sigmoid" else logits.softmax(dim=-1)  # (N, E)
+    scores = _sigmoid(logits) if config.expert_scores == "sigmoid" else logits.softmax(dim=-1)  # (N, E)
     choice = scores if choice_bias is None else scores + choice_bias
     if config.expert_groups > 1:
         choice = _in_best_groups(choice, groups=config.expert_groups, kept=config.expert_top_groups)
@@ -24,6 +24,14 @@ def route(logits: Tensor, config: ModelConfig, choice_bias: Tensor | None = None
     if config.normalize_experts:
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(config.expert_sum_floor)
     return weights * config.expert_weight_scale, chosen
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """The sigmoid, rounded from float64: a number has the same bits wherever it is in a batch.
+
+    PyTorch computes the last elements of a tensor by scalar code, whose float32 results differ from the vectorised.
+    """
+    return x.double().sigmoid().to(x.dtype)
 
 
 def _in_best_groups(choice: Tensor, *, groups: int, kept: int) -> Tensor:
@@ -75,7 +83,7 @@ class Experts(nn.Module):
         """Output (N, C) of the MLP that all tokens pass."""
         assert self.shared is not None
         shared: Tensor = self.shared(rows)
-        return shared if self.shared_gate is None else shared * self.shared_gate(rows).sigmoid()
+        return shared if self.shared_gate is None else shared * _sigmoid(self.shared_gate(rows))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         exact = None if self.choice_bias is None else self.choice_bias.detach()

@@ -100,6 +100,7 @@ GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", glm4_moe_config, ROUTED_NAME
 def minimax_m2_config(fields: Fields) -> ModelConfig:
     fields.only(scoring_func="sigmoid", use_routing_bias=True, shared_intermediate_size=0)
     fields.only(use_qk_norm=True, qk_norm_type="per_layer", attn_type_list=[1] * layer_count(fields))
+    fields.only(layernorm_full_attention_beta=1.0, layernorm_mlp_beta=1.0)
     size = sizes(fields)["head_dim"]
     turned = fields.integer("rotary_dim", default=None, high=size)
     given = Fields(
