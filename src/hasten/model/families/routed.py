@@ -103,9 +103,8 @@ def minimax_m2_config(fields: Fields) -> ModelConfig:
     fields.only(layernorm_full_attention_beta=1.0, layernorm_mlp_beta=1.0)
     size = sizes(fields)["head_dim"]
     turned = fields.integer("rotary_dim", default=None, high=size)
-    given = Fields(
-        fields.values if turned is None else {"partial_rotary_factor": turned / size} | fields.values, fields.where
-    )
+    factor: dict[str, Any] = {} if turned is None else {"partial_rotary_factor": turned / size}
+    given = Fields(factor | dict(fields.values), fields.where)
     return llama_config(
         fields,
         ropes=(rope(given, size, rope_fields(fields), theta=5_000_000.0),),
