@@ -216,7 +216,9 @@ CASES |= {
     "glm4_moe": (
         "Glm4MoeConfig",
         "Glm4MoeForCausalLM",
-        EXPERTS | {"n_routed_experts": 6, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5},
+        EXPERTS
+        | {"n_routed_experts": 6, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}
+        | {"head_dim": 32},
     ),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",
@@ -226,7 +228,7 @@ CASES |= {
     "minimax_m2": (
         "MiniMaxM2Config",
         "MiniMaxM2ForCausalLM",
-        EXPERTS | {"num_local_experts": 6, "rotary_dim": 8},
+        EXPERTS | {"num_local_experts": 6, "head_dim": 32, "rotary_dim": 8},
     ),
 }
 

@@ -216,7 +216,7 @@ def test_su_is_an_early_name_of_longrope():
         ("minimax_m2", {"shared_intermediate_size": 64}, ["shared_intermediate_size", "0 or absent", "64"]),
         ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, ["attn_type_list", "[1, 1, 1, 1] or absent"]),
         ("minimax_m2", {"layernorm_mlp_beta": 3.5}, ["layernorm_mlp_beta", "1.0 or absent", "3.5"]),
-        ("minimax_m2", {"rotary_dim": 32}, ["rotary_dim", "from 1 to 16", "32"]),
+        ("minimax_m2", {"rotary_dim": 33}, ["rotary_dim", "from 1 to 32", "33"]),
         ("gpt2", {"n_head": 5}, ["n_embd (64)", "n_head (5)"]),
     ],
 )

@@ -1,8 +1,8 @@
 """Families that rotate neighbouring elements of a head together.
 
 GLM-4-9B (arXiv 2406.12793): the first half of each head is rotated; gate and up stored fused. GLM-4-0414: with norms
-also after attention and MLP. ERNIE 4.5: whole heads, and else Llama; with experts, chosen with a
-bias, from a layer on.
+also after attention and MLP. ERNIE 4.5: whole heads, and else Llama; its mixture of experts has experts from a layer
+on, chosen with a bias.
 """
 
 from hasten.model.config import Fields, ModelConfig
