@@ -86,8 +86,8 @@ class Experts(nn.Module):
         return shared if self.shared_gate is None else shared * _sigmoid(self.shared_gate(rows))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        exact = None if self.choice_bias is None else self.choice_bias.detach()
+        before = None if self.choice_bias is None else self.choice_bias.detach()
         super()._apply(fn, recurse)
-        if exact is not None and self.choice_bias is not None and self.choice_bias.dtype != exact.dtype:
-            self.choice_bias = nn.Parameter(exact.to(self.choice_bias.device))  # `kept_dtype`
+        if before is not None and self.choice_bias is not None and self.choice_bias.itemsize < before.itemsize:
+            self.choice_bias = nn.Parameter(before.to(self.choice_bias.device))  # `kept_dtype`
         return self

@@ -25,9 +25,8 @@ def initialize(
         model = Transformer(config)
     for module in model.modules():
         for name, empty in module.named_parameters(recurse=False):
-            setattr(
-                module, name, nn.Parameter(torch.empty(empty.shape, dtype=kept_dtype(f".{name}", dtype), device=device))
-            )
+            own = kept_dtype(f".{name}", dtype)
+            setattr(module, name, nn.Parameter(torch.empty(empty.shape, dtype=own, device=device)))
     model.to(device)  # the rotary tables
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight

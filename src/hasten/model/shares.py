@@ -139,8 +139,10 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
     inner, expert, shared = (_shared(one, _in_tiles(one, down, size), size) for one in widths)
     words = _shared(config.padded_vocab_size, _in_tiles(config.padded_vocab_size, 1, size), size)
     return [
-        Share(rank, config.head_dim, *heads[rank], inner[rank], expert[rank], shared[rank], words[rank])
-        for rank in range(size)
+        Share(
+            rank, config.head_dim, *own, inner=inner[rank], expert=expert[rank], shared=shared[rank], words=words[rank]
+        )
+        for rank, own in enumerate(heads)
     ]
 
 
