@@ -96,7 +96,8 @@ def test_the_server_ends_with_a_killed_parent(tmp_path, home, tiny_folder):
 
 
 def test_a_key_among_the_options_is_refused(tmp_path, home, tiny_folder):
-    run = run_start(tmp_path, home, AGENT, str(tiny_folder), "--device", "cpu", "--api-key", "x")
+    options = (str(tiny_folder), "--device", "cpu", "--api-key", "x")
+    run = run_start(tmp_path, home, AGENT, *options, http_proxy="http://127.0.0.1:9")  # it is not asked
     _, err = run.communicate(timeout=120)
     assert run.returncode == 2
     assert err.splitlines()[-1] == "error: the server wants its key; give it in HASTEN_API_KEY instead of by --api-key"

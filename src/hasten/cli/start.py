@@ -24,6 +24,7 @@ from hasten.machine.signals import end_with_parent
 KEY = "HASTEN_API_KEY"  # which the server reads too
 FIRST_REQUEST = 20_000  # tokens of the longest first request that was recorded: Claude Code's, with Gemma's tokenizer
 ANSWER = 8_192  # tokens that opencode leaves free for one answer, at most
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy reaches a server of this machine
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def _serving(options: Sequence[str], log: Path) -> Iterator[Served]:
             copier.join()
             raise SystemExit(status)
         listening.set()
-        url = next(word for word in line.split() if word.startswith("http")).removesuffix("/v1")
+        url = line.partition("is served at ")[2].partition("/v1")[0]
         print(f"{line.rpartition('; try')[0]}; log: {log}", file=sys.stderr)
         yield _ask(url)
         if server.poll() is not None:
@@ -204,7 +205,7 @@ def _ask(url: str) -> Served:
     key = os.environ.get(KEY, "none")
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with _DIRECT.open(request, timeout=60) as answer:
             model = json.load(answer)["data"][0]
     except urllib.error.HTTPError as error:
         if error.code != 401:
