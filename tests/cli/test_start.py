@@ -110,6 +110,21 @@ def test_what_the_server_refuses_is_said_once(tmp_path, home):
     assert [line.partition(":")[0] for line in err.splitlines()] == ["error"]
 
 
+@pytest.mark.parametrize("place", ["codex", "codex/server.log"])
+def test_a_log_that_cannot_be_written_is_an_error_before_the_server(tmp_path, home, place):
+    path = tmp_path / "cache" / "agents" / place
+    path.parent.mkdir(parents=True)
+    if place == "codex":
+        path.touch()
+    else:
+        path.mkdir()
+    run = run_start(tmp_path, home, AGENT, str(tmp_path / "nothing"))
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 2
+    assert err.splitlines() == [err.strip()]
+    assert err.startswith(f"error: {path} cannot be written (")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
