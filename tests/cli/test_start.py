@@ -21,7 +21,8 @@ body = json.dumps({{"model": json.loads(settings["model"]), "input": "hello", "m
 headers = {{"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["HASTEN_API_KEY"]}}
 with urllib.request.urlopen(urllib.request.Request(url + "/responses", body, headers), timeout=60) as answer:
     answer = json.load(answer)
-found = {{"arguments": sys.argv[1:], "home": os.environ["CODEX_HOME"], "url": url, "answer": answer}}
+found = {{"arguments": sys.argv[1:], "direct": os.environ["no_proxy"], "home": os.environ["CODEX_HOME"]}}
+found |= {{"url": url, "answer": answer}}
 print(json.dumps(found), flush=True)
 sys.exit(7)
 """
@@ -60,6 +61,7 @@ def test_an_agent_gets_a_server_and_a_home_of_its_own(tmp_path, home, tiny_folde
     assert run.returncode == 7, err
     found = json.loads(out)
     assert found["arguments"][-2:] == ["exec", "hi"]
+    assert found["direct"].endswith("127.0.0.1,localhost")
     assert found["answer"]["usage"]["output_tokens"] == 2
     assert Path(found["home"]) == tmp_path / "cache" / "agents" / "codex" / "codex"
     assert '"path": "/v1/responses"' in (tmp_path / "cache" / "agents" / "codex" / "server.log").read_text()

@@ -235,10 +235,9 @@ def test_clients_load_and_unload_them(root):
         texts = [text_of(url, name) for name in ("law", "code")]
         assert len({base, *texts}) == 3
         assert text_of(url, "tiny") == base
-        assert (
-            "no name that nothing else here has"
-            in change(url, "load", 400, lora_name="law", lora_path="a1")["error"]["message"]
-        )
+        for name in ("law", "tiny:latest", "tiny", "a\nb", " "):
+            answer = change(url, "load", 400, lora_name=name, lora_path="a1")
+            assert "is in use, or cannot be printed" in answer["error"]["message"]
         change(url, "unload", lora_name="law")
         assert names() == ["tiny", "code"]
         assert httpx.post(f"{url}/v1/completions", json=BODY | {"model": "law"}).status_code == 404

@@ -145,7 +145,9 @@ def _new_log(folder: Path) -> TextIO:
     """An empty log in an agent's folder, which is made. Raises ResourceError where it cannot be written."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        return (folder / "server.log").open("w")
+        log = folder / "server.log"
+        log.write_text("")
+        return log.open("a")  # another agent's server may write to it, too
     except OSError as error:
         message = f"{error.filename} cannot be written ({error.strerror}); move it, or set HASTEN_CACHE"
         raise ResourceError(message) from None
@@ -158,9 +160,11 @@ def agent_command(name: str, served: Served, folder: Path) -> tuple[list[str], d
     homes = {variable: folder / place for variable, place in agent.homes.items()}
     for home in homes.values():
         home.mkdir(parents=True, exist_ok=True)
-    return [name, *arguments], environment | {variable: str(home) for variable, home in homes.items()} | {
-        KEY: served.key
-    }
+    environment |= {variable: str(home) for variable, home in homes.items()} | {KEY: served.key}
+    for variable in ("NO_PROXY", "no_proxy"):  # the server is on this machine
+        hosts = [os.environ[variable]] if os.environ.get(variable) else []
+        environment[variable] = ",".join([*hosts, "127.0.0.1", "localhost"])
+    return [name, *arguments], environment
 
 
 @contextmanager
