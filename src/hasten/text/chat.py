@@ -264,10 +264,8 @@ def _as_json(value: Any, *, where: str, levels: int = MAX_NESTING) -> Any:
         bad = next((key for key in value if not isinstance(key, str)), None)
         if bad is not None:
             raise ConfigError(f"{where} has the key {bad!r}: keys must be strings")
-        return {
-            str.__str__(key): _as_json(item, where=f"{where}[{key!r}]", levels=levels - 1)
-            for key, item in value.items()
-        }
+        items = ((key, _as_json(item, where=f"{where}[{key!r}]", levels=levels - 1)) for key, item in value.items())
+        return {str.__str__(key): item for key, item in items}
     if isinstance(value, (list, tuple)):
         return [_as_json(item, where=f"{where}[{i}]", levels=levels - 1) for i, item in enumerate(value)]
     raise ConfigError(f"{where} is a {type(value).__name__}: only text, numbers, lists and mappings can be in a chat")
