@@ -187,6 +187,11 @@ class FusedBlock(FusedSteps):
         """The weight of a layer, with the factors of its adapters, as the native steps take it."""
         return _weight_plan(getattr(self, name), *self.factors.get(name, (None, None)))
 
+    @property
+    def joins_experts(self) -> bool:  # type: ignore[override]
+        """Whether the experts are one native call."""
+        return self.experts is not None and self._bound.experts is not None
+
     def _experts_call(self) -> Callable[[Tensor], Tensor] | None:
         """The experts as one native call, x (B, T, C) float32 -> the same; None where only the readable ones run."""
         experts = self.experts
