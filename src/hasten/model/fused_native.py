@@ -196,14 +196,15 @@ class FusedBlock(FusedSteps):
         """The experts as one native call, x (B, T, C) float32 -> the same; None where only the readable ones run."""
         experts = self.experts
         assert isinstance(experts, Experts)
-        found = [[getattr(one, name, None) for one in experts.experts] for name in ("gate", "up", "down")]
-        if not all(isinstance(linear, PackedLinear) and linear.bias is None for part in found for linear in part):
-            return None
-        if any(difference(*part) is not None for part in found):
-            return None
-        gate, up, down = [[_weight_plan(linear) for linear in part] for part in found]
+        plans = {}
+        for name in ("gate", "up", "down"):
+            linears = [getattr(expert, name) for expert in experts.experts]
+            alike = [one for one in linears if isinstance(one, PackedLinear) and one.bias is None]
+            if len(alike) < len(linears) or difference(*alike) is not None:
+                return None
+            plans[name] = [_weight_plan(one) for one in alike]
         activation = ACTIVATION_ORDER.index(experts.experts[0].activation_name)
-        plan = native_ops().plan_experts.default(gate=gate, up=up, down=down, activation=activation)
+        plan = native_ops().plan_experts.default(**plans, activation=activation)
         call = native_ops().experts.default
 
         def run(x: Tensor) -> Tensor:
