@@ -18,17 +18,21 @@ class Experts(nn.Module):
         self.top = config.experts_per_token
         self.normalize = config.normalize_experts
 
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts for rows (N, C): their shares of a row's output, float32, and their numbers, (N, k) each."""
+        probabilities = self.router(rows).float().softmax(dim=-1)  # (N, E)
+        shares, chosen = probabilities.topk(self.top, dim=-1)
+        if self.normalize:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        return shares, chosen
+
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)  # (N, C)
-        probabilities = self.router(rows).float().softmax(dim=-1)  # (N, E)
-        weights, chosen = probabilities.topk(self.top, dim=-1)  # (N, k) each
-        if self.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        shares, chosen = self.route(rows)
         out = torch.zeros_like(rows)
-        for index, expert in enumerate(self.experts):
-            # Reading which rows chose this expert synchronises a GPU and breaks a compiled graph here; the expert
-            # kernels that avoid both are still to come.
+        # Reading which experts are chosen synchronises a GPU and breaks a compiled graph here; a GPU's expert kernels,
+        # which avoid both, are still to come.
+        for index in chosen.unique().tolist():
             row, slot = torch.where(chosen == index)
-            if row.numel():
-                out.index_add_(0, row, expert(rows[row]) * weights[row, slot, None].to(rows.dtype))
+            out.index_add_(0, row, self.experts[index](rows[row]) * shares[row, slot, None].to(rows.dtype))
         return out.view_as(x)
