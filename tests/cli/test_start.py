@@ -21,7 +21,8 @@ body = json.dumps({{"model": json.loads(settings["model"]), "input": "hello", "m
 headers = {{"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["HASTEN_API_KEY"]}}
 with urllib.request.urlopen(urllib.request.Request(url + "/responses", body, headers), timeout=60) as answer:
     answer = json.load(answer)
-found = {{"arguments": sys.argv[1:], "home": os.environ["CODEX_HOME"], "url": url, "answer": answer}}
+found = {{"arguments": sys.argv[1:], "direct": os.environ["no_proxy"], "home": os.environ["CODEX_HOME"]}}
+found |= {{"url": url, "answer": answer}}
 print(json.dumps(found), flush=True)
 sys.exit(7)
 """
@@ -60,6 +61,7 @@ def test_an_agent_gets_a_server_and_a_home_of_its_own(tmp_path, home, tiny_folde
     assert run.returncode == 7, err
     found = json.loads(out)
     assert found["arguments"][-2:] == ["exec", "hi"]
+    assert found["direct"].endswith("127.0.0.1,localhost")
     assert found["answer"]["usage"]["output_tokens"] == 2
     assert Path(found["home"]) == tmp_path / "cache" / "agents" / "codex" / "codex"
     assert '"path": "/v1/responses"' in (tmp_path / "cache" / "agents" / "codex" / "server.log").read_text()
@@ -96,7 +98,8 @@ def test_the_server_ends_with_a_killed_parent(tmp_path, home, tiny_folder):
 
 
 def test_a_key_among_the_options_is_refused(tmp_path, home, tiny_folder):
-    run = run_start(tmp_path, home, AGENT, str(tiny_folder), "--device", "cpu", "--api-key", "x")
+    options = (str(tiny_folder), "--device", "cpu", "--api-key", "x")
+    run = run_start(tmp_path, home, AGENT, *options, http_proxy="http://127.0.0.1:9")  # it is not asked
     _, err = run.communicate(timeout=120)
     assert run.returncode == 2
     assert err.splitlines()[-1] == "error: the server wants its key; give it in HASTEN_API_KEY instead of by --api-key"
@@ -107,6 +110,21 @@ def test_what_the_server_refuses_is_said_once(tmp_path, home):
     out, err = run.communicate(timeout=120)
     assert (run.returncode, out) == (2, "")
     assert [line.partition(":")[0] for line in err.splitlines()] == ["error"]
+
+
+@pytest.mark.parametrize("place", ["codex", "codex/server.log"])
+def test_a_log_that_cannot_be_written_is_an_error_before_the_server(tmp_path, home, place):
+    path = tmp_path / "cache" / "agents" / place
+    path.parent.mkdir(parents=True)
+    if place == "codex":
+        path.touch()
+    else:
+        path.mkdir()
+    run = run_start(tmp_path, home, AGENT, str(tmp_path / "nothing"))
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 2
+    assert err.splitlines() == [err.strip()]
+    assert err.startswith(f"error: {path} cannot be written (")
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,29 @@ def test_lamb_after_the_freeze_is_the_papers(uncompressed, weight_decay):
     assert optimizer.frozen
 
 
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
+def test_a_rare_token_moves_no_further_than_a_tenth_of_the_mean_variance_allows(uncompressed, kind):
+    """Rows of an embedding: seen in each step of the warm-up, seen once and faintly, never seen."""
+    x = torch.nn.Parameter(torch.ones(3, 2))
+    rate, b1, b2 = 0.01, 0.9, 0.99
+    optimizer = kind([x], lr=rate, betas=(b1, b2), eps=1e-12, weight_decay=0.0)
+    optimizer.freeze_after = 10
+    for step in range(10):
+        x.grad = torch.tensor([[1.0], [1e-4 if step == 0 else 0.0], [0.0]]).expand(3, 2)
+        optimizer.step()
+    seen, rare, never = optimizer.state[x]["exp_avg_sq"][:, 0].tolist()
+    assert seen == pytest.approx(1 - b2**10)
+    assert rare == pytest.approx(0.1 * seen / 3, rel=1e-4)
+    assert never == 0
+    if kind is OneBitAdam:
+        before = x.detach().clone()
+        x.grad = torch.tensor([[0.0], [1.0], [0.0]]).expand(3, 2)
+        optimizer.step()
+        moved = (before - x.detach())[:, 0]
+        assert 0 < moved[1] <= 1.1 * rate * (1 - b1) / (1 - b1**11) * math.sqrt(30)
+        assert moved[2] == 0
+
+
 def test_a_step_that_overflowed_in_float16_is_skipped_after_the_freeze_too(uncompressed):
     x = torch.nn.Parameter(torch.ones(4))
     placement = Replicated.__new__(Replicated)

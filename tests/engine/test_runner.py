@@ -10,6 +10,7 @@ import hasten
 from captured_steps import Capturer
 from drafting import proposing
 from hasten.engine import ahead, captures, following, scheduler
+from hasten.engine.adapters import AdapterNumbers
 from hasten.model.lora import attach, new_adapter
 from hasten.ops.native import library
 from references import make_reference, tiny_llama
@@ -104,7 +105,7 @@ def test_adapters(capturing):
 
     def served(*names, **settings):
         engine = make_engine(model(), **settings)
-        engine.adapters.names[:] = ["a", "b"]
+        engine.adapters = AdapterNumbers(["a", "b"])
         return texts(engine, requests_with(*names)), engine
 
     found = {}

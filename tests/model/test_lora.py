@@ -183,6 +183,7 @@ def test_it_agrees_with_peft_both_ways(tmp_path):
         ({"r": 0}, ConfigError, "r is 0; it must be a whole number from 1"),
         ({"r": "3"}, ConfigError, "r is '3'"),
         ({"lora_alpha": None}, ConfigError, "lora_alpha is None"),
+        ({"lora_alpha": 10**400}, ConfigError, "lora_alpha is 1000"),
         ({"rank_pattern": {"(a+)+$": 3}}, ConfigError, "hasten knows names"),
         ({"rank_pattern": [3]}, ConfigError, "it must be an object"),
         ({"r": 4}, CheckpointError, r"lora_A.weight is F32 of shape \[3, 64\]; with rank 4 .* \[4, 64\]"),

@@ -38,6 +38,9 @@ def rows_of(phase):
     return {row.name: row for row in phase.rows}
 
 
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
 def check(phase, names):
     """What holds of every profile."""
     rows, leaves = rows_of(phase), [row for row in phase.rows if row.leaf]
@@ -82,6 +85,18 @@ def test_a_native_call_tells_the_times_of_its_parts(use, tmp_path):
         assert rows["model.blocks"].seconds == pytest.approx(inside + rows["model.blocks.itself"].seconds)
         assert rows[""].flops == sum(flops for flops, _ in least_of(plain).values())
     assert model.stack.times is None
+
+
+@pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
+def test_experts_in_one_native_call_count_what_they_read(tmp_path):
+    readable = ANSWERS["generate"](tiny_llama(**EXPERTS), batch=1, prompt_tokens=20).works()
+    model = hasten.fuse(tiny_llama(**EXPERTS).to(torch.bfloat16))
+    assert all(block.joins_experts for block in model.blocks)
+    found = profile(model, tmp_path, use="generate", prompt_tokens=20, steps=2)
+    for phase, plain in zip(found.phases, readable, strict=True):
+        rows = check(phase, {f"model.blocks.{i}" for i in range(2)})
+        assert not any(".experts" in name for name in rows)
+        assert rows[""].flops == sum(flops for flops, _ in least_of(plain).values())
 
 
 def test_answers_that_began_in_different_steps_are_begun_anew_together():

@@ -174,6 +174,28 @@ def test_cached_prefixes_of_an_earlier_adapter_are_never_used(root, tmp_path):
     assert texts[0] == texts[2] != texts[1]
 
 
+def test_embeddings_of_several_texts_are_of_the_adapter_that_they_began_with(root):
+    async def found():
+        engine = AsyncEngine(engine_of())
+        embed = lambda: engine.embed([[number + 1] * 40 for number in range(40)], adapter="law")  # noqa: E731
+        await engine.load_adapter("law", root / "a0")
+        whole = await embed()
+        await engine._ask(lambda: None)  # until what was held has been released
+        running = asyncio.ensure_future(embed())
+        while not engine.engine.adapters.held:
+            await asyncio.sleep(0)
+        await engine.unload_adapter("law")
+        await engine.load_adapter("law", root / "a1")
+        assert not running.done()
+        again, other = await running, await embed()
+        await engine.close()
+        assert torch.equal(again, whole)
+        assert not torch.equal(other, whole)
+        assert not engine.engine.adapters.held
+
+    asyncio.run(found())
+
+
 def test_names_are_used_once(root):
     engine = engine_of()
     adapter = load_adapter(root / "a0", engine.model)
@@ -183,6 +205,13 @@ def test_names_are_used_once(root):
             adapters.load(engine, name, adapter)
     with pytest.raises(RequestRefused, match="no adapter 'code' here"):
         adapters.unload(engine, "code")
+
+
+def test_names_that_are_gone_take_no_memory(root):
+    engine = engine_of()
+    adapters.load(engine, "law", load_adapter(root / "a0", engine.model))
+    adapters.unload(engine, "law")
+    assert not engine.adapters._versions
 
 
 def change(url, what, status=200, **body):
@@ -206,10 +235,9 @@ def test_clients_load_and_unload_them(root):
         texts = [text_of(url, name) for name in ("law", "code")]
         assert len({base, *texts}) == 3
         assert text_of(url, "tiny") == base
-        assert (
-            "no name that nothing else here has"
-            in change(url, "load", 400, lora_name="law", lora_path="a1")["error"]["message"]
-        )
+        for name in ("law", "tiny:latest", "tiny", "a\nb", " "):
+            answer = change(url, "load", 400, lora_name=name, lora_path="a1")
+            assert "is in use, or cannot be printed" in answer["error"]["message"]
         change(url, "unload", lora_name="law")
         assert names() == ["tiny", "code"]
         assert httpx.post(f"{url}/v1/completions", json=BODY | {"model": "law"}).status_code == 404

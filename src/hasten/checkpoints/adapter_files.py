@@ -5,8 +5,8 @@ transformers. What a config asks for that would change the result and is not sup
 refused by name. https://huggingface.co/docs/peft/package_reference/lora
 """
 
-import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -166,7 +166,8 @@ def _number(config: Mapping[str, Any], kind: str, field: str, module: str) -> fl
         if module == literal.removeprefix("^") or (literal[0] != "^" and module.endswith(f".{literal}")):
             value, where = own, f"{kind}_pattern[{pattern!r:.80}]"
             break
-    fits = type(value) in (int, float) and math.isfinite(value) and (kind == "alpha" or 1 <= value <= LARGEST_RANK)
+    finite = type(value) in (int, float) and abs(value) <= sys.float_info.max  # isfinite fails for a huge int
+    fits = finite and (kind == "alpha" or 1 <= value <= LARGEST_RANK)
     if not fits or (kind == "rank" and value != int(value)):
         most = f"a whole number from 1 to {LARGEST_RANK}" if kind == "rank" else "a number"
         raise ConfigError(f"{CONFIG}: {where} is {value!r:.60}; it must be {most}")

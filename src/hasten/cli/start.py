@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from hasten.cli.help import wants_help
 from hasten.errors import ConfigError, ResourceError
@@ -24,6 +25,7 @@ from hasten.machine.signals import end_with_parent
 KEY = "HASTEN_API_KEY"  # which the server reads too
 FIRST_REQUEST = 20_000  # tokens of the longest first request that was recorded: Claude Code's, with Gemma's tokenizer
 ANSWER = 8_192  # tokens that opencode leaves free for one answer, at most
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy reaches a server of this machine
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,7 @@ def start(arguments: list[str]) -> None:
     if shutil.which(name) is None:
         raise ResourceError(f"{name} is not on PATH; install it: npm install -g {AGENTS[name].package}")
     folder = cache_folder("agents") / name
-    folder.mkdir(mode=0o700, exist_ok=True)
-    with _serving(options, folder / "server.log") as served:
+    with _new_log(folder) as log, _serving(options, log) as served:
         if served.length < FIRST_REQUEST:
             print(
                 f"warning: coding agents begin with up to {FIRST_REQUEST:,} tokens, and {served.model} has room for "
@@ -140,6 +141,18 @@ def start(arguments: list[str]) -> None:
     raise SystemExit(status)
 
 
+def _new_log(folder: Path) -> TextIO:
+    """An empty log in an agent's folder, which is made. Raises ResourceError where it cannot be written."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        log = folder / "server.log"
+        log.write_text("")
+        return log.open("a")  # another agent's server may write to it, too
+    except OSError as error:
+        message = f"{error.filename} cannot be written ({error.strerror}); move it, or set HASTEN_CACHE"
+        raise ResourceError(message) from None
+
+
 def agent_command(name: str, served: Served, folder: Path) -> tuple[list[str], dict[str, str]]:
     """Return an agent's command and the environment that it adds; makes the folders of its own in `folder`."""
     agent = AGENTS[name]
@@ -147,13 +160,15 @@ def agent_command(name: str, served: Served, folder: Path) -> tuple[list[str], d
     homes = {variable: folder / place for variable, place in agent.homes.items()}
     for home in homes.values():
         home.mkdir(parents=True, exist_ok=True)
-    return [name, *arguments], environment | {variable: str(home) for variable, home in homes.items()} | {
-        KEY: served.key
-    }
+    environment |= {variable: str(home) for variable, home in homes.items()} | {KEY: served.key}
+    for variable in ("NO_PROXY", "no_proxy"):  # the server is on this machine
+        hosts = [os.environ[variable]] if os.environ.get(variable) else []
+        environment[variable] = ",".join([*hosts, "127.0.0.1", "localhost"])
+    return [name, *arguments], environment
 
 
 @contextmanager
-def _serving(options: Sequence[str], log: Path) -> Iterator[Served]:
+def _serving(options: Sequence[str], log: TextIO) -> Iterator[Served]:
     """Run `hasten serve` on a free port. What it says is shown until it listens, and written to a log.
 
     Exits with the server's status if that ends before it listens; its error has been shown then.
@@ -178,25 +193,25 @@ def _serving(options: Sequence[str], log: Path) -> Iterator[Served]:
             copier.join()
             raise SystemExit(status)
         listening.set()
-        url = next(word for word in line.split() if word.startswith("http")).removesuffix("/v1")
-        print(f"{line.rpartition('; try')[0]}; log: {log}", file=sys.stderr)
+        url = line.partition("is served at ")[2].partition("/v1")[0]
+        print(f"{line.rpartition('; try')[0]}; log: {log.name}", file=sys.stderr)
         yield _ask(url)
         if server.poll() is not None:
-            print(f"error: the server has ended with status {server.returncode}; see {log}", file=sys.stderr)
+            print(f"error: the server has ended with status {server.returncode}; see {log.name}", file=sys.stderr)
     finally:
         server.terminate()
         server.wait()
+        copier.join(10)
 
 
-def _copy(server: subprocess.Popen[str], log: Path, listening: threading.Event) -> None:
+def _copy(server: subprocess.Popen[str], log: TextIO, listening: threading.Event) -> None:
     """Copy the server's standard error to its log, and to this process's own until the server listens."""
     assert server.stderr is not None
-    with log.open("w") as file:
-        for line in server.stderr:
-            file.write(line)
-            file.flush()
-            if not listening.is_set():
-                sys.stderr.write(line)
+    for line in server.stderr:
+        log.write(line)
+        log.flush()
+        if not listening.is_set():
+            sys.stderr.write(line)
 
 
 def _ask(url: str) -> Served:
@@ -204,7 +219,7 @@ def _ask(url: str) -> Served:
     key = os.environ.get(KEY, "none")
     request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with _DIRECT.open(request, timeout=60) as answer:
             model = json.load(answer)["data"][0]
     except urllib.error.HTTPError as error:
         if error.code != 401:

@@ -20,6 +20,7 @@ class AdapterNumbers:
     def __init__(self, names: Sequence[str], *, unnamed: int = -1) -> None:
         self._places: list[str | None] = [*names]  # None: nobody can ask for the adapter that is there, if one is
         self._versions: dict[str, str] = {}
+        self.held: dict[object, int] = {}  # places that somebody uses beside the scheduler's texts
         self._unnamed = unnamed
 
     @property
@@ -41,6 +42,15 @@ class AdapterNumbers:
         own = request.sharing
         return None if own is None else own + self._versions.get(request.adapter, "")
 
+    def hold(self, holder: object, name: str) -> int:
+        """The number of a name, whose adapter stays in its place until `release`. Raises RequestRefused."""
+        self.held[holder] = number = self.number(name)
+        return number
+
+    def release(self, holder: object) -> None:
+        """End a `hold`, if it began."""
+        self.held.pop(holder, None)
+
     def free_place(self, used: set[int]) -> int:
         """The first place without a name that no text uses, or the next new one."""
         return next((i for i, name in enumerate(self._places) if name is None and i not in used), len(self._places))
@@ -54,6 +64,7 @@ class AdapterNumbers:
         """Take a name away; returns its place."""
         number = self.number(name)
         self._places[number] = None
+        self._versions.pop(name, None)
         return number
 
 
@@ -80,4 +91,5 @@ def unload(engine: Engine, name: str) -> None:
 
 
 def _used(engine: Engine) -> set[int]:
-    return {text.adapter for text in (*engine.scheduler.running, *engine.scheduler.waiting)}
+    texts = (*engine.scheduler.running, *engine.scheduler.waiting)
+    return {text.adapter for text in texts} | set(engine.adapters.held.values())

@@ -109,21 +109,25 @@ class AsyncEngine:
     ) -> Tensor:
         """States (P, C) float32 of the prompts, see `Engine.embed`; one prompt, read whole, between two steps.
 
-        They have one place in the queue, until the last is done. timeout: seconds for all of them. Raises
-        RequestRefused, QueueFull, EngineFailed, DeadlineExceeded.
+        They have one place in the queue, and the adapter that had its name at first, until the last is done.
+        timeout: seconds for all of them. Raises RequestRefused, QueueFull, EngineFailed, DeadlineExceeded.
         """
         import torch
 
         self.thread.enter()
+        adapters, holder = self.engine.adapters, object()
         try:
             async with asyncio.timeout(timeout):
-                embed = partial(self.engine.embed, pooling=pooling, adapter=adapter)
+                number = await self._ask(partial(adapters.hold, holder, adapter))
+                embed = partial(self.engine.embed, pooling=pooling, adapter=number)
                 found = [await self._ask(partial(embed, prompt)) for prompt in prompts]
         except TimeoutError:
             message = f"the embeddings of {len(prompts)} texts were not complete after {timeout} seconds"
             raise DeadlineExceeded(message) from None
         finally:
             self.thread.leave()
+            with suppress(EngineFailed):
+                self.thread.call(partial(adapters.release, holder))
         return torch.stack(found)
 
     async def load_adapter(self, name: str, folder: Path) -> None:

@@ -239,13 +239,15 @@ class Engine:
         """What was counted, and the engine at this moment."""
         return stats_of(self, self.continuations.counts)
 
-    def embed(self, prompt: Sequence[int], *, pooling: str = "mean", adapter: str = "") -> Tensor:
+    def embed(self, prompt: Sequence[int], *, pooling: str = "mean", adapter: str | int = "") -> Tensor:
         """The model's last normalised states (C,) float32 of a prompt: their mean, or the last token's.
 
-        Not scaled to length 1. Raises RequestRefused, EngineFailed.
+        Not scaled to length 1. adapter: its name, or its number (`AdapterNumbers.hold`). Raises RequestRefused,
+        EngineFailed.
         """
         self.check_open()
-        return embed(self.runner, prompt, self.adapters.number(adapter), pooling=pooling, max_length=self.max_length)
+        number = adapter if isinstance(adapter, int) else self.adapters.number(adapter)
+        return embed(self.runner, prompt, number, pooling=pooling, max_length=self.max_length)
 
     def step(self) -> list[RequestOutput]:
         """One step for everybody; what it added. A step that fails ends all requests with reason "error"."""

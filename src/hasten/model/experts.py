@@ -65,25 +65,27 @@ class Experts(nn.Module):
         self.shared = make(config.shared_size) if config.shared_size else None
         self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_gate else None
 
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts for rows (N, C): their shares of a row's output, float32, and their numbers, (N, k) each."""
+        return route(self.router(rows), self.config, self.choice_bias)
+
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)  # (N, C)
-        weights, chosen = route(self.router(rows), self.config, self.choice_bias)  # (N, k) each
+        shares, chosen = self.route(rows)
         out = torch.zeros_like(rows)
-        for index, expert in enumerate(self.experts):
-            # Reading which rows chose this expert synchronises a GPU and breaks a compiled graph here; the expert
-            # kernels that avoid both are still to come.
+        # Reading which experts are chosen synchronises a GPU and breaks a compiled graph here; a GPU's expert kernels,
+        # which avoid both, are still to come.
+        for index in chosen.unique().tolist():
             row, slot = torch.where(chosen == index)
-            if row.numel():
-                out.index_add_(0, row, expert(rows[row]) * weights[row, slot, None].to(rows.dtype))
-        if self.shared is not None:
-            out = out + self.beside(rows)
-        return out.view_as(x)
+            out.index_add_(0, row, self.experts[index](rows[row]) * shares[row, slot, None].to(rows.dtype))
+        return self.add_shared(out, rows).view_as(x)
 
-    def beside(self, rows: Tensor) -> Tensor:
-        """Output (N, C) of the MLP that all tokens pass."""
-        assert self.shared is not None
-        shared: Tensor = self.shared(rows)
-        return shared if self.shared_gate is None else shared * _sigmoid(self.shared_gate(rows))
+    def add_shared(self, out: Tensor, x: Tensor) -> Tensor:
+        """Add to the experts' output (…, C) that of the MLP which every token of x (…, C) passes, if there is one."""
+        if self.shared is None:
+            return out
+        shared: Tensor = self.shared(x)
+        return out + (shared if self.shared_gate is None else shared * _sigmoid(self.shared_gate(x)))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = None if self.choice_bias is None else self.choice_bias.detach()

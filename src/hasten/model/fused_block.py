@@ -51,6 +51,7 @@ class FusedSteps(nn.Module):
     output: Linear
     down: Linear
     place = "the CPU in the dtype of its weights"  # where it runs, in words
+    joins_experts = False  # whether the steps run the experts too, which are else called as a module
 
     def __init__(self, block: Block) -> None:
         super().__init__()

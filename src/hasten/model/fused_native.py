@@ -2,11 +2,11 @@
 
 The steps: norm + q, k, v + rotary turn + cache write; attention; output + residual; norm + gate, up + activation; down
 + residual. All layers are one call where they are dense and their caches have the same slots, else each is one (with
-experts three, and the readable experts). The residual stream is float32 between them.
+experts three, the router, and one of all experts). The residual stream is float32 between them.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.model.config import ModelConfig
+from hasten.model.experts import Experts
 from hasten.model.fused_block import FusedSteps, unknown_parts
 from hasten.model.fused_linear import (
     difference,
@@ -173,6 +174,7 @@ class FusedBlock(FusedSteps):
             self._bound = SimpleNamespace(blocks=ops.blocks.default, plan=plan)
         else:
             self._bound = SimpleNamespace(
+                experts=self._experts_call(),
                 attention_input=partial(ops.attention_input.default, **norm, **heads, weights=qkv),
                 attention=ops.attention.default,
                 scores=(*scores.values(),),
@@ -183,9 +185,33 @@ class FusedBlock(FusedSteps):
 
     def _plan(self, name: str) -> Tensor:
         """The weight of a layer, with the factors of its adapters, as the native steps take it."""
-        linear, (lora_a, lora_b) = getattr(self, name), self.factors.get(name, (None, None))
-        size = {"out_features": linear.out_features, "in_features": linear.in_features}
-        return native_ops().plan_weight.default(**size, **weight_fields(linear), lora_a=lora_a, lora_b=lora_b)
+        return _weight_plan(getattr(self, name), *self.factors.get(name, (None, None)))
+
+    @property
+    def joins_experts(self) -> bool:  # type: ignore[override]
+        """Whether the experts are one native call."""
+        return self.experts is not None and self._bound.experts is not None
+
+    def _experts_call(self) -> Callable[[Tensor], Tensor] | None:
+        """The experts as one native call, x (B, T, C) float32 -> the same; None where only the readable ones run."""
+        experts = self.experts
+        assert isinstance(experts, Experts)
+        plans = {}
+        for name in ("gate", "up", "down"):
+            linears = [getattr(expert, name) for expert in experts.experts]
+            alike = [one for one in linears if isinstance(one, PackedLinear) and one.bias is None]
+            if len(alike) < len(linears) or difference(*alike) is not None:
+                return None
+            plans[name] = [_weight_plan(one) for one in alike]
+        activation = ACTIVATION_ORDER.index(experts.experts[0].activation_name)
+        plan = native_ops().plan_experts.default(**plans, activation=activation)
+        call = native_ops().experts.default
+
+        def run(x: Tensor) -> Tensor:
+            shares, chosen = experts.route(x.flatten(0, -2))
+            return experts.add_shared(call(plan=plan, x=x, chosen=chosen, shares=shares), x)
+
+        return run
 
     def forward(self, x: Tensor, rope: Rotation | None, layer: LayerContext) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
@@ -222,7 +248,13 @@ class FusedBlock(FusedSteps):
             x = x + self.attention_post_norm(part)
         else:
             x = bound.output(x=attended, residual=x, **bound.output_norm)
-        return x + self.mlp_post_norm(self.experts(self.mlp_norm(x)))
+        return x + self.mlp_post_norm((bound.experts or self.experts)(self.mlp_norm(x)))
+
+
+def _weight_plan(linear: PackedLinear, lora_a: Tensor | None = None, lora_b: Tensor | None = None) -> Tensor:
+    """A packed weight as the native steps take it, with the factors of its adapters."""
+    size = {"out_features": linear.out_features, "in_features": linear.in_features}
+    return native_ops().plan_weight.default(**size, **weight_fields(linear), lora_a=lora_a, lora_b=lora_b)
 
 
 class FusedStack:

@@ -101,6 +101,18 @@ def plan_block(output: Tensor, **rest: Any) -> Tensor:
     return _plan(output)
 
 
+# block/experts.cpp
+
+
+def plan_experts(down: list[Tensor], **rest: Any) -> Tensor:
+    return _plan(down[0])
+
+
+def experts(x: Tensor, **rest: Any) -> Tensor:
+    """(…, C) in float32."""
+    return torch.empty_like(x)
+
+
 def _plan(like: Tensor) -> Tensor:
     """Bytes that only the native code can read; how many it alone knows."""
     return like.new_empty(0, dtype=torch.uint8)

@@ -20,6 +20,7 @@ from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
 from hasten.model.attention import Attention
 from hasten.model.config import ModelConfig
+from hasten.model.experts import Experts
 from hasten.model.fused import FusedSteps
 from hasten.model.mlp import Linear
 from hasten.model.transformer import Transformer
@@ -167,22 +168,23 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
     """
     config, passes, item = work.model.config, 3 if work.trains else 1, work.item
     found = {part: (0.0, moved) for part, moved in work.bytes.items()}
+    routers = (one for one in work.model.modules() if isinstance(one, Experts))
+    routed = {expert for router in routers for expert in router.experts.modules()}
     for part in parts_of(work.model):
         flops, moved = found.get(part.name, (0.0, 0.0))
         head, rows = part.name == "model.head", float(sum(new for _, new in work.spans))
         if head:
             rows = work.scored
-        elif ".experts." in part.name:
-            rows *= config.experts_per_token / config.experts
         for module in part.modules:
             weights = list(module.parameters(recurse=False))
             if isinstance(module, Linear):
+                taken = rows * config.experts_per_token / config.experts if module in routed else rows
                 frozen = work.trains and not any(weight.requires_grad for weight in weights)  # it gets no gradient
-                held = sum(tensor.nbytes for tensor in (*weights, *module.buffers())) * min(1.0, rows)
+                held = sum(tensor.nbytes for tensor in (*weights, *module.buffers())) * min(1.0, taken)
                 # The loss of a training step needs all logits nowhere at once.
                 made = 0 if work.trains and head else module.out_features
-                flops += (passes - frozen) * 2 * rows * module.in_features * module.out_features
-                moved += (passes - frozen) * (held + item * rows * (module.in_features + made))
+                flops += (passes - frozen) * 2 * taken * module.in_features * module.out_features
+                moved += (passes - frozen) * (held + item * taken * (module.in_features + made))
             elif isinstance(module, Attention | FusedSteps):
                 spec = module.spec
                 seen, read = keys_of(work.spans, spec.window)

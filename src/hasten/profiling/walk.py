@@ -70,5 +70,6 @@ def _hidden(module: nn.Module) -> tuple[tuple[str, ...], str | None]:
     if isinstance(module, FusedMLP) and module.gate is None and type(module.up) is nn.Linear:
         return ("up",), "the product of up is the module's own"
     if isinstance(module, FusedSteps):
-        return tuple(name for name, _ in module.named_children() if name != "experts"), NATIVE
+        apart = () if module.joins_experts else ("experts",)
+        return tuple(name for name, _ in module.named_children() if name not in apart), NATIVE
     return (), None

@@ -46,8 +46,9 @@ def add_adapters(router: APIRouter, service: Service) -> None:
         service.note_ignored(body, http)
         folder = await service.in_thread(partial(folder_below, service.settings.adapter_folder, body.lora_path))
         name = body.lora_name
-        if name in service.models or not name.isprintable() or not name.strip():
-            raise ApiError(f"lora_name: {name!r} is no name that nothing else here has", param="lora_name")
+        taken = {tag for model in service.models for tag in (model, f"{model}:latest")}
+        if {name, f"{name}:latest"} & taken or not name.isprintable() or not name.strip():
+            raise ApiError(f"lora_name: {name!r} is in use, or cannot be printed", param="lora_name")
         # As one task: if the client goes, the engine and the list of models still agree.
         await asyncio.shield(asyncio.ensure_future(_load(service, name, folder)))
         return reply({"status": "ok"})

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 # What a template gets by these names is decided by the conversation or by this file.
+MAX_NESTING = 200  # levels of lists and objects in messages, tools and variables
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "range")
 
 
@@ -250,7 +251,10 @@ def call_arguments(text: str) -> Any:
     return found if isinstance(found, dict) else text
 
 
-def _as_json(value: Any, *, where: str) -> Any:
+def _as_json(value: Any, *, where: str, levels: int = MAX_NESTING) -> Any:
+    """The value rebuilt. Raises RecursionError where it is nested deeper than `levels`, whatever Python's own limit."""
+    if not levels:
+        raise RecursionError(f"nested deeper than {MAX_NESTING} levels")
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):  # a subclass (an enum, say) may carry methods: keep its plain value only
@@ -260,7 +264,8 @@ def _as_json(value: Any, *, where: str) -> Any:
         bad = next((key for key in value if not isinstance(key, str)), None)
         if bad is not None:
             raise ConfigError(f"{where} has the key {bad!r}: keys must be strings")
-        return {str.__str__(key): _as_json(item, where=f"{where}[{key!r}]") for key, item in value.items()}
+        items = ((key, _as_json(item, where=f"{where}[{key!r}]", levels=levels - 1)) for key, item in value.items())
+        return {str.__str__(key): item for key, item in items}
     if isinstance(value, (list, tuple)):
-        return [_as_json(item, where=f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_as_json(item, where=f"{where}[{i}]", levels=levels - 1) for i, item in enumerate(value)]
     raise ConfigError(f"{where} is a {type(value).__name__}: only text, numbers, lists and mappings can be in a chat")

@@ -2,17 +2,9 @@
 #include <chrono>
 
 #include "../attention/phases.h"
-#include "../plans.h"
 #include "calls.h"
 
 namespace hasten {
-
-struct WeightPlan {
-  static constexpr const char* name = "a weight";
-  const WeightPlan* self;
-  PackedWeight weight;
-  PlanWeightCall held;  // what the pointers point to
-};
 
 Tensor plan_weight(PlanWeightCall call) {
   const int64_t n = call.out_features, k = call.in_features;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../fields.h"
+#include "../plans.h"
 #include "phases.h"
 
 namespace hasten {
@@ -55,6 +56,12 @@ struct PlanWeightCall {
   WeightFields weight;
   Maybe lora_a, lora_b;
   HASTEN_FIELDS(out_features, in_features, weight, lora_a, lora_b)
+};
+struct WeightPlan {
+  static constexpr const char* name = "a weight";
+  const WeightPlan* self;
+  PackedWeight weight;
+  PlanWeightCall held;  // what the pointers point to
 };
 
 // A dense block of plans of weights: those of q, k and v, that of gate and up or both. norm: before attention; the others
@@ -142,6 +149,20 @@ struct MlpInputCall {
   bool gated = false;
   int64_t activation = 0;
   HASTEN_FIELDS(x, norm, weights, inner_size, gated, activation)
+};
+
+// Experts of plans of weights, the same number of each: gate and up (I, C), down (C, I). activation: an Activation.
+struct PlanExpertsCall {
+  std::vector<Tensor> gate, up, down;
+  int64_t activation = 0;
+  HASTEN_FIELDS(gate, up, down, activation)
+};
+
+// x (…, C) float32 -> the same: of each row the sum of `top` experts' outputs, each times its share. plan: of
+// plan_experts. chosen int64 and shares float32 (rows, top).
+struct ExpertsCall {
+  Tensor plan, x, chosen, shares;
+  HASTEN_FIELDS(plan, x, chosen, shares)
 };
 
 // norm(x)·Wᵀ + b in float32, x (…, C) -> (…, N).

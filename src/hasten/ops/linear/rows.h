@@ -134,14 +134,22 @@ struct Few {
   int64_t count = 0;
 };
 
+inline bool nibbles(const Weight& w) { return w.format == Format::int4; }
+inline bool wide(const Weight& w) { return w.format == Format::f16; }
+// Whether rows of x that are ready for one weight are so for the other.
+inline bool taken_alike(const Weight& a, const Weight& b) {
+  return a.k == b.k && a.integers() == b.integers() && wide(a) == wide(b) &&
+         (!a.integers() || (nibbles(a) == nibbles(b) && a.group == b.group && a.planes == b.planes));
+}
+
 // The rows of x made ready for weights, once for those that take them alike. A few rows are prepared by every thread for
 // itself, which takes a microsecond or two and no waiting; many are shared out, in a phase of their own.
 class Preparation {
  public:
-  // x (rows, k) may be written until the product's phase begins.
+  // x (…, k) may be written until the product's phase begins. from [rows]: which row of x each is; null: its own number.
   Preparation(Arena& arena, const Few<Weight>& weights, const void* x, Type type, int64_t rows, int64_t k,
-              const Norm& norm)
-      : x_(x), type_(type), rows_(rows), k_(k), norm_(norm) {
+              const Norm& norm, const int64_t* from = nullptr)
+      : x_(x), type_(type), rows_(rows), k_(k), norm_(norm), from_(from) {
     for (const Weight& w : weights) {
       padded_ = std::max(padded_, w.k);
       int64_t kind = 0;
@@ -172,12 +180,6 @@ class Preparation {
 
  private:
   bool own() const { return rows_ <= 4; }
-  static bool nibbles(const Weight& w) { return w.format == Format::int4; }
-  static bool wide(const Weight& w) { return w.format == Format::f16; }
-  static bool taken_alike(const Weight& a, const Weight& b) {
-    return a.k == b.k && a.integers() == b.integers() && wide(a) == wide(b) &&
-           (!a.integers() || (nibbles(a) == nibbles(b) && a.group == b.group && a.planes == b.planes));
-  }
   // take(bytes): memory that begins at a cache line, or null to count.
   template <class Take>
   Few<Rows> place(const Take& take) const {
@@ -213,10 +215,10 @@ class Preparation {
     return found;
   }
   void fill(const Few<Rows>& all, int64_t m0, int64_t m1) const {
-    float* wide = scratch<float, 7>(padded_ + LANES);
+    float* values = scratch<float, 7>(padded_ + LANES);
     for (int64_t m = m0; m < m1; m++) {
-      widen(x_, type_, m, k_, padded_, norm_, wide);
-      for (int64_t kind = 0; kind < kinds_.count; kind++) fill_row(kinds_[kind], all[kind], m, wide);
+      widen(x_, type_, from_ ? from_[m] : m, k_, padded_, norm_, values);
+      for (int64_t kind = 0; kind < kinds_.count; kind++) fill_row(kinds_[kind], all[kind], m, values);
     }
   }
   static void fill_row(const Weight& w, const Rows& out, int64_t m, const float* values) {
@@ -240,6 +242,7 @@ class Preparation {
   const Type type_;
   const int64_t rows_, k_;
   const Norm norm_;
+  const int64_t* const from_;
   int64_t padded_ = 0;
   Few<Weight> kinds_;      // one of each that take the rows alike
   Few<int64_t> kind_of_;   // of each weight
