@@ -178,6 +178,60 @@ CASES |= {
     "ernie4_5-biases": ("Ernie4_5Config", "Ernie4_5ForCausalLM", BASE | {"head_dim": 32, "use_bias": True}),
 }
 
+EXPERTS = BASE | {"head_dim": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+CASES |= {
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", BASE | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        EXPERTS
+        | {"num_experts": 4, "shared_expert_intermediate_size": 96, "mlp_only_layers": [1]}
+        | {"moe_intermediate_size": 32},
+    ),
+    "qwen2_moe-window": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        EXPERTS
+        | {
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 3,
+        },
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        CASES["granite"][2] | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "dots1": (
+        "Dots1Config",
+        "Dots1ForCausalLM",
+        EXPERTS
+        | {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+        | {"n_group": 4, "topk_group": 2, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        EXPERTS
+        | {"n_routed_experts": 6, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}
+        | {"head_dim": 32},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        EXPERTS | {"moe_num_experts": 5, "moe_k": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 2},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        EXPERTS | {"num_local_experts": 6, "head_dim": 32, "rotary_dim": 8},
+    ),
+}
+
 
 def values_of(name: str) -> dict:
     """The config.json of a case, every field written out."""
@@ -193,9 +247,22 @@ def make_reference(name: str, seed: int = 0):
     return randomize(getattr(transformers, model_class)(config).eval())
 
 
+def decided(model):
+    """A model of ours whose routers decide nothing by near ties: else any rounding takes another expert."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.weight") and not model.config.expert_choice_bias:
+            parameter.data *= 8
+        if name.endswith("choice_bias"):
+            parameter.data *= 50
+    return model
+
+
 def randomize(model):
     """Give a model weights with which its logits are of order 1."""
     with torch.no_grad():
+        for bias_name, bias in model.named_buffers():
+            if bias_name.endswith("e_score_correction_bias"):
+                bias.add_(torch.randn_like(bias) * 0.1)
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -23,6 +23,8 @@ transformers.logging.set_verbosity_error()
 
 DEQUANTIZE = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
 FAMILIES = ["llama-biases", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_bigcode-mha"]
+TIED = ("ernie4_5_moe",)  # its head is one matrix with the embedding
+EXPERTS = ["qwen3_moe", "olmoe", "qwen2_moe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
 NEWER = ["gemma", "starcoder2", "olmo2", "glm4", "cohere2", "hunyuan_v1_dense"]
 
 
@@ -67,7 +69,7 @@ SCHEMES = [
 
 @pytest.mark.filterwarnings("ignore::hasten.HastenWarning")
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("name", [*FAMILIES, *NEWER, "gpt2", "gpt_bigcode", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", [*FAMILIES, *NEWER, "gpt2", "gpt_bigcode", "mixtral", *EXPERTS])
 def test_file_to_memory_to_file_is_exact(name, scheme, tmp_path):
     model = quantize(hasten.load(make_reference(name)), scheme)
     hasten.save(model, tmp_path / "first")
@@ -78,6 +80,8 @@ def test_file_to_memory_to_file_is_exact(name, scheme, tmp_path):
         assert torch.equal(ours.values, read.values)
         assert torch.equal(ours.scales, read.scales)
         assert (ours.zeros is None and read.zeros is None) or torch.equal(ours.zeros, read.zeros)
+    for weight in again.parameters():  # PyTorch sums a product with one row otherwise where a file has it unaligned
+        weight.data = weight.clone()
     assert torch.equal(logits(again), logits(model))
     hasten.save(again, tmp_path / "second")
     for file in ("model.safetensors", "config.json"):
@@ -162,9 +166,13 @@ def test_in_bfloat16_our_error_is_at_most_twice_that_of_transformers(name, schem
     assert ours <= 2 * reference
 
 
-@pytest.mark.parametrize("scheme", [Int8(activations="float"), Int4(group_size=32)], ids=str)
-def test_transformers_reads_experts(scheme, tmp_path):
-    model = quantize(hasten.load(make_reference("mixtral")), scheme)
+READ = [(name, Int8(activations="float")) for name in ("mixtral", *EXPERTS)]
+READ += [(name, Int4(group_size=32)) for name in ("mixtral", "olmoe", "qwen2_moe")]
+
+
+@pytest.mark.parametrize(("name", "scheme"), READ, ids=str)
+def test_transformers_reads_experts(name, scheme, tmp_path):
+    model = quantize(hasten.load(make_reference(name)), replace(scheme, lm_head="none" if name in TIED else "int8"))
     hasten.save(model, tmp_path)
     ours = logits(exact(hasten.load(tmp_path, dtype="stored")))
     assert (theirs(tmp_path) - ours).abs().max() < 5e-3  # experts are dequantized in the dtype of their scales

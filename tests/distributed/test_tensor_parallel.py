@@ -28,6 +28,20 @@ GEMMA = {
     "tie_word_embeddings": True,
 }
 MOE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+SHARED = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "first_k_dense_replace": 1,
+}
+GATED = {
+    "model_type": "qwen2_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 96,
+}
 COHERE = {"model_type": "cohere2", "sliding_window": 6}
 EXAONE = {"model_type": "exaone4", "sliding_window": 6}
 GRANITE = {"model_type": "granite", "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.0}
@@ -46,10 +60,13 @@ CASES = {
     "uneven": (UNEVEN, None, "float32"),
     "gemma": (GEMMA, None, "float32"),
     "experts": (MOE, None, "float32"),
+    "stacked": (GRANITE | MOE | {"model_type": "granitemoe"}, None, "float32"),
+    "shared": (SHARED, None, "float32"),
     "side-by-side": (COHERE, None, "float32"),
     "int8": ({}, Int8(activations="int8"), "bfloat16"),
     "int4": ({"intermediate_size": 160}, Int4(group_size=32), "bfloat16"),
     "int4-experts": (MOE, Int4(group_size=32), "bfloat16"),
+    "int4-shared": (GATED, Int4(group_size=32), "bfloat16"),
     "bfloat16": (BIASES, None, "bfloat16"),
     "norms-after": (EXAONE, None, "bfloat16"),
     "scaled": (GRANITE, None, "bfloat16"),
@@ -253,10 +270,11 @@ def test_more_ranks_than_there_are_parts_are_refused_with_what_would_do(size, gr
         shares(config, size, output=group, down=group)
 
 
-def test_norms_over_all_heads_are_not_shared():
-    config = read_config(dict(tiny_llama().config.source) | {"model_type": "olmo2"})
+@pytest.mark.parametrize("family", ["olmo2", "olmoe", "minimax_m2"])
+def test_norms_over_all_heads_are_not_shared(family):
+    experts = {"num_experts": 4} if family == "olmoe" else {"num_local_experts": 4}
+    config = read_config(dict(tiny_llama().config.source) | experts | {"model_type": family, "num_experts_per_tok": 2})
     assert len(shares(config, 1)) == 1
-    with pytest.raises(
-        ConfigError, match=r"--tensor-parallel is 2; olmo2 normalises all heads .* run it in one process"
-    ):
+    said = rf"--tensor-parallel is 2; {family} normalises all heads .* run it in one process"
+    with pytest.raises(ConfigError, match=said):
         shares(config, 2)

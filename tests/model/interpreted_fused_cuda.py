@@ -267,10 +267,11 @@ def test_rounded_caches(cache):
 
 def test_what_cannot_be_fused_says_why(tmp_path):
     assert "bfloat16 or float16; the model is float32" in refusal(tiny_llama())
-    experts = hasten.load(make_reference("mixtral"), dtype="bfloat16")
-    assert "no experts" in refusal(experts)
-    with pytest.raises(ConfigError, match="no experts"):
-        fuse(experts)
+    for family in ("mixtral", "olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2"):
+        experts = hasten.load(make_reference(family), dtype="bfloat16")
+        assert "no experts" in refusal(experts)
+        with pytest.raises(ConfigError, match="no experts"):
+            fuse(experts)
     reasons = {other.reason for row in explain(experts) if row.operator == "block" for other in row.others}
     assert reasons == {"the fused steps of a GPU know no experts"}
     scaled = hasten.load(make_reference("granite"), dtype="bfloat16")

@@ -15,6 +15,8 @@ from references import CASES
 # Sizes that every published config names: left out, a guess would only move the error to the weights.
 REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 REQUIRED |= {"n_embd", "n_layer", "n_head"}
+NEEDED = {"dots1": {"n_routed_experts", "n_shared_experts", "num_experts_per_tok"}}  # no number there by default
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def config_class(name):
@@ -23,6 +25,10 @@ def config_class(name):
 
 def full_values(name):
     return config_class(name)(**CASES[name][2]).to_dict()
+
+
+def required(full):
+    return REQUIRED | NEEDED.get(full["model_type"], set())
 
 
 def as_transformers_reads(name, values):
@@ -52,12 +58,11 @@ def test_any_field_left_out_takes_the_same_default(case):
     full = full_values(case)
     if "num_attention_heads" in full:  # a multiple of every family's default key/value heads
         full |= {"num_attention_heads": 32, "hidden_size": 32 * 16}
-    if "num_experts" in full or "num_local_experts" in full:
-        full["num_local_experts"] = 16
+    full |= {name: 16 for name in EXPERT_COUNTS if name in full}  # at least every family's default of chosen ones
     checked = 0
     for gone in sorted(set(full) - {"model_type"}):
         values = {name: value for name, value in full.items() if name != gone}
-        if gone in REQUIRED and full["model_type"] != "gemma3_text":
+        if gone in required(full) and full["model_type"] != "gemma3_text":
             with pytest.raises(CheckpointError, match=f"config.json lacks '{gone}'"):
                 read_config(values)
             continue
@@ -70,7 +75,7 @@ def test_any_field_left_out_takes_the_same_default(case):
 
 def test_all_optional_fields_left_out(case):
     full = full_values(case)
-    values = {name: full[name] for name in full if name in REQUIRED | {"model_type"}}
+    values = {name: full[name] for name in full if name in required(full) | {"model_type"}}
     if "num_attention_heads" in full:
         values |= {"num_attention_heads": 32, "hidden_size": 32 * 16}
     assert read_config(values) == as_transformers_reads(case, values)
@@ -124,6 +129,17 @@ OLD = [
     ("glm", {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}),
     ("glm4", {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
     ("ernie4_5", {"rope_theta": 500000.0, "rope_scaling": None, "compression_ratio": 1.0}),
+    ("olmoe", {"rope_theta": 10000.0, "rope_scaling": None, "clip_qkv": None, "norm_topk_prob": False}),
+    ("qwen2_moe", {"rope_theta": 1e6, "decoder_sparse_step": 2, "use_sliding_window": False, "sliding_window": 32768}),
+    ("qwen2_moe-window", {"rope_theta": 1e6, "max_window_layers": 2, "qkv_bias": False}),
+    ("granitemoe", {"rope_theta": 1e4, "rope_scaling": None, "logits_scaling": 6.0, "router_aux_loss_coef": 0.0}),
+    ("dots1", {"rope_theta": 1e7, "scoring_func": "noaux_tc", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
+    ("dots1", {"sliding_window": None, "rope_scaling": None}),
+    ("glm4_moe", {"rope_theta": 1e6, "partial_rotary_factor": 0.25, "num_nextn_predict_layers": 1}),
+    ("ernie4_5_moe", {"rope_theta": 5e5, "moe_layer_end_index": -1, "moe_layer_interval": 2}),
+    ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_norm_min": 0.1}),
+    ("minimax_m2", {"rope_theta": 5e6, "rotary_dim": 4, "scoring_func": "sigmoid", "use_routing_bias": True}),
+    ("minimax_m2", {"rope_theta": 5e6, "use_qk_norm": True, "qk_norm_type": "per_layer", "attn_type_list": [1] * 4}),
     ("cohere2", {"rope_theta": 50000.0, "sliding_window_pattern": 2, "use_parallel_block": True}),
     ("ministral", {"rope_theta": 1e8, "sliding_window": 32768}),
     ("gpt2", {"n_ctx": 128, "task_specific_params": {}, "n_inner": None, "reorder_and_upcast_attn": False}),
@@ -185,6 +201,22 @@ def test_su_is_an_early_name_of_longrope():
         ("smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "a list of 4 of 0 and 1", "[1, 0]"]),
         ("exaone4", {"sliding_window_pattern": "LGLL"}, ["sliding_window_pattern", "LLLG", "'LGLL'"]),
         ("granite", {"logits_scaling": 0}, ["logits_scaling"]),
+        ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv", "None or absent", "8.0"]),
+        ("dots1", {"scoring_func": "softmax"}, ["scoring_func", "sigmoid", "'softmax'"]),
+        ("dots1", {"topk_method": "greedy"}, ["topk_method", "'noaux_tc' or absent", "'greedy'"]),
+        ("dots1", {"n_group": 3}, ["n_group", "equal groups", "8 experts", "3"]),
+        ("dots1", {"n_group": 8}, ["n_group", "at least 2", "8 experts", "8"]),
+        ("dots1", {"topk_group": 5}, ["topk_group", "at most the 4 groups", "5"]),
+        ("dots1", {"topk_group": 1, "num_experts_per_tok": 3}, ["topk_group", "at least 3 experts", "1"]),
+        ("dots1", {"n_shared_experts": 0}, ["n_shared_experts", "from 1 to", "0"]),
+        ("glm4_moe", {"scoring_func": "softmax"}, ["scoring_func", "'sigmoid' or absent", "'softmax'"]),
+        ("ernie4_5_moe", {"use_bias": True}, ["use_bias", "False or absent", "True"]),
+        ("ernie4_5_moe", {"moe_k": 6}, ["moe_k", "at most the 5 experts of moe_num_experts", "6"]),
+        ("minimax_m2", {"scoring_func": "softmax"}, ["scoring_func", "'sigmoid' or absent"]),
+        ("minimax_m2", {"shared_intermediate_size": 64}, ["shared_intermediate_size", "0 or absent", "64"]),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, ["attn_type_list", "[1, 1, 1, 1] or absent"]),
+        ("minimax_m2", {"layernorm_mlp_beta": 3.5}, ["layernorm_mlp_beta", "1.0 or absent", "3.5"]),
+        ("minimax_m2", {"rotary_dim": 33}, ["rotary_dim", "from 1 to 32", "33"]),
         ("gpt2", {"n_head": 5}, ["n_embd (64)", "n_head (5)"]),
     ],
 )

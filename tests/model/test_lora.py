@@ -86,7 +86,7 @@ def test_each_row_takes_its_own_adapter(tmp_path):
     assert torch.equal(logits(model, tokens), plain)
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2", "phi3", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "phi3", "qwen3", "qwen2_moe", "glm4_moe"])
 def test_saved_and_loaded_it_is_the_same(case, tmp_path):
     model = hasten.load(make_reference(case))
     adapter = new_adapter(model.config, rank=3, alpha=5, targets=["all-linear"], rslora=case == "gpt2")

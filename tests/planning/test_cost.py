@@ -27,6 +27,10 @@ DENSE = {
     "vocab_size": 100,
 }
 EXPERTS = DENSE | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+GATED = DENSE | {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GATED |= {"shared_expert_intermediate_size": 24}
+SHARED = DENSE | {"model_type": "dots1", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
 
 
 def config(values: dict) -> ModelConfig:
@@ -37,7 +41,7 @@ def bytes_read(model: ModelConfig, *, batch: int, context: int = 0) -> float:
     return decode_bytes_per_token(model, weight_bytes=2, kv_bytes=2, context=context, batch=batch)
 
 
-@pytest.mark.parametrize("values", [DENSE, EXPERTS, DENSE | {"num_attention_heads": 8, "head_dim": 8}])
+@pytest.mark.parametrize("values", [DENSE, EXPERTS, GATED, SHARED, DENSE | {"num_attention_heads": 8, "head_dim": 8}])
 def test_muons_own_products_are_those_of_a_step(values) -> None:
     model = Transformer(config(values))
     optimizer = Muon([parameter for parameter in model.blocks.parameters() if parameter.ndim == 2], lr=1e-3)
@@ -65,6 +69,21 @@ def test_several_tokens_choose_more_experts_than_one_but_not_all() -> None:
     assert step == pytest.approx(2 * (own + 3 * 1.5 * one_expert))
     assert bytes_read(model, batch=1000) * 1000 == pytest.approx(2 * parameters(all_experts).active)
     assert bytes_read(all_experts, batch=4) * 4 == pytest.approx(2 * parameters(all_experts).active)
+
+
+@pytest.mark.parametrize(("values", "beside", "dense"), [(GATED, 3 * 24 + 1, 0), (SHARED, 3 * 32, 1)])
+def test_what_every_token_passes_beside_the_experts_is_active(values, beside, dense) -> None:
+    model = config(values)
+    hidden, sparse = model.hidden_size, 3 - dense
+    attention, one_expert = 2 * hidden * 32 + 2 * hidden * 16, 3 * hidden * 16
+    around = 3 * attention + dense * 3 * hidden * 64 + sparse * hidden * (8 + beside)
+    vectors = 3 * 2 * hidden + (3 * 2 * model.head_dim + sparse * 8 if values is SHARED else 3 * (32 + 2 * 16))
+    counted = parameters(model)
+    assert counted.active == around + vectors + sparse * 2 * one_expert + counted.embedding
+    assert counted.total == counted.active + sparse * 6 * one_expert + counted.head + hidden
+    assert bytes_read(model, batch=1) == pytest.approx(2 * counted.active)
+    step = bytes_read(model, batch=2) * 2
+    assert step == pytest.approx(2 * (counted.active + sparse * 1.5 * one_expert))
 
 
 def test_a_prompt_pays_for_the_head_once_and_training_for_every_token() -> None:

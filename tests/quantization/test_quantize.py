@@ -20,7 +20,7 @@ from hasten.model.fused import refusal
 from hasten.ops.linear import PackedLinear
 from hasten.quantization import GPTQ, Int4, Int8, Mixed, quantize, quantize_to_folder
 from quantized_folders import full_disk
-from references import make_reference, tiny_llama
+from references import decided, make_reference, tiny_llama
 
 TOKENS = torch.tensor([[3, 7, 1, 9, 4, 4, 10, 2]])
 
@@ -35,6 +35,7 @@ def packed(model):
     return {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
+EXPERTS = ["olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
 SCHEMES = [
     Int8(),
     Int8(activations="int8"),
@@ -45,12 +46,14 @@ SCHEMES = [
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3_moe", "olmo2", "cohere2", "glm4"])
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3_moe", "olmo2", "cohere2", "glm4", *EXPERTS]
+)
 def test_all_linear_layers_but_routers_are_quantized(name, scheme):
-    model = hasten.load(make_reference(name))
+    model = decided(hasten.load(make_reference(name)))
     plain = logits(model)
     expected = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    expected = {name for name in expected if not name.endswith("router")}
+    expected = {name for name in expected if not name.endswith(("router", "shared_gate"))}
     assert hasten.quantize(model, scheme) is model
     assert packed(model) == expected
     assert model.quantization is not None
@@ -160,7 +163,7 @@ def test_schemes_refuse_what_cannot_be(make, word):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("name", ["llama-mqa", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama-mqa", "phi3", "qwen3_moe", "qwen2_moe", "ernie4_5_moe"])
 def test_streaming_writes_what_quantizing_in_memory_and_saving_writes(name, scheme, tmp_path, recwarn):
     model = hasten.load(make_reference(name))
     plain = logits(model)
@@ -169,6 +172,20 @@ def test_streaming_writes_what_quantizing_in_memory_and_saving_writes(name, sche
     hasten.save(quantize(model, scheme), tmp_path / "saved")
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "streamed" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes()
+
+
+def test_stacked_experts_are_not_written_quantized(tmp_path):
+    model = hasten.load(make_reference("granitemoe"))
+    said = pytest.raises(ConfigError, match=r"experts in one tensor .*input_linear.weight.*--quantize int8")
+    with said:
+        quantize_to_folder(model, Int8(), tmp_path)
+    quantize(model, Int8())
+    with said:
+        hasten.save(model, tmp_path)
+    hasten.save(model, tmp_path / "plain", dequantize=True)
+    expected = logits(model)
+    found = logits(hasten.load(tmp_path / "plain", dtype="stored"))
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
 
 
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path):

@@ -22,6 +22,7 @@ from hasten.checkpoints.formats.stream import write_file as save_file
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine.files import locked, save_json
 from hasten.model.binding import kernels
+from hasten.model.experts import kept_dtype
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice, join
 from hasten.model.layer_format import LayerFormat, is_w8a8, of_integers, written_activations
@@ -129,6 +130,12 @@ def check_layers(model: Transformer, layers: Mapping[str, LayerFormat], format: 
         raise ConfigError(f"{error}; {export_plain(model.origin)} writes plain weights") from None
     fused: dict[str, list[str]] = {}
     for ours, piece in FAMILIES[model.config.family].places(model.config):
+        if piece.expert is not None and ours.removesuffix(".weight") in layers:
+            raise ConfigError(
+                f"a {model.config.family} folder has a layer's experts in one tensor ({piece.name}), which no layout "
+                f"holds quantized; quantize the model where it is used (--quantize int8), or keep it plain: "
+                f"{export_plain(model.origin)}"
+            )
         if ours.endswith(".weight"):
             fused.setdefault(piece.name, []).append(ours.removesuffix(".weight"))
     for name, parts in fused.items():
@@ -206,7 +213,7 @@ class _Plan:
         if layer is None:
             tensor = join(pieces, [self._tensor(ours).to(device) for _, ours in self.parts[name]])
             tensor = tensor.t() if pieces[0].transposed else tensor
-            return {name: tensor.to(self.dtype).contiguous()}
+            return {name: tensor.to(kept_dtype(self.parts[name][0][1], self.dtype)).contiguous()}
         weights = [self._weight(ours, layer, device) for _, ours in self.parts[name]]
         try:
             encoded = self.format.encode(QuantizedWeight.joined(weights, partial(join, pieces)))

@@ -23,6 +23,7 @@ from hasten.checkpoints.upload import Upload
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine.device import resolve_device, resolve_dtype
 from hasten.model.config import ModelConfig
+from hasten.model.experts import kept_dtype
 from hasten.model.families import FAMILIES, family_of, read_config
 from hasten.model.families.family import Family, TensorSlice, stacked_experts
 from hasten.model.families.wrapped import skipped_towers, text_tensors
@@ -330,7 +331,7 @@ def _fill(
             check_finite(piece.name, whole, stored[piece.name].file)
             checked.add(piece.name)
         owner, _, leaf = ours.rpartition(".")
-        parameter = nn.Parameter(held.to(device=device, dtype=dtype))
+        parameter = nn.Parameter(held.to(device=device, dtype=kept_dtype(ours, dtype)))
         setattr(model.get_submodule(owner), leaf, parameter)
         copied = cut is not None or parameter.data_ptr() != held.data_ptr()
         few_rows = ours == "embedding.weight" and not tied  # of which a step reads its tokens' own
@@ -360,7 +361,7 @@ def fill_uploaded(
             if whole.numel():
                 extremes[name] = torch.stack(whole.detach().aminmax())
             for ours in places:
-                held = pieces[ours].of(whole).to(dtype=dtype)
+                held = pieces[ours].of(whole).to(dtype=kept_dtype(ours, dtype))
                 if whole is not own and held.numel() != whole.numel():
                     held = held.clone()  # memory of its own, aligned as kernels want it
                 owner, _, leaf = ours.rpartition(".")

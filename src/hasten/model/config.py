@@ -91,7 +91,15 @@ class ModelConfig:
     experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
-    normalize_experts: bool = True  # the chosen experts' probabilities are made to sum to one
+    expert_scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    expert_choice_bias: bool = False  # a stored bias of each expert is added to its score to choose, not to weigh
+    expert_groups: int = 1  # consecutive experts in as many equal groups; only the best groups' experts are chosen
+    expert_top_groups: int = 1  # number of groups kept, by the sum of the two best scores in each
+    normalize_experts: bool = True  # the chosen experts' scores are divided by their sum
+    expert_sum_floor: float = 1e-20  # the least that they are divided by
+    expert_weight_scale: float = 1.0  # multiplies the weights of the chosen experts
+    shared_size: int = 0  # inner features of an MLP beside the experts, for every token; 0: none
+    shared_gate: bool = False  # its output is multiplied by the sigmoid of a product with the input
     initializer_range: float = 0.02  # standard deviation of random weights
     attention_pattern: "Pattern | None" = None  # which blocks every layer sees; hasten's own field of config.json
     dropout: float = 0.0  # in training only; set by the recipe, never by a checkpoint

@@ -1,6 +1,7 @@
 """Mixture of experts: each token is sent to the few MLPs that a router scores highest (Switch, Mixtral)."""
 
 from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -8,23 +9,65 @@ from torch import Tensor, nn
 from hasten.model.config import ModelConfig
 
 
-class Experts(nn.Module):
-    """Top-k routing over `config.experts` gated MLPs; probabilities over all experts, in float32."""
+def route(logits: Tensor, config: ModelConfig, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose experts by the router's logits (N, E): their weights, in float32, and their numbers, (N, k) each.
 
-    def __init__(self, config: ModelConfig, make: Callable[[], nn.Module]) -> None:
+    choice_bias: float32 (E,), added to the scores that choose and not to those that weigh (arXiv 2408.15664).
+    """
+    logits = logits.float()
+    scores = _sigmoid(logits) if config.expert_scores == "sigmoid" else logits.softmax(dim=-1)  # (N, E)
+    choice = scores if choice_bias is None else scores + choice_bias
+    if config.expert_groups > 1:
+        choice = _in_best_groups(choice, groups=config.expert_groups, kept=config.expert_top_groups)
+    chosen = choice.topk(config.experts_per_token, dim=-1).indices
+    weights = scores.gather(-1, chosen)
+    if config.normalize_experts:
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(config.expert_sum_floor)
+    return weights * config.expert_weight_scale, chosen
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """The sigmoid, rounded from float64: a number has the same bits wherever it is in a batch.
+
+    PyTorch computes the last elements of a tensor by scalar code, whose float32 results differ from the vectorised.
+    """
+    return x.double().sigmoid().to(x.dtype)
+
+
+def _in_best_groups(choice: Tensor, *, groups: int, kept: int) -> Tensor:
+    """Scores (N, E) with -inf outside the `kept` groups whose two best sum highest (DeepSeek-V3, arXiv 2412.19437)."""
+    grouped = choice.unflatten(-1, (groups, -1))  # (N, G, E/G)
+    best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(kept, dim=-1).indices  # (N, kept)
+    outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)  # (N, G)
+    return grouped.masked_fill(outside[..., None], float("-inf")).flatten(-2)
+
+
+def kept_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of a parameter of a model in `dtype` (None: as it is stored): choice biases stay in float32.
+
+    They differ from each other by less than 16 bits hold, and the differences choose the experts.
+    """
+    return torch.float32 if dtype is not None and name.endswith(".choice_bias") else dtype
+
+
+class Experts(nn.Module):
+    """Top-k routing over `config.experts` MLPs, and where the model has one an MLP beside them for every token.
+
+    make: creates an MLP with this number of inner features.
+    """
+
+    def __init__(self, config: ModelConfig, make: Callable[[int], nn.Module]) -> None:
         super().__init__()
+        self.config = config
         self.router = nn.Linear(config.hidden_size, config.experts, bias=False)
-        self.experts = nn.ModuleList(make() for _ in range(config.experts))
-        self.top = config.experts_per_token
-        self.normalize = config.normalize_experts
+        self.choice_bias = nn.Parameter(torch.empty(config.experts)) if config.expert_choice_bias else None
+        self.experts = nn.ModuleList(make(config.expert_size) for _ in range(config.experts))
+        self.shared = make(config.shared_size) if config.shared_size else None
+        self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_gate else None
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts for rows (N, C): their shares of a row's output, float32, and their numbers, (N, k) each."""
-        probabilities = self.router(rows).float().softmax(dim=-1)  # (N, E)
-        shares, chosen = probabilities.topk(self.top, dim=-1)
-        if self.normalize:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
-        return shares, chosen
+        return route(self.router(rows), self.config, self.choice_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)  # (N, C)
@@ -35,4 +78,18 @@ class Experts(nn.Module):
         for index in chosen.unique().tolist():
             row, slot = torch.where(chosen == index)
             out.index_add_(0, row, self.experts[index](rows[row]) * shares[row, slot, None].to(rows.dtype))
-        return out.view_as(x)
+        return self.add_shared(out, rows).view_as(x)
+
+    def add_shared(self, out: Tensor, x: Tensor) -> Tensor:
+        """Add to the experts' output (…, C) that of the MLP which every token of x (…, C) passes, if there is one."""
+        if self.shared is None:
+            return out
+        shared: Tensor = self.shared(x)
+        return out + (shared if self.shared_gate is None else shared * _sigmoid(self.shared_gate(x)))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = None if self.choice_bias is None else self.choice_bias.detach()
+        super()._apply(fn, recurse)
+        if before is not None and self.choice_bias is not None and self.choice_bias.itemsize < before.itemsize:
+            self.choice_bias = nn.Parameter(before.to(self.choice_bias.device))  # `kept_dtype`
+        return self

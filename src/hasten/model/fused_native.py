@@ -209,7 +209,7 @@ class FusedBlock(FusedSteps):
 
         def run(x: Tensor) -> Tensor:
             shares, chosen = experts.route(x.flatten(0, -2))
-            return call(plan=plan, x=x, chosen=chosen, shares=shares)
+            return experts.add_shared(call(plan=plan, x=x, chosen=chosen, shares=shares), x)
 
         return run
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hasten.model.config import ModelConfig
+from hasten.model.experts import kept_dtype
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.transformer import Transformer
 
@@ -24,7 +25,8 @@ def initialize(
         model = Transformer(config)
     for module in model.modules():
         for name, empty in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(torch.empty(empty.shape, dtype=dtype, device=device)))
+            own = kept_dtype(f".{name}", dtype)
+            setattr(module, name, nn.Parameter(torch.empty(empty.shape, dtype=own, device=device)))
     model.to(device)  # the rotary tables
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight
@@ -38,9 +40,9 @@ def initialize(
                 module.weight.normal_(0.0, residual if into_residual else std, generator=generator)
             elif isinstance(module, RMSNorm | LayerNorm):
                 module.weight.fill_(1.0 - module.offset)
-            bias = getattr(module, "bias", None)
-            if isinstance(bias, nn.Parameter):
-                bias.zero_()
+            for bias in (getattr(module, "bias", None), getattr(module, "choice_bias", None)):
+                if isinstance(bias, nn.Parameter):
+                    bias.zero_()
         for padded in (model.embedding.weight, model.head.weight):
             padded[config.vocab_size :] = 0
     model.bind()

@@ -155,7 +155,8 @@ def targeted(config: ModelConfig, targets: Sequence[str]) -> list[str]:
 
 def layer_size(config: ModelConfig, name: str) -> tuple[int, int]:
     """Input and output features (K, N) of a layer that can have an adapter."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
+    inner = config.shared_size if ".shared." in name else config.intermediate_size
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     into = {"q": q, "k": kv, "v": kv, "gate": inner, "up": inner}
     leaf = name.rpartition(".")[2]

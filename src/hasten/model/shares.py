@@ -64,8 +64,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of rank `rank`: ranges of query heads, key/value heads, the MLP's inner size, an expert's, and the
-    vocabulary's rows."""
+    """The share of rank `rank`: ranges of query heads, key/value heads, inner features of an MLP, of an expert and of
+    the MLP beside the experts, and the vocabulary's rows."""
 
     rank: int
     head_dim: int
@@ -73,6 +73,7 @@ class Share:
     kv_heads: range
     inner: range
     expert: range
+    shared: range
     words: range
 
     def config(self, whole: ModelConfig) -> ModelConfig:
@@ -83,13 +84,14 @@ class Share:
             kv_heads=len(self.kv_heads),
             intermediate_size=len(self.inner),
             expert_size=len(self.expert),
+            shared_size=len(self.shared),
             padded_vocab_size=len(self.words),
         )
 
     def cut(self, name: str) -> Cut | None:
         """The slice of a parameter, by its name in a Transformer; None: it is replicated."""
         *owners, module, kind = name.split(".")
-        inner = self.expert if "experts" in owners else self.inner
+        inner = self.expert if "experts" in owners else self.shared if "shared" in owners else self.inner
         size = self.head_dim
         heads, kv_heads = (range(held.start * size, held.stop * size) for held in (self.heads, self.kv_heads))
         columns = {"q": heads, "k": kv_heads, "v": kv_heads, "gate": inner, "up": inner}
@@ -124,6 +126,7 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
         )
     sizes = [config.intermediate_size] * any(not layer.experts for layer in config.layers)
     sizes += [config.expert_size] * any(layer.experts for layer in config.layers)
+    sizes += [config.shared_size] * (config.shared_size > 0)
     most = min(config.padded_vocab_size, max(_most_ranks(config, output)), *(-(-one // down) for one in sizes))
     if not 1 <= size <= most:
         groups = f", in whole groups of {max(output, down)} columns," if max(output, down) > 8 else ""
@@ -132,11 +135,14 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
             f"{min(sizes):,} inner features{groups} can be shared by 1 to {most} ranks: take at most {most}"
         )
     heads = _heads(config, size, output)
-    inner, expert = (_shared(one, _in_tiles(one, down, size), size) for one in (sizes[0], sizes[-1]))
+    widths = config.intermediate_size, config.expert_size, config.shared_size
+    inner, expert, shared = (_shared(one, _in_tiles(one, down, size), size) for one in widths)
     words = _shared(config.padded_vocab_size, _in_tiles(config.padded_vocab_size, 1, size), size)
     return [
-        Share(rank, config.head_dim, *heads[rank], inner=inner[rank], expert=expert[rank], words=words[rank])
-        for rank in range(size)
+        Share(
+            rank, config.head_dim, *own, inner=inner[rank], expert=expert[rank], shared=shared[rank], words=words[rank]
+        )
+        for rank, own in enumerate(heads)
     ]
 
 

@@ -48,7 +48,7 @@ class Block(nn.Module):
         self.parallel = config.parallel
         self.mlp_norm = norm_of(config, hidden) if config.pre_norms and not config.parallel else nn.Identity()
         if layer.experts:
-            self.mlp: nn.Module = Experts(config, lambda: MLP(config, config.expert_size))
+            self.mlp: nn.Module = Experts(config, lambda size: MLP(config, size))
         else:
             self.mlp = MLP(config, config.intermediate_size)
         self.mlp_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()

@@ -10,7 +10,8 @@ from hasten.model.config import LayerConfig, ModelConfig
 class Parameters:
     """Numbers of weights.
 
-    head: 0 if it is the embedding's matrix. active: multiplied for one token; of the experts only the chosen ones.
+    head: 0 if it is the embedding's matrix. active: multiplied for one token; of the experts only the chosen ones, and
+    what all tokens pass beside them.
     """
 
     total: int
@@ -41,7 +42,8 @@ def matrices(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     per_width = hidden * (3 if config.gated else 2)
     if not layer.experts:
         return (attention + per_width * config.intermediate_size,) * 2
-    around, one = attention + hidden * config.experts, per_width * config.expert_size
+    around, one = attention + hidden * (config.experts + config.shared_gate), per_width * config.expert_size
+    around += per_width * config.shared_size
     return around + config.experts * one, around + config.experts_per_token * one
 
 
@@ -52,7 +54,9 @@ def muon_flops(config: ModelConfig) -> float:
     for layer in config.layers:
         inner, every = (config.expert_size, config.experts) if layer.experts else (config.intermediate_size, 1)
         widths = [wide, kv, kv, wide] + [inner] * every * (3 if config.gated else 2)
-        widths += [config.experts] if layer.experts else []
+        if layer.experts:
+            widths += [config.shared_size] * (config.shared_size > 0) * (3 if config.gated else 2)
+            widths += [config.experts] + [1] * config.shared_gate
         total += sum(5 * (4 * min(hidden, one) ** 2 * max(hidden, one) + 2 * min(hidden, one) ** 3) for one in widths)
     return float(total)
 
@@ -72,9 +76,16 @@ def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     inner, every, used = config.intermediate_size, 1, 1
     if layer.experts:
         inner, every, used = config.expert_size, config.experts, config.experts_per_token
-    biases = (inner * (2 if config.gated else 1) + hidden) * config.mlp_bias
+        vectors += config.experts * config.expert_choice_bias
+        vectors += _mlp_biases(config, config.shared_size) if config.shared_size else 0
+    biases = _mlp_biases(config, inner)
     own, active = matrices(config, layer)
     return own + vectors + every * biases, active + vectors + used * biases
+
+
+def _mlp_biases(config: ModelConfig, inner: int) -> int:
+    """Number of biases in an MLP of `inner` features."""
+    return (inner * (2 if config.gated else 1) + config.hidden_size) * config.mlp_bias
 
 
 def _attended(layer: LayerConfig, length: int) -> float:

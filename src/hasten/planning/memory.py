@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hasten.errors import ResourceError
-from hasten.model.config import ModelConfig
+from hasten.model.config import LayerConfig, ModelConfig
 from hasten.planning.cost import matrices, parameters
 from hasten.planning.sharing import fsdp_bytes
 
@@ -218,8 +218,15 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
 
 
 def _widths(config: ModelConfig) -> tuple[int, int, int, int]:
-    inner = config.expert_size * config.experts_per_token if config.experts else config.intermediate_size
+    inner = max((_inner(config, layer) for layer in config.layers), default=config.intermediate_size)
     return config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim, inner
+
+
+def _inner(config: ModelConfig, layer: LayerConfig) -> int:
+    """Inner features that a token passes in a layer."""
+    if not layer.experts:
+        return config.intermediate_size
+    return config.expert_size * config.experts_per_token + config.shared_size
 
 
 def _loss(config: ModelConfig, use: TrainingUse, size: int, *, head: int, narrow: int) -> int:
@@ -294,7 +301,8 @@ def calibration_memory(
     matrices, squares of the widest input. moved: each block is copied to a device, in 16 bits.
     """
     block = max(matrices(config, layer)[0] for layer in config.layers)
-    inner = max(config.expert_size if layer.experts else config.intermediate_size for layer in config.layers)
+    sizes = {True: max(config.expert_size, config.shared_size), False: config.intermediate_size}
+    inner = max(sizes[layer.experts] for layer in config.layers)
     widest = max(config.hidden_size, config.heads * config.head_dim, inner)
     chosen = config.experts_per_token * max(layer.experts for layer in config.layers)
     parts = {

@@ -153,11 +153,11 @@ SCHEMES: dict[str, type[Int8 | Int4]] = {"int8": Int8, "int4": Int4, "int3": Int
 def layers_to_quantize(model: Transformer) -> list[str]:
     """Names of the layers that can be quantized: all linear layers of the blocks, then the head, then the embedding.
 
-    Experts are among them, routers never (they are small, and a token sent to the wrong expert is lost). An embedding
-    tied to the head has the head's name.
+    Experts are among them, routers and the gate of a shared MLP never (they are small, and a token sent to the wrong
+    expert is lost). An embedding tied to the head has the head's name.
     """
     linears = [name for name, module in model.blocks.named_modules() if isinstance(module, nn.Linear)]
-    blocks = [f"blocks.{name}" for name in linears if not name.endswith(".router")]
+    blocks = [f"blocks.{name}" for name in linears if not name.endswith((".router", ".shared_gate"))]
     return [*blocks, "head"] if model.tied else [*blocks, "head", "embedding"]
 
 
@@ -169,7 +169,7 @@ def units_of(names: Iterable[str]) -> dict[str, list[str]]:
     units: dict[str, list[str]] = {}
     for name in names:
         shared = re.sub(r"experts\.\d+\.", "experts.", name)
-        unit = re.sub(r"(attention)\.[qkv]$|(mlp|experts)\.(gate|up)$", r"\1\2.inputs", shared)
+        unit = re.sub(r"(attention)\.[qkv]$|(mlp|experts|shared)\.(gate|up)$", r"\1\2.inputs", shared)
         units.setdefault(unit, []).append(name)
     return units
 

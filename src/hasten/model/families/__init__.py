@@ -9,12 +9,22 @@ from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.cohere import COHERE2
 from hasten.model.families.family import Family
 from hasten.model.families.gemma import GEMMA, GEMMA2, GEMMA3
-from hasten.model.families.glm import ERNIE4_5, GLM, GLM4
+from hasten.model.families.glm import ERNIE4_5, ERNIE4_5_MOE, GLM, GLM4
 from hasten.model.families.gpt import GPT2, GPT_BIGCODE
 from hasten.model.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL, PHI3
-from hasten.model.families.olmo import EXAONE4, OLMO2, OLMO3
-from hasten.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from hasten.model.families.variants import ARCEE, GRANITE, HUNYUAN, NEMOTRON, SEED_OSS, SMOLLM3, STARCODER2
+from hasten.model.families.olmo import EXAONE4, OLMO2, OLMO3, OLMOE
+from hasten.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from hasten.model.families.routed import DOTS1, GLM4_MOE, MINIMAX_M2
+from hasten.model.families.variants import (
+    ARCEE,
+    GRANITE,
+    GRANITE_MOE,
+    HUNYUAN,
+    NEMOTRON,
+    SEED_OSS,
+    SMOLLM3,
+    STARCODER2,
+)
 from hasten.model.families.wrapped import WRAPPERS, text_config
 from hasten.ops.attention.block_mask import tiles_refusal
 from hasten.ops.attention.pattern_layout import Pattern
@@ -23,11 +33,12 @@ from hasten.ops.attention.pattern_text import pattern_of
 DECLARED = (
     *(GPT2, GPT_BIGCODE, STARCODER2),
     *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL, PHI3),
-    *(SEED_OSS, ARCEE, NEMOTRON, GRANITE, SMOLLM3, HUNYUAN),
-    *(QWEN2, QWEN3, QWEN3_MOE),
+    *(SEED_OSS, ARCEE, NEMOTRON, GRANITE, GRANITE_MOE, SMOLLM3, HUNYUAN),
+    *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
     *(GEMMA, GEMMA2, GEMMA3),
-    *(OLMO2, OLMO3, EXAONE4),
-    *(GLM, GLM4, ERNIE4_5, COHERE2),
+    *(OLMO2, OLMO3, OLMOE, EXAONE4),
+    *(GLM, GLM4, ERNIE4_5, ERNIE4_5_MOE, COHERE2),
+    *(DOTS1, GLM4_MOE, MINIMAX_M2),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in DECLARED}
 

@@ -34,7 +34,7 @@ class RowSlice(NamedTuple):
 class TensorSlice:
     """Where one of our tensors is in a checkpoint: the whole tensor `name`, or some rows of it.
 
-    transposed: stored (in, out), as GPT-2's Conv1D does. expert: which matrix of a stacked (E, …) tensor.
+    transposed: stored (in, out), as GPT-2's Conv1D does. expert: which one of a stacked (E, …) tensor.
     """
 
     name: str
@@ -55,7 +55,12 @@ class TensorSlice:
 
 
 def join(pieces: Sequence[TensorSlice], tensors: Sequence[Tensor]) -> Tensor:
-    """Assemble the published tensor from its pieces (rows only; a transposed tensor is not transposed back)."""
+    """Assemble the published tensor from its pieces (a transposed tensor is not transposed back)."""
+    if pieces[0].expert is not None:
+        stacked: dict[int, list[tuple[TensorSlice, Tensor]]] = {}
+        for piece, tensor in zip(pieces, tensors, strict=True):
+            stacked.setdefault(piece.expert or 0, []).append((replace(piece, expert=None), tensor))
+        return torch.stack([join(*zip(*stacked[number], strict=True)) for number in sorted(stacked)])
     parts = [(piece.rows, tensor) for piece, tensor in zip(pieces, tensors, strict=True) if piece.rows is not None]
     if not parts:
         return tensors[0]
@@ -80,6 +85,7 @@ LLAMA_NAMES = {
     "up": "up_proj",
     "down": "down_proj",
     "router": "gate",
+    "shared": "shared_experts",
 }
 
 Places = Iterator[tuple[str, TensorSlice]]
@@ -92,7 +98,9 @@ class Family:
     config translates a config.json. names: the checkpoint's names for the parts of our parameters' names. rows: row
     slices of modules that the checkpoint stores in one matrix. transposed: the linear weights of blocks are stored
     (in, out). defaults are the values of fields that a config.json may leave out: those of the family's config class in
-    transformers.
+    transformers. stacks: the tensors of all experts' gate and up, and of their down, where the checkpoint stacks them.
+    one_row: our vectors that it stores as matrices of one row. in_memory: the names of a transformers model in memory,
+    where they are others; its experts are stacked.
     """
 
     model_type: str
@@ -102,6 +110,9 @@ class Family:
     rows: Callable[[ModelConfig], dict[str, RowSlice]] = lambda config: {}
     transposed: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    stacks: tuple[str, str] | None = None
+    one_row: tuple[str, ...] = ()
+    in_memory: Mapping[str, str] | None = None
 
     @property
     def base(self) -> str:
@@ -115,20 +126,27 @@ class Family:
             parts = ours.split(".")
             name = ".".join(self.names.get(part, part) for part in parts)
             linear = parts[2:3] in (["attention"], ["mlp"]) and parts[-1] == "weight"
-            yield ours, TensorSlice(name, rows.get(parts[-2]), transposed=self.transposed and linear)
+            if self.stacks is not None and "experts" in parts:
+                yield ours, self._stacked(ours, config)
+            elif parts[-1] in self.one_row:
+                yield ours, TensorSlice(name, expert=0)
+            else:
+                yield ours, TensorSlice(name, rows.get(parts[-2]), transposed=self.transposed and linear)
+
+    def _stacked(self, ours: str, config: ModelConfig) -> TensorSlice:
+        """The place of an expert's weight in the tensors `stacks`: (E, 2·I, C) of gate and up, (E, C, I) of down."""
+        assert self.stacks is not None
+        layer, _, which = ours.partition(".experts.")
+        expert, module, _ = which.split(".")
+        size, prefix = config.expert_size, ".".join(self.names.get(part, part) for part in layer.split("."))
+        rows = {"gate": RowSlice(0, size), "up": RowSlice(size, 2 * size)}.get(module)
+        return TensorSlice(f"{prefix}.{self.stacks[rows is None]}", rows, expert=int(expert))
 
 
 def stacked_experts(family: Family, config: ModelConfig) -> Places:
-    """The places of experts in transformers 5's memory: gate and up stacked in one (E, 2·I, C) tensor."""
-    size = config.expert_size
-    rows = {"gate_proj": RowSlice(0, size), "up_proj": RowSlice(size, 2 * size)}
-    for ours, piece in replace(family, names=LLAMA_NAMES).places(config):
-        layer, inside, which = piece.name.partition(".experts.")
-        if inside:
-            expert, module, _ = which.split(".")
-            stack = "gate_up_proj" if module in rows else module
-            piece = TensorSlice(f"{layer}.experts.{stack}", rows.get(module), expert=int(expert))
-        yield ours, piece
+    """The places of a model with experts in transformers 5's memory."""
+    names = family.names if family.in_memory is None else family.in_memory
+    return replace(family, names=names, stacks=("experts.gate_up_proj", "experts.down_proj")).places(config)
 
 
 def parameter_names(config: ModelConfig) -> Iterator[str]:
@@ -151,6 +169,11 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
             yield from _named(f"{block}mlp.", ["router"])
             for e in range(config.experts):
                 yield from _named(f"{block}mlp.experts.{e}.", inner, bias=config.mlp_bias)
+            if config.expert_choice_bias:
+                yield f"{block}mlp.choice_bias"
+            if config.shared_size:
+                yield from _named(f"{block}mlp.shared.", inner, bias=config.mlp_bias)
+            yield from _named(f"{block}mlp.", ["shared_gate"] * config.shared_gate)
         else:
             yield from _named(f"{block}mlp.", inner, bias=config.mlp_bias)
 
@@ -316,10 +339,7 @@ def llama_config(
     """A Llama-like config: RMSNorm, rotary positions, gated MLP, no biases, unless changed by keyword."""
     common = sizes(fields)
     values: dict[str, Any] = {
-        "layers": tuple(
-            LayerConfig(window=window, scale=common["head_dim"] ** -0.5, experts=has_experts(layer))
-            for layer in range(layer_count(fields))
-        ),
+        "layers": (LayerConfig(window=window, scale=common["head_dim"] ** -0.5),) * layer_count(fields),
         "norm_eps": fields.number("rms_norm_eps", default=1e-6, high=1.0),
         "tie_embeddings": fields.flag("tie_word_embeddings", False),
     }
@@ -327,15 +347,19 @@ def llama_config(
         values["activation"] = fields.choice("hidden_act", options=ACTIVATION_NAMES, default="silu")
     if "ropes" not in changes:
         values["ropes"] = (rope(fields, common["head_dim"], rope_fields(fields), theta=theta, kinds=rope_kinds),)
-    return ModelConfig(**(common | values | changes))
+    values = common | values | changes
+    values["layers"] = tuple(replace(layer, experts=has_experts(i)) for i, layer in enumerate(values["layers"]))
+    return ModelConfig(**values)
 
 
-def expert_counts(fields: Fields, *names: str) -> dict[str, Any]:
-    """Number of experts of a layer (`names`: spellings of the field) and of experts for each token."""
+def expert_counts(
+    fields: Fields, *names: str, chosen_names: tuple[str, ...] = ("num_experts_per_tok",)
+) -> dict[str, Any]:
+    """Number of experts of a layer and of experts for each token; names, chosen_names: spellings of the two fields."""
     experts = fields.integer(*names, high=1 << 12)
-    chosen = fields.integer("num_experts_per_tok", high=1 << 12)
+    chosen = fields.integer(*chosen_names, high=1 << 12)
     if chosen > experts:
-        raise fields.fail("num_experts_per_tok", f"at most the {experts} experts of {names[0]}", chosen)
+        raise fields.fail(chosen_names[0], f"at most the {experts} experts of {names[0]}", chosen)
     return {"experts": experts, "experts_per_token": chosen}
 
 

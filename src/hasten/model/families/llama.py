@@ -102,7 +102,14 @@ MIXTRAL_DEFAULTS = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-MIXTRAL = Family("mixtral", "MixtralForCausalLM", mixtral_config, MIXTRAL_NAMES, defaults=MIXTRAL_DEFAULTS)
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    mixtral_config,
+    MIXTRAL_NAMES,
+    defaults=MIXTRAL_DEFAULTS,
+    in_memory=LLAMA_NAMES,
+)
 
 
 def phi3_config(fields: Fields) -> ModelConfig:

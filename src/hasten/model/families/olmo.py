@@ -2,7 +2,8 @@
 
 OLMo 2 (arXiv 2501.00656): one norm over all heads of the queries, one over those of the keys. OLMo 3: windows in three
 of four layers, whose rotary table is not stretched. EXAONE 4 (arXiv 2507.11407): queries and keys normalised by head;
-beside windowed layers, those with full attention have no rotary positions.
+beside windowed layers, those with full attention have no rotary positions. OLMoE (arXiv 2409.02060) normalises what
+they read, and the queries and keys of all heads; its MLPs are experts.
 """
 
 from dataclasses import replace
@@ -12,6 +13,7 @@ from hasten.model.config import Fields, LayerConfig, ModelConfig
 from hasten.model.families.family import (
     LLAMA_NAMES,
     Family,
+    expert_counts,
     layer_count,
     layers_of_kinds,
     llama_config,
@@ -85,3 +87,27 @@ EXAONE4_DEFAULTS = {
     "sliding_window_pattern": 4,
 }
 EXAONE4 = Family("exaone4", "Exaone4ForCausalLM", exaone4_config, NAMES, defaults=EXAONE4_DEFAULTS)
+
+
+def olmoe_config(fields: Fields) -> ModelConfig:
+    fields.only(clip_qkv=None, sliding_window=None)
+    bias = fields.flag("attention_bias", False)
+    return llama_config(
+        fields,
+        has_experts=lambda layer: True,
+        qk_norm="projection",
+        qkv_bias=bias,
+        output_bias=bias,
+        **expert_counts(fields, "num_experts", "num_local_experts"),
+        expert_size=fields.integer("intermediate_size"),
+        normalize_experts=fields.flag("norm_topk_prob", False),
+    )
+
+
+OLMOE_DEFAULTS = {
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+}
+OLMOE = Family("olmoe", "OlmoeForCausalLM", olmoe_config, defaults=OLMOE_DEFAULTS)

@@ -2,8 +2,8 @@
 
 Seed-OSS: biases on q, k and v. Arcee AFM: squared ReLU instead of a gate. StarCoder 2 (arXiv 2402.19173): LayerNorm,
 biases, GELU instead of a gate. Nemotron and Minitron (dense, arXiv 2402.16819): LayerNorm whose weights are stored
-minus one, squared ReLU, half of each head rotated. Granite 3 and 4 (dense): four scalars. SmolLM3: layers without
-rotary positions. Hunyuan (dense): queries and keys normalised after their rotary turn.
+minus one, squared ReLU, half of each head rotated. Granite 3 and 4 (dense), and Granite 3's mixture of experts: four
+scalars. SmolLM3: layers without rotary positions. Hunyuan (dense): queries and keys normalised after their rotary turn.
 """
 
 from dataclasses import replace
@@ -15,6 +15,7 @@ from hasten.model.families.family import (
     LLAMA_NAMES,
     ROPE_KINDS,
     Family,
+    expert_counts,
     layer_count,
     layers_of_kinds,
     llama_config,
@@ -100,7 +101,7 @@ NEMOTRON_DEFAULTS = {
 NEMOTRON = Family("nemotron", "NemotronForCausalLM", nemotron_config, defaults=NEMOTRON_DEFAULTS)
 
 
-def granite_config(fields: Fields) -> ModelConfig:
+def granite_config(fields: Fields, **changes: Any) -> ModelConfig:
     scale = fields.number("attention_multiplier", default=1.0, low=1e-6)
     return llama_config(
         fields,
@@ -108,11 +109,30 @@ def granite_config(fields: Fields) -> ModelConfig:
         embedding_scale=fields.number("embedding_multiplier", default=1.0),
         residual_scale=fields.number("residual_multiplier", default=1.0),
         logit_scale=1 / fields.number("logits_scaling", default=1.0, low=1e-6),
-        **biases(fields),
+        **(biases(fields) | changes),
     )
 
 
 GRANITE = Family("granite", "GraniteForCausalLM", granite_config, defaults={"max_position_embeddings": 2048})
+
+
+def granite_moe_config(fields: Fields) -> ModelConfig:
+    counts = expert_counts(fields, "num_local_experts")
+    size = fields.integer("intermediate_size")
+    return granite_config(fields, has_experts=lambda layer: True, mlp_bias=False, expert_size=size, **counts)
+
+
+GRANITE_MOE_DEFAULTS = {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2}
+GRANITE_MOE_NAMES = LLAMA_NAMES | {"mlp": "block_sparse_moe", "router": "router"}
+GRANITE_MOE = Family(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    granite_moe_config,
+    GRANITE_MOE_NAMES | {"router": "router.layer"},
+    defaults=GRANITE_MOE_DEFAULTS,
+    stacks=("input_linear.weight", "output_linear.weight"),
+    in_memory=GRANITE_MOE_NAMES,
+)
 
 
 def smollm3_layers(fields: Fields) -> tuple[LayerConfig, ...]:
