@@ -40,7 +40,7 @@ def test_the_command_serves_and_drains(tiny_folder):
     try:
         line = process.stdout.readline()
         assert "is served at http://127.0.0.1:" in line, process.stderr.read()
-        assert re.search(r"with a page at http://127\.0\.0\.1:\d+/,", line)
+        assert re.search(r", a page at http://127\.0\.0\.1:\d+/; try:", line)
         curl = process.stdout.readline().strip()
         done = subprocess.run(
             ["bash", "-c", curl.replace("curl ", "curl -s ")],

@@ -142,9 +142,9 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         def listening() -> None:
             has_tokenizer = app.state.service.has_tokenizer
             line = curl_line(url, name, key=bool(settings.api_keys), has_tokenizer=has_tokenizer)
-            page = f", with a page at {url}/," if settings.page else ""
+            page = f", a page at {url}/" if settings.page else ""
             seconds = time.perf_counter() - start
-            print(f"{name} is served at {url}/v1{page} after {seconds:.1f} s; try:\n  {line}", flush=True)
+            print(f"{name} is served at {url}/v1 after {seconds:.1f} s{page}; try:\n  {line}", flush=True)
 
         Server(app, settings, listening=listening).run_on(sock)
         print("drained and closed", file=sys.stderr)
