@@ -224,13 +224,18 @@ class RankedDocument(BaseModel):
     document: dict[str, str] | None = None
 
 
-class Reranked(BaseModel):
-    """Answers to /v1/rerank: the best documents first. method: how the scores were made."""
+class Scores(BaseModel):
+    """Fields of answers to /v1/rerank and /score. method: how the scores were made."""
 
     id: str
     model: str
     method: Literal["yes_no", "cosine"]
     usage: dict[str, int]
+
+
+class Reranked(Scores):
+    """Answers to /v1/rerank: the best documents first."""
+
     results: list[RankedDocument]
 
 
@@ -242,15 +247,11 @@ class PairScore(BaseModel):
     score: float
 
 
-class Scored(BaseModel):
-    """Answers to /score. method: how the scores were made."""
+class Scored(Scores):
+    """Answers to /score."""
 
-    id: str
     object: Literal["list"]
     created: int
-    model: str
-    method: Literal["yes_no", "cosine"]
-    usage: dict[str, int]
     data: list[PairScore]
 
 
