@@ -29,8 +29,10 @@ def test_deep_arguments_of_a_call_are_refused(client_for_all):
     before = sys.getrecursionlimit()
     for limit in (before, 5 * before):  # PyTorch's compiler raises it
         sys.setrecursionlimit(limit)
-        answer = client_for_all.post("/v1/chat/completions", json=body)
-        sys.setrecursionlimit(before)
+        try:
+            answer = client_for_all.post("/v1/chat/completions", json=body)
+        finally:
+            sys.setrecursionlimit(before)
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, "messages[0] is nested too deeply")
 
 

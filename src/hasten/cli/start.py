@@ -21,6 +21,7 @@ from hasten.cli.help import wants_help
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine.caches import cache_folder
 from hasten.machine.signals import end_with_parent
+from hasten.measure.workers import address_in
 
 KEY = "HASTEN_API_KEY"  # which the server reads too
 FIRST_REQUEST = 20_000  # tokens of the longest first request that was recorded: Claude Code's, with Gemma's tokenizer
@@ -193,7 +194,7 @@ def _serving(options: Sequence[str], log: TextIO) -> Iterator[Served]:
             copier.join()
             raise SystemExit(status)
         listening.set()
-        url = line.partition("is served at ")[2].partition("/v1")[0]
+        url = address_in(line)
         print(f"{line.rpartition('; try')[0]}; log: {log.name}", file=sys.stderr)
         yield _ask(url)
         if server.poll() is not None:

@@ -78,6 +78,11 @@ def reply(answer: Mapping[str, Any]) -> None:
     print(json.dumps(answer), flush=True)
 
 
+def address_in(line: str) -> str:
+    """The URL without /v1 in the line that `hasten serve` prints when it listens."""
+    return line.partition(" is served at ")[2].partition("/v1")[0]
+
+
 @contextmanager
 def serving(model: str | Path, *options: str) -> Iterator[str]:
     """`hasten serve` of a model on a free port; yields the URL without /v1, and ends the server."""
@@ -86,7 +91,9 @@ def serving(model: str | Path, *options: str) -> Iterator[str]:
     try:
         assert server.stdout is not None
         line = server.stdout.readline()
-        yield next(word for word in line.split() if word.startswith("http")).removesuffix("/v1")
+        if not line:
+            raise SystemExit(f"hasten serve ended with status {server.wait()}; its own words are above")
+        yield address_in(line)
     finally:
         server.terminate()
         server.wait(60)
