@@ -13,7 +13,7 @@ from hasten.ops.native import library
 from hasten.planning.cost import forward_flops_per_token
 from hasten.profiling import profile as profiles
 from hasten.profiling import show
-from hasten.profiling.profile import profile
+from hasten.profiling.profile import bytes_of_tensors, profile
 from hasten.profiling.steps import Answers, ServedAnswers, keys_of, least_of
 from hasten.profiling.trace import covered
 from hasten.profiling.tree import PartTime, folded, ordered, parameters_of
@@ -97,6 +97,18 @@ def test_experts_in_one_native_call_count_what_they_read(tmp_path):
         rows = check(phase, {f"model.blocks.{i}" for i in range(2)})
         assert not any(".experts" in name for name in rows)
         assert rows[""].flops == sum(flops for flops, _ in least_of(plain).values())
+
+
+def test_tensors_without_memory_are_not_counted():
+    """torch.compile leaves some behind."""
+    cpu, kept, wrapped = torch.device("cpu"), torch.empty(1 << 20), torch.empty(1 << 20)
+    before = bytes_of_tensors(cpu)
+    traced, view = torch._to_functional_tensor(wrapped), kept[7:]
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        traced.untyped_storage().data_ptr()
+    assert bytes_of_tensors(cpu) == before
+    del kept, view
+    assert bytes_of_tensors(cpu) == before - (4 << 20)
 
 
 def test_answers_that_began_in_different_steps_are_begun_anew_together():

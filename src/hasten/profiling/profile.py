@@ -1,7 +1,7 @@
 """`hasten.profile`: a profile of a recipe's training step, or of a model that generates or serves."""
 
 import gc
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -151,8 +151,6 @@ def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path)
     if not any(isinstance(module, PackedLinear) for module in work.model.modules()):
         checks["FLOPs: from shapes, torch's FlopCounterMode"] = (rows[0].flops, counted_flops(work))
     work.prepare()
-    plain_tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
-    storages = [one.untyped_storage() for one in plain_tensors if one.device == work.model.device]
     return ProfiledPhase(
         name=work.name,
         tokens=sum(new for _, new in work.spans),
@@ -162,9 +160,20 @@ def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path)
         limits=limits,
         rows=rows,
         traced=traced(meter, work.step, folder / f"{work.name}.trace.json"),
-        held=sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),
+        held=bytes_of_tensors(work.model.device),
         checks=checks,
     )
+
+
+def bytes_of_tensors(device: torch.device) -> int:
+    """Bytes of all plain tensors of this process on a device, each storage once."""
+    sizes: dict[int, int] = {}
+    for one in gc.get_objects():
+        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device == device:
+            storage = one.untyped_storage()
+            with suppress(RuntimeError):  # it has no memory: such tensors are left by what traces a model
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def counted_flops(work: Work) -> float:
