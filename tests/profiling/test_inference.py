@@ -1,5 +1,7 @@
 """`hasten profile generate` and `serve`: the parts of a step, of readable blocks and of those of one native call."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,9 +15,9 @@ from hasten.ops.native import library
 from hasten.planning.cost import forward_flops_per_token
 from hasten.profiling import profile as profiles
 from hasten.profiling import show
-from hasten.profiling.profile import bytes_of_tensors, profile
+from hasten.profiling.profile import profile, storages
 from hasten.profiling.steps import Answers, ServedAnswers, keys_of, least_of
-from hasten.profiling.trace import covered
+from hasten.profiling.trace import covered, traced
 from hasten.profiling.tree import PartTime, folded, ordered, parameters_of
 from hasten.profiling.walk import parts_of
 from tiny_model import tiny_llama
@@ -99,16 +101,36 @@ def test_experts_in_one_native_call_count_what_they_read(tmp_path):
         assert rows[""].flops == sum(flops for flops, _ in least_of(plain).values())
 
 
+def held():
+    return sum(storage.nbytes() for storage in storages(torch.device("cpu")))
+
+
 def test_tensors_without_memory_are_not_counted():
     """torch.compile leaves some behind."""
-    cpu, kept, wrapped = torch.device("cpu"), torch.empty(1 << 20), torch.empty(1 << 20)
-    before = bytes_of_tensors(cpu)
+    kept, wrapped = torch.empty(1 << 20), torch.empty(1 << 20)
+    before = held()
     traced, view = torch._to_functional_tensor(wrapped), kept[7:]
     with pytest.raises(RuntimeError, match="invalid python storage"):
         traced.untyped_storage().data_ptr()
-    assert bytes_of_tensors(cpu) == before
+    assert held() == before
     del kept, view
-    assert bytes_of_tensors(cpu) == before - (4 << 20)
+    assert held() == before - (4 << 20)
+
+
+def test_memory_that_a_traced_step_frees_is_kept_until_its_end(tmp_path, monkeypatch):
+    """torch's profiler would warn that it does not know this memory."""
+    old, seen = [torch.empty(1 << 20)], []
+    pointer = old[0].data_ptr()
+
+    def freeing(*given):
+        old.clear()
+        kept = (one for one in gc.get_objects() if type(one) is torch.UntypedStorage)
+        seen.append(pointer in {storage.data_ptr() for storage in kept})
+        return traced(*given)
+
+    monkeypatch.setattr(profiles, "traced", freeing)
+    profile(tiny_llama(), tmp_path, use="generate", prompt_tokens=20, steps=1)
+    assert seen == [True, False]  # the second phase begins without it
 
 
 def test_answers_that_began_in_different_steps_are_begun_anew_together():

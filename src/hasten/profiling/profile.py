@@ -151,6 +151,8 @@ def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path)
     if not any(isinstance(module, PackedLinear) for module in work.model.modules()):
         checks["FLOPs: from shapes, torch's FlopCounterMode"] = (rows[0].flops, counted_flops(work))
     work.prepare()
+    held = storages(work.model.device)  # until the step is traced: torch's profiler warns where older memory is freed
+    step = traced(meter, work.step, folder / f"{work.name}.trace.json")
     return ProfiledPhase(
         name=work.name,
         tokens=sum(new for _, new in work.spans),
@@ -159,21 +161,21 @@ def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path)
         dtype=dtype,
         limits=limits,
         rows=rows,
-        traced=traced(meter, work.step, folder / f"{work.name}.trace.json"),
-        held=bytes_of_tensors(work.model.device),
+        traced=step,
+        held=sum(storage.nbytes() for storage in held),
         checks=checks,
     )
 
 
-def bytes_of_tensors(device: torch.device) -> int:
-    """Bytes of all plain tensors of this process on a device, each storage once."""
-    sizes: dict[int, int] = {}
+def storages(device: torch.device) -> list[torch.UntypedStorage]:
+    """Storages of all plain tensors of this process on a device, each once."""
+    found: dict[int, torch.UntypedStorage] = {}
     for one in gc.get_objects():
         if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device == device:
             storage = one.untyped_storage()
             with suppress(RuntimeError):  # it has no memory: such tensors are left by what traces a model
-                sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+                found[storage.data_ptr()] = storage
+    return list(found.values())
 
 
 def counted_flops(work: Work) -> float:
