@@ -364,7 +364,7 @@ def uniform_files(name: str, place: Path) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomExperts(Script):
-    """Layers of Qwen3-30B-A3B's shape (128 experts of 768, of which a token takes 8) with random weights, beside a peer.
+    """Layers of Qwen3-30B-A3B's shape (128 experts of 768, a token takes 8) with random weights, beside a peer.
 
     The GGUF files are hasten's, with SmolLM2's tokenizer and vocabulary. Of the experts' bytes, a token reads the share
     that it takes.

@@ -1,9 +1,9 @@
 """The native fused steps on a CPU: `FusedBlock`, which fused.py puts in the place of each readable block.
 
 The steps: norm + q, k, v + rotary turn + cache write; attention; output + residual; norm + gate, up + activation; down
-+ residual, or the router and the experts that it chooses. All layers are one call where their caches have the same slots,
-else each is one. A layer whose experts have several formats, or ranks, is three calls, the router, and the experts. The
-residual stream is float32 between them.
++ residual, or the router and the experts that it chooses. All layers are one call where their caches have the same
+slots, else each is one. A layer whose experts have several formats, or ranks, is three calls, the router, and the
+experts. The residual stream is float32 between them.
 """
 
 import sys
@@ -221,11 +221,10 @@ class FusedBlock(FusedSteps):
     def _routing(self) -> dict[str, Any] | None:
         """How rows are sent to the experts, as `plan_block` takes it; None where the experts are called apart."""
         routing: dict[str, Any] = dict.fromkeys(("experts", "router", "choice_bias", "shared_gate"))
-        experts = self.experts
+        experts: Any = self.experts
         if experts is None:
             one = {"top_experts": 0, "expert_groups": 1, "kept_groups": 1, "sigmoid_scores": False}
             return routing | one | {"normalize_shares": False, "share_floor": 0.0, "share_scale": 1.0}
-        assert isinstance(experts, Experts)
         plan, config = self._experts_plan(), experts.config
         beside = [] if experts.shared is None else [experts.shared.gate, experts.shared.up, experts.shared.down]
         linears = [experts.router, *beside] + ([] if experts.shared_gate is None else [experts.shared_gate])
@@ -311,7 +310,8 @@ class FusedBlock(FusedSteps):
             x = x + self.attention_post_norm(part)
         else:
             x = bound.output(x=attended, residual=x, **bound.output_norm)
-        return x + self.mlp_post_norm((bound.experts or self.experts)(self.mlp_norm(x)))
+        apart: Any = bound.experts or self.experts
+        return x + self.mlp_post_norm(apart(self.mlp_norm(x)))
 
 
 def _weight_plan(linear: PackedLinear, lora_a: Tensor | None = None, lora_b: Tensor | None = None) -> Tensor:
