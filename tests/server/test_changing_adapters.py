@@ -315,7 +315,7 @@ def test_a_client_that_goes_leaves_engine_and_list_alike(root):
     async def ask_and_go():
         from hasten.server.adapters import _load
 
-        task = asyncio.ensure_future(_load(service, "law", root / "a0"))
+        task = asyncio.ensure_future(_load(service, "law", root / "a0", called="a0"))
         waiting = asyncio.ensure_future(asyncio.shield(task))
         await asyncio.sleep(0)
         waiting.cancel()
