@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hasten
+from full_disk import full_disk
 from gguf_files import retyped
 from hasten.checkpoints.gguf.grids import table
 from hasten.checkpoints.gguf.header import read_gguf
@@ -22,7 +23,7 @@ from hasten.ops.linear.blocks import GgufBlocks, pack_blocks
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.layouts import PANELS
 from hasten.ops.native import library
-from quantized_folders import exact, full_disk
+from quantized_folders import exact
 from references import CASES, make_reference
 from tiny_model import tiny_llama
 from triton_cases import needs_gpu
