@@ -2,7 +2,10 @@
 
 import pytest
 
-from real_models import real_model
+import hasten
+from real_models import TEXT, real_model
+
+TOKENS = 512  # of the chapter
 
 
 @pytest.fixture(params=["smollm2-135m", "gemma3-270m"], scope="session")
@@ -15,3 +18,15 @@ def real(request):
 def smollm2():
     """The instruction-tuned one."""
     return real_model("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def exact(real):
+    """The model in float32, plain PyTorch."""
+    return hasten.load(real.folder, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def document(exact):
+    """The beginning of the chapter as token ids."""
+    return exact.tokenizer.encode(TEXT)[:TOKENS]
