@@ -158,9 +158,9 @@ def test_a_chat_template_and_tokenizer_are_written(tmp_path):
 
 @pytest.mark.parametrize("limit", [0, 100, 3000])
 def test_a_disk_that_fills_up_leaves_the_old_files_as_they_were(tmp_path, limit):
-    folder = write_folder(tmp_path)
+    folder, other = (write_folder(tmp_path / name) for name in ("model", "other"))
     before = contents(folder)
-    model = hasten.load(folder, dtype="stored")
+    model = hasten.load(other, dtype="stored")
     with torch.no_grad():
         model.head.weight.fill_(7.0)
     with full_disk(limit), pytest.raises(CheckpointError, match=re.escape(f"{folder} cannot be written")):
