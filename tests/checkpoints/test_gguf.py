@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hasten
+from full_disk import full_disk
 from gguf_files import retyped
 from hasten.checkpoints.gguf.architectures import ARCHITECTURES
 from hasten.checkpoints.gguf.grids import table
@@ -24,8 +25,13 @@ from hasten.ops.linear.blocks import GgufBlocks, pack_blocks
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.layouts import PANELS
 from hasten.ops.native import library
+<<<<<<< HEAD
 from quantized_folders import exact, full_disk
 from references import CASES, IN_GGUF, make_reference, stated
+=======
+from quantized_folders import exact
+from references import CASES, make_reference
+>>>>>>> fasttests
 from tiny_model import tiny_llama
 from triton_cases import needs_gpu
 

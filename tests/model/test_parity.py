@@ -55,7 +55,7 @@ def test_export_loads_in_transformers_and_here(case, tmp_path):
     hasten.save(hasten.load(reference), tmp_path)
     again, model = assert_exported(tmp_path, reference)
     for tokens in PROMPTS:
-        assert our_greedy(model, tokens, 32) == reference_greedy(again, tokens, 32)
+        assert our_greedy(model, tokens, 8) == reference_greedy(again, tokens, 8)  # longer ones: the folder, above
 
 
 @pytest.mark.parametrize("name", ["granite", "cohere2", "gemma2"])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hasten
+from full_disk import full_disk
 from hasten.cli.main import main
 from hasten.cli.options import ModelOptions
 from hasten.errors import CheckpointError, ConfigError
@@ -19,7 +20,6 @@ from hasten.model.context import TrainingContext
 from hasten.model.fused import refusal
 from hasten.ops.linear import PackedLinear
 from hasten.quantization import GPTQ, Int4, Int8, Mixed, quantize, quantize_to_folder
-from quantized_folders import full_disk
 from references import decided, make_reference, tiny_llama
 
 TOKENS = torch.tensor([[3, 7, 1, 9, 4, 4, 10, 2]])
