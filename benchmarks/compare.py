@@ -29,7 +29,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from textwrap import fill
 from typing import Any, Literal
 
 import torch
@@ -41,7 +40,7 @@ from hasten.machine import describe
 from hasten.machine.files import write_json
 from hasten.machine.measure import limited_threads, read_bandwidth
 from hasten.measure.options import say
-from hasten.measure.script import Report, Script, Table, main
+from hasten.measure.script import Report, Script, main
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.ops.native import choose_isa
@@ -437,28 +436,5 @@ def time_by_bytes(report: dict[str, Any], name: str) -> dict[str, Any]:
     return {"hasten": name, "ratio": ratio([pair["median"] for pair in pairs]), "ratios": each}
 
 
-def paragraph(text: str) -> str:
-    """The text in lines of at most 120 characters."""
-    return fill(text, 120, break_on_hyphens=False, break_long_words=False)
-
-
-def files_sentence(report: dict[str, Any]) -> str:
-    """`compare.py files`: the published files beside a peer."""
-    pairs = report["pairs"]
-    formats = (re.findall(r"Q\w+", pair["model"])[-1] for pair in pairs)
-    names = " and ".join(f"{pair['hasten']} ({format})" for pair, format in zip(pairs, formats, strict=True))
-    speeds = " and ".join(f"{pair['median']['hasten']['decode']:.0f}" for pair in pairs)
-    decode, prefill = (" and ".join(f"{pair['ratio'][key]:.2f}" for pair in pairs) for key in ("decode", "prefill"))
-    isa = "held to AVX2, as the peer's build is" if report["hasten"]["avx2_switch"] else report["hasten"]["isa"]
-    return paragraph(
-        f"On {report['threads']} cores of an {report['machine']['cpu']} ({isa}) it decodes {names} as they are "
-        f"published at {speeds} tokens/s, {decode} times {pairs[0]['peer']}'s speed, and takes prompts in {prefill} "
-        f"times as fast: [docs/results/kernels.md](docs/results/kernels.md#published-files)."
-    )
-
-
-TABLES: dict[str, Table] = {"real-files sentence": files_sentence}
-
-
 if __name__ == "__main__":
-    main({"programs": Compare, "files": RealFiles, "experts": RandomExperts}, TABLES)
+    main({"programs": Compare, "files": RealFiles, "experts": RandomExperts})
