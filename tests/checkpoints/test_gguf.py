@@ -25,13 +25,8 @@ from hasten.ops.linear.blocks import GgufBlocks, pack_blocks
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.layouts import PANELS
 from hasten.ops.native import library
-<<<<<<< HEAD
-from quantized_folders import exact, full_disk
-from references import CASES, IN_GGUF, make_reference, stated
-=======
 from quantized_folders import exact
-from references import CASES, make_reference
->>>>>>> fasttests
+from references import CASES, IN_GGUF, make_reference, stated
 from tiny_model import tiny_llama
 from triton_cases import needs_gpu
 

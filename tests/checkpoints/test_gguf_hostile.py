@@ -201,7 +201,7 @@ def test_hostile_metadata_of_each_architecture_load_or_are_refused(name, monkeyp
     entries = config_entries(config, [Item(one, lambda: np.zeros(0)) for one in tensors.values()], path)
     architecture = entries["general.architecture"]
     assert read_config(config_values(GGUFFile(path, entries, tensors, ()))).layers == config.layers
-    refusals = 0
+    refusals = []
     for key in sorted(LOOKED_UP | set(ARCHITECTURES[architecture].numbers)):
         for value in HOSTILE:
             changed = GGUFFile(path, entries | {f"{architecture}.{key}": value}, tensors, ())
@@ -209,10 +209,10 @@ def test_hostile_metadata_of_each_architecture_load_or_are_refused(name, monkeyp
             try:
                 read_config(config_values(changed))
             except CheckpointError as error:
-                assert len(str(error)) < 1000
-                refusals += 1
+                refusals.append(str(error))
             assert time.process_time() - start < CPU_SECONDS
-    assert refusals > len(HOSTILE)
+    assert len(refusals) > len(HOSTILE)
+    assert max(map(len, refusals)) < 1000
 
 
 def grid(size):
