@@ -314,6 +314,8 @@ NOT_LOADED = [
     ("dots1", {"num_key_value_heads": 2}, "2 key heads for 4 heads"),
     ("olmo2", {"tie_word_embeddings": True}, "a head that is the embedding"),
     ("cohere2", {"tie_word_embeddings": False}, "a head of its own"),
+    ("cohere2", {"tie_word_embeddings": True, "layer_types": ["full_attention"] * 4}, "a window in no layer"),
+    ("gemma3_text", {"layer_types": ["full_attention"] * 4}, "a window in no layer"),
     ("qwen3", {"attention_bias": True}, "biases of the attention's output"),
     ("arcee", {"mlp_bias": True}, "biases of the MLPs"),
 ]

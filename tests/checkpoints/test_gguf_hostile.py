@@ -201,7 +201,7 @@ def test_hostile_metadata_of_each_architecture_load_or_are_refused(name, monkeyp
     entries = config_entries(config, [Item(one, lambda: np.zeros(0)) for one in tensors.values()], path)
     architecture = entries["general.architecture"]
     assert read_config(config_values(GGUFFile(path, entries, tensors, ()))).layers == config.layers
-    refusals = []
+    refusals = 0
     for key in sorted(LOOKED_UP | set(ARCHITECTURES[architecture].numbers)):
         for value in HOSTILE:
             changed = GGUFFile(path, entries | {f"{architecture}.{key}": value}, tensors, ())
@@ -209,10 +209,11 @@ def test_hostile_metadata_of_each_architecture_load_or_are_refused(name, monkeyp
             try:
                 read_config(config_values(changed))
             except CheckpointError as error:
-                refusals.append(str(error))
+                message = str(error)
+                assert len(message) < 1000
+                refusals += 1
             assert time.process_time() - start < CPU_SECONDS
-    assert len(refusals) > len(HOSTILE)
-    assert max(map(len, refusals)) < 1000
+    assert refusals > len(HOSTILE)
 
 
 def grid(size):
