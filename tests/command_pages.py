@@ -36,7 +36,9 @@ FENCE = re.compile(r'^```(?P<kind>\w+)(?: title="(?P<title>[^"]*)")?\n(?P<text>.
 RUNNING, INSTALL, EXAMPLE = "Leave it running", "Install", "For example"
 URL = re.compile(r"https?://\S+")
 # Printed only by the first command of a machine, or on a busy one.
-ONCE = re.compile(r"compiling .*, once: |  done in \d+ s$|[\w-]+: .* by .*, Apache-2\.0$|.*other programs use ")
+ONCE = re.compile(
+    r"compiling .*, once: |.*another process|  done in \d+ s$|[\w-]+: .* by .*, Apache-2\.0$|.*other programs use "
+)
 OF_TESTS = ("HASTEN_MEASURE", "HASTEN_SHARE_CORES", "FORCE_COLOR", "NO_COLOR")  # variables that a reader has not set
 NUMBER = re.compile(r"(?<=native, )\w+|(?<![A-Za-z_])[+-]?\d[\d,.]*")  # or the instruction set that the kernels use
 DRAWN = re.compile(r"[─━]+")  # lines of a table, as long as its cells are wide
