@@ -7,6 +7,8 @@ import hasten
 from hasten.checkpoints.export import export_model
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
+from hasten.model.transformer import Block
+from hasten.training import build
 from hasten.training.journal import read
 from hasten.training.recipe import Lora
 from hasten.training.session import train
@@ -41,3 +43,12 @@ def test_the_loss_falls(recipe, base, fields):
         for name, parameter in after.named_parameters():
             if ".delta." in name:
                 assert not torch.equal(parameter, before.get_parameter(name)), name
+
+
+def test_only_blocks_with_attention_are_compiled(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(Block, "compile", lambda block, **options: compiled.append(block))
+    monkeypatch.setattr(build, "outside_graphs", lambda: None)
+    model = initialize(read_config(values_of("qwen3_5_text")), seed=0)
+    build.apply_compile(model)
+    assert compiled == [model.blocks[3]]
