@@ -47,6 +47,8 @@ def test_model_in_memory_is_taken_over_without_a_copy(case):
     copied = [n for n, p in model.named_parameters() if p.untyped_storage().data_ptr() not in storages]
     if case == "gpt_bigcode-mha":  # its q, k, v alternate head by head: no view can separate them
         copied = [n for n in copied if ".attention." not in n]
+    if case == "qwen3_next":  # as do those of its layers with Gated DeltaNet
+        copied = [n for n in copied if ".delta." not in n]
     assert not copied
 
 

@@ -148,7 +148,8 @@ def fill_plain(
     config, stored, quantized = checkpoint.config, checkpoint.stored, checkpoint.quantized
     seen, modules = (stored, {}) if quantized is None else (quantized.logical, quantized.modules)
     family = FAMILIES[config.family]
-    pieces = _locate(config, family, [family.places(config)], seen, str(checkpoint.path))
+    layouts = [family.places(config), *([stacked_experts(family, config)] if config.experts else [])]
+    pieces = _locate(config, family, layouts, seen, str(checkpoint.path))
     # Where others store a weight transposed, its quantized form is (out, in) all the same.
     pieces = {o: replace(p, transposed=False) if p.name in modules else p for o, p in pieces.items()}
     model = _skeleton(config)

@@ -1,6 +1,5 @@
 """A model as it lies on the disk, whatever its layout: what `load` needs to know before it reads a weight."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -16,7 +15,7 @@ from hasten.checkpoints.formats.registry import read_quantization
 from hasten.machine.regular_files import read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
-from hasten.model.families.wrapped import WRAPPERS, text_modules, text_tensors
+from hasten.model.families.wrapped import text_modules, text_tensors
 from hasten.text.tokenizer import Tokenizer
 
 TOKENIZER = 15  # bytes of memory that it takes for each of its file (SmolLM2 15, Gemma 3 13: 420 MB)
@@ -57,9 +56,9 @@ def open_folder(folder: Path) -> ModelSource:
     open_quantized = None
     if quantization is not None:
         open_quantized = read_quantization(values, text_modules(values, quantization), where)
-    stored, towers = read_headers(folder), Counter[str]()
-    if values["model_type"] in WRAPPERS:  # whose text model is read by its own names
-        names, towers = text_tensors(values, stored)
+    stored = read_headers(folder)
+    names, towers = text_tensors(values, stored)
+    if list(names) != list(stored):  # a text model is read by its own names
         stored = stored.renamed(names)
     generation, tokenizer = folder / "generation_config.json", folder / "tokenizer.json"
     return ModelSource(

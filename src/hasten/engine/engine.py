@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hasten.engine.adapters import AdapterNumbers
-from hasten.engine.admission import admitted, check_room, settings_on_device
+from hasten.engine.admission import admitted, check_room, settings_on_device, snapshots_of, with_room_for_states
 from hasten.engine.blocks import BlockManager, blocks_of
 from hasten.engine.continuations import Continuations
 from hasten.engine.following import capture_steps, runner_of
@@ -66,7 +66,9 @@ class Engine:
         secret: bytes | None = None,
     ) -> None:
         settings = settings_on_device(settings, model)
-        runner = runner_of(model, settings) if runner is None else runner
+        if runner is None:
+            settings = with_room_for_states(settings, model)
+            runner = runner_of(model, settings)
         self.model, self.tokenizer, self.settings, self.runner = model, tokenizer, settings, runner
         # Where sequences do not choose theirs, all have the one that the model has for all.
         choice = None if runner.chooses_adapters else model.adapters
@@ -84,6 +86,7 @@ class Engine:
             prefix_cache=settings.prefix_cache is not False,
             reach=runner.reach,
             secret=secret,
+            snapshots=snapshots_of(settings, model),
         )
         self.scheduler = Scheduler(
             self.blocks,
@@ -283,6 +286,7 @@ class Engine:
     def _step(self) -> list[RequestOutput]:
         """Plan, copy, compute, sample, emit; or take the tokens of a step in flight, when the next is launched."""
         ahead, table = self.ahead, self._table
+        self.runner.copy_states(self.blocks.slots.copies())
         if ahead is not None and ahead.flight is not None:
             return self._launch_behind(ahead, ahead.flight)
         late = None if ahead is None else ahead.late
@@ -301,6 +305,7 @@ class Engine:
             if self.disk is not None:
                 self.disk.wait()
             return [] if late is None else self.continuations.arrived(late)
+        self.runner.copy_states(self.blocks.slots.copies())
         if copies := [pair for entry in plan for pair in entry.copies]:
             self.runner.copy(copies)
             if self.on_copies is not None:

@@ -48,6 +48,10 @@ from hasten.ops.pages import in_large_pages, return_freed_memory
 ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
+# Fields that the native steps support, of those that `unknown_parts` looks at.
+_BESIDE_EXPERTS = ("norm", "pre_norms", "rope", "activation")
+_KNOWN = (*_BESIDE_EXPERTS, "parallel", "qk_norm", "residual_scale", "query_beta", "rope_pairs")
+
 
 def native_refusal(model: Transformer) -> str | None:
     """Why the native steps cannot run this model here, or None."""
@@ -75,10 +79,10 @@ def native_shape_refusal(config: ModelConfig) -> str | None:
     """Why the native steps cannot run a model of this shape, or None."""
     if config.head_dim > LARGEST_HEAD:
         return f"the head size is {config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
-    if any(layer.experts for layer in config.layers):
-        part = unknown_parts(config, known=("norm", "pre_norms", "rope", "activation"))
-        return None if part is None else f"the fused steps of blocks with experts know {part}"
-    return None
+    experts = any(layer.experts for layer in config.layers)
+    part = unknown_parts(config, known=_BESIDE_EXPERTS if experts else _KNOWN)
+    blocks = " of blocks with experts" if experts else ""
+    return None if part is None else f"the fused steps{blocks} know {part}"
 
 
 def native_waits(model: Transformer) -> str | None:

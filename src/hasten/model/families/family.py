@@ -155,16 +155,18 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
     norms = ["attention_norm", "mlp_norm"][: 1 if config.parallel else 2] if config.pre_norms else []
     if config.post_norms:
         norms += ["attention_post_norm", "mlp_post_norm"]
-    if config.qk_norm:
-        norms += ["attention.q_norm", "attention.k_norm"]
+    heads = ["attention.q_norm", "attention.k_norm"] if config.qk_norm else []
     inner = ["gate", "up", "down"] if config.gated else ["up", "down"]
     yield from _named("", ["embedding", "head"] + ["positions"] * config.learned_positions)
     yield from _named("", ["norm"], bias=layernorm)
     for i, layer in enumerate(config.layers):
         block = f"blocks.{i}."
-        yield from _named(block, norms, bias=layernorm)
-        yield from _named(f"{block}attention.", ["q", "k", "v"], bias=config.qkv_bias)
-        yield from _named(f"{block}attention.", ["output"], bias=config.output_bias)
+        yield from _named(block, norms + ([] if layer.delta else heads), bias=layernorm)
+        if layer.delta:
+            yield from (f"{block}delta.{name}" for name in _DELTA)
+        else:
+            yield from _named(f"{block}attention.", ["q", "k", "v"], bias=config.qkv_bias)
+            yield from _named(f"{block}attention.", ["output"], bias=config.output_bias)
         if layer.experts:
             yield from _named(f"{block}mlp.", ["router"])
             for e in range(config.experts):
@@ -176,6 +178,12 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
             yield from _named(f"{block}mlp.", ["shared_gate"] * config.shared_gate)
         else:
             yield from _named(f"{block}mlp.", inner, bias=config.mlp_bias)
+
+
+_DELTA = (
+    *("log_rate", "rate_bias", "conv.weight", "value_norm.weight", "query.weight", "key.weight", "value.weight"),
+    *("z.weight", "beta.weight", "decay.weight", "out.weight"),
+)
 
 
 def _named(prefix: str, modules: list[str], *, bias: bool = False) -> list[str]:
