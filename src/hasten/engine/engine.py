@@ -101,8 +101,7 @@ class Engine:
             self.scheduler.ready, self.scheduler.gone = self.disk.ready, self.disk.give_up
             self.blocks.on_filled = self.disk.keep
             weakref.finalize(self, self.disk.close)  # its threads must not keep the cache of a forgotten engine
-        self.eos_ids = end_ids(model)
-        self.texts = TokenTexts(tokenizer)
+        self.eos_ids, self.texts = end_ids(model), TokenTexts(tokenizer)
         self._table = RequestTable()
         self.continuations = Continuations(
             model,
@@ -119,7 +118,7 @@ class Engine:
 
             self.ahead = Ahead(self.runner, self.scheduler, self._table)
         self._run: DecodeRun | None = None  # of the sequences that the last step gave a token each
-        # Only blocks in one native call give the same bits for any number of threads: routers of experts are PyTorch's.
+        # Only blocks in one native call give the same bits for any number of threads.
         self._cores = context_of_steps(shares_cores=model.device.type == "cpu" and model.stack is not None)
         self.error: str | None = None  # why the engine stopped for good
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
@@ -286,7 +285,8 @@ class Engine:
     def _step(self) -> list[RequestOutput]:
         """Plan, copy, compute, sample, emit; or take the tokens of a step in flight, when the next is launched."""
         ahead, table = self.ahead, self._table
-        self.runner.copy_states(self.blocks.slots.copies())
+        if self.blocks.slots.asked:
+            self.runner.copy_states(self.blocks.slots.copies())
         if ahead is not None and ahead.flight is not None:
             return self._launch_behind(ahead, ahead.flight)
         late = None if ahead is None else ahead.late
@@ -305,7 +305,8 @@ class Engine:
             if self.disk is not None:
                 self.disk.wait()
             return [] if late is None else self.continuations.arrived(late)
-        self.runner.copy_states(self.blocks.slots.copies())
+        if self.blocks.slots.asked:
+            self.runner.copy_states(self.blocks.slots.copies())
         if copies := [pair for entry in plan for pair in entry.copies]:
             self.runner.copy(copies)
             if self.on_copies is not None:

@@ -28,7 +28,7 @@ class StateSlots:
         self.snapshots = snapshots
         self._free: list[int] = []
         self._count = 0  # of places that sequences have, or gave back
-        self._copies: list[tuple[int, int]] = []
+        self.asked: list[tuple[int, int]] = []  # copies that are to be made
 
     def usable(self, keys: Sequence[bytes]) -> int:
         """How many of the cached blocks with these keys, those of a beginning, a sequence can begin with."""
@@ -39,13 +39,13 @@ class StateSlots:
         own = heappop(self._free) if self._free else self._count
         self._count += own == self._count
         if key is not None and self.snapshots is not None:
-            self._copies.append((self.snapshots.use(key), own))
+            self.asked.append((self.snapshots.use(key), own))
         return own
 
     def fork(self, slot: int) -> int:
         """Take a place for a copy of a sequence's states."""
         own = self.begin()
-        self._copies.append((slot, own))
+        self.asked.append((slot, own))
         return own
 
     def end(self, slot: int) -> None:
@@ -58,7 +58,7 @@ class StateSlots:
             if self.snapshots is not None and self.snapshots.due(own.held, mark=own.mark):
                 place = self.snapshots.take(own.chain[-1])
                 if place is not None:
-                    self._copies.append((own.slot, place))
+                    self.asked.append((own.slot, place))
 
     def until_due(self, own: SequenceBlocks, first: int, start: int, count: int) -> int:
         """How many of `count` tokens from `start` on are computed in a step that began at `first`: up to a snapshot."""
@@ -68,7 +68,7 @@ class StateSlots:
 
     def copies(self) -> list[tuple[int, int]]:
         """The (source, target) places to copy before the next step, in this order; each is returned once."""
-        found, self._copies = self._copies, []
+        found, self.asked = self.asked, []
         return found
 
     def forget(self) -> None:
