@@ -69,7 +69,7 @@ CASES = {
     ),
     "experts": (SHORT, [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}]),
     "masters": (MASTERS, [{"zero": 0}, {"zero": 3, "offload": "optimizer"}]),
-    "bf16": ({"precision": "bfloat16", **SHORT}, [{"zero": 0}, {"zero": 3}]),
+    "bf16": ({"precision": "bfloat16", **SHORT}, [{"zero": 0}, {"zero": 3}, {"zero": 3, "checkpointing": "full"}]),
     "compiled": (SHORT, [{"zero": 0, "compile": True}, {"zero": 3, "compile": True}]),  # beside what was not
 }
 # Stopped after step 7 by the first, gone on by the second; 1 process: no ranks.

@@ -135,6 +135,8 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     parts = _states(config, use) | _activations(config, use, narrow)
     trained = use.adapter is None
     copied = count.total - (count.embedding if count.head else 0)  # all but a table that is only looked up
+    if use.zero == 3 and use.recompute != "none":  # of a block that is being recomputed, and the root's
+        copied = int(min(copied, gathered_weights(config)))
     copied //= use.tensor
     parts[f"weights in {use.dtype}"] = narrow * copied if trained or use.base >= 4 * count.total else 0
     # A weight divided by its scale and the rounded one, both in float32; and the one that is multiplied.

@@ -174,7 +174,9 @@ def training_step(
         keep_freed_memory()
     if recipe.lora.rank is None:
         pad_vocabulary(model, techniques.pad_vocabulary_to)
-    precision = Precision(techniques.precision, model.device)
+    # At stage 3 no rank is to have all weights at once, nor their casts: recomputing blocks casts them again.
+    keeps_casts = parallel.zero < 3 or techniques.checkpointing == "none"
+    precision = Precision(techniques.precision, model.device, keeps_casts=keeps_casts)
     if parallel.policy == "float32-masters":
         model.to(precision.dtype)
     if ranks.tensor > 1:
