@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 from hasten.bench.plan import PlanOptions, Subject, settle, training_plan
 from hasten.errors import ConfigError, ResourceError
 from hasten.planning.memory import TrainingUse
 from hasten.planning.plan import Plan
+from hasten.training.recipe import CheckpointingName, OffloadName, PolicyName, StageName
 
 SHOWN = 12  # ways in a table
 SAME = 1.02  # times the seconds of another way: then the one that asks for less is better
@@ -129,11 +130,13 @@ def _ways(subject: Subject, devices: int) -> Iterator[Way]:
     """Every combination of what may be changed, on a number of devices."""
     options = subject.options
     parallel, techniques, rows = options.parallel, options.techniques, options.batch_size or 8
-    stages = [parallel.zero] if parallel.zero or devices == 1 else [0, 1, 2, 3]
-    fixed = parallel.offload != "none" or subject.device.kind == "cpu"
-    offloads = [parallel.offload] if fixed else ["none", "optimizer"]
-    policies = [parallel.policy] if parallel.policy != "float32-weights" else ["float32-weights", "float32-masters"]
-    kept = [techniques.checkpointing] if techniques.checkpointing != "none" else ["none", "selective", "full"]
+    stages = get_args(StageName) if devices > 1 and not parallel.zero else (parallel.zero,)
+    free = subject.device.kind != "cpu" and parallel.offload == "none"
+    offloads: tuple[OffloadName, ...] = ("none", "optimizer") if free else (parallel.offload,)
+    policies = get_args(PolicyName) if parallel.policy == "float32-weights" else (parallel.policy,)
+    kept: tuple[CheckpointingName, ...] = (techniques.checkpointing,)
+    if techniques.checkpointing == "none":
+        kept = ("none", "selective", "full")
     splits = [count for count in (1 << i for i in range(rows.bit_length())) if rows % count == 0]
     for zero, offload, policy, checkpointing, split in product(stages, offloads, policies, kept, splits):
         own = subject.having(

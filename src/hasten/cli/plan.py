@@ -54,9 +54,9 @@ class PlanCommand(JsonOption, PlanOptions):
             return "docs/planning.md says what helps"
         from hasten.bench.training_choices import choose_training
 
-        asked = {"goal": "throughput", "gpus": self.ranks, "ranks": 1, "token_ms": None, "price": None}
         try:
-            way = choose_training(self.model, replace(self, **asked)).best
+            asked = replace(self, goal="throughput", gpus=self.ranks, ranks=1, token_ms=None, price=None)
+            way = choose_training(self.model, asked).best
         except HastenError as error:
             return str(error)
         peak, free = way.plan.memory.peak / 1e9, way.plan.free / 1e9
