@@ -2,13 +2,18 @@
 
     python benchmarks/zero.py bytes --output benchmarks/results/zero-bytes.json
     python benchmarks/zero.py scaling --output benchmarks/results/scaling.json
+    python benchmarks/zero.py start --output benchmarks/results/zero-start.json
 
 All on ranks of this machine, which torchrun starts.
 """
 
 import gc
 import json
+import os
+import resource
+import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,15 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
+from memory import write_random_llama
 
 from hasten.bench.train import StepOptions, sent
+from hasten.checkpoints.load import open_checkpoint
 from hasten.data import Batch
 from hasten.distributed.launch import joined
 from hasten.distributed.ranks import Ranks
 from hasten.measure.counted import Counted
 from hasten.measure.process import Rung, RungRun
 from hasten.measure.script import Report, Script, Table, main, markdown
-from hasten.measure.workers import child_command, on_ranks
+from hasten.measure.workers import child_command, last_json, on_ranks
 from hasten.model.initialize import initialize
 from hasten.planning.cost import parameters
 from hasten.planning.devices import REACHED, known_device
@@ -36,7 +43,7 @@ from hasten.planning.plan import training_phase
 from hasten.planning.shapes import shape_config
 from hasten.planning.sharing import fsdp_bytes, sent_bytes
 from hasten.training import build
-from hasten.training.recipe import Data, Parallel, Recipe, Shape, Techniques
+from hasten.training.recipe import Data, Parallel, Recipe, Run, Shape, Techniques
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +84,137 @@ class Scaling(Script):
     def measure(self) -> Report:
         found = measured(self.recipe, self.rows, self.context, self.steps, self.rounds)
         return {"measured": found, "paper": [on_paper(*one) for one in PAPER]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Script):
+    """The memory of ranks from their beginning, with ZeRO 3: nobody may hold the whole model.
+
+    Of each rank the peak of its private memory (RssAnon and RssShmem, read every 2 ms) above that of a process which
+    has imported torch: until the first step can begin, with random weights and with those of a folder. Then one run of
+    `hasten.training.train` to its written model, each rank in a control group that allows it less than that and the
+    model's size together (RLIMIT_DATA where groups cannot be made).
+    """
+
+    result = "zero-start"
+    ranks: int = 4
+    """Ranks that are measured until they can begin."""
+    layers: int = 10
+    width: int = 2048
+    run_ranks: int = 8
+    """Ranks of the whole run: with Adam's states each holds 4/8 of the model's size."""
+    steps: int = 2
+    folder_bytes: int = 1_100_000_000
+    """Of the folder, in bfloat16: trained in float32 it takes twice as much."""
+
+    def measure(self) -> Report:
+        size = {"layers": self.layers, "hidden_size": self.width, "heads": self.width // 128}
+        baseline = last_json([sys.executable, "-c", BASELINE])
+        with tempfile.TemporaryDirectory(prefix="hasten-zero-start-") as place:
+            cases = [("random", self.ranks, 0), ("folder", self.ranks, 0), ("run", self.run_ranks, self.steps)]
+            (Path(place) / "model").mkdir()
+            write_random_llama(Path(place) / "model", bytes_wanted=self.folder_bytes, dtype="bfloat16", shards=2)
+            rows = []
+            for kind, ranks, steps in cases:
+                about = {"kind": kind, "shape": size, "steps": steps, "baseline": baseline, "folder": place}
+                on_ranks(ranks, child_command(__file__, "start", json.dumps(about)))
+                found = [json.loads((Path(place) / f"{kind}-{rank}.json").read_text()) for rank in range(ranks)]
+                rows.append(
+                    {"kind": kind, "ranks": ranks, "baseline": baseline, **max(found, key=lambda one: one["peak"])}
+                )
+                print(rows[-1], flush=True)
+        return {"kind": "start of ranks", "rows": rows}
+
+
+BASELINE = """
+import torch
+lines = [line.split() for line in open("/proc/self/status") if line.startswith(("RssAnon", "RssShmem"))]
+print(sum(int(words[1]) << 10 for words in lines))
+"""
+
+
+def private_memory() -> int:
+    """Bytes of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def start_rank(given: str) -> None:
+    """One rank: its peak, in a file."""
+    about = json.loads(given)
+    torch.set_num_threads(1)
+    ended = threading.Event()
+    peaks = [0]
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            peaks[0] = max(peaks[0], private_memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        found = whole_run(about) if about["steps"] else until_the_first_step(about)
+    finally:
+        ended.set()
+        watcher.join()
+    found["peak"] = peaks[0] - about["baseline"]
+    (Path(about["folder"]) / f"{about['kind']}-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def sizes(config: Any, ranks: int) -> dict[str, Any]:
+    """Bytes of the model in float32, of a rank's share of it and of one block."""
+    count = parameters(config).total
+    block = count - parameters(replace(config, layers=config.layers[:-1])).total
+    return {"model": 4 * count, "share": 4 * count // ranks, "block": 4 * block}
+
+
+def until_the_first_step(about: dict[str, Any]) -> dict[str, Any]:
+    """Make or read this rank's share, by the functions that `hasten train` calls."""
+    techniques = Techniques(precision="float32", compile=False, keep_memory=False)
+    recipe = Recipe(name="start", model=Shape(**about["shape"]), techniques=techniques, parallel=Parallel(zero=3))
+    source = open_checkpoint(Path(about["folder"]) / "model") if about["kind"] == "folder" else None
+    config = build.shape_config(recipe.model, vocab_size=VOCABULARY, positions=CONTEXT)
+    with joined() as ranks:
+        begun = time.perf_counter()
+        model, weights = build.model_and_weights(source, config, recipe, device=torch.device("cpu"))
+        build.training_step(model, recipe, ranks=ranks, weights=weights)
+        return {**sizes(model.config, ranks.size), "seconds": time.perf_counter() - begun}
+
+
+def whole_run(about: dict[str, Any]) -> dict[str, Any]:
+    """`train` to the written model, in less memory than the model's size above the baseline."""
+    from hasten.training import memory, train
+
+    ranks, folder = int(os.environ["WORLD_SIZE"]), Path(about["folder"])
+    config = build.shape_config(Shape(**about["shape"]), vocab_size=VOCABULARY, positions=CONTEXT)
+    size = sizes(config, ranks)
+    limit = about["baseline"] + size["model"]
+    # The check before a run divides what a group allows among the ranks of a machine; here each has its own group.
+    memory.available_memory = lambda device: size["model"] * ranks  # type: ignore[assignment]
+    how = held_to(limit)
+    data = Data(source=str(Path(__file__)), vocab_size=512, context=CONTEXT, batch_size=ranks)
+    recipe = Recipe(name="start", model=Shape(**about["shape"]), data=data, parallel=Parallel(zero=3))
+    techniques = Techniques(precision="bfloat16", compile=False, checkpointing="full")
+    run = Run(folder=str(folder / "runs"), steps=about["steps"], device="cpu", threads=1)
+    begun = time.perf_counter()
+    result = train(replace(recipe, techniques=techniques, run=run), progress=False)
+    return {**size, "limit": limit, "held_by": how, "loss": result.loss, "seconds": time.perf_counter() - begun}
+
+
+def held_to(limit: int) -> str:
+    """Let this process have no more than `limit` bytes; by what."""
+    groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own = {names: place for _, names, place in groups}
+    folder = Path("/sys/fs/cgroup") / ("memory" if "memory" in own else "") / own.get("memory", own.get("", "/"))[1:]
+    group = folder / f"hasten-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if "memory" in own else "memory.max")).write_text(str(limit))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        return "a control group"
+    except OSError:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        return "RLIMIT_DATA"
 
 
 def counted_on(ranks: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -355,7 +493,24 @@ def paper_table(report: Report) -> str:
     return markdown(head, rows)
 
 
+def start_table(report: Report) -> str:
+    """The rank that had most."""
+    head = ["ZeRO 3", "ranks", "model, GB", "a rank's share", "a block", "peak of a rank", "allowed"]
+    names = {
+        "random": "until the first step, random weights",
+        "folder": "until the first step, from a folder",
+        "run": "a run to its written model",
+    }
+    rows = []
+    for one in report["rows"]:
+        allowed = one["limit"] - one["baseline"] if "limit" in one else 1.15 * one["share"] + one["block"]
+        shown = [f"{one[key] / 1e9:.2f}" for key in ("model", "share", "block", "peak")]
+        rows.append([names[one["kind"]], str(one["ranks"]), *shown, f"{allowed / 1e9:.2f}"])
+    return markdown(head, rows)
+
+
 TABLES: dict[str, Table] = {
+    "zero-start": start_table,
     "zero-bytes": bytes_table,
     "zero-bytes offload": copies_table,
     "scaling": scaling_table,
@@ -364,4 +519,4 @@ TABLES: dict[str, Table] = {
 
 
 if __name__ == "__main__":
-    main({"bytes": ZeroBytes, "scaling": Scaling}, TABLES, {"bytes": bytes_rank})
+    main({"bytes": ZeroBytes, "scaling": Scaling, "start": Start}, TABLES, {"bytes": bytes_rank, "start": start_rank})

@@ -143,7 +143,12 @@ EVERY: dict[str, Command] = {
     "convert": (Convert, FROM_TO, False, "json model output format overwrite"),
     "merge": (Merge, {**FROM_TO, "adapter": Path("A")}, False, "json model adapter output dtype text overwrite"),
     "export": (Export, FROM_TO, False, "json model output dequantize"),
-    "plan": (PlanCommand, MODEL, False, "goal use device batch_size length techniques.precision json model picture"),
+    "plan": (
+        PlanCommand,
+        MODEL,
+        False,
+        "goal use device batch_size length techniques.precision json memory model picture",
+    ),
     "explain": (ExplainModel, MODEL, True, f"{LOADS} adapter json"),
     "explain attention": (
         ExplainAttention,

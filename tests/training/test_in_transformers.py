@@ -1,6 +1,8 @@
 """hasten's attention and loss in transformers' Trainer and Accelerate: the same training, by our kernels."""
 
 import gc
+import json
+import textwrap
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import transformers
 from torch import nn
 
 import hasten
+import ranks
 from hasten.errors import ConfigError, HastenWarning
 from hasten.ops.loss import operator
 
@@ -180,3 +183,44 @@ def test_models_without_a_head_are_refused():
     for model in (nn.Linear(3, 3), llama().model):
         with pytest.raises(ConfigError, match="makes logits"), hasten.accelerated(model):
             pass
+
+
+SHARDED = textwrap.dedent("""
+    import json, os, sys
+    import torch, transformers
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    import hasten
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**json.loads(sys.argv[1])))
+    fully = sys.argv[2] == "sharded"
+    if fully:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.arange(2 * 24).view(2, 24) * 7 % 97
+    rows, losses = tokens[dist.get_rank() :][:1] if fully else tokens, []
+    model.train()
+    with hasten.accelerated(model):
+        for _ in range(4):
+            loss = model(input_ids=rows, labels=rows).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(float(mean) / dist.get_world_size())
+    print(json.dumps(losses))
+""")
+
+
+@pytest.mark.slow
+def test_a_model_in_shards_trains_the_same():
+    config = json.dumps(SIZE | HEADS)
+    found = [ranks.run(SHARDED, config, how) for how in ("sharded", "whole")]
+    assert all(status == 0 for run in found for status, _, _ in run), found
+    (sharded, again), (whole, _) = ([json.loads(said.splitlines()[-1]) for _, said, _ in run] for run in found)
+    assert sharded == again
+    assert sharded == pytest.approx(whole, rel=1e-4)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hasten.cli.main import main
+from hasten.errors import ConfigError
 from hasten.machine.limits import Limits
 from hasten.profiling import meter as meters
 from hasten.profiling import profile as profiles
@@ -202,12 +203,21 @@ def test_the_command_prints_the_tables(recipe, capsys, monkeypatch, tmp_path):
         assert text in captured.err.replace("\n", "")
 
 
+def test_torchruns_processes_are_refused(monkeypatch, tmp_path, recipe):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="run it without torchrun"):
+        profile(recipe(), tmp_path / "found")
+    assert not (tmp_path / "found").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
         (["profile", "play", "demo"], "train, generate or serve; found 'play'"),
         (["profile", "train", "demo", "--measured", "0"], "steps must be a whole number, at least 1; found 0"),
         (["profile", "train", "demo", "--output", "/dev/null/x"], "/dev/null/x cannot be written: Not a directory"),
+        (["profile", "train", "demo", "--parallel.zero", "3"], "a profile is of one process: leave out parallel.zero"),
         (["profile", "generate", "no/such/folder/at-all"], "at-all"),
     ],
 )

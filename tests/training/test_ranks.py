@@ -12,6 +12,8 @@ import ranks
 from hasten.checkpoints.export import export_model
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
+from hasten.model.families import read_config
+from hasten.model.initialize import initialize
 from hasten.quantization import Int4, Int8, quantize
 from hasten.training.checkpoint_state import find
 from hasten.training.journal import read
@@ -47,6 +49,10 @@ CASES = {
         {"lora": Lora(rank=4, targets=("q_proj", "down_proj")), "learning_rate": 3e-2, **SHORT},
         [{"zero": 0}, {"zero": 2}, {"zero": 3, "offload": "optimizer"}],
     ),
+    "lora-plain": (
+        {"lora": Lora(rank=4, targets=("q_proj", "down_proj")), "learning_rate": 3e-2, "init": "taken-model", **SHORT},
+        [{"zero": 2}, {"zero": 3}, {"zero": 3, "checkpointing": "full", "offload": "optimizer"}],
+    ),
     "lora-int4": (
         {"lora": Lora(rank=4, targets=("all-linear",)), "learning_rate": 3e-2, **SHORT},
         [{"zero": 0}, {"zero": 3}],
@@ -61,8 +67,9 @@ CASES = {
         {"teacher": "taken-model", "tokenizer": "taken-model", **SHORT},
         [{"zero": 0}, {"zero": 2}, {"zero": 3}],
     ),
+    "experts": (SHORT, [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}]),
     "masters": (MASTERS, [{"zero": 0}, {"zero": 3, "offload": "optimizer"}]),
-    "bf16": ({"precision": "bfloat16", **SHORT}, [{"zero": 0}, {"zero": 3}]),
+    "bf16": ({"precision": "bfloat16", **SHORT}, [{"zero": 0}, {"zero": 3}, {"zero": 3, "checkpointing": "full"}]),
     "compiled": (SHORT, [{"zero": 0, "compile": True}, {"zero": 3, "compile": True}]),  # beside what was not
 }
 # Stopped after step 7 by the first, gone on by the second; 1 process: no ranks.
@@ -88,6 +95,10 @@ def runs(recipe_of_module):
     theirs.tokenizer = base.tokenizer
     export_model(theirs, folder / "taken-model")
     export_model(quantize(base, Int8()), folder / "lora-model")  # what the adapter stands beside: packed weights
+    routed = base.config.source | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    experts = initialize(read_config(routed), seed=1)
+    experts.tokenizer = base.tokenizer
+    export_model(experts, folder / "experts-model")  # of eight experts two ranks reach others with few tokens
     export_model(quantize(tiny_llama(), Int4(group_size=32)), folder / "lora-int4-model")
     for name, (fields, ways) in CASES.items():
         if (init := folder / f"{name}-model").exists():

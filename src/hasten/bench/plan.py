@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -61,6 +62,8 @@ class PlanOptions(Wanted):
     """Devices that share every matrix, in generating and serving; of this machine's CPU, ranks that share its cores."""
     gpus: Annotated[int | None, Needs("goal")] = None
     """With --goal: devices that may be used (all of this machine); of this machine's CPU, ranks, at most one a core."""
+    memory: float | None = None
+    """GB that each device has (as many as it has)."""
     measure: Annotated[bool, Unless("device", *DEVICES)] = True
     """On this machine, measure blocks of the model too (seconds), and not its limits alone."""
     techniques: Annotated[
@@ -174,9 +177,14 @@ def make_plan(model: str, options: PlanOptions) -> Plan:
     """Raises ConfigError for options that make no sense, CheckpointError for a model that cannot be read."""
     subject = settle(model, options)
     if options.training:
-        return subject.plan(subject.device, *_training(subject))
+        return training_plan(subject)
     require_degree(subject)
     return inference_plan(subject, cost=measured_cost(subject))
+
+
+def training_plan(subject: Subject) -> Plan:
+    """The plan of a training step. Raises ConfigError for a model that cannot be divided as asked."""
+    return subject.plan(subject.device, *_training(subject))
 
 
 def settle(model: str, options: PlanOptions) -> Subject:
@@ -193,6 +201,10 @@ def settle(model: str, options: PlanOptions) -> Subject:
     if own == "float32" and options.techniques.precision == "auto" and not options.training:
         options = replace(options, techniques=replace(options.techniques, precision="float32"))
     device, precision = _device(options, options.weights.replace("auto", own))
+    if options.memory is not None:
+        if not 0 < options.memory < math.inf:
+            raise ConfigError(f"--memory is {options.memory}; give the GB of a device, above 0")
+        device = replace(device, memory=int(options.memory * 1e9))
     options = replace(options, techniques=replace(options.techniques, precision=precision))
     options.recipe().check()
     groups = options.parallel.replicas * options.parallel.tensor
@@ -279,7 +291,8 @@ def _training(subject: Subject) -> tuple[TrainingUse, Phase]:
     if options.ranks > 1:
         check_shares(config.padded_to(options.techniques.pad_vocabulary_to), options.parallel)
     base = weight_bytes(config, options.weights) if checkpoint is None else checkpoint.held_bytes()
-    use = training_use(config, recipe, torch.device(device.kind), base=base)
+    packed = options.weights.startswith("int") if checkpoint is None else checkpoint.quantized() is not None
+    use = training_use(config, recipe, torch.device(device.kind), base=base, packed=packed)
     use = replace(use, ranks=options.ranks // use.replicas, tensor=options.parallel.tensor)
     kept = [1.0] if theta is None else keep_probabilities(len(config.layers), theta=theta)
     phase = training_phase(config, use, kept=sum(kept) / len(kept))

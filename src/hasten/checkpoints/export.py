@@ -56,6 +56,7 @@ def export_model(
     quantized: Quantized | None = None,
     dequantize: bool = False,
     format: str = "compressed-tensors",
+    read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write config.json, safetensors, tokenizer and generation_config.json.
 
@@ -66,7 +67,8 @@ def export_model(
     Quantized layers are written in the layout `format` ("compressed-tensors" or "gptq": `hasten.checkpoints.formats`),
     whatever their kernels hold; a HastenWarning says where others will not be able to read them. `quantized` quantizes
     on the way: layers that are plain in `model` are written with the numbers it gives for them. dequantize: write the
-    plain weights that quantized layers represent instead, which every program reads.
+    plain weights that quantized layers represent instead, which every program reads. read: gives the values of
+    parameters, by name, of a model that is on the meta device.
 
     Everything is first written into the folder's own `.saving`, which one process holds, and then moved into place: a
     disk that fills up leaves the old files as they were. While files are moved the folder has no config.json, so that
@@ -83,7 +85,7 @@ def export_model(
     made = not folder.exists()
     try:
         with _staging(folder) as staging:
-            plan = _Plan(model, dtype, quantized, format)
+            plan = _Plan(model, dtype, quantized, format, read)
             weights = _write_weights(plan, staging, shard_bytes)
             if model.tokenizer is not None:
                 model.tokenizer.save(staging)
@@ -179,8 +181,15 @@ class _Plan:
     is made. `make` then makes one at a time.
     """
 
-    def __init__(self, model: Transformer, dtype: torch.dtype | None, quantized: Quantized | None, format: str) -> None:
-        self.model, self.dtype, self.quantized = model, dtype, quantized
+    def __init__(
+        self,
+        model: Transformer,
+        dtype: torch.dtype | None,
+        quantized: Quantized | None,
+        format: str,
+        read: Callable[[str], Tensor] | None,
+    ) -> None:
+        self.model, self.dtype, self.quantized, self.read = model, dtype, quantized, read
         self.layers = {} if quantized is None else quantized.layers
         self.tied = model.tied
         self.embedding = self.layers.get(self._owner("embedding.weight"))
@@ -211,7 +220,7 @@ class _Plan:
         """
         pieces, layer = [piece for piece, _ in self.parts[name]], self.layer(name)
         if layer is None:
-            tensor = join(pieces, [self._tensor(ours).to(device) for _, ours in self.parts[name]])
+            tensor = join(pieces, [self._tensor(ours, device) for _, ours in self.parts[name]])
             tensor = tensor.t() if pieces[0].transposed else tensor
             return {name: tensor.to(kept_dtype(self.parts[name][0][1], self.dtype)).contiguous()}
         weights = [self._weight(ours, layer, device) for _, ours in self.parts[name]]
@@ -275,9 +284,9 @@ class _Plan:
         module = self.model.get_submodule(owner)
         return leaf == "weight" and ours.startswith("blocks.") and isinstance(module, torch.nn.Linear | PackedLinear)
 
-    def _tensor(self, ours: str) -> Tensor:
+    def _tensor(self, ours: str, device: str) -> Tensor:
         if self.quantized is not None and (changed := self.quantized.changed(ours)) is not None:
-            return changed
+            return changed.to(device)
         owner, _, leaf = ours.rpartition(".")
         module = self.model.get_submodule(owner)
         module = module.table if isinstance(module, PackedEmbedding) else module
@@ -285,7 +294,10 @@ class _Plan:
             tensor = module.dequantize(self.model.dtype)
         else:
             tensor = getattr(module, leaf).detach()  # a packed layer's bias is a buffer
-        return tensor[: self.model.config.vocab_size] if owner in ("embedding", "head") else tensor
+        if tensor.is_meta and device != "meta" and self.read is not None:
+            tensor = self.read(ours)
+        tensor = tensor[: self.model.config.vocab_size] if owner in ("embedding", "head") else tensor
+        return tensor.to(device)
 
     def _weight(self, ours: str, layer: LayerFormat, device: str) -> QuantizedWeight:
         assert self.quantized is not None

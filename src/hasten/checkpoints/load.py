@@ -146,16 +146,8 @@ def fill_plain(
     to_generate the one that `inference_dtype` chooses. keep_dtypes: each plain tensor has the one it is stored in.
     """
     config, stored, quantized = checkpoint.config, checkpoint.stored, checkpoint.quantized
-    seen, modules = (stored, {}) if quantized is None else (quantized.logical, quantized.modules)
-    family = FAMILIES[config.family]
-    layouts = [family.places(config), *([stacked_experts(family, config)] if config.experts else [])]
-    pieces = _locate(config, family, layouts, seen, str(checkpoint.path))
-    # Where others store a weight transposed, its quantized form is (out, in) all the same.
-    pieces = {o: replace(p, transposed=False) if p.name in modules else p for o, p in pieces.items()}
-    model = _skeleton(config)
-    _check(pieces, seen, model)
-    _warn_of_unused(seen, pieces, checkpoint.path)
-    _warn_of_towers(checkpoint.towers, str(checkpoint.path))
+    modules = {} if quantized is None else quantized.modules
+    model, pieces = planned(checkpoint)
     if share is not None:
         model = _skeleton(share.config(config))
     model.generation = checkpoint.generation
@@ -168,6 +160,25 @@ def fill_plain(
     kept = None if keep_dtypes else own
     _fill(model, plain, checkpoint.read, stored, dtype=kept, device=device, share=share, mapped=True)
     return model, own, {ours: piece for ours, piece in pieces.items() if ours not in plain}, quantized
+
+
+def planned(checkpoint: ModelSource) -> tuple[Transformer, dict[str, TensorSlice]]:
+    """The model of a checkpoint without its weights, on the meta device, and where the file has each of them.
+
+    Names, dtypes and shapes are checked.
+    """
+    config, quantized = checkpoint.config, checkpoint.quantized
+    seen, modules = (checkpoint.stored, {}) if quantized is None else (quantized.logical, quantized.modules)
+    family = FAMILIES[config.family]
+    layouts = [family.places(config), *([stacked_experts(family, config)] if config.experts else [])]
+    pieces = _locate(config, family, layouts, seen, str(checkpoint.path))
+    # Where others store a weight transposed, its quantized form is (out, in) all the same.
+    pieces = {o: replace(p, transposed=False) if p.name in modules else p for o, p in pieces.items()}
+    model = _skeleton(config)
+    _check(pieces, seen, model)
+    _warn_of_unused(seen, pieces, checkpoint.path)
+    _warn_of_towers(checkpoint.towers, str(checkpoint.path))
+    return model, pieces
 
 
 def open_checkpoint(source: str | Path) -> ModelSource:

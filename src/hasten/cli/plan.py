@@ -1,14 +1,15 @@
 """`hasten plan MODEL`: predict memory and speed of a model before anything is loaded."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import tyro
 
 from hasten.bench.plan import PlanOptions, make_plan
+from hasten.bench.training_choices import Ways
 from hasten.cli.options import JsonOption
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, HastenError
 from hasten.machine.files import require_writable
 from hasten.planning.choices import Choices
 from hasten.planning.plan import Plan
@@ -45,13 +46,34 @@ class PlanCommand(JsonOption, PlanOptions):
         console.print(f"{title}\n", style="bold")
         console.print(shown)
         if plan.memory.peak > plan.free:
-            console.print("\nit does not fit: docs/planning.md says what helps", style="red")
+            console.print(f"\nit does not fit: {self._what_helps()}", style="red")
+
+    def _what_helps(self) -> str:
+        """What makes a plan fit that does not."""
+        if not self.training:
+            return "docs/planning.md says what helps"
+        from hasten.bench.training_choices import choose_training
+
+        try:
+            asked = replace(self, goal="throughput", gpus=self.ranks, ranks=1, token_ms=None, price=None)
+            way = choose_training(self.model, asked).best
+        except HastenError as error:
+            return str(error)
+        peak, free = way.plan.memory.peak / 1e9, way.plan.free / 1e9
+        return f"the fastest way that does is {' '.join(way.changes)} ({peak:,.1f} of {free:,.1f} GB)"
 
     def _choose(self) -> None:
         """Show how to run it best on several devices."""
         if self.picture is not None:
             raise ConfigError("--picture draws one plan; leave --goal and --gpus out, or --picture")
         from hasten.bench.choices import choose_plan
+        from hasten.bench.training_choices import choose_training
+
+        if self.training:
+            ways = choose_training(self.model, self)
+            if self.write(ways.to_json()):
+                show_ways(ways)
+            return
 
         found = choose_plan(self.model, self)
         if self.write(found.to_json()):
@@ -82,6 +104,28 @@ def show(choices: Choices) -> None:
     console.print(f"{plan.model} on {plan.device.name}, for {choices.wanted.goal}\n", style="bold")
     console.print(table)
     console.print(f"\n{choices.why()}; between ranks: {plan.device.link.source}")
+
+
+def show_ways(ways: Ways) -> None:
+    """Print ways to train as a table, the best first, and the options of `hasten train` for it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console, plan = Console(highlight=False), ways.best.plan
+    console.width = max(console.width, 140)
+    table = Table(box=None, pad_edge=False)
+    for name in ("devices", "GB a device", "step, ms", "tokens/s", "device-s a million", "options of hasten train"):
+        table.add_column(name, justify="left" if name.startswith("options") else "right")
+    for one in ways.rows:
+        numbers = (1e3 * one.step_seconds, one.plan.tokens_per_second, one.device_seconds)
+        shown = (f"{number:,.0f}" if number >= 1000 else f"{number:.3g}" for number in numbers)
+        size, what = f"{one.plan.memory.peak / 1e9:.1f}", " ".join(one.changes) or "as it is"
+        table.add_row(str(one.devices), size, *shown, what, style="bold" if one is ways.best else None)
+    console.print(
+        f"training {plan.model} on {plan.device.name}, {plan.free / 1e9:.1f} GB free, for {ways.goal}\n", style="bold"
+    )
+    console.print(table)
+    console.print(f"\n{ways.thought_of} ways thought of; what asks for more than another and is no faster is left out")
 
 
 def lines(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hasten.distributed.compressed import Errors, compressed_mean, no_errors
 from hasten.distributed.mesh import TENSOR, mesh_of
 from hasten.distributed.ranks import ALONE, Ranks
+from hasten.model.initialize import Put, Weights
 
 
 class Parts:
@@ -177,7 +178,7 @@ class Replicated(Placement):
 
 
 class Sharded(Placement):
-    """Trained tensors sharded by rows over the ranks (FSDP2); frozen ones are whole on every rank.
+    """Tensors sharded by rows over the ranks (FSDP2); frozen ones are whole on every rank, except at stage 3.
 
     stage 3: a block's weights are gathered for its forward pass and again for its backward pass. 2: they stay gathered
     in between. 1: they also stay gathered between micro-batches, gradients are accumulated whole, and only the last
@@ -196,10 +197,11 @@ class Sharded(Placement):
         offload: bool = False,
         prefetch: int = 0,
         copies: torch.device | None = None,
+        weights: Weights | None = None,
     ) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-        device = next(model.parameters()).device.type
+        device = model.device.type
         self.ranks, self.stage = ranks, stage
         self._meshes = {kind: mesh_of(kind, ranks, replicas) for kind in (device, "cpu")}
         mesh = self._meshes[device]
@@ -208,11 +210,12 @@ class Sharded(Placement):
         self._group = mesh.get_group("shard")
         self._shards, self._index = mesh.size(-1), mesh.get_local_rank("shard")
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-        frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+        # At stages 1 and 2 a shard of a frozen weight would only be kept beside the gathered one.
+        whole = {parameter for parameter in model.parameters() if not parameter.requires_grad and stage < 3}
 
         def shard(module: Any, *, reshard: bool) -> Any:
             return fully_shard(
-                module, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy, ignored_params=frozen
+                module, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy, ignored_params=whole
             )
 
         blocks = [shard(block, reshard=stage == 3) for block in model.blocks]
@@ -223,6 +226,10 @@ class Sharded(Placement):
             for i, block in enumerate(blocks):
                 block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
                 block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
+        if weights is not None:
+            place = torch.device("cpu") if offload else model.device
+            model._apply(lambda one: torch.empty_like(one, device=place) if one.is_meta else one)
+            weights(self._rows_into(model))
         super().__init__(model, copies=copies)
         self._shapes: dict[Tensor, torch.Size] = {
             own: self.parameters[name].shape for name, own in self.optimizer_params.items()
@@ -234,6 +241,25 @@ class Sharded(Placement):
             )
             for name, own in self.optimizer_params.items()
         }
+
+    def _rows_into(self, model: nn.Module) -> Put:
+        """A function that puts this rank's rows of a whole tensor into a parameter, and returns them.
+
+        Rows that the parameter has beyond the tensor's, of a padded vocabulary, become zero.
+        """
+
+        @torch.no_grad()
+        def put(name: str, whole: Tensor) -> Tensor:
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            parameter = getattr(getattr(module, "base", module), leaf)  # of a layer with an adapter, the frozen one's
+            local, first = self.local(parameter), -(-parameter.shape[0] // self._shards) * self._index
+            rows = whole[first : first + len(local)]
+            local[: len(rows)].copy_(rows)
+            local[len(rows) :].zero_()
+            return rows
+
+        return put
 
     def _optimizer_param(self, parameter: nn.Parameter) -> nn.Parameter:
         if self.copies is not None:

@@ -9,7 +9,7 @@ import json
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,31 @@ def own_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
 
 def read(files: Sequence["StoredFile"], tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors, or this rank's parts of DTensors, by name, in place. Raises CheckpointError for a damaged file."""
+    _read(Reader(files), tensors)
+
+
+def reader_of_whole(files: Sequence["StoredFile"]) -> Callable[[str], Tensor]:
+    """What reads a whole tensor by its name, put together from all files. It raises CheckpointError as `read` does."""
+    reader = Reader(files)
+
+    def whole(name: str) -> Tensor:
+        about = reader.metadata.state_dict_metadata[name]
+        assert isinstance(about, TensorStorageMetadata)
+        tensor = torch.empty(about.size, dtype=about.properties.dtype)
+        _read(reader, {name: tensor})
+        return tensor
+
+    return whole
+
+
+def _read(reader: "Reader", tensors: Mapping[str, Tensor]) -> None:
     with warnings.catch_warnings():  # torch warns that each rank reads for itself
         warnings.simplefilter("ignore")
         try:
-            load({name: one.detach() for name, one in tensors.items()}, storage_reader=Reader(files), no_dist=True)
+            load({name: one.detach() for name, one in tensors.items()}, storage_reader=reader, no_dist=True)
         except CheckpointException as error:
             reason = next(iter(error.failures.values()))[0]
-            raise CheckpointError(f"{files[0].path.parent} cannot be read ({reason})") from None
+            raise CheckpointError(f"{reader.folder} cannot be read ({reason})") from None
 
 
 class StoredFile:
@@ -132,6 +150,7 @@ class Reader(StorageReader):
     """Reads the rows that the planner asks for from files whose headers were checked."""
 
     def __init__(self, files: Sequence[StoredFile]) -> None:
+        self.folder = files[0].path.parent
         self.metadata = table(files)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

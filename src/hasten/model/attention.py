@@ -53,20 +53,22 @@ class Attention(nn.Module):
             self.block_size = None if pattern.period is not None else pattern.block
             self.spec = replace(self.spec, window=None)
 
-    def request(self, dtype: torch.dtype | None = None) -> AttentionRequest:
-        """The request to a kernel, in the weights' dtype or in `dtype`."""
+    def request(self, dtype: torch.dtype | None = None, *, device: torch.device | None = None) -> AttentionRequest:
+        """The request to a kernel, in the weights' dtype and device or in those given."""
         like = request_of(self.q)
         wide = isinstance(getattr(self.q, "base", self.q), WideLinear)
         dtype = dtype or (torch.float32 if wide else like.dtype)
-        request = AttentionRequest(spec=self.spec, device=like.device, dtype=dtype, dropout=self.dropout > 0)
+        request = AttentionRequest(spec=self.spec, device=device or like.device, dtype=dtype, dropout=self.dropout > 0)
         return replace(request, block_mask=self.block_size is not None, block_size=self.block_size)
 
-    def bind(self, kernel: str | None = None, *, dtype: torch.dtype | None = None) -> None:
+    def bind(
+        self, kernel: str | None = None, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> None:
         """Choose the attention kernels for the weights' device and dtype; `kernel` forces one where it fits.
 
-        dtype: of the products, if autocast runs them in another dtype than the weights'.
+        dtype: of the products, if autocast runs them in another dtype than the weights'. device: of weights to come.
         """
-        self.kernels = LayerAttention.bind(self.request(dtype), forced=kernel)
+        self.kernels = LayerAttention.bind(self.request(dtype, device=device), forced=kernel)
 
     @property
     def supports_segments(self) -> bool:

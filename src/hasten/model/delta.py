@@ -63,13 +63,13 @@ class GatedDeltaNet(nn.Module):
         y, matrix = delta_rule(q * sizes.key_dim**-0.5, k, v, decay, beta, None if state is None else state.matrix)
         return y, DeltaState(inputs, matrix)
 
-    @torch.no_grad()
-    def fill(self, generator: torch.Generator) -> None:
-        """Fill the parameters that belong to no linear layer and no norm, as the published models were begun."""
-        self.rate_bias.fill_(1.0)
-        self.log_rate.uniform_(0.01, 16, generator=generator).log_()  # not 0, whose logarithm is -inf
-        bound = self.sizes.kernel**-0.5
-        self.conv.weight.uniform_(-bound, bound, generator=generator)
+    @staticmethod
+    def fill(leaf: str, values: Tensor, generator: torch.Generator) -> None:
+        """Fill a parameter that belongs to no other layer, as the published models were begun."""
+        if leaf == "rate_bias":
+            values.fill_(1.0)
+        else:
+            values.uniform_(0.01, 16, generator=generator).log_()  # not 0, whose logarithm is -inf
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig, make: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.config = config
+        self.all_take_part = False  # also experts that no row has chosen: then each has a gradient
         self.router = nn.Linear(config.hidden_size, config.experts, bias=False)
         self.choice_bias = nn.Parameter(torch.empty(config.experts)) if config.expert_choice_bias else None
         self.experts = nn.ModuleList(make(config.expert_size) for _ in range(config.experts))
@@ -75,7 +76,7 @@ class Experts(nn.Module):
         out = torch.zeros_like(rows)
         # Reading which experts are chosen synchronises a GPU and breaks a compiled graph here; a GPU's expert kernels,
         # which avoid both, are still to come.
-        for index in chosen.unique().tolist():
+        for index in range(len(self.experts)) if self.all_take_part else chosen.unique().tolist():
             row, slot = torch.where(chosen == index)
             out.index_add_(0, row, self.experts[index](rows[row]) * shares[row, slot, None].to(rows.dtype))
         return self.add_shared(out, rows).view_as(x)

@@ -1,11 +1,11 @@
 """Random weights for a model that is trained from scratch, or measured without a checkpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hasten.model.config import ModelConfig
@@ -13,6 +13,11 @@ from hasten.model.delta import GatedDeltaNet
 from hasten.model.experts import kept_dtype
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.transformer import Transformer
+
+# Takes a parameter's name and its whole values, keeps what it needs of them, and returns that part.
+Put = Callable[[str, Tensor], Tensor]
+# Gives all parameters of a model to such a function, one at a time.
+Weights = Callable[[Put], None]
 
 
 def initialize(
@@ -24,32 +29,56 @@ def initialize(
     """
     with unfilled():
         model = Transformer(config)
-    for module in model.modules():
-        for name, empty in module.named_parameters(recurse=False):
-            own = kept_dtype(f".{name}", dtype)
-            setattr(module, name, nn.Parameter(torch.empty(empty.shape, dtype=own, device=device)))
-    model.to(device)  # the rotary tables
+
+    def put(name: str, values: Tensor) -> Tensor:
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(values))
+        return values
+
+    draw_weights(model, put, seed=seed, dtype=dtype, device=device)
     if config.tie_embeddings:
-        model.head.weight = model.embedding.weight
-    generator = torch.Generator(device=device).manual_seed(seed)
-    std = config.initializer_range
-    residual = std / (2 * len(config.layers)) ** 0.5
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                into_residual = name.endswith((".output", ".down", ".out"))
-                module.weight.normal_(0.0, residual if into_residual else std, generator=generator)
-            elif isinstance(module, RMSNorm | LayerNorm):
-                module.weight.fill_(1.0 - module.offset)
-            elif isinstance(module, GatedDeltaNet):
-                module.fill(generator)
-            for bias in (getattr(module, "bias", None), getattr(module, "choice_bias", None)):
-                if isinstance(bias, nn.Parameter):
-                    bias.zero_()
-        for padded in (model.embedding.weight, model.head.weight):
-            padded[config.vocab_size :] = 0
+        model.embedding.weight = model.head.weight
+    model.to(device)  # the rotary tables
     model.bind()
     return model
+
+
+@torch.no_grad()
+def draw_weights(
+    model: Transformer, put: Put, *, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> None:
+    """Draw the parameters that `initialize` gives a model, one at a time and whatever holds them.
+
+    The model's own are only asked for their shapes, and may be on the meta device.
+    """
+    config, generator = model.config, torch.Generator(device=device).manual_seed(seed)
+    for name, module in list(model.named_modules()):
+        for leaf, empty in list(module.named_parameters(recurse=False)):
+            values = torch.empty(empty.shape, dtype=kept_dtype(f".{leaf}", dtype), device=device)
+            _fill(values, module, f"{name}.{leaf}", config, generator)
+            if name in ("embedding", "head"):
+                values[config.vocab_size :] = 0
+            if name != "embedding" or not config.tie_embeddings:  # tied, it is drawn again as the head
+                put(f"{name}.{leaf}", values)
+
+
+def _fill(values: Tensor, module: nn.Module, name: str, config: ModelConfig, generator: torch.Generator) -> None:
+    """Draw the parameter `name` of a module into `values`."""
+    owner, _, leaf = name.rpartition(".")
+    if leaf in ("bias", "choice_bias"):
+        values.zero_()
+    elif isinstance(module, nn.Linear | nn.Embedding):
+        into_residual = owner.endswith((".output", ".down", ".out"))
+        std = config.initializer_range / ((2 * len(config.layers)) ** 0.5 if into_residual else 1)
+        values.normal_(0.0, std, generator=generator)
+    elif isinstance(module, RMSNorm | LayerNorm):
+        values.fill_(1.0 - module.offset)
+    elif isinstance(module, nn.Conv1d):  # of Gated DeltaNet
+        bound = module.kernel_size[0] ** -0.5
+        values.uniform_(-bound, bound, generator=generator)
+    else:
+        assert isinstance(module, GatedDeltaNet), f"{name} has no initial values"
+        module.fill(leaf, values, generator)
 
 
 @contextmanager

@@ -107,6 +107,7 @@ class Transformer(nn.Module):
         self.origin: str | None = None  # the folder, file or hub id that it was loaded from
         self.stored_types: dict[str, str] = {}  # of a GGUF file's quantized layers, by name: Q4_K
         self.was_trained = False
+        self.destination: torch.device | None = None  # of the weights, while they are on the meta device
         self.bound = False  # whether kernels were chosen, which readable blocks need at their first use
         self._binding = False  # whether they are being chosen
         self.stack: Stack | None = None  # all blocks in one call, where the model is fused
@@ -267,7 +268,8 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.norm.parameters()).device  # a plain tensor, whatever is quantized or packed
+        own = next(self.norm.parameters()).device  # a plain tensor, whatever is quantized or packed
+        return self.destination if own.type == "meta" and self.destination is not None else own
 
     @property
     def dtype(self) -> torch.dtype:
@@ -332,7 +334,7 @@ class Transformer(nn.Module):
                 choose_width(self)
                 for layer in self.modules():
                     if isinstance(layer, Attention):
-                        layer.bind(attention, dtype=dtype)
+                        layer.bind(attention, dtype=dtype, device=self.device)
             finally:
                 self._binding = False
             self.bound = True

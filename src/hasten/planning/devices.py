@@ -21,6 +21,9 @@ LINKS: Mapping[str, Link] = {
     "shared-memory": Link(2e-6, 0.0, 4e9, "typical of shared memory"),
     "gloo": Link(400e-6, 0.0, 1e9, "typical of gloo on one machine"),
 }
+# Bytes/s between a device and its host (PCIe 4 x16), and of the host's memory, which all devices of a host share:
+# assumptions, for what is offloaded.
+HOST_LINK, HOST_MEMORY = 24e9, 150e9
 # Share of the limit that a phase reaches, where its blocks were not measured. On a GPU: what good implementations
 # report; on a CPU: the medians of benchmarks/results/plan.json.
 REACHED = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hasten.errors import ResourceError
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.planning.cost import matrices, parameters, state_bytes
-from hasten.planning.sharing import fsdp_bytes
+from hasten.planning.sharing import fsdp_bytes, gathered_weights
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs
@@ -74,7 +74,8 @@ class TrainingUse:
     of its kernel. recompute: none, selective, full, or offload (as full, with the kept inputs on the host). zero: ZeRO
     stage; ranks: processes that share one model; replicas: groups of that size; tensor: neighbours among the ranks that
     split every block and row. offload: the optimizer's weights and states are on the host. adapter: number of LoRA
-    weights, the only ones that are trained; base: bytes of the model they adapt. rounded: number of weights that are
+    weights, the only ones that are trained; base: bytes of the model they adapt, which zero 3 divides (base_divided).
+    rounded: number of weights that are
     rounded while they train (QAT). keeps_freed: the allocator keeps freed blocks, as in training on a CPU.
     """
 
@@ -96,6 +97,7 @@ class TrainingUse:
     offload: bool = False
     adapter: int | None = None
     base: int = 0
+    base_divided: bool = False
     rounded: int = 0
     keeps_freed: bool = False
 
@@ -133,6 +135,8 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     parts = _states(config, use) | _activations(config, use, narrow)
     trained = use.adapter is None
     copied = count.total - (count.embedding if count.head else 0)  # all but a table that is only looked up
+    if use.zero == 3 and use.recompute != "none":  # of a block that is being recomputed, and the root's
+        copied = int(min(copied, gathered_weights(config)))
     copied //= use.tensor
     parts[f"weights in {use.dtype}"] = narrow * copied if trained or use.base >= 4 * count.total else 0
     # A weight divided by its scale and the rounded one, both in float32; and the one that is multiplied.
@@ -169,8 +173,12 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
         shared = fsdp_bytes(config, stage=use.zero, ranks=use.ranks, accumulation=micro, masters=masters)
         parts |= {name: size // use.ranks for name, size in parts.items()}
         parts["gathered"] = max(0, int(shared.peak) - sum(parts.values()) + parts["gradients"]) // use.tensor
-        if use.adapter is not None:  # the adapted model is whole on every rank
-            parts |= {"weights": size * count // use.ranks + use.base, "gathered": size * count}
+        if use.adapter is not None:
+            base, gathered = use.base, size * count
+            if use.base_divided and use.zero == 3:  # the root and two blocks are gathered
+                base, part = use.base // use.ranks, gathered_weights(config) / parameters(config).total
+                gathered += int(use.base * part)
+            parts |= {"weights": size * count // use.ranks + base, "gathered": gathered}
     elif use.optimizer.endswith("lamb"):
         parts["update"] = 12 * count  # steps and their divisors, of all tensors of a group at once
     elif use.optimizer == "muon":

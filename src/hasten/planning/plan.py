@@ -10,7 +10,7 @@ from typing import Any
 
 from hasten.model.config import ModelConfig
 from hasten.planning import cost
-from hasten.planning.devices import REACHED, Device
+from hasten.planning.devices import HOST_LINK, HOST_MEMORY, REACHED, Device
 from hasten.planning.memory import ITEMSIZE, InferenceUse, Memory, TrainingUse, largest, memory_of
 from hasten.planning.sharing import sent_bytes
 
@@ -21,8 +21,9 @@ class Phase:
 
     tokens: of all sequences. flops: of matrix products, recomputed ones included. update_flops: of the optimizer's own
     products (Muon), float32 on a CPU, else bfloat16. moved: bytes from and to memory. sent: bytes that each of the
-    `ranks` sends, in `exchanges` exchanges. integers: products run at the rate of int8, if that is known. measured:
-    seconds without exchanges; None: expect the share of the limit in REACHED.
+    `ranks` sends, in `exchanges` exchanges. host: seconds for what is offloaded, while the device waits. integers:
+    products run at the rate of int8, if that is known. measured: seconds without exchanges; None: expect the share of
+    the limit in REACHED.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Phase:
     sent: float = 0.0
     exchanges: int = 0
     ranks: int = 1
+    host: float = 0.0
     measured: float | None = None
 
     def limits(self, device: Device) -> dict[str, float]:
@@ -47,19 +49,21 @@ class Phase:
             "products": self.flops / (rate or device.rate(self.dtype)) + update,
             "memory": self.moved / device.limits.bandwidth,
             "link": device.link.seconds(exchanges=self.exchanges, received=self.sent, ranks=self.ranks),
+            "host": self.host,
         }
 
     def limit(self, device: Device) -> float:
         """Least seconds of the phase."""
         found = self.limits(device)
-        return max(found["products"], found["memory"]) + found["link"]
+        return max(found["products"], found["memory"]) + found["link"] + found["host"]
 
     def seconds(self, device: Device) -> float:
         """Expected seconds: as measured, or by the usual share of the limit, plus the exchanges."""
         found = self.limits(device)
         if self.measured is not None:
-            return self.measured + found["link"]
-        return max(found["products"], found["memory"]) / REACHED[device.kind][self.name] + found["link"]
+            return self.measured + found["link"] + found["host"]
+        reached = REACHED[device.kind][self.name]
+        return max(found["products"], found["memory"]) / reached + found["link"] + found["host"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +158,11 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
         replicas=use.replicas,
     )
     sent /= split
-    if use.adapter is not None:  # frozen weights are not sent
+    if use.adapter is not None:  # of frozen weights no gradients are sent, and at stage 3 the weights themselves
         sent *= use.adapter / count
+        if use.base_divided and use.zero == 3:
+            root = cost.parameters(replace(config, layers=())).total / count
+            sent += use.accumulation * use.base * (2 - root) * (shards - 1) / shards
     # Before attention and MLP of a split block a rank gathers the others' normalized tokens, and afterwards reduces the
     # products' results; the backward pass does the same, and so does recomputation. So do embedding and head.
     passes = 3 if again else 2
@@ -165,6 +172,10 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
     if update and use.zero:  # every rank gathers the momentum of whole matrices
         inside = sum(cost.matrices(config, layer)[0] for layer in config.layers)
         sent += 4 * inside * (use.ranks - 1) / use.ranks
+    trained = count if use.adapter is None else use.adapter
+    own = trained / (shards if use.zero else 1)  # weights that a rank's optimizer updates
+    # Gradients go to the host and weights come back; AdamW there reads four numbers of each weight and writes three.
+    host = 2 * itemsize * own / HOST_LINK + 28 * own * use.ranks * use.replicas / HOST_MEMORY
     exchanges = 2 * layers * (shards * use.replicas > 1) + 4 * (passes * layers + 1) * (split > 1)
     return Phase(
         name="step",
@@ -176,6 +187,7 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
         sent=sent,
         exchanges=use.accumulation * exchanges,
         ranks=max(shards, split, use.replicas),
+        host=host if use.offload else 0.0,
     )
 
 

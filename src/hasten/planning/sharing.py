@@ -54,6 +54,12 @@ def fsdp_bytes(
     return RankBytes(start=start, backward=backward, peak=max(kept + peak, kept + update))
 
 
+def gathered_weights(config: ModelConfig) -> float:
+    """Number of weights that stage 3 gathers at once of those it does not train: the root's and two blocks'."""
+    _, root, block, _ = _parts(config)
+    return root + 2 * block
+
+
 def sent_bytes(
     config: ModelConfig, *, stage: int, ranks: int, accumulation: int = 1, itemsize: int = 4, replicas: int = 1
 ) -> float:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hasten.checks import whole
+from hasten.distributed import launched
 from hasten.errors import ConfigError
 from hasten.machine import describe, product_limits
 from hasten.machine.files import save_json
@@ -94,6 +95,8 @@ def profile(
 
     for key, value in {"batch": batch, "prompt_tokens": prompt_tokens, "steps": steps}.items():
         whole(key, value, low=1)
+    if launched():
+        raise ConfigError("a profile is of one process: run it without torchrun")
     use = use or ("train" if isinstance(subject, Recipe) else "generate")
     if use not in (("train",) if isinstance(subject, Recipe) else ("generate", "serve")):
         raise ConfigError(f"use is {use!r} of a {type(subject).__name__}; a recipe trains, a model generates or serves")
@@ -105,8 +108,7 @@ def profile(
     with inductor_config.patch({"cpp.enable_kernel_profile": True}):
         if isinstance(subject, Recipe):
             subject.check()
-            if subject.teacher is not None:
-                raise ConfigError("the tree of a step has no teacher in it; profile the recipe without one")
+            _check(subject)
             # Block by block: inside one graph of all blocks no parts can be timed.
             apart = replace(subject, techniques=replace(subject.techniques, whole_model=False))
             setup = set_up(apart, progress=True)
@@ -127,6 +129,16 @@ def profile(
             board.write({"step": 0} | {f"{phase.name}/{row.name or 'step'}": row.seconds for row in phase.rows})
         board.close()
     return found
+
+
+def _check(recipe: Recipe) -> None:
+    if recipe.teacher is not None:
+        raise ConfigError("the tree of a step has no teacher in it; profile the recipe without one")
+    if recipe.parallel.zero or recipe.parallel.tensor > 1:
+        raise ConfigError(
+            "a profile is of one process: leave out parallel.zero and parallel.tensor; `hasten bench train --recipe "
+            "demo --processes 2` measures what ranks wait and send"
+        )
 
 
 def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path) -> ProfiledPhase:

@@ -3,22 +3,26 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from hasten.checkpoints.advice import asked_as, export_plain, plain_folder
+from hasten.checkpoints.one_by_one import unfilled_model
 from hasten.checkpoints.source import ModelSource
 from hasten.distributed.placement import Placement, Replicated, Sharded
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.distributed.tensor_training import apply_tensor_parallel, check_split
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
-from hasten.machine import find_compiler
+from hasten.machine import find_compiler, resolve_dtype
 from hasten.machine.threads import thread_count
 from hasten.model.attention import Attention
 from hasten.model.config import ModelConfig
+from hasten.model.experts import Experts
 from hasten.model.families import read_config
+from hasten.model.initialize import Weights, draw_weights, unfilled
 from hasten.model.lora import Factors, attach, new_adapter
 from hasten.model.mlp import MLP
 from hasten.model.swap import replace_modules, swap_kinds
@@ -106,6 +110,32 @@ def pretrained_model(source: str | ModelSource, recipe: Recipe, *, device: torch
     if not frozen:
         for parameter in model.parameters():
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    return _as_asked(model, recipe)
+
+
+def model_and_weights(
+    source: ModelSource | None, config: ModelConfig, recipe: Recipe, *, device: torch.device
+) -> tuple[Transformer, Weights]:
+    """The model to train without memory for its weights, and the weights: the checkpoint's, or random ones of `config`.
+
+    The model is on the meta device, and takes `device` for its own.
+    """
+    if source is None:
+        with unfilled():
+            model = Transformer(config)
+        weights: Weights = partial(draw_weights, model, seed=recipe.run.seed, device=device)
+    else:
+        model, weights = unfilled_model(source)
+        if recipe.lora.rank is not None:  # the others are trained in float32
+            model.to(resolve_dtype(recipe.lora.base, auto=model.stored_dtype))
+        _as_asked(model, recipe)
+    model.destination = device
+    model.ropes.to(device)
+    return model, weights
+
+
+def _as_asked(model: Transformer, recipe: Recipe) -> Transformer:
+    """Give a checkpoint's model the recipe's attention pattern and dropout, in place."""
     if recipe.model.attention_pattern is not None:
         give_pattern(model, recipe.model)
     if recipe.dropout:
@@ -130,11 +160,13 @@ def training_step(
     ranks: Ranks = ALONE,
     should_stop: Callable[[], bool] = lambda: False,
     restored: bool = False,
+    weights: Weights | None = None,
 ) -> TrainStep:
     """Apply a recipe's techniques to a model, in their one order, and create the step that trains it.
 
     model: with float32 weights; for LoRA in any format. should_stop: called between micro-batches. restored: the
-    trained weights will be read from a checkpoint. ranks: checked by `check_ranks` and `check_shares`. Raises
+    trained weights will be read from a checkpoint. weights: of a model without memory for them (`model_and_weights`),
+    which ZeRO divides. ranks: checked by `check_ranks` and `check_shares`. Raises
     ConfigError if a technique does not fit the model.
     """
     techniques, parallel, on_cpu = recipe.techniques, recipe.parallel, model.device.type == "cpu"
@@ -142,7 +174,9 @@ def training_step(
         keep_freed_memory()
     if recipe.lora.rank is None:
         pad_vocabulary(model, techniques.pad_vocabulary_to)
-    precision = Precision(techniques.precision, model.device)
+    # At stage 3 no rank is to have all weights at once, nor their casts: recomputing blocks casts them again.
+    keeps_casts = parallel.zero < 3 or techniques.checkpointing == "none"
+    precision = Precision(techniques.precision, model.device, keeps_casts=keeps_casts)
     if parallel.policy == "float32-masters":
         model.to(precision.dtype)
     if ranks.tensor > 1:
@@ -163,7 +197,7 @@ def training_step(
         check_fp8(model, recipe, precision, by_blocks)
     if techniques.compile and by_blocks is not None:
         apply_compile(model)
-    placement = apply_data_parallel(model, recipe, ranks)
+    placement = apply_data_parallel(model, recipe, ranks, weights)
     optimizer = make_optimizer(placement, recipe.optimizer, fused=techniques.fused_optimizer)
     if by_blocks is None:
         return whole_step(model, recipe, placement, optimizer, precision, should_stop)
@@ -228,15 +262,18 @@ def check_shares(config: ModelConfig, parallel: Parallel) -> None:
     """Raise ConfigError for a model that cannot be divided among ranks this way."""
     if parallel.tensor > 1:
         check_split(config, parallel.tensor)
-    if parallel.zero and config.experts:
-        raise ConfigError(
-            f"parallel.zero {parallel.zero} does not support a model with experts: an expert that no token of a rank "
-            "has reached has no gradient there to reduce; use --parallel.zero 0"
-        )
 
 
-def apply_data_parallel(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> Placement:
-    """Distribute the model over the ranks: whole on each (DDP) or sharded (FSDP2)."""
+def divided_at_once(recipe: Recipe, ranks: Ranks, source: ModelSource | None) -> bool:
+    """Whether no rank needs the whole model: ZeRO divides all of its weights, and each rank makes or reads its own."""
+    divided = recipe.parallel.zero > 0 and (recipe.lora.rank is None or recipe.parallel.zero == 3)
+    return ranks.joined and divided and ranks.tensor == 1 and (source is None or source.quantized is None)
+
+
+def apply_data_parallel(
+    model: Transformer, recipe: Recipe, ranks: Ranks = ALONE, weights: Weights | None = None
+) -> Placement:
+    """Distribute the model over the ranks: whole on each (DDP) or sharded (FSDP2). weights: as in `training_step`."""
     parallel = recipe.parallel
     copies = None
     if parallel.offload == "optimizer" or parallel.policy == "float32-masters":
@@ -246,6 +283,9 @@ def apply_data_parallel(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE
     if parallel.zero == 0:
         unused = bool(model.config.experts) or recipe.techniques.layer_drop is not None
         return Replicated(model, ranks=ranks, unused=unused, copies=copies)
+    for module in model.modules():
+        if isinstance(module, Experts):  # ranks reduce the gradients of a block together, and so all or none of it
+            module.all_take_part = True
     return Sharded(
         model,
         ranks=ranks,
@@ -254,6 +294,7 @@ def apply_data_parallel(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE
         offload=parallel.offload == "all",
         prefetch=parallel.prefetch,
         copies=copies,
+        weights=weights,
     )
 
 

@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,9 +231,20 @@ def load_weights(stored: Checkpoint, placement: Placement) -> None:
     """Restore the weights, in place. Raises CheckpointError if they do not fit the model."""
     from hasten.distributed.storage import read
 
+    read(_weights(stored, placement.parameters), placement.parameters)
+
+
+def reader_of_weights(stored: Checkpoint, parameters: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
+    """What reads a whole weight by its name. Raises CheckpointError if they do not fit the model's parameters."""
+    from hasten.distributed.storage import reader_of_whole
+
+    return reader_of_whole(_weights(stored, parameters))
+
+
+def _weights(stored: Checkpoint, wanted: Mapping[str, Tensor]) -> list["StoredFile"]:
+    """The files of the weights. Raises CheckpointError if they do not fit the model's parameters."""
     files = _files(stored, "weights")
     found = {name: shape for file in files for name, (shape, _) in file.parts.items()}
-    wanted = placement.parameters
     for name in wanted.keys() | found.keys():
         ours, theirs = wanted[name].shape if name in wanted else None, found.get(name)
         if ours != theirs:
@@ -241,7 +252,7 @@ def load_weights(stored: Checkpoint, placement: Placement) -> None:
                 f"{stored.folder}: {name} is {_describe(theirs)} in the checkpoint and {_describe(ours)} in the model; "
                 f"{REMEDY}"
             )
-    read(files, wanted)
+    return files
 
 
 def _link_file(source: Path, target: Path) -> None:

@@ -48,8 +48,8 @@ def accelerated(model: Any) -> Iterator[Any]:
 
     The loss takes the head's weight and its input, and never creates all logits: with a vocabulary of 128,000 they
     would be most of the memory. In evaluation the model returns its logits as usual; in training `logits` is the head's
-    input, so use the model's `loss`. The names of parameters do not change, nor do checkpoints. For one process or DDP:
-    the head's weight is read outside the head, where FSDP may have sharded it.
+    input, so use the model's `loss`. The names of parameters do not change, nor do checkpoints. For one process, DDP,
+    and for FSDP2 with the head in the root's unit (`fully_shard` of each layer, then of the model): the loss reads it.
 
     A model that does more with its logits (Gemma 2 caps them) keeps its own loss, with a HastenWarning; a trial with a
     few tokens finds out. Raises ConfigError for a model without attention of transformers' interface, or whose head is

@@ -42,14 +42,16 @@ def choose_precision(
 class Precision:
     """Autocast and loss scaling; for float32 and bfloat16 the scaling does nothing.
 
-    name: of the products' dtype; "auto": bfloat16 if the device multiplies it at speed, else float32.
+    name: of the products' dtype; "auto": bfloat16 if the device multiplies it at speed, else float32. keeps_casts: a
+    weight is cast once a step, and its cast is there until the end of the forward pass.
     """
 
-    def __init__(self, name: PrecisionName, device: torch.device | str) -> None:
+    def __init__(self, name: PrecisionName, device: torch.device | str, *, keeps_casts: bool = True) -> None:
         if name == "auto":
             name = cast(PrecisionName, training_precision(device).dtype)
         self.name = name
         self.device = torch.device(device)
+        self.keeps_casts = keeps_casts
         self.dtype = resolve_dtype(name)
         self.scales = name == "float16"
         self.scaler = torch.amp.GradScaler(
@@ -58,7 +60,8 @@ class Precision:
 
     def autocast(self) -> torch.autocast:
         """The autocast context of a forward pass."""
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+        on = self.dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=on, cache_enabled=self.keeps_casts)
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of the scaled loss and add them to the parameters'."""

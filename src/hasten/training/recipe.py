@@ -38,6 +38,7 @@ ScheduleName = Literal["cosine", "wsd", "constant"]
 OptimizerName = Literal["adamw", "lamb", "muon", "onebit-adam", "onebit-lamb"]
 CheckpointingName = Literal["none", "selective", "full", "offload"]
 OffloadName = Literal["none", "optimizer", "all"]
+StageName = Literal[0, 1, 2, 3]
 PolicyName = Literal["float32-weights", "float32-masters"]
 
 TEXT_SOURCES, TEXT_FILES = ("stdlib", "packages"), (".txt", ".py", ".md")  # which have no fields (hasten.data)
@@ -262,7 +263,7 @@ class Qat:
 class Parallel:
     """How several processes (torchrun, or --processes) divide work and memory. Only `policy` changes the numbers."""
 
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: StageName = 0
     """ZeRO stage. 0: the whole model on every process (DDP); 1-3: weights, gradients and states sharded (FSDP2)."""
     tensor: Annotated[int, ABOVE_0, SHARED] = 1
     """Neighbouring processes that split every block and every row of tokens (tensor and sequence parallelism)."""

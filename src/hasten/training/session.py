@@ -18,6 +18,7 @@ from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
 from hasten.machine import measured, resolve_dtype
 from hasten.machine.files import code_digest, locked, save_json
+from hasten.model.initialize import unfilled
 from hasten.model.lora import attach, attached
 from hasten.model.transformer import Transformer
 from hasten.quantization.qat import as_stored
@@ -218,16 +219,19 @@ def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> float | None:
     # While bits are lowered, an earlier loss says nothing about the final ones.
     wanted = recipe.run.export == "best" and recipe.qat.start_bits is None
     stored = checkpoints.find(folder.best) if wanted else None
-    model, placement = setup.model, setup.step.where
+    model, placement, read = setup.model, setup.step.where, None
     if isinstance(placement, Sharded):
         stored = stored or checkpoints.find(folder.last)
-        with torch.device("cpu" if recipe.lora.rank is None else "meta"):  # frozen weights are not written
+        with unfilled():
             model = Transformer(setup.model.config).to(setup.model.dtype)
-        if recipe.lora.rank is not None:
-            attach(model, [lora_adapter(model.config, recipe.lora, device="cpu")])
         model.tokenizer, model.generation = setup.model.tokenizer, setup.model.generation
-        placement = Placement(model)
-    if stored is not None:
+        if recipe.lora.rank is None:  # its weights are read as they are written
+            assert stored is not None
+            read = checkpoints.reader_of_weights(stored, dict(model.named_parameters()))
+        else:  # and frozen weights are not written
+            attach(model, [lora_adapter(model.config, recipe.lora, device="cpu")])
+            placement = Placement(model)
+    if stored is not None and read is None:
         checkpoints.load_weights(stored, placement)
     model.eval()
     dtype = None if recipe.run.export_dtype == "auto" else resolve_dtype(recipe.run.export_dtype)
@@ -243,7 +247,7 @@ def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> float | None:
     else:
         if dtype is None and recipe.techniques.precision == "bfloat16":
             dtype = torch.bfloat16
-        export_model(model, folder.model, dtype=dtype)
+        export_model(model, folder.model, dtype=dtype, read=read)
     return None
 
 

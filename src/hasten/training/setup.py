@@ -15,12 +15,14 @@ from hasten.distributed.ranks import ALONE, Ranks
 from hasten.errors import ConfigError, HastenError
 from hasten.machine import ProductPrecision, configure, matrix_rate, resolve_device
 from hasten.model.config import ModelConfig
-from hasten.model.initialize import initialize
+from hasten.model.initialize import Weights, initialize
 from hasten.model.transformer import Transformer
 from hasten.planning.cost import training_flops_per_token
 from hasten.training.build import (
     check_ranks,
     check_shares,
+    divided_at_once,
+    model_and_weights,
     pretrained_model,
     shape_config,
     training_config,
@@ -103,11 +105,12 @@ def set_up(
     memory = MemoryCheck.here(config, recipe, device, source=source, ranks=ranks).fitted()
     recipe, note = memory.recipe, memory.check()
     batches, validation = make_batches(recipe, data, ranks), make_validation(recipe, data, ranks)
-    model = make_model(config, recipe, source, data, device)
+    model, weights = make_model(config, recipe, source, data, device, ranks)
     if ranks.size > 1:
-        weights = torch.stack([t.sum(dtype=torch.float64) for t in model.state_dict().values()]).sum()
-        ranks.require_same({"torch": torch.__version__, "data": data.folder.name, "weights": f"{float(weights):.6g}"})
-    step = training_step(model, recipe, ranks=ranks, should_stop=should_stop, restored=begun is not None)
+        same = {"torch": torch.__version__, "data": data.folder.name, "weights": _fingerprint(model, source)}
+        ranks.require_same(same)
+    restored = begun is not None
+    step = training_step(model, recipe, ranks=ranks, should_stop=should_stop, restored=restored, weights=weights)
     # No utilization for LoRA, which computes no gradients of frozen weights: the FLOPs would be too many.
     rate = _rate(step.precision.dtype, device) if recipe.lora.rank is None else None
     # Seed last: measuring consumes a varying number of random draws.
@@ -196,17 +199,37 @@ def make_validation(recipe: Recipe, data: TokenData, ranks: Ranks) -> Validation
 
 
 def make_model(
-    config: ModelConfig, recipe: Recipe, source: ModelSource | None, data: TokenData, device: torch.device
-) -> Transformer:
-    """Create the model, without techniques: with random weights, or those of the checkpoint `source`."""
-    if source is not None:
+    config: ModelConfig,
+    recipe: Recipe,
+    source: ModelSource | None,
+    data: TokenData,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+) -> tuple[Transformer, Weights | None]:
+    """Create the model, without techniques: with random weights, or those of the checkpoint `source`.
+
+    Where ranks divide them, the model has no memory for its weights, and these are the second value.
+    """
+    weights = None
+    if divided_at_once(recipe, ranks, source):
+        model, weights = model_and_weights(source, config, recipe, device=device)
+    elif source is not None:
         model = pretrained_model(source, recipe, device=device)
     else:
         model = initialize(config, seed=recipe.run.seed, device=device)
+    if source is None:
         eos = next(iter(data.tokenizer.eos_ids), None)
         model.generation = {} if eos is None else {"bos_token_id": data.tokenizer.bos_id, "eos_token_id": eos}
     model.tokenizer = data.tokenizer
-    return model
+    return model, weights
+
+
+def _fingerprint(model: Transformer, source: ModelSource | None) -> str:
+    """A value that differs where ranks have other weights: their sum, of a file that none reads whole its vectors'."""
+    tensors = list(model.state_dict().values())
+    if any(one.is_meta for one in tensors):
+        tensors = [] if source is None else [source.read(n) for n, one in source.stored.items() if len(one.shape) == 1]
+    return f"{float(sum(one.sum(dtype=torch.float64) for one in tensors)):.6g}"
 
 
 def _flops(config: ModelConfig, context: int) -> tuple[float, tuple[float, ...]]:

@@ -1,0 +1,175 @@
+"""Ways to train a model on several devices, predicted: ZeRO stage, offload, recomputation, masters, micro-batches."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, get_args
+
+from hasten.bench.plan import PlanOptions, Subject, settle, training_plan
+from hasten.errors import ConfigError, ResourceError
+from hasten.planning.memory import TrainingUse
+from hasten.planning.plan import Plan
+from hasten.training.recipe import CheckpointingName, OffloadName, PolicyName, StageName
+
+SHOWN = 12  # ways in a table
+SAME = 1.02  # times the seconds of another way: then the one that asks for less is better
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way to train. changes: the options of `hasten train` that it takes, but for defaults and what was asked for."""
+
+    plan: Plan
+    changes: tuple[str, ...]
+
+    @property
+    def use(self) -> TrainingUse:
+        """The use that `plan` is for, of one rank."""
+        assert isinstance(self.plan.use, TrainingUse)
+        return self.plan.use
+
+    @property
+    def devices(self) -> int:
+        return self.use.ranks * self.use.replicas
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan fits in a rank's memory."""
+        return self.plan.memory.peak <= self.plan.free
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step of all ranks."""
+        return self.plan.phases[0].seconds(self.plan.device)
+
+    @property
+    def device_seconds(self) -> float:
+        """Device-seconds for a million tokens."""
+        return 1e6 * self.devices / self.plan.tokens_per_second
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "changes": list(self.changes),
+            "devices": self.devices,
+            "peak_bytes": self.plan.memory.peak,
+            "free_bytes": self.plan.free,
+            "fits": self.fits,
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.plan.tokens_per_second,
+            "device_seconds_per_million": self.device_seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """Ways to train that fit, best first; of two that take as long, the one with fewer changes."""
+
+    goal: str
+    rows: tuple[Way, ...]
+    thought_of: int
+
+    @property
+    def best(self) -> Way:
+        return self.rows[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; the first way is the best."""
+        plan = self.best.plan
+        head = {"schema": 1, "kind": "ways to train", "model": plan.model, "device": plan.device.name}
+        return head | {"goal": self.goal, "settings": dict(plan.settings), "ways": [one.to_json() for one in self.rows]}
+
+
+def choose_training(model: str, options: PlanOptions) -> Ways:
+    """Find how to train on at most options.gpus devices: the fastest ("throughput"), or that of the fewest
+    device-seconds ("cost").
+
+    What differs from the defaults of `parallel`, and checkpointing, is kept as it was asked for; the rows of an update
+    are kept and may be read in more micro-batches. Raises ConfigError for options that make no sense, ResourceError
+    where nothing fits.
+    """
+    if options.goal == "latency" or options.token_ms is not None or options.price is not None:
+        raise ConfigError("training has --goal throughput or cost, without --token-ms and --price")
+    if options.ranks > 1:
+        raise ConfigError("--ranks plans for that number of devices; with --goal give --gpus instead")
+    subject = settle(model, options)
+    count = options.gpus or 1
+    if subject.shares_cores and count > 1:
+        raise ConfigError(
+            "ranks of one processor share its cores and memory: plan for one device, or name another (--device h100)"
+        )
+    counts = [count] if options.goal != "cost" else sorted({1 << i for i in range(count.bit_length())} | {count})
+    ways = [way for number in counts for way in _ways(subject, number)]
+    fitting = [way for way in ways if way.fits]
+    if not fitting:
+        raise _nothing_fits(ways)
+    by = {"throughput": lambda way: way.step_seconds / way.devices, "cost": lambda way: way.device_seconds}
+    order = by[options.goal or "throughput"]
+    rows: list[Way] = []
+    for way in sorted(fitting, key=lambda way: (len(way.changes), order(way))):
+        if not any(_makes_needless(one, way, order) for one in rows):
+            rows.append(way)
+    best = min(map(order, rows))
+
+    def rank(way: Way) -> tuple[float, ...]:
+        behind = order(way) > SAME * best
+        return (behind, 0 if behind else len(way.changes), order(way))
+
+    rows.sort(key=rank)
+    return Ways(goal=options.goal or "throughput", rows=tuple(rows[:SHOWN]), thought_of=len(ways))
+
+
+def _makes_needless(one: Way, other: Way, order: Callable[[Way], float]) -> bool:
+    """Whether `one` is as fast as `other`, and asks for a part of what that does or needs no more memory."""
+    if len(one.changes) > len(other.changes) or order(one) > SAME * order(other):
+        return False
+    return set(one.changes) <= set(other.changes) or one.plan.memory.peak <= other.plan.memory.peak
+
+
+def _ways(subject: Subject, devices: int) -> Iterator[Way]:
+    """Every combination of what may be changed, on a number of devices."""
+    options = subject.options
+    parallel, techniques, rows = options.parallel, options.techniques, options.batch_size or 8
+    stages = get_args(StageName) if devices > 1 and not parallel.zero else (parallel.zero,)
+    free = subject.device.kind != "cpu" and parallel.offload == "none"
+    offloads: tuple[OffloadName, ...] = ("none", "optimizer") if free else (parallel.offload,)
+    policies = get_args(PolicyName) if parallel.policy == "float32-weights" else (parallel.policy,)
+    kept: tuple[CheckpointingName, ...] = (techniques.checkpointing,)
+    if techniques.checkpointing == "none":
+        kept = ("none", "selective", "full")
+    splits = [count for count in (1 << i for i in range(rows.bit_length())) if rows % count == 0]
+    for zero, offload, policy, checkpointing, split in product(stages, offloads, policies, kept, splits):
+        own = subject.having(
+            ranks=devices,
+            batch_size=rows // split,
+            accumulation=options.accumulation * split,
+            measure=False,
+            parallel=replace(parallel, zero=zero, offload=offload, policy=policy),
+            techniques=replace(techniques, checkpointing=checkpointing),
+        )
+        try:
+            own.options.recipe().check()
+            plan = training_plan(own)
+        except ConfigError:
+            continue
+        changes = [f"--processes {devices}"] if devices > 1 else []
+        changes += [f"--parallel.zero {zero}"] * (zero != parallel.zero)
+        changes += [f"--parallel.offload {offload}"] * (offload != parallel.offload)
+        changes += [f"--parallel.policy {policy}"] * (policy != parallel.policy)
+        changes += [f"--techniques.checkpointing {checkpointing}"] * (checkpointing != techniques.checkpointing)
+        if split > 1:
+            size = f"--data.batch-size {rows // split * devices // parallel.tensor}"
+            changes.append(f"{size} --data.accumulation {options.accumulation * split}")
+        yield Way(plan=plan, changes=tuple(changes))
+
+
+def _nothing_fits(ways: list[Way]) -> ResourceError:
+    """The error where no way fits, which names the smallest."""
+    least = min(ways, key=lambda way: way.plan.memory.peak)
+    need, free = least.plan.memory.peak / 1e9, max(0, least.plan.free) / 1e9
+    adapter = "" if least.use.adapter is not None else ", an adapter beside the weights (--use lora)"
+    return ResourceError(
+        f"no way to train fits: the smallest ({' '.join(least.changes) or 'as it is'}) needs {need:.1f} GB on each of "
+        f"{least.devices} x {least.plan.device.name}, and {free:.1f} GB are free; use more devices{adapter}, or a "
+        "shorter --length"
+    )

@@ -1,0 +1,107 @@
+"""Ways to train a model on several devices: each fits and works, the fastest is first, what is needless is left out."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hasten.bench.plan import PlanOptions, make_plan
+from hasten.bench.training_choices import SAME, choose_training
+from hasten.cli.main import main
+from hasten.errors import ConfigError, ResourceError
+from hasten.training.recipe import Recipe, flat
+
+H100S = PlanOptions(use="train", device="h100", gpus=8, goal="throughput")
+
+
+def asked(way):
+    """The changes of a way as {option: value}."""
+    words = " ".join(way.changes).replace("-", "_").replace("__", "--").split()
+    return dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2], strict=True))
+
+
+def test_the_fastest_way_is_first_and_every_way_fits():
+    found = choose_training("llama-7b", H100S)
+    assert all(way.fits and way.devices == 8 for way in found.rows)
+    seconds = [way.step_seconds for way in found.rows]
+    assert seconds[0] <= SAME * min(seconds)
+    assert found.thought_of > 100
+    known = flat(Recipe(name="any")).keys() | {"processes"}
+    assert all(asked(way).keys() <= known for way in found.rows)
+    for one in found.rows:
+        for other in found.rows:
+            more = set(one.changes) < set(other.changes)
+            assert not (more and SAME * other.step_seconds >= one.step_seconds), "what asks for more gives more"
+
+
+def test_a_way_is_the_plan_of_what_it_asks_for():
+    way = choose_training("llama-7b", H100S).best
+    found = asked(way)
+    parallel = replace(H100S.parallel, zero=int(found["parallel.zero"]), policy="float32-masters")
+    assert found["parallel.policy"] == "float32_masters"
+    plan = make_plan("llama-7b", PlanOptions(use="train", device="h100", ranks=8, parallel=parallel))
+    assert plan.memory.peak == way.plan.memory.peak
+    assert plan.tokens_per_second == way.plan.tokens_per_second
+
+
+def test_the_least_device_seconds_and_what_was_asked_for():
+    cost = choose_training("gpt2-124m", replace(H100S, goal="cost"))
+    assert cost.best.devices == 1, "nothing is sent"
+    assert cost.best.device_seconds <= SAME * min(way.device_seconds for way in cost.rows)
+    kept = replace(H100S, parallel=replace(H100S.parallel, zero=3), memory=40.0)
+    found = choose_training("llama-7b", kept)
+    assert {way.use.zero for way in found.rows} == {3}
+    assert all(way.plan.memory.peak <= 40e9 for way in found.rows)
+    assert "parallel.zero" not in asked(found.best)
+
+
+@pytest.mark.parametrize(
+    ("use", "without", "having"),
+    [("train", {}, {"offload": "optimizer"}), ("lora", {"zero": 2}, {"zero": 3})],
+)
+def test_the_host_and_what_frozen_weights_send_take_time(use, without, having):
+    options = PlanOptions(use=use, device="h100", ranks=4)
+    plans = [
+        make_plan("llama-1.1b", replace(options, parallel=replace(options.parallel, **changes)))
+        for changes in (without, having)
+    ]
+    plain, more = (plan.phases[0].seconds(plan.device) for plan in plans)
+    assert more > 1.05 * plain
+    assert plans[1].memory.peak < plans[0].memory.peak
+
+
+def test_the_command_shows_ways_and_names_one_where_a_plan_does_not_fit(capsys, tmp_path):
+    main(["plan", "gpt2-124m", "--use", "train", "--device", "h100", "--memory", "6"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the fastest way that does is --data.batch-size 4 --data.accumulation 2" in said
+    main(["plan", "llama-7b", "--use", "finetune", "--device", "h100", "--gpus", "8", "--goal", "throughput"])
+    said = capsys.readouterr().out
+    assert "training llama-7b on NVIDIA H100 SXM, 79.6 GB free, for throughput" in said
+    assert "--processes 8 --parallel.zero 1 --parallel.policy float32-masters" in said
+    file = str(tmp_path / "ways.json")
+    main(["plan", "llama-7b", "--use", "train", "--device", "h100", "--gpus", "8", "--goal", "cost", "--json", file])
+    ways = json.loads((tmp_path / "ways.json").read_text())["ways"]
+    assert all(way["fits"] and way["peak_bytes"] <= way["free_bytes"] for way in ways)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"goal": "latency"}, "--goal throughput or cost"),
+        ({"token_ms": 10.0}, "without --token-ms"),
+        ({"ranks": 2}, "with --goal give --gpus"),
+        ({"device": "cpu", "gpus": 2}, "share its cores"),
+        ({"memory": -1.0}, r"--memory is -1\.0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes, error):
+    with pytest.raises(ConfigError, match=error):
+        choose_training("gpt2-124m", replace(H100S, **changes))
+
+
+def test_where_nothing_fits_the_smallest_is_named():
+    with pytest.raises(ResourceError, match=r"the smallest \(.*--techniques.checkpointing full.*--use lora"):
+        choose_training("llama-70b", replace(H100S, device="rtx4090", gpus=2))
+    with pytest.raises(ResourceError) as error:
+        choose_training("llama-70b", replace(H100S, use="lora", device="rtx4090", gpus=2))
+    assert "--use lora" not in str(error.value)

@@ -1,0 +1,133 @@
+"""With ZeRO no rank has the whole model: each makes or reads its own rows, with the numbers of one process."""
+
+import json
+import textwrap
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hasten
+import ranks
+from hasten.checkpoints.load import open_checkpoint
+from hasten.checkpoints.one_by_one import unfilled_model
+from hasten.errors import CheckpointError
+from hasten.model.families import read_config
+from hasten.model.initialize import draw_weights, initialize, unfilled
+from hasten.model.transformer import Transformer
+from tiny_model import tiny_llama
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 40,
+    "intermediate_size": 51,  # rows that two ranks cannot share evenly
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 301,
+    "tie_word_embeddings": False,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99, "n_positions": 16}
+
+# Makes each model of argv[1] on these ranks; the first writes the whole tensors that they hold together.
+START = textwrap.dedent("""
+    import json, sys
+    import torch
+    from safetensors.torch import save_file
+    from hasten.checkpoints.load import open_checkpoint
+    from hasten.distributed.launch import joined
+    from hasten.model.families import read_config
+    from hasten.training import build
+    from hasten.training.recipe import Parallel, Recipe, Techniques
+    with joined() as ranks:
+        for case in json.loads(sys.argv[1]):
+            policy = {"policy": case["policy"], "offload": case["offload"]}
+            recipe = Recipe(
+                name="start",
+                techniques=Techniques(precision="bfloat16", compile=False, pad_vocabulary_to=64),
+                parallel=Parallel(zero=case["zero"], **policy),
+            )
+            source = open_checkpoint(case["folder"]) if case["folder"] else None
+            config = source.config if source else read_config(case["config"])
+            model, weights = build.model_and_weights(
+                source, build.training_config(recipe, config), recipe, device=torch.device("cpu")
+            )
+            assert all(one.is_meta for one in model.parameters())
+            step = build.training_step(model, recipe, ranks=ranks, weights=weights)
+            parameters = step.where.parameters
+            for name, whole in parameters.items():
+                assert len(whole.to_local()) <= -(-whole.shape[0] // ranks.size), name
+            found = {name: one.full_tensor().detach().clone() for name, one in parameters.items()}
+            if ranks.first:
+                save_file(found, case["out"])
+""")
+
+
+@pytest.mark.parametrize("values", [LLAMA, LLAMA | {"tie_word_embeddings": True}, GPT2], ids=["llama", "tied", "gpt2"])
+def test_weights_drawn_one_at_a_time_are_those_of_a_whole_model(values):
+    config = read_config(values).padded_to(64)
+    whole = initialize(config, seed=3)
+    with unfilled():
+        model = Transformer(config)
+    drawn = {}
+    draw_weights(model, lambda name, tensor: drawn.setdefault(name, tensor), seed=3)
+    assert all(one.is_meta for one in model.parameters())
+    for name, tensor in drawn.items():
+        assert torch.equal(whole.get_parameter(name), tensor), name
+    assert {whole.get_parameter(name) for name in drawn} == set(whole.parameters())
+
+
+def test_ranks_hold_the_rows_of_one_process(tmp_path):
+    hasten.save(tiny_llama(tie_word_embeddings=True), tmp_path / "model")
+    cases = [
+        {"zero": 1, "config": LLAMA},
+        {"zero": 3, "config": LLAMA | {"tie_word_embeddings": True}},
+        {"zero": 2, "config": GPT2, "offload": "optimizer"},
+        {"zero": 3, "config": LLAMA, "offload": "all"},
+        {"zero": 3, "config": LLAMA, "policy": "float32-masters"},
+        {"zero": 3, "folder": str(tmp_path / "model")},
+    ]
+    usual = {"policy": "float32-weights", "offload": "none", "folder": None, "config": None}
+    cases = [usual | case | {"out": str(tmp_path / f"{n}.safetensors")} for n, case in enumerate(cases)]
+    for status, _, errors in ranks.run(START, json.dumps(cases)):
+        assert status == 0, errors
+    for case in cases:
+        if case["folder"]:
+            whole = hasten.load(case["folder"], dtype="float32")
+        else:
+            whole = initialize(read_config(case["config"]).padded_to(64), seed=0)
+        found = load_file(case["out"])
+        assert found.keys() == dict(whole.named_parameters()).keys()
+        for name, tensor in found.items():
+            expected = whole.get_parameter(name)
+            expected = expected.bfloat16() if case["policy"] == "float32-masters" else expected
+            assert torch.equal(tensor[: len(expected)], expected), (case, name)
+            assert not tensor[len(expected) :].any(), "rows that pad the vocabulary"
+
+
+def test_a_head_that_is_not_the_embedding_after_all_is_read_for_itself(tmp_path):
+    hasten.save(tiny_llama(), tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    config = replace(checkpoint.config, tie_embeddings=True)
+    for changed in (True, False):
+        tensors = load_file(tmp_path / "model.safetensors")
+        if not changed:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            save_file(tensors, tmp_path / "model.safetensors")
+        model, read = unfilled_model(replace(open_checkpoint(tmp_path), config=config))
+        found = {}
+        read(found.setdefault)
+        assert (model.head.weight is not model.embedding.weight) == changed
+        assert ("head.weight" in found) == changed
+
+
+def test_rows_with_nan_are_found_by_the_rank_that_keeps_them(tmp_path):
+    hasten.save(tiny_llama(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][100, 3] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    _, read = unfilled_model(open_checkpoint(tmp_path))
+    read(lambda name, tensor: tensor[:64])
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight holds 1 values that are NaN"):
+        read(lambda name, tensor: tensor[64:])
