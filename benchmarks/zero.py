@@ -105,7 +105,7 @@ class Start(Script):
     """Ranks of the whole run: with Adam's states each holds 4/8 of the model's size."""
     steps: int = 2
     folder_bytes: int = 1_100_000_000
-    """Of the folder, in bfloat16: trained in float32 it takes twice as much."""
+    """Bytes of the folder, in bfloat16: trained in float32 it takes twice as much."""
 
     def measure(self) -> Report:
         size = {"layers": self.layers, "hidden_size": self.width, "heads": self.width // 128}
