@@ -212,7 +212,7 @@ class _Plan:
         pieces, layer = [piece for piece, _ in self.parts[name]], self.layer(name)
         if layer is None:
             tensor = join(pieces, [self._tensor(ours).to(device) for _, ours in self.parts[name]])
-            tensor = tensor.t() if pieces[0].transposed else tensor
+            tensor = tensor.mT if pieces[0].transposed else tensor
             return {name: tensor.to(kept_dtype(self.parts[name][0][1], self.dtype)).contiguous()}
         weights = [self._weight(ours, layer, device) for _, ours in self.parts[name]]
         try:

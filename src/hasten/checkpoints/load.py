@@ -122,10 +122,9 @@ def shares_of(checkpoint: ModelSource, size: int) -> list[Share]:
     """Each rank's share for `size` ranks. Raises ConfigError if the model cannot be split that way."""
     together = {"output": 1, "down": 1}
     if checkpoint.quantized is not None:
-        family = FAMILIES[checkpoint.config.family]
         modules = checkpoint.quantized.modules
         for role in together:
-            names = {place.name for ours, place in family.places(checkpoint.config) if f".{role}.weight" in ours}
+            names = {place.name for ours, place in checkpoint.places if f".{role}.weight" in ours}
             formats = (modules[name].layer for name in names & set(modules))
             together[role] = whole_groups(one.weight for one in formats if one is not None)
     return shares(checkpoint.config, size, **together)
@@ -148,7 +147,7 @@ def fill_plain(
     config, stored, quantized = checkpoint.config, checkpoint.stored, checkpoint.quantized
     seen, modules = (stored, {}) if quantized is None else (quantized.logical, quantized.modules)
     family = FAMILIES[config.family]
-    pieces = _locate(config, family, [family.places(config)], seen, str(checkpoint.path))
+    pieces = _locate(config, family, [checkpoint.places], seen, str(checkpoint.path))
     # Where others store a weight transposed, its quantized form is (out, in) all the same.
     pieces = {o: replace(p, transposed=False) if p.name in modules else p for o, p in pieces.items()}
     model = _skeleton(config)
@@ -333,7 +332,7 @@ def _fill(
         owner, _, leaf = ours.rpartition(".")
         parameter = nn.Parameter(held.to(device=device, dtype=kept_dtype(ours, dtype)))
         setattr(model.get_submodule(owner), leaf, parameter)
-        copied = cut is not None or parameter.data_ptr() != held.data_ptr()
+        copied = parameter.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
         few_rows = ours == "embedding.weight" and not tied  # of which a step reads its tokens' own
         if mapped and (copied or few_rows):
             release_pages(whole)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from hasten.checkpoints.formats.file_format import QuantizedFolder
 from hasten.checkpoints.formats.registry import read_quantization
 from hasten.machine.regular_files import read_json
 from hasten.model.config import ModelConfig
-from hasten.model.families import read_config
+from hasten.model.families import FAMILIES, read_config
+from hasten.model.families.family import Places
 from hasten.model.families.wrapped import WRAPPERS, text_modules, text_tensors
 from hasten.text.tokenizer import Tokenizer
 
@@ -27,8 +28,8 @@ class ModelSource:
     """A checkpoint whose headers have been checked, its tensors by the names that Hugging Face gives them.
 
     stored: the tensors as their headers describe them. towers: how many others there are of each, which are left out.
-    read: a plain tensor, by name. quantized: the others. dtype: the model's own; None: that of most bytes of its plain
-    tensors.
+    read: a plain tensor, by name. quantized: the others. separate_experts: each expert's tensors have names of their
+    own, whatever the family's folders have. dtype: the model's own; None: that of most bytes of its plain tensors.
     """
 
     path: Path
@@ -37,6 +38,7 @@ class ModelSource:
     read: Callable[[str], Tensor]
     towers: Mapping[str, int] = field(default_factory=dict)
     quantized: QuantizedFolder | None = None
+    separate_experts: bool = False
     dtype: torch.dtype | None = None
     generation: dict[str, Any] = field(default_factory=dict)
     read_tokenizer: Callable[[], Tokenizer | None] = lambda: None
@@ -46,6 +48,12 @@ class ModelSource:
     def tokenizer(self) -> Tokenizer | None:
         """Read when first asked for."""
         return self.read_tokenizer()
+
+    @property
+    def places(self) -> Places:
+        """Each parameter's name, with the piece of a stored tensor that it is."""
+        family = FAMILIES[self.config.family]
+        return (replace(family, stacks=None) if self.separate_experts else family).places(self.config)
 
 
 def open_folder(folder: Path) -> ModelSource:

@@ -23,8 +23,17 @@ class PlainLayer:
     def __init__(self, mask: Mask = None, intervals: Intervals | None = None) -> None:
         self.mask, self.intervals = mask, intervals
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
-        return attention(q, k, v, mask=self.mask, intervals=self.intervals, dropout=dropout)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attention: LayerAttention,
+        sinks: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        return attention(q, k, v, mask=self.mask, intervals=self.intervals, sinks=sinks, dropout=dropout)
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int, like: Tensor | None = None) -> KVView:
         """A cache for this call alone, for a kernel that writes and reads the cache itself.

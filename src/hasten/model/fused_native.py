@@ -44,7 +44,7 @@ from hasten.ops.native import library, native_ops
 from hasten.ops.pages import in_large_pages, return_freed_memory
 
 # In the order of the enums in ops/block/phases.h.
-ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu")
 HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
 
@@ -74,8 +74,10 @@ def native_shape_refusal(config: ModelConfig) -> str | None:
     """Why the native steps cannot run a model of this shape, or None."""
     if config.head_dim > LARGEST_HEAD:
         return f"the head size is {config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
+    if not all(layer.experts for layer in config.layers) and (config.swiglu_limit or config.up_offset):
+        return "the fused steps of blocks without experts know no limits or offsets in gated MLPs"
     if any(layer.experts for layer in config.layers):
-        part = unknown_parts(config, known=("norm", "pre_norms", "rope", "activation"))
+        part = unknown_parts(config, known=("norm", "pre_norms", "rope", "activation", "swiglu", "sinks"))
         return None if part is None else f"the fused steps of blocks with experts know {part}"
     return None
 
@@ -144,6 +146,7 @@ class FusedBlock(FusedSteps):
         heads: dict[str, Any] = {"heads": spec.heads, "head_dim": spec.head_dim, **head_norms}
         turned = {"head_norm": HEAD_NORM_ORDER.index(self.qk_norm or "head"), "rope_pairs": self.rope_pairs}
         scores = {"scale": spec.scale, "window": spec.window or 0, "softcap": spec.softcap or 0.0}
+        sinks = None if self.sinks is None else self.sinks.detach().float()
         qkv = [self._plan(name) for name in ("q", "k", "v")]
         if self.experts is None:
             read = self.attention_norm if self.parallel else self.mlp_norm
@@ -170,6 +173,7 @@ class FusedBlock(FusedSteps):
                 down_norm_weight=down_norm[0],
                 down_norm_bias=down_norm[1],
                 ranks=sums.group.plan if isinstance(sums, SumOfRanks) else None,
+                sinks=sinks,
             )
             self._bound = SimpleNamespace(blocks=ops.blocks.default, plan=plan)
         else:
@@ -178,6 +182,7 @@ class FusedBlock(FusedSteps):
                 attention_input=partial(ops.attention_input.default, **norm, **heads, weights=qkv),
                 attention=ops.attention.default,
                 scores=(*scores.values(),),
+                sinks=sinks,
                 output=partial(ops.linear_add.default, **weight_fields(self.output)),
                 output_norm=norm_fields(sums),
                 summed=isinstance(sums, SumOfRanks),
@@ -199,12 +204,14 @@ class FusedBlock(FusedSteps):
         plans = {}
         for name in ("gate", "up", "down"):
             linears = [getattr(expert, name) for expert in experts.experts]
-            alike = [one for one in linears if isinstance(one, PackedLinear) and one.bias is None]
+            alike = [one for one in linears if isinstance(one, PackedLinear)]
             if len(alike) < len(linears) or difference(*alike) is not None:
                 return None
             plans[name] = [_weight_plan(one) for one in alike]
-        activation = ACTIVATION_ORDER.index(experts.experts[0].activation_name)
-        plan = native_ops().plan_experts.default(**plans, activation=activation)
+        mlp: Any = experts.experts[0]
+        activation, limit = ACTIVATION_ORDER.index(mlp.activation_name), mlp.limit or 0.0
+        kind = {"activation": activation, "limit": limit, "up_offset": mlp.up_offset}
+        plan = native_ops().plan_experts.default(**plans, **kind)
         call = native_ops().experts.default
 
         def run(x: Tensor) -> Tensor:
@@ -242,7 +249,7 @@ class FusedBlock(FusedSteps):
         cos, sin = (None, None) if rope is None else rope[:2]  # (B, T, dim/2)
         placed = {"slot_mapping": metadata.slot_mapping, "rotated": metadata.rows.rotated}
         q = bound.attention_input(x=x, cos=cos, sin=sin, k=k, v=v, **placed)  # (B·T, H, D)
-        attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores, seen)  # (B·T, H, D)
+        attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores, seen, bound.sinks)  # (B·T, H, D)
         if bound.summed:  # by the ranks, before the norm
             part = bound.output(x=attended, residual=torch.zeros_like(x), **norm_fields(nn.Identity()))
             x = x + self.attention_post_norm(part)

@@ -40,6 +40,8 @@ def initialize(
                 module.weight.normal_(0.0, residual if into_residual else std, generator=generator)
             elif isinstance(module, RMSNorm | LayerNorm):
                 module.weight.fill_(1.0 - module.offset)
+            if isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):
+                sinks.normal_(0.0, std, generator=generator)
             for bias in (getattr(module, "bias", None), getattr(module, "choice_bias", None)):
                 if isinstance(bias, nn.Parameter):
                     bias.zero_()

@@ -51,7 +51,32 @@ class TensorSlice:
         if self.rows is not None:
             start, stop, groups = self.rows
             tensor = tensor.unflatten(0, (groups, -1))[:, start:stop].flatten(0, 1)  # (g, R, …) -> (g·r, …)
+            # Rows far apart are slow to multiply with.
+            tensor = tensor.contiguous() if groups > 1 else tensor
         return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """Tensors that hold a weight of all E experts of a layer, by the names of what they hold; biases end in "_bias".
+
+    gate_up (E, 2·I, C): rows of gate, then of up, or of both in turn (alternating). down (E, C, I). transposed: each
+    expert's matrix is (in, out).
+    """
+
+    gate_up: str
+    down: str
+    alternating: bool = False
+    transposed: bool = False
+
+    def place(self, prefix: str, module: str, leaf: str, *, expert: int, size: int) -> TensorSlice:
+        """The place of weight or bias of an expert's gate, up or down, which has `size` inner features."""
+        name = prefix + (self.down if module == "down" else self.gate_up) + ("_bias" if leaf == "bias" else "")
+        number = {"gate": 0, "up": 1}.get(module)
+        rows = None if number is None else RowSlice(number * size, (number + 1) * size)
+        if number is not None and self.alternating:
+            rows = RowSlice(number, number + 1, groups=size)
+        return TensorSlice(name, rows, transposed=self.transposed and leaf == "weight", expert=expert)
 
 
 def join(pieces: Sequence[TensorSlice], tensors: Sequence[Tensor]) -> Tensor:
@@ -98,7 +123,7 @@ class Family:
     config translates a config.json. names: the checkpoint's names for the parts of our parameters' names. rows: row
     slices of modules that the checkpoint stores in one matrix. transposed: the linear weights of blocks are stored
     (in, out). defaults are the values of fields that a config.json may leave out: those of the family's config class in
-    transformers. stacks: the tensors of all experts' gate and up, and of their down, where the checkpoint stacks them.
+    transformers. stacks: the tensors of all experts of a layer, where the checkpoint stacks them.
     one_row: our vectors that it stores as matrices of one row. in_memory: the names of a transformers model in memory,
     where they are others; its experts are stacked.
     """
@@ -110,7 +135,7 @@ class Family:
     rows: Callable[[ModelConfig], dict[str, RowSlice]] = lambda config: {}
     transposed: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    stacks: tuple[str, str] | None = None
+    stacks: Stacks | None = None
     one_row: tuple[str, ...] = ()
     in_memory: Mapping[str, str] | None = None
 
@@ -134,19 +159,20 @@ class Family:
                 yield ours, TensorSlice(name, rows.get(parts[-2]), transposed=self.transposed and linear)
 
     def _stacked(self, ours: str, config: ModelConfig) -> TensorSlice:
-        """The place of an expert's weight in the tensors `stacks`: (E, 2·I, C) of gate and up, (E, C, I) of down."""
+        """The place of a parameter of an expert in the tensors `stacks`."""
         assert self.stacks is not None
         layer, _, which = ours.partition(".experts.")
-        expert, module, _ = which.split(".")
-        size, prefix = config.expert_size, ".".join(self.names.get(part, part) for part in layer.split("."))
-        rows = {"gate": RowSlice(0, size), "up": RowSlice(size, 2 * size)}.get(module)
-        return TensorSlice(f"{prefix}.{self.stacks[rows is None]}", rows, expert=int(expert))
+        expert, module, leaf = which.split(".")
+        prefix = ".".join(self.names.get(part, part) for part in layer.split("."))
+        return self.stacks.place(f"{prefix}.", module, leaf, expert=int(expert), size=config.expert_size)
 
 
 def stacked_experts(family: Family, config: ModelConfig) -> Places:
     """The places of a model with experts in transformers 5's memory."""
+    if family.stacks is not None and family.in_memory is None:  # as in its files
+        return family.places(config)
     names = family.names if family.in_memory is None else family.in_memory
-    return replace(family, names=names, stacks=("experts.gate_up_proj", "experts.down_proj")).places(config)
+    return replace(family, names=names, stacks=Stacks("experts.gate_up_proj", "experts.down_proj")).places(config)
 
 
 def parameter_names(config: ModelConfig) -> Iterator[str]:
@@ -165,8 +191,10 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
         yield from _named(block, norms, bias=layernorm)
         yield from _named(f"{block}attention.", ["q", "k", "v"], bias=config.qkv_bias)
         yield from _named(f"{block}attention.", ["output"], bias=config.output_bias)
+        if config.attention_sinks:
+            yield f"{block}attention.sinks"
         if layer.experts:
-            yield from _named(f"{block}mlp.", ["router"])
+            yield from _named(f"{block}mlp.", ["router"], bias=config.router_bias)
             for e in range(config.experts):
                 yield from _named(f"{block}mlp.experts.{e}.", inner, bias=config.mlp_bias)
             if config.expert_choice_bias:

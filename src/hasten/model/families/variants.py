@@ -15,6 +15,7 @@ from hasten.model.families.family import (
     LLAMA_NAMES,
     ROPE_KINDS,
     Family,
+    Stacks,
     expert_counts,
     layer_count,
     layers_of_kinds,
@@ -130,7 +131,7 @@ GRANITE_MOE = Family(
     granite_moe_config,
     GRANITE_MOE_NAMES | {"router": "router.layer"},
     defaults=GRANITE_MOE_DEFAULTS,
-    stacks=("input_linear.weight", "output_linear.weight"),
+    stacks=Stacks("input_linear.weight", "output_linear.weight"),
     in_memory=GRANITE_MOE_NAMES,
 )
 

@@ -1,8 +1,10 @@
-// Experts, of which each row of x takes a few: act(x·Gateᵀ)·(x·Upᵀ)·Downᵀ of each, as one torch operator.
+// Experts, of which each row of x takes a few: act(x·Gateᵀ)·(x·Upᵀ)·Downᵀ of each, with their biases, as one torch operator.
 //
 // The pairs of a row and an expert that it takes are sorted by expert. So an expert's weights are read once for all of its
 // rows, and those of experts that no row takes are not read. A row's outputs are added in the order in which it names its
 // experts: they do not depend on the other rows.
+#include <limits>
+
 #include "calls.h"
 
 namespace hasten {
@@ -14,6 +16,7 @@ struct ExpertsPlan {
   const ExpertsPlan* self;
   std::vector<PackedWeight> gate, up, down;
   Activation kind;
+  float limit, up_offset;  // no limit: infinity
   PlanExpertsCall held;  // what the pointers point to
   int64_t count() const { return int64_t(gate.size()); }
   int64_t hidden() const { return gate[0].k; }
@@ -28,7 +31,7 @@ static std::vector<PackedWeight> weights_of(const std::vector<Tensor>& plans, in
     STD_TORCH_CHECK(one.w.n == (n ? n : found[0].w.n) && one.k == (k ? k : found[0].k), "an expert's weight is ", one.w.n,
                     "×", one.k, ", which does not fit the others");
     STD_TORCH_CHECK(taken_alike(one.w, found[0].w), "the experts' weights take rows in different formats");
-    STD_TORCH_CHECK(!one.bias && !one.adapters.a, "experts with biases or adapters are not known here");
+    STD_TORCH_CHECK(!one.adapters.a, "experts with adapters are not known here");
   }
   return found;
 }
@@ -36,7 +39,9 @@ static std::vector<PackedWeight> weights_of(const std::vector<Tensor>& plans, in
 Tensor plan_experts(PlanExpertsCall call) {
   const size_t count = call.gate.size();
   STD_TORCH_CHECK(count && call.up.size() == count && call.down.size() == count, "each expert has a gate, an up and a down");
-  auto plan = std::make_unique<ExpertsPlan>(ExpertsPlan{.gate = weights_of(call.gate, 0, 0), .kind = Activation(call.activation)});
+  auto plan = std::make_unique<ExpertsPlan>(ExpertsPlan{
+      .gate = weights_of(call.gate, 0, 0), .kind = Activation(call.activation),
+      .limit = call.limit ? float(call.limit) : std::numeric_limits<float>::infinity(), .up_offset = float(call.up_offset)});
   plan->up = weights_of(call.up, plan->gate[0].w.n, plan->gate[0].k);
   plan->down = weights_of(call.down, plan->gate[0].k, plan->gate[0].w.n);
   plan->held = std::move(call);
@@ -83,15 +88,23 @@ struct ExpertsPhases {
     over_experts(worker, input, p.gate, [&](const Few<Rows>& x, const Pairs::Run& run, int64_t panel, int64_t m0, int64_t m1) {
       float* gate = scratch<float, 2>(2 * ROW_BLOCK * PANEL);
       float* up = gate + ROW_BLOCK * PANEL;
+      const PackedWeight &gates = p.gate[run.expert], &ups = p.up[run.expert];
       const int64_t from = alone ? 0 : m0, to = alone ? 1 : m1;  // all experts of one row take that row
-      panel_product(p.gate[run.expert].w, x[0], panel, from, to, gate);
-      panel_product(p.up[run.expert].w, x[1], panel, from, to, up);
-      for (int64_t i = 0; i < (m1 - m0) * PANEL; i += LANES) store(gate + i, activate(load(gate + i), p.kind) * load(up + i));
+      panel_product(gates.w, x[0], panel, from, to, gate);
+      panel_product(ups.w, x[1], panel, from, to, up);
+      for (int64_t i = 0; i < (m1 - m0) * PANEL; i += LANES) {
+        const int64_t row = panel * PANEL + i % PANEL;
+        store(gate + i, product_of(biased(gate + i, gates, row), biased(up + i, ups, row)));
+      }
       store_panel(gate, panel, m0, m1, p.inner(), inner);
     });
     over_experts(worker, middle, p.down, [&](const Few<Rows>& x, const Pairs::Run& run, int64_t panel, int64_t m0, int64_t m1) {
+      const PackedWeight& downs = p.down[run.expert];
       float* values = scratch<float, 2>(2 * ROW_BLOCK * PANEL);
-      panel_product(p.down[run.expert].w, x[0], panel, m0, m1, values);
+      panel_product(downs.w, x[0], panel, m0, m1, values);
+      if (downs.bias)
+        for (int64_t i = 0; i < (m1 - m0) * PANEL; i += LANES)
+          store(values + i, biased(values + i, downs, panel * PANEL + i % PANEL));
       store_panel(values, panel, m0, m1, p.hidden(), parts);
     });
     const int64_t c = p.hidden(), piece = rows < 16 ? 256 : c, pieces = (c + piece - 1) / piece;
@@ -105,6 +118,13 @@ struct ExpertsPhases {
     Few<Weight> found(first);
     found.add(second);
     return found;
+  }
+  // act(gate)·up, after their limits.
+  F32 product_of(F32 gate, F32 up) const {
+    const F32 most = splat(p.limit), least = splat(-p.limit);
+    gate = select(gate > most, most, gate);
+    up = select(up > most, most, select(up < least, least, up));
+    return activate(gate, p.kind) * (up + p.up_offset);
   }
   // Calls f(ready rows, run, panel, m0, m1) for each panel of each expert that is taken, and each block of its pairs.
   template <class F>

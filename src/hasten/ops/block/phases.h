@@ -27,6 +27,15 @@ struct PackedWeight {
   Adapters adapters;
 };
 
+// A product's values of 16 output features from `row` on, with their bias; past the last feature there is none.
+inline F32 biased(const float* values, const PackedWeight& weight, int64_t row) {
+  if (!weight.bias) return load(values);
+  if (row + LANES <= weight.w.n) return load(values) + load_as(weight.bias, weight.bias_type, row);
+  alignas(64) float some[LANES] = {};
+  for (int64_t j = row; j < weight.w.n; j++) some[j - row] = load_one(weight.bias, weight.bias_type, j);
+  return load(values) + load(some);
+}
+
 // A product and the rows it multiplies: one weight, or several parts whose outputs are concatenated.
 struct Linear {
   // x (rows, K), may be written until the phases begin. chosen [rows]: the adapter that each row takes, -1 for none;
@@ -318,7 +327,7 @@ INLINE F32 erf(F32 x) {
   F32 y = 1.0f - p * exp(-(a * a));
   return as<F32>(as<U32>(y) | (as<U32>(x) & 0x80000000u));
 }
-enum class Activation { silu, gelu, gelu_tanh, relu, relu2 };
+enum class Activation { silu, gelu, gelu_tanh, relu, relu2, quick_gelu };
 INLINE F32 activate(F32 x, Activation kind) {
   switch (kind) {
     case Activation::silu: return x * logistic(x);
@@ -326,6 +335,7 @@ INLINE F32 activate(F32 x, Activation kind) {
     // 0.5·(1 + tanh(y)) is the logistic function of 2·y.
     case Activation::gelu_tanh: return x * logistic(1.5957691216057308f * (x + 0.044715f * x * x * x));
     case Activation::relu2: return max(x, F32{}) * max(x, F32{});
+    case Activation::quick_gelu: return x * logistic(1.702f * x);
     default: return max(x, F32{});
   }
 }
@@ -368,25 +378,12 @@ struct MlpInput {
     const int64_t count = std::min(most, inner - i0);
     for (int64_t m = m0; m < m1; m++, gate += PANEL, up += PANEL)
       for (int64_t i = 0; i < count; i += LANES) {
-        F32 y = load(gate + i);
-        if (first.bias) y += load_bias(first, row1 + i);
-        y = activate(y, kind);
-        if (gated) {
-          F32 by = load(up + i);
-          if (second.bias) by += load_bias(second, row2 + i);
-          y *= by;
-        }
+        F32 y = activate(biased(gate + i, first, row1 + i), kind);
+        if (gated) y *= biased(up + i, second, row2 + i);
         const int64_t base = m * inner + i0 + i;
         if (i + LANES <= count) store_as(out, type, base, y);
         else for (int64_t j = 0; j < count - i; j++) store_one(out, type, base + j, y[j]);
       }
-  }
-  // Bias of 16 rows from `row` on; zero for rows past the end.
-  static F32 load_bias(const PackedWeight& weight, int64_t row) {
-    if (row + LANES <= weight.w.n) return load_as(weight.bias, weight.bias_type, row);
-    alignas(64) float some[LANES] = {};
-    for (int64_t j = row; j < weight.w.n; j++) some[j - row] = load_one(weight.bias, weight.bias_type, j);
-    return load(some);
   }
 
   const bool interleaved;
