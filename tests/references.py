@@ -230,6 +230,20 @@ CASES |= {
         "MiniMaxM2ForCausalLM",
         EXPERTS | {"num_local_experts": 6, "head_dim": 32, "rotary_dim": 8},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        BASE
+        | {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6, "swiglu_limit": 0.7}
+        | {"rope_parameters": YARN | {"truncate": False}},
+    ),
+    "gpt_oss-plain": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        BASE
+        | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 1.5, "sliding_window": 5}
+        | {"layer_types": WINDOWED[::-1], "attention_bias": False},
+    ),
 }
 
 

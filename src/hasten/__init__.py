@@ -36,9 +36,9 @@ if TYPE_CHECKING:  # what type checkers and editors read; `__getattr__` imports 
         Int8,
         Mixed,
         calibration_tokens,
-        quantize,
     )
     from hasten.quantization.merge import merge
+    from hasten.quantization.quantize import quantize
     from hasten.training import train
     from hasten.training.in_transformers import accelerated, trainer_callback
 
@@ -109,7 +109,7 @@ _MODULES = {  # the module of each public name, as imported above
     "perplexity": "hasten.evaluation.perplexity",
     "prepare": "hasten.data",
     "profile": "hasten.profiling.profile",
-    "quantize": "hasten.quantization",
+    "quantize": "hasten.quantization.quantize",
     "save": "hasten.checkpoints.export",
     "stream": "hasten.engine.generate",
     "train": "hasten.training",

@@ -78,7 +78,7 @@ FIELDS += ["decoder_sparse_step", "n_embd", "n_head", "n_layer", "n_positions", 
 FIELDS += ["query_pre_attn_scalar", "attn_logit_softcapping", "original_max_position_embeddings", "hidden_activation"]
 FAMILY_NAMES = ["llama", "gpt2", "gpt_bigcode", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "mixtral"]
 FAMILY_NAMES += ["qwen3_moe", "smollm3", "granite", "exaone4", "olmo3", "hunyuan_v1_dense", "ministral3", "cohere2"]
-FAMILY_NAMES += ["olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
+FAMILY_NAMES += ["olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2", "gpt_oss"]
 FIELDS += ["num_local_experts", "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "moe_k", "rotary_dim"]
 FIELDS += [
     "first_k_dense_replace",
@@ -86,6 +86,7 @@ FIELDS += [
     "moe_num_experts",
     "moe_num_shared_experts",
     "moe_norm_min",
+    "swiglu_limit",
 ]
 
 

@@ -29,7 +29,7 @@ def with_experts(model):
     return [block for block in model.blocks if isinstance(block, FusedBlock) and block.experts is not None]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_one_call_gives_what_the_experts_give_one_by_one(family, scheme):
     model = fused(family, SCHEMES[scheme])
