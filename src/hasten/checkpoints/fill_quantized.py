@@ -97,7 +97,7 @@ def fill_quantized(
         for stored in beside.get(module.name, ()):  # its scales and zeros; a kernel that uses them reads them again
             if stored != module.values:
                 release_pages(folder.tensor(stored))
-        unpacked += math.prod(module.shape)
+        unpacked += math.prod(module.shape[-2:])
         if unpacked > MOST_UNPACKED:
             return_freed_memory()  # what was unpacked, or copied of a share, is gone
             unpacked = 0
