@@ -10,6 +10,7 @@
     benchmarks/as_avx2.sh python benchmarks/compare.py files --beside ik_llama.cpp \\
         --output benchmarks/results/real-files-ik.json
     python benchmarks/compare.py files --beside uniform --output benchmarks/results/real-files-uniform.json
+    benchmarks/as_avx2.sh python benchmarks/compare.py experts --output benchmarks/results/experts.json
 
 A round goes through all pairs, the peer and then ours, each in a process of its own, with the read bandwidth measured
 before and after each. Every speed is reported with its share of that bandwidth: tokens/s times the bytes of weights
@@ -31,6 +32,8 @@ from statistics import median
 from textwrap import fill
 from typing import Any, Literal
 
+import torch
+
 import hasten
 from hasten.checkpoints.gguf.write import write_gguf
 from hasten.checkpoints.published import PUBLISHED, published_file
@@ -39,6 +42,8 @@ from hasten.machine.files import write_json
 from hasten.machine.measure import limited_threads, read_bandwidth
 from hasten.measure.options import say
 from hasten.measure.script import Report, Script, Table, main
+from hasten.model.families import read_config
+from hasten.model.initialize import initialize
 from hasten.ops.native import choose_isa
 
 PEERS = Path(__file__).parent / "peers"
@@ -286,7 +291,16 @@ WHEELS = {  # peer: requirement, script
     "llama.cpp": ("xllamacpp==2026.10.11549", "run_xllamacpp.py"),
     "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5", "run_ik_llama_cpp.py"),
 }
+OURS = (sys.executable, str(PEERS / "run_hasten.py"))
 UNIFORM = ("Q8_0", "Q4_0")
+
+
+def peer_command(peer: str, place: Path) -> tuple[str, ...]:
+    """The command of a peer whose wheel pip puts into `place`."""
+    requirement, script = WHEELS[peer]
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary", ":all:"]
+    subprocess.run([*install, "--target", str(place), requirement], check=True)
+    return ("env", f"PYTHONPATH={place}", sys.executable, str(PEERS / script))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,19 +341,14 @@ class RealFiles(Script):
 
     def _pairs(self, place: Path) -> Iterator[tuple[Program, Program]]:
         """(peer, ours) of each model; what they need is put into `place`."""
-        ours = (sys.executable, str(PEERS / "run_hasten.py"))
-        if self.beside != "uniform":
-            requirement, script = WHEELS[self.beside]
-            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary", ":all:"]
-            subprocess.run([*install, "--target", str(place), requirement], check=True)
-            theirs = ("env", f"PYTHONPATH={place}", sys.executable, str(PEERS / script))
+        theirs = () if self.beside == "uniform" else peer_command(self.beside, place)
         for name in self.models:
-            own = Program(name="hasten", ours=name, model=published_file(name), command=ours)
+            own = Program(name="hasten", ours=name, model=published_file(name), command=OURS)
             if self.beside != "uniform":
                 yield Program(name=self.beside, ours=name, model=own.model, command=theirs), own
                 continue
             for file in uniform_files(name, place):
-                yield Program(name="hasten, uniform", ours=name, model=file, command=ours), own
+                yield Program(name="hasten, uniform", ours=name, model=file, command=OURS), own
 
 
 def uniform_files(name: str, place: Path) -> list[Path]:
@@ -351,6 +360,62 @@ def uniform_files(name: str, place: Path) -> list[Path]:
         files.append(place / f"{name}-{kind}.gguf")
         write_gguf(model, files[-1], kind)
     return files
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomExperts(Script):
+    """Layers of Qwen3-30B-A3B's shape (128 experts of 768, a token takes 8) with random weights, beside a peer.
+
+    The GGUF files are hasten's, with SmolLM2's tokenizer and vocabulary. Of the experts' bytes, a token reads the share
+    that it takes.
+    """
+
+    beside: Literal["llama.cpp", "ik_llama.cpp"] = "llama.cpp"
+    layers: int = 4
+    kinds: tuple[Literal["BF16", "Q8_0", "Q4_0"], ...] = ("BF16", "Q8_0", "Q4_0")
+    rounds: int = 3
+    threads: int = 2
+    timeout: float = 900.0
+    """Seconds for one run of one program."""
+
+    def measure(self) -> Report:
+        how = {"rounds": self.rounds, "threads": self.threads, "timeout": self.timeout, "output": self.output}
+        with tempfile.TemporaryDirectory(prefix="hasten-experts-") as place:
+            return compared(list(self._pairs(Path(place))), LONG, **how)
+
+    def show(self, report: Report) -> None:
+        print(table(report))
+
+    def _pairs(self, place: Path) -> Iterator[tuple[Program, Program]]:
+        theirs = peer_command(self.beside, place)
+        tokenizer = hasten.load(published_file("smollm2-135m")).tokenizer
+        model = initialize(read_config(EXPERTS | {"num_hidden_layers": self.layers}), seed=0, dtype=torch.bfloat16)
+        model.tokenizer = tokenizer
+        for kind in self.kinds:
+            write_gguf(model, file := place / f"qwen3-30b-a3b-{self.layers}-layers-{kind}.gguf", kind)
+            yield (
+                Program(name=self.beside, ours=kind, model=file, command=theirs),
+                Program(name="hasten", ours=kind, model=file, command=OURS),
+            )
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 49_152,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": False,
+}
 
 
 def time_by_bytes(report: dict[str, Any], name: str) -> dict[str, Any]:
@@ -396,4 +461,4 @@ TABLES: dict[str, Table] = {"real-files sentence": files_sentence}
 
 
 if __name__ == "__main__":
-    main({"programs": Compare, "files": RealFiles}, TABLES)
+    main({"programs": Compare, "files": RealFiles, "experts": RandomExperts}, TABLES)

@@ -373,7 +373,7 @@ def restart_table(report: Report) -> str:
 
 
 TABLES: dict[str, Table] = {
-    "serve-restart": restart_table,
+    **dict.fromkeys(("serve-restart", "serve-restart-1.1b"), restart_table),
     "serve-fairness": fairness_table,
     "serve-latency-llama-1.1b-int8": latency_table,
     "compare-serving": vllm_table,

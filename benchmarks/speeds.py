@@ -377,7 +377,7 @@ def speed_table(report: Report) -> str:
 
 TABLES: dict[str, Table] = {
     "format-speeds": speed_table,
-    **dict.fromkeys(("versions-engine", "versions-vnni"), version_table),
+    **dict.fromkeys(("versions-engine", "versions-engine-again", "versions-vnni"), version_table),
 }
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import hasten
 from tiny_model import tiny_llama as tiny_llama
 
 transformers = pytest.importorskip("transformers")
@@ -245,6 +246,46 @@ CASES |= {
         | {"layer_types": WINDOWED[::-1], "attention_bias": False},
     ),
 }
+
+
+# name -> what is changed of a case for a GGUF file to state it, and llama.cpp to load it.
+STATED = {
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "starcoder2": {"sliding_window": None},
+    "smollm3": {"no_rope_layer_interval": 4},
+    "exaone4": {"head_dim": 16, "sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "exaone4-64": {"head_dim": 16, "num_hidden_layers": 64},
+    "olmo3": {
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "olmoe": {"num_key_value_heads": 4},
+    "nemotron-biases": {"head_dim": 16},
+    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
+    "qwen2_moe": {"mlp_only_layers": []},
+    "dots1": {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "sliding_window": None},
+    "ernie4_5_moe": {"moe_layer_end_index": -1},
+}
+
+
+# The cases of which GGUF files are written, at least one of each architecture.
+IN_GGUF = ["llama", "llama-mqa", "llama-biases", "llama-linear", "llama-yarn", "mistral-plain", "mixtral", "ministral3"]
+IN_GGUF += ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "phi3-longrope", "phi3-window", "gemma", "gemma2"]
+IN_GGUF += ["gemma3_text", "granite", "starcoder2", "smollm3", "arcee", "nemotron", "nemotron-biases", "seed_oss"]
+IN_GGUF += ["hunyuan_v1_dense", "olmo2", "olmo3", "olmoe", "exaone4", "exaone4-64", "glm4", "glm4_moe", "ernie4_5"]
+IN_GGUF += ["ernie4_5_moe", "cohere2", "dots1", "minimax_m2"]
+
+
+def state(name: str, monkeypatch, **changes) -> str:
+    """Change a case to what a GGUF file can state; returns the name of the case."""
+    own = name.removesuffix("-64")
+    monkeypatch.setitem(CASES, own, (*CASES[own][:2], CASES[own][2] | STATED.get(name, {}) | changes))
+    return own
+
+
+def stated(name: str, monkeypatch, **changes):
+    """Our model of a case that a GGUF file can state."""
+    return hasten.load(make_reference(state(name, monkeypatch, **changes)))
 
 
 def values_of(name: str) -> dict:

@@ -1,6 +1,7 @@
 """Bytes of weights that a program reads for a token: all in its files, less the embedding, of which it reads a row.
 
-Only headers are read. A tied embedding is the head's matrix too, and then is counted.
+Only headers are read. A tied embedding is the head's matrix too, and then is counted. Of a GGUF file's experts those
+are counted that a token takes.
 """
 
 import json
@@ -48,14 +49,18 @@ def openvino(path: Path) -> dict[str, int]:
 
 
 def gguf(path: Path) -> dict[str, int]:
-    """Bytes of each tensor: to the next one, alignment included (github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
+    """Bytes of each tensor: to the next one, alignment included (github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+
+    Of all experts of a layer, which are one tensor, as many as a token takes.
+    """
     with path.open("rb") as file:
         magic, _, tensors, entries = struct.unpack("<4sIQQ", file.read(24))
         assert magic == b"GGUF", f"{path.name} is no GGUF file"
-        alignment = 32
+        settings = {}
         for _ in range(entries):
             key, value = _text(file), _value(file, _number(file, "I"))
-            alignment = value if key == "general.alignment" else alignment
+            settings[key.rpartition(".")[2]] = value
+        alignment = settings.get("alignment", 32)
         starts = {}
         for _ in range(tensors):
             name, dimensions = _text(file), _number(file, "I")
@@ -64,7 +69,11 @@ def gguf(path: Path) -> dict[str, int]:
         begin = -(-file.tell() // alignment) * alignment
     ordered = sorted(starts, key=lambda name: starts[name])
     ends = [starts[name] for name in ordered[1:]] + [os.path.getsize(path) - begin]
-    return {name: end - starts[name] for name, end in zip(ordered, ends, strict=True)}
+    sizes = {name: end - starts[name] for name, end in zip(ordered, ends, strict=True)}
+    for name in sizes:
+        if "_exps." in name:
+            sizes[name] = sizes[name] * settings["expert_used_count"] // settings["expert_count"]
+    return sizes
 
 
 def _number(file: BinaryIO, kind: str) -> Any:

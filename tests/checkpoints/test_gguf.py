@@ -1,6 +1,7 @@
 """GGUF files: every tensor type as the package gguf reads it, and whole models there and back."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 import hasten
 from gguf_files import retyped
+from hasten.checkpoints.gguf.architectures import ARCHITECTURES
 from hasten.checkpoints.gguf.grids import table
 from hasten.checkpoints.gguf.header import read_gguf
 from hasten.checkpoints.gguf.types import TYPE_NAMES, TYPES
@@ -23,7 +25,7 @@ from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.layouts import PANELS
 from hasten.ops.native import library
 from quantized_folders import exact, full_disk
-from references import CASES, make_reference
+from references import CASES, IN_GGUF, make_reference, stated
 from tiny_model import tiny_llama
 from triton_cases import needs_gpu
 
@@ -31,8 +33,6 @@ gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (ha
 quants = pytest.importorskip("gguf.quants")
 
 PROMPT = torch.arange(7, 31)[None]
-FAMILIES = ["llama", "llama-mqa", "llama-biases", "llama-linear", "llama-yarn", "mistral-plain", "qwen2", "qwen3"]
-FAMILIES += ["mixtral", "qwen3_moe", "phi3", "phi3-longrope", "phi3-window", "gemma"]
 SAME = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
@@ -71,13 +71,9 @@ def test_types_have_the_numbers_and_sizes_of_the_package():
             assert gguf.GGML_QUANT_SIZES[kind] == (TYPES[kind.name].elements, TYPES[kind.name].bytes)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("name", IN_GGUF)
 def test_a_family_written_and_read_is_the_same_model(name, tmp_path, monkeypatch):
-    if name == "gemma2":  # llama.cpp scales by the head's size
-        monkeypatch.setitem(CASES, name, (*CASES[name][:2], CASES[name][2] | {"query_pre_attn_scalar": 32}))
-    if name == "qwen3_moe":  # llama.cpp has experts in every layer
-        monkeypatch.setitem(CASES, name, (*CASES[name][:2], CASES[name][2] | {"mlp_only_layers": []}))
-    model = hasten.load(make_reference(name)).bfloat16().float()  # whose numbers BF16 holds
+    model = stated(name, monkeypatch).bfloat16().float()  # whose numbers BF16 holds
     path = tmp_path / "model.gguf"
     write_gguf(model, path)
     read = hasten.load(path, dtype="float32")
@@ -310,7 +306,19 @@ def test_a_quantized_embedding_keeps_its_integers_there_and_back(tied, tmp_path)
     SAME(read.embedding.to_weight().dequantize(), torch.from_numpy(expected))
 
 
-def test_what_gguf_does_not_hold_is_refused_and_nothing_is_left(tmp_path, tiny):
+# What llama.cpp refuses to load, or ends at: found by having it load such files.
+NOT_LOADED = [
+    ("exaone4", {"head_dim": 32}, "heads of 128 elements in all, with a hidden size of 64"),
+    ("olmoe", {"num_key_value_heads": 2}, "2 key heads for 4 heads"),
+    ("dots1", {"num_key_value_heads": 2}, "2 key heads for 4 heads"),
+    ("olmo2", {"tie_word_embeddings": True}, "a head that is the embedding"),
+    ("cohere2", {"tie_word_embeddings": False}, "a head of its own"),
+    ("qwen3", {"attention_bias": True}, "biases of the attention's output"),
+    ("arcee", {"mlp_bias": True}, "biases of the MLPs"),
+]
+
+
+def test_what_gguf_does_not_hold_is_refused_and_nothing_is_left(tmp_path, tiny, monkeypatch):
     path = tmp_path / "model.gguf"
     with pytest.raises(ConfigError, match="kind is 'Q4_K'; use one of BF16"):
         write_gguf(tiny, path, "Q4_K")
@@ -318,6 +326,12 @@ def test_what_gguf_does_not_hold_is_refused_and_nothing_is_left(tmp_path, tiny):
         write_gguf(hasten.load(make_reference("mistral")), path)
     with pytest.raises(ConfigError, match=r"cannot state layers of this gemma2"):
         write_gguf(hasten.load(make_reference("gemma2")), path)
+    for name in ("starcoder2", "smollm3", "exaone4", "dots1", "qwen2_moe", "ernie4_5_moe", "ernie4_5-biases"):
+        with pytest.raises(ConfigError, match=r"a GGUF file cannot state .* of this"):
+            write_gguf(hasten.load(make_reference(name)), path)
+    for name, changes, why in NOT_LOADED:
+        with pytest.raises(ConfigError, match=rf"llama.cpp loads no \S+ with {why}"):
+            write_gguf(stated(name, monkeypatch, **changes), path)
     with pytest.raises(ConfigError, match=r"GGUF files of llama.* are written; found gpt2"):
         write_gguf(hasten.load(make_reference("gpt2")), path)
     with pytest.raises(ConfigError, match=r"with zero points, which hasten writes as no type of GGUF.*--group-size 32"):
@@ -345,8 +359,11 @@ def test_llama_3_factors_are_written_as_a_tensor(tmp_path):
     assert read_gguf(tmp_path / "model.gguf").raw("rope_freqs.weight").view(torch.float32).max() == 8
 
 
-def test_only_the_rotated_rows_of_a_head_are_reordered(tmp_path):
+def test_only_the_rotated_rows_of_a_head_are_reordered(tmp_path, monkeypatch):
     model = tiny_llama(partial_rotary_factor=0.5)  # 8 of 16 elements
+    with pytest.raises(ConfigError, match=r"llama.cpp loads no llama with rotary positions of a part of each head"):
+        write_gguf(model, tmp_path / "model.gguf", "F16")
+    monkeypatch.setitem(ARCHITECTURES, "llama", replace(ARCHITECTURES["llama"], partial=True))  # as another program
     write_gguf(model, tmp_path / "model.gguf", "F16")
     file = read_gguf(tmp_path / "model.gguf")
     assert file.metadata["llama.rope.dimension_count"] == 8

@@ -1,6 +1,7 @@
 """A damaged or hostile GGUF file is refused by one error of ours, before anything is allocated for its claims."""
 
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hasten
+from hasten.checkpoints.gguf.architectures import ARCHITECTURES
 from hasten.checkpoints.gguf.config import config_values
-from hasten.checkpoints.gguf.header import GGUFFile, read_gguf
+from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, read_gguf
+from hasten.checkpoints.gguf.names import place_of
 from hasten.checkpoints.gguf.open import open_gguf
 from hasten.checkpoints.gguf.tokenizer import read_tokenizer
-from hasten.errors import HastenError
-from hostile_cases import refused
+from hasten.checkpoints.gguf.types import TYPES
+from hasten.checkpoints.gguf.write import Item, config_entries
+from hasten.errors import CheckpointError, HastenError
+from hasten.model.families import read_config
+from hasten.model.families.family import parameter_names
+from hostile_cases import CPU_SECONDS, refused
+from references import IN_GGUF, state, values_of
 from tiny_model import tiny_llama
 
 HUGE = (1 << 64) - 1
@@ -174,6 +182,37 @@ def test_a_gemma_whose_sizes_are_texts_is_refused(sound, architecture):
     entries |= {"general.architecture": architecture, f"{architecture}.attention.sliding_window": 8}
     with refused(f"{architecture}.embedding_length must be a number; found 'abc'"):
         config_values(GGUFFile(path, entries | {f"{architecture}.embedding_length": "abc"}, file.tensors, file.data))
+
+
+HOSTILE = [True, "abc", -1, 0, 10**9, HUGE, 1e300, float("nan"), np.array([1, 2]), np.array([], int), ["a", "b"]]
+# Keys that the rows of `ARCHITECTURES` look up themselves.
+LOOKED_UP = {"expert_gating_func", "expert_weights_norm", "nextn_predict_layers", "attention.sliding_window"}
+LOOKED_UP |= {"attention.sliding_window_pattern", "attention.scale", "expert_shared_feed_forward_length", "block_count"}
+
+
+@pytest.mark.parametrize("name", [name for name in IN_GGUF if "-" not in name])
+def test_hostile_metadata_of_each_architecture_load_or_are_refused(name, monkeypatch):
+    config = read_config(values_of(state(name, monkeypatch)))
+    shape = (config.vocab_size, config.hidden_size)
+    names = [name for name in parameter_names(config) if name != "head.weight" or not config.tie_embeddings]
+    places = dict.fromkeys(place_of(name, config).name for name in names)
+    tensors = {place: GGUFTensor(place, TYPES["F32"], shape) for place in places}
+    path = Path("x.gguf")
+    entries = config_entries(config, [Item(one, lambda: np.zeros(0)) for one in tensors.values()], path)
+    architecture = entries["general.architecture"]
+    assert read_config(config_values(GGUFFile(path, entries, tensors, ()))).layers == config.layers
+    refusals = 0
+    for key in sorted(LOOKED_UP | set(ARCHITECTURES[architecture].numbers)):
+        for value in HOSTILE:
+            changed = GGUFFile(path, entries | {f"{architecture}.{key}": value}, tensors, ())
+            start = time.process_time()
+            try:
+                read_config(config_values(changed))
+            except CheckpointError as error:
+                assert len(str(error)) < 1000
+                refusals += 1
+            assert time.process_time() - start < CPU_SECONDS
+    assert refusals > len(HOSTILE)
 
 
 def grid(size):

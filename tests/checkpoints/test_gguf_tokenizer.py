@@ -41,7 +41,22 @@ def assert_same(found, expected):
     assert found.chat_template == expected.chat_template
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "dbrx"])
+BYTE_LEVEL = [
+    "gpt-2",
+    "smollm",
+    "llama-bpe",
+    "qwen2",
+    "tekken",
+    "dbrx",
+    "glm4",
+    "qwen35",
+    "seed-coder",
+    "gpt-4o",
+    "deepseek-v3",
+]
+
+
+@pytest.mark.parametrize("pre", BYTE_LEVEL)
 def test_byte_level_tokenizers_come_back(pre, tmp_path):
     backend = byte_level()
     SPLITS[pre].apply(backend)
@@ -51,7 +66,8 @@ def test_byte_level_tokenizers_come_back(pre, tmp_path):
     template = {"chat_template": TEMPLATE, "pad_token": "<|end|>"}
     expected = Tokenizer.from_tokenizers(backend, bos_token="<|begin|>", eos_token="<|im_end|>", **template)
     found = there_and_back(expected, tmp_path)
-    assert tokenizer_entries(expected, 400)["tokenizer.ggml.pre"] == pre
+    # GLM 4 differs from Llama 3 in the BOS alone, which a file states by itself.
+    assert tokenizer_entries(expected, 400)["tokenizer.ggml.pre"] == {"glm4": "llama-bpe"}.get(pre, pre)
     assert_same(found, expected)
 
 

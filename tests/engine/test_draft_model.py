@@ -37,7 +37,7 @@ def fused(name):
 
 
 @pytest.mark.parametrize("kind", PARAMS)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])  # softcaps, scaled and untied embeddings among them
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "qwen3_moe"])  # softcaps, scaled and untied embeddings
 def test_native_steps_draft_what_python_does(name, kind, monkeypatch):
     model = fused(name)
     assert can_draft_in_one_call(model)

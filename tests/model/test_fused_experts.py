@@ -5,6 +5,7 @@ import torch
 
 import hasten
 from fused_cases import whole
+from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse, unfuse
 from hasten.model.fused_native import FusedBlock
 from hasten.ops.native import library
@@ -29,11 +30,40 @@ def with_experts(model):
     return [block for block in model.blocks if isinstance(block, FusedBlock) and block.experts is not None]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss"])
+def apart(model, monkeypatch):
+    """The model with its experts called apart from its blocks, each choosing in Python."""
+    with monkeypatch.context() as patch:
+        patch.setattr(FusedBlock, "_routing", lambda self: None)
+        for block in with_experts(model):
+            block.bind()
+    return model
+
+
+@torch.no_grad()
+def each_alone(model, shape):
+    """What each block gives of the same random states (B, T, C)."""
+    x = torch.randn(*shape, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    positions = torch.arange(shape[1]).expand(shape)
+    ropes = [table(positions, context.stretched) for table in model.ropes]
+    blocks = zip(model.blocks, model.config.layers, context.layers, strict=True)
+    return [block(x, None if layer.rope is None else ropes[layer.rope], own) for block, layer, own in blocks]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", "gpt_oss"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_one_call_gives_what_the_experts_give_one_by_one(family, scheme):
-    model = fused(family, SCHEMES[scheme])
-    assert with_experts(model)
+def test_a_block_with_experts_in_one_call_gives_what_its_steps_give(family, scheme, monkeypatch):
+    joined, steps = fused(family, SCHEMES[scheme]), apart(fused(family, SCHEMES[scheme]), monkeypatch)
+    assert [block.joins_experts for block in with_experts(joined)] == [True] * len(with_experts(joined))
+    assert not any(block.joins_experts for block in with_experts(steps))
+    for shape in ((1, 1), (3, 1), (2, 37)):
+        for found, expected in zip(each_alone(joined, shape), each_alone(steps, shape), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_called_apart_give_what_they_give_one_by_one(scheme, monkeypatch):
+    model = apart(fused("qwen2_moe", SCHEMES[scheme]), monkeypatch)
     for block in with_experts(model):
         for shape in ((1, 1), (3, 1), (2, 37)):
             x = torch.randn(*shape, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -47,7 +77,7 @@ def test_experts_of_several_formats_are_computed_one_by_one():
     model = hasten.load(make_reference("mixtral"), dtype="bfloat16")
     table = {name: "int8" if ".experts.0." in name else "int4-g32" for name in layers_to_quantize(model)}
     model = fuse(hasten.quantize(model, Mixed(table=table)))
-    assert [block._bound.experts for block in with_experts(model)] == [None] * len(model.blocks)
+    assert not any(block.joins_experts or block._bound.experts for block in with_experts(model))
     assert whole(model).isfinite().all()
 
 
@@ -60,5 +90,7 @@ def test_other_weights_are_taken_after_they_were_loaded():
     expected = with_experts(fuse(changed))
     model.load_state_dict(state)
     for one, other in zip(expected, with_experts(fuse(model)), strict=True):
-        x = torch.randn(1, 5, model.config.hidden_size)
-        assert torch.equal(one._bound.experts(x), other._bound.experts(x))
+        assert one.joins_experts
+        assert other.joins_experts
+    for one, other in zip(each_alone(changed, (1, 5)), each_alone(model, (1, 5)), strict=True):
+        assert torch.equal(one, other)

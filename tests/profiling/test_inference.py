@@ -96,8 +96,9 @@ def test_experts_in_one_native_call_count_what_they_read(tmp_path):
     assert all(block.joins_experts for block in model.blocks)
     found = profile(model, tmp_path, use="generate", prompt_tokens=20, steps=2)
     for phase, plain in zip(found.phases, readable, strict=True):
-        rows = check(phase, {f"model.blocks.{i}" for i in range(2)})
-        assert not any(".experts" in name for name in rows)
+        parts = ("qkv", "attention", "output", "routing", "experts")
+        rows = check(phase, {f"model.blocks.{i}.{part}" for i in range(2) for part in parts})
+        assert all(rows[f"model.blocks.{i}.{part}"].seconds > 0 for i in range(2) for part in parts)
         assert rows[""].flops == sum(flops for flops, _ in least_of(plain).values())
 
 

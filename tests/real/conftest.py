@@ -1,8 +1,16 @@
 """Fixtures of the tests on published models."""
 
+import shutil
+import subprocess
+import sys
+
 import pytest
 
+from hasten.machine import cache_folder
+from hasten.machine.files import locked
 from real_models import real_model
+
+LLAMA_CPP = "xllamacpp==2026.10.11549"
 
 
 @pytest.fixture(params=["smollm2-135m", "gemma3-270m"], scope="session")
@@ -15,3 +23,19 @@ def real(request):
 def smollm2():
     """The instruction-tuned one."""
     return real_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_wheel():
+    """A folder with llama.cpp as a Python package, which pip installs once."""
+    folder = cache_folder("real-models") / LLAMA_CPP
+    with locked(folder.with_name(f"{LLAMA_CPP}.lock"), waiting="another process installs llama.cpp"):
+        if not folder.exists():
+            partial = folder.with_name(f"{LLAMA_CPP}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary", ":all:"]
+            done = subprocess.run([*install, "--target", str(partial), LLAMA_CPP], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"pip cannot get {LLAMA_CPP}: {done.stderr.strip().splitlines()[-1]}")
+            partial.rename(folder)
+    return folder

@@ -20,8 +20,6 @@ from hasten.cli.main import main
 from hasten.engine.async_engine import AsyncEngine
 from hasten.engine.chat import Chat
 from hasten.engine.llm import make_engine
-from hasten.machine import cache_folder
-from hasten.machine.files import locked
 from hasten.model.fused import is_fused
 from hasten.quantization.merge import merge
 from hasten.training.journal import read
@@ -35,7 +33,6 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 GREEDY = hasten.SamplingParams(temperature=0, max_new_tokens=32)
 # Not "What is …": there plain PyTorch in bfloat16 and llama.cpp begin with another word than float32, a near-tie.
 QUESTION = "Name the capital of France."
-LLAMA_CPP = "xllamacpp==2026.10.11549"
 ASK_LLAMA_CPP = """
 import json, sys, xllamacpp
 params = xllamacpp.CommonParams()
@@ -158,15 +155,8 @@ def theirs_tokens(folder, messages):
 
 
 @pytest.fixture(scope="module")
-def llama_cpp():
+def llama_cpp(llama_cpp_wheel):
     """A function that has llama.cpp continue a question with a file: its text, and what is likely at each token."""
-    peer = cache_folder("real-models") / LLAMA_CPP
-    with locked(peer.with_suffix(".lock"), waiting="another process installs llama.cpp"):
-        if not peer.exists():
-            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary", ":all:"]
-            done = subprocess.run([*install, "--target", str(peer), LLAMA_CPP], capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"pip cannot get {LLAMA_CPP}: {done.stderr.strip().splitlines()[-1]}")
 
     def ask(path):
         command = [
@@ -176,7 +166,7 @@ def llama_cpp():
             str(path),
             "Q: What is the capital of France?\nA: The capital is",
         ]
-        environment = os.environ | {"PYTHONPATH": str(peer)}
+        environment = os.environ | {"PYTHONPATH": str(llama_cpp_wheel)}
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout.splitlines()[-1])

@@ -283,6 +283,21 @@ def test_only_what_is_below_the_folder_is_opened(root, tmp_path):
         change(url, "load", lora_name="law", lora_path="within")
 
 
+def test_errors_name_a_folder_as_the_client_does(root, tmp_path, monkeypatch):
+    shutil.copytree(root / "a0", tmp_path / "law")
+    (tmp_path / "empty").mkdir()
+    engine = AsyncEngine(engine_of())
+    with serving(app_of(engine, adapter_folder=tmp_path)) as (url, _):
+        monkeypatch.setattr("hasten.checkpoints.adapters.available_memory", lambda _: 1000)
+        error = change(url, "load", 503, lora_name="law", lora_path="law")["error"]
+        assert error["message"].startswith("law takes")
+        assert error["code"] == "out_of_memory"
+        assert [one["id"] for one in httpx.get(f"{url}/v1/models").json()["data"]] == ["tiny"]
+        message = change(url, "load", 400, lora_name="law", lora_path="empty")["error"]["message"]
+        assert message.startswith("empty holds no adapter")
+        assert str(tmp_path) not in message
+
+
 def test_without_a_folder_nothing_changes(root):
     engine = AsyncEngine(engine_of())
     with serving(app_of(engine)) as (url, _):
@@ -300,7 +315,7 @@ def test_a_client_that_goes_leaves_engine_and_list_alike(root):
     async def ask_and_go():
         from hasten.server.adapters import _load
 
-        task = asyncio.ensure_future(_load(service, "law", root / "a0"))
+        task = asyncio.ensure_future(_load(service, "law", root / "a0", called="a0"))
         waiting = asyncio.ensure_future(asyncio.shield(task))
         await asyncio.sleep(0)
         waiting.cancel()

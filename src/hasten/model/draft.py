@@ -59,7 +59,8 @@ class Ending:
 def can_draft_in_one_call(model: Transformer) -> bool:
     """Whether `draft_in_one_call` supports this model.
 
-    It is to be fused and dense, without learned positions, longrope, scaled queries or logits, adapters or a pattern.
+    It is to be fused, in one call of all blocks, without learned positions, longrope, scaled queries or logits,
+    adapters or a pattern.
     """
     stack, embedding = model.stack, model.embedding
     plain = isinstance(embedding, nn.Embedding) and embedding.weight.dtype == torch.bfloat16

@@ -80,7 +80,7 @@ def fuse(model: Transformer) -> Transformer:
         model.tie()
     release_file_pages(originals, mapped)
     return_freed_memory()
-    if all(isinstance(block, FusedBlock) and block.experts is None for block in model.blocks):
+    if all(isinstance(block, FusedBlock) and (block.experts is None or block.joins_experts) for block in model.blocks):
         model.stack = new_stack(model)
     return model
 

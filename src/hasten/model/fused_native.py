@@ -1,8 +1,9 @@
 """The native fused steps on a CPU: `FusedBlock`, which fused.py puts in the place of each readable block.
 
 The steps: norm + q, k, v + rotary turn + cache write; attention; output + residual; norm + gate, up + activation; down
-+ residual. All layers are one call where they are dense and their caches have the same slots, else each is one (with
-experts three, the router, and one of all experts). The residual stream is float32 between them.
++ residual, or the router and the experts that it chooses. All layers are one call where their caches have the same
+slots, else each is one. A layer whose experts have several formats, or ranks, is three calls, the router, and the
+experts. The residual stream is float32 between them.
 """
 
 import sys
@@ -148,7 +149,8 @@ class FusedBlock(FusedSteps):
         scores = {"scale": spec.scale, "window": spec.window or 0, "softcap": spec.softcap or 0.0}
         sinks = None if self.sinks is None else self.sinks.detach().float()
         qkv = [self._plan(name) for name in ("q", "k", "v")]
-        if self.experts is None:
+        routing = self._routing()
+        if routing is not None:
             read = self.attention_norm if self.parallel else self.mlp_norm
             output_norm, mlp_norm, down_norm = (_factors(norm) for norm in (sums, read, self.mlp_post_norm))
             plan = ops.plan_block.default(
@@ -165,15 +167,12 @@ class FusedBlock(FusedSteps):
                 output_norm_bias=output_norm[1],
                 mlp_norm_weight=mlp_norm[0],
                 mlp_norm_bias=mlp_norm[1],
-                mlp=[self._plan(name) for name in ("inner", "gate", "up") if hasattr(self, name)],
-                inner_size=self.inner_size,
-                gated=self.gated,
-                activation=self.activation,
-                down=self._plan("down"),
+                **self._mlp(),
                 down_norm_weight=down_norm[0],
                 down_norm_bias=down_norm[1],
                 ranks=sums.group.plan if isinstance(sums, SumOfRanks) else None,
                 sinks=sinks,
+                **routing,
             )
             self._bound = SimpleNamespace(blocks=ops.blocks.default, plan=plan)
         else:
@@ -194,11 +193,67 @@ class FusedBlock(FusedSteps):
 
     @property
     def joins_experts(self) -> bool:  # type: ignore[override]
-        """Whether the experts are one native call."""
-        return self.experts is not None and self._bound.experts is not None
+        """Whether the experts are a part of the block's native call."""
+        return self.experts is not None and hasattr(self._bound, "plan")
 
-    def _experts_call(self) -> Callable[[Tensor], Tensor] | None:
-        """The experts as one native call, x (B, T, C) float32 -> the same; None where only the readable ones run."""
+    def parts(self) -> dict[str, tuple[nn.Module, ...]]:
+        """The parts of the native call, in the order of their times, each with the layers whose weights it reads."""
+        found: dict[str, tuple[nn.Module, ...]] = {"qkv": (self.q, self.k, self.v), "attention": ()}
+        found["output"] = (self.output,)
+        if isinstance(self.experts, Experts):
+            each = tuple(self.experts.experts.modules())
+            return found | {"routing": tuple(set(self.experts.modules()) - set(each)), "experts": each}
+        inner = tuple(getattr(self, name) for name in ("inner", "gate", "up") if hasattr(self, name))
+        return found | {"inner": inner, "down": (self.down,)}
+
+    def _mlp(self) -> dict[str, Any]:
+        """The MLP as `plan_block` takes it: the block's own, or the one beside its experts, which may be missing."""
+        if self.experts is None:
+            weights = [self._plan(name) for name in ("inner", "gate", "up") if hasattr(self, name)]
+            sizes = {"inner_size": self.inner_size, "gated": self.gated, "activation": self.activation}
+            return {"mlp": weights, **sizes, "down": self._plan("down")}
+        shared: Any = self.experts.shared
+        if shared is None:
+            return {"mlp": [], "inner_size": 0, "gated": True, "activation": 0, "down": None}
+        return {
+            "mlp": [_weight_plan(shared.gate), _weight_plan(shared.up)],
+            "inner_size": shared.gate.out_features,
+            "gated": True,
+            "activation": ACTIVATION_ORDER.index(shared.activation_name),
+            "down": _weight_plan(shared.down),
+        }
+
+    def _routing(self) -> dict[str, Any] | None:
+        """How rows are sent to the experts, as `plan_block` takes it; None where the experts are called apart."""
+        routing: dict[str, Any] = dict.fromkeys(("experts", "router", "choice_bias", "shared_gate"))
+        experts: Any = self.experts
+        if experts is None:
+            one = {"top_experts": 0, "expert_groups": 1, "kept_groups": 1, "sigmoid_scores": False}
+            return routing | one | {"normalize_shares": False, "share_floor": 0.0, "share_scale": 1.0}
+        plan, config = self._experts_plan(), experts.config
+        beside = [] if experts.shared is None else [experts.shared.gate, experts.shared.up, experts.shared.down]
+        linears = [experts.router, *beside] + ([] if experts.shared_gate is None else [experts.shared_gate])
+        plain = all(isinstance(one, PackedLinear) and (one.bias is None or one is experts.router) for one in linears)
+        plain = plain and not (beside and (config.swiglu_limit or config.up_offset))
+        if plan is None or not plain or isinstance(self.attention_post_norm, SumOfRanks):
+            return None
+        if experts.shared_gate is not None:
+            routing["shared_gate"] = _weight_plan(experts.shared_gate)
+        return routing | {
+            "experts": plan,
+            "router": _weight_plan(experts.router),
+            "choice_bias": experts.choice_bias,
+            "top_experts": config.experts_per_token,
+            "expert_groups": config.expert_groups,
+            "kept_groups": config.expert_top_groups,
+            "sigmoid_scores": config.expert_scores == "sigmoid",
+            "normalize_shares": config.normalize_experts,
+            "share_floor": config.expert_sum_floor,
+            "share_scale": config.expert_weight_scale,
+        }
+
+    def _experts_plan(self) -> Tensor | None:
+        """The experts' weights as the native steps take them; None where only the readable experts run."""
         experts = self.experts
         assert isinstance(experts, Experts)
         plans = {}
@@ -211,7 +266,15 @@ class FusedBlock(FusedSteps):
         mlp: Any = experts.experts[0]
         activation, limit = ACTIVATION_ORDER.index(mlp.activation_name), mlp.limit or 0.0
         kind = {"activation": activation, "limit": limit, "up_offset": mlp.up_offset}
-        plan = native_ops().plan_experts.default(**plans, **kind)
+        plan: Tensor = native_ops().plan_experts.default(**plans, **kind)
+        return plan
+
+    def _experts_call(self) -> Callable[[Tensor], Tensor] | None:
+        """The experts as one native call, x (B, T, C) float32 -> the same; None where only the readable ones run."""
+        experts, plan = self.experts, self._experts_plan()
+        assert isinstance(experts, Experts)
+        if plan is None:
+            return None
         call = native_ops().experts.default
 
         def run(x: Tensor) -> Tensor:
@@ -225,7 +288,7 @@ class FusedBlock(FusedSteps):
         spec, bound, x = self.spec, self._bound, x.float()
         batch, tokens, _ = x.shape
         k, v, metadata, seen = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
-        if self.experts is None:
+        if hasattr(bound, "plan"):
             call = BlocksCall(
                 x=x,
                 cos=[] if rope is None else [rope[0]],
@@ -255,7 +318,8 @@ class FusedBlock(FusedSteps):
             x = x + self.attention_post_norm(part)
         else:
             x = bound.output(x=attended, residual=x, **bound.output_norm)
-        return x + self.mlp_post_norm((bound.experts or self.experts)(self.mlp_norm(x)))
+        apart: Any = bound.experts or self.experts
+        return x + self.mlp_post_norm(apart(self.mlp_norm(x)))
 
 
 def _weight_plan(linear: PackedLinear, lora_a: Tensor | None = None, lora_b: Tensor | None = None) -> Tensor:
@@ -269,11 +333,9 @@ class FusedStack:
 
     Separate calls cost more, because between them the weights evict Python's own data from the caches.
 
-    times: None, or int64 (1 + 5·blocks): each call writes when the blocks began and when each of a block's PARTS
-    ended, in nanoseconds of the steady clock.
+    times: None, or int64 (1 + 5·blocks): each call writes when the blocks began and when each of a block's parts
+    ended (`FusedBlock.parts`), in nanoseconds of the steady clock.
     """
-
-    PARTS = ("qkv", "attention", "output", "inner", "down")
 
     def __init__(self, config: ModelConfig) -> None:
         self.times: Tensor | None = None

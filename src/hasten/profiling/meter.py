@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from hasten.model.fused import FusedStack
+from hasten.model.fused import FusedBlock, FusedStack
 from hasten.model.transformer import Transformer
 from hasten.profiling.walk import parts_of
 
@@ -34,7 +34,8 @@ class Meter:
         self.calls = [*own, *calls]
         self.times: Tensor | None = None  # of a fused model's parts
         if isinstance(model.stack, FusedStack):
-            self.names = [f"model.blocks.{i}.{part}" for i in range(len(model.blocks)) for part in FusedStack.PARTS]
+            blocks = [block for block in model.blocks if isinstance(block, FusedBlock)]
+            self.names = [f"model.blocks.{i}.{part}" for i, block in enumerate(blocks) for part in block.parts()]
             self.times = torch.zeros(1 + len(self.names), dtype=torch.int64)
         if model.stack is not None:
             self.calls += [(model.stack, "run", "model.blocks"), (model.stack, "scores", "model.head")]

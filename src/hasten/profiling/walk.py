@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from hasten.engine.compiled import CompiledForOneToken
-from hasten.model.fused import FusedBlock, FusedStack, FusedSteps
+from hasten.model.fused import FusedBlock, FusedSteps
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.training.training_modules import FusedMLP, JoinedAttention
@@ -42,13 +42,8 @@ def _parts(name: str, module: nn.Module, *, stacked: bool) -> Iterator[ModelPart
         yield ModelPart(name, module, call, tuple(module.modules()), COMPILED)
     elif isinstance(module, FusedBlock) and stacked:
         yield ModelPart(name, module, None)
-        for part in FusedStack.PARTS:
-            # A product may be several layers, each of its own format.
-            names = (
-                (part,) if hasattr(module, part) else {"qkv": ("q", "k", "v"), "inner": ("gate", "up")}.get(part, ())
-            )
-            own = tuple(getattr(module, one) for one in names) or (module,)
-            yield ModelPart(f"{name}.{part}", module, None, own)
+        for part, own in module.parts().items():
+            yield ModelPart(f"{name}.{part}", module, None, own or (module,))
         norms = (norm for child, norm in module.named_children() if child.endswith("norm"))
         yield ModelPart(f"{name}.norms", module, None, tuple(norms), "a part of the steps around them")
     else:

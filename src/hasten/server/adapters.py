@@ -15,7 +15,7 @@ from fastapi import Request as HttpRequest
 from pydantic import Field
 
 from hasten.checkpoints.adapter_files import CONFIG, WEIGHTS
-from hasten.errors import HastenError
+from hasten.errors import HastenError, ResourceError
 from hasten.server.answers import reply
 from hasten.server.bodies import Name, Neutral, RequestBody
 from hasten.server.documentation import ERRORS, Status
@@ -50,7 +50,7 @@ def add_adapters(router: APIRouter, service: Service) -> None:
         if {name, f"{name}:latest"} & taken or not name.isprintable() or not name.strip():
             raise ApiError(f"lora_name: {name!r} is in use, or cannot be printed", param="lora_name")
         # As one task: if the client goes, the engine and the list of models still agree.
-        await asyncio.shield(asyncio.ensure_future(_load(service, name, folder)))
+        await asyncio.shield(asyncio.ensure_future(_load(service, name, folder, called=body.lora_path)))
         return reply({"status": "ok"})
 
     @router.post("/v1/unload_lora_adapter", response_model=Status, responses=ERRORS)
@@ -87,11 +87,15 @@ def _check_allowed(root: Path | None) -> Path:
     return root
 
 
-async def _load(service: Service, name: str, folder: Path) -> None:
+async def _load(service: Service, name: str, folder: Path, *, called: str) -> None:
+    """Load it; errors name the folder as the client `called` it, and not where it is on this machine."""
     try:
         await service.engine.load_adapter(name, folder)
     except HastenError as error:
-        raise from_library(error) from None
+        memory = isinstance(error, ResourceError)
+        refused = ApiError(str(error), status=503, code="out_of_memory") if memory else from_library(error)
+        refused.message = refused.message.replace(str(folder), called)
+        raise refused from None
     service.models.append(name)
 
 

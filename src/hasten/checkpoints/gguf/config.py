@@ -7,15 +7,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from hasten.checkpoints.gguf.architectures import ARCHITECTURES
 from hasten.checkpoints.gguf.header import GGUFFile, shortest
-from hasten.checkpoints.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES, LONG_ROPE
+from hasten.checkpoints.gguf.names import FIELDS, FREQUENCIES, LONG_ROPE
 from hasten.errors import CheckpointError
 from hasten.model.config import RopeConfig
+from hasten.model.families import FAMILIES
 from hasten.model.rope import frequencies
 
+RMS_NORM, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 # Metadata that are computed with, and are numbers; the pattern of windows may be a list.
 _NUMBERS = (*FIELDS, "rope.dimension_count", "rope.scaling.attn_factor", "rope.scale_linear", "rope.scaling.factor")
 _NUMBERS += tuple(f"rope.scaling.{key}" for key in ("original_context_length", "yarn_beta_fast", "yarn_beta_slow"))
+_NUMBERS += ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale", LAYER_NORM)
+_NUMBERS += ("expert_gating_func", "nextn_predict_layers")
+_NUMBERS += tuple({key for row in ARCHITECTURES.values() for key in row.numbers})
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -32,41 +38,40 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         raise CheckpointError(f"{file.path}: {architecture}.rope.scaling.type must be a text; found {scaling!r:.60}")
     for key in _NUMBERS:
         value = own.get(key, 0)
-        listed = key == "attention.sliding_window_pattern" and isinstance(value, np.ndarray)
+        listed = key == "attention.sliding_window_pattern" and isinstance(value, list | np.ndarray)
         if not listed and (type(value) not in (int, float) or not math.isfinite(value)):
             raise CheckpointError(f"{file.path}: {architecture}.{key} must be a number; found {value!r:.60}")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path} has no token_embd.weight: it is no whole model; download the model itself")
-    if own.get("expert_count") and architecture not in ("llama", "qwen3moe"):
-        raise CheckpointError(f"{file.path}: experts are read of llama (Mixtral) and qwen3moe; found {architecture}")
+    row = ARCHITECTURES[architecture]
+    if own.get("expert_count") and not row.experts:
+        known = ", ".join(name for name, one in ARCHITECTURES.items() if one.experts)
+        raise CheckpointError(f"{file.path}: experts are read of {known}; found {architecture}")
     if architecture == "gemma3" and "attention.sliding_window" not in own:
         raise CheckpointError(f"{file.path} lacks gemma3.attention.sliding_window; hasten reads gemma 3 with windows")
-    found = {field: own[key] for key, (field, _) in FIELDS.items() if key in own}
+    names = {key: field for key, (field, _) in FIELDS.items()} | row.numbers
+    names |= {} if row.layer_norm is None else {LAYER_NORM: row.layer_norm}
+    found: dict[str, Any] = {field: own[key] for key, field in names.items() if key in own}
     hidden, heads = found.get("hidden_size"), found.get("num_attention_heads")
-    share: Any = hidden // heads if type(hidden) is int and type(heads) is int and heads > 0 else None
-    if share is not None:
-        found = {"num_key_value_heads": heads, "head_dim": share} | found
+    if type(hidden) is int and type(heads) is int and heads > 0:
+        found = {"num_key_value_heads": heads, "head_dim": hidden // heads} | found
     head: Any = found.get("head_dim")
+    if "partial_rotary_factor" in FAMILIES[row.family].defaults:
+        found["partial_rotary_factor"] = 1.0
     found |= _partial(own.get("rope.dimension_count", head), head, f"{file.path}: {architecture}.rope.dimension_count")
-    if own.get("expert_count"):
-        found |= {"norm_topk_prob": True} if architecture == "qwen3moe" else {"model_type": "mixtral"}
     if not found.get("sliding_window", 1):  # 0: none
         found["sliding_window"] = None
-    found = {"model_type": ARCHITECTURES[architecture]} | found
+    found = {"model_type": row.family, "rope_theta": 10_000.0} | found
     found |= {
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
     }
-    if architecture in ("gemma2", "gemma3"):
-        # As llama.cpp decides it: the two models of 27 B divide scores by another number than the size of a head.
-        wide = {"gemma2": 46, "gemma3": 62}[architecture] == found.get("num_hidden_layers")
-        found["query_pre_attn_scalar"] = share if wide and share else head
-        if isinstance(pattern := found.get("sliding_window_pattern"), np.ndarray):  # which layers have the window
-            found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
-            del found["sliding_window_pattern"]
+    if isinstance(found.get("sliding_window_pattern"), list | np.ndarray):  # which says it of each layer
+        del found["sliding_window_pattern"]
+    found |= row.read(own, found, file.tensors)
     return found | _scaling(own, found, file)
 
 
@@ -92,8 +97,12 @@ def _scaling(own: Mapping[str, Any], found: Mapping[str, Any], file: GGUFFile) -
     if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
         return {}
     names = {"original_context_length": "original_max_position_embeddings"}
-    names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_multiplier": "mscale_all_dim"}
     given = {names[key]: own[f"rope.scaling.{key}"] for key in names if f"rope.scaling.{key}" in own}
+    if given.get("mscale_all_dim"):
+        given["mscale"] = 1.0
+    if own.get("attention.temperature_scale"):
+        given["llama_4_scaling_beta"] = own["attention.temperature_scale"]
     return {"rope_scaling": (given if kind == "yarn" else {}) | {"rope_type": kind, "factor": factor}}
 
 

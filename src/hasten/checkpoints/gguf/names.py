@@ -6,11 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hasten.checkpoints.gguf.architectures import ARCHITECTURES, OF_FAMILY
 from hasten.model.config import ModelConfig
+from hasten.model.families import FAMILIES
 
-# `general.architecture` -> `model_type` of config.json; a "llama" with experts is a Mixtral.
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
-ARCHITECTURES |= {"qwen3moe": "qwen3_moe", "phi3": "phi3", "gemma": "gemma"}
 # Names of metadata after the architecture's -> fields of config.json, and of ModelConfig.
 FIELDS = {
     "context_length": ("max_position_embeddings", "max_positions"),
@@ -44,22 +43,24 @@ PARTS = {
 } | {f"attention.{part}": f"attn_{part}" for part in ("q", "k", "v", "output", "q_norm", "k_norm")}
 PARTS |= {f"mlp.{part}": f"ffn_{part}" for part in ("gate", "up", "down")} | {"mlp.router": "ffn_gate_inp"}
 PARTS |= {f"mlp.experts.{part}": f"ffn_{part}_exps" for part in ("gate", "up", "down")}
-# Phi-3's layers that are one matrix, here as in its Hugging Face folder.
-FUSED = dict.fromkeys(("attention.q", "attention.k", "attention.v"), "attn_qkv")
-FUSED |= dict.fromkeys(("mlp.gate", "mlp.up"), "ffn_up")
+PARTS |= {f"mlp.shared.{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+PARTS |= {"mlp.shared_gate": "ffn_gate_inp_shexp"}
+CHOICE_BIAS = "mlp.choice_bias"  # which is called exp_probs_b.bias
 
 
 class Place(NamedTuple):
     """Where one of our tensors is in a GGUF file.
 
     order: of our rows, those that are stored first, second, …; None: as they are. offset: what is added to each number.
-    expert: which matrix of a stack of all experts'.
+    expert: which matrix of a stack of all experts'. one_row: the Hugging Face folder has a matrix of one row, the file
+    a vector.
     """
 
     name: str
     order: Tensor | None = None
     offset: float = 0.0
     expert: int | None = None
+    one_row: bool = False
 
 
 def place_of(ours: str, config: ModelConfig) -> Place:
@@ -71,16 +72,19 @@ def place_of(ours: str, config: ModelConfig) -> Place:
     """
     module, _, leaf = ours.rpartition(".")
     _, index, part = module.split(".", 2) if module.startswith("blocks.") else ("", "", module)
+    if ours.endswith(CHOICE_BIAS):
+        one_row = "choice_bias" in FAMILIES[config.family].one_row
+        return Place(f"blk.{index}.exp_probs_b.bias", one_row=one_row)
+    architecture = ARCHITECTURES[OF_FAMILY[config.family]]
     order, expert = None, None
     if found := re.fullmatch(r"(mlp\.experts)\.(\d+)\.(\w+)", part):
         part, expert = f"{found[1]}.{found[3]}", int(found[2])
-    if config.family in ("llama", "mistral", "mixtral") and part in ("attention.q", "attention.k"):
+    if architecture.reordered and part in ("attention.q", "attention.k"):
         heads = config.heads if part == "attention.q" else config.kv_heads
         rows = torch.arange(heads * config.head_dim).view(heads, config.head_dim)
         turned = config.ropes[0].dim
         order = torch.cat((rows[:, :turned].unflatten(1, (2, -1)).transpose(1, 2).flatten(1), rows[:, turned:]), 1)
         order = order.flatten()
-    parts = PARTS | FUSED if config.family == "phi3" else PARTS
-    name = f"{parts[part]}.{leaf}"
-    offset = config.norm_offset if part.endswith("norm") else 0.0
-    return Place(f"blk.{index}.{name}" if index else name, order, offset, expert)
+    name = f"{(PARTS | architecture.parts)[part]}.{leaf}"
+    offset = config.norm_offset if part.endswith("norm") and leaf == "weight" else 0.0
+    return Place(f"blk.{index}.{name}" if index else name, order, offset, expert, one_row=part == "mlp.shared_gate")

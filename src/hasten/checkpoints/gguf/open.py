@@ -75,7 +75,7 @@ class GGUFWeights(QuantizedFolder):
 
     def _check_experts(self) -> None:
         """Raise CheckpointError, before their names are made, unless each matrix of all experts is one tensor."""
-        layers = range(len(self.config.layers) if self.config.experts else 0)
+        layers = [i for i, layer in enumerate(self.config.layers) if layer.experts]
         for name in (f"blk.{i}.ffn_{part}_exps.weight" for i in layers for part in ("gate", "up", "down")):
             tensor = self.file.tensors.get(name)
             if tensor is None or len(tensor.shape) != 3 or tensor.shape[0] != self.config.experts:
@@ -88,7 +88,7 @@ class GGUFWeights(QuantizedFolder):
     def _add(self, name: str) -> None:
         place = self.places[name]
         tensor = self.file.tensors[place.name]
-        shape = tensor.shape if place.expert is None else tensor.shape[1:]
+        shape = self._shape(place)
         seen, stored = StoredTensor(name, tensor.type.name, shape, self.file.path), tensor.type.format
         if tensor.type.name.startswith(("IQ1", "IQ2", "IQ3")):
             table(tensor.type.name)  # refused before anything is read
@@ -97,6 +97,13 @@ class GGUFWeights(QuantizedFolder):
         else:
             # Activations are rounded, as llama.cpp does.
             self.add(seen, (shape[0], shape[1]), stored, activations="int8", type=tensor.type.name)
+
+    def _shape(self, place: Place) -> tuple[int, ...]:
+        """The shape of one tensor of ours."""
+        shape = self.file.tensors[place.name].shape
+        if place.expert is not None:
+            return shape[1:]
+        return (1, *shape) if place.one_row and len(shape) == 1 else shape
 
     def dtype(self) -> torch.dtype:
         """bfloat16 where most is quantized, else the dtype of most bytes of the matrices; norms are always float32."""
@@ -112,8 +119,7 @@ class GGUFWeights(QuantizedFolder):
         place = self.places[name]
         stored = self.file.tensors[place.name]
         assert stored.type.dtype is not None
-        shape = stored.shape if place.expert is None else stored.shape[1:]
-        tensor = self._rows(name, self._raw(place).view(stored.type.dtype).view(shape))
+        tensor = self._rows(name, self._raw(place).view(stored.type.dtype).view(self._shape(place)))
         return tensor - place.offset if place.offset else tensor
 
     def values(self, module: QuantizedModule) -> Tensor:

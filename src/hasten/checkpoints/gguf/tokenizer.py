@@ -52,7 +52,8 @@ class Split:
         backend.decoder = decoders.ByteLevel()
 
 
-_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ENGLISH = _SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3, _QWEN2 = _ENGLISH + r"\p{N}{1,3}" + _SPACES, _ENGLISH + r"\p{N}" + _SPACES
 _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -60,14 +61,32 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}*{_LETTERS[1]}+|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}+{_LETTERS[1]}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SEED = _ENGLISH + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN35 = _SHORT + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}*{_LETTERS[1]}+{_SHORT}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}+{_LETTERS[1]}*{_SHORT}?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BY_SPLIT = {
-    Split(gpt2=True): "gpt-2 phi-2 mpt olmo jais trillion",
+    Split(gpt2=True): "gpt-2 phi-2 mpt olmo jais trillion exaone4 mellum gigachat",
     Split(digits=True, gpt2=True): "smollm starcoder refact command-r codeshell exaone",
-    Split((_LLAMA3,), ignore_merges=True, bos=True): "llama-bpe llama3 llama-v3 falcon3 pixtral",
-    Split((_LLAMA3,)): "dbrx smaug-bpe",
+    Split((_LLAMA3,), ignore_merges=True, bos=True): "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2",
+    Split((_LLAMA3,)): "dbrx smaug-bpe chatglm-bpe",
+    Split((_LLAMA3,), ignore_merges=True): "glm4",
     Split((_QWEN2,), nfc=True): "qwen2 deepseek-r1-qwen megrez",
     Split((_QWEN2,)): "stablelm2 hunyuan",
+    Split((_QWEN35,), nfc=True): "qwen35",
+    Split((_SEED,)): "seed-coder",
+    Split((_O200K,)): "gpt-4o llama4 minimax-m2",
+    Split(_DEEPSEEK3): "deepseek-v3 hunyuan-dense",
     Split((_TEKKEN,), ignore_merges=True, bos=True): "tekken",
     Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")): "default",
 }

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from hasten.checkpoints.advice import export_plain
 from hasten.checkpoints.checkpoint import check_finite
 from hasten.checkpoints.formats.file_format import BLOCK_ELEMENTS
-from hasten.checkpoints.gguf.config import config_values
+from hasten.checkpoints.gguf.architectures import ARCHITECTURES, OF_FAMILY
+from hasten.checkpoints.gguf.config import LAYER_NORM, RMS_NORM, config_values
 from hasten.checkpoints.gguf.encode import ENCODERS, encode
 from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, shortest
-from hasten.checkpoints.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES, LONG_ROPE, place_of
+from hasten.checkpoints.gguf.names import FIELDS, FREQUENCIES, LONG_ROPE, place_of
 from hasten.checkpoints.gguf.tokenizer import tokenizer_entries
 from hasten.checkpoints.gguf.types import TYPES
 from hasten.errors import CheckpointError, ConfigError, HastenWarning, ResourceError
@@ -37,12 +38,12 @@ Kind = Literal["BF16", "F16", "Q8_0", "Q4_0"]
 _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15}
 _FILE_TYPES |= {"Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "MXFP4": 38}
 _OF_FORMAT = {TYPES[name].format: name for name in ENCODERS}
-_NAMES = {family: name for name, family in ARCHITECTURES.items()} | {"mistral": "llama", "mixtral": "llama"}
 _ROUNDED = 5e-4  # by how much float16 may change the scale of a row in int8: half a unit in its last place
+IN_FLOAT32 = ("router", "shared_gate")  # which llama.cpp never quantizes
 _FREE = ("family", "initializer_range", "source")  # of a ModelConfig, what a GGUF file need not say
 
 
-class _Item(NamedTuple):
+class Item(NamedTuple):
     """A tensor to be written: name, type and shape (outermost first) in the file, and what makes its bytes."""
 
     tensor: GGUFTensor
@@ -104,10 +105,10 @@ def check_gguf(model: Transformer, layers: Mapping[str, LayerFormat], path: Path
 def has_plain_matrices(model: Transformer) -> bool:
     """Whether `kind` has an effect: some matrix is not quantized. (Routers are F32 in any file.)"""
     layers = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear | nn.Embedding)]
-    return any(not name.endswith("router") for name, _ in layers)
+    return any(not name.endswith(IN_FLOAT32) for name, _ in layers)
 
 
-def _contents(model: Transformer, kind: Kind | None, target: Path) -> tuple[list[_Item], dict[str, Any]]:
+def _contents(model: Transformer, kind: Kind | None, target: Path) -> tuple[list[Item], dict[str, Any]]:
     """The file's tensors, and its metadata but for `general.file_type`."""
     try:
         from gguf import GGUFWriter  # noqa: F401
@@ -115,26 +116,23 @@ def _contents(model: Transformer, kind: Kind | None, target: Path) -> tuple[list
         raise ResourceError("writing GGUF takes the package gguf: pip install 'hasten[gguf]'") from None
     if kind is not None and kind not in get_args(Kind):
         raise ConfigError(f"kind is {kind!r}; use one of {', '.join(get_args(Kind))}")
-    if model.config.family not in _NAMES:
-        raise ConfigError(f"GGUF files of {', '.join(_NAMES)} are written; found {model.config.family}")
+    if model.config.family not in OF_FAMILY:
+        raise ConfigError(f"GGUF files of {', '.join(OF_FAMILY)} are written; found {model.config.family}")
     items = _items(model, kind)
     entries = config_entries(model.config, items, target) | {"general.quantization_version": 2}
     return items, entries | tokenizer_entries(model.tokenizer, model.config.vocab_size)
 
 
-def config_entries(config: ModelConfig, items: list[_Item], target: Path) -> dict[str, Any]:
+def config_entries(config: ModelConfig, items: list[Item], target: Path) -> dict[str, Any]:
     """The metadata of a config. ConfigError where they, read back, are another one: llama.cpp would compute that."""
-    rope, windows = config.ropes[-1], [layer.window for layer in config.layers]
+    name, rope = OF_FAMILY[config.family], config.ropes[-1]
     own: dict[str, Any] = {key: getattr(config, field) for key, (_, field) in FIELDS.items() if field}
     own = {key: value for key, value in own.items() if value or not key.startswith("expert")}
-    own |= {"block_count": len(windows), "vocab_size": config.vocab_size, "attention.value_length": config.head_dim}
+    own |= {"block_count": len(config.layers), "vocab_size": config.vocab_size}
+    own |= {"attention.value_length": config.head_dim}
     own |= {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
-    if config.post_norms:
-        own |= {
-            "attention.sliding_window": max(filter(None, windows), default=1),
-            "rope.freq_base_swa": config.ropes[0].theta,
-        }
-        own["attention.sliding_window_pattern"] = [*windows, None].index(None) + 1
+    if ARCHITECTURES[name].layer_norm is not None:
+        own[LAYER_NORM] = own.pop(RMS_NORM)
     if rope.scaling in ("linear", "yarn"):
         own |= {"rope.scaling.type": rope.scaling, "rope.scaling.factor": rope.factor}
     if rope.scaling == "yarn":
@@ -143,9 +141,7 @@ def config_entries(config: ModelConfig, items: list[_Item], target: Path) -> dic
     if rope.scaling == "longrope":
         own |= {"rope.scaling.attn_factor": shortest(rope.attention_factor)}
         own |= {"rope.scaling.original_context_length": rope.original_positions}
-    if config.family == "phi3" and windows[0] is not None:
-        own["attention.sliding_window"] = windows[0]
-    name = _NAMES[config.family]
+    own |= ARCHITECTURES[name].write(config)
     entries = {f"{name}.{key}": value for key, value in own.items() if value is not None}
     entries["general.architecture"] = name
     tensors = {tensor.name: tensor for tensor, _ in items}
@@ -161,6 +157,8 @@ def config_entries(config: ModelConfig, items: list[_Item], target: Path) -> dic
             f"a GGUF file cannot state {', '.join(changed)} of this {config.family}: llama.cpp would compute another "
             "model; write a folder instead (hasten export)"
         )
+    if (why := ARCHITECTURES[name].why_not_loaded(config)) is not None:
+        raise ConfigError(f"llama.cpp loads no {name} with {why}; write a folder instead (hasten export)")
     return entries
 
 
@@ -173,7 +171,7 @@ def _factors(rope: RopeConfig) -> dict[str, Tensor]:
     return {}
 
 
-def _items(model: Transformer, kind: Kind | None) -> list[_Item]:
+def _items(model: Transformer, kind: Kind | None) -> list[Item]:
     """The tensors to write. ConfigError for integers that no type holds.
 
     A tied head is one matrix with the embedding; experts are one stack, and Phi-3's q, k and v one matrix.
@@ -181,11 +179,12 @@ def _items(model: Transformer, kind: Kind | None) -> list[_Item]:
     config, tied = model.config, model.tied
     factors, begin = [], 0
     for name, tensor in _factors(config.ropes[-1]).items() if config.ropes else ():
-        factors.append(_Item(GGUFTensor(name, TYPES["F32"], tuple(tensor.shape), begin), tensor.numpy))
+        factors.append(Item(GGUFTensor(name, TYPES["F32"], tuple(tensor.shape), begin), tensor.numpy))
         begin += tensor.nbytes
-    parts: dict[str, list[_Item]] = {}
+    parts: dict[str, list[Item]] = {}
     stacks: set[str] = set()
     rounded, lost = [], []
+    shape: tuple[int, ...]
     for ours in parameter_names(config):
         if ours == "head.weight" and tied:
             continue
@@ -202,7 +201,7 @@ def _items(model: Transformer, kind: Kind | None) -> list[_Item]:
             make = partial(_blocks, module, rows, type_name, ours=ours, origin=model.origin)
         else:
             tensor = getattr(module, leaf).detach()
-            plain = tensor.dim() == 1 or owner.endswith("router")  # llama.cpp keeps routers in float32
+            plain = tensor.dim() == 1 or owner.endswith(IN_FLOAT32)
             own = kind or ("F16" if tensor.dtype == torch.float16 else "BF16")
             shape, type_name = tuple(tensor.shape), "F32" if plain else own
             if kind == "Q4_0" and owner == ("embedding" if tied else "head"):
@@ -214,8 +213,9 @@ def _items(model: Transformer, kind: Kind | None) -> list[_Item]:
                 lost.append(f"{ours} ({stored}, now {type_name})")
             make = partial(_encoded, tensor, rows, place.offset, type_name)
         shape = (config.vocab_size, *shape[1:]) if owner in ("embedding", "head") else shape
+        shape = shape[1:] if place.one_row and len(shape) > 1 else shape
         stacks |= {place.name} if place.expert is not None else set()
-        parts.setdefault(place.name, []).append(_Item(GGUFTensor(place.name, TYPES[type_name], shape), make))
+        parts.setdefault(place.name, []).append(Item(GGUFTensor(place.name, TYPES[type_name], shape), make))
     if rounded:
         warnings.warn(
             f"{len(rounded)} int8 layers become Q8_0, such as {rounded[0]}: their integers stay, and the scale of each "
@@ -233,7 +233,7 @@ def _items(model: Transformer, kind: Kind | None) -> list[_Item]:
     return factors + [_joined(own, stack=name in stacks) for name, own in parts.items()]
 
 
-def _joined(parts: list[_Item], *, stack: bool) -> _Item:
+def _joined(parts: list[Item], *, stack: bool) -> Item:
     """One tensor of several, their rows after each other; stack: as matrices of a first dimension."""
     if len(parts) == 1 and not stack:
         return parts[0]
@@ -241,7 +241,7 @@ def _joined(parts: list[_Item], *, stack: bool) -> _Item:
     if len({part.tensor.type for part in parts}) > 1:
         raise ConfigError(f"{first.name} is one tensor in a GGUF file, and here its parts are quantized differently")
     shape = (len(parts), *first.shape) if stack else (sum(p.tensor.shape[0] for p in parts), *first.shape[1:])
-    return _Item(replace(first, shape=shape), lambda: np.concatenate([part.make() for part in parts]))
+    return Item(replace(first, shape=shape), lambda: np.concatenate([part.make() for part in parts]))
 
 
 def _type_of(ours: str, stored: WeightFormat, in_features: int, *, ordered: bool, origin: str | None) -> str:

@@ -1,8 +1,8 @@
-// The steps of a decoder block as torch operators: one by one, and all of a row of dense blocks in one call.
+// The steps of a decoder block as torch operators: one by one, and all of a row of blocks in one call.
 #include <chrono>
 
 #include "../attention/phases.h"
-#include "calls.h"
+#include "experts.h"
 
 namespace hasten {
 
@@ -95,9 +95,26 @@ struct Plan {
   Norm attention_norm, q_norm, k_norm, output_norm, mlp_norm, down_norm;
   Few<PackedWeight> qkv, mlp;
   PackedWeight output, down;
+  const ExpertsPlan* experts;  // or nullptr
+  PackedWeight router, shared_gate;
+  Routing routing;
   Ranks* ranks;    // with which the sums of output and down are shared, or nullptr
   PlanBlockCall held;  // what the pointers point to
 };
+
+// Whether the experts of a block fit it.
+static void check_routing(const RoutingFields& to, const ExpertsPlan& experts, int64_t c, const PlanBlockCall& call) {
+  const int64_t count = experts.count(), size = to.expert_groups > 0 ? count / to.expert_groups : 0;
+  STD_TORCH_CHECK(to.router && experts.hidden() == c && experts.down[0].w.n == c, "the experts do not fit the block");
+  STD_TORCH_CHECK(to.expert_groups > 0 && size * to.expert_groups == count && to.kept_groups > 0 &&
+                      to.kept_groups <= to.expert_groups && to.top_experts > 0 && to.top_experts <= to.kept_groups * size,
+                  "of ", count, " experts in ", to.expert_groups, " groups, ", to.top_experts, " cannot be taken");
+  STD_TORCH_CHECK(!to.choice_bias || (to.choice_bias->scalar_type() == ScalarType::Float &&
+                                      to.choice_bias->is_contiguous() && to.choice_bias->numel() == count),
+                  "each expert needs its bias, float32");
+  STD_TORCH_CHECK(!call.ranks && !call.down_norm_weight && !call.parallel && call.residual_scale == 1,
+                  "a block with experts has no ranks, no norm behind its MLP, no scaled branches, and attention before it");
+}
 
 Tensor plan_block(PlanBlockCall call) {
   STD_TORCH_CHECK(!call.qkv.empty(), "a block needs the weights of q, k and v");
@@ -109,6 +126,14 @@ Tensor plan_block(PlanBlockCall call) {
     STD_TORCH_CHECK(rows == n, "the weights have ", rows, " rows; the block has ", n);
     return found;
   };
+  const auto one = [&](const Maybe& plan, int64_t n, int64_t k) {
+    return plan ? weights({*plan}, n, k)[0] : PackedWeight{};
+  };
+  const RoutingFields& to = call.routing;
+  const ExpertsPlan* experts = to.experts ? &plan_in<ExpertsPlan>(*to.experts) : nullptr;
+  const bool dense = call.down.has_value();
+  STD_TORCH_CHECK(dense || experts, "a block needs an MLP or experts");
+  if (experts) check_routing(to, *experts, c, call);
   auto plan = std::make_unique<Plan>(Plan{
       .c = c, .heads = call.heads, .head_dim = call.head_dim, .window = call.window, .inner = call.inner_size,
       .scale = call.scale, .softcap = call.softcap, .residual_scale = call.residual_scale, .gated = call.gated,
@@ -119,21 +144,82 @@ Tensor plan_block(PlanBlockCall call) {
       .mlp_norm = call.norm.like(call.mlp_norm_weight, call.mlp_norm_bias),
       .down_norm = call.norm.like(call.down_norm_weight, call.down_norm_bias),
       .qkv = weights(call.qkv, q_size + 2 * call.kv_heads * call.head_dim, c),
-      .mlp = MlpInput::checked(parts_of(call.mlp, c), call.inner_size, call.gated),
+      .mlp = dense ? MlpInput::checked(parts_of(call.mlp, c), call.inner_size, call.gated) : Few<PackedWeight>(),
       .output = weights({call.output}, c, q_size)[0],
-      .down = weights({call.down}, c, call.inner_size)[0],
+      .down = one(call.down, c, call.inner_size),
+      .experts = experts,
+      .router = one(to.router, experts ? experts->count() : 0, c),
+      .shared_gate = one(to.shared_gate, 1, c),
+      .routing = {.top = to.top_experts, .groups = to.expert_groups, .kept_groups = to.kept_groups,
+                  .sigmoid = to.sigmoid_scores, .normalize = to.normalize_shares, .sum_floor = float(to.share_floor),
+                  .scale = float(to.share_scale),
+                  .choice_bias = to.choice_bias ? static_cast<const float*>(to.choice_bias->const_data_ptr()) : nullptr},
       .ranks = call.ranks ? &mutable_plan<Ranks>(*call.ranks) : nullptr});
   plan->held = std::move(call);
   return as_bytes(std::move(plan));
 }
 
-// One dense block of a stack: attention_input, attention, linear_add, mlp_input and linear_add after each other.
+// The second half of a block with experts: out = x + what they give of norm(x), and what an MLP beside them gives, if
+// there is one. x and out (rows, C) float32.
+struct RoutedPhases {
+  RoutedPhases(Arena& arena, const Plan& p, const float* x, float* out, int64_t rows)
+      : routing(p.routing), rows(rows), count(p.experts->count()), inner(p.inner), logits(arena.take<float>(rows * count)),
+        shares(arena.take<float>(rows * p.routing.top)), act(arena.take<float>(p.mlp.count ? rows * p.inner : 0)),
+        gates(arena.take<float>(p.shared_gate.k ? rows : 0)), chosen(arena.take<int64_t>(rows * p.routing.top)),
+        router(arena, x, Type::f32, rows, p.mlp_norm, p.router) {
+    if (p.mlp.count) {
+      mlp.emplace(arena, x, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind);
+      down.emplace(arena, act, Type::f32, rows, p.down, x, out, Type::f32, Norm{});
+    }
+    if (p.shared_gate.k) gate.emplace(arena, x, Type::f32, rows, p.mlp_norm, p.shared_gate);
+    const float* base = p.mlp.count ? out : x;
+    const int64_t c = p.c, top = p.routing.top;
+    const Arena::Mark mark = arena.mark();
+    for (int64_t r = 0; r < rows; r += ROWS_AT_ONCE) {
+      arena.back_to(mark);  // they run after each other
+      experts.emplace_back(arena, *p.experts, x + r * c, std::min(ROWS_AT_ONCE, rows - r), p.mlp_norm, top,
+                           chosen + r * top, shares + r * top, base + r * c, out + r * c);
+    }
+  }
+  // Chooses the experts, and adds the MLP beside them.
+  void choose(Worker& worker) const {
+    router.run_into(worker, logits);
+    worker.each(rows, [&](int64_t r) {
+      routing.choose(logits + r * count, count, chosen + r * routing.top, shares + r * routing.top);
+    });
+    if (!mlp) return;
+    mlp->run(worker);
+    if (gate) {
+      gate->run_into(worker, gates);
+      worker.each(rows, [&](int64_t r) {
+        const float factor = 1.0f / (1.0f + std::exp(-gates[r]));
+        for (int64_t i = 0; i < inner; i++) act[r * inner + i] *= factor;
+      });
+    }
+    down->run(worker);
+  }
+  void run(Worker& worker) const {
+    for (const ExpertsPhases& some : experts) some.run(worker);
+  }
+
+  const Routing routing;
+  const int64_t rows, count, inner;
+  float *logits, *shares, *act, *gates;
+  int64_t* chosen;
+  const Linear router;
+  std::optional<MlpInput> mlp;
+  std::optional<LinearAdd> down;
+  std::optional<Linear> gate;
+  std::vector<ExpertsPhases> experts;
+};
+
+// One block of a stack: attention_input, attention, linear_add, and mlp_input and linear_add or experts after each other.
 struct BlockPhases {
   // Block i of a call. x and out (rows, C) float32.
   BlockPhases(Arena& arena, const BlocksCall& call, int64_t i, const Plan& p, const float* x, float* out, int64_t rows,
               const int64_t* chosen)
       : q(arena.take<float>(rows * p.heads * p.head_dim)), attended(arena.take<float>(rows * p.heads * p.head_dim)),
-        middle(arena.take<float>(rows * p.c)), act(arena.take<float>(rows * p.inner)),
+        middle(arena.take<float>(rows * p.c)), act(arena.take<float>(p.experts ? 0 : rows * p.inner)),
         input(arena, x, Type::f32, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm,
               table(call.cos, call.rope_index[i]), table(call.sin, call.rope_index[i]), call.k[i], call.v[i],
               call.slot_mapping, call.rotated, chosen, p.head_norm, p.rope_pairs,
@@ -142,10 +228,15 @@ struct BlockPhases {
                   call.seq_lens, call.first_slots, call.block_table, call.block_size, call.rotated, p.scale, p.window,
                   p.softcap, call.seen.empty() ? nullptr : &plan_in<Pattern>(call.seen[i]), p.held.sinks),
         output(arena, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm, chosen, p.ranks,
-               float(p.residual_scale)),
-        mlp(arena, p.parallel ? x : middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind, chosen),
-        down(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm, chosen, p.ranks,
-             float(p.residual_scale)) {}
+               float(p.residual_scale)) {
+    if (p.experts) {
+      routed.emplace(arena, p, middle, out, rows);
+      return;
+    }
+    mlp.emplace(arena, p.parallel ? x : middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind, chosen);
+    down.emplace(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm, chosen, p.ranks,
+                 float(p.residual_scale));
+  }
 
   static Maybe table(const std::vector<Tensor>& tables, int64_t index) {
     return index < 0 ? Maybe() : Maybe(tables[index]);
@@ -161,9 +252,9 @@ struct BlockPhases {
     ended(1);
     output.run(worker);
     ended(2);
-    mlp.run(worker);
+    routed ? routed->choose(worker) : mlp->run(worker);
     ended(3);
-    down.run(worker);
+    routed ? routed->run(worker) : down->run(worker);
     ended(4);
   }
 
@@ -171,8 +262,9 @@ struct BlockPhases {
   AttentionInput input;
   AttentionPhases attention;
   LinearAdd output;
-  MlpInput mlp;
-  LinearAdd down;
+  std::optional<MlpInput> mlp;
+  std::optional<LinearAdd> down;
+  std::optional<RoutedPhases> routed;
 };
 
 // When the parts of a row of blocks ended, each the moment its last worker left it.

@@ -64,8 +64,20 @@ struct WeightPlan {
   PlanWeightCall held;  // what the pointers point to
 };
 
-// A dense block of plans of weights: those of q, k and v, that of gate and up or both. norm: before attention; the others
-// are of its kind. head_norm: a HeadNorm. rope_pairs: neighbouring elements of a head are turned together. residual_scale:
+// How rows are sent to experts; all empty for a block without. experts: of plan_experts. router: the plan of a weight (E, C).
+// shared_gate: that of a weight (1, C), whose product's sigmoid multiplies what the MLP beside the experts gives. The others:
+// see Routing.
+struct RoutingFields {
+  Maybe experts, router, choice_bias, shared_gate;
+  int64_t top_experts = 0, expert_groups = 1, kept_groups = 1;
+  bool sigmoid_scores = false, normalize_shares = false;
+  double share_floor = 0, share_scale = 1;
+  HASTEN_FIELDS(experts, router, choice_bias, shared_gate, top_experts, expert_groups, kept_groups, sigmoid_scores,
+                normalize_shares, share_floor, share_scale)
+};
+
+// A block of plans of weights: those of q, k and v, that of gate and up or both. With experts, mlp and down are those of an
+// MLP beside them, which may be missing. norm: before attention; the others are of its kind. head_norm: a HeadNorm. rope_pairs: neighbouring elements of a head are turned together. residual_scale:
 // a factor of what output and down add. parallel: the MLP reads x, as attention does. ranks: with which the sums of output
 // and down are shared. sinks: as in AttentionPhases.
 struct PlanBlockCall {
@@ -86,14 +98,14 @@ struct PlanBlockCall {
   int64_t inner_size = 0;
   bool gated = false;
   int64_t activation = 0;
-  Tensor down;
-  Maybe down_norm_weight, down_norm_bias, ranks, sinks;
+  Maybe down, down_norm_weight, down_norm_bias, ranks, sinks;
+  RoutingFields routing;
   HASTEN_FIELDS(norm, qkv, heads, kv_heads, head_dim, q_norm, k_norm, head_norm, rope_pairs, residual_scale, parallel,
                 scale, window, softcap, output, output_norm_weight, output_norm_bias, mlp_norm_weight, mlp_norm_bias, mlp,
-                inner_size, gated, activation, down, down_norm_weight, down_norm_bias, ranks, sinks)
+                inner_size, gated, activation, down, down_norm_weight, down_norm_bias, ranks, sinks, routing)
 };
 
-// Dense blocks after each other, x (…, C) float32 -> the same, the threads started once. cos, sin: of each rotary table;
+// Blocks after each other, x (…, C) float32 -> the same, the threads started once. cos, sin: of each rotary table;
 // rope_index[i]: which of them block i takes, -1 for none. k, v: the caches of the layers, which have the same slots; where
 // the step's tokens are in them is said by the fields of AttentionMetadata (attention/view.py). plans: of plan_block.
 // adapters int64 (rows,): the one that each row takes, -1 for none. times int64 (1 + 5·blocks,): where somebody wants to
