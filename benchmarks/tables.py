@@ -27,11 +27,10 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from compare import paragraph
 from gpu.aims import aims as gpu_aims
 from gpu.report import TABLES as GPU
-from gpu.report import every, ratio, shown, where
 from gpu.report import median as gpu_median
+from gpu.report import ratio, shown, where
 from gpu.status import status as gpu_status
 
 from hasten.bench.generate import RUNGS
@@ -42,13 +41,13 @@ from hasten.measure.table import COLUMNS, cell, format_value, limits_line, machi
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_MEASURED = "Not measured yet."
+GPU_FORMATS = ("bf16", "int8", "int4")  # of one stream, beside gpt-fast
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
 SUBJECTS = (
     *(
         "attention",
         "cache",
-        "compare",
         "draft_parts",
         "finetuning",
         "machines",
@@ -246,30 +245,30 @@ def demo_ladder(report: Report) -> str:
     return markdown(["rung", "decode tokens/s", "speed-up", "perplexity"], rows)
 
 
-def gpu_sentence(report: dict[str, Any]) -> str:
-    """`gpu/report.py`. †: the peer's figure is of the earlier run."""
-    results = report["results"]
-    keys = ("7b-bf16", "7b-int8", "7b-int4")
-    ours = [gpu_median(results, f"hasten-{key}", "measure", "queued") for key in keys]
-    sources = [where(results, f"gptfast-{key}") for key in keys]
-    theirs = [
-        gpu_median(source, f"gptfast-{key}", "measure", "queued")
-        for key, (source, _) in zip(keys, sources, strict=True)
-    ]
-    beside = [ratio(own, their) + mark.strip() for own, their, (_, mark) in zip(ours, theirs, sources, strict=True)]
-    slow = theirs[0] and theirs[1] and theirs[1] < theirs[0]  # it reads half the bytes
-    doubt = " (whose int8 was slower than its bf16 in this run)" if slow else ""
-    source, mark = where(results, "nanogpt-12")
-    trainers = (results, "hasten-12"), (source, "nanogpt-12")
-    rates = (gpu_median(at, job, "measure", "tokens_per_s") for at, job in trainers)
-    peaks = (max(every(at, job, "measure", "peak_gb")) for at, job in trainers)
-    card = results["run"]["card"].partition(",")[0].removeprefix("NVIDIA ")
-    return paragraph(
-        f"On one {card} it decodes a 7 B model at {' / '.join(map(shown, ours))} tokens/s in bf16 / int8 / int4, which "
-        f"is {' / '.join(beside)} times the speed of gpt-fast beside it{doubt}, and trains GPT-2 124M at "
-        f"{ratio(*rates)}{mark} times nanoGPT's speed in {ratio(*peaks)} of its memory: "
-        "[docs/results/gpu.md](docs/results/gpu.md) has all of it, with the aims that were missed."
-    )
+def front_page(report: dict[str, Any]) -> str:
+    """`compare.py files` and `gpu/report.py` in short, each pair in one precision. †: theirs is of an earlier run."""
+    files, results = committed("real-files"), report["results"]
+    cpu = f"{files['threads']} cores of an {files['machine']['cpu']}, {files['hasten']['isa'].upper()}"
+    rows = []
+    for pair in files["pairs"]:
+        format = re.findall(r"Q\w+", pair["model"])[-1]
+        for key, what in {"decode": "decoding", "prefill": "prompts"}.items():
+            ours, theirs = (shown(pair["median"][one][key]) for one in ("hasten", "peer"))
+            cells = [f"{ours} ({format})", f"{pair['peer']}: {theirs} ({format})", f"{pair['ratio'][key]:.2f}×"]
+            rows.append([f"{pair['hasten']}, {what}", cpu, *cells])
+    card = f"one {results['run']['card'].partition(',')[0].removeprefix('NVIDIA ')}"
+    jobs = [(f"7b-{format}", "a 7 B Llama, decoding", format, "gpt-fast", "queued") for format in GPU_FORMATS]
+    for job, what, format, peer, key in [*jobs, ("12", "GPT-2 124M, training", "bf16", "nanoGPT", "tokens_per_s")]:
+        its_job = f"{peer.replace('-', '').lower()}-{job}"
+        source, mark = where(results, its_job)
+        ours, theirs = gpu_median(results, f"hasten-{job}", "measure", key), gpu_median(source, its_job, "measure", key)
+        cells = [f"{shown(ours)} ({format})", f"{peer}: {shown(theirs)}{mark} ({format})", f"{ratio(ours, theirs)}×"]
+        rows.append([what, card, *cells])
+    table = markdown(["tokens/s", "on", "hasten", "beside it", "ratio"], rows, left=2)
+    slow = gpu_median(results, "gptfast-7b-int8", "measure", "queued") or 0.0
+    if slow < (gpu_median(results, "gptfast-7b-bf16", "measure", "queued") or 0.0):  # it reads half the bytes
+        table += "\n\ngpt-fast's int8 was slower than its bf16 in this run."
+    return table
 
 
 def publish(name: str, suffix: str = "") -> int:
@@ -312,7 +311,7 @@ def main() -> None:
 
 TABLES: dict[str, Table] = {
     "demo-ladder": demo_ladder,
-    "gpu sentence": gpu_sentence,
+    "gpu front-page": front_page,
     "gpu aims": lambda report: markdown(*gpu_aims(report["results"])),
     "gpu-status": lambda by_hand: markdown(*gpu_status(committed("gpu"), by_hand), left=5),
 }

@@ -1,8 +1,6 @@
 """Folders of quantized models: what they compute here and in transformers, and changing what stands in them."""
 
 import json
-import resource
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -23,17 +21,6 @@ TOKENS = torch.tensor([[3, 7, 1, 9, 4, 4, 10, 2, 60, 99]])
 Q = "model.layers.0.self_attn.q_proj"  # a module of a Llama
 FUZZ = settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DAMAGE = st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 255)), max_size=3)  # bytes, and what they become
-
-
-@contextmanager
-def full_disk(limit):
-    """A limit on the size of files stands in for a full disk: Python ignores the signal, and writing raises OSError."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def logits(model):

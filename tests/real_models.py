@@ -20,8 +20,10 @@ from hasten.errors import HastenWarning, ResourceError
 from hasten.machine import cache_folder
 from hasten.machine.files import locked
 from hasten.model.fused import fuse_where_it_fits
+from hasten.quantization import quantize
 
 TEXT = book()
+PLAIN = {"lm_head": "none", "activations": "float"}  # int4 in the blocks alone, and products in 16 bits
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,11 @@ def load_file(real):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HastenWarning)
         return fuse_where_it_fits(hasten.load(real.file, dtype="bfloat16"))
+
+
+def packed(real, scheme=None, **method):
+    """The model in bfloat16, quantized if a scheme is given, in the fused steps."""
+    model = hasten.load(real.folder, dtype="bfloat16")
+    if scheme is not None:
+        quantize(model, scheme, **method)
+    return fuse_where_it_fits(model)

@@ -247,6 +247,35 @@ CASES |= {
     ),
 }
 
+# Random heads return next to nothing now and then, of which their norm makes noise: eps bounds it.
+DELTA = EXPERTS | {
+    "head_dim": 32,
+    "rms_norm_eps": 1e-2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 40,
+}
+DENSE_DELTA = {name: value for name, value in DELTA.items() if "expert" not in name and "moe" not in name}
+CASES |= {
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", DELTA | {"mlp_only_layers": [1]}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", DENSE_DELTA),
+    "qwen3_5_text-kinds": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        DENSE_DELTA
+        | {"attention_bias": True, "tie_word_embeddings": True, "linear_conv_kernel_dim": 3}
+        | {"layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {name: value for name, value in DELTA.items() if name != "intermediate_size"},
+    ),
+}
+
 
 # name -> what is changed of a case for a GGUF file to state it, and llama.cpp to load it.
 STATED = {

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,12 @@ def test_the_names_for_type_checkers_are_those_at_run_time(package):
     }
     assert imported == imported_package._MODULES
     assert set(imported_package.__all__) - {"__version__"} == set(imported)
+
+
+def test_the_reference_page_has_every_public_name_once():
+    page = (Path(__file__).parents[1] / "docs" / "reference.md").read_text()
+    listed = re.findall(r"^::: hasten\.(\w+)$", page, re.MULTILINE)
+    assert sorted(listed) == sorted(set(hasten.__all__) - {"__version__"})
 
 
 def test_every_public_function_and_class_has_a_docstring():

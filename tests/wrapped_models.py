@@ -23,7 +23,9 @@ QWEN_VISION = {
     "deepstack_visual_indexes": [0],
     "fullatt_block_indexes": [0],
 }
+QWEN3_5_VISION = {name: value for name, value in QWEN_VISION.items() if not name.endswith("indexes")}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+PARTIAL_MROPE = MROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
 
 # name -> (class of the whole model, values of its text config, values of its vision config)
 WRAPPED = {
@@ -40,6 +42,16 @@ WRAPPED = {
         "Qwen3VLForConditionalGeneration",
         BASE | {"head_dim": 16, "rope_parameters": MROPE | {"mrope_interleaved": True}},
         QWEN_VISION,
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        CASES["qwen3_5_text"][2] | {"rope_parameters": PARTIAL_MROPE},
+        QWEN3_5_VISION,
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForConditionalGeneration",
+        CASES["qwen3_5_moe_text"][2] | {"rope_parameters": PARTIAL_MROPE},
+        QWEN3_5_VISION,
     ),
     "internvl": ("InternVLForConditionalGeneration", BASE | {"model_type": "qwen2"}, VISION),
     "llava": ("LlavaForConditionalGeneration", BASE | {"model_type": "llama"}, VISION),

@@ -20,6 +20,8 @@ from hasten.measure.process import Rung
 from hasten.planning.cost import forward_flops_per_token, kv_bytes_per_token, parameters
 from hasten.planning.shapes import SHAPES, shape_config
 
+QUICK = ["--limit-seconds", "0.02"]  # no test looks at the figures of the machine
+
 
 def test_published_shapes_have_their_published_size() -> None:
     counts = {name: parameters(shape_config(name)).total / 1e6 for name in SHAPES}
@@ -33,6 +35,7 @@ def test_published_shapes_have_their_published_size() -> None:
 def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "ladder.png"
     options = ["--prompt-tokens", "24", "--new-tokens", "4", "--rounds", "1", "--threads", "1", "--dtype", "bfloat16"]
+    options += QUICK
     rungs = [name for name in RUNGS if name not in {*COMPILED_QUANTIZED, *OF_CHECKPOINT}]
     main(["bench", "generate", "--shape", "tiny", *options, "--json", "-", "--picture", str(picture)])
     out, err = capfd.readouterr()
@@ -67,7 +70,7 @@ def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.C
 
 
 def test_a_rung_in_two_ranks(tiny_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--prompt-tokens", "9", "--new-tokens", "4", "--rounds", "1", "--warmup", "0", "--threads", "2"]
+    options = ["--prompt-tokens", "9", "--new-tokens", "4", "--rounds", "1", "--warmup", "0", "--threads", "2", *QUICK]
     options += ["--rungs", "static-cache", "--tensor-parallel", "2", "--dtype", "float32", "--json", "-"]
     main(["bench", "generate", "--model", str(tiny_folder), *options])
     one, two = json.loads(capfd.readouterr().out)["rows"]
@@ -142,7 +145,7 @@ def test_further_rows_of_a_rung() -> None:
 
 @pytest.mark.slow
 def test_batches_and_contexts_from_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--prompt-tokens", "12", "--new-tokens", "4", "--rounds", "2", "--threads", "1", "--json", "-"]
+    options = ["--prompt-tokens", "12", "--new-tokens", "4", "--rounds", "2", "--threads", "1", *QUICK, "--json", "-"]
     wanted = ["--rungs", "no-cache,native-int4", "--batches", "1,8", "--contexts", "16,200"]
     main(["bench", "generate", "--shape", "tiny", *options, *wanted])
     out, err = capfd.readouterr()
@@ -318,7 +321,7 @@ def test_a_quantized_checkpoint_is_measured_as_it_is(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def add(a, b):\n    return a + b\n" * 5)
-    options = ["--prompt-tokens", "12", "--new-tokens", "4", "--rounds", "1", "--threads", "1", "--json", "-"]
+    options = ["--prompt-tokens", "12", "--new-tokens", "4", "--rounds", "1", "--threads", "1", *QUICK, "--json", "-"]
     main(["bench", "generate", "--model", str(quantized_folder), "--text", str(text), *options])
     rows = {row["name"]: row for row in json.loads(capfd.readouterr().out)["rows"]}
     assert list(rows) == ["static-cache", "native-int4"]

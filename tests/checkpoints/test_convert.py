@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 import hasten
 from column_folders import packed_across, packed_down, write
+from full_disk import full_disk
 from hasten.checkpoints.convert import convert
 from hasten.checkpoints.export import export_model
 from hasten.checkpoints.gguf.write import write_gguf
@@ -18,7 +19,7 @@ from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.quantization import GPTQ, Int4, Mixed, quantize, quantize_to_folder
 from hasten.quantization.schemes import layers_to_quantize
 from linear_cases import random_weight
-from quantized_folders import Q, change_tensors, full_disk, logits, refused
+from quantized_folders import Q, change_tensors, logits, refused
 from references import make_reference
 from tiny_model import tiny_llama
 

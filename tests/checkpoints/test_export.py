@@ -1,6 +1,7 @@
 """Export: what is written, how it is tied, and that a failure leaves the old folder whole."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 import hasten
 from checkpoint_folders import tensors, write_folder
+from full_disk import full_disk
 from hasten.checkpoints.export import export_model
 from hasten.errors import CheckpointError, ConfigError
 from hasten.machine.files import locked
@@ -153,32 +155,16 @@ def test_a_chat_template_and_tokenizer_are_written(tmp_path):
 
 # -- failures ---------------------------------------------------------------------------------------------------------
 
-FULL_DISK = """
-import resource, signal, sys
-import torch
-import hasten
-from hasten.errors import CheckpointError
-model = hasten.load(sys.argv[1], dtype="stored")
-with torch.no_grad():
-    model.head.weight.fill_(7.0)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
-try:
-    hasten.save(model, sys.argv[1])
-except CheckpointError as error:
-    print(error)
-    sys.exit(9)
-"""
-
 
 @pytest.mark.parametrize("limit", [0, 100, 3000])
 def test_a_disk_that_fills_up_leaves_the_old_files_as_they_were(tmp_path, limit):
-    folder = write_folder(tmp_path)
+    folder, other = (write_folder(tmp_path / name) for name in ("model", "other"))
     before = contents(folder)
-    command = [sys.executable, "-c", FULL_DISK, str(folder), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 9, done.stderr
-    assert f"{folder} cannot be written" in done.stdout
+    model = hasten.load(other, dtype="stored")
+    with torch.no_grad():
+        model.head.weight.fill_(7.0)
+    with full_disk(limit), pytest.raises(CheckpointError, match=re.escape(f"{folder} cannot be written")):
+        hasten.save(model, folder)
     assert contents(folder) == before
 
 

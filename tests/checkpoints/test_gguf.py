@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hasten
+from full_disk import full_disk
 from gguf_files import retyped
 from hasten.checkpoints.gguf.architectures import ARCHITECTURES
 from hasten.checkpoints.gguf.grids import table
@@ -24,7 +25,7 @@ from hasten.ops.linear.blocks import GgufBlocks, pack_blocks
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.layouts import PANELS
 from hasten.ops.native import library
-from quantized_folders import exact, full_disk
+from quantized_folders import exact
 from references import CASES, IN_GGUF, make_reference, stated
 from tiny_model import tiny_llama
 from triton_cases import needs_gpu
@@ -313,6 +314,8 @@ NOT_LOADED = [
     ("dots1", {"num_key_value_heads": 2}, "2 key heads for 4 heads"),
     ("olmo2", {"tie_word_embeddings": True}, "a head that is the embedding"),
     ("cohere2", {"tie_word_embeddings": False}, "a head of its own"),
+    ("cohere2", {"tie_word_embeddings": True, "layer_types": ["full_attention"] * 4}, "a window in no layer"),
+    ("gemma3_text", {"layer_types": ["full_attention"] * 4}, "a window in no layer"),
     ("qwen3", {"attention_bias": True}, "biases of the attention's output"),
     ("arcee", {"mlp_bias": True}, "biases of the MLPs"),
 ]

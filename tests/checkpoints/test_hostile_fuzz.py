@@ -80,6 +80,9 @@ FAMILY_NAMES = ["llama", "gpt2", "gpt_bigcode", "mistral", "qwen2", "qwen3", "ge
 FAMILY_NAMES += ["qwen3_moe", "smollm3", "granite", "exaone4", "olmo3", "hunyuan_v1_dense", "ministral3", "cohere2"]
 FAMILY_NAMES += ["olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2", "gpt_oss"]
 FIELDS += ["num_local_experts", "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "moe_k", "rotary_dim"]
+FAMILY_NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+FIELDS += ["linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_conv_kernel_dim"]
+FIELDS += ["full_attention_interval", "partial_rotary_factor", "head_dim", "attn_output_gate"]
 FIELDS += [
     "first_k_dense_replace",
     "routed_scaling_factor",

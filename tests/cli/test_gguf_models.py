@@ -18,6 +18,7 @@ from hasten.ops.linear import PackedLinear
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (hasten[gguf])")
 quants = pytest.importorskip("gguf.quants")
+PLAIN = "--techniques.no-compile"  # which test_lora.py compiles over packed layers
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ def test_a_type_without_a_kernel_is_named_and_the_advice_ends_the_warning(nvfp4,
 def test_training_is_not_advised_an_option_of_generating(nvfp4, tmp_path, capfd):
     (tmp_path / "text.txt").write_text("a name is a name\n" * 200)
     words = ["train", "finetune", "--init", nvfp4, "--data.source", tmp_path / "text.txt", "--data.context", 16]
-    words += ["--run.folder", tmp_path, "--run.steps", 1, "--data.validation-fraction", 0, "--lora.rank", 2]
+    words += ["--run.folder", tmp_path, "--run.steps", 1, "--data.validation-fraction", 0, "--lora.rank", 2, PLAIN]
     main([str(word) for word in words])
     err = capfd.readouterr().err
     assert "--quantize" not in err
@@ -210,7 +211,7 @@ def test_an_adapter_is_trained_beside_the_layers_of_a_file(file, tmp_path, capfd
     turns = [{"role": "user", "content": "name a name"}, {"role": "assistant", "content": "names return name"}]
     text.write_text("".join(json.dumps({"messages": turns, "n": i}) + "\n" for i in range(40)))
     words = ["train", "finetune", "--init", file, "--data.source", text, "--data.context", 64, "--run.folder", tmp_path]
-    words += ["--run.steps", 2, "--run.epochs", "None", "--data.validation-fraction", 0]
+    words += ["--run.steps", 2, "--run.epochs", "None", "--data.validation-fraction", 0, PLAIN]
     err = error_of(capfd, *words)
     assert f"--lora.rank 16), or all of its weights after hasten export {file} tiny-Q4_0-plain --dequantize" in err
     main([str(word) for word in [*words, "--lora.rank", 2]])

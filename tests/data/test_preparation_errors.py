@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from full_disk import full_disk
 from hasten.data import TokenData, preparation, prepare
 from hasten.data import shards as shards_module
 from hasten.errors import CheckpointError, ConfigError, DataError, ResourceError
@@ -136,16 +137,8 @@ def test_a_limit_on_file_sizes_is_a_clear_error(tmp_path, cache):
     """The operating system itself refuses to write, wherever that happens to be."""
     path = tmp_path / "long.txt"
     path.write_text("".join(f"{number * 7919 % 10007} words\n" for number in range(30_000)))
-    script = (
-        "import resource, sys; from pathlib import Path; from hasten.data import prepare\n"
-        "from hasten.errors import HastenError\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "try: prepare(sys.argv[1], folder=Path(sys.argv[2]), vocab_size=300, progress=False)\n"
-        "except HastenError as error: print(type(error).__name__, error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, path, cache], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("ResourceError")
-    assert "File too large" in done.stdout
+    with full_disk(100_000), pytest.raises(ResourceError, match="File too large"):
+        prepare(str(path), folder=cache, vocab_size=300, progress=False)
     assert files(cache) == set()
 
 

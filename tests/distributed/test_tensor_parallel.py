@@ -274,6 +274,13 @@ def test_more_ranks_than_there_are_parts_are_refused_with_what_would_do(size, gr
         shares(config, size, output=group, down=group)
 
 
+def test_layers_with_states_are_not_shared():
+    config = read_config(dict(tiny_llama().config.source) | {"model_type": "qwen3_5_text", "num_hidden_layers": 4})
+    assert len(shares(config, 1)) == 1
+    with pytest.raises(ConfigError, match=r"--tensor-parallel is 2; a qwen3_5_text has Gated DeltaNet"):
+        shares(config, 2)
+
+
 @pytest.mark.parametrize("family", ["olmo2", "olmoe", "minimax_m2"])
 def test_norms_over_all_heads_are_not_shared(family):
     experts = {"num_experts": 4} if family == "olmoe" else {"num_local_experts": 4}

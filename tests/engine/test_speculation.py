@@ -495,4 +495,6 @@ def test_auto_drafts_only_where_the_text_stays_the_same():
         (None, torch.float32, cuda, "none"),
         (stack, torch.bfloat16, cuda, "none"),
     ):
-        assert automatic(SimpleNamespace(stack=stack_there, dtype=dtype, device=device)) == wanted
+        model = SimpleNamespace(stack=stack_there, dtype=dtype, device=device)
+        assert automatic(SimpleNamespace(**vars(model), config=SimpleNamespace(keeps_states=False))) == wanted
+        assert automatic(SimpleNamespace(**vars(model), config=SimpleNamespace(keeps_states=True))) == "none"

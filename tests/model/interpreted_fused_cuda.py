@@ -275,6 +275,10 @@ def test_what_cannot_be_fused_says_why(tmp_path):
             fuse(experts)
     reasons = {other.reason for row in explain(experts) if row.operator == "block" for other in row.others}
     assert reasons == {"the fused steps of a GPU know no experts"}
+    for family in ("qwen3_next", "qwen3_5_text"):
+        states = hasten.load(make_reference(family), dtype="bfloat16")
+        with pytest.raises(ConfigError, match=r"the fused steps of a GPU know no (experts|layers with Gated DeltaNet)"):
+            fuse(states)
     scaled = hasten.load(make_reference("granite"), dtype="bfloat16")
     assert refusal(scaled) == "the fused steps of a GPU know no scaled residual branches"
     odd = small(intermediate_size=100)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import hasten
 from hasten.engine.cache import KVCache
 from hasten.engine.given_texts import GivenTexts
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, HastenWarning
 from hasten.model.binding import explain, kernels
 from hasten.model.context import TrainingContext
 from hasten.model.families import read_config
-from hasten.model.fused import FusedBlock, fuse, refusal, unfuse
+from hasten.model.fused import FusedBlock, fuse, fuse_where_it_fits, refusal, unfuse
 from hasten.model.fused_block import unknown_parts
 from hasten.model.fused_native import native_shape_refusal
 from hasten.model.initialize import initialize
@@ -36,7 +36,8 @@ WITH_EXPERTS = {
     "granitemoe": "no scaled residual branches",
     "ernie4_5_moe": "no rotary turn of neighbouring elements",
 }
-fused_cases = pytest.mark.parametrize("case", [case for case in CASES if case not in WITH_EXPERTS])
+WITH_STATES = [case for case in CASES if case.startswith(("qwen3_next", "qwen3_5"))]
+fused_cases = pytest.mark.parametrize("case", [case for case in CASES if case not in (*WITH_EXPERTS, *WITH_STATES)])
 
 
 def logits(model, tokens=TOKENS):
@@ -192,7 +193,7 @@ def test_limits_of_a_gated_mlp_are_run_in_experts_only():
     assert native_shape_refusal(config) is None
     dense = replace(read_config(values_of("llama")), swiglu_limit=7.0)
     assert unknown_parts(dense) == "no limits or offsets in gated MLPs"
-    assert "blocks without experts know no limits" in native_shape_refusal(dense)
+    assert native_shape_refusal(dense) == "the fused steps know no limits or offsets in gated MLPs"
     with pytest.raises(ConfigError, match="no limits"):
         fuse(initialize(dense, seed=0, dtype=torch.bfloat16))
 
@@ -213,11 +214,24 @@ def test_sinks_of_blocks_without_experts():
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+@pytest.mark.parametrize("case", WITH_STATES)
+def test_layers_with_states_stay_readable(case):
+    words = "no layers with Gated DeltaNet"
+    assert unknown_parts(read_config(values_of(case))) == words
+    assert native_shape_refusal(read_config(values_of(case))).endswith(f"know {words}")
+    model = hasten.load(make_reference(case), dtype="bfloat16")
+    with pytest.raises(ConfigError, match=words):
+        fuse(model)
+    with pytest.warns(HastenWarning, match=f"runs without the fused steps.* {words}"):
+        assert fuse_where_it_fits(model).readable
+
+
 def test_every_other_family_runs_in_all_fused_steps(case):
     assert (unknown_parts(read_config(values_of(case))) is None) == (case.partition("-")[0] not in OTHERS)
 
 
 OTHERS = {family for family, _ in PARTS} | {"olmo3", "glm4", "ernie4_5", "cohere2", "gpt_oss"} | set(WITH_EXPERTS)
+OTHERS |= set(WITH_STATES)
 
 
 @pytest.mark.parametrize("scheme", [None, hasten.Int8(), hasten.Int4(group_size=32)])

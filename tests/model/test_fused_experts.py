@@ -5,6 +5,7 @@ import torch
 
 import hasten
 from fused_cases import whole
+from hasten.model import fused_native
 from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse, unfuse
 from hasten.model.fused_native import FusedBlock
@@ -33,7 +34,7 @@ def with_experts(model):
 def apart(model, monkeypatch):
     """The model with its experts called apart from its blocks, each choosing in Python."""
     with monkeypatch.context() as patch:
-        patch.setattr(FusedBlock, "_routing", lambda self: None)
+        patch.setattr(fused_native, "routing_of", lambda experts: None)
         for block in with_experts(model):
             block.bind()
     return model

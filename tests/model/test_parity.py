@@ -47,6 +47,8 @@ def test_model_in_memory_is_taken_over_without_a_copy(case):
     copied = [n for n, p in model.named_parameters() if p.untyped_storage().data_ptr() not in storages]
     if case == "gpt_bigcode-mha":  # its q, k, v alternate head by head: no view can separate them
         copied = [n for n in copied if ".attention." not in n]
+    if case == "qwen3_next":  # as do those of its layers with Gated DeltaNet
+        copied = [n for n in copied if ".delta." not in n]
     if case.startswith("gpt_oss"):  # gate and up alternate row by row, transposed: such a view is slow to multiply with
         copied = [n for n in copied if not (".experts." in n and n.split(".")[-2] in ("gate", "up"))]
     assert not copied
@@ -57,7 +59,7 @@ def test_export_loads_in_transformers_and_here(case, tmp_path):
     hasten.save(hasten.load(reference), tmp_path)
     again, model = assert_exported(tmp_path, reference)
     for tokens in PROMPTS:
-        assert our_greedy(model, tokens, 32) == reference_greedy(again, tokens, 32)
+        assert our_greedy(model, tokens, 8) == reference_greedy(again, tokens, 8)  # longer ones: the folder, above
 
 
 @pytest.mark.parametrize("name", ["granite", "cohere2", "gemma2"])

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.model.fused_linear import weight_fields
-from hasten.model.fused_native import ACTIVATION_ORDER
+from hasten.model.fused_linear import ACTIVATION_ORDER, weight_fields
 from hasten.ops.native import library
 from instruction_sets import ISAS
 from linear_cases import LAYERS, PACKED_FORMATS, layer_of, make_weight, random_weight

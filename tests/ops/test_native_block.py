@@ -111,7 +111,7 @@ def test_linear_add(isa, seed, rows, n, k, bias, kind):
 )
 def test_mlp_input(isa, seed, rows, inner, k, bias, weights, activation):
     from hasten.model.activations import ACTIVATIONS
-    from hasten.model.fused_native import ACTIVATION_ORDER
+    from hasten.model.fused_linear import ACTIVATION_ORDER
 
     g = torch.Generator().manual_seed(seed)
     up, gate = (linear(inner, k, bias=bias, generator=g) for _ in range(2))

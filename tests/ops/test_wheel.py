@@ -32,7 +32,7 @@ FIRST_TOKEN = """
 import sys
 import hasten
 model = hasten.load(sys.argv[1])
-piece = next(iter(hasten.stream(model, "def add", max_new_tokens=4)))
+piece = next(iter(hasten.stream(model, "def add", max_new_tokens=4, temperature=0, ignore_eos=True)))
 print(piece)
 from hasten.ops.native import library
 print(library().path)

@@ -13,6 +13,7 @@ from hasten.planning.cost import (
     kv_bytes_per_token,
     muon_flops,
     parameters,
+    state_bytes,
     training_flops_per_token,
 )
 from hasten.training.muon import Muon
@@ -31,6 +32,8 @@ GATED = DENSE | {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_t
 GATED |= {"shared_expert_intermediate_size": 24}
 SHARED = DENSE | {"model_type": "dots1", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHARED |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
+STATES = DENSE | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2}
+STATES |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
 
 
 def config(values: dict) -> ModelConfig:
@@ -41,7 +44,10 @@ def bytes_read(model: ModelConfig, *, batch: int, context: int = 0) -> float:
     return decode_bytes_per_token(model, weight_bytes=2, kv_bytes=2, context=context, batch=batch)
 
 
-@pytest.mark.parametrize("values", [DENSE, EXPERTS, GATED, SHARED, DENSE | {"num_attention_heads": 8, "head_dim": 8}])
+WIDE = DENSE | {"num_attention_heads": 8, "head_dim": 8}
+
+
+@pytest.mark.parametrize("values", [DENSE, EXPERTS, GATED, SHARED, STATES, WIDE])
 def test_muons_own_products_are_those_of_a_step(values) -> None:
     model = Transformer(config(values))
     optimizer = Muon([parameter for parameter in model.blocks.parameters() if parameter.ndim == 2], lr=1e-3)
@@ -58,6 +64,16 @@ def test_a_step_reads_dense_weights_once_and_every_cache() -> None:
     for batch in (1, 8):
         weights = 2 * parameters(model).active / batch
         assert bytes_read(model, batch=batch, context=50) == weights + 50 * kv_bytes_per_token(model, 2)
+
+
+def test_layers_with_states_read_and_write_them_whatever_the_length() -> None:
+    model = config(STATES)
+    assert kv_bytes_per_token(model, 2) == 2 * 2 * 16 * 2  # of the one layer with attention
+    assert state_bytes(model, 2) == 3 * (4 * 4 * 8 * 12 + 2 * 3 * (2 * 2 * 8 + 4 * 12))
+    weights, states = 2 * parameters(model).active, 2 * state_bytes(model, 2)
+    for length in (0, 50):
+        found = bytes_read(model, batch=4, context=length)
+        assert found == weights / 4 + states + length * kv_bytes_per_token(model, 2)
 
 
 def test_several_tokens_choose_more_experts_than_one_but_not_all() -> None:

@@ -304,6 +304,8 @@ def test_a_plan_has_the_dtypes_of_the_path_that_generates(tmp_path, monkeypatch)
     """As on a processor that emulates bfloat16: the fused steps keep keys and values in it all the same."""
     hasten.save(tiny_llama().bfloat16(), tmp_path / "model")
     monkeypatch.setattr("hasten.bench.plan.training_precision", lambda kind: SimpleNamespace(dtype="float32"))
+    limits = Limits(1e10, {"float32": 1e11, "bfloat16": 1e11})  # its bytes are asked for, not its seconds
+    monkeypatch.setattr("hasten.bench.plan.product_limits", lambda *_, **__: limits)
 
     def parts(precision, *, fused=True):
         monkeypatch.setattr("hasten.model.inference.obtainable", lambda what: fused)

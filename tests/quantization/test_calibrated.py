@@ -65,7 +65,7 @@ def error(model, exact):
     return float((logits(model) - exact).std() / exact.std())
 
 
-NEWER = ["olmo2", "cohere2", "granite", "qwen2_moe", "dots1"]
+NEWER = ["olmo2", "cohere2", "granite", "qwen2_moe", "dots1", "qwen3_next", "qwen3_5_text"]
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3", "mixtral", "qwen3_moe", *NEWER])
@@ -78,7 +78,7 @@ def test_every_family_and_nearer_to_the_model_than_rounding(name):
     expected = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
     plain = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert {report.name for report in reports} == expected == set(model.quantization)
-    assert all(name.endswith(("router", "shared_gate")) for name in plain)
+    assert all(name.endswith(("router", "shared_gate", "beta", "decay")) for name in plain)
     calibrated = [report for report in reports if report.output_error is not None]
     better = sum(report.output_error < report.nearest_output_error for report in calibrated)
     assert better > 0.9 * len(calibrated) > 0

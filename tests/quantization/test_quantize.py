@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hasten
+from full_disk import full_disk
 from hasten.cli.main import main
 from hasten.cli.options import ModelOptions
 from hasten.errors import CheckpointError, ConfigError
@@ -19,7 +20,6 @@ from hasten.model.context import TrainingContext
 from hasten.model.fused import refusal
 from hasten.ops.linear import PackedLinear
 from hasten.quantization import GPTQ, Int4, Int8, Mixed, quantize, quantize_to_folder
-from quantized_folders import full_disk
 from references import decided, make_reference, tiny_llama
 
 TOKENS = torch.tensor([[3, 7, 1, 9, 4, 4, 10, 2]])
@@ -35,6 +35,8 @@ def packed(model):
     return {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
+STATES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+PLAIN = ("router", "shared_gate", "beta", "decay")  # small layers
 EXPERTS = ["olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2", "gpt_oss"]
 SCHEMES = [
     Int8(),
@@ -47,13 +49,13 @@ SCHEMES = [
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize(
-    "name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3_moe", "olmo2", "cohere2", "glm4", *EXPERTS]
+    "name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3_moe", "olmo2", "cohere2", "glm4", *EXPERTS, *STATES]
 )
 def test_all_linear_layers_but_routers_are_quantized(name, scheme):
     model = decided(hasten.load(make_reference(name)))
     plain = logits(model)
     expected = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    expected = {name for name in expected if not name.endswith(("router", "shared_gate"))}
+    expected = {name for name in expected if not name.endswith(PLAIN)}
     assert hasten.quantize(model, scheme) is model
     assert packed(model) == expected
     assert model.quantization is not None

@@ -6,10 +6,12 @@ import sys
 
 import pytest
 
+import hasten
 from hasten.machine import cache_folder
 from hasten.machine.files import locked
-from real_models import real_model
+from real_models import TEXT, real_model
 
+TOKENS = 512  # of the chapter
 LLAMA_CPP = "xllamacpp==2026.10.11549"
 
 
@@ -39,3 +41,15 @@ def llama_cpp_wheel():
                 pytest.skip(f"pip cannot get {LLAMA_CPP}: {done.stderr.strip().splitlines()[-1]}")
             partial.rename(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def exact(real):
+    """The model in float32, plain PyTorch."""
+    return hasten.load(real.folder, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def document(exact):
+    """The beginning of the chapter as token ids."""
+    return exact.tokenizer.encode(TEXT)[:TOKENS]

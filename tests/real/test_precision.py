@@ -9,25 +9,11 @@ import hasten
 from hasten.evaluation.divergence import divergence
 from hasten.evaluation.perplexity import perplexity
 from hasten.model.fused import fuse_where_it_fits
-from hasten.quantization import GPTQ, Int4, Int8, quantize
-from real_models import TEXT, load_file
+from hasten.quantization import Int4, Int8
+from real_models import PLAIN, load_file, packed
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
-TOKENS = 512  # of the chapter
-PLAIN = {"lm_head": "none", "activations": "float"}
-
-
-@pytest.fixture(scope="module")
-def document(real):
-    """The beginning of the chapter as token ids."""
-    return hasten.load(real.folder, dtype="float32").tokenizer.encode(TEXT)[:TOKENS]
-
-
-@pytest.fixture(scope="module")
-def exact(real):
-    """The model in float32, plain PyTorch."""
-    return hasten.load(real.folder, dtype="float32")
+pytestmark = [pytest.mark.real(minutes=6), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +23,6 @@ def theirs(real, document):
     ids = torch.tensor([document])
     with torch.inference_mode():
         return math.exp(float(model(ids, labels=ids).loss))
-
-
-def packed(real, scheme=None, **method):
-    """The model in bfloat16, quantized if a scheme is given, in the fused steps."""
-    model = hasten.load(real.folder, dtype="bfloat16")
-    if scheme is not None:
-        quantize(model, scheme, **method)
-    return fuse_where_it_fits(model)
 
 
 def test_float32_and_bfloat16_have_the_perplexity_of_transformers(real, exact, theirs, document):
@@ -86,12 +64,3 @@ def test_int4_by_rounding_is_no_worse_than_q4_0_of_the_same_bits(real, exact, do
     found = [divergence(model, exact, [document]) for model in (ours, fuse_where_it_fits(theirs))]
     assert found[0].perplexity <= found[1].perplexity
     assert found[0].kl_mean <= found[1].kl_mean
-
-
-def test_int4_by_gptq_on_the_models_own_text_is_nearer_than_by_rounding(real, exact, document):
-    scheme = Int4(**PLAIN)
-    rounded = divergence(packed(real, scheme), exact, [document])
-    samples = hasten.own_text(packed(real), samples=16, length=256)
-    solved = divergence(packed(real, scheme, method=GPTQ(), calibration=samples), exact, [document])
-    assert solved.kl_mean < 0.75 * rounded.kl_mean
-    assert solved.perplexity < rounded.perplexity

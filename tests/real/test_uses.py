@@ -29,7 +29,7 @@ from hasten.training.session import train
 from real_models import TEXT, load_file, real_model
 from server_case import app_of, serving
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real(minutes=4), pytest.mark.timeout(600)]
 GREEDY = hasten.SamplingParams(temperature=0, max_new_tokens=32)
 # Not "What is …": there plain PyTorch in bfloat16 and llama.cpp begin with another word than float32, a near-tie.
 QUESTION = "Name the capital of France."
@@ -128,7 +128,13 @@ def test_lora_lowers_the_loss_and_the_merged_model_loads_in_transformers(smollm2
         schedule=replace(recipe.schedule, warmup_steps=5),
         techniques=replace(recipe.techniques, compile=False),
         run=replace(
-            recipe.run, steps=50, epochs=None, validate_every=25, validation_batches=1, folder=str(tmp_path / "runs")
+            recipe.run,
+            steps=50,
+            epochs=None,
+            validate_every=25,
+            validation_batches=1,
+            folder=str(tmp_path / "runs"),
+            threads=1,  # the other core is another test's
         ),
     )
     result = train(recipe, progress=False)

@@ -124,6 +124,7 @@ def test_what_cannot_be_split_is_refused(recipe, monkeypatch):
         ("olmo2", "blocks without norms before attention and MLP"),
         ("cohere2", "blocks whose attention and MLP read the same stream"),
         ("granite", "scaled logits"),
+        ("qwen3_5_text", "Gated DeltaNet"),
     ):
         other = Transformer(read_config(values_of(family) | {"vocab_size": 102}))
         with pytest.raises(ConfigError, match=f"not support a model with {part}"):

@@ -24,7 +24,7 @@ from hasten.machine.files import locked, save_json
 from hasten.model.binding import kernels
 from hasten.model.experts import kept_dtype
 from hasten.model.families import FAMILIES
-from hasten.model.families.family import TensorSlice, join
+from hasten.model.families.slices import TensorSlice, join
 from hasten.model.layer_format import LayerFormat, is_w8a8, of_integers, written_activations
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer, require_model

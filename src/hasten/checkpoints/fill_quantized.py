@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hasten.checkpoints.formats.file_format import QuantizedFolder, QuantizedModule
 from hasten.errors import HastenWarning
-from hasten.model.families.family import TensorSlice
+from hasten.model.families.slices import TensorSlice
 from hasten.model.layer_format import LayerFormat
 from hasten.model.shares import Cut, Share
 from hasten.model.transformer import Transformer

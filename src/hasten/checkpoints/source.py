@@ -1,8 +1,7 @@
 """A model as it lies on the disk, whatever its layout: what `load` needs to know before it reads a weight."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from hasten.checkpoints.formats.file_format import QuantizedFolder
 from hasten.checkpoints.formats.registry import read_quantization
 from hasten.machine.regular_files import read_json
 from hasten.model.config import ModelConfig
-from hasten.model.families import FAMILIES, read_config
-from hasten.model.families.family import Places
-from hasten.model.families.wrapped import WRAPPERS, text_modules, text_tensors
+from hasten.model.families import read_config
+from hasten.model.families.wrapped import text_modules, text_tensors
 from hasten.text.tokenizer import Tokenizer
 
 TOKENIZER = 15  # bytes of memory that it takes for each of its file (SmolLM2 15, Gemma 3 13: 420 MB)
@@ -28,8 +26,8 @@ class ModelSource:
     """A checkpoint whose headers have been checked, its tensors by the names that Hugging Face gives them.
 
     stored: the tensors as their headers describe them. towers: how many others there are of each, which are left out.
-    read: a plain tensor, by name. quantized: the others. separate_experts: each expert's tensors have names of their
-    own, whatever the family's folders have. dtype: the model's own; None: that of most bytes of its plain tensors.
+    read: a plain tensor, by name. quantized: the others. dtype: the model's own; None: that of most bytes of its plain
+    tensors.
     """
 
     path: Path
@@ -38,7 +36,6 @@ class ModelSource:
     read: Callable[[str], Tensor]
     towers: Mapping[str, int] = field(default_factory=dict)
     quantized: QuantizedFolder | None = None
-    separate_experts: bool = False
     dtype: torch.dtype | None = None
     generation: dict[str, Any] = field(default_factory=dict)
     read_tokenizer: Callable[[], Tokenizer | None] = lambda: None
@@ -48,12 +45,6 @@ class ModelSource:
     def tokenizer(self) -> Tokenizer | None:
         """Read when first asked for."""
         return self.read_tokenizer()
-
-    @property
-    def places(self) -> Places:
-        """Each parameter's name, with the piece of a stored tensor that it is."""
-        family = FAMILIES[self.config.family]
-        return (replace(family, stacks=None) if self.separate_experts else family).places(self.config)
 
 
 def open_folder(folder: Path) -> ModelSource:
@@ -65,9 +56,9 @@ def open_folder(folder: Path) -> ModelSource:
     open_quantized = None
     if quantization is not None:
         open_quantized = read_quantization(values, text_modules(values, quantization), where)
-    stored, towers = read_headers(folder), Counter[str]()
-    if values["model_type"] in WRAPPERS:  # whose text model is read by its own names
-        names, towers = text_tensors(values, stored)
+    stored = read_headers(folder)
+    names, towers = text_tensors(values, stored)
+    if list(names) != list(stored):  # a text model is read by its own names
         stored = stored.renamed(names)
     generation, tokenizer = folder / "generation_config.json", folder / "tokenizer.json"
     return ModelSource(

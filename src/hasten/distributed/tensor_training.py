@@ -119,6 +119,8 @@ def check_split(config: ModelConfig, degree: int) -> None:
         (config.attention_sinks, "attention sinks"),
         (config.logit_scale != 1.0, "scaled logits"),
         (config.attention_pattern, "a sparse attention pattern"),
+        (config.keeps_states, "Gated DeltaNet"),
+        (config.attention_gate, "gates of attention"),
     ]
     for value, what in found:
         if value:

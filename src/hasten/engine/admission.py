@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from hasten.checks import require
 from hasten.engine.blocks import blocks_of
@@ -13,6 +14,7 @@ from hasten.engine.prompts import check_ids, fit
 from hasten.engine.request import QueueFull, Request, RequestRefused
 from hasten.engine.scheduler import Scheduler
 from hasten.engine.settings import EngineSettings
+from hasten.engine.state_slots import StateSnapshots
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine.memory import available_memory
 from hasten.model.sharded import ShardedTransformer
@@ -45,7 +47,8 @@ def admitted(
     needed = scheduler.most_blocks(length)
     if request.beam_width:  # beams need each other: all of them at once; the prompt is common while nothing is left
         whole = needed * settings.block_size >= length
-        common = prompt // settings.block_size if settings.prefix_cache and whole else 0
+        found = settings.prefix_cache and whole and not model.config.keeps_states  # again, after they lost their blocks
+        common = prompt // settings.block_size if found else 0
         needed = common + request.beam_width * (needed - common)
     if needed > scheduler.blocks.blocks:
         raise RequestRefused(
@@ -56,12 +59,43 @@ def admitted(
 
 
 def settings_on_device(settings: EngineSettings, model: Transformer) -> EngineSettings:
-    """The settings with the defaults of the model's device."""
+    """The settings with the defaults of the model's device.
+
+    Raises ConfigError for a prefix cache on disk where layers keep states: its files hold none.
+    """
+    if model.config.keeps_states and not isinstance(settings.prefix_cache, bool):
+        raise ConfigError(
+            f"--prefix-cache DIR keeps blocks, and the layers of a {model.config.family} keep states beside them; "
+            "leave it out: beginnings of texts are kept in memory"
+        )
     if model.device.type == "cpu":
         return settings
     from hasten.planning.cost import parameters  # only here, as below: generating on a CPU needs none of it
 
     return settings.on(model.device.type, weights=parameters(model.config).active)
+
+
+def with_room_for_states(settings: EngineSettings, model: Transformer) -> EngineSettings:
+    """The settings with as many sequences as have room for the states of layers, in half of the cache's memory.
+
+    Raises ResourceError where not even one has.
+    """
+    each = bytes_of_states(model, dataclasses.replace(settings, max_sequences=1))
+    if not each:
+        return settings
+    allowed, whence = cache_memory(model, settings)
+    fits = allowed // 2 // each
+    if not fits:
+        raise ResourceError(
+            f"half of {whence} is {allowed // 2:,} bytes; the states of one sequence take {each:,}: give the cache more"
+        )
+    if fits >= settings.max_sequences:
+        return settings
+    logging.getLogger("hasten.engine").warning(
+        "%d sequences run at the same time instead of %d: the states of each take %.1f MB",
+        *(fits, settings.max_sequences, each / 1e6),
+    )
+    return dataclasses.replace(settings, max_sequences=fits)
 
 
 def check_room(waiting: int, *, more: int, limit: int, pace: float) -> None:
@@ -117,24 +151,33 @@ def _check_beams(request: Request) -> None:
 
 def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: int) -> int:
     """How many blocks the cache gets: what all sequences could need, or as many as the memory allows."""
-    size = bytes_per_block(model, settings)
+    size, states = bytes_per_block(model, settings), bytes_of_states(model, settings)
     most = settings.max_sequences * most_blocks(model, settings, max_length)
-    if settings.cache_bytes is not None:
-        allowed, whence = settings.cache_bytes, "cache_bytes"
-    else:
-        release(model)
-        free = available_memory(model.device) // (model.group.size if isinstance(model, ShardedTransformer) else 1)
-        allowed, whence = int(free * settings.cache_share), f"{settings.cache_share:.0%} of the free memory"
-        if settings.fit:
-            from hasten.planning.memory import InferenceUse, inference_memory  # only here: it takes a while to import
+    allowed, whence = cache_memory(model, settings)
+    if allowed - states < size:
+        beside = f" beside {states:,} of states" if states else ""
+        raise ResourceError(
+            f"{whence} is {allowed:,} bytes; one block of {settings.block_size} tokens takes {size:,}{beside}"
+        )
+    return min(most, (allowed - states) // size)
 
-            step = settings.budget
-            use = InferenceUse(batch_size=settings.max_sequences, length=step, step=step, weights=0, row_bytes=0)
-            captured = _CAPTURED if settings.capture and model.device.type == "cuda" else 0
-            allowed, whence = free - inference_memory(model.config, use).peak - captured, "what is free beside a step"
-    if allowed < size:
-        raise ResourceError(f"{whence} is {allowed:,} bytes; one block of {settings.block_size} tokens takes {size:,}")
-    return min(most, allowed // size)
+
+def cache_memory(model: Transformer, settings: EngineSettings) -> tuple[int, str]:
+    """Bytes that the cache may take, and which limit that is."""
+    if settings.cache_bytes is not None:
+        return settings.cache_bytes, "cache_bytes"
+    release(model)
+    free = available_memory(model.device) // (model.group.size if isinstance(model, ShardedTransformer) else 1)
+    if not settings.fit:
+        return int(free * settings.cache_share), f"{settings.cache_share:.0%} of the free memory"
+    from hasten.planning.memory import InferenceUse, inference_memory  # only here: it takes a while to import
+
+    step = settings.budget
+    use = InferenceUse(batch_size=settings.max_sequences, length=step, step=step, weights=0, row_bytes=0)
+    captured = _CAPTURED if settings.capture and model.device.type == "cuda" else 0
+    # A step's memory counts the states, which are the cache's own.
+    states = settings.max_sequences * KVCache.bytes_per_sequence(model.config, model.compute_dtype)
+    return free - inference_memory(model.config, use).peak + states - captured, "what is free beside a step"
 
 
 def room(model: Transformer, settings: EngineSettings, *, blocks: int, max_length: int) -> str:
@@ -145,8 +188,9 @@ def room(model: Transformer, settings: EngineSettings, *, blocks: int, max_lengt
         longest = min(tokens, longest)
     size = bytes_per_block(model, settings)
     more = "" if settings.fit else f"; {available_memory(model.device) // size * settings.block_size:,} more would fit"
+    whole = blocks * size + bytes_of_states(model, settings)
     return (
-        f"the cache ({blocks * size / 1e9:.2f} GB) holds {tokens:,} tokens: {blocks // each:,} sequences of "
+        f"the cache ({whole / 1e9:.2f} GB) holds {tokens:,} tokens: {blocks // each:,} sequences of "
         f"{max_length:,}, or one of {longest:,}{more}"
     )
 
@@ -160,6 +204,24 @@ def bytes_per_block(model: Transformer, settings: EngineSettings) -> int:
     """Bytes of a block in all layers together."""
     rows, dtype = row_format(settings.kv_cache_dtype), model.compute_dtype
     return KVCache.bytes_per_block(model.config, block_size=settings.block_size, dtype=dtype, row_format=rows)
+
+
+def state_places(settings: EngineSettings) -> int:
+    """Places for states of layers: one for each sequence, and with a prefix cache as many for snapshots."""
+    return settings.max_sequences * (2 if settings.prefix_cache else 1)
+
+
+def snapshots_of(settings: EngineSettings, model: Transformer) -> StateSnapshots | None:
+    """The snapshots of states, behind the places of the sequences; None where there are none."""
+    if not model.config.keeps_states or not settings.prefix_cache:
+        return None
+    first = settings.max_sequences
+    return StateSnapshots(first=first, count=state_places(settings) - first, block_size=settings.block_size)
+
+
+def bytes_of_states(model: Transformer, settings: EngineSettings) -> int:
+    """Bytes of what layers keep of all sequences, and of snapshots, beside the blocks."""
+    return state_places(settings) * KVCache.bytes_per_sequence(model.config, model.compute_dtype)
 
 
 def longest(model: Transformer, settings: EngineSettings) -> int:

@@ -6,6 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
+@dataclass(slots=True, kw_only=True)
+class BlockStats:
+    """prefix_hits of prefix_queries: prompt tokens found in the prefix cache, counted when first written."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    evicted_blocks: int = 0  # cached ones whose room was needed
+    copied_blocks: int = 0  # at a write
+    used_blocks: int = 0  # that a table refers to now
+    shared_blocks: int = 0  # of these, those that several tables refer to
+    blocks_saved: int = 0  # further ones that would be used now if nothing were shared
+
+
 @dataclass(slots=True, eq=False)
 class SequenceBlocks:
     """A sequence's blocks, read as its block table: blocks that left the attention window point to the first one kept.
@@ -13,7 +26,8 @@ class SequenceBlocks:
     Positions below `held` have (or get in this step) their keys; those up to `room` may be written. The first `left`
     entries of block_table are of blocks that no query looks back to any more: others may have them. edits: how often
     entries were replaced or removed, so that a copy of the table can be kept and extended. private: no other sequence
-    can begin with its blocks.
+    can begin with its blocks. slot: the place of its states (`StateSlots`). mark: tokens of the full blocks
+    of what it had to read when it began, behind which a snapshot of its states is taken.
     """
 
     block_table: list[int]
@@ -24,6 +38,8 @@ class SequenceBlocks:
     left: int = 0
     edits: int = 0
     private: bool = False
+    slot: int = 0
+    mark: int = 0
 
     def __len__(self) -> int:
         return len(self.block_table)
@@ -55,3 +71,8 @@ class Rows:
     start: int
     count: int
     stretched: bool = False
+
+    @property
+    def slot(self) -> int:
+        """The place of the sequence's states, where layers keep any."""
+        return self.block_table.slot if isinstance(self.block_table, SequenceBlocks) else 0

@@ -12,28 +12,16 @@ raises and changes nothing.
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from hasten.engine.block_table import SequenceBlocks
+from hasten.engine.block_table import BlockStats, SequenceBlocks
 from hasten.engine.prefixes import next_key, passed_blocks, prefix_keys, usable_blocks
+from hasten.engine.state_slots import StateSlots, StateSnapshots
 from hasten.errors import ConfigError, ResourceError
 
 
 class OutOfBlocks(ResourceError):
     """The cache has fewer free blocks than were asked for. Nothing was changed."""
-
-
-@dataclass(slots=True, kw_only=True)
-class BlockStats:
-    """prefix_hits of prefix_queries: prompt tokens found in the prefix cache, counted when first written."""
-
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    evicted_blocks: int = 0  # cached ones whose room was needed
-    copied_blocks: int = 0  # at a write
-    used_blocks: int = 0  # that a table refers to now
-    shared_blocks: int = 0  # of these, those that several tables refer to
-    blocks_saved: int = 0  # further ones that would be used now if nothing were shared
 
 
 def blocks_of(tokens: int, block_size: int, *, reach: int | None, step: int) -> int:
@@ -64,10 +52,12 @@ class BlockManager:
         prefix_cache: bool = True,
         reach: int | None = None,
         secret: bytes | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         """prefix_cache: whether full blocks can be found by their tokens. reach: how many keys back a query looks, its
         own included (None: all); sequences leave the blocks behind. secret: at most 64 bytes, for managers whose keys
-        are compared; by default its own. Raises ConfigError below 1 block or token.
+        are compared; by default its own. snapshots: of states, where layers keep any and there is a prefix cache.
+        Raises ConfigError below 1 block or token.
         """
         if blocks < 1 or block_size < 1:
             raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
@@ -87,6 +77,7 @@ class BlockManager:
         # Known to nobody outside: nobody there can make two texts whose keys collide.
         self._secret = secrets.token_bytes(32) if secret is None else secret
         self._stats = BlockStats()
+        self.slots = StateSlots(snapshots)
         self._entries = 0  # of all tables
 
     @property
@@ -163,11 +154,15 @@ class BlockManager:
                 yield block is not None
 
         count = usable_blocks(there() if self.prefix_cache else (), block_size=self.block_size, reach=self.reach)
+        count = self.slots.usable(chain[1 : 1 + count])
         del chain[1 + count :], table[count:]
         held = count * self.block_size
         left = self._passed(held)
         table[:left] = table[-1:] * left  # instead of blocks that others may have now
-        own = self._sequences[sequence] = SequenceBlocks(table, chain, held, held, len(tokens), left, private=private)
+        own = SequenceBlocks(table, chain, held, held, len(tokens), left, private=private)
+        own.slot = self.slots.begin(chain[-1] if count else None)
+        own.mark = max(0, len(tokens) - 1) // self.block_size * self.block_size
+        self._sequences[sequence] = own
         for block in own.own:
             self._refer(block)
         return held
@@ -240,6 +235,7 @@ class BlockManager:
         if self.on_filled is not None and self._filled:
             self.on_filled([(key, block) for key, block in self._filled if self._cached.get(key) == block])
             self._filled.clear()
+        self.slots.computed(self._sequences[one] for one in self._step)
         for sequence in self._step if self.reach is not None else ():
             own = self._sequences[sequence]
             passed = self._passed(own.held)
@@ -258,7 +254,8 @@ class BlockManager:
         for block in own.own:
             self._refer(block)
         tables = own.block_table.copy(), own.chain.copy()
-        self._sequences[child] = SequenceBlocks(*tables, own.held, own.held, 0, own.left, private=own.private)
+        self._sequences[child] = new = SequenceBlocks(*tables, own.held, own.held, 0, own.left, private=own.private)
+        new.slot = self.slots.fork(own.slot)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the positions from `length` on (rejected guesses) and give back the blocks behind them.
@@ -276,6 +273,7 @@ class BlockManager:
     def release(self, sequence: int) -> None:
         """End a sequence. Its last blocks are reused first, so that beginnings stay in the cache longest."""
         own = self._sequences.pop(sequence)
+        self.slots.end(own.slot)
         self._step.discard(sequence)
         for block in reversed(own.own):
             self._leave(block)
@@ -305,6 +303,7 @@ class BlockManager:
         """Empty the prefix cache; running sequences keep their blocks."""
         for block in list(self._cached.values()):
             self._unregister(block)
+        self.slots.forget()
         self.forget_promised()
 
     def forget_promised(self) -> None:
@@ -330,6 +329,7 @@ class BlockManager:
                 if own.held < own.room:
                     assert self._references[block] == 1, f"sequence {number} may write to shared block {block}"
                     assert self._keys[block] is None, f"sequence {number} may write to cached block {block}"
+        assert len({own.slot for own in self._sequences.values()}) == len(self._sequences), "two have one slot"
         assert self._step <= self._sequences.keys(), "a step has sequences that were released"
         assert counted == self._references, "references are not the tables' entries"
         assert all((count == 0) == (block in self._free) for block, count in enumerate(counted)), "free and used mix"

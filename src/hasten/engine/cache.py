@@ -1,7 +1,8 @@
 """The key/value cache: blocks of a fixed number of tokens in any order, a table a sequence (arXiv 2309.06180).
 
-The tensors only; which block belongs to whom is `hasten.engine.blocks.BlockManager`'s business. A block may be as long
-as a text (`KVCache.of_texts`): then text b is block b, and no table is needed.
+Beside the blocks it holds the states of layers that keep one of each sequence. The tensors only; which block and which
+state belongs to whom is `hasten.engine.blocks.BlockManager`'s business. A block may be as long as a text
+(`KVCache.of_texts`): then text b is block b, and no table is needed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from hasten.engine.block_table import Rows
 from hasten.engine.layout import RaggedLayout
 from hasten.engine.sparse import SparseMasks
+from hasten.engine.states import StateShape, groups_of_texts
 from hasten.engine.step import KVStep
 from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
@@ -27,6 +29,7 @@ from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.attention.inputs import visible
 from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup
 from hasten.ops.attention.view import AttentionMetadata
+from hasten.ops.delta import SequenceGroup
 from hasten.ops.native import library
 from hasten.ops.pages import zeros_in_large_pages
 from hasten.ops.picker import Kernel, pick
@@ -61,16 +64,20 @@ class LayerShape(NamedTuple):
     head_dim: int
 
 
-def layer_shapes(config: ModelConfig) -> list[LayerShape]:
+def layer_shapes(config: ModelConfig) -> list[LayerShape | StateShape]:
     """The shape of each layer."""
-    return [LayerShape(config.kv_heads, config.head_dim)] * len(config.layers)
+    keys = LayerShape(config.kv_heads, config.head_dim)
+    if config.delta is None:
+        return [keys] * len(config.layers)
+    state = StateShape.of(config.delta)
+    return [state if layer.delta else keys for layer in config.layers]
 
 
 class KVCache:
-    """Keys and values in `blocks` blocks of `block_size` tokens.
+    """Keys and values in `blocks` blocks of `block_size` tokens, and the states of `sequences` sequences.
 
-    k, v: of each layer, (blocks·block_size + 1, Hkv, …), the last row for padding, which is never read. They lie in one
-    allocation, the layers of one shape together.
+    k, v: of each layer that keeps them, (blocks·block_size + 1, Hkv, …), the last row for padding, which is never read.
+    They lie in one allocation, the layers of one shape together. states: of every layer, None where it keeps keys.
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         row_format: RowFormat = PLAIN,
+        sequences: int = 1,
     ) -> None:
         """dtype: of the model. row_format: how keys and values are kept. `bytes_per_block` says what a block takes.
 
@@ -92,10 +100,15 @@ class KVCache:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.blocks, self.block_size, self.row_format = blocks, block_size, row_format
         self.first_slots = torch.arange(blocks, device=device) * block_size  # (blocks,)
-        self.windows = [layer.window for layer in config.layers]
+        self.windows = [layer.window for layer in config.layers if not layer.delta]
         self._stretches = config.stretches_at is not None
         self.sparse: SparseMasks | None = None
-        shapes = layer_shapes(config)
+        found = layer_shapes(config)
+        shapes = [shape for shape in found if isinstance(shape, LayerShape)]
+        self.states = [
+            shape.zeros(sequences, dtype, self.device) if isinstance(shape, StateShape) else None for shape in found
+        ]
+        self._keeps_states = any(own is not None for own in self.states)
         self._groups = self._allocate(shapes)
         held = {shape: iter(zip(*group.chunk(2), strict=True)) for shape, group in self._groups.items()}
         pairs = [next(held[shape]) for shape in shapes]
@@ -150,7 +163,8 @@ class KVCache:
                 "positions; shorten the prompt or max_new_tokens"
             )
         rows = -(-capacity // READ_STEP) * READ_STEP
-        cache = cls(config, blocks=batch, block_size=rows, dtype=dtype, device=device, row_format=row_format)
+        like: dict[str, Any] = {"dtype": dtype, "device": device, "row_format": row_format}
+        cache = cls(config, blocks=batch, block_size=rows, sequences=batch, **like)
         cache.sparse_up_to(rows)
         return cache
 
@@ -159,13 +173,19 @@ class KVCache:
         config: ModelConfig, *, block_size: int = 16, dtype: torch.dtype, row_format: RowFormat = PLAIN
     ) -> int:
         """Bytes that one block takes in all layers together."""
-        rows = sum(shape.kv_heads * row_format.bytes(shape.head_dim, dtype) for shape in layer_shapes(config))
-        return 2 * block_size * rows
+        shapes = [shape for shape in layer_shapes(config) if isinstance(shape, LayerShape)]
+        return 2 * block_size * sum(shape.kv_heads * row_format.bytes(shape.head_dim, dtype) for shape in shapes)
+
+    @staticmethod
+    def bytes_per_sequence(config: ModelConfig, dtype: torch.dtype) -> int:
+        """Bytes that the states of one sequence take in all layers together."""
+        return sum(shape.bytes(dtype) for shape in layer_shapes(config) if isinstance(shape, StateShape))
 
     @property
     def bytes(self) -> int:
         """Size of the cache in bytes."""
-        return sum(group.nbytes for group in self._groups.values())
+        states = sum(tensor.nbytes for own in self.states if own is not None for tensor in own)
+        return states + sum(group.nbytes for group in self._groups.values())
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target), as if one after the other."""
@@ -174,6 +194,12 @@ class KVCache:
             for group in self._groups.values():
                 blocks = group[:, :-1].unflatten(1, (self.blocks, self.block_size))
                 blocks[:, targets] = blocks[:, sources]
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of sequences (source, target), as if one after the other."""
+        for source, target in pairs if self._keeps_states else ():
+            for tensor in (tensor for own in self.states if own is not None for tensor in own):
+                tensor[target] = tensor[source]
 
     @property
     def block_bytes(self) -> int:
@@ -217,7 +243,7 @@ class KVCache:
         )
         for old, new in zip((*self.k, *self.v), (*larger.k, *larger.v), strict=True):
             new[: len(old) - 1] = old[:-1]
-        larger.sparse = self.sparse
+        larger.sparse, larger.states = self.sparse, self.states
         vars(self).update(vars(larger))
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -255,7 +281,12 @@ class KVCache:
         stretched = None
         if self._stretches:
             stretched = torch.from_numpy(layout.stretched)[None].to(device)  # (1, N)
-        return KVStep(self.k, self.v, metadata, positions[None], seen, self.kernel.run, shown, stretched=stretched)
+        more = self._states_of(lambda: layout.groups_of_states(device)) | {"stretched": stretched}
+        return KVStep(self.k, self.v, metadata, positions[None], seen, self.kernel.run, shown, **more)
+
+    def _states_of(self, groups: Callable[[], list[SequenceGroup]]) -> dict[str, Any]:
+        """The fields of a `KVStep` for layers that keep states."""
+        return {"states": self.states, "groups_of_states": groups} if self._keeps_states else {}
 
     def _masked(self, groups: list[PagedGroup], sparse: SparseMasks) -> Sequence[Callable[[], list[PagedGroup]]]:
         """The groups as each layer sees them, with its masks."""
@@ -281,6 +312,7 @@ class KVCache:
         read: int | None = None,
         masks: bool = True,
         stretched: Tensor | None = None,
+        state_slots: Sequence[int] | None = None,
     ) -> KVStep:
         """The context for tokens at positions (B, T), as many of each text, in a cache that `of_texts` made.
 
@@ -288,6 +320,7 @@ class KVCache:
         are 0 … T-1, so that plain causal attention over the tokens at hand is enough. read: look at the first `read`
         rows of each block only (all positions lie below it); the whole block by default, as a compiled step wants it.
         masks: False where all layers read the cache through `view` (a fused model). stretched: bool (B, 1).
+        state_slots: the place of each text's states; the number of its block by default.
         """
         batch, tokens = positions.shape
         if tokens not in self._query_start_loc:
@@ -303,7 +336,9 @@ class KVCache:
         metadata = AttentionMetadata(*where, rows=self.row_format, max_query=tokens, longest=size)
         natively = self.sparse is not None and positions.device.type == "cpu" and library() is not None
         seen = self.sparse.native if self.sparse is not None and natively else []
-        return KVStep(self.k, self.v, metadata, positions, seen, masks=made, read=read, stretched=stretched)
+        places = range(batch) if state_slots is None else state_slots
+        states = self._states_of(lambda: groups_of_texts(positions, valid, places))
+        return KVStep(self.k, self.v, metadata, positions, seen, masks=made, read=read, stretched=stretched, **states)
 
     def _masks(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:
         """What each layer's queries see of the rows that are read, or of the tokens at hand."""

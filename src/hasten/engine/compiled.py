@@ -52,8 +52,10 @@ def compile_blocks(model: Transformer) -> None:
     and eager blocks are as fast on them: their time is in large matrix products, which a compiler leaves as they are.
     Inductor needs a C++ compiler on a CPU; on a GPU it tunes its products by measuring (a 7 B model in bfloat16 on an
     H100: 194 tokens/s instead of 165). Blocks that are fused on a GPU stay as they are. Raises ConfigError for a model
-    that several ranks hold.
+    that several ranks hold, and for one whose layers keep states.
     """
+    if model.config.keeps_states:
+        raise ConfigError(f"layers of a {model.config.family} keep states and are not compiled; leave --compile out")
     if isinstance(model, ShardedTransformer):
         raise ConfigError("the sums of ranks are not compiled; a model that several ranks hold runs without --compile")
     if not model.bound:

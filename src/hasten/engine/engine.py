@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hasten.engine.adapters import AdapterNumbers
-from hasten.engine.admission import admitted, check_room, settings_on_device
+from hasten.engine.admission import admitted, check_room, settings_on_device, snapshots_of, with_room_for_states
 from hasten.engine.blocks import BlockManager, blocks_of
 from hasten.engine.continuations import Continuations
 from hasten.engine.following import capture_steps, runner_of
@@ -66,7 +66,9 @@ class Engine:
         secret: bytes | None = None,
     ) -> None:
         settings = settings_on_device(settings, model)
-        runner = runner_of(model, settings) if runner is None else runner
+        if runner is None:
+            settings = with_room_for_states(settings, model)
+            runner = runner_of(model, settings)
         self.model, self.tokenizer, self.settings, self.runner = model, tokenizer, settings, runner
         # Where sequences do not choose theirs, all have the one that the model has for all.
         choice = None if runner.chooses_adapters else model.adapters
@@ -84,6 +86,7 @@ class Engine:
             prefix_cache=settings.prefix_cache is not False,
             reach=runner.reach,
             secret=secret,
+            snapshots=snapshots_of(settings, model),
         )
         self.scheduler = Scheduler(
             self.blocks,
@@ -98,8 +101,7 @@ class Engine:
             self.scheduler.ready, self.scheduler.gone = self.disk.ready, self.disk.give_up
             self.blocks.on_filled = self.disk.keep
             weakref.finalize(self, self.disk.close)  # its threads must not keep the cache of a forgotten engine
-        self.eos_ids = end_ids(model)
-        self.texts = TokenTexts(tokenizer)
+        self.eos_ids, self.texts = end_ids(model), TokenTexts(tokenizer)
         self._table = RequestTable()
         self.continuations = Continuations(
             model,
@@ -116,7 +118,7 @@ class Engine:
 
             self.ahead = Ahead(self.runner, self.scheduler, self._table)
         self._run: DecodeRun | None = None  # of the sequences that the last step gave a token each
-        # Only blocks in one native call give the same bits for any number of threads: routers of experts are PyTorch's.
+        # Only blocks in one native call give the same bits for any number of threads.
         self._cores = context_of_steps(shares_cores=model.device.type == "cpu" and model.stack is not None)
         self.error: str | None = None  # why the engine stopped for good
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
@@ -283,6 +285,8 @@ class Engine:
     def _step(self) -> list[RequestOutput]:
         """Plan, copy, compute, sample, emit; or take the tokens of a step in flight, when the next is launched."""
         ahead, table = self.ahead, self._table
+        if self.blocks.slots.asked:
+            self.runner.copy_states(self.blocks.slots.copies())
         if ahead is not None and ahead.flight is not None:
             return self._launch_behind(ahead, ahead.flight)
         late = None if ahead is None else ahead.late
@@ -301,6 +305,8 @@ class Engine:
             if self.disk is not None:
                 self.disk.wait()
             return [] if late is None else self.continuations.arrived(late)
+        if self.blocks.slots.asked:
+            self.runner.copy_states(self.blocks.slots.copies())
         if copies := [pair for entry in plan for pair in entry.copies]:
             self.runner.copy(copies)
             if self.on_copies is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.engine.admission import cache_blocks, longest, most_blocks
+from hasten.engine.admission import cache_blocks, longest, most_blocks, state_places
 from hasten.engine.block_table import Rows
 from hasten.engine.cache import KVCache, row_format
 from hasten.engine.runner import ModelRunner, capture_refusal
@@ -103,6 +103,7 @@ def _cache(model: Transformer, settings: EngineSettings, blocks: int) -> KVCache
         dtype=model.compute_dtype,
         device=model.device,
         row_format=row_format(settings.kv_cache_dtype),
+        sequences=state_places(settings),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hasten.engine import kept
-from hasten.engine.admission import settings_on_device
+from hasten.engine.admission import settings_on_device, state_places
 from hasten.engine.blocks import blocks_of
 from hasten.engine.cache import READ_STEP, KVCache, row_format
 from hasten.engine.engine import Engine
@@ -104,6 +104,7 @@ def _in_blocks(
         dtype=model.compute_dtype,
         device=model.device,
         row_format=row_format(settings.kv_cache_dtype),
+        sequences=state_places(settings),
     )
     runner = ModelRunner(model, cache)
     runner.max_length = max(lengths)

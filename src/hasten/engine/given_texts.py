@@ -77,8 +77,13 @@ class GivenTexts:
         return self._step(tokens, every=True)
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
-        """Forget everything behind the first `lengths` tokens of every text, or of each."""
+        """Forget everything behind the first `lengths` tokens of every text, or of each.
+
+        Raises ConfigError for a part of a text where layers keep states.
+        """
         wanted = [lengths] * len(self._texts) if isinstance(lengths, int) else lengths
+        if self.model.config.keeps_states and any(0 < new < old for new, old in zip(wanted, self.lengths, strict=True)):
+            raise ConfigError("this model keeps states, from which no tokens can be taken back: forget all of a text")
         self._goes_on = False
         for text, length in zip(self._texts, wanted, strict=True):
             if length < text.computed:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hasten.engine.block_table import Rows
 from hasten.ops.attention.paged import PagedGroup, groups_of
+from hasten.ops.delta import SequenceGroup, group_sequences
 
 _ALIGNED = 16  # values: parts of a buffer begin at multiples, and tables have multiples of columns, so that kernels
 # compiled for aligned addresses and sizes are compiled once
@@ -47,6 +48,7 @@ class RaggedLayout:
         self.positions[:] = np.arange(self.tokens) - np.repeat(first, counts)
         self.slots[:] = self._slots(of)
         self.stretched = np.repeat([row.stretched for row in rows], counts)  # (N,)
+        self.state_slots = [row.slot for row in rows]
         self._groups: list[PagedGroup] | None = None
 
     def parts(self, buffer: Tensor | np.ndarray) -> list:
@@ -64,6 +66,15 @@ class RaggedLayout:
             found = groups_of(self.query_start_loc, self.seq_lens, self.table, self.block_size)
             self._groups = [PagedGroup(*map(place, group[:3])) for group in found]
         return self._groups
+
+    def groups_of_states(self, device: torch.device) -> list[SequenceGroup]:
+        """The step's sequences, and where the states of each are."""
+        first = self.query_start_loc[:-1]
+        counts = np.diff(self.query_start_loc)
+        starts = (self.seq_lens - counts).tolist()
+        return group_sequences(
+            first.tolist(), counts.tolist(), tokens=self.tokens, device=device, starts=starts, slots=self.state_slots
+        )
 
     def go_on(self, entered: Sequence[tuple[int, int]]) -> bool:
         """Become the layout of the next token of each sequence, after a step of one token each.

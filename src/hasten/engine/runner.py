@@ -62,6 +62,10 @@ class ModelRunner:
         """Copy whole blocks of the cache (source, target), as if one after the other."""
         self.cache.copy(pairs)
 
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy what layers keep of whole sequences, from one place to another (source, target), one after the other."""
+        self.cache.copy_states(pairs)
+
     def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
         """Logits (R, V) float32 of the wanted ones among the rows' tokens, which are laid end to end."""
         if self.decoder is not None and (found := self.decoder.prompts.logits(tokens, rows, wanted)) is not None:
@@ -182,6 +186,8 @@ def capture_refusal(model: Transformer) -> str | None:
         return "the masks of its sparse pattern are laid out on the host"
     if any(layer.experts for layer in model.config.layers):
         return "its experts choose their tokens on the host"
+    if model.config.keeps_states:
+        return "its layers keep states, whose places are listed on the host"
     if model.config.stretches_at is not None:
         return "longrope computes a sequence again where it outgrows the pretraining context"
     return None if model.device.type == "cuda" else f"CUDA graphs need a CUDA device; the model is on {model.device}"

@@ -245,7 +245,7 @@ class Scheduler:
             if left and sequence.running:
                 others = index + 1 < len(behind) or bool(self.waiting)
                 count = self._chunk(sequence.target - sequence.computed, left, others=others)
-                count = self._scorable(sequence, count, entries)
+                count = self._until_snapshot(sequence, self._scorable(sequence, count, entries))
                 if count:
                     left -= self._schedule(sequence, count, entries)
         # Only now: nobody in the plan can be preempted any more, so what is offered to others will be computed.
@@ -272,6 +272,7 @@ class Scheduler:
             slots += first.slots
             todo = first.target - first.computed
             count = self._scorable(first, self._chunk(todo, left, others=bool(self.waiting)), entries)
+            count = self._until_snapshot(first, count)
             copies = self.blocks.reserve(first.number, first.computed + count)
             first.running = first.begun = True
             insort(self.running, first, key=_order)
@@ -314,6 +315,7 @@ class Scheduler:
                 return
             sequence = entry.sequence
             more = min(left, sequence.target - entry.end) if sequence.scored <= entry.end else 0
+            more = self._until_snapshot(sequence, more, begun=entry.count)
             if more:
                 try:
                     entry.copies += self.blocks.reserve(sequence.number, entry.end + more)
@@ -331,6 +333,11 @@ class Scheduler:
         if sequence.scored <= sequence.computed:
             return count
         return max(0, min(count, _MOST_SCORED - sum(entry.scored for entry in entries.values())))
+
+    def _until_snapshot(self, sequence: TextSequence, count: int, *, begun: int = 0) -> int:
+        """Limit its next `count` tokens in a step, behind `begun` others: a step ends at a snapshot."""
+        first, table = sequence.computed, self.blocks.table(sequence.number)
+        return self.blocks.slots.until_due(table, first, first + begun, count)
 
     def _schedule(self, sequence: TextSequence, count: int, entries: Entries) -> int:
         """Plan its next `count` tokens, with blocks of the last in order if need be; 0 if that is itself."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Suppress
 
 from hasten.checks import ABOVE_0, SHARE_ABOVE_0, require
-from hasten.engine.blocks import BlockStats
+from hasten.engine.block_table import BlockStats
 from hasten.engine.params import KVCacheDtype
 from hasten.errors import ConfigError
 

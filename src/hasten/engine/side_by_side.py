@@ -34,6 +34,7 @@ class SideBySideRunner(ModelRunner):
         self.fixed, self.reach = fixed, None
         self._texts: list[int] = []  # of the last step, in its order
         self._ends: list[int] = []  # tokens that each of them has in the cache
+        self._slots = list(range(cache.blocks))  # where the states of each text of the cache are
         self._stretched: Tensor | None = None  # bool (B, 1): see `KVStep`
         capturable = fixed and capture_refusal(model) is None
         self._captured = CapturedDecode(self) if capturable else None
@@ -42,6 +43,8 @@ class SideBySideRunner(ModelRunner):
         """Compute the step's tokens side by side; arguments and result are those of `ModelRunner.logits`."""
         self._texts = [row.block_table[:1][0] for row in rows]
         self._ends = [row.start + row.count for row in rows]
+        for text, row in zip(self._texts, rows, strict=True):
+            self._slots[text] = row.slot
         if self.model.config.stretches_at is not None:
             stretched = {text for text, row in zip(self._texts, rows, strict=True) if row.stretched}
             values = [[text in stretched] for text in range(self.cache.blocks)]
@@ -98,9 +101,14 @@ class SideBySideRunner(ModelRunner):
         return logits
 
     def _context(self, positions: Tensor, *, valid: Tensor | None, read: int | None, fresh: bool = False) -> KVStep:
-        masks, stretched = not is_fused(self.model), self._stretched
         return self.cache.step_of_texts(
-            positions, valid=valid, fresh=fresh, read=read, masks=masks, stretched=stretched
+            positions,
+            valid=valid,
+            fresh=fresh,
+            read=read,
+            masks=not is_fused(self.model),
+            stretched=self._stretched,
+            state_slots=self._slots,
         )
 
     def _decode(self, tokens: Sequence[int]) -> Tensor:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hasten.engine.states import StateLayer
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.paged import PagedGroup
 from hasten.ops.attention.view import AttentionMetadata, KVView
+from hasten.ops.delta import DeltaState, SequenceGroup
 
 Groups = Callable[[], Sequence[PagedGroup]]  # made when a kernel first asks
 
@@ -66,8 +68,9 @@ class KVLayer:
 class KVStep:
     """The context of a forward pass of tokens at positions int64 (B, T); several sequences may share a row.
 
-    k, v, metadata, seen: as in `KVView`, of each layer what is not the same for all. kernel, groups, masks, read: as in
-    `KVLayer`; groups and masks of each layer. stretched: as in `RotaryTable`.
+    k, v, metadata, seen: as in `KVView`, of each layer that keeps keys what is not the same for all. kernel, groups,
+    masks, read: as in `KVLayer`; groups and masks of each such layer. stretched: as in `RotaryTable`. states: of every
+    layer, None where it keeps keys; empty where all do. groups_of_states: the sequences of the step.
     """
 
     k: list[Tensor]
@@ -80,16 +83,25 @@ class KVStep:
     masks: Sequence[Tensor | BlockMask | None] = ()
     read: int = 0
     stretched: Tensor | None = None
+    states: Sequence[DeltaState | None] = ()
+    groups_of_states: Callable[[], Sequence[SequenceGroup]] | None = None
 
     @property
     def views(self) -> list[KVView]:
-        """The cache of each layer."""
+        """The cache of each layer that keeps keys."""
         held = zip(self.k, self.v, self.seen or itertools.repeat(None), strict=False)
         return [KVView(k, v, self.metadata, seen) for k, v, seen in held]
 
     @property
-    def layers(self) -> list[KVLayer]:
+    def layers(self) -> Sequence[KVLayer | StateLayer]:
         """For the blocks one by one."""
+        if self.groups_of_states is None:
+            return self._with_keys()
+        keys, groups = iter(self._with_keys()), self.groups_of_states()
+        return [next(keys) if held is None else StateLayer(held, groups) for held in self.states]
+
+    def _with_keys(self) -> list[KVLayer]:
+        """The layers that keep keys and values."""
         views = self.views
         if self.kernel is not None:
             return [KVLayer(view, self.kernel, groups) for view, groups in zip(views, self.groups, strict=True)]

@@ -32,7 +32,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.head_dim
-        self.q: Linear = nn.Linear(hidden, config.heads * size, bias=config.qkv_bias)
+        self.has_gates = config.attention_gate  # a head of q is followed by its gate
+        self.q: Linear = nn.Linear(hidden, config.heads * size * (1 + self.has_gates), bias=config.qkv_bias)
         self.k: Linear = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
         self.v: Linear = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
         self.output: Linear = nn.Linear(config.heads * size, hidden, bias=config.output_bias)
@@ -82,7 +83,8 @@ class Attention(nn.Module):
         """Attention output (B, T, H·D) of projected queries, keys and values (B, T, …)."""
         if self.qk_norm == "projection":
             q, k = self.normalized(q, k)
-        q = q.unflatten(-1, (self.spec.heads, self.spec.head_dim))  # (B, T, H, D)
+        q = q.unflatten(-1, (self.spec.heads, -1))  # (B, T, H, D), with gates (B, T, H, 2·D)
+        q, gate = q.chunk(2, dim=-1) if self.has_gates else (q, None)
         k, v = (x.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim)) for x in (k, v))  # (B, T, Hkv, D)
         if self.qk_norm == "head":
             q, k = self.normalized(q, k)
@@ -94,7 +96,8 @@ class Attention(nn.Module):
         if self.qk_norm == "rotated_head":
             q, k = self.normalized(q, k)
         dropout = self.dropout if self.training else 0.0
-        return layer.attend(q, k, v, attention=self.kernels, sinks=self.sinks, dropout=dropout).flatten(-2)
+        y = layer.attend(q, k, v, attention=self.kernels, sinks=self.sinks, dropout=dropout)
+        return (y if gate is None else y * gate.sigmoid()).flatten(-2)
 
     def normalized(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the norms of queries and keys."""

@@ -49,8 +49,9 @@ class Binding:
     """The kernel of one layer for one operator. `dataclasses.asdict` converts it to plain JSON values.
 
     layer: the number of the block, -1 for the head behind the last one. operator: "block" (the fused steps or the
-    readable block), "decode step of one sequence" (on a GPU), "attention", "paged attention" (of readable blocks, over
-    a cache in blocks: serving and hasten.LLM), or "linear" (all products of a block that run alike are one entry).
+    readable block), "decode step of one sequence" (on a GPU), "attention", "gated delta rule", "paged attention" (over
+    a cache in blocks, by readable ones: serving and hasten.LLM), or "linear" (products of a block that run alike are
+    one entry).
     """
 
     layer: int
@@ -77,11 +78,7 @@ def explain(model: Transformer) -> list[Binding]:
         else:
             reason = against_fused or waits(model) or "the model is fused when it first generates (or by hasten.fuse)"
             bindings.append(Binding(layer, "block", "readable", [Refusal("fused", reason)]))
-            assert isinstance(block.attention, Attention)
-            bindings += _attention_bindings(layer, block.attention)
-            sparse = model.config.attention_pattern is not None
-            request = replace(block.attention.request(), dtype=model.compute_dtype, block_mask=sparse)
-            bindings.append(_binding(layer, "paged attention", PAGED_KERNELS, request))
+            bindings += _mixer_bindings(model, layer, block)
         bindings += _linear_bindings(layer, block, _types_of(model, f"blocks.{layer}."))
     return bindings + _linear_bindings(-1, model.head, _types_of(model, "head"))
 
@@ -132,6 +129,17 @@ def _launches(model: Transformer, stack: CudaStack, layer: int = 0) -> Binding:
     if reason is None:
         return Binding(layer, ONE_ROW, together, [Refusal(each, "all blocks at once are faster")])
     return Binding(layer, ONE_ROW, each, [Refusal(together, reason)])
+
+
+def _mixer_bindings(model: Transformer, layer: int, block: nn.Module) -> list[Binding]:
+    """What lets the tokens of a readable block see each other: attention, or Gated DeltaNet."""
+    if getattr(block, "delta", None) is not None:
+        return [Binding(layer, "gated delta rule", "pytorch", [])]
+    assert isinstance(block.attention, Attention)
+    sparse = model.config.attention_pattern is not None
+    request = replace(block.attention.request(), dtype=model.compute_dtype, block_mask=sparse)
+    paged = _binding(layer, "paged attention", PAGED_KERNELS, request)
+    return [*_attention_bindings(layer, block.attention), paged]
 
 
 def _attention_bindings(layer: int, attention: Attention) -> list[Binding]:

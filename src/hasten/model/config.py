@@ -42,6 +42,41 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaConfig:
+    """The sizes of Gated DeltaNet (arXiv 2412.06464).
+
+    Heads of queries and keys, of size key_dim, and of values, of size value_dim, each key head for equally many
+    consecutive value heads; kernel: tokens that the convolution sees.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Features of all keys of a token, and of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Features of all values of a token."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def numbers(self) -> int:
+        """Numbers in the matrices of all heads, which are what a layer keeps of a sequence."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
     """The settings of one layer: the attention window (None: everything), the rotary table, the MLP kind."""
 
@@ -49,6 +84,7 @@ class LayerConfig:
     rope: int | None = 0  # index into ModelConfig.ropes; None: queries and keys are not rotated
     experts: bool = False
     scale: float = 1.0  # multiplies the scores
+    delta: bool = False  # Gated DeltaNet in the place of attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +114,7 @@ class ModelConfig:
     gated: bool = True  # down(act(gate x) * up x) instead of down(act(up x))
     swiglu_limit: float | None = None  # gate x is at most this, and up x within ± this
     up_offset: float = 0.0  # down(act(gate x) * (up x + up_offset))
+    attention_gate: bool = False  # each query head has a second half, whose sigmoid multiplies what attention returns
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -91,6 +128,7 @@ class ModelConfig:
     residual_scale: float = 1.0  # multiplies what attention and MLP add to the stream
     logit_scale: float = 1.0
     tie_embeddings: bool = False
+    delta: DeltaConfig | None = None  # of the layers with Gated DeltaNet
     experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
@@ -108,6 +146,11 @@ class ModelConfig:
     attention_pattern: "Pattern | None" = None  # which blocks every layer sees; hasten's own field of config.json
     dropout: float = 0.0  # in training only; set by the recipe, never by a checkpoint
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep a state of each sequence, from which no token can be taken back."""
+        return any(layer.delta for layer in self.layers)
 
     @property
     def block_norms(self) -> int:
@@ -222,9 +265,10 @@ class Fields:
         value = self._checked((name,), lambda value: isinstance(value, dict), "an object", None)
         return None if value is None else Fields(value, f"{self.where}: {name}")
 
-    def layer_kinds(self, layers: int) -> list[str] | None:
-        """`layer_types`: "full_attention" or "sliding_attention" for each layer, None where the field is absent."""
-        known = ("full_attention", "sliding_attention")
+    def layer_kinds(
+        self, layers: int, known: tuple[str, ...] = ("full_attention", "sliding_attention")
+    ) -> list[str] | None:
+        """`layer_types`: one of the known kinds for each layer, None where the field is absent."""
 
         def fits(value: Any) -> bool:
             return isinstance(value, list) and len(value) == layers and all(kind in known for kind in value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,13 +16,18 @@ from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.inputs import Intervals, document_intervals
 from hasten.ops.attention.layer import Mask
 from hasten.ops.attention.view import AttentionMetadata, KVView
+from hasten.ops.delta import DeltaState, SequenceGroup, group_sequences, in_groups
 
 
 class PlainLayer:
-    """Attends to the tokens of this call only: causally (None), or as mask and intervals say."""
+    """Attends to the tokens of this call only: causally (None), or as mask and intervals say.
 
-    def __init__(self, mask: Mask = None, intervals: Intervals | None = None) -> None:
-        self.mask, self.intervals = mask, intervals
+    documents int64 (B, T): the document of each token, at each of which a state begins again.
+    """
+
+    def __init__(self, mask: Mask = None, intervals: Intervals | None = None, documents: Tensor | None = None) -> None:
+        self.mask, self.intervals, self.documents = mask, intervals, documents
+        self._groups: list[SequenceGroup] | None = None  # of the documents
 
     def attend(
         self,
@@ -34,6 +40,13 @@ class PlainLayer:
         dropout: float = 0.0,
     ) -> Tensor:
         return attention(q, k, v, mask=self.mask, intervals=self.intervals, sinks=sinks, dropout=dropout)
+
+    def recur(self, run: Callable[..., tuple[Tensor, DeltaState]], *inputs: Tensor) -> Tensor:
+        if self.documents is None:
+            return run(None, *inputs)[0]
+        if self._groups is None:
+            self._groups = _groups_of(self.documents)
+        return in_groups(self._groups, lambda group, *own: run(None, *own)[0], inputs)
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int, like: Tensor | None = None) -> KVView:
         """A cache for this call alone, for a kernel that writes and reads the cache itself.
@@ -85,7 +98,18 @@ def _layer(documents: Tensor | None, window: int | None, intervals: bool) -> Pla
     if documents is None:
         return PlainLayer()
     own = document_intervals(documents, window)
-    return PlainLayer(intervals=own) if intervals else PlainLayer(own.dense(documents.shape[1]))
+    if intervals:
+        return PlainLayer(intervals=own, documents=documents)
+    return PlainLayer(own.dense(documents.shape[1]), documents=documents)
+
+
+def _groups_of(documents: Tensor) -> list[SequenceGroup]:
+    """The documents of all rows (B, T), in groups of one length."""
+    counts: list[int] = []
+    for row in documents:
+        counts += torch.unique_consecutive(row, return_counts=True)[1].tolist()
+    first = [0, *accumulate(counts)][:-1]
+    return group_sequences(first, counts, tokens=documents.numel(), device=documents.device)
 
 
 def training_context(
@@ -102,7 +126,8 @@ def training_context(
         model.bind_once()
     config, pattern = model.config, model.config.attention_pattern
     windows = [layer.window for layer in config.layers]
-    attentions = [getattr(block, "attention", None) for block in model.blocks]  # None: a fused block
+    attending = [block for block in model.blocks if getattr(block, "delta", None) is None]
+    attentions = [getattr(block, "attention", None) for block in attending]  # None: a fused block
     fits = all(isinstance(attention, Attention) and attention.supports_segments for attention in attentions)
     if pattern is None:
         return TrainingContext(windows, documents, intervals=fits)

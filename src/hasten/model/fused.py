@@ -179,6 +179,8 @@ def _advice(model: Transformer) -> str:
         own = str(model.dtype).removeprefix("torch.")
         asked = f", or dtype='{own}' to keep it without this warning" if model.dtype == torch.float32 else ""
         return f"load it with dtype='bfloat16' (--dtype bfloat16){asked}"
+    if model.quantization is not None and native_shape_refusal(model.config) is not None:
+        return "its quantized products are packed all the same"
     if model.quantization is not None:
         name = model.origin or "MODEL"
         return (

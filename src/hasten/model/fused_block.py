@@ -19,6 +19,8 @@ def unknown_parts(config: ModelConfig, known: Collection[str] = ()) -> str | Non
     """A part of this model's blocks that fused steps have not, as a reason; `known`: fields of those that they have."""
     stays = any(layer.rope is None for layer in config.layers) and bool(config.ropes)
     parts = {
+        "delta": "no layers with Gated DeltaNet" if config.keeps_states else None,
+        "attention_gate": "no gates of attention" if config.attention_gate else None,
         "norm": "no layer norms stored minus one or without biases" if _unusual_layer_norm(config) else None,
         "pre_norms": "no blocks without norms before their halves" if not config.pre_norms else None,
         "parallel": "no blocks whose attention and MLP read the same stream" if config.parallel else None,

@@ -17,9 +17,12 @@ from hasten.model.transformer import Block, Transformer
 from hasten.ops.linear import PackedLinear, QuantizedWeight, request_of
 from hasten.ops.linear.layouts import Packed
 from hasten.ops.linear.operator import LinearRequest, native_unsupported
+from hasten.ops.native import native_ops
 from hasten.ops.pages import empty_in_large_pages
 from hasten.ops.panels import PANEL
 
+# In the order of the enum in ops/block/phases.h.
+ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu")
 HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/phases.h)
 
 
@@ -57,7 +60,7 @@ def mixed_formats(model: Transformer) -> str | None:
         if not isinstance(block, Block):
             continue
         fused: dict[str, list[Linear]] = {}
-        if isinstance(block.attention, Attention):
+        if block.delta is None and isinstance(block.attention, Attention):
             fused["q, k and v"] = [block.attention.q, block.attention.k, block.attention.v]
         if isinstance(block.mlp, MLP) and block.mlp.gate is not None:
             fused["gate and up"] = [block.mlp.gate, block.mlp.up]
@@ -209,3 +212,10 @@ def weight_fields(linear: PackedLinear) -> dict[str, Any]:
     """A packed weight by the names that native operators give its parts."""
     size = {"group_size": linear.format.group_size, "planes": linear.planes}
     return linear.packed._asdict() | {"bias": linear.bias} | size
+
+
+def weight_plan(linear: PackedLinear, lora_a: Tensor | None = None, lora_b: Tensor | None = None) -> Tensor:
+    """A packed weight as the native steps take it, with the factors of its adapters."""
+    size = {"out_features": linear.out_features, "in_features": linear.in_features}
+    plan: Tensor = native_ops().plan_weight.default(**size, **weight_fields(linear), lora_a=lora_a, lora_b=lora_b)
+    return plan

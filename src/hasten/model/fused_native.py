@@ -7,7 +7,7 @@ experts. The residual stream is float32 between them.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from hasten.model.config import ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.fused_block import FusedSteps, unknown_parts
+from hasten.model.fused_experts import NO_ROUTING, experts_call, routing_of, shared_mlp
 from hasten.model.fused_linear import (
+    ACTIVATION_ORDER,
     difference,
     fusion_conflict,
     gate_up_rows,
@@ -29,6 +31,7 @@ from hasten.model.fused_linear import (
     packed,
     replace_linears,
     weight_fields,
+    weight_plan,
 )
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.lora import AdapterChoice
@@ -44,9 +47,12 @@ from hasten.ops.linear.weights import PLAIN
 from hasten.ops.native import library, native_ops
 from hasten.ops.pages import in_large_pages, return_freed_memory
 
-# In the order of the enums in ops/block/phases.h.
-ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu")
+# In the order of the enum in ops/block/phases.h.
 HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
+
+# Fields that the native steps support, of those that `unknown_parts` looks at.
+_BESIDE_EXPERTS = ("norm", "pre_norms", "rope", "sinks", "activation")
+_KNOWN = (*_BESIDE_EXPERTS, "parallel", "qk_norm", "residual_scale", "query_beta", "rope_pairs")
 
 
 def native_refusal(model: Transformer) -> str | None:
@@ -75,12 +81,11 @@ def native_shape_refusal(config: ModelConfig) -> str | None:
     """Why the native steps cannot run a model of this shape, or None."""
     if config.head_dim > LARGEST_HEAD:
         return f"the head size is {config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
-    if not all(layer.experts for layer in config.layers) and (config.swiglu_limit or config.up_offset):
-        return "the fused steps of blocks without experts know no limits or offsets in gated MLPs"
-    if any(layer.experts for layer in config.layers):
-        part = unknown_parts(config, known=("norm", "pre_norms", "rope", "activation", "swiglu", "sinks"))
-        return None if part is None else f"the fused steps of blocks with experts know {part}"
-    return None
+    experts = {layer.experts for layer in config.layers}
+    known = _BESIDE_EXPERTS if True in experts else _KNOWN
+    part = unknown_parts(config, known=known if False in experts else (*known, "swiglu"))
+    blocks = " of blocks with experts" if True in experts else ""
+    return None if part is None else f"the fused steps{blocks} know {part}"
 
 
 def native_waits(model: Transformer) -> str | None:
@@ -149,7 +154,11 @@ class FusedBlock(FusedSteps):
         scores = {"scale": spec.scale, "window": spec.window or 0, "softcap": spec.softcap or 0.0}
         sinks = None if self.sinks is None else self.sinks.detach().float()
         qkv = [self._plan(name) for name in ("q", "k", "v")]
-        routing = self._routing()
+        experts: Any = self.experts
+        summed = isinstance(sums, SumOfRanks)
+        routing: dict[str, Any] | None = NO_ROUTING
+        if experts is not None:
+            routing = None if summed else routing_of(experts)  # None: the experts are called apart
         if routing is not None:
             read = self.attention_norm if self.parallel else self.mlp_norm
             output_norm, mlp_norm, down_norm = (_factors(norm) for norm in (sums, read, self.mlp_post_norm))
@@ -177,19 +186,19 @@ class FusedBlock(FusedSteps):
             self._bound = SimpleNamespace(blocks=ops.blocks.default, plan=plan)
         else:
             self._bound = SimpleNamespace(
-                experts=self._experts_call(),
+                experts=experts_call(experts),
                 attention_input=partial(ops.attention_input.default, **norm, **heads, weights=qkv),
                 attention=ops.attention.default,
                 scores=(*scores.values(),),
                 sinks=sinks,
                 output=partial(ops.linear_add.default, **weight_fields(self.output)),
                 output_norm=norm_fields(sums),
-                summed=isinstance(sums, SumOfRanks),
+                summed=summed,
             )
 
     def _plan(self, name: str) -> Tensor:
         """The weight of a layer, with the factors of its adapters, as the native steps take it."""
-        return _weight_plan(getattr(self, name), *self.factors.get(name, (None, None)))
+        return weight_plan(getattr(self, name), *self.factors.get(name, (None, None)))
 
     @property
     def joins_experts(self) -> bool:  # type: ignore[override]
@@ -207,81 +216,12 @@ class FusedBlock(FusedSteps):
         return found | {"inner": inner, "down": (self.down,)}
 
     def _mlp(self) -> dict[str, Any]:
-        """The MLP as `plan_block` takes it: the block's own, or the one beside its experts, which may be missing."""
-        if self.experts is None:
-            weights = [self._plan(name) for name in ("inner", "gate", "up") if hasattr(self, name)]
-            sizes = {"inner_size": self.inner_size, "gated": self.gated, "activation": self.activation}
-            return {"mlp": weights, **sizes, "down": self._plan("down")}
-        shared: Any = self.experts.shared
-        if shared is None:
-            return {"mlp": [], "inner_size": 0, "gated": True, "activation": 0, "down": None}
-        return {
-            "mlp": [_weight_plan(shared.gate), _weight_plan(shared.up)],
-            "inner_size": shared.gate.out_features,
-            "gated": True,
-            "activation": ACTIVATION_ORDER.index(shared.activation_name),
-            "down": _weight_plan(shared.down),
-        }
-
-    def _routing(self) -> dict[str, Any] | None:
-        """How rows are sent to the experts, as `plan_block` takes it; None where the experts are called apart."""
-        routing: dict[str, Any] = dict.fromkeys(("experts", "router", "choice_bias", "shared_gate"))
-        experts: Any = self.experts
-        if experts is None:
-            one = {"top_experts": 0, "expert_groups": 1, "kept_groups": 1, "sigmoid_scores": False}
-            return routing | one | {"normalize_shares": False, "share_floor": 0.0, "share_scale": 1.0}
-        plan, config = self._experts_plan(), experts.config
-        beside = [] if experts.shared is None else [experts.shared.gate, experts.shared.up, experts.shared.down]
-        linears = [experts.router, *beside] + ([] if experts.shared_gate is None else [experts.shared_gate])
-        plain = all(isinstance(one, PackedLinear) and (one.bias is None or one is experts.router) for one in linears)
-        plain = plain and not (beside and (config.swiglu_limit or config.up_offset))
-        if plan is None or not plain or isinstance(self.attention_post_norm, SumOfRanks):
-            return None
-        if experts.shared_gate is not None:
-            routing["shared_gate"] = _weight_plan(experts.shared_gate)
-        return routing | {
-            "experts": plan,
-            "router": _weight_plan(experts.router),
-            "choice_bias": experts.choice_bias,
-            "top_experts": config.experts_per_token,
-            "expert_groups": config.expert_groups,
-            "kept_groups": config.expert_top_groups,
-            "sigmoid_scores": config.expert_scores == "sigmoid",
-            "normalize_shares": config.normalize_experts,
-            "share_floor": config.expert_sum_floor,
-            "share_scale": config.expert_weight_scale,
-        }
-
-    def _experts_plan(self) -> Tensor | None:
-        """The experts' weights as the native steps take them; None where only the readable experts run."""
-        experts = self.experts
-        assert isinstance(experts, Experts)
-        plans = {}
-        for name in ("gate", "up", "down"):
-            linears = [getattr(expert, name) for expert in experts.experts]
-            alike = [one for one in linears if isinstance(one, PackedLinear)]
-            if len(alike) < len(linears) or difference(*alike) is not None:
-                return None
-            plans[name] = [_weight_plan(one) for one in alike]
-        mlp: Any = experts.experts[0]
-        activation, limit = ACTIVATION_ORDER.index(mlp.activation_name), mlp.limit or 0.0
-        kind = {"activation": activation, "limit": limit, "up_offset": mlp.up_offset}
-        plan: Tensor = native_ops().plan_experts.default(**plans, **kind)
-        return plan
-
-    def _experts_call(self) -> Callable[[Tensor], Tensor] | None:
-        """The experts as one native call, x (B, T, C) float32 -> the same; None where only the readable ones run."""
-        experts, plan = self.experts, self._experts_plan()
-        assert isinstance(experts, Experts)
-        if plan is None:
-            return None
-        call = native_ops().experts.default
-
-        def run(x: Tensor) -> Tensor:
-            shares, chosen = experts.route(x.flatten(0, -2))
-            return experts.add_shared(call(plan=plan, x=x, chosen=chosen, shares=shares), x)
-
-        return run
+        """The block's MLP as `plan_block` takes it, or the one beside its experts."""
+        if isinstance(self.experts, Experts):
+            return shared_mlp(self.experts)
+        weights = [self._plan(name) for name in ("inner", "gate", "up") if hasattr(self, name)]
+        sizes = {"inner_size": self.inner_size, "gated": self.gated, "activation": self.activation}
+        return {"mlp": weights, **sizes, "down": self._plan("down")}
 
     def forward(self, x: Tensor, rope: Rotation | None, layer: LayerContext) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
@@ -320,12 +260,6 @@ class FusedBlock(FusedSteps):
             x = bound.output(x=attended, residual=x, **bound.output_norm)
         apart: Any = bound.experts or self.experts
         return x + self.mlp_post_norm(apart(self.mlp_norm(x)))
-
-
-def _weight_plan(linear: PackedLinear, lora_a: Tensor | None = None, lora_b: Tensor | None = None) -> Tensor:
-    """A packed weight as the native steps take it, with the factors of its adapters."""
-    size = {"out_features": linear.out_features, "in_features": linear.in_features}
-    return native_ops().plan_weight.default(**size, **weight_fields(linear), lora_a=lora_a, lora_b=lora_b)
 
 
 class FusedStack:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hasten.model.config import ModelConfig
+from hasten.model.delta import GatedDeltaNet
 from hasten.model.experts import kept_dtype
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.transformer import Transformer
@@ -36,10 +37,12 @@ def initialize(
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                into_residual = name.endswith((".output", ".down"))
+                into_residual = name.endswith((".output", ".down", ".out"))
                 module.weight.normal_(0.0, residual if into_residual else std, generator=generator)
             elif isinstance(module, RMSNorm | LayerNorm):
                 module.weight.fill_(1.0 - module.offset)
+            elif isinstance(module, GatedDeltaNet):
+                module.fill(generator)
             if isinstance(sinks := getattr(module, "sinks", None), nn.Parameter):
                 sinks.normal_(0.0, std, generator=generator)
             for bias in (getattr(module, "bias", None), getattr(module, "choice_bias", None)):

@@ -9,6 +9,7 @@ from torch import Tensor
 from hasten.model.rope import Rotation
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.view import AttentionMetadata, KVView
+from hasten.ops.delta import DeltaState
 
 if TYPE_CHECKING:
     from hasten.model.transformer import Transformer
@@ -39,6 +40,18 @@ class LayerContext(Protocol):
         ...
 
 
+class StateContext(Protocol):
+    """The states of one layer that keeps one of each sequence."""
+
+    def recur(self, run: Callable[..., tuple[Tensor, DeltaState]], *inputs: Tensor) -> Tensor:
+        """Compute the step's tokens and keep the states after them; return the outputs (B, T, …).
+
+        run(state, *inputs (n, L, …)) -> (outputs (n, L, …), new state) for n sequences with L tokens each; state: what
+        is kept of them, None before their first token. inputs (B, T, …).
+        """
+        ...
+
+
 class Context(Protocol):
     """One object for each layer: its tensors, and no layer number, so that one compiled graph serves all layers.
 
@@ -47,7 +60,7 @@ class Context(Protocol):
     """
 
     @property
-    def layers(self) -> Sequence[LayerContext]: ...
+    def layers(self) -> Sequence[LayerContext | StateContext]: ...
 
     @property
     def metadata(self) -> AttentionMetadata | None: ...

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES
-from hasten.model.families.family import TensorSlice
+from hasten.model.families.slices import TensorSlice
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedLinear
 
 LARGEST_RANK = 4096
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down")  # of our modules, those that can be adapted
+DELTA_LINEARS = ("query", "key", "value", "z", "beta", "decay", "out")  # and of Gated DeltaNet
 ALL_LINEAR = "all-linear"
 
 
@@ -129,7 +130,7 @@ def adaptable(config: ModelConfig) -> dict[str, list[tuple[str, TensorSlice]]]:
     found: dict[str, list[tuple[str, TensorSlice]]] = {}
     for ours, piece in FAMILIES[config.family].places(config):
         parts = ours.split(".")
-        if parts[-1] == "weight" and parts[-2] in LINEARS and "experts" not in parts:
+        if parts[-1] == "weight" and parts[-2] in (*LINEARS, *DELTA_LINEARS) and "experts" not in parts:
             found.setdefault(piece.name.removesuffix(".weight"), []).append((ours.removesuffix(".weight"), piece))
     return found
 
@@ -158,8 +159,12 @@ def layer_size(config: ModelConfig, name: str) -> tuple[int, int]:
     hidden = config.hidden_size
     inner = config.shared_size if ".shared." in name else config.intermediate_size
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    into = {"q": q, "k": kv, "v": kv, "gate": inner, "up": inner}
+    into = {"q": q * (1 + config.attention_gate), "k": kv, "v": kv, "gate": inner, "up": inner}
     leaf = name.rpartition(".")[2]
+    if config.delta is not None and ".delta." in name:
+        keys, values, heads = config.delta.keys, config.delta.values, config.delta.value_heads
+        into = {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "decay": heads}
+        return (hidden, into[leaf]) if leaf in into else (values, hidden)
     return (hidden, into[leaf]) if leaf in into else (q if leaf == "output" else inner, hidden)
 
 

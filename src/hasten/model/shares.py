@@ -121,6 +121,11 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
     """
     if config.attention_pattern is not None:
         raise ConfigError("a model with a sparse attention pattern runs in one process: its patterns belong to heads")
+    if (config.keeps_states or config.attention_gate) and size > 1:
+        raise ConfigError(
+            f"--tensor-parallel is {size}; a {config.family} has Gated DeltaNet or gates of attention, which are not "
+            "split over processes: run it in one process"
+        )
     if config.qk_norm == "projection" and size > 1:
         raise ConfigError(
             f"--tensor-parallel is {size}; {config.family} normalises all heads of its queries together, of which "

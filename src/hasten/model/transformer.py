@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from hasten.errors import ConfigError
 from hasten.model.attention import Attention
 from hasten.model.config import LayerConfig, ModelConfig
+from hasten.model.delta import GatedDeltaNet
 from hasten.model.experts import Experts
-from hasten.model.interfaces import Context, LayerContext, SoftTargets, Stack
+from hasten.model.interfaces import Context, LayerContext, SoftTargets, Stack, StateContext
 from hasten.model.layer_format import LayerFormat
 from hasten.model.mlp import MLP
 from hasten.model.norms import norm_of
@@ -37,13 +38,17 @@ _BINDING = threading.RLock()  # held while a model's kernels are chosen: threads
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each added to the residual stream."""
+    """One layer: attention (or Gated DeltaNet, `delta`) and MLP, each added to the residual stream."""
+
+    attention: Attention
 
     def __init__(self, config: ModelConfig, layer: LayerConfig) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.attention_norm = norm_of(config, hidden) if config.pre_norms else nn.Identity()
-        self.attention = Attention(config, layer)
+        self.delta = GatedDeltaNet(config) if layer.delta else None
+        if self.delta is None:
+            self.attention = Attention(config, layer)
         self.attention_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
         self.parallel = config.parallel
         self.mlp_norm = norm_of(config, hidden) if config.pre_norms and not config.parallel else nn.Identity()
@@ -54,12 +59,19 @@ class Block(nn.Module):
         self.mlp_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
         self.dropout, self.residual_scale = nn.Dropout(config.dropout), config.residual_scale
 
-    def forward(self, x: Tensor, rope: Rotation | None, layer: LayerContext, scale: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Rotation | None, layer: LayerContext | StateContext, scale: Tensor | None = None
+    ) -> Tensor:
         """x (B, T, C) -> (B, T, C). scale: 0-dim factor of both residual branches (a kept block's 1/p)."""
         normal = self.attention_norm(x)
-        x = self.add(x, self.dropout(self.attention_post_norm(self.attention(normal, rope, layer))), scale)
+        mixed = self.mixed(normal, rope, layer)
+        x = self.add(x, self.dropout(self.attention_post_norm(mixed)), scale)
         normal = normal if self.parallel else self.mlp_norm(x)
         return self.add(x, self.dropout(self.mlp_post_norm(self.mlp(normal))), scale)
+
+    def mixed(self, x: Tensor, rope: Rotation | None, layer: Any) -> Tensor:
+        """What tokens x (B, T, C) take from those before them. layer: the context of this kind of layer."""
+        return self.attention(x, rope, layer) if self.delta is None else self.delta(x, layer)
 
     def add(self, x: Tensor, added: Tensor, scale: Tensor | None) -> Tensor:
         """Add a branch to the residual stream, scaled as the model and the step say."""
@@ -165,7 +177,7 @@ class Transformer(nn.Module):
         self,
         x: Tensor,
         ropes: Sequence[Rotation],
-        layers: Sequence[LayerContext],
+        layers: Sequence[LayerContext | StateContext],
         block_scales: Sequence[float] | None = None,
     ) -> Tensor:
         """Run the blocks in order, x (B, T, C) -> (B, T, C). ropes: cos and sin of each rotary table."""

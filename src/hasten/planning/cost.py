@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hasten.model.config import LayerConfig, ModelConfig
+from hasten.model.config import DeltaConfig, LayerConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def parameters(config: ModelConfig) -> Parameters:
 
 def matrices(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     """Number of weights in a block's matrices: all, and those used for one token."""
-    hidden, size = config.hidden_size, config.head_dim
-    attention = hidden * size * 2 * (config.heads + config.kv_heads)
+    hidden = config.hidden_size
+    attention = hidden * sum(_widths(config, layer))
     per_width = hidden * (3 if config.gated else 2)
     if not layer.experts:
         return (attention + per_width * config.intermediate_size,) * 2
@@ -47,13 +47,26 @@ def matrices(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     return around + config.experts * one, around + config.experts_per_token * one
 
 
+def _widths(config: ModelConfig, layer: LayerConfig) -> list[int]:
+    """Features, beside the hidden size, of each matrix of a block's attention, or of its Gated DeltaNet."""
+    if layer.delta:
+        sizes = _delta(config)
+        return [sizes.keys, sizes.keys, *[sizes.values] * 3, *[sizes.value_heads] * 2]
+    wide, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    return [wide * (1 + config.attention_gate), kv, kv, wide]
+
+
+def _delta(config: ModelConfig) -> DeltaConfig:
+    assert config.delta is not None, "a layer with Gated DeltaNet has its sizes in the config"
+    return config.delta
+
+
 def muon_flops(config: ModelConfig) -> float:
     """FLOPs of an update by Muon: five Newton-Schulz iterations of every matrix, with three products each."""
-    hidden, kv, wide = config.hidden_size, config.kv_heads * config.head_dim, config.heads * config.head_dim
-    total = 0
+    hidden, total = config.hidden_size, 0
     for layer in config.layers:
         inner, every = (config.expert_size, config.experts) if layer.experts else (config.intermediate_size, 1)
-        widths = [wide, kv, kv, wide] + [inner] * every * (3 if config.gated else 2)
+        widths = _widths(config, layer) + [inner] * every * (3 if config.gated else 2)
         if layer.experts:
             widths += [config.shared_size] * (config.shared_size > 0) * (3 if config.gated else 2)
             widths += [config.experts] + [1] * config.shared_gate
@@ -69,11 +82,15 @@ def _per_norm(config: ModelConfig) -> int:
 def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     """Number of weights in a block: all, and those used for one token."""
     hidden, size, per_norm = config.hidden_size, config.head_dim, _per_norm(config)
-    vectors = (config.heads + 2 * config.kv_heads) * size * config.qkv_bias + hidden * config.output_bias
-    vectors += hidden * per_norm * config.block_norms
-    if config.qk_norm is not None:
-        vectors += size * per_norm * (config.heads + config.kv_heads if config.qk_norm == "projection" else 2)
-    vectors += config.heads * config.attention_sinks
+    vectors = hidden * per_norm * config.block_norms
+    if layer.delta:
+        sizes = _delta(config)  # convolution, decay, norm of the heads
+        vectors += sizes.channels * sizes.kernel + 2 * sizes.value_heads + sizes.value_dim
+    else:
+        vectors += sum(_widths(config, layer)[:3]) * config.qkv_bias + hidden * config.output_bias
+        if config.qk_norm is not None:
+            vectors += size * per_norm * (config.heads + config.kv_heads if config.qk_norm == "projection" else 2)
+        vectors += config.heads * config.attention_sinks
     inner, every, used = config.intermediate_size, 1, 1
     if layer.experts:
         inner, every, used = config.expert_size, config.experts, config.experts_per_token
@@ -114,11 +131,20 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int, *, scored
     scored: number of tokens whose logits are computed; None: all, as in training; 1 for a prompt.
     """
     if config.attention_pattern is None:
-        seen = sum(_attended(layer, sequence_length) for layer in config.layers)
+        seen = sum(_attended(layer, sequence_length) for layer in config.layers if not layer.delta)
     else:
         seen = len(config.layers) * attended_by_pattern(config, sequence_length)
     weights, unscored = parameters(config), 0.0 if scored is None else 1 - scored / sequence_length
-    return 2 * (weights.active - unscored * weights.embedding) + 4 * config.heads * config.head_dim * seen
+    mixed = 4 * config.heads * config.head_dim * seen + _delta_flops(config)
+    return 2 * (weights.active - unscored * weights.embedding) + mixed
+
+
+def _delta_flops(config: ModelConfig) -> float:
+    """FLOPs for each token in all layers with Gated DeltaNet: three products with a matrix a head.
+
+    (What the convolution multiplies is counted among the weights.)
+    """
+    return sum(6.0 * _delta(config).numbers for layer in config.layers if layer.delta)
 
 
 def training_flops_per_token(config: ModelConfig, sequence_length: int, *, kept: float = 1.0) -> float:
@@ -132,8 +158,17 @@ def training_flops_per_token(config: ModelConfig, sequence_length: int, *, kept:
 
 
 def kv_bytes_per_token(config: ModelConfig, element_bytes: float) -> int:
-    """Bytes of keys and values kept for one token: 2 · layers · Hkv · D · element size."""
-    return int(2 * len(config.layers) * config.kv_heads * config.head_dim * element_bytes)
+    """Bytes of keys and values kept for one token: 2 · layers that keep them · Hkv · D · element size."""
+    layers = sum(not layer.delta for layer in config.layers)
+    return int(2 * layers * config.kv_heads * config.head_dim * element_bytes)
+
+
+def state_bytes(config: ModelConfig, element_bytes: float) -> int:
+    """Bytes that layers keep of one sequence, whatever its length: float32 matrices, and inputs of the convolution."""
+    if config.delta is None:
+        return 0
+    inputs = (config.delta.kernel - 1) * config.delta.channels * element_bytes
+    return int(sum(layer.delta for layer in config.layers) * (4 * config.delta.numbers + inputs))
 
 
 def decode_bytes_per_token(
@@ -142,10 +177,11 @@ def decode_bytes_per_token(
     """Bytes that must be read for each token when `batch` sequences of `context` tokens are decoded together.
 
     A step computes one token for each sequence. It reads every weight used in a product once (the embedding only as
-    the head; looking up a token reads one row), and each sequence's cached keys and values that its token sees.
+    the head; looking up a token reads one row), and each sequence's cached keys and values that its token sees. States
+    of layers are read and written.
     """
     seen = sum(_keys_read(config, context))
-    cache = 2 * config.kv_heads * config.head_dim * kv_bytes * seen
+    cache = 2 * config.kv_heads * config.head_dim * kv_bytes * seen + 2 * state_bytes(config, kv_bytes)
     return _weights_read(config, batch) * weight_bytes / batch + cache
 
 
@@ -167,5 +203,7 @@ def _weights_read(config: ModelConfig, tokens: int) -> float:
 def _keys_read(config: ModelConfig, context: int) -> Iterator[int]:
     reach = None if config.attention_pattern is None else config.attention_pattern.reach
     for layer in config.layers:
+        if layer.delta:
+            continue
         window = min(filter(None, (reach, layer.window)), default=None)
         yield context if window is None else min(window, context)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hasten.errors import ResourceError
 from hasten.model.config import LayerConfig, ModelConfig
-from hasten.planning.cost import matrices, parameters
+from hasten.planning.cost import matrices, parameters, state_bytes
 from hasten.planning.sharing import fsdp_bytes
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -203,7 +203,8 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
     products = size * (2 * hidden + 2 * (q + kv) + inner * (2 if config.gated else 1))
     if use.explicit_attention:  # the probabilities
         attention += config.heads * use.length * (4 + narrow)
-    kinds = {"attention": tokens * attention, "MLP": tokens * mlp, "norms and residual stream": tokens * norms}
+    mixing = attention + int(_recurrent(config) * (4 * _delta_numbers(config, kept=True) - attention))
+    kinds = {"attention": tokens * mixing, "MLP": tokens * mlp, "norms and residual stream": tokens * norms}
     block, loss = sum(kinds.values()), _logits(config, use, size)
     if use.recompute != "none":
         kinds = {"norms and residual stream": stream * (use.recompute != "offload")}
@@ -215,6 +216,24 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
     gone = 0 if use.keeps_freed else loss + parameters(config).embedding * (4 + narrow)
     again = max(0, block - sum(kinds.values()) - gone)
     return found | {"activations computed again": again}
+
+
+def _recurrent(config: ModelConfig) -> float:
+    """Share of the layers that are Gated DeltaNet."""
+    return sum(layer.delta for layer in config.layers) / max(1, len(config.layers))
+
+
+def _delta_numbers(config: ModelConfig, *, kept: bool) -> int:
+    """Numbers of a token, in float32, that Gated DeltaNet holds at once, or that are kept for the backward pass."""
+    if config.delta is None:
+        return 0
+    from hasten.ops.delta import CHUNK
+
+    sizes = config.delta
+    if not kept:
+        return 3 * sizes.channels + sizes.value_heads * (6 * sizes.key_dim + 4 * sizes.value_dim + 3 * CHUNK)
+    states = 2 * sizes.numbers // CHUNK
+    return 6 * sizes.channels + sizes.value_heads * (10 * sizes.key_dim + 8 * sizes.value_dim + 5 * CHUNK) + states
 
 
 def _widths(config: ModelConfig) -> tuple[int, int, int, int]:
@@ -265,7 +284,7 @@ def inference_memory(config: ModelConfig, use: InferenceUse) -> Memory:
     parts = {
         "weights": use.weights // use.degree,
         "cache": use.batch_size * cache_bytes(config, use),
-        "activations": use.step * (6 * hidden + 3 * inner + 4 * q) * 4,
+        "activations": use.step * (6 * hidden + 3 * inner + max(4 * q, _delta_numbers(config, kept=False))) * 4,
         "logits": 2 * use.batch_size * config.padded_vocab_size * 4,
         "kernels' scratch": SCRATCH,
     }
@@ -273,7 +292,7 @@ def inference_memory(config: ModelConfig, use: InferenceUse) -> Memory:
 
 
 def cache_bytes(config: ModelConfig, use: InferenceUse) -> int:
-    """Bytes of one sequence's keys and values in all layers, in whole blocks of a paged cache.
+    """Bytes of one sequence's keys and values in all layers, in whole blocks of a paged cache, and of layers' states.
 
     A model whose every layer has a window or a local pattern keeps no more than its reach.
     """
@@ -281,7 +300,8 @@ def cache_bytes(config: ModelConfig, use: InferenceUse) -> int:
     if config.reach is not None:
         kept = min(kept, config.reach + (use.step if use.block_size > 1 else config.reach))
     heads = max(1, config.kv_heads // use.degree)
-    return 2 * len(config.layers) * heads * use.row_bytes * (-(-kept // use.block_size) * use.block_size)
+    layers, tokens = sum(not layer.delta for layer in config.layers), -(-kept // use.block_size) * use.block_size
+    return 2 * layers * heads * use.row_bytes * tokens + state_bytes(config, ITEMSIZE[use.dtype])
 
 
 def calibration_memory(

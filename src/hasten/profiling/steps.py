@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import nn
 
 from hasten.data import Batch
 from hasten.engine.compiled import CompiledForOneToken
@@ -20,6 +21,7 @@ from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
 from hasten.model.attention import Attention
 from hasten.model.config import ModelConfig
+from hasten.model.delta import GatedDeltaNet
 from hasten.model.experts import Experts
 from hasten.model.fused import FusedSteps
 from hasten.model.mlp import Linear
@@ -194,6 +196,13 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
                     read = sum(min(held + new, own) for (held, new), own in zip(work.spans, each, strict=True))
                 flops += passes * 4 * spec.heads * spec.head_dim * seen
                 moved += passes * 2 * item * spec.head_dim * (read * spec.kv_heads + rows * spec.heads)
+            elif isinstance(module, GatedDeltaNet):
+                # Three products with the matrix of each head, which is read and written, and the convolution.
+                sizes = module.sizes
+                flops += passes * rows * (6 * sizes.numbers + 2 * sizes.kernel * sizes.channels)
+                moved += passes * (8 * sizes.numbers * len(work.spans) + item * rows * (sizes.channels + sizes.values))
+            elif isinstance(module, nn.Conv1d):
+                continue  # a part of Gated DeltaNet, which reads its weights itself
             else:  # a norm; of an embedding's table, rows
                 moved += passes * 2 * item * rows * sum(weight.shape[-1] for weight in weights)
         found[part.name] = flops, moved

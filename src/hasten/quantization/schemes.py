@@ -150,26 +150,33 @@ Scheme = Int8 | Int4 | Mixed
 SCHEMES: dict[str, type[Int8 | Int4]] = {"int8": Int8, "int4": Int4, "int3": Int3, "int2": Int2}
 
 
+KEPT_PLAIN = (".router", ".shared_gate", ".beta", ".decay")  # ends of names of small layers that are not quantized
+
+
 def layers_to_quantize(model: Transformer) -> list[str]:
     """Names of the layers that can be quantized: all linear layers of the blocks, then the head, then the embedding.
 
-    Experts are among them, routers and the gate of a shared MLP never (they are small, and a token sent to the wrong
-    expert is lost). An embedding tied to the head has the head's name.
+    Experts are among them, routers, the gate of a shared MLP, and decay and strength of Gated DeltaNet never (they are
+    small, and a token sent to the wrong expert is lost). An embedding tied to the head has the head's name.
     """
     linears = [name for name, module in model.blocks.named_modules() if isinstance(module, nn.Linear)]
-    blocks = [f"blocks.{name}" for name in linears if not name.endswith((".router", ".shared_gate"))]
+    blocks = [f"blocks.{name}" for name in linears if not name.endswith(KEPT_PLAIN)]
     return [*blocks, "head"] if model.tied else [*blocks, "head", "embedding"]
+
+
+_SAME_INPUT = r"(attention)\.[qkv]$|(mlp|experts|shared)\.(gate|up)$|(delta)\.(query|key|value|z)$"
 
 
 def units_of(names: Iterable[str]) -> dict[str, list[str]]:
     """Group layers that should have the same format: fused steps compute q, k and v, or gate and up, in one product.
+    Files may hold the projections of Gated DeltaNet in one tensor.
 
     A block's experts have one format for gate and up, and one for down.
     """
     units: dict[str, list[str]] = {}
     for name in names:
         shared = re.sub(r"experts\.\d+\.", "experts.", name)
-        unit = re.sub(r"(attention)\.[qkv]$|(mlp|experts|shared)\.(gate|up)$", r"\1\2.inputs", shared)
+        unit = re.sub(_SAME_INPUT, r"\1\2\4.inputs", shared)
         units.setdefault(unit, []).append(name)
     return units
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hasten.errors import ConfigError
-from hasten.model.interfaces import LayerContext
+from hasten.model.interfaces import LayerContext, StateContext
 from hasten.model.rope import Rotation
 from hasten.model.swap import replace_modules, take_over
 from hasten.model.transformer import Block, Transformer
@@ -47,7 +47,7 @@ class RecomputedBlock(Block):
         self,
         x: Tensor,
         rope: Rotation | None,
-        layer: LayerContext,
+        layer: LayerContext | StateContext,
         scale: Tensor | None = None,
     ) -> Tensor:
         plain = super().forward

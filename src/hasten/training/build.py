@@ -325,7 +325,10 @@ def lora_adapter(
 
 
 def apply_compile(model: Transformer) -> None:
-    """Compile each block by itself: one graph serves them all, and compiling takes as long as for one block."""
+    """Compile each block by itself: one graph serves them all, and compiling takes as long as for one block.
+
+    Blocks with Gated DeltaNet stay as they are.
+    """
     if model.device.type == "cpu" and find_compiler() is None:
         warnings.warn(
             "there is no C++ compiler, so the blocks are not compiled and training is slower; install g++ or clang++ "
@@ -338,7 +341,8 @@ def apply_compile(model: Transformer) -> None:
     # On a CPU, steps may have fewer threads than the one that was compiled (`hasten.machine.contention`).
     options = {"cpp.dynamic_threads": True, "guard_filter_fn": _for_any_threads} if model.device.type == "cpu" else {}
     for block in model.blocks:
-        block.compile(options=options)
+        if getattr(block, "delta", None) is None:  # a graph would have the loop over chunks unrolled
+            block.compile(options=options)
 
 
 def _for_any_threads(guards: Sequence[Any]) -> list[bool]:

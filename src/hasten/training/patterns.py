@@ -19,6 +19,8 @@ def with_pattern(config: ModelConfig, shape: Shape) -> ModelConfig:
     """
     if shape.attention_pattern is None:
         return config
+    if config.keeps_states:
+        raise ConfigError(f"model.attention_pattern: a {config.family} keeps states, which have no sparse pattern")
     pattern = parse_pattern(shape.attention_pattern)
     reason = None if pattern.period is not None else tiles_refusal(pattern.block)
     if reason is not None:

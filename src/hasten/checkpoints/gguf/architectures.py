@@ -32,7 +32,7 @@ class Architecture:
 
     What llama.cpp loads (`why_not_loaded`), square: only heads that have the hidden size together; equal_heads: only as
     many of keys as of queries; partial: rotary positions of a part of each head; head: only one that is the embedding
-    ("tied"), or only one of its own; biases: of which products besides q, k and v.
+    ("tied"), or only one of its own; biases: of which products besides q, k and v; windowed: some layer has a window.
     """
 
     family: str
@@ -48,6 +48,7 @@ class Architecture:
     partial: bool = False
     head: Literal["tied", "own"] | None = None
     biases: tuple[Literal["output", "mlp"], ...] = ()
+    windowed: bool = False
 
     def why_not_loaded(self, config: ModelConfig) -> str | None:
         """What of this model llama.cpp does not load, whatever the file says."""
@@ -64,6 +65,7 @@ class Architecture:
             "a head of its own": self.head == "tied" != tied,
             "a head that is the embedding": self.head == "own" != tied,
             "biases of the attention's output": config.output_bias and "output" not in self.biases,
+            "a window in no layer": self.windowed and all(layer.window is None for layer in config.layers),
             "biases of the MLPs": config.mlp_bias and "mlp" not in self.biases,
         }
         return next((why for why, there in found.items() if there), None)
@@ -168,7 +170,7 @@ EXAONE_32B = 64  # layers of the model that has windows
 def exaone4_read(own: Own, found: Values, tensors: Container[str]) -> Values:
     if found.get("num_hidden_layers") != EXAONE_32B:
         return {"sliding_window": None}
-    window = own.get("attention.sliding_window", 4096)
+    window = own.get("attention.sliding_window", 4096) or None
     return {"sliding_window": window, "layer_types": kinds_of_layers(own, found, 4)}
 
 
@@ -277,7 +279,7 @@ ARCHITECTURES = {
     ),
     "gemma": Architecture(family="gemma", partial=True, head="tied"),
     "gemma2": Architecture(family="gemma2", read=gemma_read(46), write=gemma_write, partial=True, head="tied"),
-    "gemma3": Architecture(family="gemma3_text", read=gemma_read(62), write=gemma_write, partial=True),
+    "gemma3": Architecture(family="gemma3_text", read=gemma_read(62), write=gemma_write, partial=True, windowed=True),
     "granite": Architecture(
         family="granite",
         numbers=GRANITE_NUMBERS,
@@ -346,6 +348,7 @@ ARCHITECTURES = {
         square=True,
         partial=True,
         head="tied",
+        windowed=True,
     ),
     "dots1": Architecture(
         family="dots1",

@@ -53,6 +53,11 @@ def make_speculator(
     Raises ConfigError for a draft that does not fit, CheckpointError for a folder that cannot be read.
     """
     draft = automatic(model) if draft == "auto" else draft
+    if model.config.keeps_states and draft != "none":
+        raise ConfigError(
+            f"a draft is taken back where it is wrong, and layers of a {model.config.family} keep states, from which "
+            "nothing can be; leave it out (--draft none)"
+        )
     most = MOST if speculate is None else whole("speculate", speculate, low=1, high=LIMIT)
     if accept not in get_args(Accept):
         raise ConfigError(f"accept is {accept!r:.40}; choose one of {', '.join(get_args(Accept))}")
@@ -89,8 +94,10 @@ def rehearsed(proposer: Proposer) -> Price:
 
 def automatic(model: Transformer) -> str:
     """The draft that never costs a text or its speed: "suffix" where rows beside a row do not change it (fused blocks,
-    and float32, on a CPU), "none" elsewhere.
+    and float32, on a CPU), "none" elsewhere, and where layers keep states.
     """
+    if model.config.keeps_states:
+        return "none"
     exact = model.stack is not None or model.dtype == torch.float32
     return "suffix" if exact and model.device.type == "cpu" else "none"
 

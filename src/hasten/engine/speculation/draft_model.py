@@ -20,6 +20,7 @@ from hasten.engine.params import SamplingParams
 from hasten.engine.runner import ModelRunner
 from hasten.engine.sampler import Sampler, other_seed
 from hasten.engine.speculation.proposer import LIMIT, Accept, Chance, Draft, Text
+from hasten.errors import ConfigError
 from hasten.model.draft import Blocks, Draws, Ending, can_draft_in_one_call, draft_in_one_call
 from hasten.model.transformer import Transformer
 
@@ -61,7 +62,13 @@ class DraftModel:
         tokens, and gets no drafts where not even those have room.
 
         accept: "distribution" draws with noise of its own, and says from what probabilities.
+        Raises ConfigError for a model whose layers keep states.
         """
+        if model.config.keeps_states:
+            raise ConfigError(
+                f"the draft model is a {model.config.family}, whose layers keep states, from which rejected tokens "
+                "cannot be taken back; draft with another model"
+            )
         self.model, self.name, self.accept = model, name, accept
         blocks, dtype, size = -(-tokens // _BLOCK_SIZE), model.compute_dtype, _BLOCK_SIZE
         self.cache = KVCache(model.config, blocks=blocks, block_size=size, dtype=dtype, device=model.device)

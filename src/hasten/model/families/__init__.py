@@ -7,6 +7,7 @@ from typing import Any
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.cohere import COHERE2
+from hasten.model.families.delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from hasten.model.families.family import Family
 from hasten.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from hasten.model.families.glm import ERNIE4_5, ERNIE4_5_MOE, GLM, GLM4
@@ -36,6 +37,7 @@ DECLARED = (
     *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL, PHI3),
     *(SEED_OSS, ARCEE, NEMOTRON, GRANITE, GRANITE_MOE, SMOLLM3, HUNYUAN),
     *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
+    *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
     *(GEMMA, GEMMA2, GEMMA3),
     *(OLMO2, OLMO3, OLMOE, EXAONE4),
     *(GLM, GLM4, ERNIE4_5, ERNIE4_5_MOE, COHERE2),
@@ -62,6 +64,8 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> ModelC
     pattern = _attention_pattern(values, where)
     if pattern is None:
         return config
+    if config.keeps_states:
+        raise CheckpointError(f"{where}: hasten.attention_pattern: layers with Gated DeltaNet have no sparse pattern")
     return replace(config, attention_pattern=pattern)
 
 

@@ -1,15 +1,13 @@
 """The declaration of a family, and code that most families share."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from hasten.errors import CheckpointError
 from hasten.model.config import Fields, LayerConfig, ModelConfig, RopeConfig
+from hasten.model.families.slices import RowSlice, Stacks, TensorSlice
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -20,78 +18,6 @@ ACTIVATION_NAMES = {
     "relu": "relu",
     "relu2": "relu2",
 }
-
-
-class RowSlice(NamedTuple):
-    """Output rows of a fused matrix: start to stop in each of `groups` equal parts of it."""
-
-    start: int
-    stop: int
-    groups: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
-    """Where one of our tensors is in a checkpoint: the whole tensor `name`, or some rows of it.
-
-    transposed: stored (in, out), as GPT-2's Conv1D does. expert: which one of a stacked (E, …) tensor.
-    """
-
-    name: str
-    rows: RowSlice | None = None
-    transposed: bool = False
-    expert: int | None = None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Slice the stored tensor: a view, except for rows of several groups."""
-        if self.expert is not None:
-            tensor = tensor[self.expert]
-        if self.transposed:
-            tensor = tensor.t()
-        if self.rows is not None:
-            start, stop, groups = self.rows
-            tensor = tensor.unflatten(0, (groups, -1))[:, start:stop].flatten(0, 1)  # (g, R, …) -> (g·r, …)
-            # Rows far apart are slow to multiply with.
-            tensor = tensor.contiguous() if groups > 1 else tensor
-        return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Stacks:
-    """Tensors that hold a weight of all E experts of a layer, by the names of what they hold; biases end in "_bias".
-
-    gate_up (E, 2·I, C): rows of gate, then of up, or of both in turn (alternating). down (E, C, I). transposed: each
-    expert's matrix is (in, out).
-    """
-
-    gate_up: str
-    down: str
-    alternating: bool = False
-    transposed: bool = False
-
-    def place(self, prefix: str, module: str, leaf: str, *, expert: int, size: int) -> TensorSlice:
-        """The place of weight or bias of an expert's gate, up or down, which has `size` inner features."""
-        name = prefix + (self.down if module == "down" else self.gate_up) + ("_bias" if leaf == "bias" else "")
-        number = {"gate": 0, "up": 1}.get(module)
-        rows = None if number is None else RowSlice(number * size, (number + 1) * size)
-        if number is not None and self.alternating:
-            rows = RowSlice(number, number + 1, groups=size)
-        return TensorSlice(name, rows, transposed=self.transposed and leaf == "weight", expert=expert)
-
-
-def join(pieces: Sequence[TensorSlice], tensors: Sequence[Tensor]) -> Tensor:
-    """Assemble the published tensor from its pieces (a transposed tensor is not transposed back)."""
-    if pieces[0].expert is not None:
-        stacked: dict[int, list[tuple[TensorSlice, Tensor]]] = {}
-        for piece, tensor in zip(pieces, tensors, strict=True):
-            stacked.setdefault(piece.expert or 0, []).append((replace(piece, expert=None), tensor))
-        return torch.stack([join(*zip(*stacked[number], strict=True)) for number in sorted(stacked)])
-    parts = [(piece.rows, tensor) for piece, tensor in zip(pieces, tensors, strict=True) if piece.rows is not None]
-    if not parts:
-        return tensors[0]
-    ordered = sorted(parts, key=lambda part: part[0])
-    return torch.cat([tensor.unflatten(0, (rows.groups, -1)) for rows, tensor in ordered], dim=1).flatten(0, 1)
-
 
 # What Llama and its descendants call our modules.
 LLAMA_NAMES = {
@@ -167,12 +93,17 @@ class Family:
         return self.stacks.place(f"{prefix}.", module, leaf, expert=int(expert), size=config.expert_size)
 
 
-def stacked_experts(family: Family, config: ModelConfig) -> Places:
-    """The places of a model with experts in transformers 5's memory."""
-    if family.stacks is not None and family.in_memory is None:  # as in its files
-        return family.places(config)
-    names = family.names if family.in_memory is None else family.in_memory
-    return replace(family, names=names, stacks=Stacks("experts.gate_up_proj", "experts.down_proj")).places(config)
+def layouts(family: Family, config: ModelConfig) -> list[Places]:
+    """The places of a model's parameters, each with names of its own: in the family's files; with experts stacked as
+    transformers 5 holds them; and with experts apart, where the files stack them (a GGUF file's are read so).
+    """
+    found = [family]
+    if config.experts and (family.stacks is None or family.in_memory is not None):
+        names = family.names if family.in_memory is None else family.in_memory
+        found.append(replace(family, names=names, stacks=Stacks("experts.gate_up_proj", "experts.down_proj")))
+    if family.stacks is not None:
+        found.append(replace(family, stacks=None))
+    return [one.places(config) for one in found]
 
 
 def parameter_names(config: ModelConfig) -> Iterator[str]:
@@ -181,18 +112,20 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
     norms = ["attention_norm", "mlp_norm"][: 1 if config.parallel else 2] if config.pre_norms else []
     if config.post_norms:
         norms += ["attention_post_norm", "mlp_post_norm"]
-    if config.qk_norm:
-        norms += ["attention.q_norm", "attention.k_norm"]
+    heads = ["attention.q_norm", "attention.k_norm"] if config.qk_norm else []
     inner = ["gate", "up", "down"] if config.gated else ["up", "down"]
     yield from _named("", ["embedding", "head"] + ["positions"] * config.learned_positions)
     yield from _named("", ["norm"], bias=layernorm)
     for i, layer in enumerate(config.layers):
         block = f"blocks.{i}."
-        yield from _named(block, norms, bias=layernorm)
-        yield from _named(f"{block}attention.", ["q", "k", "v"], bias=config.qkv_bias)
-        yield from _named(f"{block}attention.", ["output"], bias=config.output_bias)
-        if config.attention_sinks:
-            yield f"{block}attention.sinks"
+        yield from _named(block, norms + ([] if layer.delta else heads), bias=layernorm)
+        if layer.delta:
+            yield from (f"{block}delta.{name}" for name in _DELTA)
+        else:
+            yield from _named(f"{block}attention.", ["q", "k", "v"], bias=config.qkv_bias)
+            yield from _named(f"{block}attention.", ["output"], bias=config.output_bias)
+            if config.attention_sinks:
+                yield f"{block}attention.sinks"
         if layer.experts:
             yield from _named(f"{block}mlp.", ["router"], bias=config.router_bias)
             for e in range(config.experts):
@@ -204,6 +137,12 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
             yield from _named(f"{block}mlp.", ["shared_gate"] * config.shared_gate)
         else:
             yield from _named(f"{block}mlp.", inner, bias=config.mlp_bias)
+
+
+_DELTA = (
+    *("log_rate", "rate_bias", "conv.weight", "value_norm.weight", "query.weight", "key.weight", "value.weight"),
+    *("z.weight", "beta.weight", "decay.weight", "out.weight"),
+)
 
 
 def _named(prefix: str, modules: list[str], *, bias: bool = False) -> list[str]:

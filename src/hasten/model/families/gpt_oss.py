@@ -9,7 +9,6 @@ from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.family import (
     LLAMA_NAMES,
     Family,
-    Stacks,
     expert_counts,
     layer_count,
     layers_of_kinds,
@@ -19,6 +18,7 @@ from hasten.model.families.family import (
     sizes,
     window_of,
 )
+from hasten.model.families.slices import Stacks
 
 YARN = {
     "rope_type": "yarn",

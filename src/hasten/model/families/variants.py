@@ -15,7 +15,6 @@ from hasten.model.families.family import (
     LLAMA_NAMES,
     ROPE_KINDS,
     Family,
-    Stacks,
     expert_counts,
     layer_count,
     layers_of_kinds,
@@ -25,6 +24,7 @@ from hasten.model.families.family import (
     sizes,
     window_of,
 )
+from hasten.model.families.slices import Stacks
 
 
 def biases(fields: Fields) -> dict[str, Any]:

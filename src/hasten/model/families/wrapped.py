@@ -32,6 +32,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "qwen2_vl": Wrapper("qwen2_vl_text", flat=True),
     "qwen2_5_vl": Wrapper("qwen2_5_vl_text", flat=True),
     "qwen3_vl": Wrapper("qwen3_vl_text"),
+    "qwen3_5": Wrapper("qwen3_5_text"),
+    "qwen3_5_moe": Wrapper("qwen3_5_moe_text"),
     "internvl": Wrapper("qwen2", tied=True),
     "llava": Wrapper("llama"),
     "llava_next": Wrapper("llama"),
@@ -64,6 +66,7 @@ _TOWERS = {
     "multi_modal_projector": "projector",
     "connector": "projector",
     "image_newline": "projector",
+    "mtp": "multi-token prediction head",
 }
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -107,16 +110,15 @@ def _unwrapped(values: Mapping[str, Any], wrapper: Wrapper, where: str) -> tuple
 
 def text_tensors(values: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, str], Counter[str]]:
     """The tensors of a checkpoint's text model, {its own name: the checkpoint's}, and the number of each tower's."""
-    if _wrapper(values) is None:
-        return {name: name for name in names}, Counter()
+    wrapped = _wrapper(values) is not None
     kept: dict[str, str] = {}
     towers: Counter[str] = Counter()
     for name in names:
         part = name.removeprefix("model.").partition(".")[0]
-        if part in _TOWERS:
+        if part in _TOWERS and (wrapped or part == "mtp"):
             towers[_TOWERS[part]] += 1
             continue
-        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+        prefix = next((prefix for prefix in _PREFIXES if wrapped and name.startswith(prefix)), "")
         own = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
         if own in kept:
             raise CheckpointError(

@@ -21,7 +21,7 @@ Tensor plan_experts(PlanExpertsCall call) {
   STD_TORCH_CHECK(count && call.up.size() == count && call.down.size() == count, "each expert has a gate, an up and a down");
   auto plan = std::make_unique<ExpertsPlan>(ExpertsPlan{
       .gate = weights_of(call.gate, 0, 0), .kind = Activation(call.activation),
-      .limit = call.limit ? float(call.limit) : std::numeric_limits<float>::infinity(), .up_offset = float(call.up_offset)});
+      .limit = float(call.limit), .up_offset = float(call.up_offset)});
   plan->up = weights_of(call.up, plan->gate[0].w.n, plan->gate[0].k);
   plan->down = weights_of(call.down, plan->gate[0].k, plan->gate[0].w.n);
   plan->held = std::move(call);

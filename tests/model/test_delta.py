@@ -1,0 +1,215 @@
+"""Models with Gated DeltaNet: trained, adapted, quantized and explained, and read in the layouts that are published."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import hasten
+from hasten.checkpoints.gguf.write import write_gguf
+from hasten.errors import CheckpointError, ConfigError, HastenWarning
+from hasten.model.binding import explain
+from hasten.model.context import TrainingContext, training_context
+from hasten.model.delta import GatedDeltaNet
+from hasten.model.families import read_config
+from hasten.model.initialize import initialize
+from hasten.model.lora import LoRALinear, attach, layer_size, new_adapter
+from hasten.ops.linear import PackedLinear
+from hasten.training.patterns import with_pattern
+from hasten.training.recipe import Shape
+from hasten.training.whole import why_not_whole
+from parity import PROMPTS, assert_same, our_logits, reference_logits
+from references import make_reference, values_of
+
+FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+TOKENS = torch.randint(3, 100, (2, 150), generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(model, tokens):
+    positions = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
+    context = training_context(model, tokens.shape[1] - 1)
+    return model(tokens[:, :-1], positions, context, targets=tokens[:, 1:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_over_chunks_is_that_of_transformers(family):
+    reference = make_reference(family)
+    model = hasten.load(reference)
+    found = loss_of(model, TOKENS)
+    expected = sum(
+        torch.nn.functional.cross_entropy(reference_logits(reference, row[:-1].tolist()), row[1:], reduction="sum")
+        for row in TOKENS
+    )
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-5, atol=0)
+
+
+def test_gradients_are_those_of_transformers():
+    reference = make_reference("qwen3_5_text")
+    model = hasten.load(make_reference("qwen3_5_text"))
+    loss_of(model, TOKENS).backward()
+    logits = reference(TOKENS[:, :-1]).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="sum").backward()
+    expected = dict(reference.named_parameters())
+    place = "model.layers.0.linear_attn."
+    ours = model.blocks[0].delta
+    pairs = {"A_log": ours.log_rate, "dt_bias": ours.rate_bias, "conv1d.weight": ours.conv.weight}
+    pairs |= {"in_proj_z.weight": ours.z.weight, "out_proj.weight": ours.out.weight}
+    pairs |= {"norm.weight": ours.value_norm.weight}
+    for name, parameter in pairs.items():
+        wanted = expected[place + name].grad
+        assert wanted.abs().max() > 0
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_in_a_row_do_not_see_each_other(family):
+    model = hasten.load(make_reference(family))
+    lengths = [[70, 1, 79], [150]]
+    documents = torch.stack([torch.arange(len(own)).repeat_interleave(torch.tensor(own)) for own in lengths])
+    with torch.no_grad():
+        positions = torch.arange(150).expand(2, -1)
+        together = model.states(TOKENS, positions, training_context(model, 150, documents))
+        for row, own in enumerate(lengths):
+            start = 0
+            for length in own:
+                part = TOKENS[row : row + 1, start : start + length]
+                places = torch.arange(start, start + length)[None]  # rotary positions go on along the row
+                alone = model.states(part, places, training_context(model, length))
+                torch.testing.assert_close(together[row, start : start + length], alone[0], rtol=1e-4, atol=1e-4)
+                start += length
+
+
+def test_a_new_model_trains_every_parameter():
+    model = initialize(read_config(values_of("qwen3_5_text")), seed=1)
+    loss = loss_of(model, TOKENS)
+    assert loss.isfinite()
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+    layers = [block.delta for block in model.blocks if block.delta is not None]
+    assert len(layers) == 3
+    assert all((layer.log_rate > -5).all() and (layer.log_rate <= 3).all() for layer in layers)
+
+
+def test_it_is_trained_block_by_block():
+    model = initialize(read_config(values_of("qwen3_5_text")), seed=1)
+    assert why_not_whole(model) == "it has layers with Gated DeltaNet"
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_all_linear_layers_may_have_an_adapter(family):
+    model = hasten.load(make_reference(family))
+    before = our_logits(model, PROMPTS[0])
+    adapter = new_adapter(model.config, rank=2, alpha=4.0, targets=("all-linear",))
+    linears = {name for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    expected = {name for name in linears if name != "head" and ".experts." not in name}
+    assert set(adapter) == {n for n in expected if not n.endswith(("router", "shared_gate"))}
+    for name in adapter:
+        layer = model.get_submodule(name)
+        assert layer_size(model.config, name) == (layer.in_features, layer.out_features)
+    attach(model, [adapter])
+    assert torch.equal(our_logits(model, PROMPTS[0]), before)
+    for layer in model.modules():
+        if isinstance(layer, LoRALinear):
+            for b in layer.b:
+                nn.init.normal_(b, std=0.3)
+    assert not torch.allclose(our_logits(model, PROMPTS[0]), before)
+    loss_of(model, TOKENS).backward()
+    assert all(a.grad is not None for layer in model.modules() if isinstance(layer, LoRALinear) for a in layer.a)
+
+
+@pytest.mark.filterwarnings("ignore:hasten reads this quantized model")  # 48 features of an expert are no whole groups
+@pytest.mark.parametrize("scheme", [hasten.Int8(), hasten.Int4(group_size=32)])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_quantized_it_is_saved_and_generates_the_same(family, scheme, tmp_path):
+    model = hasten.load(make_reference(family), dtype="float32")
+    hasten.quantize(model, scheme)
+    delta = next(block.delta for block in model.blocks if block.delta is not None)
+    for name, one in delta.named_children():
+        assert isinstance(one, PackedLinear) == (name in ("query", "key", "value", "z", "out")), name
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=12, min_new_tokens=12)
+    expected = [answer.tokens for answer in hasten.generate(model, PROMPTS, params)]
+    hasten.save(model, tmp_path)
+    again = hasten.load(tmp_path, dtype="float32")
+    assert [answer.tokens for answer in hasten.generate(again, PROMPTS, params)] == expected
+
+
+def test_experts_may_be_stored_in_stacks(tmp_path):
+    """As the published Qwen 3.5 has them, and not one by one as transformers writes them."""
+    reference = make_reference("qwen3_5_moe_text")
+    reference.save_pretrained(tmp_path)
+    state = {name: tensor.contiguous().clone() for name, tensor in reference.state_dict().items()}
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in state)
+    for file in tmp_path.glob("*.safetensors*"):
+        file.unlink()
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_same(hasten.load(tmp_path, dtype="float32"), reference)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_a_head_for_further_tokens_is_skipped_in_one_line(family, tmp_path):
+    reference = make_reference(family)
+    reference.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    more = {"mtp.fc.weight": torch.zeros(4, 8), "mtp.norm.weight": torch.zeros(4)}
+    save_file(state | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(HastenWarning, match="skipped 2 tensors of the multi-token prediction head"):
+        model = hasten.load(tmp_path, dtype="float32")
+    assert_same(model, reference)
+
+
+def test_explain_names_both_kinds_of_layers():
+    model = hasten.load(make_reference("qwen3_5_text"), dtype="bfloat16")
+    rows = explain(model)
+    assert [row.layer for row in rows if row.operator == "gated delta rule"] == [0, 1, 2]
+    assert {row.layer for row in rows if row.operator == "attention"} == {3}
+    reasons = {other.reason for row in rows if row.operator == "block" for other in row.others}
+    assert reasons == {"the fused steps know no layers with Gated DeltaNet"}
+    with hasten.kernels(model, attention="reference"):
+        assert {row.kernel for row in explain(model) if row.operator == "attention"} == {"reference"}
+
+
+def test_half_precision_errs_little(tmp_path):
+    reference = make_reference("qwen3_5_text")
+    exact = our_logits(hasten.load(reference), PROMPTS[0])
+    model = hasten.load(reference, dtype="bfloat16")
+    found = our_logits(model, PROMPTS[0])
+    theirs = reference.to(torch.bfloat16)(torch.tensor([PROMPTS[0]])).logits[0].float()
+    assert (found - exact).square().mean().sqrt() <= 2 * (theirs - exact).square().mean().sqrt()
+
+
+def test_what_it_cannot_have_is_refused(tmp_path):
+    values = values_of("qwen3_5_text")
+    model = hasten.load(make_reference("qwen3_5_text"))
+    with pytest.raises(ConfigError, match=r"GGUF files of .* are written; found qwen3_5_text"):
+        write_gguf(model, tmp_path / "model.gguf")
+    pattern = {"attention_pattern": {"kind": "bigbird"}}
+    with pytest.raises(ConfigError, match="a qwen3_5_text keeps states, which have no sparse pattern"):
+        with_pattern(model.config, Shape(attention_pattern="bigbird"))
+    with pytest.raises(CheckpointError, match=r"hasten.attention_pattern"):
+        read_config(values | {"hasten": pattern})
+    with pytest.raises(CheckpointError, match="none of the 4 layers is full_attention"):
+        read_config(values | {"layer_types": ["linear_attention"] * 4})
+
+
+def test_the_context_of_a_pass_without_a_cache_takes_any_layers():
+    model = hasten.load(make_reference("qwen3_5_text"))
+    assert isinstance(model.blocks[0].delta, GatedDeltaNet)
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    positions = torch.arange(150).expand(2, -1)
+    with torch.no_grad():
+        found = model(TOKENS, positions, context)
+        expected = model(TOKENS, positions, training_context(model, 150))
+    assert torch.equal(found, expected)
+
+
+def test_an_export_says_what_it_came_from(tmp_path):
+    hasten.save(hasten.load(make_reference("qwen3_5_moe_text")), tmp_path)
+    values = json.loads((Path(tmp_path) / "config.json").read_text())
+    assert values["architectures"] == ["Qwen3_5MoeForCausalLM"]
+    assert "intermediate_size" not in values
