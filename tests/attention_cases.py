@@ -40,7 +40,7 @@ def slopes_of(alibi, heads):
     return torch.tensor((first + between)[:heads], dtype=torch.float64)
 
 
-def explicit(q, k, v, *, scale=None, softcap=None, bias=None, alibi=None, **hidden):
+def explicit(q, k, v, *, scale=None, softcap=None, bias=None, alibi=None, sinks=None, **hidden):
     """Attention in the inputs' own precision, one head at a time, with autograd; rows that see nothing give zeros."""
     shape = q.shape
     if hidden.get("cu_seqlens") is not None:  # the rows of a batch laid end to end
@@ -63,7 +63,10 @@ def explicit(q, k, v, *, scale=None, softcap=None, bias=None, alibi=None, **hidd
             if alibi is not None:
                 scores = scores - (slopes_of(alibi, heads)[h] * distance.abs()).to(scores.dtype)
             empty = ~seen[b].any(-1, keepdim=True)
-            probabilities = scores.masked_fill(~seen[b] & ~empty, -torch.inf).softmax(-1).masked_fill(empty, 0)
+            scores = scores.masked_fill(~seen[b] & ~empty, -torch.inf)
+            if sinks is not None:  # the score of a key without a value
+                scores = torch.cat((scores, sinks[h].to(scores.dtype).expand(len(scores), 1)), dim=-1)
+            probabilities = scores.softmax(-1)[:, : k.shape[1]].masked_fill(empty, 0)
             rows.append(probabilities @ v[b, :, h // groups])
         sequences.append(torch.stack(rows, 1))
     return torch.stack(sequences).reshape(shape)
@@ -113,7 +116,7 @@ def paddings(draw, batch, keys, generator):
 
 
 @st.composite
-def problems(draw, dtypes=DTYPES, sizes=(1, 3, 8, 16, 40)):
+def problems(draw, dtypes=DTYPES, sizes=(1, 3, 8, 16, 40), sinks=False):
     """q, k, v and the options of `attention`."""
     kv_heads, groups = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     queries = draw(st.integers(1, 9))
@@ -153,6 +156,7 @@ def problems(draw, dtypes=DTYPES, sizes=(1, 3, 8, 16, 40)):
     options["softcap"] = draw(st.none() | st.sampled_from([5.0, 50.0]))
     options["scale"] = draw(st.none() | st.sampled_from([0.05, 1.0]))
     options["alibi"] = draw(st.sampled_from([None, None, True, torch.rand(heads, generator=generator)]))
+    options["sinks"] = draw(st.sampled_from([None, torch.randn(heads, generator=generator) * 2])) if sinks else None
     if "cu_seqlens" not in options:
         if draw(st.booleans()):
             options["key_padding_mask"] = draw(paddings(batch, keys, generator))

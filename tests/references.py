@@ -231,6 +231,20 @@ CASES |= {
         "MiniMaxM2ForCausalLM",
         EXPERTS | {"num_local_experts": 6, "head_dim": 32, "rotary_dim": 8},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        BASE
+        | {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6, "swiglu_limit": 0.7}
+        | {"rope_parameters": YARN | {"truncate": False}},
+    ),
+    "gpt_oss-plain": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        BASE
+        | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 1.5, "sliding_window": 5}
+        | {"layer_types": WINDOWED[::-1], "attention_bias": False},
+    ),
 }
 
 # Random heads return next to nothing now and then, of which their norm makes noise: eps bounds it.
@@ -280,6 +294,8 @@ STATED = {
     "qwen2_moe": {"mlp_only_layers": []},
     "dots1": {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "sliding_window": None},
     "ernie4_5_moe": {"moe_layer_end_index": -1},
+    # The limits of this yarn are whole frequencies, as llama.cpp rounds them.
+    "gpt_oss": {"swiglu_limit": 7.0, "rope_parameters": YARN | {"truncate": False, "rope_theta": 10766.0}},
 }
 
 
@@ -288,7 +304,7 @@ IN_GGUF = ["llama", "llama-mqa", "llama-biases", "llama-linear", "llama-yarn", "
 IN_GGUF += ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "phi3-longrope", "phi3-window", "gemma", "gemma2"]
 IN_GGUF += ["gemma3_text", "granite", "starcoder2", "smollm3", "arcee", "nemotron", "nemotron-biases", "seed_oss"]
 IN_GGUF += ["hunyuan_v1_dense", "olmo2", "olmo3", "olmoe", "exaone4", "exaone4-64", "glm4", "glm4_moe", "ernie4_5"]
-IN_GGUF += ["ernie4_5_moe", "cohere2", "dots1", "minimax_m2"]
+IN_GGUF += ["ernie4_5_moe", "cohere2", "dots1", "minimax_m2", "gpt_oss"]
 
 
 def state(name: str, monkeypatch, **changes) -> str:

@@ -26,7 +26,7 @@ from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.layouts import PANELS
 from hasten.ops.native import library
 from quantized_folders import exact
-from references import CASES, IN_GGUF, make_reference, stated
+from references import CASES, IN_GGUF, STATED, make_reference, stated
 from tiny_model import tiny_llama
 from triton_cases import needs_gpu
 
@@ -87,26 +87,31 @@ def test_a_family_written_and_read_is_the_same_model(name, tmp_path, monkeypatch
     compare(logits(hasten.load(tmp_path / "folder", dtype="float32")), logits(model))
 
 
-@pytest.mark.parametrize(("name", "architecture"), [("mixtral", "LLAMA"), ("qwen3_moe", "QWEN3MOE"), ("phi3", "PHI3")])
+STACKED = [("mixtral", "LLAMA", "Q8_0"), ("qwen3_moe", "QWEN3MOE", "Q8_0"), ("phi3", "PHI3", "Q8_0")]
+STACKED += [("gpt_oss", "GPT_OSS", "MXFP4")]
+
+
+@pytest.mark.parametrize(("name", "architecture", "kind"), STACKED)
 @pytest.mark.filterwarnings("ignore:no kernel takes")
-def test_stacked_and_fused_tensors_are_found_under_the_names_of_the_package(name, architecture, tmp_path, monkeypatch):
+def test_stacked_and_fused_tensors_have_the_names_of_the_package(name, architecture, kind, tmp_path, monkeypatch):
     """Experts in one tensor, and rotary positions for a part of a head, quantized as llama.cpp would."""
-    values = CASES[name][2] | {"mlp_only_layers": [], "hidden_size": 64, "intermediate_size": 64}
-    values |= {"moe_intermediate_size": 32} | ({"partial_rotary_factor": 0.5} if name == "phi3" else {})
+    values = CASES[name][2] | STATED.get(name, {}) | {"hidden_size": 64, "intermediate_size": 64}
+    values |= {"gpt_oss": {"num_local_experts": 4}, "phi3": {"partial_rotary_factor": 0.5}}.get(name, {})
+    values |= {} if name == "gpt_oss" else {"moe_intermediate_size": 32}
     monkeypatch.setitem(CASES, name, (*CASES[name][:2], values))
     model = hasten.load(make_reference(name)).half().float()
     write_gguf(model, tmp_path / "plain.gguf", "F16")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], len(model.config.layers))
     known = {value[1] for value in names.mapping.values()}
     file = read_gguf(tmp_path / "plain.gguf")
-    assert {name.removesuffix(".weight") for name in file.tensors} <= known
+    assert {name.rpartition(".")[0] for name in file.tensors} <= known
     if name == "phi3":
         assert file.metadata["phi3.rope.dimension_count"] == 8
     else:
         assert file.tensors["blk.1.ffn_down_exps.weight"].shape[0] == 4
         assert file.tensors["blk.1.ffn_gate_inp.weight"].type.name == "F32"
-    kind = gguf.GGMLQuantizationType.Q8_0
-    path = retyped(tmp_path / "q8.gguf", tmp_path / "plain.gguf", matrices(kind))
+    kind = gguf.GGMLQuantizationType[kind]
+    path = retyped(tmp_path / "packed.gguf", tmp_path / "plain.gguf", matrices(kind))
     read = hasten.load(path, dtype="float32")
     found = weights(read)
     for name, expected in weights(model).items():
@@ -153,7 +158,7 @@ def test_q4_0_and_q8_0_are_held_as_their_integers(tmp_path, tiny):
 
 def matrices(kind):
     """For `retyped`: all matrices in one type."""
-    return lambda name, values: (kind, quants.quantize(values, kind)) if values.ndim > 1 else None
+    return lambda name, x: (kind, quants.quantize(x, kind)) if x.ndim > 1 and name.endswith("weight") else None
 
 
 PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")

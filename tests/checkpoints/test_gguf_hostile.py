@@ -2,6 +2,7 @@
 
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,12 @@ from hasten.checkpoints.gguf.names import place_of
 from hasten.checkpoints.gguf.open import open_gguf
 from hasten.checkpoints.gguf.tokenizer import read_tokenizer
 from hasten.checkpoints.gguf.types import TYPES
-from hasten.checkpoints.gguf.write import Item, config_entries
+from hasten.checkpoints.gguf.write import Item, config_entries, write_gguf
 from hasten.errors import CheckpointError, HastenError
 from hasten.model.families import read_config
 from hasten.model.families.family import parameter_names
 from hostile_cases import CPU_SECONDS, refused
-from references import IN_GGUF, state, values_of
+from references import IN_GGUF, state, stated, values_of
 from tiny_model import tiny_llama
 
 HUGE = (1 << 64) - 1
@@ -170,6 +171,23 @@ def test_metadata_of_another_type_are_refused(sound, key, value, words, monkeypa
     monkeypatch.setattr("hasten.checkpoints.gguf.open.read_gguf", lambda _: changed)
     with refused(words):
         open_gguf(path)
+
+
+def test_experts_without_their_tensors_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    write_gguf(stated("gpt_oss", monkeypatch), path)
+    file, bias, sinks = read_gguf(path), "blk.1.ffn_up_exps.bias", "blk.1.attn_sinks.weight"
+    rest = {name: tensor for name, tensor in file.tensors.items() if name not in (bias, sinks)}
+    for tensors, words in [
+        (rest, f"{bias} must be the biases of 6 experts; found none"),
+        (rest | {bias: replace(file.tensors[bias], shape=(5, 96))}, "the biases of 6 experts; found [5, 96]"),
+        (rest | {bias: replace(file.tensors[bias], shape=(576,))}, "the biases of 6 experts; found [576]"),
+        (rest | {bias: file.tensors[bias]}, "the tensor 'model.layers.1.self_attn.sinks' is missing"),
+    ]:
+        changed = GGUFFile(path, file.metadata, tensors, file.data)
+        monkeypatch.setattr("hasten.checkpoints.gguf.open.read_gguf", lambda _, changed=changed: changed)
+        with refused(words):
+            hasten.load(path)
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])

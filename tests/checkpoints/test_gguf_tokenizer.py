@@ -122,3 +122,13 @@ def test_others_are_refused(tmp_path):
     ]:
         with pytest.raises(CheckpointError, match=words):
             read(**changes)
+
+
+@pytest.mark.parametrize("call", [True, False])
+def test_the_end_of_a_message_ends_no_answer_in_harmony(call, tmp_path):
+    tokens = ["a", "b", "<|end|>", "<|return|>", "<|call|>" if call else "<|other|>", "<|endoftext|>", "ab"]
+    entries = {"model": "gpt2", "pre": "gpt-4o", "tokens": tokens, "token_type": np.array([1, 1, 3, 3, 3, 3, 1])}
+    entries |= {"merges": ["a b"], "bos_token_id": 5, "eos_token_id": 3, "eot_token_id": 2}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
+    found = read_tokenizer(GGUFFile(tmp_path / "x.gguf", metadata, {}, None))
+    assert set(found.eos_ids) == ({3, 4, 5} if call else {2, 3, 5})

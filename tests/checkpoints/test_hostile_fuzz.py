@@ -78,7 +78,7 @@ FIELDS += ["decoder_sparse_step", "n_embd", "n_head", "n_layer", "n_positions", 
 FIELDS += ["query_pre_attn_scalar", "attn_logit_softcapping", "original_max_position_embeddings", "hidden_activation"]
 FAMILY_NAMES = ["llama", "gpt2", "gpt_bigcode", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "mixtral"]
 FAMILY_NAMES += ["qwen3_moe", "smollm3", "granite", "exaone4", "olmo3", "hunyuan_v1_dense", "ministral3", "cohere2"]
-FAMILY_NAMES += ["olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
+FAMILY_NAMES += ["olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2", "gpt_oss"]
 FIELDS += ["num_local_experts", "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "moe_k", "rotary_dim"]
 FAMILY_NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
 FIELDS += ["linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_conv_kernel_dim"]
@@ -89,6 +89,7 @@ FIELDS += [
     "moe_num_experts",
     "moe_num_shared_experts",
     "moe_norm_min",
+    "swiglu_limit",
 ]
 
 

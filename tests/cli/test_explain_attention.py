@@ -61,6 +61,9 @@ def test_on_a_cpu_two_backends_do_not_exist_and_flash_takes_masks(capsys):
         (["--window", "8"], "cudnn", "explicit mask"),
         (["--no-gradient"], "cudnn", "makes a plan for each length"),
         (["--softcap", "30"], "flash", "soft-capping"),
+        (["--sinks"], "flash", "no attention sinks"),
+        (["--sinks"], "flash-triton", "takes no attention sinks"),
+        (["--sinks", "--layer"], "sdpa", "no attention sinks"),
         (["--alibi"], "memory-efficient", "rounds"),
     ],
 )

@@ -154,7 +154,7 @@ EVERY: dict[str, Command] = {
         ExplainAttention,
         {},
         True,
-        "json shape kv_heads dtype window softcap block_mask layer device kernel",
+        "json shape kv_heads dtype window softcap sinks block_mask layer device kernel",
     ),
     "doctor": (Doctor, {}, False, "json quick"),
     "profile generate": (
@@ -528,6 +528,7 @@ SEEN: list[tuple[str, Callable[[Any], Any], list[dict[str, Any]], dict[str, Any]
             "kv_heads": 4,
             "window": 64,
             "softcap": 30.0,
+            "sinks": True,
             "capability": "8.0",
             "dtype": "float32",
             "mask": True,

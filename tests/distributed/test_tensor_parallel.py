@@ -43,6 +43,8 @@ GATED = {
     "shared_expert_intermediate_size": 96,
 }
 COHERE = {"model_type": "cohere2", "sliding_window": 6}
+SINKS = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
+SINKS |= {"swiglu_limit": 0.7, "attention_bias": True}
 EXAONE = {"model_type": "exaone4", "sliding_window": 6}
 GRANITE = {"model_type": "granite", "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.0}
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -62,6 +64,8 @@ CASES = {
     "experts": (MOE, None, "float32"),
     "stacked": (GRANITE | MOE | {"model_type": "granitemoe"}, None, "float32"),
     "shared": (SHARED, None, "float32"),
+    "sinks": (SINKS, None, "float32"),
+    "sinks-fused": (SINKS, None, "bfloat16"),
     "side-by-side": (COHERE, None, "float32"),
     "int8": ({}, Int8(activations="int8"), "bfloat16"),
     "int4": ({"intermediate_size": 160}, Int4(group_size=32), "bfloat16"),
@@ -139,7 +143,7 @@ def make(changes):
     plain = tiny_llama()
     model = initialize(read_config(dict(plain.config.source) | {"head_dim": None} | changes), seed=3)
     for name, one in model.named_parameters():
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sinks")):
             torch.nn.init.normal_(one, std=0.3)
         if name.endswith("router.weight"):  # decisions that are no near ties: else any rounding takes another expert
             one.data *= 4

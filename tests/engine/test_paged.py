@@ -19,7 +19,7 @@ from hasten.ops.native import library
 from references import make_reference
 
 FAMILIES = ("gpt2", "llama", "llama-mqa", "mistral", "qwen3", "gemma2", "gemma3_text", "mixtral", "phi3", "qwen2_moe")
-FAMILIES += ("olmo3", "exaone4", "ministral3", "cohere2", "glm4")
+FAMILIES += ("olmo3", "exaone4", "ministral3", "cohere2", "glm4", "gpt_oss")
 BLOCKS, SIZE = 40, 4
 INT8, INT4 = RowFormat(8), RowFormat(4, rotated=True)
 native = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")

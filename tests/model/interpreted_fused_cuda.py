@@ -267,7 +267,8 @@ def test_rounded_caches(cache):
 
 def test_what_cannot_be_fused_says_why(tmp_path):
     assert "bfloat16 or float16; the model is float32" in refusal(tiny_llama())
-    for family in ("mixtral", "olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2"):
+    families = ("mixtral", "olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2")
+    for family in (*families, "gpt_oss"):
         experts = hasten.load(make_reference(family), dtype="bfloat16")
         assert "no experts" in refusal(experts)
         with pytest.raises(ConfigError, match="no experts"):

@@ -89,6 +89,8 @@ def test_gemma3_with_nothing_but_its_type():
 LLAMA3_OLD = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN_OLD = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "attention_factor": 1.2}
 HUNYUAN_OLD = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+GPT_OSS_OLD = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+GPT_OSS_OLD["original_max_position_embeddings"] = 4096
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0, 3, 4, 5, 6, 7, 8, 9]}
 
 # As transformers 4 wrote them: rope_theta beside rope_scaling, torch_dtype, fields that are there and null.
@@ -138,6 +140,8 @@ OLD = [
     ("glm4_moe", {"rope_theta": 1e6, "partial_rotary_factor": 0.25, "num_nextn_predict_layers": 1}),
     ("ernie4_5_moe", {"rope_theta": 5e5, "moe_layer_end_index": -1, "moe_layer_interval": 2}),
     ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_norm_min": 0.1}),
+    ("gpt_oss", {"rope_theta": 150000, "rope_scaling": GPT_OSS_OLD, "initial_context_length": 4096}),
+    ("gpt_oss", {"rope_parameters": None, "layer_types": None, "experts_per_token": 2, "attention_dropout": 0.0}),
     ("minimax_m2", {"rope_theta": 5e6, "rotary_dim": 4, "scoring_func": "sigmoid", "use_routing_bias": True}),
     ("minimax_m2", {"rope_theta": 5e6, "use_qk_norm": True, "qk_norm_type": "per_layer", "attn_type_list": [1] * 4}),
     ("qwen3_next", {"rope_theta": 1e7, "rope_scaling": None, "decoder_sparse_step": 2, "full_attention_interval": 2}),
@@ -221,6 +225,8 @@ def test_su_is_an_early_name_of_longrope():
         ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, ["attn_type_list", "[1, 1, 1, 1] or absent"]),
         ("minimax_m2", {"layernorm_mlp_beta": 3.5}, ["layernorm_mlp_beta", "1.0 or absent", "3.5"]),
         ("minimax_m2", {"rotary_dim": 33}, ["rotary_dim", "from 1 to 32", "33"]),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha", "1.702 or absent", "1.0"]),
+        ("gpt_oss", {"swiglu_limit": 0}, ["swiglu_limit", "from 0.001", "0"]),
         ("qwen3_next", {"linear_num_value_heads": 6}, ["linear_num_value_heads", "a multiple of", "(4)", "6"]),
         ("qwen3_5_text", {"attn_output_gate": False}, ["attn_output_gate", "True or absent", "False"]),
         ("qwen3_5_text", {"hidden_act": "gelu"}, ["hidden_act", "'silu' or absent", "'gelu'"]),

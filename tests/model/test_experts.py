@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import hasten
 from hasten.model.config import LayerConfig
+from hasten.model.context import TrainingContext
 from hasten.model.experts import Experts, route
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
@@ -77,6 +78,18 @@ def test_routing_is_the_formula(routing):
             assert weight == pytest.approx(expected[expert], rel=1e-4, abs=1e-30)
 
 
+@given(st.integers(0, 1 << 30), st.integers(2, 9), st.data())
+def test_normalised_softmax_scores_are_the_softmax_of_the_chosen_logits(seed, experts, data):
+    """gpt-oss chooses by the logits and applies the softmax to those that are chosen."""
+    config = replace(read_config(values_of("gpt_oss")), experts=experts)
+    config = replace(config, experts_per_token=data.draw(st.integers(1, experts)))
+    logits = torch.randn(5, experts, generator=torch.Generator().manual_seed(seed)) * 10
+    weights, chosen = route(logits, config)
+    best = logits.topk(config.experts_per_token, dim=-1)
+    assert torch.equal(chosen, best.indices)
+    torch.testing.assert_close(weights, best.values.softmax(-1))
+
+
 def test_without_a_bias_the_scores_choose():
     config = replace(read_config(values_of("dots1")), expert_groups=1)
     logits = torch.randn(7, config.experts, generator=torch.Generator().manual_seed(0))
@@ -128,7 +141,7 @@ def test_an_mlp_beside_the_experts_is_added_through_its_gate():
     assert not torch.allclose(whole, halved)
 
 
-@pytest.mark.parametrize("family", ["olmoe", "granitemoe", *SHARED, "minimax_m2"])
+@pytest.mark.parametrize("family", ["olmoe", "granitemoe", *SHARED, "minimax_m2", "gpt_oss"])
 def test_served_together_each_text_is_that_of_transformers(family):
     reference = make_reference(family)
     llm = hasten.LLM(hasten.load(reference, dtype="float32"), block_size=4)
@@ -137,3 +150,12 @@ def test_served_together_each_text_is_that_of_transformers(family):
     llm.close()
     expected = [reference_greedy(reference, tokens, 32) for tokens in PROMPTS]
     assert answers == expected * 2
+
+
+def test_sinks_and_the_biases_of_routers_and_experts_are_trained():
+    model = initialize(read_config(values_of("gpt_oss")), seed=1)
+    tokens = torch.randint(3, 100, (4, 40), generator=torch.Generator().manual_seed(0))
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    model(tokens, torch.arange(40).expand(4, -1), context, targets=tokens).backward()
+    without = [name for name, one in model.named_parameters() if one.grad is None or not one.grad.any()]
+    assert not without

@@ -21,6 +21,7 @@ from hasten.model.families import read_config
 from hasten.model.fused import FusedBlock, fuse, fuse_where_it_fits, refusal, unfuse
 from hasten.model.fused_block import unknown_parts
 from hasten.model.fused_native import native_shape_refusal
+from hasten.model.initialize import initialize
 from hasten.ops.native import library
 from references import CASES, decided, make_reference, tiny_llama, values_of
 
@@ -186,6 +187,33 @@ def test_a_part_that_fused_steps_have_not_beside_experts_is_named(family, words)
         fuse(hasten.load(make_reference(family), dtype="bfloat16"))
 
 
+def test_limits_of_a_gated_mlp_are_run_in_experts_only():
+    config = read_config(values_of("gpt_oss"))
+    assert unknown_parts(config) == "no attention sinks"
+    assert native_shape_refusal(config) is None
+    dense = replace(read_config(values_of("llama")), swiglu_limit=7.0)
+    assert unknown_parts(dense) == "no limits or offsets in gated MLPs"
+    assert native_shape_refusal(dense) == "the fused steps know no limits or offsets in gated MLPs"
+    with pytest.raises(ConfigError, match="no limits"):
+        fuse(initialize(dense, seed=0, dtype=torch.bfloat16))
+
+
+def test_sinks_of_blocks_without_experts():
+    model = hasten.load(make_reference("llama"), dtype="bfloat16")
+    without = logits(fuse(copy.deepcopy(model)))
+    model.config = replace(model.config, attention_sinks=True)
+    for block in model.blocks:
+        block.attention.sinks = torch.nn.Parameter(torch.randn(model.config.heads).bfloat16() * 2)
+    model.bind()
+    plain = logits(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert (logits(fuse(model)) - plain).abs().max() <= 0.03 * plain.abs().max()
+    assert (without - plain).abs().max() > 0.2 * plain.abs().max()
+    after = unfuse(model).state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
 @pytest.mark.parametrize("case", WITH_STATES)
 def test_layers_with_states_stay_readable(case):
     words = "no layers with Gated DeltaNet"
@@ -202,7 +230,7 @@ def test_every_other_family_runs_in_all_fused_steps(case):
     assert (unknown_parts(read_config(values_of(case))) is None) == (case.partition("-")[0] not in OTHERS)
 
 
-OTHERS = {family for family, _ in PARTS} | {"olmo3", "glm4", "ernie4_5", "cohere2"} | set(WITH_EXPERTS)
+OTHERS = {family for family, _ in PARTS} | {"olmo3", "glm4", "ernie4_5", "cohere2", "gpt_oss"} | set(WITH_EXPERTS)
 OTHERS |= set(WITH_STATES)
 
 

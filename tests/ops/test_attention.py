@@ -31,13 +31,13 @@ HERE = [kernel.name for kernel in KERNELS if kernel.name not in ELSEWHERE]
 
 def served(options):
     """The kernels that serve a problem here. Triton's are tested in its interpreter: test_triton_*.py."""
-    if options["softcap"] is None:
+    if options["softcap"] is None and options["sinks"] is None:
         return HERE
     return [name for name in HERE if name not in ("flash", "sdpa", "math")]
 
 
 @settings(max_examples=300, derandomize=True)
-@given(problems())
+@given(problems(sinks=True))
 def test_every_kernel_errs_at_most_twice_what_plain_pytorch_errs(problem):
     q, k, v, options = problem
     expected = exact(q, k, v, **options)
@@ -50,16 +50,16 @@ def test_every_kernel_errs_at_most_twice_what_plain_pytorch_errs(problem):
 
 
 @settings(max_examples=150, derandomize=True)
-@given(problems(), st.booleans())
-def test_gradients_err_at_most_twice_what_plain_pytorch_errs(problem, learned_bias):
+@given(problems(sinks=True), st.booleans())
+def test_gradients_err_at_most_twice_what_plain_pytorch_errs(problem, learned):
     *inputs, options = problem
-    if "bias" in options and learned_bias:
-        inputs = [*inputs, options["bias"]]
+    names = [name for name in ("bias", "sinks") if learned and options.get(name) is not None]
+    inputs = [*inputs, *(options[name] for name in names)]
     weights = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
 
     def gradients(run, dtype, **more):
         leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
-        own = {"bias": leaves[3]} if len(leaves) == 4 else {}
+        own = dict(zip(names, leaves[3:], strict=True))
         (run(*leaves[:3], **options | own, **more) * weights.to(dtype)).sum().backward()
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
@@ -74,11 +74,13 @@ def test_gradients_err_at_most_twice_what_plain_pytorch_errs(problem, learned_bi
     lucky = one_rounding(*inputs[:3], options) + torch.finfo(dtype).eps * v
     lucky *= weights.abs().sum(-1).max().item() * max(1, scale * max(q, k))
     for name in served(options):
-        if name == "flash" and len(inputs) == 4:
+        if name == "flash" and "bias" in names:
             continue  # on a CPU it gives a bias no gradient
         found = gradients(attention, dtype, kernel=name)
-        for one, other, limit in zip(found, expected, limits, strict=True):
-            assert error(one, other) <= limit + lucky, name
+        for index, (one, other, limit) in enumerate(zip(found, expected, limits, strict=True)):
+            # The gradient of a sink is a sum over all queries.
+            rows = weights.shape[0] * weights.shape[1] if "sinks" in names and index == len(inputs) - 1 else 1
+            assert error(one, other) <= limit + rows * lucky, name
 
 
 def test_float64_is_computed_in_float64():
@@ -198,16 +200,17 @@ def test_masks(queries, more, window):
 
 
 @settings(max_examples=150, derandomize=True)
-@given(problems(dtypes=[torch.float64]), st.integers(4, 4000), st.integers(1, 8))
+@given(problems(dtypes=[torch.float64], sinks=True), st.integers(4, 4000), st.integers(1, 8))
 def test_chunks_of_every_size_give_the_same_result_and_gradients(problem, scores_bytes, fewest_rows):
     """The problems above fit into one chunk; here there are many, of queries, key heads and sequences."""
     q, k, v, options = problem
-    bias = {"bias": options["bias"].clone().requires_grad_()} if "bias" in options else {}
+    names = [name for name in ("bias", "sinks") if options.get(name) is not None]
+    learned = {name: options[name].clone().requires_grad_() for name in names}
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
 
     def results(run, **more):
-        out = run(*inputs, **options | bias, **more)
-        leaves = [*inputs, *bias.values()]
+        out = run(*inputs, **options | learned, **more)
+        leaves = [*inputs, *learned.values()]
         found = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
         return [out, *(torch.zeros_like(x) if y is None else y for x, y in zip(leaves, found, strict=True))]
 
@@ -235,12 +238,13 @@ def test_chunks_cover_every_query_once_and_keep_to_their_size(monkeypatch):
 
 def test_gradcheck_of_chunked():
     inputs = [torch.randn(1, 5, heads, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
-    bias = torch.randn(1, 4, 5, 5, dtype=torch.float64, requires_grad=True)
+    bias, sinks = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((1, 4, 5, 5), (4,)))
 
-    def run(q, k, v, bias):
-        return attention(q, k, v, bias=bias, softcap=3.0, window=3, alibi=True, kernel="chunked")
+    def run(q, k, v, bias, sinks):
+        given = {"bias": bias, "sinks": sinks, "softcap": 3.0, "window": 3, "alibi": True}
+        return attention(q, k, v, **given, kernel="chunked")
 
-    assert torch.autograd.gradcheck(run, (*inputs, bias))
+    assert torch.autograd.gradcheck(run, (*inputs, bias, sinks))
 
 
 def test_dropout_of_chunked_is_repeated_in_its_backward_pass():
@@ -266,7 +270,7 @@ def test_dropout_of_chunked_is_repeated_in_its_backward_pass():
 def test_one_call_a_group_of_heads_is_grouped_attention(problem):
     """How memory-efficient, which runs on CUDA only, serves grouped heads; here with another backend in its place."""
     q, k, v, options = problem
-    options = options | {"softcap": None}
+    options = options | {"softcap": None, "sinks": None}
     backends = []
 
     def instead(backend):

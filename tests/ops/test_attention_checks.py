@@ -23,6 +23,7 @@ ELSEWHERE = {
     "key_padding_mask": torch.ones(1, 8, dtype=torch.bool),
     "bias": torch.zeros(8, 8),
     "alibi": torch.ones(4),
+    "sinks": torch.zeros(4),
     "cu_seqlens": torch.tensor([0, 8]),
 }
 
@@ -77,6 +78,9 @@ def test_flash_on_cuda_wants_no_mask_and_so_a_scale_above_zero():
         ({"key_padding_mask": np.ones((1, 8), dtype=bool)}, "key_padding_mask must be a torch.Tensor; found ndarray"),
         ({"cu_seqlens": [0, 8]}, "cu_seqlens must be a torch.Tensor; found list"),
         ({"alibi": [1.0]}, "alibi must be True, or a tensor of slopes; found list"),
+        ({"sinks": [1.0]}, "sinks must be a torch.Tensor; found list"),
+        ({"sinks": torch.zeros(3)}, r"sinks must be floating, one logit a head, \(4,\); found torch.float32, \(3,\)"),
+        ({"sinks": torch.zeros(4, dtype=torch.int64)}, "sinks must be floating.*found torch.int64"),
         ({"block_mask": Local(block=16)}, r"BlockMask.of\(pattern, keys\) makes it; found Local"),
         (
             {"block_mask": BlockMask.of(BigBird(block=16, per_head=True), 8, heads=3), "kernel": "reference"},

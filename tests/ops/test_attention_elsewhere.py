@@ -16,7 +16,7 @@ def logits(model, tokens, **options):
         return model(tokens, **options).logits
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "gpt2", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "gpt2", "qwen3", "gpt_oss"])
 @pytest.mark.parametrize("kernel", [None, "chunked", "reference"])
 def test_a_transformers_model_gives_the_same_logits_and_tokens(case, kernel):
     model = make_reference(case).eval()

@@ -15,26 +15,28 @@ NONE = {"norm_weight": None, "norm_bias": None, "eps": 0.0, "offset": 0.0, "cent
 FORMATS = [*LAYERS, *PACKED_FORMATS]
 
 
-def layer(format, n, k, *, isa, seed):
+def layer(format, n, k, *, isa, seed, biased=False):
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(seed)) if biased else None
     if isinstance(format, str):
-        return layer_of(random_weight(format, n, k, seed), isa=isa)
+        return layer_of(random_weight(format, n, k, seed), bias, isa=isa)
     element, group, activations = format
-    return layer_of(make_weight(n, k, format=element, group_size=group, seed=seed), isa=isa, activations=activations)
+    weight = make_weight(n, k, format=element, group_size=group, seed=seed)
+    return layer_of(weight, bias, isa=isa, activations=activations)
 
 
 class Case:
     """Random experts with a hidden and an inner size, their plan, and what each expert makes of rows alone."""
 
-    def __init__(self, isa, format, *, count, hidden, inner, activation="silu"):
+    def __init__(self, isa, format, *, count, hidden, inner, activation="silu", limit=0.0, up_offset=0.0, biased=False):
         self.ops, self.count, self.inner, self.hidden = library(isa).ops, count, inner, hidden
         self.kind = ACTIVATION_ORDER.index(activation)
         sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         self.layers = {
-            name: [layer(format, *size, isa=isa, seed=3 * i + j) for i in range(count)]
+            name: [layer(format, *size, isa=isa, seed=3 * i + j, biased=biased) for i in range(count)]
             for j, (name, size) in enumerate(sizes.items())
         }
         self.plans = {name: [self._plan(one) for one in layers] for name, layers in self.layers.items()}
-        self.plan = self.ops.plan_experts(**self.plans, activation=self.kind)
+        self.plan = self.ops.plan_experts(**self.plans, activation=self.kind, limit=limit, up_offset=up_offset)
 
     def _plan(self, one):
         size = {"out_features": one.out_features, "in_features": one.in_features}
@@ -92,6 +94,35 @@ def test_sizes_that_fit_nothing(isa, seed, rows, count, hidden, inner, activatio
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * float(1 + expected.abs().max()))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", [("bfloat16", 0, "float"), ("int8", 0, "int8"), ("int4", 32, "int8")], ids=str)
+@settings(max_examples=8)
+@given(st.integers(0, 99), st.integers(1, 20), st.integers(1, 150), st.integers(1, 150), st.data())
+def test_biases_limits_and_the_offset_of_up(isa, format, seed, rows, hidden, inner, data):
+    """down((min(gate, limit)·σ(1.702·…))·(clamp(up) + offset)), each product with its bias."""
+    limit, offset = data.draw(st.sampled_from([0.0, 0.3, 7.0])), data.draw(st.sampled_from([0.0, 1.0]))
+    limits = {"limit": limit, "up_offset": offset}
+    case = Case(isa, format, count=3, hidden=hidden, inner=inner, activation="quick_gelu", **limits, biased=True)
+    g = torch.Generator().manual_seed(seed)
+    x, (chosen, shares) = torch.randn(rows, hidden, generator=g), routes(rows, 2, 3, g)
+
+    def product(name, expert, rows):
+        one = case.layers[name][expert]
+        return case.ops.norm_linear(x=rows, **NONE, **weight_fields(one), out_features=one.out_features)
+
+    outputs = []
+    for expert in range(3):
+        gate, up = (product(name, expert, x) for name in ("gate", "up"))
+        if limit:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        outputs.append(product("down", expert, gate * torch.sigmoid(1.702 * gate) * (up + offset)))
+    picked = torch.stack(outputs)[chosen.T, torch.arange(rows)]  # (k, R, C)
+    expected = (picked.double() * shares.T[..., None].double()).sum(0)
+    found = case(x, chosen, shares)
+    # Rounding of what is between the products to int8 or bfloat16 may fall to the other side.
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize(
     "format", [("bfloat16", 0, "float"), ("int8", 0, "int8"), ("int4", 32, "int8"), "Q4_K"], ids=str
 )
@@ -124,7 +155,8 @@ def test_what_does_not_fit_is_refused():
     }.items():
         with pytest.raises(RuntimeError, match=message):
             case(*arguments)
+    kind = {"activation": 0, "limit": 0.0, "up_offset": 0.0}
     with pytest.raises(RuntimeError, match="does not fit the others"):
-        case.ops.plan_experts(gate=case.plans["gate"], up=case.plans["down"], down=case.plans["down"], activation=0)
+        case.ops.plan_experts(gate=case.plans["gate"], up=case.plans["down"], down=case.plans["down"], **kind)
     with pytest.raises(RuntimeError, match="each expert has"):
-        case.ops.plan_experts(gate=case.plans["gate"], up=case.plans["up"][:2], down=case.plans["down"], activation=0)
+        case.ops.plan_experts(gate=case.plans["gate"], up=case.plans["up"][:2], down=case.plans["down"], **kind)

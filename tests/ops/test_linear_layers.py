@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hasten.errors import HastenWarning
 from hasten.ops.linear import INT8, KERNELS, LinearRequest, PackedLinear, int4_format
+from hasten.ops.linear.weights import TABLES
 from hasten.ops.picker import explain, pick
 from instruction_sets import ISAS, NATIVE, needs_native
 from linear_cases import CASES, LAYERS, PACKED_FORMATS, SIZES, TORCHS, exact, layer_of, make_weight, random_weight, rms
@@ -54,6 +55,25 @@ def test_int32_words_pack_as_their_values_do(isa, n, k, group_size, symmetric):
         for kernel in ("native", "reference"):
             layer = PackedLinear.from_int4_words(replace(weight, values=words), in_features=k, kernel=kernel)
             assert torch.equal(layer.to_weight().values, weight.values)
+            assert torch.equal(layer.dequantize(), weight.dequantize())
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=15, derandomize=True)
+@given(n=SIZES, groups=st.integers(1, 5))
+def test_words_of_fp4_pack_as_their_values_do(isa, n, groups):
+    weight = random_weight("MXFP4", n, 32 * groups)
+    places = torch.tensor([TABLES["fp4"].index(number) for number in weight.values.flatten().tolist()]).view(n, -1, 8)
+    words = (places << torch.arange(0, 32, 4)).sum(2)
+    words = replace(weight, values=torch.where(words >= 2**31, words - 2**32, words).to(torch.int32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HASTEN_ISA", isa)
+        for kernel in ("native", "reference"):
+            layer = PackedLinear.from_int4_words(words, in_features=32 * groups, kernel=kernel)
+            other = PackedLinear.from_weight(weight, kernel=kernel)
+            for one, same in zip(layer.buffers(), other.buffers(), strict=True):
+                assert torch.equal(one.view(torch.uint8), same.view(torch.uint8))
             assert torch.equal(layer.dequantize(), weight.dequantize())
 
 

@@ -13,7 +13,7 @@ from instruction_sets import ISAS
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
 
 
-def run(isa, q, k, v, lengths, *, window=None, softcap=None, scale=None, rows=PLAIN):
+def run(isa, q, k, v, lengths, *, window=None, softcap=None, scale=None, rows=PLAIN, sinks=None):
     """q (B, T, H, D); k, v (B, S, Hkv, D): T queries of each sequence, the last of its lengths[b] positions."""
     batch, tokens, _, size = q.shape
     room = k.shape[1]
@@ -30,6 +30,8 @@ def run(isa, q, k, v, lengths, *, window=None, softcap=None, scale=None, rows=PL
         size**-0.5 if scale is None else scale,
         window or 0,
         softcap or 0.0,
+        None,
+        sinks,
     )
     return out.view(q.shape)
 
@@ -56,23 +58,25 @@ def case(seed, batch, tokens, room, heads, kv_heads, size, dtype):
     st.sampled_from([8, 16, 20, 64, 80, 128, 256]),
     st.sampled_from([None, 1, 5, 64, 100]),
     st.sampled_from([None, 20.0]),
+    st.booleans(),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_error_is_at_most_twice_that_of_plain_bfloat16(
-    isa, seed, batch, tokens, before, heads, size, window, softcap, dtype
+    isa, seed, batch, tokens, before, heads, size, window, softcap, with_sinks, dtype
 ):
     room = tokens + before
     errors, allowed = [], []
     for draw in range(8):  # a single tiny draw can be lucky for either side
         q, k, v = case(8 * seed + draw, batch, tokens, room, *heads, size, dtype)
         lengths = [room - b for b in range(batch)] if before else [room] * batch
-        found = run(isa, q, k, v, lengths, window=window, softcap=softcap)
+        sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(draw)) * 3 if with_sinks else None
+        found = run(isa, q, k, v, lengths, window=window, softcap=softcap, sinks=sinks)
         for b, length in enumerate(lengths):
             kb, vb = k[b : b + 1, :length], v[b : b + 1, :length]
-            options = {"window": window, "softcap": softcap, "kernel": "reference"}
+            options = {"window": window, "softcap": softcap, "sinks": sinks, "kernel": "reference"}
             exact = attention(q[b : b + 1].double(), kb.double(), vb.double(), **options)[0]
             # Plain PyTorch in bfloat16: every step rounded, as an explicit bf16 attention does.
-            plain = explicit_bfloat16(q[b], kb[0], vb[0], window, softcap)
+            plain = explicit_bfloat16(q[b], kb[0], vb[0], window, softcap, sinks)
             errors.append((found[b].double() - exact).flatten())
             allowed.append((plain.double() - exact).flatten())
     error, limit = torch.cat(errors).abs(), torch.cat(allowed).abs()
@@ -80,7 +84,7 @@ def test_error_is_at_most_twice_that_of_plain_bfloat16(
     assert error.max() <= 2 * limit.max() + 1e-6
 
 
-def explicit_bfloat16(q, k, v, window, softcap):
+def explicit_bfloat16(q, k, v, window, softcap, sinks):
     """softmax(q·kᵀ)·v of one sequence with every intermediate result in bfloat16."""
     q, groups = q.bfloat16(), q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -90,7 +94,11 @@ def explicit_bfloat16(q, k, v, window, softcap):
     places = torch.arange(k.shape[0])
     distance = places[k.shape[0] - q.shape[0] :, None] - places
     hidden = (distance < 0) | (distance >= (window or 1 << 30))
-    return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        own = sinks.bfloat16()[:, None, None].expand(*scores.shape[:2], 1)
+        return torch.einsum("hts,shd->thd", torch.cat((scores, own), -1).softmax(-1)[..., :-1], v)
+    return torch.einsum("hts,shd->thd", scores.softmax(-1), v)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -207,3 +215,33 @@ def test_a_nan_key_reaches_every_query_that_sees_it(isa, softcap):
     found = run(isa, q, k, v, [200], softcap=softcap)[0]
     assert found[:1].isfinite().all()
     assert found[1:].isnan().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [PLAIN, RowFormat(8), RowFormat(4, rotated=True)], ids=str)
+@pytest.mark.parametrize("window", [None, 128])
+def test_sinks_join_the_softmax_over_spans_and_caches_of_any_kind(isa, rows, window):
+    q, k, v = case(6, 2, 5, 1300, 8, 2, 64, torch.float32)
+    sinks = torch.linspace(-4, 11, 8)
+    kept = [rows.write(t) for t in (k, v)]
+    exact_k, exact_v = (rows.read(t, 64, torch.float64) for t in kept)
+    found = run(isa, q, *kept, [1300, 700], window=window, rows=rows, sinks=sinks)
+    options = {"window": window, "sinks": sinks, "kernel": "reference"}
+    for b, length in enumerate((1300, 700)):
+        keys, values = exact_k[b : b + 1, :length], exact_v[b : b + 1, :length]
+        exact = attention(q[b : b + 1].double(), keys, values, **options)
+        plain = attention(q[b : b + 1].double(), keys, values, **options | {"sinks": None})
+        torch.testing.assert_close(found[b : b + 1].double(), exact, rtol=0.02, atol=0.003)
+        assert (exact - plain).abs().max() > 0.4 * plain.abs().max()  # without sinks it would be another function
+    alone = run(isa, q[1:, 4:], *(t[1:] for t in kept), [700], window=window, rows=rows, sinks=sinks)
+    assert torch.equal(alone[0, 0], found[1, 4])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_largest_and_the_smallest_sink(isa):
+    q, k, v = case(7, 1, 3, 70, 4, 4, 16, torch.float32)
+    plain = run(isa, q, k, v, [70])
+    assert torch.equal(run(isa, q, k, v, [70], sinks=torch.full((4,), -1e30)), plain)
+    assert run(isa, q, k, v, [70], sinks=torch.full((4,), 1e30)).abs().max() < 1e-30
+    with pytest.raises(RuntimeError, match="one sink for each head"):
+        run(isa, q, k, v, [70], sinks=torch.zeros(3))

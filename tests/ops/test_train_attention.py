@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_cases import allowed, error, inputs, problems
+from attention_cases import allowed, error, inputs, one_rounding, problems
 from attention_cases import explicit as explicit_problem
 from hasten.errors import ConfigError
 from hasten.ops.attention import attention
@@ -326,3 +326,28 @@ def test_the_operator_takes_it_for_causal_windowed_full_padded_and_packed_attent
         zip(results(attention, dtype, kernel="native"), plain, expected, strict=True)
     ):
         assert error(mine, true) <= allowed(theirs, true, dtype) + (floor if index else 0)
+
+
+@settings(max_examples=60, derandomize=True)
+@given(problems(dtypes=[torch.float32, torch.bfloat16], sinks=True), st.booleans())
+def test_sinks_join_the_softmax_of_the_operator(problem, causal):
+    """The factor σ(lse - sink) behind the operator gives the values and gradients of a softmax with a column more."""
+    q, k, v, options = problem
+    sinks = torch.linspace(-2, 3, q.shape[2]) if options["sinks"] is None else options["sinks"]
+    options = {"causal": causal, "scale": options["scale"], "softcap": None, "alibi": None}
+    weights = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+
+    def results(run, dtype, **more):
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in (q, k, v, sinks)]
+        out = run(*leaves[:3], sinks=leaves[3], causal=causal, scale=options["scale"], **more)
+        return [out.detach(), *torch.autograd.grad((out * weights.to(dtype)).sum(), leaves)]
+
+    expected, plain = results(explicit_problem, torch.float64), results(explicit_problem, q.dtype)
+    once = one_rounding(q, k, v, options)
+    # As in test_attention.py: dO·V - D may cancel; and the gradient of a sink is a sum over all queries.
+    largest = max(1.0, (options["scale"] or q.shape[3] ** -0.5) * max(q.abs().max().item(), k.abs().max().item()))
+    floor = (once + torch.finfo(q.dtype).eps * v.abs().max().item()) * weights.abs().sum(-1).max().item() * largest
+    floors = [once, floor, floor, floor, floor * q.shape[0] * q.shape[1]]
+    found = results(attention, q.dtype, kernel="native")
+    for mine, theirs, true, own in zip(found, plain, expected, floors, strict=True):
+        assert error(mine, true) <= allowed(theirs, true, q.dtype) + own

@@ -37,7 +37,7 @@ def packed(model):
 
 STATES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
 PLAIN = ("router", "shared_gate", "beta", "decay")  # small layers
-EXPERTS = ["olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2"]
+EXPERTS = ["olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2", "gpt_oss"]
 SCHEMES = [
     Int8(),
     Int8(activations="int8"),
@@ -176,9 +176,10 @@ def test_streaming_writes_what_quantizing_in_memory_and_saving_writes(name, sche
         assert (tmp_path / "streamed" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes()
 
 
-def test_stacked_experts_are_not_written_quantized(tmp_path):
-    model = hasten.load(make_reference("granitemoe"))
-    said = pytest.raises(ConfigError, match=r"experts in one tensor .*input_linear.weight.*--quantize int8")
+@pytest.mark.parametrize(("family", "stack"), [("granitemoe", "input_linear.weight"), ("gpt_oss", "gate_up_proj")])
+def test_stacked_experts_are_not_written_quantized(family, stack, tmp_path):
+    model = hasten.load(make_reference(family))
+    said = pytest.raises(ConfigError, match=rf"experts in one tensor .*{stack}.*--quantize int8")
     with said:
         quantize_to_folder(model, Int8(), tmp_path)
     quantize(model, Int8())

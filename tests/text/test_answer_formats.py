@@ -231,3 +231,13 @@ def test_the_tail_of_an_answer_needs_no_special_tokens():
     ended = ChatTemplate(template("", REASONING="", CONTENT="{{ m.content }}<|turn|></s>"), "x")
     form = find_answer_format(ended, special_tokens={"eos_token": "</s>"})
     assert (form.tail, form.markers(calls=True)) == ("<|turn|>", [])
+
+
+def test_a_call_in_the_commentary_channel_as_gpt_oss_writes_it():
+    """Its template writes the recipient before the channel, the model behind it."""
+    call = ' to=functions.get_time <|constrain|>json<|message|>{"city": "Rome"}'
+    thought = "<|channel|>analysis<|message|>Hm.<|close|><|start|>assistant"
+    for answer, reasoning in ((f"{thought}<|channel|>commentary{call}", "Hm."), (f"<|channel|>commentary{call}", "")):
+        for pieces in ([answer], list(answer)):
+            found = read(form_of("channels"), pieces, prompt="<|start|>assistant")
+            assert found == ("", reasoning, [["get_time", '{"city": "Rome"}']])

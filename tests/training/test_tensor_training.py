@@ -115,7 +115,8 @@ def test_what_cannot_be_split_is_refused(recipe, monkeypatch):
         set_up(recipe(**SPLIT, heads=3, kv_heads=None, hidden_size=48), progress=False, ranks=two)
     with pytest.raises(ConfigError, match=r"parallel.tensor is 4, which the model's 2 key/value heads"):
         apply_tensor_parallel(model, replace(two, size=4, tensor=4), 1)
-    for family in ("mixtral", "olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2"):
+    families = ("mixtral", "olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2")
+    for family in (*families, "gpt_oss"):
         other = Transformer(read_config(values_of(family) | {"vocab_size": 102}))
         with pytest.raises(ConfigError, match="not support a model with experts"):
             apply_tensor_parallel(other, two, 1)

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 import hasten
 from hasten.errors import ConfigError
+from hasten.model.initialize import initialize
+from hasten.model.mlp import MLP
 from hasten.ops import fp8
 from hasten.ops.loss.kernels import Head
 from hasten.ops.loss.pieces import loss_and_gradient, loss_and_gradients
@@ -22,6 +24,7 @@ from hasten.training.fp8_model import Fp8Model
 from hasten.training.journal import read
 from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
+from hasten.training.training_modules import FusedMLP
 from hasten.training.whole import WholeModel, why_not_whole
 from triton_cases import needs_gpu, run_interpreted
 from whole_cases import batches, make
@@ -148,6 +151,16 @@ def test_why_a_model_is_compiled_block_by_block(tiny_recipe):
     assert "CPU" in build.why_block_by_block(model, tiny_recipe)
     model.blocks[0].mlp.up = torch.nn.Sequential()
     assert "plain products" in why_not_whole(model)
+
+
+def test_sinks_and_limits_of_an_mlp_are_not_taken_for_plain_ones():
+    config = make("plain").model.config
+    assert "sinks" in why_not_whole(initialize(replace(config, attention_sinks=True), seed=0))
+    mlp = MLP(replace(config, gated=True, swiglu_limit=0.1, up_offset=1.0, activation="silu"), 8)
+    gate, up = torch.tensor([-2.0, 2.0]), torch.tensor([-2.0, 3.0])
+    expected = torch.nn.functional.silu(torch.tensor([-2.0, 0.1])) * torch.tensor([0.9, 1.1])
+    torch.testing.assert_close(mlp.gated(gate, up), expected)
+    assert FusedMLP.of(mlp, None) is None
 
 
 @pytest.mark.parametrize("asked", [False, True])

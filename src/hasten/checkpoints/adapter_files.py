@@ -21,7 +21,7 @@ from hasten.machine.files import replacing, save_json
 from hasten.machine.regular_files import read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES
-from hasten.model.families.family import TensorSlice, join
+from hasten.model.families.slices import TensorSlice, join
 from hasten.model.lora import LARGEST_RANK, Adapter, Factors, adaptable, layer_size
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer

@@ -24,7 +24,7 @@ from hasten.machine.files import locked, save_json
 from hasten.model.binding import kernels
 from hasten.model.experts import kept_dtype
 from hasten.model.families import FAMILIES
-from hasten.model.families.family import TensorSlice, join
+from hasten.model.families.slices import TensorSlice, join
 from hasten.model.layer_format import LayerFormat, is_w8a8, of_integers, written_activations
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer, require_model
@@ -221,7 +221,7 @@ class _Plan:
         pieces, layer = [piece for piece, _ in self.parts[name]], self.layer(name)
         if layer is None:
             tensor = join(pieces, [self._tensor(ours, device) for _, ours in self.parts[name]])
-            tensor = tensor.t() if pieces[0].transposed else tensor
+            tensor = tensor.mT if pieces[0].transposed else tensor
             return {name: tensor.to(kept_dtype(self.parts[name][0][1], self.dtype)).contiguous()}
         weights = [self._weight(ours, layer, device) for _, ours in self.parts[name]]
         try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hasten.checkpoints.formats.file_format import QuantizedFolder, QuantizedModule
 from hasten.errors import HastenWarning
-from hasten.model.families.family import TensorSlice
+from hasten.model.families.slices import TensorSlice
 from hasten.model.layer_format import LayerFormat
 from hasten.model.shares import Cut, Share
 from hasten.model.transformer import Transformer
@@ -97,7 +97,7 @@ def fill_quantized(
         for stored in beside.get(module.name, ()):  # its scales and zeros; a kernel that uses them reads them again
             if stored != module.values:
                 release_pages(folder.tensor(stored))
-        unpacked += math.prod(module.shape)
+        unpacked += math.prod(module.shape[-2:])
         if unpacked > MOST_UNPACKED:
             return_freed_memory()  # what was unpacked, or copied of a share, is gone
             unpacked = 0

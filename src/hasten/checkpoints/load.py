@@ -25,7 +25,8 @@ from hasten.machine.device import resolve_device, resolve_dtype
 from hasten.model.config import ModelConfig
 from hasten.model.experts import kept_dtype
 from hasten.model.families import FAMILIES, family_of, read_config
-from hasten.model.families.family import Family, TensorSlice, stacked_experts
+from hasten.model.families.family import Family, layouts
+from hasten.model.families.slices import TensorSlice
 from hasten.model.families.wrapped import skipped_towers, text_tensors
 from hasten.model.inference import inference_dtype
 from hasten.model.initialize import unfilled
@@ -122,10 +123,10 @@ def shares_of(checkpoint: ModelSource, size: int) -> list[Share]:
     """Each rank's share for `size` ranks. Raises ConfigError if the model cannot be split that way."""
     together = {"output": 1, "down": 1}
     if checkpoint.quantized is not None:
-        family = FAMILIES[checkpoint.config.family]
-        modules = checkpoint.quantized.modules
+        config, modules = checkpoint.config, checkpoint.quantized.modules
         for role in together:
-            names = {place.name for ours, place in family.places(checkpoint.config) if f".{role}.weight" in ours}
+            every = (place for layout in layouts(FAMILIES[config.family], config) for place in layout)
+            names = {piece.name for ours, piece in every if f".{role}.weight" in ours}
             formats = (modules[name].layer for name in names & set(modules))
             together[role] = whole_groups(one.weight for one in formats if one is not None)
     return shares(checkpoint.config, size, **together)
@@ -170,8 +171,7 @@ def planned(checkpoint: ModelSource) -> tuple[Transformer, dict[str, TensorSlice
     config, quantized = checkpoint.config, checkpoint.quantized
     seen, modules = (checkpoint.stored, {}) if quantized is None else (quantized.logical, quantized.modules)
     family = FAMILIES[config.family]
-    layouts = [family.places(config), *([stacked_experts(family, config)] if config.experts else [])]
-    pieces = _locate(config, family, layouts, seen, str(checkpoint.path))
+    pieces = _locate(config, family, seen, str(checkpoint.path))
     # Where others store a weight transposed, its quantized form is (out, in) all the same.
     pieces = {o: replace(p, transposed=False) if p.name in modules else p for o, p in pieces.items()}
     model = _skeleton(config)
@@ -196,8 +196,7 @@ def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: tor
     where, given = type(module).__name__, module.state_dict()
     names, towers = text_tensors(values, given)
     tensors = {ours: given[name] for ours, name in names.items()}
-    layouts = [*([stacked_experts(family, config)] if config.experts else []), family.places(config)]
-    pieces = _locate(config, family, layouts, tensors, where)
+    pieces = _locate(config, family, tensors, where)
     model = _skeleton(config)
     stored = {
         name: StoredTensor(name, NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), Path(where))
@@ -218,13 +217,12 @@ def _skeleton(config: ModelConfig) -> Transformer:
         return Transformer(config).eval()
 
 
-def _locate(
-    config: ModelConfig, family: Family, layouts: list, tensors: Mapping[str, Any], where: str
-) -> dict[str, TensorSlice]:
-    """Find every parameter's piece under one of the layouts, or say which tensor is missing."""
-    missing = ""
-    for layout in layouts:
+def _locate(config: ModelConfig, family: Family, tensors: Mapping[str, Any], where: str) -> dict[str, TensorSlice]:
+    """Find every parameter's piece under one of the layouts, or say which tensor the closest of them lacks."""
+    most, missing = -1, ""
+    for layout in layouts(family, config):
         pieces: dict[str, TensorSlice] = {}
+        absent = "model.embed_tokens.weight"
         for ours, piece in layout:
             name = piece.name
             if name not in tensors:
@@ -232,14 +230,15 @@ def _locate(
             if name not in tensors:
                 if config.tie_embeddings and ours in ("head.weight", "embedding.weight"):
                     continue
-                missing = missing or piece.name
+                absent = piece.name
                 break
             pieces[ours] = piece if name == piece.name else replace(piece, name=name)
         else:
             tied = pieces.get("embedding.weight") or pieces.get("head.weight")
             if tied is not None:  # of two tied weights a file may hold either
                 return {"embedding.weight": tied} | pieces
-            missing = missing or "model.embed_tokens.weight"
+        if len(pieces) > most:
+            most, missing = len(pieces), absent
     packed = tensors.get(f"{missing}_packed")
     if isinstance(packed, StoredTensor):
         raise CheckpointError(
@@ -345,7 +344,7 @@ def _fill(
         owner, _, leaf = ours.rpartition(".")
         parameter = nn.Parameter(held.to(device=device, dtype=kept_dtype(ours, dtype)))
         setattr(model.get_submodule(owner), leaf, parameter)
-        copied = cut is not None or parameter.data_ptr() != held.data_ptr()
+        copied = parameter.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
         few_rows = ours == "embedding.weight" and not tied  # of which a step reads its tokens' own
         if mapped and (copied or few_rows):
             release_pages(whole)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hasten.ops.attention import AttentionRequest
 
 OF_CALL = Unless("layer")  # a layer is bound before these are known
-IN_WORDS = ("mask", "key_padding", "key_lengths", "bias", "alibi", "documents", "dropout")
+IN_WORDS = ("mask", "key_padding", "key_lengths", "bias", "alibi", "sinks", "documents", "dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,8 @@ class ExplainAttention(JsonOption):
     """Linear biases by distance."""
     softcap: float | None = None
     """Scores are soft-capped (Gemma 2)."""
+    sinks: bool = False
+    """A learned logit of each head joins the softmax (gpt-oss)."""
     block_mask: bool = False
     """A block-sparse pattern."""
     block_size: Annotated[int, Needs("block_mask")] = 64
@@ -124,7 +126,7 @@ class ExplainAttention(JsonOption):
         call |= {"bias": self.bias or self.learned_bias, "bias_gradient": self.learned_bias}
         call["block_size"] = self.block_size if self.block_mask else None
         if self.layer:
-            call = {name: call[name] for name in ("block_mask", "block_size")}
+            call = {name: call[name] for name in ("block_mask", "block_size", "sinks")}
         call |= {"device": device, "dtype": getattr(torch, self.dtype), "capability": self._capability()}
         return AttentionRequest(spec=spec, **call), absent
 

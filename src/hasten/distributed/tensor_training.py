@@ -116,6 +116,7 @@ def check_split(config: ModelConfig, degree: int) -> None:
         (config.parallel, "blocks whose attention and MLP read the same stream"),
         (not config.pre_norms, "blocks without norms before attention and MLP"),
         (config.qk_norm == "projection", "norms over all heads of its queries together"),
+        (config.attention_sinks, "attention sinks"),
         (config.logit_scale != 1.0, "scaled logits"),
         (config.attention_pattern, "a sparse attention pattern"),
         (config.keeps_states, "Gated DeltaNet"),

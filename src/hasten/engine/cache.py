@@ -138,7 +138,8 @@ class KVCache:
     def _picked(self, shape: LayerShape) -> Kernel[AttentionRequest]:
         spec = AttentionSpec(heads=self.config.heads, **shape._asdict(), scale=1.0)
         request = AttentionRequest(spec=spec, device=self.device, dtype=self.dtype, cache_bits=self.row_format.bits)
-        return pick(PAGED_KERNELS, replace(request, block_mask=self.config.attention_pattern is not None))
+        sparse = self.config.attention_pattern is not None
+        return pick(PAGED_KERNELS, replace(request, block_mask=sparse, sinks=self.config.attention_sinks))
 
     @classmethod
     def of_texts(

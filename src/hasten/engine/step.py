@@ -39,19 +39,29 @@ class KVLayer:
         """For a kernel that writes and reads the cache itself."""
         return self.held
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attention: LayerAttention,
+        sinks: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
         """Write the step's k, v (B, T, Hkv, D); attention of q (B, T, H, D) over what its queries may look at."""
         held, rows = self.held, self.held.metadata.rows
         slots, head_dim, dtype = held.metadata.slot_mapping, k.shape[-1], k.dtype
         k, v = rows.write(k), rows.write(v)
         held.k[slots], held.v[slots] = k.flatten(0, 1), v.flatten(0, 1)
         if self.kernel is not None:
-            found = self.kernel(q.flatten(0, 1), held, spec=attention.spec, groups=self.groups, dense=attention)
+            given = {"spec": attention.spec, "groups": self.groups, "dense": attention, "sinks": sinks}
+            found = self.kernel(q.flatten(0, 1), held, **given)
             return found.unflatten(0, q.shape[:2])
         if isinstance(self.mask, Tensor):
             k, v = (t[:-1].unflatten(0, (len(q), -1))[:, : self.read] for t in (held.k, held.v))  # (B, S', Hkv, …)
         k, v = (rows.read(t, head_dim, dtype) for t in (k, v))
-        return attention(q, k, v, mask=self.mask, dropout=dropout)
+        return attention(q, k, v, mask=self.mask, sinks=sinks, dropout=dropout)
 
 
 @dataclass(frozen=True, slots=True)

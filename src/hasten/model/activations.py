@@ -24,10 +24,16 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """x·σ(1.702·x), which approximates x·Φ(x) (arXiv 1606.08415)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
     "relu": F.relu,
     "relu2": relu2,
 }

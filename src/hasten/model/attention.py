@@ -41,6 +41,7 @@ class Attention(nn.Module):
         whole = config.qk_norm == "projection"
         self.q_norm = norm_of(config, size * config.heads if whole else size) if config.qk_norm else None
         self.k_norm = norm_of(config, size * config.kv_heads if whole else size) if config.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(config.heads)) if config.attention_sinks else None
         self.block_size: int | None = None  # of a sparse pattern that is more than a regrouping of plain attention
         self.dropout = config.dropout
         heads = AttentionSpec(heads=config.heads, kv_heads=config.kv_heads, head_dim=size, scale=layer.scale)
@@ -59,7 +60,8 @@ class Attention(nn.Module):
         wide = isinstance(getattr(self.q, "base", self.q), WideLinear)
         dtype = dtype or (torch.float32 if wide else like.dtype)
         request = AttentionRequest(spec=self.spec, device=device or like.device, dtype=dtype, dropout=self.dropout > 0)
-        return replace(request, block_mask=self.block_size is not None, block_size=self.block_size)
+        request = replace(request, block_mask=self.block_size is not None, block_size=self.block_size)
+        return replace(request, sinks=self.sinks is not None)
 
     def bind(
         self, kernel: str | None = None, *, dtype: torch.dtype | None = None, device: torch.device | None = None
@@ -95,7 +97,8 @@ class Attention(nn.Module):
                 q = q * factor[..., None, None].to(q.dtype)
         if self.qk_norm == "rotated_head":
             q, k = self.normalized(q, k)
-        y = layer.attend(q, k, v, attention=self.kernels, dropout=self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        y = layer.attend(q, k, v, attention=self.kernels, sinks=self.sinks, dropout=dropout)
         return (y if gate is None else y * gate.sigmoid()).flatten(-2)
 
     def normalized(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

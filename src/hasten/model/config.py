@@ -110,8 +110,10 @@ class ModelConfig:
     parallel: bool = False  # attention and MLP read the same normalised stream, and both are added to it at once
     # Queries and keys are normalised: each head before the rotary turn, each head after it, or all heads as one vector.
     qk_norm: Literal["head", "rotated_head", "projection"] | None = None
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"] = "silu"
     gated: bool = True  # down(act(gate x) * up x) instead of down(act(up x))
+    swiglu_limit: float | None = None  # gate x is at most this, and up x within ± this
+    up_offset: float = 0.0  # down(act(gate x) * (up x + up_offset))
     attention_gate: bool = False  # each query head has a second half, whose sigmoid multiplies what attention returns
     qkv_bias: bool = False
     output_bias: bool = False
@@ -120,6 +122,7 @@ class ModelConfig:
     ropes: tuple[RopeConfig, ...] = ()
     rope_pairs: bool = False  # rotates elements 2i and 2i + 1 of a head together instead of i and i + dim/2
     attention_softcap: float | None = None
+    attention_sinks: bool = False  # a learned logit of each head joins the softmax of its scores
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # multiplies what attention and MLP add to the stream
@@ -130,6 +133,7 @@ class ModelConfig:
     experts_per_token: int = 0
     expert_size: int = 0
     expert_scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    router_bias: bool = False  # the router's logits have one
     expert_choice_bias: bool = False  # a stored bias of each expert is added to its score to choose, not to weigh
     expert_groups: int = 1  # consecutive experts in as many equal groups; only the best groups' experts are chosen
     expert_top_groups: int = 1  # number of groups kept, by the sum of the two best scores in each

@@ -29,8 +29,17 @@ class PlainLayer:
         self.mask, self.intervals, self.documents = mask, intervals, documents
         self._groups: list[SequenceGroup] | None = None  # of the documents
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
-        return attention(q, k, v, mask=self.mask, intervals=self.intervals, dropout=dropout)
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attention: LayerAttention,
+        sinks: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        return attention(q, k, v, mask=self.mask, intervals=self.intervals, sinks=sinks, dropout=dropout)
 
     def recur(self, run: Callable[..., tuple[Tensor, DeltaState]], *inputs: Tensor) -> Tensor:
         if self.documents is None:

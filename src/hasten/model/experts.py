@@ -13,6 +13,7 @@ def route(logits: Tensor, config: ModelConfig, choice_bias: Tensor | None = None
     """Choose experts by the router's logits (N, E): their weights, in float32, and their numbers, (N, k) each.
 
     choice_bias: float32 (E,), added to the scores that choose and not to those that weigh (arXiv 2408.15664).
+    Normalised softmax scores are the softmax of the chosen logits alone.
     """
     logits = logits.float()
     scores = _sigmoid(logits) if config.expert_scores == "sigmoid" else logits.softmax(dim=-1)  # (N, E)
@@ -60,7 +61,7 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         self.all_take_part = False  # also experts that no row has chosen: then each has a gradient
-        self.router = nn.Linear(config.hidden_size, config.experts, bias=False)
+        self.router = nn.Linear(config.hidden_size, config.experts, bias=config.router_bias)
         self.choice_bias = nn.Parameter(torch.empty(config.experts)) if config.expert_choice_bias else None
         self.experts = nn.ModuleList(make(config.expert_size) for _ in range(config.experts))
         self.shared = make(config.shared_size) if config.shared_size else None

@@ -29,7 +29,9 @@ def unknown_parts(config: ModelConfig, known: Collection[str] = ()) -> str | Non
         "rope": "no layers without rotary positions beside others" if stays else None,
         "query_beta": "no scaling of queries by their position" if any(r.query_beta for r in config.ropes) else None,
         "rope_pairs": "no rotary turn of neighbouring elements" if config.rope_pairs else None,
-        "activation": "no squared ReLU" if config.activation == "relu2" else None,
+        "sinks": "no attention sinks" if config.attention_sinks else None,
+        "activation": _ACTIVATIONS.get(config.activation),
+        "swiglu": "no limits or offsets in gated MLPs" if config.swiglu_limit or config.up_offset else None,
     }
     return next((words for name, words in parts.items() if words is not None and name not in known), None)
 
@@ -38,6 +40,7 @@ def _unusual_layer_norm(config: ModelConfig) -> bool:
     return config.norm == "layernorm" and (config.norm_offset != 0.0 or not config.norm_bias)
 
 
+_ACTIVATIONS = {"relu2": "no squared ReLU", "quick_gelu": "no GELU by a logistic function"}
 _QK_NORMS = {
     "projection": "no norms over all heads of queries and keys together",
     "rotated_head": "no norms of queries and keys after their rotary turn",
@@ -61,6 +64,7 @@ class FusedSteps(nn.Module):
         self.spec = attention.spec
         self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
         self.q_norm, self.k_norm, self.qk_norm = attention.q_norm, attention.k_norm, attention.qk_norm
+        self.sinks = attention.sinks
         self.rope_pairs, self.residual_scale, self.parallel = attention.rope_pairs, block.residual_scale, block.parallel
         self.mlp_norm, self.mlp_post_norm = block.mlp_norm, block.mlp_post_norm
         self.experts: nn.Module | None = block.mlp if isinstance(block.mlp, Experts) else None
@@ -112,6 +116,7 @@ class FusedSteps(nn.Module):
             linear = getattr(self, fused)
             for name, rows in parts.items():
                 block.set_submodule(name, plain(linear) if len(parts) == 1 else part_of(linear, rows))
+        block.attention.sinks = self.sinks
         block.attention.q_norm, block.attention.k_norm = self.q_norm, self.k_norm
         block.attention_norm, block.attention_post_norm = self.attention_norm, self.attention_post_norm
         block.mlp_norm, block.mlp_post_norm = self.mlp_norm, self.mlp_post_norm

@@ -21,7 +21,9 @@ def routing_of(experts: Experts) -> dict[str, Any] | None:
     plan, config, shared, gate = experts_plan(experts), experts.config, experts.shared, experts.shared_gate
     beside: list[Any] = [] if shared is None else [shared.gate, shared.up, shared.down]
     linears = [experts.router, *beside, *([] if gate is None else [gate])]
-    if plan is None or not all(isinstance(one, PackedLinear) and one.bias is None for one in linears):
+    plain = all(isinstance(one, PackedLinear) and (one.bias is None or one is experts.router) for one in linears)
+    limited = shared is not None and (config.swiglu_limit or config.up_offset)
+    if plan is None or not plain or limited:
         return None
     router: Any = experts.router
     return {
@@ -59,12 +61,13 @@ def experts_plan(experts: Experts) -> Tensor | None:
     plans = {}
     for name in ("gate", "up", "down"):
         linears = [getattr(expert, name) for expert in each]
-        alike = [one for one in linears if isinstance(one, PackedLinear) and one.bias is None]
+        alike = [one for one in linears if isinstance(one, PackedLinear)]
         if len(alike) < len(linears) or difference(*alike) is not None:
             return None
         plans[name] = [weight_plan(one) for one in alike]
-    activation = ACTIVATION_ORDER.index(each[0].activation_name)
-    plan: Tensor = native_ops().plan_experts.default(**plans, activation=activation)
+    mlp = each[0]
+    kind = {"activation": ACTIVATION_ORDER.index(mlp.activation_name), "limit": mlp.limit or 0.0}
+    plan: Tensor = native_ops().plan_experts.default(**plans, **kind, up_offset=mlp.up_offset)
     return plan
 
 

@@ -51,7 +51,7 @@ from hasten.ops.pages import in_large_pages, return_freed_memory
 HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
 # Fields that the native steps support, of those that `unknown_parts` looks at.
-_BESIDE_EXPERTS = ("norm", "pre_norms", "rope", "activation")
+_BESIDE_EXPERTS = ("norm", "pre_norms", "rope", "sinks", "activation")
 _KNOWN = (*_BESIDE_EXPERTS, "parallel", "qk_norm", "residual_scale", "query_beta", "rope_pairs")
 
 
@@ -81,9 +81,10 @@ def native_shape_refusal(config: ModelConfig) -> str | None:
     """Why the native steps cannot run a model of this shape, or None."""
     if config.head_dim > LARGEST_HEAD:
         return f"the head size is {config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
-    experts = any(layer.experts for layer in config.layers)
-    part = unknown_parts(config, known=_BESIDE_EXPERTS if experts else _KNOWN)
-    blocks = " of blocks with experts" if experts else ""
+    experts = {layer.experts for layer in config.layers}
+    known = _BESIDE_EXPERTS if True in experts else _KNOWN
+    part = unknown_parts(config, known=known if False in experts else (*known, "swiglu"))
+    blocks = " of blocks with experts" if True in experts else ""
     return None if part is None else f"the fused steps{blocks} know {part}"
 
 
@@ -151,6 +152,7 @@ class FusedBlock(FusedSteps):
         heads: dict[str, Any] = {"heads": spec.heads, "head_dim": spec.head_dim, **head_norms}
         turned = {"head_norm": HEAD_NORM_ORDER.index(self.qk_norm or "head"), "rope_pairs": self.rope_pairs}
         scores = {"scale": spec.scale, "window": spec.window or 0, "softcap": spec.softcap or 0.0}
+        sinks = None if self.sinks is None else self.sinks.detach().float()
         qkv = [self._plan(name) for name in ("q", "k", "v")]
         experts: Any = self.experts
         summed = isinstance(sums, SumOfRanks)
@@ -178,6 +180,7 @@ class FusedBlock(FusedSteps):
                 down_norm_weight=down_norm[0],
                 down_norm_bias=down_norm[1],
                 ranks=sums.group.plan if isinstance(sums, SumOfRanks) else None,
+                sinks=sinks,
                 **routing,
             )
             self._bound = SimpleNamespace(blocks=ops.blocks.default, plan=plan)
@@ -187,6 +190,7 @@ class FusedBlock(FusedSteps):
                 attention_input=partial(ops.attention_input.default, **norm, **heads, weights=qkv),
                 attention=ops.attention.default,
                 scores=(*scores.values(),),
+                sinks=sinks,
                 output=partial(ops.linear_add.default, **weight_fields(self.output)),
                 output_norm=norm_fields(sums),
                 summed=summed,
@@ -248,7 +252,7 @@ class FusedBlock(FusedSteps):
         cos, sin = (None, None) if rope is None else rope[:2]  # (B, T, dim/2)
         placed = {"slot_mapping": metadata.slot_mapping, "rotated": metadata.rows.rotated}
         q = bound.attention_input(x=x, cos=cos, sin=sin, k=k, v=v, **placed)  # (B·T, H, D)
-        attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores, seen)  # (B·T, H, D)
+        attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores, seen, bound.sinks)  # (B·T, H, D)
         if bound.summed:  # by the ranks, before the norm
             part = bound.output(x=attended, residual=torch.zeros_like(x), **norm_fields(nn.Identity()))
             x = x + self.attention_post_norm(part)

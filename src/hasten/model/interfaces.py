@@ -18,10 +18,20 @@ if TYPE_CHECKING:
 class LayerContext(Protocol):
     """The keys and values that one layer's attention sees, besides those of this call."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attention: LayerAttention,
+        sinks: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
         """Store the new k, v (B, T, Hkv, D); return attention (B, T, H, D) of q (B, T, H, D) over everything stored.
 
-        attention: the layer's kernels, for contexts that hold the keys in one contiguous tensor.
+        attention: the layer's kernels, for contexts that hold the keys in one contiguous tensor. sinks (H,): logits of
+        its heads that join the softmax.
         """
         ...
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES
-from hasten.model.families.family import TensorSlice
+from hasten.model.families.slices import TensorSlice
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedLinear
 

@@ -21,8 +21,15 @@ class MLP(nn.Module):
         self.down: Linear = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
         self.activation_name = config.activation
         self.activation = ACTIVATIONS[config.activation]
+        self.limit, self.up_offset = config.swiglu_limit, config.up_offset
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
             return self.down(self.activation(self.up(x)))
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(self.gated(self.gate(x), self.up(x)))
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """act(gate)·up, after the limits and with the offset that the model has."""
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.activation(gate) * (up + self.up_offset if self.up_offset else up)

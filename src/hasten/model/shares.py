@@ -91,6 +91,8 @@ class Share:
     def cut(self, name: str) -> Cut | None:
         """The slice of a parameter, by its name in a Transformer; None: it is replicated."""
         *owners, module, kind = name.split(".")
+        if kind == "sinks":
+            return Cut(0, self.heads)
         inner = self.expert if "experts" in owners else self.shared if "shared" in owners else self.inner
         size = self.head_dim
         heads, kv_heads = (range(held.start * size, held.stop * size) for held in (self.heads, self.kv_heads))

@@ -14,7 +14,8 @@ namespace hasten {
 
 constexpr float LOG2E = 1.44269504088896341f;
 
-INLINE F32 max(F32 a, F32 b) { return select(a > b, a, b); }
+INLINE F32 max(F32 a, F32 b) { return select(a > b, a, b); }  // b where either is NaN
+INLINE F32 min(F32 a, F32 b) { return select(a < b, a, b); }  // likewise
 INLINE F32 abs(F32 v) { return as<F32>(as<U32>(v) & 0x7fffffffu); }
 
 INLINE F32 larger(F32 a, F32 b) {  // b where either is NaN

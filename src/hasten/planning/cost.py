@@ -90,10 +90,11 @@ def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
         vectors += sum(_widths(config, layer)[:3]) * config.qkv_bias + hidden * config.output_bias
         if config.qk_norm is not None:
             vectors += size * per_norm * (config.heads + config.kv_heads if config.qk_norm == "projection" else 2)
+        vectors += config.heads * config.attention_sinks
     inner, every, used = config.intermediate_size, 1, 1
     if layer.experts:
         inner, every, used = config.expert_size, config.experts, config.experts_per_token
-        vectors += config.experts * config.expert_choice_bias
+        vectors += config.experts * (config.expert_choice_bias + config.router_bias)
         vectors += _mlp_biases(config, config.shared_size) if config.shared_size else 0
     biases = _mlp_biases(config, inner)
     own, active = matrices(config, layer)

@@ -14,7 +14,7 @@ def held_bytes(source: ModelSource, *, itemsize: int | None = None) -> int:
     """
     modules = {} if source.quantized is None else source.quantized.modules
     bits = sum(
-        prod(one.shape) * (8 * (itemsize or 2) if one.layer is None else one.layer.weight.bits_of(one.shape[1]))
+        prod(one.shape) * (8 * (itemsize or 2) if one.layer is None else one.layer.weight.bits_of(one.shape[-1]))
         for one in modules.values()
     )
     plain = plain_tensors(source)

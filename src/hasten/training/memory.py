@@ -44,6 +44,8 @@ def training_use(
     """
     techniques, data, parallel = recipe.techniques, recipe.data, recipe.parallel
     dtype = resolve_dtype(techniques.precision, auto=torch.bfloat16)
+    # On a GPU no other kernel takes sinks.
+    explicit = attention_kernel(recipe, device) == "reference" or (config.attention_sinks and device.type != "cpu")
     loss = pick(KERNELS, LossRequest(device=device, dtype=dtype, softcap=config.logit_softcap), forced=techniques.loss)
     recompute, adapter = techniques.checkpointing, None
     if recompute == "offload" and device.type == "cpu":  # which is the same memory
@@ -62,7 +64,7 @@ def training_use(
         recompute=recompute,
         compiled=techniques.compile,
         joined=techniques.joined_projections and device.type == "cpu",
-        explicit_attention=attention_kernel(recipe, device) == "reference",
+        explicit_attention=explicit,
         loss="chunked" if ranks.tensor > 1 else loss.name,  # a head split over ranks always uses that one
         zero=parallel.zero,
         ranks=ranks.size // parallel.replicas,

@@ -39,8 +39,9 @@ class FusedMLP(MLP):
 
     @classmethod
     def of(cls, mlp: MLP, functions: Functions) -> Self | None:
-        """Create the replacement of `mlp`, with its layers; None if it has another activation."""
-        if (mlp.activation_name, mlp.gate is None) not in (("gelu_tanh", True), ("silu", False)):
+        """Create the replacement of `mlp`, with its layers; None if it has another activation, or limits."""
+        limited = mlp.limit is not None or mlp.up_offset
+        if limited or (mlp.activation_name, mlp.gate is None) not in (("gelu_tanh", True), ("silu", False)):
             return None
         new = take_over(cls, mlp)
         new.functions = functions

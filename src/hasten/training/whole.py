@@ -59,6 +59,8 @@ def why_not_whole(model: Transformer) -> str | None:
         return "its layer norms store their weights minus one, or have no biases"
     if model.config.residual_scale != 1.0 or model.config.logit_scale != 1.0:
         return "it scales its residual branches or its logits"
+    if model.config.attention_sinks:
+        return "its attention has sinks"
     if type(model.head) is not nn.Linear or type(model.embedding) is not nn.Embedding:
         return "its head or embedding is not plain"
     if any(not parameter.requires_grad for parameter in model.parameters()):
@@ -226,7 +228,7 @@ class WholeModel(nn.Module):
         if mlp.gate is None:
             return mlp.activation(biased)
         gate, own = biased.chunk(2, dim=-1)
-        return mlp.activation(gate) * own
+        return mlp.gated(gate, own)
 
     def layers(self) -> list[LayerWeights]:
         """The joined weights of all blocks."""

@@ -54,14 +54,15 @@ class ConfigFields:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModule:
-    """One quantized linear module of a folder: its published name, its true shape (N, K), how the file stores it.
+    """One quantized linear module of a folder: its published name, its true shape, how the file stores it.
 
-    layer: how a packed layer holds it (its groups may be parts of the file's), or None where no kernel can. values: the
-    name of the tensor with its values. type: the file's own name of the format (Q4_1), or "".
+    shape: (N, K), or (E, N, K) of the stacked matrices of E experts. layer: how a packed layer holds it (its groups may
+    be parts of the file's), or None where no kernel can. values: the name of the tensor with its values. type: the
+    file's own name of the format (Q4_1), or "".
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     stored: WeightFormat
     layer: LayerFormat | None
     values: str

@@ -10,6 +10,7 @@ from hasten.checkpoints.formats.compressed_reader import read_compressed
 from hasten.checkpoints.formats.compressed_tensors import CompressedTensors
 from hasten.checkpoints.formats.file_format import ConfigFields, OpenFolder, QuantizedFolder, WrittenFormat
 from hasten.checkpoints.formats.floats import read_fp8, read_modelopt
+from hasten.checkpoints.formats.stacked_fp4 import read_mxfp4
 from hasten.errors import CheckpointError, ConfigError
 
 # What reads a quantization_config, of a config.json with some values at a path; CheckpointError names a field.
@@ -20,6 +21,7 @@ READERS: Mapping[str, Callable[[Any, Mapping[str, Any], Path], OpenFolder]] = {
     "auto-round": read_auto_round,
     "fp8": read_fp8,
     "modelopt": read_modelopt,
+    "mxfp4": read_mxfp4,
 }
 WRITERS: Mapping[str, WrittenFormat] = {one.method: one for one in (CompressedTensors(), GPTQFormat())}
 

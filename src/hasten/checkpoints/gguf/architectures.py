@@ -230,6 +230,20 @@ def seed_oss_read(own: Own, found: Values, tensors: Container[str]) -> Values:
     return {"attention_out_bias": "blk.0.attn_output.bias" in tensors}
 
 
+def gpt_oss_read(own: Own, found: Values, tensors: Container[str]) -> Values:
+    """The files state no pattern of windows, and no truncation of yarn, which the family's authors leave out."""
+    size = own.get("expert_feed_forward_length")
+    return {
+        "attention_bias": True,
+        "layer_types": kinds_of_layers(own, found, 2),
+        "rope_scaling": {"rope_type": "default", "truncate": False},
+    } | ({} if size is None else {"intermediate_size": size})
+
+
+def gpt_oss_write(config: ModelConfig) -> Values:
+    return {"attention.sliding_window": windows(config)["attention.sliding_window"]}
+
+
 NORM_AFTER_ATTENTION = {"mlp_norm": "post_attention_norm"}  # what the MLP reads is normalised by what is called so
 GRANITE_NUMBERS = {
     "attention.scale": "attention_multiplier",
@@ -358,6 +372,16 @@ ARCHITECTURES = {
         experts=True,
         equal_heads=True,
         head="own",
+    ),
+    "gpt-oss": Architecture(
+        family="gpt_oss",
+        read=gpt_oss_read,
+        write=gpt_oss_write,
+        parts=NORM_AFTER_ATTENTION,
+        experts=True,
+        head="own",
+        biases=BIASES,
+        windowed=True,
     ),
     "minimax-m2": Architecture(
         family="minimax_m2",

@@ -86,7 +86,7 @@ def _partial(turned: Any, head: Any, where: str) -> dict[str, Any]:
 
 
 def _scaling(own: Mapping[str, Any], found: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
-    """`rope_scaling`: linear and yarn by metadata, Llama 3's by the factors of its frequencies."""
+    """`rope_scaling`: linear and yarn by metadata, added to what was found; Llama 3's by its factors."""
     if FREQUENCIES in file.tensors:
         return {"rope_scaling": _llama3(found, file)}
     if all(name in file.tensors for name in LONG_ROPE):
@@ -103,7 +103,8 @@ def _scaling(own: Mapping[str, Any], found: Mapping[str, Any], file: GGUFFile) -
         given["mscale"] = 1.0
     if own.get("attention.temperature_scale"):
         given["llama_4_scaling_beta"] = own["attention.temperature_scale"]
-    return {"rope_scaling": (given if kind == "yarn" else {}) | {"rope_type": kind, "factor": factor}}
+    known: dict[str, Any] = found.get("rope_scaling", {})
+    return {"rope_scaling": known | (given if kind == "yarn" else {}) | {"rope_type": kind, "factor": factor}}
 
 
 def _longrope(own: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:

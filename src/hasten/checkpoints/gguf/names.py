@@ -45,7 +45,8 @@ PARTS |= {f"mlp.{part}": f"ffn_{part}" for part in ("gate", "up", "down")} | {"m
 PARTS |= {f"mlp.experts.{part}": f"ffn_{part}_exps" for part in ("gate", "up", "down")}
 PARTS |= {f"mlp.shared.{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
 PARTS |= {"mlp.shared_gate": "ffn_gate_inp_shexp"}
-CHOICE_BIAS = "mlp.choice_bias"  # which is called exp_probs_b.bias
+# Vectors that are parameters of a part itself.
+VECTORS = {"attention.sinks": "attn_sinks.weight", "mlp.choice_bias": "exp_probs_b.bias"}
 
 
 class Place(NamedTuple):
@@ -72,9 +73,8 @@ def place_of(ours: str, config: ModelConfig) -> Place:
     """
     module, _, leaf = ours.rpartition(".")
     _, index, part = module.split(".", 2) if module.startswith("blocks.") else ("", "", module)
-    if ours.endswith(CHOICE_BIAS):
-        one_row = "choice_bias" in FAMILIES[config.family].one_row
-        return Place(f"blk.{index}.exp_probs_b.bias", one_row=one_row)
+    if (vector := VECTORS.get(f"{part}.{leaf}")) is not None:
+        return Place(f"blk.{index}.{vector}", one_row=leaf in FAMILIES[config.family].one_row)
     architecture = ARCHITECTURES[OF_FAMILY[config.family]]
     order, expert = None, None
     if found := re.fullmatch(r"(mlp\.experts)\.(\d+)\.(\w+)", part):

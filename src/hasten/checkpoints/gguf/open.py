@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -63,7 +64,7 @@ class GGUFWeights(QuantizedFolder):
         self.places: dict[str, Place] = {}
         self._check_experts()
         named = {FREQUENCIES, *LONG_ROPE}
-        for ours, piece in FAMILIES[config.family].places(config):
+        for ours, piece in replace(FAMILIES[config.family], stacks=None).places(config):
             place = place_of(ours, config)
             if place.name in file.tensors:
                 self.places[piece.name] = place
@@ -74,14 +75,16 @@ class GGUFWeights(QuantizedFolder):
             self.logical[name] = StoredTensor(name, "F32", file.tensors[name].shape, file.path)
 
     def _check_experts(self) -> None:
-        """Raise CheckpointError, before their names are made, unless each matrix of all experts is one tensor."""
+        """Raise CheckpointError, unless all experts' matrices are one tensor, as their biases are."""
         layers = [i for i, layer in enumerate(self.config.layers) if layer.experts]
-        for name in (f"blk.{i}.ffn_{part}_exps.weight" for i in layers for part in ("gate", "up", "down")):
+        kinds = [("weight", 3, "matrices"), ("bias", 2, "biases")][: 1 + self.config.mlp_bias]
+        for i, part, (leaf, sizes, words) in product(layers, ("gate", "up", "down"), kinds):
+            name = f"blk.{i}.ffn_{part}_exps.{leaf}"
             tensor = self.file.tensors.get(name)
-            if tensor is None or len(tensor.shape) != 3 or tensor.shape[0] != self.config.experts:
+            if tensor is None or len(tensor.shape) != sizes or tensor.shape[0] != self.config.experts:
                 found = "none" if tensor is None else list(tensor.shape)
                 raise CheckpointError(
-                    f"{self.file.path}: {name} must be the matrices of {self.config.experts} experts; found {found}: "
+                    f"{self.file.path}: {name} must be the {words} of {self.config.experts} experts; found {found}: "
                     "convert the model again with today's llama.cpp (before April 2024 each expert was a tensor)"
                 )
 

@@ -25,6 +25,7 @@ _Entries = Mapping[str, Any]  # of the metadata that begin with "tokenizer.ggml.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
 # Ends of a turn that llama.cpp knows by their text, whatever the metadata say.
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
+HARMONY_ENDS = ("<|return|>", "<|call|>")  # where both are, <|end|> ends a message and not the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,8 @@ def stored_tokenizer(file: GGUFFile) -> StoredTokenizer | None:
     control = {tokens[i]: int(i) for i in np.flatnonzero(kinds == CONTROL)}
     ends = [_id(own, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
     ends += [control.get(text) for text in ENDS]
+    if all(text in control for text in HARMONY_ENDS):
+        ends = [*(end for end in ends if end != control.get("<|end|>")), *map(control.get, HARMONY_ENDS)]
     return StoredTokenizer(
         file=file,
         entries=own,

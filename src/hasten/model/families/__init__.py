@@ -12,6 +12,7 @@ from hasten.model.families.family import Family
 from hasten.model.families.gemma import GEMMA, GEMMA2, GEMMA3
 from hasten.model.families.glm import ERNIE4_5, ERNIE4_5_MOE, GLM, GLM4
 from hasten.model.families.gpt import GPT2, GPT_BIGCODE
+from hasten.model.families.gpt_oss import GPT_OSS
 from hasten.model.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL, PHI3
 from hasten.model.families.olmo import EXAONE4, OLMO2, OLMO3, OLMOE
 from hasten.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -40,7 +41,7 @@ DECLARED = (
     *(GEMMA, GEMMA2, GEMMA3),
     *(OLMO2, OLMO3, OLMOE, EXAONE4),
     *(GLM, GLM4, ERNIE4_5, ERNIE4_5_MOE, COHERE2),
-    *(DOTS1, GLM4_MOE, MINIMAX_M2),
+    *(DOTS1, GLM4_MOE, MINIMAX_M2, GPT_OSS),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in DECLARED}
 

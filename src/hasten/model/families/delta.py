@@ -13,13 +13,13 @@ from hasten.model.config import DeltaConfig, Fields, LayerConfig, ModelConfig
 from hasten.model.families.family import (
     LLAMA_NAMES,
     Family,
-    RowSlice,
     expert_counts,
     layer_count,
     llama_config,
     sizes,
 )
 from hasten.model.families.qwen import sparse_layers
+from hasten.model.families.slices import RowSlice
 
 
 def delta_sizes(fields: Fields) -> DeltaConfig:

@@ -1,15 +1,13 @@
 """The declaration of a family, and code that most families share."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from hasten.errors import CheckpointError
 from hasten.model.config import Fields, LayerConfig, ModelConfig, RopeConfig
+from hasten.model.families.slices import RowSlice, Stacks, TensorSlice
 
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -20,53 +18,6 @@ ACTIVATION_NAMES = {
     "relu": "relu",
     "relu2": "relu2",
 }
-
-
-class RowSlice(NamedTuple):
-    """Output rows of a fused matrix: start to stop in each of `groups` equal parts of it."""
-
-    start: int
-    stop: int
-    groups: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
-    """Where one of our tensors is in a checkpoint: the whole tensor `name`, or some rows of it.
-
-    transposed: stored (in, out), as GPT-2's Conv1D does. expert: which one of a stacked (E, …) tensor.
-    """
-
-    name: str
-    rows: RowSlice | None = None
-    transposed: bool = False
-    expert: int | None = None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Slice the stored tensor: a view, except for rows of several groups."""
-        if self.expert is not None:
-            tensor = tensor[self.expert]
-        if self.transposed:
-            tensor = tensor.t()
-        if self.rows is not None:
-            start, stop, groups = self.rows
-            tensor = tensor.unflatten(0, (groups, -1))[:, start:stop].flatten(0, 1)  # (g, R, …) -> (g·r, …)
-        return tensor
-
-
-def join(pieces: Sequence[TensorSlice], tensors: Sequence[Tensor]) -> Tensor:
-    """Assemble the published tensor from its pieces (a transposed tensor is not transposed back)."""
-    if pieces[0].expert is not None:
-        stacked: dict[int, list[tuple[TensorSlice, Tensor]]] = {}
-        for piece, tensor in zip(pieces, tensors, strict=True):
-            stacked.setdefault(piece.expert or 0, []).append((replace(piece, expert=None), tensor))
-        return torch.stack([join(*zip(*stacked[number], strict=True)) for number in sorted(stacked)])
-    parts = [(piece.rows, tensor) for piece, tensor in zip(pieces, tensors, strict=True) if piece.rows is not None]
-    if not parts:
-        return tensors[0]
-    ordered = sorted(parts, key=lambda part: part[0])
-    return torch.cat([tensor.unflatten(0, (rows.groups, -1)) for rows, tensor in ordered], dim=1).flatten(0, 1)
-
 
 # What Llama and its descendants call our modules.
 LLAMA_NAMES = {
@@ -98,7 +49,7 @@ class Family:
     config translates a config.json. names: the checkpoint's names for the parts of our parameters' names. rows: row
     slices of modules that the checkpoint stores in one matrix. transposed: the linear weights of blocks are stored
     (in, out). defaults are the values of fields that a config.json may leave out: those of the family's config class in
-    transformers. stacks: the tensors of all experts' gate and up, and of their down, where the checkpoint stacks them.
+    transformers. stacks: the tensors of all experts of a layer, where the checkpoint stacks them.
     one_row: our vectors that it stores as matrices of one row. in_memory: the names of a transformers model in memory,
     where they are others; its experts are stacked.
     """
@@ -110,7 +61,7 @@ class Family:
     rows: Callable[[ModelConfig], dict[str, RowSlice]] = lambda config: {}
     transposed: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    stacks: tuple[str, str] | None = None
+    stacks: Stacks | None = None
     one_row: tuple[str, ...] = ()
     in_memory: Mapping[str, str] | None = None
 
@@ -134,19 +85,25 @@ class Family:
                 yield ours, TensorSlice(name, rows.get(parts[-2]), transposed=self.transposed and linear)
 
     def _stacked(self, ours: str, config: ModelConfig) -> TensorSlice:
-        """The place of an expert's weight in the tensors `stacks`: (E, 2·I, C) of gate and up, (E, C, I) of down."""
+        """The place of a parameter of an expert in the tensors `stacks`."""
         assert self.stacks is not None
         layer, _, which = ours.partition(".experts.")
-        expert, module, _ = which.split(".")
-        size, prefix = config.expert_size, ".".join(self.names.get(part, part) for part in layer.split("."))
-        rows = {"gate": RowSlice(0, size), "up": RowSlice(size, 2 * size)}.get(module)
-        return TensorSlice(f"{prefix}.{self.stacks[rows is None]}", rows, expert=int(expert))
+        expert, module, leaf = which.split(".")
+        prefix = ".".join(self.names.get(part, part) for part in layer.split("."))
+        return self.stacks.place(f"{prefix}.", module, leaf, expert=int(expert), size=config.expert_size)
 
 
-def stacked_experts(family: Family, config: ModelConfig) -> Places:
-    """The places of a model with experts in transformers 5's memory."""
-    names = family.names if family.in_memory is None else family.in_memory
-    return replace(family, names=names, stacks=("experts.gate_up_proj", "experts.down_proj")).places(config)
+def layouts(family: Family, config: ModelConfig) -> list[Places]:
+    """The places of a model's parameters, each with names of its own: in the family's files; with experts stacked as
+    transformers 5 holds them; and with experts apart, where the files stack them (a GGUF file's are read so).
+    """
+    found = [family]
+    if config.experts and (family.stacks is None or family.in_memory is not None):
+        names = family.names if family.in_memory is None else family.in_memory
+        found.append(replace(family, names=names, stacks=Stacks("experts.gate_up_proj", "experts.down_proj")))
+    if family.stacks is not None:
+        found.append(replace(family, stacks=None))
+    return [one.places(config) for one in found]
 
 
 def parameter_names(config: ModelConfig) -> Iterator[str]:
@@ -167,8 +124,10 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
         else:
             yield from _named(f"{block}attention.", ["q", "k", "v"], bias=config.qkv_bias)
             yield from _named(f"{block}attention.", ["output"], bias=config.output_bias)
+            if config.attention_sinks:
+                yield f"{block}attention.sinks"
         if layer.experts:
-            yield from _named(f"{block}mlp.", ["router"])
+            yield from _named(f"{block}mlp.", ["router"], bias=config.router_bias)
             for e in range(config.experts):
                 yield from _named(f"{block}mlp.experts.{e}.", inner, bias=config.mlp_bias)
             if config.expert_choice_bias:

@@ -4,7 +4,8 @@ from typing import Any
 
 from hasten.errors import CheckpointError
 from hasten.model.config import Fields, LayerConfig, ModelConfig
-from hasten.model.families.family import ACTIVATION_NAMES, Family, RowSlice, common_fields, layer_count, qkv_rows
+from hasten.model.families.family import ACTIVATION_NAMES, Family, common_fields, layer_count, qkv_rows
+from hasten.model.families.slices import RowSlice
 
 
 def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:

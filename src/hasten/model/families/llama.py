@@ -12,7 +12,6 @@ from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.family import (
     LLAMA_NAMES,
     Family,
-    RowSlice,
     expert_counts,
     gate_up_rows,
     layer_count,
@@ -24,6 +23,7 @@ from hasten.model.families.family import (
     sizes,
     window_of,
 )
+from hasten.model.families.slices import RowSlice
 
 
 def config(fields: Fields) -> ModelConfig:

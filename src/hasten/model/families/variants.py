@@ -24,6 +24,7 @@ from hasten.model.families.family import (
     sizes,
     window_of,
 )
+from hasten.model.families.slices import Stacks
 
 
 def biases(fields: Fields) -> dict[str, Any]:
@@ -130,7 +131,7 @@ GRANITE_MOE = Family(
     granite_moe_config,
     GRANITE_MOE_NAMES | {"router": "router.layer"},
     defaults=GRANITE_MOE_DEFAULTS,
-    stacks=("input_linear.weight", "output_linear.weight"),
+    stacks=Stacks("input_linear.weight", "output_linear.weight"),
     in_memory=GRANITE_MOE_NAMES,
 )
 

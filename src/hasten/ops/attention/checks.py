@@ -23,6 +23,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attentio
     """
     mask, key_padding, block_mask = inputs.mask, inputs.key_padding, inputs.block_mask
     others = {"mask": mask, "key_padding_mask": key_padding, "bias": inputs.bias, "alibi": inputs.alibi}
+    others["sinks"] = inputs.sinks
     if inputs.documents is not None:
         others |= {"cu_seqlens": inputs.documents.queries, "cu_seqlens_k": inputs.documents.keys}
     _check_kinds({"q": q} | {name: x for name, x in others.items() if x is not None})
@@ -132,7 +133,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_scores(q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
-    bias, alibi = inputs.bias, inputs.alibi
+    bias, alibi, sinks = inputs.bias, inputs.alibi, inputs.sinks
     whole = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])  # (B, H, T, S)
     if bias is not None:
         fits = bias.dim() in (2, 4) and all(
@@ -145,6 +146,10 @@ def _check_scores(q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
             )
     if alibi is not None and tuple(alibi.shape) != (q.shape[2],):
         raise ConfigError(f"alibi must be True or one slope a head, ({q.shape[2]},); found {tuple(alibi.shape)}")
+    if sinks is not None and (tuple(sinks.shape) != (q.shape[2],) or not sinks.is_floating_point()):
+        raise ConfigError(
+            f"sinks must be floating, one logit a head, ({q.shape[2]},); found {sinks.dtype}, {tuple(sinks.shape)}"
+        )
     if not 0 <= inputs.dropout < 1:
         raise ConfigError(f"dropout must be at least 0 and below 1; found {inputs.dropout}")
 

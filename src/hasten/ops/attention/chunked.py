@@ -17,7 +17,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from hasten.ops.attention.inputs import PLAIN, AttentionInputs, alibi_bias, as_autocast, per_document, visible
+from hasten.ops.attention.inputs import (
+    PLAIN,
+    AttentionInputs,
+    alibi_bias,
+    as_autocast,
+    per_document,
+    visible,
+    with_sinks,
+)
 from hasten.ops.attention.spec import AttentionSpec
 
 # Bytes of a chunk's scores in float32: on a CPU they should stay in its caches, on a GPU launches should not count.
@@ -204,12 +212,16 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attent
     with torch.autocast(q.device.type, enabled=False):
         low, high = inputs.intervals or (None, None)
         tensors = (inputs.mask, inputs.key_padding, inputs.bias, inputs.alibi, low, high)
-        return _Chunked.apply(spec, inputs.dropout, seed, q, k, v, *tensors)
+        out, lse = _Chunked.apply(spec, inputs.dropout, seed, q, k, v, *tensors)
+        return with_sinks(out, lse.flatten(1, 2), inputs.sinks)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, spec: AttentionSpec, dropout: float, seed: int, q: Tensor, *others: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, spec: AttentionSpec, dropout: float, seed: int, q: Tensor, *others: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output (B, T, H, D) and the log-sum-exp (B, Hkv, G, T)."""
         work = ChunkPlan.of(spec, q, *others)
         result = q.new_empty(q.shape)
         out, lse = work.inside(result), work.wide(work.q.shape[:-1])  # (B, Hkv, G, T, D), (B, Hkv, G, T)
@@ -227,7 +239,7 @@ class _Chunked(torch.autograd.Function):
             lse[chunk.rows] = total.log_().add_(peak).squeeze(-1)
         ctx.save_for_backward(result, lse, q, *others)
         ctx.spec, ctx.dropout, ctx.seed = spec, dropout, seed
-        return result
+        return result, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -236,6 +248,7 @@ class _Chunked(torch.autograd.Function):
         dropout, seed, bias = ctx.dropout, ctx.seed, others[2]
         work = ChunkPlan.of(ctx.spec, q, k, v, *others)
         d_out, out = work.inside(gradients[0]), work.inside(result)  # (B, Hkv, G, T, D)
+        d_lse = gradients[1]  # (B, Hkv, G, T)
         d_result = q.new_empty(q.shape)
         d_q = work.inside(d_result)
         d_k, d_v = work.wide(work.k.shape), work.wide(work.v.shape)
@@ -243,6 +256,7 @@ class _Chunked(torch.autograd.Function):
         for chunk in work.chunks():
             mine = d_out[chunk.rows]
             row_term = (mine.to(lse.dtype) * out[chunk.rows]).sum(-1, keepdim=True)  # D, (B, Hkv, G, t, 1)
+            row_term -= d_lse[chunk.rows].unsqueeze(-1)  # each score adds its probability to the log-sum-exp
             scores, slope = work.scores(chunk)
             total = lse[chunk.rows].unsqueeze(-1)
             # A query that sees no key has -infinity for every score and for their sum: it gets zeros.

@@ -61,7 +61,8 @@ class AttentionInputs(NamedTuple):
 
     mask: bool (T, S), (B, T, S), or of each head (B, H, T, S), True where a query sees a key; it replaces causality, as
     a block mask does. intervals hide further keys. key_padding: bool (B, S), True for keys that exist, where no
-    intervals say it. bias: (…, T, S), added to the scores; alibi: slopes (H,). dropout: probability.
+    intervals say it. bias: (…, T, S), added to the scores; alibi: slopes (H,). sinks (H,): a logit of each head that
+    joins the softmax and has no value. dropout: probability.
     """
 
     mask: Tensor | None = None
@@ -71,12 +72,13 @@ class AttentionInputs(NamedTuple):
     key_padding: Tensor | None = None
     bias: Tensor | None = None
     alibi: Tensor | None = None
+    sinks: Tensor | None = None
     dropout: float = 0.0
 
     @property
     def only_a_mask(self) -> bool:
         """Whether nothing but a mask and dropout is set."""
-        others = (self.intervals, self.block_mask, self.documents, self.key_padding, self.bias, self.alibi)
+        others = (self.intervals, self.block_mask, self.documents, self.key_padding, self.bias, self.alibi, self.sinks)
         return all(x is None for x in others)
 
     @property
@@ -221,3 +223,15 @@ def alibi_bias(slopes: Tensor, query_positions: Tensor, key_positions: Tensor) -
     """-slope · distance, (H, T, S): what ALiBi adds to the scores."""
     distance = (query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)).abs()
     return -slopes[:, None, None] * distance
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Let sinks (H,) join the softmax of attention out (B, T, H, D), whose log-sum-exp over the keys is (B, H, T).
+
+    A logit without a value only makes the sum larger by which all are divided: softmax([s, sink]) is
+    softmax(s)·σ(lse - sink) for the scores s.
+    """
+    if sinks is None:
+        return out
+    kept = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).transpose(1, 2)  # (B, T, H)
+    return (out * kept.unsqueeze(-1)).to(out.dtype)

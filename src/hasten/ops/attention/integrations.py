@@ -213,8 +213,6 @@ def attend(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Compute a call of transformers: query (B, H, T, D), key, value (B, Hkv, S, D) -> (B, T, H, D), None."""
-    if s_aux is not None:
-        raise ConfigError("this model's attention has sinks (s_aux), which hasten's does not; keep its own")
     bias = position_bias
     mask: Tensor | None = None
     causal = False
@@ -241,6 +239,7 @@ def attend(
         bias=bias,
         scale=scaling,
         softcap=softcap,
+        sinks=s_aux,
         dropout=dropout,
         kernel=kernel,
     )

@@ -55,15 +55,19 @@ class LayerAttention:
         *,
         mask: Mask = None,
         intervals: Intervals | None = None,
+        sinks: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Attention of q (B, T, H, D) over k, v (B, S, Hkv, D): (B, T, H, D). intervals: hide further keys."""
+        """Attention of q (B, T, H, D) over k, v (B, S, Hkv, D): (B, T, H, D). intervals: hide further keys. sinks (H,):
+        logits that join the softmax.
+        """
         if isinstance(mask, Tensor):
             learns = torch.is_grad_enabled() and q.requires_grad
             kernel = self.decode if q.shape[1] == 1 and not learns and not dropout else self.masked
-            return kernel.run(q, k, v, self.spec, AttentionInputs(mask=mask, intervals=intervals, dropout=dropout))
+            inputs = AttentionInputs(mask=mask, intervals=intervals, sinks=sinks, dropout=dropout)
+            return kernel.run(q, k, v, self.spec, inputs)
         kernel = self.dropout if dropout else self.tokens
-        inputs = AttentionInputs(intervals=intervals, block_mask=mask, dropout=dropout)
+        inputs = AttentionInputs(intervals=intervals, block_mask=mask, sinks=sinks, dropout=dropout)
         if mask is not None and regroups(inputs):
             return regrouped(kernel.run, q, k, v, self.spec, inputs)
         return kernel.run(q, k, v, self.spec, inputs)

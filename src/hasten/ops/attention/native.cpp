@@ -17,10 +17,15 @@ AttentionPhases::AttentionPhases(Arena& arena, const void* q, void* out, Type ty
                                  int64_t head_dim, const Tensor& k, const Tensor& v, const Tensor& query_start_loc,
                                  const Tensor& seq_lens, const std::optional<Tensor>& first,
                                  const std::optional<Tensor>& block_table, int64_t block_size, bool rotated,
-                                 double scale, int64_t window, double softcap, const Pattern* pattern)
-    : q(q), out(out), type(type), pattern(pattern), heads(heads), threads(torch::stable::get_num_threads()),
+                                 double scale, int64_t window, double softcap, const Pattern* pattern,
+                                 const std::optional<Tensor>& sinks)
+    : q(q), out(out), type(type), pattern(pattern),
+      sinks(sinks ? static_cast<const float*>(sinks->const_data_ptr()) : nullptr), heads(heads),
+      threads(torch::stable::get_num_threads()),
       held(row_format(k, head_dim)), rotated(rotated) {
   STD_TORCH_CHECK(row_format(v, head_dim) == held, "k and v must be of one dtype");
+  STD_TORCH_CHECK(!sinks || (sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous() && sinks->numel() == heads),
+                  "there must be one sink for each head, float32");
   STD_TORCH_CHECK(lie_alike(k, v), "keys and values must lie alike, each head's in one piece");
   STD_TORCH_CHECK(query_start_loc.is_contiguous() && seq_lens.is_contiguous(),
                   "query_start_loc and seq_lens must be contiguous");
@@ -200,7 +205,10 @@ void AttentionPhases::finish(const Piece& p, const Lines& lines) const {
   for (int64_t t = 0, line = 0; t < p.tokens; t++) {
     int64_t to = first_value(p, t);
     for (int64_t g = 0; g < group; g++, line++, to += d) {
-      const float share = 1.0f / sum_lanes(load(lines.sum + line * LANES));
+      float sum = sum_lanes(load(lines.sum + line * LANES));
+      // Held below 2^127: of keys that weigh nothing beside the sink, and of none, nothing is left.
+      if (sinks) sum += exp2(splat(std::min(sinks[p.head * group + g] * LOG2E - lines.top[line], 126.0f)))[0];
+      const float share = 1.0f / sum;
       alignas(64) float row[LARGEST_ROW];
       for (int64_t begin = 0; begin < d; begin += PANEL) {
         alignas(64) float ordered[PANEL];
@@ -226,13 +234,13 @@ Tensor plan_pattern(Tensor table, int64_t block, int64_t reach) {
 // q (R, H, D) float32 or bf16 -> (R, H, D); see AttentionPhases.
 Tensor attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor seq_lens, std::optional<Tensor> first,
                  std::optional<Tensor> block_table, int64_t block_size, bool rotated, double scale, int64_t window,
-                 double softcap, std::optional<Tensor> seen) {
+                 double softcap, std::optional<Tensor> seen, std::optional<Tensor> sinks) {
   q = as_contiguous(q);
   Tensor out = empty({q.size(0), q.size(1), q.size(2)}, q.scalar_type());
   Arena arena;
   const AttentionPhases phases(arena, q.const_data_ptr(), out.mutable_data_ptr(), type_of(q), q.size(0), q.size(1),
                                q.size(2), k, v, query_start_loc, seq_lens, first, block_table, block_size,
-                               rotated, scale, window, softcap, pattern_in(seen));
+                               rotated, scale, window, softcap, pattern_in(seen), sinks);
   parallel_region([&](Worker& worker) { phases.run(worker); });
   return out;
 }
@@ -240,7 +248,7 @@ Tensor attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor se
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
-  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, float scale, int window, float softcap, Tensor? seen=None) -> Tensor");
+  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, float scale, int window, float softcap, Tensor? seen=None, Tensor? sinks=None) -> Tensor");
   m.def("plan_pattern(Tensor table, int block, int reach) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {

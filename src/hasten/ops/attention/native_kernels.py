@@ -46,6 +46,8 @@ def native_opt_in(request: AttentionRequest) -> str | None:
     """Why the native attention is only used by name, or None."""
     if request.queries == 1:
         return "for one query it brings the keys into tiles that are used only once"
+    if request.sinks:  # PyTorch's have none
+        return None
     return _slower(request.dtype_name, request.gradient is not False, request.layer)
 
 
@@ -64,7 +66,7 @@ def flex_unsupported(request: AttentionRequest) -> str | None:
         return f"it runs on CUDA, the tensors are on {request.device}"
     if request.device.type == "cpu" and request.gradient:
         return "flex_attention has no backward pass on a CPU"
-    if (found := request.given(*BESIDE_BLOCKS, "key_lengths", "documents", "dropout")) is not None:
+    if (found := request.given(*BESIDE_BLOCKS, "key_lengths", "documents", "dropout", "sinks")) is not None:
         return f"with a block mask it takes no {found}"
     return None
 

@@ -40,7 +40,7 @@ def _triton_unsupported(request: AttentionRequest) -> str | None:
         return "it is for decoding, one query a sequence"
     if request.gradient:
         return "it has no backward pass"
-    beside = ("key_padding", "key_lengths", "intervals", "bias", "alibi", "documents", "block_mask", "dropout")
+    beside = ("key_padding", "key_lengths", "intervals", "bias", "alibi", "sinks", "documents", "block_mask", "dropout")
     if (found := request.given(*beside)) is not None:
         return f"it takes no {found}"
     return triton_support.refusal(request.device, request.compute_capability)
@@ -58,7 +58,7 @@ def _flash_triton_unsupported(request: AttentionRequest) -> str | None:
         return reason
     if not request.spec.scale > 0:
         return f"it wants a scale above zero; this one is {request.spec.scale}"
-    beside = ("mask", "key_padding", "intervals", "bias", "alibi", "block_mask", "dropout")
+    beside = ("mask", "key_padding", "intervals", "bias", "alibi", "sinks", "block_mask", "dropout")
     if (found := request.given(*beside)) is not None:
         return f"it takes no {found}{'; give lengths' if found == 'key-padding mask' else ''}"
     return triton_support.refusal(request.device, request.compute_capability)
@@ -130,6 +130,7 @@ def attention(
     key_padding_mask: Tensor | None = None,
     bias: Tensor | None = None,
     alibi: Tensor | bool | None = None,
+    sinks: Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     block_mask: BlockMask | None = None,
@@ -155,7 +156,8 @@ def attention(
 
     Scores are multiplied by `scale` (1/√D), soft-capped to c·tanh(s/c), and added to `bias`,
     (T, S) or broadcasting to (B, H, T, S), and to ALiBi's -slope·distance (`alibi`: True, or slopes (H,)). Then the
-    softmax, in float32, and dropout of probabilities.
+    softmax, in float32, which `sinks` join, a logit (H,) of each head that has no key and no value; and dropout of
+    probabilities.
 
     All tensors are on one device. kernel: force one by name; by default the first that fits, see `hasten explain
     attention`.
@@ -188,6 +190,7 @@ def attention(
         key_padding=key_padding_mask,
         bias=bias,
         alibi=alibi,
+        sinks=sinks,
         dropout=dropout,
     )
     check(q, k, v, spec, inputs)
@@ -211,7 +214,7 @@ def attention(
 def request_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> AttentionRequest:
     """The request to a kernel for these arguments."""
     there, wants = inputs.intervals, torch.is_grad_enabled()
-    given = ("mask", "key_padding", "bias", "alibi", "documents", "block_mask")
+    given = ("mask", "key_padding", "bias", "alibi", "sinks", "documents", "block_mask")
     flags: dict[str, Any] = {name: getattr(inputs, name) is not None for name in given}
     return AttentionRequest(
         **flags,

@@ -2,8 +2,9 @@
 
 Prefill chunks and decodes share one ragged batch: q (N, H, D), tokens query_start_loc[b] … query_start_loc[b+1] - 1 of
 which are the last of sequence b's seq_lens[b] positions (`AttentionMetadata`). Kernels are called as run(q, view, *,
-spec, groups, dense): `groups()` says where the keys of sequences with the same number of new tokens are, and `dense` is
-the layer's own attention, for kernels that first copy keys into one tensor; the others read through the block table.
+spec, groups, dense, sinks): `groups()` says where the keys of sequences with the same number of new tokens are; `dense`
+is the layer's own attention, for kernels that first copy keys into one tensor; the others read through the block table.
+sinks (H,): a logit of each head that joins the softmax, or None.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,6 +62,7 @@ def gathered(
     *,
     spec: AttentionSpec,
     groups: Callable[[], Sequence[PagedGroup]],
+    sinks: Tensor | None = None,
     dense: Callable[..., Tensor],
 ) -> Tensor:
     """The reference: keys and values brought side by side, then plain attention of equally long rows."""
@@ -71,14 +73,15 @@ def gathered(
         # The dense kernel of a whole prompt needs no mask; that of one query is slower than with one.
         if mask is None and (len(slots) > 1 or positions.shape[1] == 1):
             mask = visible(positions, torch.arange(slots.shape[1], device=q.device), spec.window)  # (n, T, S)
-        out[rows] = dense(queries, keys, values, mask=mask).flatten(0, 1)
+        out[rows] = dense(queries, keys, values, mask=mask, sinks=sinks).flatten(0, 1)
     return out
 
 
-def native(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) -> Tensor:
+def native(q: Tensor, view: KVView, *, spec: AttentionSpec, sinks: Tensor | None = None, **unused: object) -> Tensor:
     """The CPU's kernel: the same bits for a query in any company."""
     read = (view.k, view.v, *view.metadata.to_read)
-    return native_ops().attention(q, *read, spec.scale, spec.window or 0, spec.softcap or 0.0, view.seen)
+    scores, own = (spec.scale, spec.window or 0, spec.softcap or 0.0), None if sinks is None else sinks.float()
+    return native_ops().attention(q, *read, *scores, view.seen, own)
 
 
 def triton(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) -> Tensor:
@@ -102,6 +105,8 @@ def _triton_unsupported(request: AttentionRequest) -> str | None:
         return reason
     if request.block_mask:
         return "it knows no sparse pattern"
+    if request.sinks:
+        return "it knows no attention sinks"
     if request.cache_bits == 4:
         return f"it reads caches in {request.dtype_name} and int8, not int4"
     if request.cache_bits == 8 and request.spec.head_dim % SCALE_BYTES:

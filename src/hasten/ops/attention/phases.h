@@ -26,11 +26,13 @@ class AttentionPhases {
   // q (R, H, D) float32 or bf16, may be written until the phases begin; out as q. Rows query_start_loc[b] …
   // query_start_loc[b+1] - 1 are the last ones of sequence b's seq_lens[b] positions. k, v (slots, Hkv, …) rows as in
   // cache_rows.h; where they are rotated, q is turned on the way in and out on the way back. Contiguous: first (B,), the
-  // slot of each sequence's position 0. Paged: block_table (B, blocks) of block numbers. pattern: of plan_pattern.
+  // slot of each sequence's position 0. Paged: block_table (B, blocks) of block numbers. pattern: of plan_pattern. sinks
+  // (H,) float32: a logit of each head that joins the softmax and has no value.
   AttentionPhases(Arena& arena, const void* q, void* out, Type type, int64_t rows, int64_t heads, int64_t head_dim,
                   const Tensor& k, const Tensor& v, const Tensor& query_start_loc, const Tensor& seq_lens,
                   const std::optional<Tensor>& first, const std::optional<Tensor>& block_table, int64_t block_size,
-                  bool rotated, double scale, int64_t window, double softcap, const Pattern* pattern);
+                  bool rotated, double scale, int64_t window, double softcap, const Pattern* pattern,
+                  const std::optional<Tensor>& sinks);
   // prefetcher: what this thread will read next.
   void run(Worker& worker, Prefetcher prefetcher = {}) const;
 
@@ -50,6 +52,7 @@ class AttentionPhases {
   KeyValues kv;
   Scores how;
   const Pattern* pattern;  // nullptr: all keys up to a query's own
+  const float* sinks;      // nullptr: none
   int64_t heads, threads, group, padded, spans = 1, most, size;
   RowFormat held;
   bool rotated, split;

@@ -31,12 +31,15 @@ def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Atte
         query_places, key_places, _ = positions(queries, keys, inputs.documents, q.device)
         scores = scores + alibi_bias(inputs.alibi.to(wide), query_places, key_places)
     seen = visibility(queries, keys, spec, inputs, q.device)
-    if seen is None:
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    if inputs.sinks is None:
         probabilities = scores.softmax(dim=-1)
-    else:
-        probabilities = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-        if inputs.hides_keys:  # causality always leaves a query its own key
-            probabilities = probabilities.masked_fill(~seen.any(dim=-1, keepdim=True), 0)
+    else:  # of one key more in each row, whose value is zero
+        sinks = inputs.sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)  # (B, H, T, 1)
+        probabilities = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+    if seen is not None and inputs.hides_keys:  # causality always leaves a query its own key
+        probabilities = probabilities.masked_fill(~seen.any(dim=-1, keepdim=True), 0)
     if inputs.dropout:
         probabilities = F.dropout(probabilities, inputs.dropout)
     return (probabilities @ vs).transpose(1, 2).to(q.dtype)

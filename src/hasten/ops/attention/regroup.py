@@ -64,6 +64,7 @@ def regrouped(
         AttentionInputs(
             intervals=there,
             key_padding=None if inputs.key_padding is None else group(inputs.key_padding),
+            sinks=inputs.sinks,
             dropout=inputs.dropout,
         ),
     )

@@ -25,6 +25,8 @@ def any_backend(request: AttentionRequest) -> str | None:
     """Why none of PyTorch's backends supports the request, or None."""
     if request.spec.softcap is not None:
         return "PyTorch's SDPA has no soft-capping of scores"
+    if request.sinks:
+        return "PyTorch's SDPA has no attention sinks"
     if request.device.type == "cuda" and request.alibi and request.dtype in HALVES:
         return f"on CUDA it adds a bias in the inputs' own dtype, and {request.dtype_name} rounds ALiBi's distances"
     return None

@@ -16,6 +16,7 @@ GIVEN = {
     "key_lengths": "key-padding lengths",
     "bias": "bias",
     "alibi": "ALiBi",
+    "sinks": "attention sinks",
     "intervals": "intervals of keys",
     "documents": "packed documents",
     "block_mask": "block mask",
@@ -54,7 +55,8 @@ class AttentionRequest:
     stretch of keys a row instead; intervals: one for each query. bias: added to the scores, bias_gradient: and learned.
     documents: packed by cumulative lengths. block_size: positions of a block of the block mask (None: there is none).
     gradient: q, k or v needs one (None: unknown). cache_bits: of the keys and values in a cache (None: they are in
-    dtype). capability: of a CUDA device, asked of the device itself where it is None.
+    dtype). sinks: a logit of each head joins the softmax. capability: of a CUDA device, asked of the device itself
+    where it is None.
     """
 
     spec: AttentionSpec
@@ -70,6 +72,7 @@ class AttentionRequest:
     bias: bool = False
     bias_gradient: bool = False
     alibi: bool = False
+    sinks: bool = False
     documents: bool = False
     block_mask: bool = False
     block_size: int | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops.attention.block_mask import TILE, BlockMask, MaskTiles
-from hasten.ops.attention.inputs import PLAIN, AttentionInputs, as_autocast, document_bounds
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs, as_autocast, document_bounds, with_sinks
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.native import NativeLibrary, library, with_gradients
 
@@ -30,8 +30,8 @@ def native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attenti
     low, high = (None, None) if intervals is None else (x.expand(q.shape[:2]).contiguous() for x in intervals)
     hidden: dict[str, Any] = {"causal": causal, "window": window, "low": low, "high": high}
     hidden["block_mask"] = inputs.block_mask
-    out, _ = native_attention(q, k, v, scale=spec.scale, dropout=inputs.dropout, **hidden)
-    return out.to(dtype)
+    out, lse = native_attention(q, k, v, scale=spec.scale, dropout=inputs.dropout, **hidden)
+    return with_sinks(out, lse, inputs.sinks).to(dtype)
 
 
 def native_attention(

@@ -226,7 +226,7 @@ struct BlockPhases {
               call.query_factors.empty() ? Maybe() : table(call.query_factors, call.rope_index[i])),
         attention(arena, q, attended, Type::f32, rows, p.heads, p.head_dim, call.k[i], call.v[i], call.query_start_loc,
                   call.seq_lens, call.first_slots, call.block_table, call.block_size, call.rotated, p.scale, p.window,
-                  p.softcap, call.seen.empty() ? nullptr : &plan_in<Pattern>(call.seen[i])),
+                  p.softcap, call.seen.empty() ? nullptr : &plan_in<Pattern>(call.seen[i]), p.held.sinks),
         output(arena, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm, chosen, p.ranks,
                float(p.residual_scale)) {
     if (p.experts) {

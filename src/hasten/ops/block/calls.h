@@ -79,7 +79,7 @@ struct RoutingFields {
 // A block of plans of weights: those of q, k and v, that of gate and up or both. With experts, mlp and down are those of an
 // MLP beside them, which may be missing. norm: before attention; the others are of its kind. head_norm: a HeadNorm. rope_pairs: neighbouring elements of a head are turned together. residual_scale:
 // a factor of what output and down add. parallel: the MLP reads x, as attention does. ranks: with which the sums of output
-// and down are shared.
+// and down are shared. sinks: as in AttentionPhases.
 struct PlanBlockCall {
   NormFields norm;
   std::vector<Tensor> qkv;
@@ -98,11 +98,11 @@ struct PlanBlockCall {
   int64_t inner_size = 0;
   bool gated = false;
   int64_t activation = 0;
-  Maybe down, down_norm_weight, down_norm_bias, ranks;
+  Maybe down, down_norm_weight, down_norm_bias, ranks, sinks;
   RoutingFields routing;
   HASTEN_FIELDS(norm, qkv, heads, kv_heads, head_dim, q_norm, k_norm, head_norm, rope_pairs, residual_scale, parallel,
                 scale, window, softcap, output, output_norm_weight, output_norm_bias, mlp_norm_weight, mlp_norm_bias, mlp,
-                inner_size, gated, activation, down, down_norm_weight, down_norm_bias, ranks, routing)
+                inner_size, gated, activation, down, down_norm_weight, down_norm_bias, ranks, sinks, routing)
 };
 
 // Blocks after each other, x (…, C) float32 -> the same, the threads started once. cos, sin: of each rotary table;
@@ -163,11 +163,13 @@ struct MlpInputCall {
   HASTEN_FIELDS(x, norm, weights, inner_size, gated, activation)
 };
 
-// Experts of plans of weights, the same number of each: gate and up (I, C), down (C, I). activation: an Activation.
+// Experts of plans of weights, the same number of each: gate and up (I, C), down (C, I). activation: an Activation. limit: of
+// gate from above and of up on both sides, 0 for none; up_offset: is added to up after that.
 struct PlanExpertsCall {
   std::vector<Tensor> gate, up, down;
   int64_t activation = 0;
-  HASTEN_FIELDS(gate, up, down, activation)
+  double limit = 0, up_offset = 0;
+  HASTEN_FIELDS(gate, up, down, activation, limit, up_offset)
 };
 
 // x (…, C) float32 -> the same: of each row the sum of `top` experts' outputs, each times its share. plan: of

@@ -11,7 +11,7 @@ static std::vector<PackedWeight> weights_of(const std::vector<Tensor>& plans, in
     STD_TORCH_CHECK(one.w.n == (n ? n : found[0].w.n) && one.k == (k ? k : found[0].k), "an expert's weight is ", one.w.n,
                     "×", one.k, ", which does not fit the others");
     STD_TORCH_CHECK(taken_alike(one.w, found[0].w), "the experts' weights take rows in different formats");
-    STD_TORCH_CHECK(!one.bias && !one.adapters.a, "experts with biases or adapters are not known here");
+    STD_TORCH_CHECK(!one.adapters.a, "experts with adapters are not known here");
   }
   return found;
 }
@@ -19,7 +19,9 @@ static std::vector<PackedWeight> weights_of(const std::vector<Tensor>& plans, in
 Tensor plan_experts(PlanExpertsCall call) {
   const size_t count = call.gate.size();
   STD_TORCH_CHECK(count && call.up.size() == count && call.down.size() == count, "each expert has a gate, an up and a down");
-  auto plan = std::make_unique<ExpertsPlan>(ExpertsPlan{.gate = weights_of(call.gate, 0, 0), .kind = Activation(call.activation)});
+  auto plan = std::make_unique<ExpertsPlan>(ExpertsPlan{
+      .gate = weights_of(call.gate, 0, 0), .kind = Activation(call.activation),
+      .limit = float(call.limit), .up_offset = float(call.up_offset)});
   plan->up = weights_of(call.up, plan->gate[0].w.n, plan->gate[0].k);
   plan->down = weights_of(call.down, plan->gate[0].k, plan->gate[0].w.n);
   plan->held = std::move(call);

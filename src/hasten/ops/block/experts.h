@@ -1,4 +1,4 @@
-// Experts, of which each row of x takes a few: act(x·Gateᵀ)·(x·Upᵀ)·Downᵀ of each, as phases of a team.
+// Experts, of which each row of x takes a few: act(x·Gateᵀ)·(x·Upᵀ)·Downᵀ of each, with their biases, as phases of a team.
 //
 // The pairs of a row and an expert that it takes are sorted by expert. So an expert's weights are read once for all of its
 // rows, and those of experts that no row takes are not read. A row's outputs are added in the order in which it names its
@@ -19,6 +19,7 @@ struct ExpertsPlan {
   const ExpertsPlan* self;
   std::vector<PackedWeight> gate, up, down;
   Activation kind;
+  float limit, up_offset;  // as in PlanExpertsCall
   PlanExpertsCall held;  // what the pointers point to
   int64_t count() const { return int64_t(gate.size()); }
   int64_t hidden() const { return gate[0].k; }
@@ -143,15 +144,22 @@ struct ExpertsPhases {
     over_experts(worker, input, p.gate, [&](const Few<Rows>& x, const Pairs::Run& run, int64_t panel, int64_t m0, int64_t m1) {
       float* gate = scratch<float, 2>(2 * ROW_BLOCK * PANEL);
       float* up = gate + ROW_BLOCK * PANEL;
+      const PackedWeight &gates = p.gate[run.expert], &ups = p.up[run.expert];
       const int64_t from = alone ? 0 : m0, to = alone ? 1 : m1;  // all experts of one row take that row
-      panel_product(p.gate[run.expert].w, x[0], panel, from, to, gate);
-      panel_product(p.up[run.expert].w, x[1], panel, from, to, up);
-      for (int64_t i = 0; i < (m1 - m0) * PANEL; i += LANES) store(gate + i, activate(load(gate + i), p.kind) * load(up + i));
+      panel_product(gates.w, x[0], panel, from, to, gate);
+      panel_product(ups.w, x[1], panel, from, to, up);
+      const int64_t count = (m1 - m0) * PANEL;
+      if (gates.bias) add_bias(gates, panel, count, gate);
+      if (ups.bias) add_bias(ups, panel, count, up);
+      if (p.limit || p.up_offset) confine(count, gate, up);
+      for (int64_t i = 0; i < count; i += LANES) store(gate + i, activate(load(gate + i), p.kind) * load(up + i));
       store_panel(gate, panel, m0, m1, p.inner(), inner);
     });
     over_experts(worker, middle, p.down, [&](const Few<Rows>& x, const Pairs::Run& run, int64_t panel, int64_t m0, int64_t m1) {
+      const PackedWeight& downs = p.down[run.expert];
       float* values = scratch<float, 2>(2 * ROW_BLOCK * PANEL);
-      panel_product(p.down[run.expert].w, x[0], panel, m0, m1, values);
+      panel_product(downs.w, x[0], panel, m0, m1, values);
+      if (downs.bias) add_bias(downs, panel, (m1 - m0) * PANEL, values);
       store_panel(values, panel, m0, m1, p.hidden(), parts);
     });
     const int64_t c = p.hidden(), piece = pairs.rows < 16 ? 256 : c, pieces = (c + piece - 1) / piece;
@@ -165,6 +173,19 @@ struct ExpertsPhases {
     Few<Weight> found(first);
     found.add(second);
     return found;
+  }
+  // Adds its bias to `count` values of a panel, rows after each other.
+  static void add_bias(const PackedWeight& weight, int64_t panel, int64_t count, float* values) {
+    for (int64_t i = 0; i < count; i += LANES)
+      store(values + i, load(values + i) + load_bias(weight, panel * PANEL + i % PANEL));
+  }
+  // The limits of gate and up, and the offset of up.
+  void confine(int64_t count, float* gate, float* up) const {
+    const F32 most = splat(p.limit ? p.limit : std::numeric_limits<float>::infinity());  // NaN stays NaN
+    for (int64_t i = 0; i < count; i += LANES) {
+      store(gate + i, min(most, load(gate + i)));
+      store(up + i, max(-most, min(most, load(up + i))) + p.up_offset);
+    }
   }
   // Calls f(ready rows, run, panel, m0, m1) for each panel of each expert that is taken, and each block of its pairs.
   template <class F>

@@ -5,6 +5,7 @@
 
 #include "../attention/cache_rows.h"
 #include "../collective/collective.h"
+#include "activations.h"
 
 namespace hasten {
 
@@ -26,6 +27,14 @@ struct PackedWeight {
   Type bias_type = Type::f32;
   Adapters adapters;
 };
+
+// Bias of 16 output features from `row` on; zero past the last feature.
+inline F32 load_bias(const PackedWeight& weight, int64_t row) {
+  if (row + LANES <= weight.w.n) return load_as(weight.bias, weight.bias_type, row);
+  alignas(64) float some[LANES] = {};
+  for (int64_t j = row; j < weight.w.n; j++) some[j - row] = load_one(weight.bias, weight.bias_type, j);
+  return load(some);
+}
 
 // A product and the rows it multiplies: one weight, or several parts whose outputs are concatenated.
 struct Linear {
@@ -310,26 +319,6 @@ struct LinearAdd {
   float* const values;
 };
 
-INLINE F32 logistic(F32 x) { return 1.0f / (1.0f + exp(-x)); }
-// erf by Abramowitz and Stegun 7.1.26, absolute error below 1.5e-7.
-INLINE F32 erf(F32 x) {
-  F32 a = abs(x), t = 1.0f / (1.0f + 0.3275911f * a);
-  F32 p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
-  F32 y = 1.0f - p * exp(-(a * a));
-  return as<F32>(as<U32>(y) | (as<U32>(x) & 0x80000000u));
-}
-enum class Activation { silu, gelu, gelu_tanh, relu, relu2 };
-INLINE F32 activate(F32 x, Activation kind) {
-  switch (kind) {
-    case Activation::silu: return x * logistic(x);
-    case Activation::gelu: return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f));
-    // 0.5·(1 + tanh(y)) is the logistic function of 2·y.
-    case Activation::gelu_tanh: return x * logistic(1.5957691216057308f * (x + 0.044715f * x * x * x));
-    case Activation::relu2: return max(x, F32{}) * max(x, F32{});
-    default: return max(x, F32{});
-  }
-}
-
 // norm + act(x·Gateᵀ)·(x·Upᵀ), or act(x·Upᵀ) if not gated. x (R, C) -> out (R, I), both of one dtype. Weights of gate and up
 // of one format are one, which alternates 32 rows of gate and 32 rows of up, so that both halves of a product meet in one
 // panel; else they are two parts.
@@ -380,13 +369,6 @@ struct MlpInput {
         if (i + LANES <= count) store_as(out, type, base, y);
         else for (int64_t j = 0; j < count - i; j++) store_one(out, type, base + j, y[j]);
       }
-  }
-  // Bias of 16 rows from `row` on; zero for rows past the end.
-  static F32 load_bias(const PackedWeight& weight, int64_t row) {
-    if (row + LANES <= weight.w.n) return load_as(weight.bias, weight.bias_type, row);
-    alignas(64) float some[LANES] = {};
-    for (int64_t j = row; j < weight.w.n; j++) some[j - row] = load_one(weight.bias, weight.bias_type, j);
-    return load(some);
   }
 
   const bool interleaved;

@@ -121,6 +121,26 @@ def _pack_panels(weight: QuantizedWeight) -> Packed:
     return Packed(data, panel_scales(scales), None if zeros is None else panel_scales(zeros), outer)
 
 
+def pack_words(weight: QuantizedWeight) -> Packed:
+    """The panels of a weight whose values are int32 words (N, ceil(K / 8)) of 8 numbers of 4 bits."""
+    data = native_ops().pack_int4_words(weight.values, weight.format.group_size)
+    scales, zeros = weight.scales, weight.zeros
+    if weight.format.element in TABLES:
+        data = data.view(torch.int8)
+    if weight.format == MXFP4:
+        scales = scales.view(torch.uint8)
+    return Packed(data, panel_scales(scales), None if zeros is None else panel_scales(zeros))
+
+
+def spread_words(weight: QuantizedWeight, in_features: int) -> QuantizedWeight:
+    """The same weight with a value for each of the words' numbers, (N, K)."""
+    pairs = weight.values.contiguous().view(torch.uint8)
+    values = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)[:, :in_features]
+    if weight.format.element in TABLES:
+        values = torch.tensor(TABLES[weight.format.element], dtype=torch.int8, device=values.device)[values.int()]
+    return replace(weight, values=values)
+
+
 def _data_panels(weight: QuantizedWeight) -> Tensor:
     return _integer_panels(weight) if weight.format.scales else _plain_panels(weight.values)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError, HastenWarning
 from hasten.ops.linear.blocks import GgufBlocks, pack_blocks
 from hasten.ops.linear.gradient import frozen_product
-from hasten.ops.linear.layouts import PANELS, ROWS, Layout, Operands, Packed, empty_weight, panel_scales
+from hasten.ops.linear.layouts import PANELS, Layout, Operands, Packed, empty_weight, pack_words, spread_words
 from hasten.ops.linear.operator import KERNELS, LinearRequest, Product, layout_of, slow_for_its_format, takes
 from hasten.ops.linear.weights import (
     FLOAT16,
@@ -139,26 +139,22 @@ class PackedLinear(nn.Module):
         cls, weight: QuantizedWeight, bias: Tensor | None = None, *, in_features: int, **options: Any
     ) -> Self:
         """A layer of a weight whose values are int32 words (N, ceil(K / 8)) as compressed-tensors stores them: nibble i
-        of word j is value 8j + i, 0 … 15. They are never spread to bytes for the native kernel.
+        of word j is value 8j + i, 0 … 15, or of fp4 its place in the TABLES. They are never spread to bytes for the
+        native kernel.
 
         options: activations, dtype and kernel, as in `from_weight`.
         """
         words, format = weight.values, weight.format
         if words.dtype != torch.int32 or words.dim() != 2 or words.shape[1] != steps(in_features, 8):
             raise ConfigError(
-                f"{in_features} int4 values take {steps(in_features, 8)} int32 words a row; "
+                f"{in_features} {format.element} values take {steps(in_features, 8)} int32 words a row; "
                 f"found {words.dtype} {tuple(words.shape)}"
             )
-        check_format(format, "int4")
+        check_format(format, "int4", "fp4")
         check_scales(format, (words.shape[0], format.groups(in_features)), weight.scales, weight.zeros)
 
         def pack(layout: Layout) -> Packed:
-            if layout is PANELS:
-                data = native_ops().pack_int4_words(words, format.group_size)
-                zeros = None if weight.zeros is None else panel_scales(weight.zeros)
-                return Packed(data, panel_scales(weight.scales), zeros)
-            rows = Packed(words.contiguous().view(torch.uint8), weight.scales, weight.zeros)  # nibbles lie alike there
-            return layout.pack(ROWS.rows(rows, format, (words.shape[0], in_features), None))
+            return pack_words(weight) if layout is PANELS else layout.pack(spread_words(weight, in_features))
 
         return cls(in_features, words.shape[0], format, device=words.device, bias=bias, pack=pack, **options)
 
