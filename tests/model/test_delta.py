@@ -18,6 +18,7 @@ from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.model.lora import LoRALinear, attach, layer_size, new_adapter
 from hasten.ops.linear import PackedLinear
+from hasten.ops.native import library
 from hasten.training.patterns import with_pattern
 from hasten.training.recipe import Shape
 from hasten.training.whole import why_not_whole
@@ -167,11 +168,16 @@ def test_explain_names_both_kinds_of_layers():
     model = hasten.load(make_reference("qwen3_5_text"), dtype="bfloat16")
     rows = explain(model)
     assert [row.layer for row in rows if row.operator == "gated delta rule"] == [0, 1, 2]
+    assert {row.kernel for row in rows if row.operator == "gated delta rule"} == {"pytorch"}
     assert {row.layer for row in rows if row.operator == "attention"} == {3}
-    reasons = {other.reason for row in rows if row.operator == "block" for other in row.others}
-    assert reasons == {"the fused steps know no layers with Gated DeltaNet"}
     with hasten.kernels(model, attention="reference"):
         assert {row.kernel for row in explain(model) if row.operator == "attention"} == {"reference"}
+    if library() is not None:
+        fused = explain(hasten.fuse(model))
+        assert [(row.layer, row.kernel) for row in fused if row.operator == "gated delta rule"] == [
+            (number, "fused") for number in range(3)
+        ]
+        assert [row.layer for row in fused if row.operator == "attention"] == [3]
 
 
 def test_half_precision_errs_little(tmp_path):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hasten.model.config import DeltaConfig
-from hasten.ops.delta import DeltaState, SequenceGroup, group_sequences, in_groups
+from hasten.ops.attention.view import AttentionMetadata
+from hasten.ops.delta import DeltaState, SequenceGroup, StateView, group_sequences, in_groups
 
 
 class StateShape(NamedTuple):
@@ -37,10 +38,19 @@ class StateShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """One layer's states during one step; see `StateContext`. held: those of all sequences. groups: of the step's."""
+    """One layer's states during one step; see `StateContext`.
+
+    held: those of all sequences. groups: of the step's. slots, metadata: as in `StateView`.
+    """
 
     held: DeltaState
     groups: Sequence[SequenceGroup]
+    slots: Tensor
+    metadata: AttentionMetadata
+
+    def state_view(self, *, batch: int, tokens: int, sizes: DeltaConfig) -> StateView:
+        """For a kernel that goes from state to state itself."""
+        return StateView(self.held, self.slots, self.metadata)
 
     def recur(self, run: Callable[..., tuple[Tensor, DeltaState]], *inputs: Tensor) -> Tensor:
         """Compute the step's tokens, group by group, and keep the states after them."""
