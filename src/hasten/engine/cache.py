@@ -281,6 +281,8 @@ class KVCache:
         if self._stretches:
             stretched = torch.from_numpy(layout.stretched)[None].to(device)  # (1, N)
         states = self._states_of(lambda: layout.groups_of_states(device), layout.state_slots)
+        if self._keeps_states and layout.most > 1:
+            states["certain"] = torch.tensor(layout.certain)
         more = states | {"stretched": stretched}
         return KVStep(self.k, self.v, metadata, positions[None], seen, self.kernel.run, shown, **more)
 

@@ -57,7 +57,7 @@ class PlainLayer:
         metadata = self._metadata(batch, tokens, torch.device("cpu"))
         inputs = torch.zeros(batch, sizes.kernel - 1, sizes.channels, dtype=torch.bfloat16)
         matrix = torch.zeros(batch, sizes.value_heads, sizes.key_dim, sizes.value_dim)
-        return StateView(DeltaState(inputs, matrix), torch.arange(batch), metadata)
+        return StateView(DeltaState(inputs, matrix), torch.arange(batch), None, metadata)
 
     def _metadata(self, batch: int, tokens: int, device: torch.device) -> AttentionMetadata:
         """Where the tokens of texts of one length are that nothing comes before."""
@@ -78,7 +78,7 @@ class TrainingContext:
     the block mask of each layer, for the number of tokens of the pass; with them documents are always intervals.
     """
 
-    metadata = stretched = state_slots = None
+    metadata = stretched = state_slots = certain = None
     k = v = seen = views = states = ()
     layers: Sequence[PlainLayer]
 

@@ -240,8 +240,9 @@ class FusedBlock(FusedSteps):
             metadata, seen = view.metadata, view.seen
             held: dict[str, Any] = {"k": [view.k], "v": [view.v], "seen": () if seen is None else (seen,)}
         else:
-            state, slots, metadata = layer.state_view(batch=batch, tokens=tokens, sizes=self.delta.sizes)
-            held = {"k": (), "v": (), "inputs": [state.inputs], "matrices": [state.matrix], "state_slots": slots}
+            state, slots, certain, metadata = layer.state_view(batch=batch, tokens=tokens, sizes=self.delta.sizes)
+            held = {"k": (), "v": (), "inputs": [state.inputs], "matrices": [state.matrix]}
+            held |= {"state_slots": slots, "certain": certain}
         call = BlocksCall(
             x=x,
             cos=[] if rope is None else [rope[0]],
@@ -313,6 +314,7 @@ class FusedStack:
             inputs=[own.inputs for own in states],
             matrices=[own.matrix for own in states],
             state_slots=context.state_slots,
+            certain=context.certain,
         )
         return bound[0].blocks(*call)
 

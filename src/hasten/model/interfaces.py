@@ -76,6 +76,9 @@ class Context(Protocol):
     def state_slots(self) -> Tensor | None: ...
 
     @property
+    def certain(self) -> Tensor | None: ...
+
+    @property
     def views(self) -> Sequence[KVView]: ...
 
     @property

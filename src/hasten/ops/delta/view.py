@@ -11,10 +11,11 @@ from hasten.ops.delta.rule import DeltaState
 class StateView(NamedTuple):
     """One layer's states during one step.
 
-    held: those of all places. slots int64 (B,): the place of each of the step's sequences. metadata: which of the
-    step's tokens are whose.
+    held: those of all places. slots int64 (B,): the place of each of the step's sequences. certain int64 (B,): after
+    how many of its tokens a state is kept, None: after all. metadata: which of the step's tokens are whose.
     """
 
     held: DeltaState
     slots: Tensor
+    certain: Tensor | None
     metadata: AttentionMetadata
