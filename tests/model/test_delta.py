@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hasten
+from hasten.checkpoints.adapter_files import save_adapter
+from hasten.checkpoints.adapters import load_adapters, place_adapter
 from hasten.checkpoints.gguf.write import write_gguf
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.model.binding import explain
@@ -23,7 +25,7 @@ from hasten.training.patterns import with_pattern
 from hasten.training.recipe import Shape
 from hasten.training.whole import why_not_whole
 from parity import PROMPTS, assert_same, our_logits, reference_logits
-from references import make_reference, values_of
+from references import decided, make_reference, values_of
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
 TOKENS = torch.randint(3, 100, (2, 150), generator=torch.Generator().manual_seed(0))
@@ -219,3 +221,28 @@ def test_an_export_says_what_it_came_from(tmp_path):
     values = json.loads((Path(tmp_path) / "config.json").read_text())
     assert values["architectures"] == ["Qwen3_5MoeForCausalLM"]
     assert "intermediate_size" not in values
+
+
+@pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_adapters_join_its_native_steps(family, tmp_path):
+    reference = make_reference(family)
+    exact = decided(hasten.load(reference, dtype="float32"))
+    adapter = new_adapter(exact.config, rank=2, alpha=4.0, targets=("all-linear",))
+    for number, own in enumerate(adapter.values()):
+        nn.init.normal_(own.b, std=0.3, generator=torch.Generator().manual_seed(number))
+    save_adapter(tmp_path, adapter, exact.config)
+    attach(exact, [adapter])
+    readable = decided(hasten.load(reference, dtype="bfloat16"))
+    attach(readable, [adapter])
+    expected = our_logits(exact, PROMPTS[0])
+    model = decided(hasten.load(reference, dtype="bfloat16"))
+    load_adapters(model, [tmp_path])
+    assert (model.stack is not None) == (family == "qwen3_5_text"), "one with experts is taken apart"
+    found, plain = (our_logits(one, PROMPTS[0]) - expected for one in (model, readable))
+    assert found.square().mean().sqrt() <= 2 * plain.square().mean().sqrt()
+    if family == "qwen3_next":
+        fused = hasten.fuse(hasten.load(reference, dtype="bfloat16"))
+        words = r"changes blocks\.0\.mlp\.shared\.\w+, for which the fused blocks have no place"
+        with pytest.raises(ConfigError, match=words):
+            place_adapter(fused, 0, adapter)
