@@ -64,6 +64,8 @@ SUBJECTS = (
 LADDERS = {
     "generate-llama-120m": "generate --shape llama-120m --dtype bfloat16 --prompt-tokens 512 --new-tokens 64",
     "generate-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64",
+    "generate-qwen3.5-0.8b": "generate --shape qwen3.5-0.8b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64 "
+    "--rungs static-cache,native-bf16,native-int8,native-int4",
     "batches-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64 "
     "--rungs native-bf16,native-int8,native-int4 --batches 1,8 --contexts 16,2048",
     "compiled-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64 "

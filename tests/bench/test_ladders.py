@@ -26,6 +26,7 @@ QUICK = ["--limit-seconds", "0.02"]  # no test looks at the figures of the machi
 def test_published_shapes_have_their_published_size() -> None:
     counts = {name: parameters(shape_config(name)).total / 1e6 for name in SHAPES}
     wanted = {"gpt2-124m": 124.4, "qwen3-0.6b": 596.0, "llama-7b": 6738.4, "llama-70b": 68976.6, "llama-1.1b": 1100.0}
+    wanted["qwen3.5-0.8b"] = 752.4
     for name, millions in wanted.items():
         assert counts[name] == pytest.approx(millions, rel=1e-3), name
     assert counts["llama-120m"] == pytest.approx(125, rel=0.05)

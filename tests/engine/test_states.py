@@ -15,9 +15,11 @@ from hasten.engine.given_texts import GivenTexts
 from hasten.engine.settings import EngineSettings
 from hasten.engine.state_slots import StateSlots
 from hasten.errors import ConfigError, ResourceError
+from hasten.model.fused import fuse_where_it_fits, is_fused
 from hasten.planning.memory import InferenceUse, cache_bytes
+from instruction_sets import needs_native
 from parity import PROMPTS, TOLERANCE, our_logits, reference_greedy
-from references import make_reference
+from references import decided, make_reference
 from serving_cases import request, run, tokens_of
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_text-kinds", "qwen3_5_moe_text"]
@@ -30,9 +32,10 @@ def pair(request):
     return reference, hasten.load(reference, dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return hasten.load(make_reference("qwen3_5_text"), dtype="float32")
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=needs_native)])
+def model(request):
+    """In bfloat16 it is fused."""
+    return fuse_where_it_fits(hasten.load(make_reference("qwen3_5_text"), dtype=request.param))
 
 
 def greedy(model, prompt, count):
@@ -62,6 +65,24 @@ def test_served_together_each_text_is_that_of_transformers(pair):
     assert [answer.tokens for answer in hasten.generate(model, prompts, params)] == expected
 
 
+@needs_native
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_each_text_is_that_of_the_text_alone(family):
+    """In steps of 24 tokens, and from snapshots."""
+    model = hasten.fuse(decided(hasten.load(make_reference(family), dtype="bfloat16")))
+    prompts = [*PROMPTS, *LONG]
+    expected = [greedy(model, prompt, 24) for prompt in prompts]
+    assert is_fused(model)
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+    llm = hasten.LLM(model, max_sequences=4, token_budget=24, block_size=4)
+    for cached in (False, True):
+        answers = llm.generate(prompts, params)
+        assert [answer.tokens for answer in answers] == expected
+        assert any(answer.cached_tokens for answer in answers) == cached
+    llm.engine.check()
+    llm.close()
+
+
 def test_logits_of_a_cut_prompt_are_those_of_the_whole_one(pair):
     _, model = pair
     texts = GivenTexts(model, batch=2, capacity=200)
@@ -85,12 +106,12 @@ def test_texts_that_rest_keep_their_states(model):
 
 
 def test_a_preempted_text_is_computed_again(model):
-    engine = engine_of(model, blocks=12, sequences=3, token_budget=32)
+    engine = engine_of(model, blocks=20, sequences=3, token_budget=32)
     prompts = [LONG[0][:33], LONG[1][:34], LONG[2][:35]]
-    found = run(engine, [request(str(i), prompt, max_new_tokens=55) for i, prompt in enumerate(prompts)])
+    found = run(engine, [request(str(i), prompt, max_new_tokens=85) for i, prompt in enumerate(prompts)])
     assert engine.stats().preemptions > 0
     for number, prompt in enumerate(prompts):
-        assert tokens_of(found[str(number)]) == greedy(model, prompt, 55)
+        assert tokens_of(found[str(number)]) == greedy(model, prompt, 85)
 
 
 def test_samples_and_beams_go_on_from_copies(model):
@@ -183,8 +204,6 @@ def test_as_many_texts_run_as_have_room_for_their_states(model, caplog):
 
 
 def test_what_would_take_tokens_back_is_refused(model, tmp_path):
-    with pytest.raises(ConfigError, match="keep states, from which nothing can be; leave it out"):
-        hasten.LLM(model, draft="suffix")
     with pytest.raises(ConfigError, match="the draft model is a qwen3_5_text, whose layers keep states"):
         hasten.LLM(hasten.load(make_reference("llama"), dtype="float32"), draft=model)
     with pytest.raises(ConfigError, match=r"--prefix-cache DIR keeps blocks, and the layers of a qwen3_5_text"):

@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hasten
+from hasten.checkpoints.adapter_files import save_adapter
+from hasten.checkpoints.adapters import load_adapters, place_adapter
 from hasten.checkpoints.gguf.write import write_gguf
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.model.binding import explain
@@ -18,11 +20,12 @@ from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.model.lora import LoRALinear, attach, layer_size, new_adapter
 from hasten.ops.linear import PackedLinear
+from hasten.ops.native import library
 from hasten.training.patterns import with_pattern
 from hasten.training.recipe import Shape
 from hasten.training.whole import why_not_whole
 from parity import PROMPTS, assert_same, our_logits, reference_logits
-from references import make_reference, values_of
+from references import decided, make_reference, values_of
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
 TOKENS = torch.randint(3, 100, (2, 150), generator=torch.Generator().manual_seed(0))
@@ -167,11 +170,16 @@ def test_explain_names_both_kinds_of_layers():
     model = hasten.load(make_reference("qwen3_5_text"), dtype="bfloat16")
     rows = explain(model)
     assert [row.layer for row in rows if row.operator == "gated delta rule"] == [0, 1, 2]
+    assert {row.kernel for row in rows if row.operator == "gated delta rule"} == {"pytorch"}
     assert {row.layer for row in rows if row.operator == "attention"} == {3}
-    reasons = {other.reason for row in rows if row.operator == "block" for other in row.others}
-    assert reasons == {"the fused steps know no layers with Gated DeltaNet"}
     with hasten.kernels(model, attention="reference"):
         assert {row.kernel for row in explain(model) if row.operator == "attention"} == {"reference"}
+    if library() is not None:
+        fused = explain(hasten.fuse(model))
+        assert [(row.layer, row.kernel) for row in fused if row.operator == "gated delta rule"] == [
+            (number, "fused") for number in range(3)
+        ]
+        assert [row.layer for row in fused if row.operator == "attention"] == [3]
 
 
 def test_half_precision_errs_little(tmp_path):
@@ -213,3 +221,28 @@ def test_an_export_says_what_it_came_from(tmp_path):
     values = json.loads((Path(tmp_path) / "config.json").read_text())
     assert values["architectures"] == ["Qwen3_5MoeForCausalLM"]
     assert "intermediate_size" not in values
+
+
+@pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_adapters_join_its_native_steps(family, tmp_path):
+    reference = make_reference(family)
+    exact = decided(hasten.load(reference, dtype="float32"))
+    adapter = new_adapter(exact.config, rank=2, alpha=4.0, targets=("all-linear",))
+    for number, own in enumerate(adapter.values()):
+        nn.init.normal_(own.b, std=0.3, generator=torch.Generator().manual_seed(number))
+    save_adapter(tmp_path, adapter, exact.config)
+    attach(exact, [adapter])
+    readable = decided(hasten.load(reference, dtype="bfloat16"))
+    attach(readable, [adapter])
+    expected = our_logits(exact, PROMPTS[0])
+    model = decided(hasten.load(reference, dtype="bfloat16"))
+    load_adapters(model, [tmp_path])
+    assert (model.stack is not None) == (family == "qwen3_5_text"), "one with experts is taken apart"
+    found, plain = (our_logits(one, PROMPTS[0]) - expected for one in (model, readable))
+    assert found.square().mean().sqrt() <= 2 * plain.square().mean().sqrt()
+    if family == "qwen3_next":
+        fused = hasten.fuse(hasten.load(reference, dtype="bfloat16"))
+        words = r"changes blocks\.0\.mlp\.shared\.\w+, for which the fused blocks have no place"
+        with pytest.raises(ConfigError, match=words):
+            place_adapter(fused, 0, adapter)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import hasten
 from hasten.engine.cache import KVCache
 from hasten.engine.given_texts import GivenTexts
-from hasten.errors import ConfigError, HastenWarning
+from hasten.errors import ConfigError
 from hasten.model.binding import explain, kernels
 from hasten.model.context import TrainingContext
 from hasten.model.families import read_config
@@ -37,7 +37,7 @@ WITH_EXPERTS = {
     "ernie4_5_moe": "no rotary turn of neighbouring elements",
 }
 WITH_STATES = [case for case in CASES if case.startswith(("qwen3_next", "qwen3_5"))]
-fused_cases = pytest.mark.parametrize("case", [case for case in CASES if case not in (*WITH_EXPERTS, *WITH_STATES)])
+fused_cases = pytest.mark.parametrize("case", [case for case in CASES if case not in WITH_EXPERTS])
 
 
 def logits(model, tokens=TOKENS):
@@ -73,19 +73,21 @@ def test_unfused_is_what_it_was(case):
 
 
 BATCHED = fuse(tiny_llama().to(torch.bfloat16)) if library() is not None else None
+STATES = fuse(hasten.load(make_reference("qwen3_5_text"), dtype="bfloat16")) if library() is not None else None
 
 
+@pytest.mark.parametrize("model", [BATCHED, STATES], ids=["llama", "qwen3_5_text"])
 @settings(max_examples=25)
-@given(st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=90), min_size=1, max_size=4), st.data())
-def test_logits_are_bit_for_bit_the_same_alone_in_a_batch_and_however_the_prompt_is_cut(prompts, data):
-    together = GivenTexts(BATCHED, batch=len(prompts), capacity=128).prefill(prompts)
+@given(st.lists(st.lists(st.integers(0, 100), min_size=1, max_size=90), min_size=1, max_size=4), st.data())
+def test_logits_are_bit_for_bit_the_same_alone_in_a_batch_and_however_the_prompt_is_cut(model, prompts, data):
+    together = GivenTexts(model, batch=len(prompts), capacity=128).prefill(prompts)
     for row, prompt in enumerate(prompts):
         cut = data.draw(st.integers(0, len(prompt) - 1))
-        alone = GivenTexts(BATCHED, batch=1, capacity=100)
+        alone = GivenTexts(model, batch=1, capacity=100)
         if cut:
             alone.prefill([prompt[:cut]])
         assert torch.equal(alone.prefill([prompt[cut:]])[0], together[row])
-        one_by_one = GivenTexts(BATCHED, batch=1, capacity=100)
+        one_by_one = GivenTexts(model, batch=1, capacity=100)
         one_by_one.prefill([prompt[:1]])
         last = None
         for token in prompt[1:12]:
@@ -215,15 +217,13 @@ def test_sinks_of_blocks_without_experts():
 
 
 @pytest.mark.parametrize("case", WITH_STATES)
-def test_layers_with_states_stay_readable(case):
-    words = "no layers with Gated DeltaNet"
-    assert unknown_parts(read_config(values_of(case))) == words
-    assert native_shape_refusal(read_config(values_of(case))).endswith(f"know {words}")
-    model = hasten.load(make_reference(case), dtype="bfloat16")
-    with pytest.raises(ConfigError, match=words):
-        fuse(model)
-    with pytest.warns(HastenWarning, match=f"runs without the fused steps.* {words}"):
-        assert fuse_where_it_fits(model).readable
+def test_layers_with_states_are_fused_on_a_cpu_only(case):
+    config = read_config(values_of(case))
+    assert unknown_parts(config) == "no layers with Gated DeltaNet"
+    assert native_shape_refusal(config) is None
+    model = fuse_where_it_fits(hasten.load(make_reference(case), dtype="bfloat16"))
+    assert model.stack is not None
+    assert [block.delta is not None for block in model.blocks] == [layer.delta for layer in config.layers]
 
 
 def test_every_other_family_runs_in_all_fused_steps(case):

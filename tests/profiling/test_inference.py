@@ -20,6 +20,7 @@ from hasten.profiling.steps import Answers, ServedAnswers, keys_of, least_of
 from hasten.profiling.trace import covered, traced
 from hasten.profiling.tree import PartTime, folded, ordered, parameters_of
 from hasten.profiling.walk import parts_of
+from references import make_reference
 from tiny_model import tiny_llama
 from traces import check_trace
 
@@ -99,6 +100,18 @@ def test_experts_in_one_native_call_count_what_they_read(tmp_path):
         parts = ("qkv", "attention", "output", "routing", "experts")
         rows = check(phase, {f"model.blocks.{i}.{part}" for i in range(2) for part in parts})
         assert all(rows[f"model.blocks.{i}.{part}"].seconds > 0 for i in range(2) for part in parts)
+        assert rows[""].flops == sum(flops for flops, _ in least_of(plain).values())
+
+
+@pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
+def test_layers_with_states_in_one_native_call_count_what_readable_ones_do(tmp_path):
+    readable = Answers(hasten.load(make_reference("qwen3_5_text")), batch=1, prompt_tokens=20).works()
+    model = hasten.fuse(hasten.load(make_reference("qwen3_5_text"), dtype="bfloat16"))
+    found = profile(model, tmp_path, use="generate", prompt_tokens=20, steps=2)
+    names = {f"model.blocks.{i}.{part}" for i in range(3) for part in ("inputs", "delta", "output", "inner", "down")}
+    for phase, plain in zip(found.phases, readable, strict=True):
+        rows = check(phase, names | {"model.blocks.3.qkv", "model.blocks.3.attention"})
+        assert all(rows[name].seconds > 0 for name in names)
         assert rows[""].flops == sum(flops for flops, _ in least_of(plain).values())
 
 

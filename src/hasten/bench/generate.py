@@ -110,7 +110,8 @@ class GenerateLadder(Ladder):
 
     title: ClassVar[str] = "Generation ladder"
     shape: str | None = None
-    """A named shape with random weights: llama-120m, llama-1.1b, gpt2-124m, qwen3-0.6b, llama-7b, llama-70b, tiny."""
+    """A named shape with random weights: llama-120m, llama-1.1b, gpt2-124m, qwen3-0.6b, qwen3.5-0.8b, llama-7b,
+    llama-70b, tiny."""
     model: str | None = None
     """A Hugging Face folder, a GGUF file, a hub id or a short name such as smollm2-135m instead of a shape, also
     without --model. The rungs of a GGUF file are made from its dequantized weights, but for gguf-file."""

@@ -12,7 +12,7 @@ import torch
 from hasten.bench.drafted_stream import DraftedStream, load_draft, real_prompts
 from hasten.bench.generate import TEXT_BYTES, DecodeMode, GenerateLadder
 from hasten.bench.models import BenchmarkModel, require_compiler
-from hasten.bench.step_seconds import step_seconds
+from hasten.bench.step_seconds import rewind, step_seconds
 from hasten.checkpoints.export import export_model
 from hasten.checkpoints.load import load
 from hasten.data import read_documents
@@ -191,7 +191,7 @@ class Stream:
             found["time_to_first_token_seconds"] = seconds
         else:
             assert self.texts is not None, "without a cache there are no prompts to keep"
-            self.texts.truncate(len(self.prompts[0]))
+            rewind(self.texts, len(self.prompts[0]))
             tokens = self.kept
         start = time.perf_counter()
         for _ in range(self.new_tokens):

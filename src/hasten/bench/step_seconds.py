@@ -23,7 +23,7 @@ def step_seconds(texts: GivenTexts, rows: Collection[int], context: int, *, seco
     if texts.lengths[0] < context:
         texts.truncate(0)
         texts.prefill([[1] * context])
-    texts.truncate(context)
+    rewind(texts, context)
     times: dict[int, list[float]] = {count: [] for count in sorted(rows)}
     begun = time.perf_counter()
     while True:
@@ -33,8 +33,16 @@ def step_seconds(texts: GivenTexts, rows: Collection[int], context: int, *, seco
                 logits = texts.decode(token) if count == 1 else texts.verify([[1] * count])
                 logits.argmax(-1).tolist()
                 took = time.perf_counter() - start
-                texts.truncate(context)
+                rewind(texts, context)
             own.append(took)
         # The first of several ranks decides for all of them, whose steps wait for each other.
         if broadcast_from_rank0(texts.model, [[time.perf_counter() - begun >= seconds]])[0][0]:
             return {count: median(own) for count, own in times.items()}
+
+
+def rewind(texts: GivenTexts, length: int) -> None:
+    """Have the texts go on after `length` tokens; of states, from which nothing can be taken back, any will do."""
+    if texts.model.config.keeps_states:
+        texts.suppose(length)
+    else:
+        texts.truncate(length)

@@ -25,19 +25,26 @@ def load_adapters(model: Transformer, folders: Sequence[str | Path]) -> AdapterC
     """Give a loaded model the adapters in these folders (peft's format); what is returned says who takes which.
 
     At first every row takes the first one. It is `model.adapters` from then on. The model is fused before, where it can
-    be; one with experts, or on a GPU, is taken apart. Raises ConfigError for a model that has adapters, and as
-    `load_adapter` does.
+    be; one on a GPU is taken apart, and one whose adapters change an MLP beside experts. Raises ConfigError for a model
+    that has adapters, and as `load_adapter` does.
     """
     if model.adapters is not None:
         raise ConfigError("this model has adapters already; load it again and name all of them at once")
     adapters = [load_adapter(folder, model) for folder in folders]
     if model.device.type == "cpu":
         fuse_where_it_fits(model)
-    if not isinstance(model.stack, FusedStack):
-        if not model.readable:  # experts are outside the fused steps, and a GPU's take no adapters
-            unfuse(model)
-        return attach(model, adapters)
-    return _attach_fused(model, adapters)
+    if isinstance(model.stack, FusedStack) and not any(_outside(model, adapter) for adapter in adapters):
+        return _attach_fused(model, adapters)
+    if not model.readable:  # a GPU's fused steps take no adapters
+        unfuse(model)
+    return attach(model, adapters)
+
+
+def _outside(model: Transformer, adapter: Adapter) -> str | None:
+    """A layer that an adapter changes and a fused block has no factors for (of an MLP beside experts), or None."""
+    blocks = [block for block in model.blocks if isinstance(block, FusedBlock)]
+    known = {f"blocks.{i}.{name}" for i, block in enumerate(blocks) for own in block.rows().values() for name in own}
+    return next((name for name in adapter if name not in known), None)
 
 
 def _attach_fused(model: Transformer, adapters: Sequence[Adapter]) -> AdapterChoice:
@@ -88,6 +95,11 @@ def place_adapter(model: Transformer, number: int, adapter: Adapter | None) -> N
     choice = model.adapters or AdapterChoice(every=-1, places=0)
     assert 0 <= number <= choice.places, "places are taken one after the other"
     if isinstance(model.stack, FusedStack):
+        if outside := _outside(model, adapter or {}):
+            raise ConfigError(
+                f"the adapter changes {outside}, for which the fused blocks have no place; name it at the start "
+                "(--adapter NAME=FOLDER)"
+            )
         _place_fused(model, choice, number, adapter or {})
     else:
         place(model, choice, number, adapter or {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,12 +65,16 @@ class SequenceBlocks:
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """`count` tokens of a sequence from position `start` on. stretched: it exceeds longrope's pretraining context."""
+    """`count` tokens of a sequence from position `start` on. stretched: it exceeds longrope's pretraining context.
+
+    guesses: the last tokens of these that may be taken back; the states of layers are kept before them.
+    """
 
     block_table: Sequence[int] | SequenceBlocks
     start: int
     count: int
     stretched: bool = False
+    guesses: int = field(default=0, kw_only=True)
 
     @property
     def slot(self) -> int:

@@ -281,12 +281,17 @@ class KVCache:
         stretched = None
         if self._stretches:
             stretched = torch.from_numpy(layout.stretched)[None].to(device)  # (1, N)
-        more = self._states_of(lambda: layout.groups_of_states(device)) | {"stretched": stretched}
+        states = self._states_of(lambda: layout.groups_of_states(device), layout.state_slots)
+        if self._keeps_states and layout.most > 1:
+            states["certain"] = torch.tensor(layout.certain)
+        more = states | {"stretched": stretched}
         return KVStep(self.k, self.v, metadata, positions[None], seen, self.kernel.run, shown, **more)
 
-    def _states_of(self, groups: Callable[[], list[SequenceGroup]]) -> dict[str, Any]:
+    def _states_of(self, groups: Callable[[], list[SequenceGroup]], slots: Sequence[int]) -> dict[str, Any]:
         """The fields of a `KVStep` for layers that keep states."""
-        return {"states": self.states, "groups_of_states": groups} if self._keeps_states else {}
+        if not self._keeps_states:
+            return {}
+        return {"states": self.states, "groups_of_states": groups, "state_slots": torch.tensor(list(slots))}
 
     def _masked(self, groups: list[PagedGroup], sparse: SparseMasks) -> Sequence[Callable[[], list[PagedGroup]]]:
         """The groups as each layer sees them, with its masks."""
@@ -337,7 +342,7 @@ class KVCache:
         natively = self.sparse is not None and positions.device.type == "cpu" and library() is not None
         seen = self.sparse.native if self.sparse is not None and natively else []
         places = range(batch) if state_slots is None else state_slots
-        states = self._states_of(lambda: groups_of_texts(positions, valid, places))
+        states = self._states_of(lambda: groups_of_texts(positions, valid, places), places)
         return KVStep(self.k, self.v, metadata, positions, seen, masks=made, read=read, stretched=stretched, **states)
 
     def _masks(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:

@@ -94,6 +94,7 @@ class Engine:
             token_budget=settings.budget,
             stretches_at=model.config.stretches_at,
             block_each=runner.side_by_side,
+            keeps_states=model.config.keeps_states,
         )
         self.disk: DiskCache | None = None
         if files is not None:

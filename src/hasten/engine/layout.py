@@ -49,6 +49,7 @@ class RaggedLayout:
         self.slots[:] = self._slots(of)
         self.stretched = np.repeat([row.stretched for row in rows], counts)  # (N,)
         self.state_slots = [row.slot for row in rows]
+        self.certain = [row.count - row.guesses for row in rows]  # tokens, after which states are kept
         self._groups: list[PagedGroup] | None = None
 
     def parts(self, buffer: Tensor | np.ndarray) -> list:
@@ -73,7 +74,13 @@ class RaggedLayout:
         counts = np.diff(self.query_start_loc)
         starts = (self.seq_lens - counts).tolist()
         return group_sequences(
-            first.tolist(), counts.tolist(), tokens=self.tokens, device=device, starts=starts, slots=self.state_slots
+            first.tolist(),
+            counts.tolist(),
+            tokens=self.tokens,
+            device=device,
+            starts=starts,
+            slots=self.state_slots,
+            certain=self.certain,
         )
 
     def go_on(self, entered: Sequence[tuple[int, int]]) -> bool:

@@ -16,6 +16,7 @@ from hasten.engine.request import FinishReason, Request, RequestOutput, TokenLog
 from hasten.engine.scheduler import Scheduler
 from hasten.engine.sequence import ScheduledTokens, TextSequence
 from hasten.engine.speculation import Speculator, Text
+from hasten.engine.speculation.proposer import LIMIT
 from hasten.engine.stopping import OutputText, stop_ids
 from hasten.model.sharded import broadcast_from_rank0
 from hasten.text.tokenizer import Tokenizer
@@ -239,8 +240,9 @@ class RequestTable:
         return growing, scored
 
     def propose(self, speculator: Speculator, scheduler: Scheduler, runner: ModelRunner) -> None:
-        """Have drafts made for the output sequences that are one token behind."""
-        level = [one for one in scheduler.running if one in self.outputs and len(one.tokens) - one.computed == 1]
+        """Have drafts made for the output sequences that are one token behind, or compute accepted drafts again."""
+        most = 1 + LIMIT * scheduler.keeps_states
+        level = [one for one in scheduler.running if one in self.outputs and 0 < len(one.tokens) - one.computed <= most]
         drafts = speculator.propose([draft_text(one, runner.model.config.stretches_at) for one in level])
         if runner.in_step and level:
             drafts = broadcast_from_rank0(runner.model, drafts)

@@ -45,12 +45,15 @@ class Scheduler:
         token_budget: int,
         stretches_at: int | None = None,
         block_each: bool = False,
+        keeps_states: bool = False,
     ) -> None:
-        """stretches_at: as in `ModelConfig`. block_each: a sequence's first block has room for all of its tokens."""
+        """stretches_at, keeps_states: as in `ModelConfig`. block_each: a sequence's first block has room for all of its
+        tokens.
+        """
         if token_budget < max_sequences:
             raise ConfigError(f"a step of {token_budget} tokens has no room for one of each of {max_sequences} texts")
         self.blocks, self.max_sequences, self.token_budget = blocks, max_sequences, token_budget
-        self.stretches_at, self._block_each = stretches_at, block_each
+        self.stretches_at, self._block_each, self.keeps_states = stretches_at, block_each, keeps_states
         self.running: list[TextSequence] = []  # by order
         self.waiting: list[TextSequence] = []  # by order
         # Asked before a sequence begins, with what finds the keys of its blocks: False, and it is asked again later.
@@ -110,7 +113,8 @@ class Scheduler:
         if sequence.drafts:
             sequence.drafts.clear()
             if sequence.running:
-                sequence.computed = known + len(tokens) - 1
+                # States are those before the drafts: what was right of them is computed again.
+                sequence.computed = known if self.keeps_states else known + len(tokens) - 1
                 self.blocks.truncate(sequence.number, sequence.computed)
 
     def finish(self, sequence: TextSequence) -> None:
@@ -197,6 +201,8 @@ class Scheduler:
             self._admit(entries, self.token_budget)
         else:
             self._top_up(entries, left)
+        for entry in entries.values() if self.keeps_states else ():
+            entry.guesses = max(0, entry.end - len(entry.sequence.tokens))
         return list(entries.values())
 
     def _stretch(self, length: int) -> None:
@@ -246,6 +252,7 @@ class Scheduler:
                 others = index + 1 < len(behind) or bool(self.waiting)
                 count = self._chunk(sequence.target - sequence.computed, left, others=others)
                 count = self._until_snapshot(sequence, self._scorable(sequence, count, entries))
+                self._trim(sequence, sequence.computed + count)
                 if count:
                     left -= self._schedule(sequence, count, entries)
         # Only now: nobody in the plan can be preempted any more, so what is offered to others will be computed.
@@ -317,6 +324,7 @@ class Scheduler:
             more = min(left, sequence.target - entry.end) if sequence.scored <= entry.end else 0
             more = self._until_snapshot(sequence, more, begun=entry.count)
             if more:
+                self._trim(sequence, entry.end + more)
                 try:
                     entry.copies += self.blocks.reserve(sequence.number, entry.end + more)
                 except OutOfBlocks:
@@ -324,6 +332,11 @@ class Scheduler:
                 entry.count += more
                 left -= more
                 self._offer(entry)
+
+    def _trim(self, sequence: TextSequence, end: int) -> None:
+        """Leave out guesses that a step up to `end` has no room for."""
+        if end >= len(sequence.tokens):
+            del sequence.drafts[end - len(sequence.tokens) :]
 
     def _chunk(self, todo: int, left: int, *, others: bool) -> int:
         return min(todo, max(-(-left // 2), min(left, self.blocks.block_size)) if others else left)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hasten.model.config import DeltaConfig
-from hasten.ops.delta import DeltaState, SequenceGroup, group_sequences, in_groups
+from hasten.ops.attention.view import AttentionMetadata
+from hasten.ops.delta import DeltaState, SequenceGroup, StateView, group_sequences, in_groups
 
 
 class StateShape(NamedTuple):
@@ -37,20 +38,33 @@ class StateShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """One layer's states during one step; see `StateContext`. held: those of all sequences. groups: of the step's."""
+    """One layer's states during one step; see `StateContext`.
+
+    held: those of all sequences. groups: of the step's. slots, certain, metadata: as in `StateView`.
+    """
 
     held: DeltaState
     groups: Sequence[SequenceGroup]
+    slots: Tensor
+    certain: Tensor | None
+    metadata: AttentionMetadata
+
+    def state_view(self, *, batch: int, tokens: int, sizes: DeltaConfig) -> StateView:
+        """For a kernel that goes from state to state itself."""
+        return StateView(self.held, self.slots, self.certain, self.metadata)
 
     def recur(self, run: Callable[..., tuple[Tensor, DeltaState]], *inputs: Tensor) -> Tensor:
         """Compute the step's tokens, group by group, and keep the states after them."""
 
         def step(group: SequenceGroup, *own: Tensor) -> Tensor:
             before = None if group.fresh else DeltaState(*(tensor[group.slots] for tensor in self.held))
-            outputs, after = run(before, *own)
+            certain = own[0].shape[1] if group.certain is None else group.certain
+            outputs, after = run(before, *(one[:, :certain] for one in own))
             for kept, new in zip(self.held, after, strict=True):
                 kept[group.slots] = new.to(kept.dtype)
-            return outputs
+            if certain == own[0].shape[1]:
+                return outputs
+            return torch.cat((outputs, run(after, *(one[:, certain:] for one in own))[0]), dim=1)
 
         return in_groups(self.groups, step, inputs)
 

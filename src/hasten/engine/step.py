@@ -70,7 +70,9 @@ class KVStep:
 
     k, v, metadata, seen: as in `KVView`, of each layer that keeps keys what is not the same for all. kernel, groups,
     masks, read: as in `KVLayer`; groups and masks of each such layer. stretched: as in `RotaryTable`. states: of every
-    layer, None where it keeps keys; empty where all do. groups_of_states: the sequences of the step.
+    layer, None where it keeps keys; empty where all do. groups_of_states: the sequences of the step. state_slots int64
+    (B,), on the host: the place of each in `states`; certain, alike: after how many of its tokens its state is kept,
+    None: after all.
     """
 
     k: list[Tensor]
@@ -85,6 +87,8 @@ class KVStep:
     stretched: Tensor | None = None
     states: Sequence[DeltaState | None] = ()
     groups_of_states: Callable[[], Sequence[SequenceGroup]] | None = None
+    state_slots: Tensor | None = None
+    certain: Tensor | None = None
 
     @property
     def views(self) -> list[KVView]:
@@ -95,10 +99,10 @@ class KVStep:
     @property
     def layers(self) -> Sequence[KVLayer | StateLayer]:
         """For the blocks one by one."""
-        if self.groups_of_states is None:
+        if self.groups_of_states is None or self.state_slots is None:
             return self._with_keys()
-        keys, groups = iter(self._with_keys()), self.groups_of_states()
-        return [next(keys) if held is None else StateLayer(held, groups) for held in self.states]
+        keys, more = iter(self._with_keys()), (self.groups_of_states(), self.state_slots, self.certain, self.metadata)
+        return [next(keys) if held is None else StateLayer(held, *more) for held in self.states]
 
     def _with_keys(self) -> list[KVLayer]:
         """The layers that keep keys and values."""

@@ -29,6 +29,7 @@ FORMS = {
     "decode": "attention over a cache, one query",
 }
 ONE_ROW = "decode step of one sequence"  # on a GPU: as one launch, or several for each block
+DELTA = "gated delta rule"
 OPERATORS: dict[str, tuple[str, ...]] = {
     "block": ("fused", "readable"),
     "attention": tuple(kernel.name for kernel in attention_operator.KERNELS),
@@ -42,6 +43,9 @@ class Refusal:
 
     kernel: str
     reason: str
+
+
+UNFUSED = Refusal("fused", "it belongs to the fused steps, which this model does not run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +76,7 @@ def explain(model: Transformer) -> list[Binding]:
         if isinstance(block, FusedSteps):
             readable = Refusal("readable", "the fused steps come first")
             bindings.append(Binding(layer, "block", "fused", [readable]))
-            others = [Refusal(k.name, "the fused steps bring their own attention") for k in attention_operator.KERNELS]
-            bindings.append(Binding(layer, "attention", "fused", others))
+            bindings.append(_fused_mixer(layer, block))
             bindings += [replace(one, layer=layer) for one in launches]
         else:
             reason = against_fused or waits(model) or "the model is fused when it first generates (or by hasten.fuse)"
@@ -131,10 +134,18 @@ def _launches(model: Transformer, stack: CudaStack, layer: int = 0) -> Binding:
     return Binding(layer, ONE_ROW, each, [Refusal(together, reason)])
 
 
+def _fused_mixer(layer: int, block: FusedSteps) -> Binding:
+    """What lets the tokens of a fused block see each other."""
+    if block.delta is not None:
+        return Binding(layer, DELTA, "fused", [Refusal("pytorch", "the fused steps bring their own")])
+    others = [Refusal(k.name, "the fused steps bring their own attention") for k in attention_operator.KERNELS]
+    return Binding(layer, "attention", "fused", others)
+
+
 def _mixer_bindings(model: Transformer, layer: int, block: nn.Module) -> list[Binding]:
     """What lets the tokens of a readable block see each other: attention, or Gated DeltaNet."""
     if getattr(block, "delta", None) is not None:
-        return [Binding(layer, "gated delta rule", "pytorch", [])]
+        return [Binding(layer, DELTA, "pytorch", [UNFUSED])]
     assert isinstance(block.attention, Attention)
     sparse = model.config.attention_pattern is not None
     request = replace(block.attention.request(), dtype=model.compute_dtype, block_mask=sparse)
@@ -144,13 +155,12 @@ def _mixer_bindings(model: Transformer, layer: int, block: nn.Module) -> list[Bi
 
 def _attention_bindings(layer: int, attention: Attention) -> list[Binding]:
     """One binding for each form of the layer's calls; with dropout only if the layer has any."""
-    fused = Refusal("fused", "it belongs to the fused steps, which this model does not run")
     found = []
     for form, request in layer_requests(attention.request()).items():
         if form != "dropout" or attention.dropout:
             bound = getattr(attention.kernels, form).name
             binding = _binding(layer, FORMS[form], attention_operator.KERNELS, request, bound)
-            found.append(replace(binding, others=[fused, *binding.others]))
+            found.append(replace(binding, others=[UNFUSED, *binding.others]))
     return found
 
 

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.model.attention import Attention
+from hasten.model.config import DeltaConfig
 from hasten.model.transformer import Transformer
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.inputs import Intervals, document_intervals
 from hasten.ops.attention.layer import Mask
 from hasten.ops.attention.view import AttentionMetadata, KVView
-from hasten.ops.delta import DeltaState, SequenceGroup, group_sequences, in_groups
+from hasten.ops.delta import DeltaState, SequenceGroup, StateView, group_sequences, in_groups
 
 
 class PlainLayer:
@@ -53,16 +54,28 @@ class PlainLayer:
 
         like: a tensor of its device and dtype; by default it is on the CPU, in bfloat16.
         """
-        if isinstance(self.mask, Tensor) or self.intervals is not None:
-            raise ConfigError("the fused kernels know no packed documents; give each its own row, or load unfused")
-        rows = batch * tokens
         like = torch.empty(0, dtype=torch.bfloat16) if like is None else like
-        k = like.new_zeros(rows + 1, kv_heads, head_dim)
-        first_rows = torch.arange(batch + 1, device=like.device) * tokens
-        seq_lens = torch.full((batch,), tokens, device=like.device)
-        slots = torch.arange(rows, device=like.device)
-        metadata = AttentionMetadata(slots, first_rows, seq_lens, first_rows[:-1], max_query=tokens, longest=tokens)
-        return KVView(k, torch.zeros_like(k), metadata, None if self.mask is None else self.mask.native())
+        metadata = self._metadata(batch, tokens, like.device)
+        k = like.new_zeros(batch * tokens + 1, kv_heads, head_dim)
+        mask = self.mask
+        assert not isinstance(mask, Tensor), "those of documents are refused"
+        return KVView(k, torch.zeros_like(k), metadata, None if mask is None else mask.native())
+
+    def state_view(self, *, batch: int, tokens: int, sizes: DeltaConfig) -> StateView:
+        """States for this call alone, as `view`."""
+        metadata = self._metadata(batch, tokens, torch.device("cpu"))
+        inputs = torch.zeros(batch, sizes.kernel - 1, sizes.channels, dtype=torch.bfloat16)
+        matrix = torch.zeros(batch, sizes.value_heads, sizes.key_dim, sizes.value_dim)
+        return StateView(DeltaState(inputs, matrix), torch.arange(batch), None, metadata)
+
+    def _metadata(self, batch: int, tokens: int, device: torch.device) -> AttentionMetadata:
+        """Where the tokens of texts of one length are that nothing comes before."""
+        if isinstance(self.mask, Tensor) or self.intervals is not None or self.documents is not None:
+            raise ConfigError("the fused kernels know no packed documents; give each its own row, or load unfused")
+        first_rows = torch.arange(batch + 1, device=device) * tokens
+        seq_lens = torch.full((batch,), tokens, device=device)
+        slots = torch.arange(batch * tokens, device=device)
+        return AttentionMetadata(slots, first_rows, seq_lens, first_rows[:-1], max_query=tokens, longest=tokens)
 
 
 class TrainingContext:
@@ -74,8 +87,8 @@ class TrainingContext:
     the block mask of each layer, for the number of tokens of the pass; with them documents are always intervals.
     """
 
-    metadata = stretched = None
-    k = v = seen = views = ()
+    metadata = stretched = state_slots = certain = None
+    k = v = seen = views = states = ()
     layers: Sequence[PlainLayer]
 
     def __init__(

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError
+from hasten.model.attention import Attention
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
+from hasten.model.fused_delta import DeltaParts
 from hasten.model.fused_linear import part_of, plain, replace_linears
 from hasten.model.initialize import unfilled
 from hasten.model.mlp import MLP, Linear
@@ -60,18 +62,22 @@ class FusedSteps(nn.Module):
 
     def __init__(self, block: Block) -> None:
         super().__init__()
-        attention = block.attention
-        self.spec = attention.spec
+        self.delta = None if block.delta is None else DeltaParts(block.delta)  # in the place of attention
+        if block.delta is None:
+            self._take_attention(block.attention)
         self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
-        self.q_norm, self.k_norm, self.qk_norm = attention.q_norm, attention.k_norm, attention.qk_norm
-        self.sinks = attention.sinks
-        self.rope_pairs, self.residual_scale, self.parallel = attention.rope_pairs, block.residual_scale, block.parallel
+        self.residual_scale, self.parallel = block.residual_scale, block.parallel
         self.mlp_norm, self.mlp_post_norm = block.mlp_norm, block.mlp_post_norm
         self.experts: nn.Module | None = block.mlp if isinstance(block.mlp, Experts) else None
         if isinstance(block.mlp, MLP):
             self.inner_size, self.gated = block.mlp.up.out_features, block.mlp.gate is not None
             self.activation_name = block.mlp.activation_name
         self.register_load_state_dict_post_hook(_bind_again)
+
+    def _take_attention(self, attention: Attention) -> None:
+        self.spec, self.attention_gate = attention.spec, attention.has_gates
+        self.q_norm, self.k_norm, self.qk_norm = attention.q_norm, attention.k_norm, attention.qk_norm
+        self.rope_pairs, self.sinks = attention.rope_pairs, attention.sinks
 
     def bind(self) -> None:
         """Prepare the arguments of the calls once; looking them up in modules costs more than the calls."""
@@ -116,13 +122,16 @@ class FusedSteps(nn.Module):
             linear = getattr(self, fused)
             for name, rows in parts.items():
                 block.set_submodule(name, plain(linear) if len(parts) == 1 else part_of(linear, rows))
-        block.attention.sinks = self.sinks
-        block.attention.q_norm, block.attention.k_norm = self.q_norm, self.k_norm
         block.attention_norm, block.attention_post_norm = self.attention_norm, self.attention_post_norm
         block.mlp_norm, block.mlp_post_norm = self.mlp_norm, self.mlp_post_norm
         if self.experts is not None:
             replace_linears(self.experts, plain)
             block.mlp = self.experts
+        if block.delta is not None and self.delta is not None:
+            self.delta.give_to(block.delta)
+            return block
+        block.attention.sinks = self.sinks
+        block.attention.q_norm, block.attention.k_norm = self.q_norm, self.k_norm
         block.attention.bind()  # again, now that the weights are no longer on the meta device
         return block
 

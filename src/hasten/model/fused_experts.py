@@ -14,6 +14,8 @@ from hasten.ops.native import native_ops
 NO_ROUTING: dict[str, Any] = dict.fromkeys(("experts", "router", "choice_bias", "shared_gate"))
 NO_ROUTING |= {"top_experts": 0, "expert_groups": 1, "kept_groups": 1, "sigmoid_scores": False}
 NO_ROUTING |= {"normalize_shares": False, "share_floor": 0.0, "share_scale": 1.0}
+# And for one without an MLP.
+NO_MLP: dict[str, Any] = {"mlp": [], "inner_size": 0, "gated": True, "activation": 0, "down": None}
 
 
 def routing_of(experts: Experts) -> dict[str, Any] | None:
@@ -45,7 +47,7 @@ def shared_mlp(experts: Experts) -> dict[str, Any]:
     """The MLP beside the experts, which may be missing, as `plan_block` takes a block's."""
     shared: Any = experts.shared
     if shared is None:
-        return {"mlp": [], "inner_size": 0, "gated": True, "activation": 0, "down": None}
+        return NO_MLP
     return {
         "mlp": [weight_plan(shared.gate), weight_plan(shared.up)],
         "inner_size": shared.gate.out_features,

@@ -1,15 +1,14 @@
 """The native fused steps on a CPU: `FusedBlock`, which fused.py puts in the place of each readable block.
 
-The steps: norm + q, k, v + rotary turn + cache write; attention; output + residual; norm + gate, up + activation; down
-+ residual, or the router and the experts that it chooses. All layers are one call where their caches have the same
-slots, else each is one. A layer whose experts have several formats, or ranks, is three calls, the router, and the
-experts. The residual stream is float32 between them.
+The steps: norm + q, k, v + rotary turn + cache write and attention, or norm + projections and Gated DeltaNet; output +
+residual; norm + gate, up + activation; down + residual, or the router and the experts that it chooses. All layers are
+one call where their caches have the same slots, else each is one. A layer whose experts have several formats, or ranks,
+is a call up to the residual behind its output, the router, and the experts. The stream is float32 between them.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 from hasten.model.config import ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.fused_block import FusedSteps, unknown_parts
-from hasten.model.fused_experts import NO_ROUTING, experts_call, routing_of, shared_mlp
+from hasten.model.fused_delta import DELTA_INPUTS, NO_ATTENTION
+from hasten.model.fused_experts import NO_MLP, NO_ROUTING, experts_call, routing_of, shared_mlp
 from hasten.model.fused_linear import (
     ACTIVATION_ORDER,
     difference,
@@ -33,7 +33,7 @@ from hasten.model.fused_linear import (
     weight_fields,
     weight_plan,
 )
-from hasten.model.interfaces import Context, LayerContext
+from hasten.model.interfaces import Context
 from hasten.model.lora import AdapterChoice
 from hasten.model.mlp import MLP
 from hasten.model.rope import Rotation
@@ -51,7 +51,7 @@ from hasten.ops.pages import in_large_pages, return_freed_memory
 HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
 # Fields that the native steps support, of those that `unknown_parts` looks at.
-_BESIDE_EXPERTS = ("norm", "pre_norms", "rope", "sinks", "activation")
+_BESIDE_EXPERTS = ("norm", "pre_norms", "rope", "sinks", "activation", "delta", "attention_gate")
 _KNOWN = (*_BESIDE_EXPERTS, "parallel", "qk_norm", "residual_scale", "query_beta", "rope_pairs")
 
 
@@ -110,9 +110,8 @@ class FusedBlock(FusedSteps):
 
     def __init__(self, block: Block) -> None:
         super().__init__(block)
-        attention = block.attention
-        for name in ("q", "k", "v", "output"):
-            setattr(self, name, settled(packed(getattr(attention, name))))
+        for name, place in self._mixing().items():
+            setattr(self, name, settled(packed(block.get_submodule(place))))  # type: ignore[arg-type]
         self.choice: AdapterChoice | None = None  # of adapters, whose factors `factors` holds by the name of our layer
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         if self.experts is not None:
@@ -128,8 +127,14 @@ class FusedBlock(FusedSteps):
         return_freed_memory()
         self.bind()
 
+    def _mixing(self) -> dict[str, str]:
+        """Our layers of attention, or of Gated DeltaNet, and where each is in a readable block; the last is output."""
+        if self.delta is None:
+            return {name: f"attention.{name}" for name in ("q", "k", "v", "output")}
+        return {name: f"delta.{name}" for name in DELTA_INPUTS} | {"output": "delta.out"}
+
     def rows(self) -> dict[str, dict[str, Tensor]]:
-        alone = {"q": "attention.q", "k": "attention.k", "v": "attention.v", "output": "attention.output"}
+        alone = self._mixing()
         if self.experts is None:
             alone |= {name: f"mlp.{name}" for name in ("gate", "up", "down") if hasattr(self, name)}
         found = {name: {ours: torch.arange(getattr(self, name).out_features)} for name, ours in alone.items()}
@@ -143,58 +148,60 @@ class FusedBlock(FusedSteps):
         return place.device.type == "cpu" and place.dtype == self._like.dtype
 
     def bind(self) -> None:
-        spec, ops, sums = self.spec, native_ops(), self.attention_post_norm
+        ops, sums = native_ops(), self.attention_post_norm
         # eps, offset and centred are those of the first norm: all of a model are of one kind.
         weight, bias = _factors(self.attention_norm)
         first = sums if weight is None else self.attention_norm
         norm = norm_fields(first) | {"norm_weight": weight, "norm_bias": bias}
-        head_norms = {"q_norm": _factors(self.q_norm)[0], "k_norm": _factors(self.k_norm)[0]}
-        heads: dict[str, Any] = {"heads": spec.heads, "head_dim": spec.head_dim, **head_norms}
-        turned = {"head_norm": HEAD_NORM_ORDER.index(self.qk_norm or "head"), "rope_pairs": self.rope_pairs}
-        scores = {"scale": spec.scale, "window": spec.window or 0, "softcap": spec.softcap or 0.0}
-        sinks = None if self.sinks is None else self.sinks.detach().float()
-        qkv = [self._plan(name) for name in ("q", "k", "v")]
         experts: Any = self.experts
-        summed = isinstance(sums, SumOfRanks)
         routing: dict[str, Any] | None = NO_ROUTING
-        if experts is not None:
-            routing = None if summed else routing_of(experts)  # None: the experts are called apart
-        if routing is not None:
-            read = self.attention_norm if self.parallel else self.mlp_norm
-            output_norm, mlp_norm, down_norm = (_factors(norm) for norm in (sums, read, self.mlp_post_norm))
-            plan = ops.plan_block.default(
-                **norm,
-                **heads,
-                **turned,
-                **scores,
-                residual_scale=self.residual_scale,
-                parallel=self.parallel,
-                kv_heads=spec.kv_heads,
-                qkv=qkv,
-                output=self._plan("output"),
-                output_norm_weight=output_norm[0],
-                output_norm_bias=output_norm[1],
-                mlp_norm_weight=mlp_norm[0],
-                mlp_norm_bias=mlp_norm[1],
-                **self._mlp(),
-                down_norm_weight=down_norm[0],
-                down_norm_bias=down_norm[1],
-                ranks=sums.group.plan if isinstance(sums, SumOfRanks) else None,
-                sinks=sinks,
-                **routing,
-            )
-            self._bound = SimpleNamespace(blocks=ops.blocks.default, plan=plan)
-        else:
-            self._bound = SimpleNamespace(
-                experts=experts_call(experts),
-                attention_input=partial(ops.attention_input.default, **norm, **heads, weights=qkv),
-                attention=ops.attention.default,
-                scores=(*scores.values(),),
-                sinks=sinks,
-                output=partial(ops.linear_add.default, **weight_fields(self.output)),
-                output_norm=norm_fields(sums),
-                summed=summed,
-            )
+        if experts is not None:  # None: they are called apart
+            routing = None if isinstance(sums, SumOfRanks) else routing_of(experts)
+        apart = routing is None
+        read = self.attention_norm if self.parallel else self.mlp_norm
+        output_norm, mlp_norm, down_norm = (_factors(norm) for norm in (sums, read, self.mlp_post_norm))
+        *inputs, output = (self._plan(name) for name in self._mixing())
+        plan = ops.plan_block.default(
+            **norm,
+            **self._mixer(),
+            residual_scale=self.residual_scale,
+            parallel=self.parallel,
+            qkv=inputs,
+            output=output,
+            output_norm_weight=output_norm[0],
+            output_norm_bias=output_norm[1],
+            mlp_norm_weight=mlp_norm[0],
+            mlp_norm_bias=mlp_norm[1],
+            **(NO_MLP if apart else self._mlp()),
+            down_norm_weight=None if apart else down_norm[0],
+            down_norm_bias=None if apart else down_norm[1],
+            ranks=sums.group.plan if isinstance(sums, SumOfRanks) else None,
+            **(routing or NO_ROUTING),
+        )
+        self._bound = SimpleNamespace(
+            blocks=ops.blocks.default, plan=plan, apart=apart, experts=experts_call(experts) if apart else None
+        )
+
+    def _mixer(self) -> dict[str, Any]:
+        """What mixes the tokens, as `plan_block` takes it: attention, or Gated DeltaNet."""
+        if self.delta is not None:
+            return NO_ATTENTION | {"delta": self.delta.plan()}
+        spec = self.spec
+        return {
+            "heads": spec.heads,
+            "kv_heads": spec.kv_heads,
+            "head_dim": spec.head_dim,
+            "q_norm": _factors(self.q_norm)[0],
+            "k_norm": _factors(self.k_norm)[0],
+            "head_norm": HEAD_NORM_ORDER.index(self.qk_norm or "head"),
+            "rope_pairs": self.rope_pairs,
+            "scale": spec.scale,
+            "window": spec.window or 0,
+            "softcap": spec.softcap or 0.0,
+            "sinks": None if self.sinks is None else self.sinks.detach().float(),
+            "attention_gate": self.attention_gate,
+            "delta": None,
+        }
 
     def _plan(self, name: str) -> Tensor:
         """The weight of a layer, with the factors of its adapters, as the native steps take it."""
@@ -203,12 +210,14 @@ class FusedBlock(FusedSteps):
     @property
     def joins_experts(self) -> bool:  # type: ignore[override]
         """Whether the experts are a part of the block's native call."""
-        return self.experts is not None and hasattr(self._bound, "plan")
+        return self.experts is not None and not self._bound.apart
 
     def parts(self) -> dict[str, tuple[nn.Module, ...]]:
         """The parts of the native call, in the order of their times, each with the layers whose weights it reads."""
-        found: dict[str, tuple[nn.Module, ...]] = {"qkv": (self.q, self.k, self.v), "attention": ()}
-        found["output"] = (self.output,)
+        *inputs, output = (getattr(self, name) for name in self._mixing())
+        found: dict[str, tuple[nn.Module, ...]] = {"qkv": tuple(inputs), "attention": (), "output": (output,)}
+        if self.delta is not None:
+            found = {"inputs": tuple(inputs), "delta": tuple(self.delta.modules()), "output": (output,)}
         if isinstance(self.experts, Experts):
             each = tuple(self.experts.experts.modules())
             return found | {"routing": tuple(set(self.experts.modules()) - set(each)), "experts": each}
@@ -223,43 +232,41 @@ class FusedBlock(FusedSteps):
         sizes = {"inner_size": self.inner_size, "gated": self.gated, "activation": self.activation}
         return {"mlp": weights, **sizes, "down": self._plan("down")}
 
-    def forward(self, x: Tensor, rope: Rotation | None, layer: LayerContext) -> Tensor:
-        """x (B, T, C) -> (B, T, C) in float32."""
-        spec, bound, x = self.spec, self._bound, x.float()
+    def forward(self, x: Tensor, rope: Rotation | None, layer: Any) -> Tensor:
+        """x (B, T, C) -> (B, T, C) in float32. layer: the context of this kind of layer."""
+        bound, x = self._bound, x.float()
         batch, tokens, _ = x.shape
-        k, v, metadata, seen = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
-        if hasattr(bound, "plan"):
-            call = BlocksCall(
-                x=x,
-                cos=[] if rope is None else [rope[0]],
-                sin=[] if rope is None else [rope[1]],
-                query_factors=[] if rope is None else rope[2:],
-                rope_index=[-1 if rope is None else 0],
-                k=[k],
-                v=[v],
-                slot_mapping=metadata.slot_mapping,
-                query_start_loc=metadata.query_start_loc,
-                seq_lens=metadata.seq_lens,
-                first_slots=metadata.first_slots,
-                block_table=metadata.block_table,
-                block_size=metadata.block_size,
-                rotated=metadata.rows.rotated,
-                plans=[bound.plan],
-                adapters=None if self.choice is None else self.choice.of(batch * tokens),
-                seen=() if seen is None else (seen,),
-            )
-            return bound.blocks(*call)
-        cos, sin = (None, None) if rope is None else rope[:2]  # (B, T, dim/2)
-        placed = {"slot_mapping": metadata.slot_mapping, "rotated": metadata.rows.rotated}
-        q = bound.attention_input(x=x, cos=cos, sin=sin, k=k, v=v, **placed)  # (B·T, H, D)
-        attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores, seen, bound.sinks)  # (B·T, H, D)
-        if bound.summed:  # by the ranks, before the norm
-            part = bound.output(x=attended, residual=torch.zeros_like(x), **norm_fields(nn.Identity()))
-            x = x + self.attention_post_norm(part)
+        if self.delta is None:
+            spec = self.spec
+            view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
+            metadata, seen = view.metadata, view.seen
+            held: dict[str, Any] = {"k": [view.k], "v": [view.v], "seen": () if seen is None else (seen,)}
         else:
-            x = bound.output(x=attended, residual=x, **bound.output_norm)
-        apart: Any = bound.experts or self.experts
-        return x + self.mlp_post_norm(apart(self.mlp_norm(x)))
+            state, slots, certain, metadata = layer.state_view(batch=batch, tokens=tokens, sizes=self.delta.sizes)
+            held = {"k": (), "v": (), "inputs": [state.inputs], "matrices": [state.matrix]}
+            held |= {"state_slots": slots, "certain": certain}
+        call = BlocksCall(
+            x=x,
+            cos=[] if rope is None else [rope[0]],
+            sin=[] if rope is None else [rope[1]],
+            query_factors=[] if rope is None else rope[2:],
+            rope_index=[-1 if rope is None else 0],
+            slot_mapping=metadata.slot_mapping,
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
+            first_slots=metadata.first_slots,
+            block_table=metadata.block_table,
+            block_size=metadata.block_size,
+            rotated=metadata.rows.rotated,
+            plans=[bound.plan],
+            adapters=None if self.choice is None else self.choice.of(batch * tokens),
+            **held,
+        )
+        x = bound.blocks(*call)
+        if not bound.apart:
+            return x
+        experts: Any = bound.experts or self.experts
+        return x + self.mlp_post_norm(experts(self.mlp_norm(x)))
 
 
 class FusedStack:
@@ -286,6 +293,7 @@ class FusedStack:
         step, bound = context.metadata, self.bound(model)
         if step is None or bound is None:
             return model.each_block(x, ropes, context.layers)
+        states = [own for own in context.states if own is not None]
         call = BlocksCall(
             x=x.float(),
             cos=[rope[0] for rope in ropes],
@@ -305,6 +313,10 @@ class FusedStack:
             adapters=None if model.adapters is None else model.adapters.of(x.shape[0] * x.shape[1]),
             times=self.times,
             seen=context.seen,
+            inputs=[own.inputs for own in states],
+            matrices=[own.matrix for own in states],
+            state_slots=context.state_slots,
+            certain=context.certain,
         )
         return bound[0].blocks(*call)
 

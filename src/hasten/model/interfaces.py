@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from hasten.model.config import DeltaConfig
 from hasten.model.rope import Rotation
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.view import AttentionMetadata, KVView
-from hasten.ops.delta import DeltaState
+from hasten.ops.delta import DeltaState, StateView
 
 if TYPE_CHECKING:
     from hasten.model.transformer import Transformer
@@ -51,6 +52,10 @@ class StateContext(Protocol):
         """
         ...
 
+    def state_view(self, *, batch: int, tokens: int, sizes: DeltaConfig) -> StateView:
+        """The states of all places, for a kernel that goes from state to state itself."""
+        ...
+
 
 class Context(Protocol):
     """One object for each layer: its tensors, and no layer number, so that one compiled graph serves all layers.
@@ -73,6 +78,15 @@ class Context(Protocol):
 
     @property
     def seen(self) -> Sequence[Tensor]: ...
+
+    @property
+    def states(self) -> Sequence[DeltaState | None]: ...
+
+    @property
+    def state_slots(self) -> Tensor | None: ...
+
+    @property
+    def certain(self) -> Tensor | None: ...
 
     @property
     def views(self) -> Sequence[KVView]: ...

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 
 
 class BlocksCall(NamedTuple):
-    """All dense blocks of a model, x (…, C) float32 -> the same.
+    """All blocks of a model, x (…, C) float32 -> the same.
 
     cos, sin: of each rotary table; rope_index: which of them each block takes, -1 for none. k, v: the caches of the
-    layers; slot_mapping to rotated: as in `AttentionMetadata`. plans: of plan_block. adapters int64 (rows,): the
-    adapter of each row, -1 for none. times: see `FusedStack`. seen: what each block sees, of plan_pattern; empty: all.
-    query_factors float32 (rows,): of each rotary table, what its queries are multiplied by; empty: nothing.
+    layers with attention; slot_mapping to rotated: as in `AttentionMetadata`. plans: of plan_block. adapters int64
+    (rows,): the adapter of each row, -1 for none. times: see `FusedStack`. seen: what each layer with attention sees,
+    of plan_pattern; empty: all. query_factors float32 (rows,): of each rotary table, what its queries are multiplied
+    by; empty: nothing. inputs, matrices: the states of the layers with Gated DeltaNet; state_slots int64 (B,): the
+    place of each sequence in them; certain int64 (B,): after how many of its tokens it is kept, None: after all.
     """
 
     x: Tensor
@@ -40,6 +42,10 @@ class BlocksCall(NamedTuple):
     times: Tensor | None = None
     seen: Sequence[Tensor] = ()
     query_factors: Sequence[Tensor] = ()
+    inputs: Sequence[Tensor] = ()
+    matrices: Sequence[Tensor] = ()
+    state_slots: Tensor | None = None
+    certain: Tensor | None = None
 
 
 class NormLinearCall(NamedTuple):

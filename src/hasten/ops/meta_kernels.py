@@ -101,6 +101,18 @@ def plan_block(output: Tensor, **rest: Any) -> Tensor:
     return _plan(output)
 
 
+# delta/delta.cpp
+
+
+def plan_delta(conv: Tensor, **rest: Any) -> Tensor:
+    return _plan(conv)
+
+
+def gated_delta(x: Tensor, matrices: Tensor, **rest: Any) -> Tensor:
+    """(R, H·Dv)."""
+    return x.new_empty((x.shape[0], matrices.shape[1] * matrices.shape[3]))
+
+
 # block/experts.cpp
 
 

@@ -42,7 +42,8 @@ def gpt2(hidden: int, layers: int, heads: int, **changes: Any) -> dict[str, Any]
     } | changes
 
 
-# name -> config.json; llama-7b and llama-70b are Llama 2's (arXiv 2307.09288), qwen3-0.6b is arXiv 2505.09388's.
+# name -> config.json; llama-7b and llama-70b are Llama 2's (arXiv 2307.09288), qwen3-0.6b is arXiv 2505.09388's;
+# three of four layers of qwen3.5-0.8b are Gated DeltaNet.
 SHAPES: Mapping[str, dict[str, Any]] = {
     "tiny": llama(64, 128, 2, 4, 2, vocab_size=250, max_position_embeddings=512),
     "llama-120m": llama(768, 2048, 12, 12, 4),
@@ -58,6 +59,23 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         "max_position_embeddings": 40_960,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen3.5-0.8b": llama(1024, 3584, 24, 8, 2)
+    | {
+        "model_type": "qwen3_5_text",
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "vocab_size": 248_320,
+        "max_position_embeddings": 262_144,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000_000.0,
+        "partial_rotary_factor": 0.25,
         "tie_word_embeddings": True,
     },
 }

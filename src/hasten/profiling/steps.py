@@ -24,6 +24,7 @@ from hasten.model.config import ModelConfig
 from hasten.model.delta import GatedDeltaNet
 from hasten.model.experts import Experts
 from hasten.model.fused import FusedSteps
+from hasten.model.fused_delta import DeltaParts
 from hasten.model.mlp import Linear
 from hasten.model.transformer import Transformer
 from hasten.planning.cost import attended_by_pattern
@@ -187,6 +188,8 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
                 made = 0 if work.trains and head else module.out_features
                 flops += (passes - frozen) * 2 * taken * module.in_features * module.out_features
                 moved += (passes - frozen) * (held + item * taken * (module.in_features + made))
+            elif isinstance(module, FusedSteps) and module.delta is not None:
+                continue  # it is counted where its parts are
             elif isinstance(module, Attention | FusedSteps):
                 spec = module.spec
                 seen, read = keys_of(work.spans, spec.window)
@@ -196,7 +199,7 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
                     read = sum(min(held + new, own) for (held, new), own in zip(work.spans, each, strict=True))
                 flops += passes * 4 * spec.heads * spec.head_dim * seen
                 moved += passes * 2 * item * spec.head_dim * (read * spec.kv_heads + rows * spec.heads)
-            elif isinstance(module, GatedDeltaNet):
+            elif isinstance(module, GatedDeltaNet | DeltaParts):
                 # Three products with the matrix of each head, which is read and written, and the convolution.
                 sizes = module.sizes
                 flops += passes * rows * (6 * sizes.numbers + 2 * sizes.kernel * sizes.channels)

@@ -53,11 +53,6 @@ def make_speculator(
     Raises ConfigError for a draft that does not fit, CheckpointError for a folder that cannot be read.
     """
     draft = automatic(model) if draft == "auto" else draft
-    if model.config.keeps_states and draft != "none":
-        raise ConfigError(
-            f"a draft is taken back where it is wrong, and layers of a {model.config.family} keep states, from which "
-            "nothing can be; leave it out (--draft none)"
-        )
     most = MOST if speculate is None else whole("speculate", speculate, low=1, high=LIMIT)
     if accept not in get_args(Accept):
         raise ConfigError(f"accept is {accept!r:.40}; choose one of {', '.join(get_args(Accept))}")

@@ -1,8 +1,9 @@
 // The steps of a decoder block as torch operators: one by one, and all of a row of blocks in one call.
-#include <chrono>
-
 #include "../attention/phases.h"
+#include "../delta/phases.h"
+#include "attention_input.h"
 #include "experts.h"
+#include "part_times.h"
 
 namespace hasten {
 
@@ -89,17 +90,20 @@ struct Plan {
   const Plan* self;
   int64_t c, heads, head_dim, window, inner;
   double scale, softcap, residual_scale;
-  bool gated, rope_pairs, parallel;
+  bool gated, rope_pairs, parallel, attention_gate;
   Activation kind;
   HeadNorm head_norm;
   Norm attention_norm, q_norm, k_norm, output_norm, mlp_norm, down_norm;
   Few<PackedWeight> qkv, mlp;
   PackedWeight output, down;
+  const DeltaPlan* delta;      // in the place of attention, or nullptr
   const ExpertsPlan* experts;  // or nullptr
   PackedWeight router, shared_gate;
   Routing routing;
   Ranks* ranks;    // with which the sums of output and down are shared, or nullptr
   PlanBlockCall held;  // what the pointers point to
+  int64_t mixed() const { return delta ? delta->values() : heads * head_dim; }  // features that attention gives
+  bool ends_early() const { return !experts && !down.k; }  // behind attention
 };
 
 // Whether the experts of a block fit it.
@@ -119,6 +123,9 @@ static void check_routing(const RoutingFields& to, const ExpertsPlan& experts, i
 Tensor plan_block(PlanBlockCall call) {
   STD_TORCH_CHECK(!call.qkv.empty(), "a block needs the weights of q, k and v");
   const int64_t c = plan_in<WeightPlan>(call.qkv[0]).weight.k, q_size = call.heads * call.head_dim;
+  const DeltaPlan* delta = call.delta ? &plan_in<DeltaPlan>(*call.delta) : nullptr;
+  const int64_t features = delta ? delta->features()
+                                 : q_size * (1 + call.attention_gate) + 2 * call.kv_heads * call.head_dim;
   auto weights = [](const std::vector<Tensor>& plans, int64_t n, int64_t k) {
     const Few<PackedWeight> found = parts_of(plans, k);
     int64_t rows = 0;
@@ -132,21 +139,23 @@ Tensor plan_block(PlanBlockCall call) {
   const RoutingFields& to = call.routing;
   const ExpertsPlan* experts = to.experts ? &plan_in<ExpertsPlan>(*to.experts) : nullptr;
   const bool dense = call.down.has_value();
-  STD_TORCH_CHECK(dense || experts, "a block needs an MLP or experts");
+  STD_TORCH_CHECK(dense || experts || (call.mlp.empty() && !call.parallel), "a block without down has no MLP");
   if (experts) check_routing(to, *experts, c, call);
   auto plan = std::make_unique<Plan>(Plan{
       .c = c, .heads = call.heads, .head_dim = call.head_dim, .window = call.window, .inner = call.inner_size,
       .scale = call.scale, .softcap = call.softcap, .residual_scale = call.residual_scale, .gated = call.gated,
-      .rope_pairs = call.rope_pairs, .parallel = call.parallel, .kind = Activation(call.activation),
+      .rope_pairs = call.rope_pairs, .parallel = call.parallel, .attention_gate = call.attention_gate,
+      .kind = Activation(call.activation),
       .head_norm = HeadNorm(call.head_norm),
       .attention_norm = call.norm.norm(), .q_norm = call.norm.like(call.q_norm), .k_norm = call.norm.like(call.k_norm),
       .output_norm = call.norm.like(call.output_norm_weight, call.output_norm_bias),
       .mlp_norm = call.norm.like(call.mlp_norm_weight, call.mlp_norm_bias),
       .down_norm = call.norm.like(call.down_norm_weight, call.down_norm_bias),
-      .qkv = weights(call.qkv, q_size + 2 * call.kv_heads * call.head_dim, c),
+      .qkv = weights(call.qkv, features, c),
       .mlp = dense ? MlpInput::checked(parts_of(call.mlp, c), call.inner_size, call.gated) : Few<PackedWeight>(),
-      .output = weights({call.output}, c, q_size)[0],
+      .output = weights({call.output}, c, delta ? delta->values() : q_size)[0],
       .down = one(call.down, c, call.inner_size),
+      .delta = delta,
       .experts = experts,
       .router = one(to.router, experts ? experts->count() : 0, c),
       .shared_gate = one(to.shared_gate, 1, c),
@@ -213,22 +222,25 @@ struct RoutedPhases {
   std::vector<ExpertsPhases> experts;
 };
 
-// One block of a stack: attention_input, attention, linear_add, and mlp_input and linear_add or experts after each other.
+// One block of a stack: attention_input and attention, or gated_delta behind its product; linear_add; and mlp_input and
+// linear_add, or experts.
 struct BlockPhases {
-  // Block i of a call. x and out (rows, C) float32.
-  BlockPhases(Arena& arena, const BlocksCall& call, int64_t i, const Plan& p, const float* x, float* out, int64_t rows,
-              const int64_t* chosen)
-      : q(arena.take<float>(rows * p.heads * p.head_dim)), attended(arena.take<float>(rows * p.heads * p.head_dim)),
-        middle(arena.take<float>(rows * p.c)), act(arena.take<float>(p.experts ? 0 : rows * p.inner)),
-        input(arena, x, Type::f32, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm,
-              table(call.cos, call.rope_index[i]), table(call.sin, call.rope_index[i]), call.k[i], call.v[i],
-              call.slot_mapping, call.rotated, chosen, p.head_norm, p.rope_pairs,
-              call.query_factors.empty() ? Maybe() : table(call.query_factors, call.rope_index[i])),
-        attention(arena, q, attended, Type::f32, rows, p.heads, p.head_dim, call.k[i], call.v[i], call.query_start_loc,
-                  call.seq_lens, call.first_slots, call.block_table, call.block_size, call.rotated, p.scale, p.window,
-                  p.softcap, call.seen.empty() ? nullptr : &plan_in<Pattern>(call.seen[i]), p.held.sinks),
-        output(arena, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm, chosen, p.ranks,
-               float(p.residual_scale)) {
+  // Block i of a call, whose cache or state is the one in `place`. x and out (rows, C) float32.
+  BlockPhases(Arena& arena, const BlocksCall& call, int64_t i, int64_t place, const Plan& p, const float* x, float* out,
+              int64_t rows, const int64_t* chosen)
+      : gated(p.attention_gate), mixed(arena.take<float>(rows * p.mixed())), middle(arena.take<float>(rows * p.c)),
+        act(arena.take<float>(p.experts ? 0 : rows * p.inner)),
+        output(arena, mixed, Type::f32, rows, p.output, x, p.ends_early() ? out : middle, Type::f32, p.output_norm, chosen,
+               p.ranks, float(p.residual_scale)) {
+    if (p.delta) {
+      inputs.emplace(arena, x, Type::f32, rows, p.attention_norm, p.qkv, chosen);
+      projected = arena.take<float>(rows * p.delta->features());
+      delta.emplace(arena, *p.delta, projected, mixed, rows, call.inputs[place], call.matrices[place], *call.state_slots,
+                    call.certain, call.query_start_loc, call.seq_lens, call.slot_mapping);
+    } else {
+      attend(arena, call, call.rope_index[i], place, p, x, rows, chosen);
+    }
+    if (p.ends_early()) return;
     if (p.experts) {
       routed.emplace(arena, p, middle, out, rows);
       return;
@@ -238,6 +250,17 @@ struct BlockPhases {
                  float(p.residual_scale));
   }
 
+  void attend(Arena& arena, const BlocksCall& call, int64_t rope, int64_t place, const Plan& p, const float* x, int64_t rows,
+              const int64_t* chosen) {
+    float* q = arena.take<float>(rows * p.heads * p.head_dim);
+    const Tensor &k = call.k[place], &v = call.v[place];
+    input.emplace(arena, x, Type::f32, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm,
+                  table(call.cos, rope), table(call.sin, rope), k, v, call.slot_mapping, call.rotated, chosen, p.head_norm,
+                  p.rope_pairs, call.query_factors.empty() ? Maybe() : table(call.query_factors, rope), gated);
+    attention.emplace(arena, q, mixed, Type::f32, rows, p.heads, p.head_dim, k, v, call.query_start_loc, call.seq_lens,
+                      call.first_slots, call.block_table, call.block_size, call.rotated, p.scale, p.window, p.softcap,
+                      call.seen.empty() ? nullptr : &plan_in<Pattern>(call.seen[place]), p.held.sinks);
+  }
   static Maybe table(const std::vector<Tensor>& tables, int64_t index) {
     return index < 0 ? Maybe() : Maybe(tables[index]);
   }
@@ -246,60 +269,42 @@ struct BlockPhases {
   static constexpr int64_t PARTS = 5;
   template <class Ended>
   void run(Worker& worker, const Ended& ended) const {
-    input.run(worker);
+    inputs ? inputs->run_into(worker, projected) : input->run(worker);
     ended(0);
-    attention.run(worker, output.beginning(worker));
+    delta ? delta->run(worker) : attention->run(worker, output.beginning(worker));
+    if (gated) input->multiply_gates(worker, mixed);
     ended(1);
     output.run(worker);
     ended(2);
-    routed ? routed->choose(worker) : mlp->run(worker);
+    if (routed) routed->choose(worker);
+    if (mlp) mlp->run(worker);
     ended(3);
-    routed ? routed->run(worker) : down->run(worker);
+    if (routed) routed->run(worker);
+    if (down) down->run(worker);
     ended(4);
   }
 
-  float *q, *attended, *middle, *act;
-  AttentionInput input;
-  AttentionPhases attention;
+  const bool gated;
+  float *mixed, *middle, *act, *projected = nullptr;
   LinearAdd output;
+  std::optional<AttentionInput> input;
+  std::optional<AttentionPhases> attention;
+  std::optional<Linear> inputs;
+  std::optional<DeltaPhases> delta;
   std::optional<MlpInput> mlp;
   std::optional<LinearAdd> down;
   std::optional<RoutedPhases> routed;
 };
 
-// When the parts of a row of blocks ended, each the moment its last worker left it.
-class PartTimes {
- public:
-  explicit PartTimes(int64_t parts) : began_(now()), ends_(parts) {}
-  void ended(int64_t part) {
-    const int64_t time = now();
-    int64_t latest = ends_[part].load(std::memory_order_relaxed);
-    while (latest < time && !ends_[part].compare_exchange_weak(latest, time, std::memory_order_relaxed)) {}
-  }
-  void store(const Tensor& to) const {
-    STD_TORCH_CHECK(to.scalar_type() == ScalarType::Long && to.is_contiguous() && to.numel() == int64_t(ends_.size()) + 1,
-                    "times must be int64, one more than there are parts");
-    int64_t* out = static_cast<int64_t*>(to.mutable_data_ptr());
-    *out++ = began_;
-    for (const auto& end : ends_) *out++ = end.load(std::memory_order_relaxed);
-  }
-
- private:
-  static int64_t now() {
-    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-  }
-  const int64_t began_;
-  std::vector<std::atomic<int64_t>> ends_;
-};
-
 Tensor blocks(BlocksCall call) {
   const Tensor x = as_contiguous(call.x);
   const int64_t count = int64_t(call.plans.size()), c = x.size(-1), rows = x.numel() / c;
-  STD_TORCH_CHECK(count && int64_t(call.rope_index.size()) == count && int64_t(call.k.size()) == count &&
-                      int64_t(call.v.size()) == count && call.cos.size() == call.sin.size() &&
-                      (call.seen.empty() || int64_t(call.seen.size()) == count) &&
+  const size_t cached = call.k.size(), states = call.matrices.size();
+  STD_TORCH_CHECK(count && int64_t(call.rope_index.size()) == count && int64_t(cached + states) == count &&
+                      call.v.size() == cached && call.inputs.size() == states && (!states || call.state_slots) &&
+                      call.cos.size() == call.sin.size() && (call.seen.empty() || call.seen.size() == cached) &&
                       (call.query_factors.empty() || call.query_factors.size() == call.cos.size()),
-                  "each block needs its plan, its cache, its rope_index, and its pattern and factors if there are any");
+                  "each block needs its plan, its cache or state, its rope_index, and its pattern and factors if any");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "the blocks want x in float32");
   const Maybe& adapters = call.adapters;
   STD_TORCH_CHECK(!adapters || (adapters->scalar_type() == ScalarType::Long && adapters->is_contiguous() &&
@@ -315,6 +320,7 @@ Tensor blocks(BlocksCall call) {
   const Arena::Mark mark = arena.mark();
   std::vector<BlockPhases> phases;
   phases.reserve(count);
+  size_t places[2] = {};  // of the next cache and the next state
   for (int64_t i = 0; i < count; i++) {
     const Plan& p = plan_in<Plan>(call.plans[i]);
     STD_TORCH_CHECK(p.c == c, "a block of size ", p.c, " cannot take x (…, ", c, ")");
@@ -325,8 +331,10 @@ Tensor blocks(BlocksCall call) {
             STD_TORCH_CHECK(own[r] < weight.adapters.count, "there is no adapter ", own[r]);
     STD_TORCH_CHECK(call.rope_index[i] < int64_t(call.cos.size()), "there is no rotary table ", call.rope_index[i]);
     float* to = i + 1 < count ? between[i % 2] : static_cast<float*>(out.mutable_data_ptr());
+    size_t& place = places[p.delta != nullptr];
+    STD_TORCH_CHECK(place < (p.delta ? states : cached), "a block has no ", p.delta ? "state" : "cache");
     arena.back_to(mark);  // a block begins when the one before it has ended: they share their memory
-    phases.emplace_back(arena, call, i, p, from, to, rows, own);
+    phases.emplace_back(arena, call, i, int64_t(place++), p, from, to, rows, own);
     from = to;
   }
   const auto run = [&](const auto& ended) {

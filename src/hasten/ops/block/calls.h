@@ -77,7 +77,10 @@ struct RoutingFields {
 };
 
 // A block of plans of weights: those of q, k and v, that of gate and up or both. With experts, mlp and down are those of an
-// MLP beside them, which may be missing. norm: before attention; the others are of its kind. head_norm: a HeadNorm. rope_pairs: neighbouring elements of a head are turned together. residual_scale:
+// MLP beside them, which may be missing; without experts too, the block ends behind attention. norm: before attention; the
+// others are of its kind. head_norm: a HeadNorm. rope_pairs: neighbouring elements of a head are turned together.
+// attention_gate: each head of q is followed by its gate. delta: of plan_delta, in the place of attention; qkv then are the
+// plans of query, key, value, z, strength and decay, and heads are none. residual_scale:
 // a factor of what output and down add. parallel: the MLP reads x, as attention does. ranks: with which the sums of output
 // and down are shared. sinks: as in AttentionPhases.
 struct PlanBlockCall {
@@ -100,18 +103,23 @@ struct PlanBlockCall {
   int64_t activation = 0;
   Maybe down, down_norm_weight, down_norm_bias, ranks, sinks;
   RoutingFields routing;
+  bool attention_gate = false;
+  Maybe delta;
   HASTEN_FIELDS(norm, qkv, heads, kv_heads, head_dim, q_norm, k_norm, head_norm, rope_pairs, residual_scale, parallel,
                 scale, window, softcap, output, output_norm_weight, output_norm_bias, mlp_norm_weight, mlp_norm_bias, mlp,
-                inner_size, gated, activation, down, down_norm_weight, down_norm_bias, ranks, sinks, routing)
+                inner_size, gated, activation, down, down_norm_weight, down_norm_bias, ranks, sinks, routing, attention_gate,
+                delta)
 };
 
 // Blocks after each other, x (…, C) float32 -> the same, the threads started once. cos, sin: of each rotary table;
-// rope_index[i]: which of them block i takes, -1 for none. k, v: the caches of the layers, which have the same slots; where
-// the step's tokens are in them is said by the fields of AttentionMetadata (attention/view.py). plans: of plan_block.
+// rope_index[i]: which of them block i takes, -1 for none. k, v: the caches of the layers with attention, which have the same
+// slots; where the step's tokens are in them is said by the fields of AttentionMetadata (attention/view.py). inputs, matrices:
+// the states of the layers with Gated DeltaNet; state_slots int64 (B,): the place of each sequence there,
+// certain int64 (B,): after how many of its tokens it is kept, without it after all. plans: of plan_block.
 // adapters int64 (rows,): the one that each row takes, -1 for none. times int64 (1 + 5·blocks,): where somebody wants to
-// know, when the blocks began and when each part of each ended, in nanoseconds of the steady clock. seen: what each block
-// sees, of plan_pattern; empty: all. query_factors float32 (rows,): of each rotary table, what queries are multiplied by;
-// empty: nothing.
+// know, when the blocks began and when each part of each ended, in nanoseconds of the steady clock. seen: what each layer with
+// attention sees, of plan_pattern; empty: all. query_factors float32 (rows,): of each rotary table, what queries are multiplied
+// by; empty: nothing.
 struct BlocksCall {
   Tensor x;
   std::vector<Tensor> cos, sin;
@@ -123,10 +131,12 @@ struct BlocksCall {
   bool rotated = false;
   std::vector<Tensor> plans;
   Maybe adapters, times;
-  std::vector<Tensor> seen, query_factors;
+  std::vector<Tensor> seen, query_factors, inputs, matrices;
+  Maybe state_slots, certain;
   HASTEN_FIELDS(x, cos, sin, rope_index, k, v, slot_mapping, query_start_loc, seq_lens, first_slots, block_table, block_size,
-                rotated, plans, adapters, times, seen, query_factors)
-  HASTEN_WRITTEN(k, v, times)
+                rotated, plans, adapters, times, seen, query_factors, inputs, matrices, state_slots,
+                certain)
+  HASTEN_WRITTEN(k, v, times, inputs, matrices)
 };
 Tensor blocks(BlocksCall call);
 

@@ -3,7 +3,6 @@
 // twice. R rows of x, C: hidden size, H: query heads, D: head size.
 #pragma once
 
-#include "../attention/cache_rows.h"
 #include "../collective/collective.h"
 #include "activations.h"
 
@@ -141,128 +140,6 @@ struct Linear {
   const int64_t* const chosen;
   bool adapted = false;
   Few<float*> narrow;  // A·x of each part's adapters, or null
-};
-
-// Where queries and keys are normalised: each head before its rotary turn, each head after it, or all heads as one vector.
-enum class HeadNorm { head, rotated_head, projection };
-
-inline void normalize_head(float* x, int64_t size, const Norm& norm) {
-  if (!norm.weight) return;
-  alignas(64) float copy[256 + LANES];
-  std::memcpy(copy, x, size * sizeof(float));
-  widen(copy, Type::f32, 0, size, size, norm, x);
-}
-
-// The rotary turn of a head's first 2·half elements: element i with element i + half, or (pairs) 2i with 2i + 1.
-inline void turn_head(float* x, const float* cos, const float* sin, int64_t half, bool pairs) {
-  int64_t i = 0;
-  if (pairs) {
-    for (; i < half; i++) {
-      const float a = x[2 * i], b = x[2 * i + 1];
-      x[2 * i] = a * cos[i] - b * sin[i];
-      x[2 * i + 1] = b * cos[i] + a * sin[i];
-    }
-    return;
-  }
-  for (; i + LANES <= half; i += LANES) {
-    const F32 a = load(x + i), b = load(x + i + half), c = load(cos + i), s = load(sin + i);
-    store(x + i, a * c - b * s);
-    store(x + i + half, b * c + a * s);
-  }
-  for (; i < half; i++) {
-    const float a = x[i], b = x[i + half];
-    x[i] = a * cos[i] - b * sin[i];
-    x[i + half] = b * cos[i] + a * sin[i];
-  }
-}
-
-// norm + q, k, v + head norms + rotary turn + cache write. x (R, C), cos and sin (R, dim/2) -> q (R, H, D) in x's
-// dtype; k, v go into row slot_mapping[r] of the caches (slots, Hkv, …), as attention/cache_rows.h says, rotated or not;
-// -1 is the last row, which nobody reads.
-struct AttentionInput {
-  AttentionInput(Arena& arena, const void* x, Type type, int64_t rows, void* q, const Norm& norm,
-                 const Few<PackedWeight>& weights, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm,
-                 const Maybe& cos, const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache,
-                 const Tensor& slot_mapping, bool rotated, const int64_t* chosen = nullptr,
-                 HeadNorm place = HeadNorm::head, bool pairs = false, const Maybe& query_factors = {})
-      : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type), place(place), pairs(pairs),
-        q_norm(q_norm), k_norm(k_norm), linear(arena, x, type, rows, norm, weights, chosen),
-        values(arena.take<float>(rows * linear.n)), last(k_cache.size(0) - 1),
-        slot_stride(k_cache.stride(0)), head_stride(k_cache.stride(1)), half(cos ? cos->size(-1) : 0),
-        rotated(rotated), held(row_format(k_cache, head_dim)), value_bytes(held == RowFormat::bf16 ? 2 : 1) {
-    STD_TORCH_CHECK(linear.n == (heads + 2 * kv_heads) * head_dim, "the weights of q, k and v do not fit the cache");
-    STD_TORCH_CHECK(head_dim <= LARGEST_ROW, "head sizes up to 256");
-    STD_TORCH_CHECK(row_format(v_cache, head_dim) == held && lie_alike(k_cache, v_cache),
-                    "the fused step writes caches of one dtype that lie alike, each head's rows in one piece");
-    STD_TORCH_CHECK(slot_mapping.scalar_type() == ScalarType::Long && slot_mapping.is_contiguous() &&
-                        slot_mapping.numel() == rows,
-                    "there must be one slot for each row of x, int64");
-    for (const Maybe& angles : {cos, sin})
-      STD_TORCH_CHECK(cos.has_value() == angles.has_value() &&
-                          (!angles || (angles->scalar_type() == ScalarType::Float && angles->is_contiguous() &&
-                                       angles->numel() == rows * half && 2 * half <= head_dim)),
-                      "cos and sin must be float32, with one row for each row of x");
-    STD_TORCH_CHECK(!query_factors || (query_factors->scalar_type() == ScalarType::Float &&
-                                       query_factors->is_contiguous() && query_factors->numel() == rows),
-                    "there must be one factor for each row of x, float32");
-    factors = query_factors ? static_cast<const float*>(query_factors->const_data_ptr()) : nullptr;
-    k_out = static_cast<uint8_t*>(k_cache.mutable_data_ptr());
-    v_out = static_cast<uint8_t*>(v_cache.mutable_data_ptr());
-    slot = static_cast<const int64_t*>(slot_mapping.const_data_ptr());
-    cosines = cos ? static_cast<const float*>(cos->const_data_ptr()) : nullptr;
-    sines = sin ? static_cast<const float*>(sin->const_data_ptr()) : nullptr;
-  }
-
-  void run(Worker& worker) const {
-    linear.run_into(worker, values);
-    if (place == HeadNorm::projection)
-      worker.each(2 * linear.rows, [&](int64_t item) {
-        const bool key = item % 2;
-        float* x = values + item / 2 * linear.n + (key ? heads * head_dim : 0);
-        const int64_t size = (key ? kv_heads : heads) * head_dim;
-        widen(x, Type::f32, 0, size, size, key ? k_norm : q_norm, x);
-      });
-    // The heads of few rows are shared out too; of many, whole rows.
-    const int64_t all = heads + 2 * kv_heads, step = linear.rows <= 4 ? kv_heads : all;
-    worker.each(linear.rows * (all / step), [&](int64_t item) {
-      const int64_t r = item / (all / step), from = item % (all / step) * step;
-      for (int64_t h = from; h < from + step; h++) one(r, h);
-    });
-  }
-
- private:
-  void one(int64_t r, int64_t h) const {
-    float* x = values + r * linear.n + h * head_dim;
-    if (h < heads + kv_heads) {
-      const Norm& norm = h < heads ? q_norm : k_norm;
-      if (place == HeadNorm::head) normalize_head(x, head_dim, norm);
-      if (cosines) turn_head(x, cosines + r * half, sines + r * half, half, pairs);
-      if (place == HeadNorm::rotated_head) normalize_head(x, head_dim, norm);
-    }
-    if (h < heads && factors)
-      for (int64_t i = 0; i < head_dim; i++) x[i] *= factors[r];
-    if (h < heads) return store_row(q, type, (r * heads + h) * head_dim, x, head_dim);
-    const bool key = h < heads + kv_heads;
-    const int64_t own = h - heads - (key ? 0 : kv_heads);
-    const int64_t to = (slot[r] < 0 ? last : slot[r]) * slot_stride + own * head_stride;
-    store_cached(held, rotated, x, head_dim, (key ? k_out : v_out) + to * value_bytes);
-  }
-
-  const int64_t heads, kv_heads, head_dim;
-  void* const q;
-  const Type type;
-  const HeadNorm place;
-  const bool pairs;
-  const Norm q_norm, k_norm;
-  const Linear linear;
-  float* const values;
-  const int64_t last, slot_stride, head_stride, half;
-  uint8_t *k_out, *v_out;
-  const bool rotated;
-  const RowFormat held;
-  const int64_t value_bytes;
-  const int64_t* slot;
-  const float *cosines, *sines, *factors;
 };
 
 // residual + scale·norm(x·Wᵀ + b), the norm being optional. x (R, K), residual and out (R, N). ranks: those whose products

@@ -11,13 +11,15 @@ class SequenceGroup(NamedTuple):
     """n sequences with L tokens each.
 
     rows: int64 (n, L), which of the step's tokens; None: all of them, in order. slots: where the states of the
-    sequences are kept. fresh: nothing came before these tokens, so that no state is there.
+    sequences are kept. fresh: nothing came before these tokens, so that no state is there. certain: after how many
+    tokens a state is kept, later ones being guesses; None: after all.
     """
 
     size: int
     rows: Tensor | None = None
     slots: Tensor | slice = slice(0)
     fresh: bool = True
+    certain: int | None = None
 
 
 def group_sequences(
@@ -28,24 +30,27 @@ def group_sequences(
     device: torch.device,
     starts: Sequence[int] | None = None,
     slots: Sequence[int] | None = None,
+    certain: Sequence[int] | None = None,
 ) -> list[SequenceGroup]:
     """Group the sequences of a step of `tokens` tokens.
 
     first, counts: each sequence's first row in the step and its number of tokens there; with 0 it is left out. starts:
-    tokens that came before in earlier steps; None: none of any. slots: where their states are.
+    tokens that came before in earlier steps; None: none of any. slots: where their states are. certain: tokens of
+    each that are no guesses; None: all.
     """
-    found: dict[tuple[int, bool], list[int]] = {}
+    found: dict[tuple[int, bool, int], list[int]] = {}
     for number, count in enumerate(counts):
         if count:
-            found.setdefault((count, starts is None or starts[number] == 0), []).append(number)
+            fresh, sure = starts is None or starts[number] == 0, count if certain is None else certain[number]
+            found.setdefault((count, fresh, sure), []).append(number)
     groups = []
-    for (count, fresh), members in found.items():
+    for (count, fresh, sure), members in found.items():
         begins = [first[number] for number in members]
         rows = None
         if len(members) * count != tokens or begins != list(range(0, tokens, count)):
             rows = torch.tensor(begins, device=device)[:, None] + torch.arange(count, device=device)
         place = slice(0) if slots is None else _places([slots[number] for number in members], device)
-        groups.append(SequenceGroup(len(members), rows, place, fresh))
+        groups.append(SequenceGroup(len(members), rows, place, fresh, sure))
     return groups
 
 

@@ -116,10 +116,10 @@ void quantize(const float* x, int64_t k, int planes, int64_t plane_stride, Q* q,
   if (planes == 2) scales[1] = scale, sums[1] = sum_lanes(low_sum);
 }
 
-// The weights that are multiplied with the same x, each of its own format: up to three (q, k, v).
+// The weights that are multiplied with the same x, each of its own format: q, k and v, or the six of Gated DeltaNet.
 template <class T>
 struct Few {
-  static constexpr int64_t MOST = 3;
+  static constexpr int64_t MOST = 6;
   Few() = default;
   Few(const T& only) { add(only); }
   void add(const T& one) {

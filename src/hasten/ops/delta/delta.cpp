@@ -1,0 +1,295 @@
+// Gated DeltaNet as a torch operator, and its phases in the call of all blocks; see phases.h.
+#include "phases.h"
+
+namespace hasten {
+
+#if HASTEN_512
+constexpr int COLUMN_VECTORS = 2;  // of S that go through a sequence together: with 128 rows, 16 KB
+#else
+constexpr int COLUMN_VECTORS = 1;  // and their sums in registers
+#endif
+constexpr int64_t COLUMNS = COLUMN_VECTORS * LANES;
+constexpr float UNIT_EPS = 1e-6f;  // added to the squared length of a query or key
+
+static const int64_t* integers(const Tensor& t, int64_t count, const char* name) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Long && t.is_contiguous() && t.numel() == count, name, " has ", t.numel(),
+                  " numbers; it must be ", count, " int64 in one piece");
+  return static_cast<const int64_t*>(t.const_data_ptr());
+}
+static const float* floats(const Tensor& t, int64_t count, const char* name) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.numel() == count, name, " has ", t.numel(),
+                  " numbers; it must be ", count, " float32 in one piece");
+  return static_cast<const float*>(t.const_data_ptr());
+}
+
+Tensor plan_delta(PlanDeltaCall call) {
+  const int64_t heads = call.rate.numel(), groups = call.key_heads;
+  STD_TORCH_CHECK(groups > 0 && heads > 0 && heads % groups == 0 && call.key_dim > 0 && call.value_dim > 0,
+                  heads, " value heads cannot share ", groups, " key heads");
+  STD_TORCH_CHECK(call.conv.dim() == 2, "the convolution has a row of factors for each channel");
+  auto plan = std::make_unique<DeltaPlan>(DeltaPlan{
+      .key_heads = groups, .heads = heads, .key_dim = call.key_dim, .value_dim = call.value_dim, .kernel = call.conv.size(1),
+      .rate = floats(call.rate, heads, "rate"), .rate_bias = floats(call.rate_bias, heads, "rate_bias"),
+      .norm = call.norm.norm()});
+  const int64_t channels = plan->channels(), kernel = plan->kernel;
+  STD_TORCH_CHECK(plan->norm.weight && call.norm.norm_weight->numel() == plan->value_dim, "the norm is that of a head");
+  const float* conv = floats(call.conv, channels * kernel, "conv");
+  plan->conv.resize(channels * kernel);
+  for (int64_t c = 0; c < channels; c++)
+    for (int64_t j = 0; j < kernel; j++) plan->conv[j * channels + c] = conv[c * kernel + j];
+  plan->held = std::move(call);
+  return as_bytes(std::move(plan));
+}
+
+DeltaPhases::DeltaPhases(Arena& arena, const DeltaPlan& plan, const float* x, float* out, int64_t rows,
+                         const Tensor& inputs, const Tensor& matrices, const Tensor& slots, const Maybe& certain,
+                         const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& slot_mapping)
+    : p(plan), x(x), out(out), mixed(arena.take<float>(rows * plan.channels() + COLUMNS)),  // whole vectors are read
+      decays(arena.take<float>(rows * plan.heads)), strengths(arena.take<float>(rows * plan.heads)), rows(rows),
+      inputs(static_cast<uint8_t*>(inputs.mutable_data_ptr())), input_type(type_of(inputs)),
+      matrices(static_cast<float*>(matrices.mutable_data_ptr())) {
+  const int64_t places = matrices.size(0);
+  STD_TORCH_CHECK(matrices.scalar_type() == ScalarType::Float && matrices.is_contiguous() &&
+                      matrices.numel() == places * p.heads * p.key_dim * p.value_dim,
+                  "the matrices of the states do not fit the layer");
+  STD_TORCH_CHECK(inputs.is_contiguous() && inputs.numel() == places * (p.kernel - 1) * p.channels(),
+                  "the inputs in the states do not fit the layer");
+  find_sequences(slots, certain, query_start_loc, seq_lens, slot_mapping, places);
+}
+
+void DeltaPhases::find_sequences(const Tensor& slots, const Maybe& certain, const Tensor& query_start_loc,
+                                 const Tensor& seq_lens, const Tensor& slot_mapping, int64_t places) {
+  const int64_t count = seq_lens.numel();
+  const int64_t *place = integers(slots, count, "slots"), *start = integers(query_start_loc, count + 1, "query_start_loc");
+  const int64_t *length = integers(seq_lens, count, "seq_lens"), *written = integers(slot_mapping, rows, "slot_mapping");
+  const int64_t* sure = certain ? integers(*certain, count, "certain") : nullptr;
+  sequence_of.assign(rows, -1);
+  for (int64_t b = 0; b < count; b++) {
+    const int64_t begin = start[b], end = start[b + 1];
+    STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= rows, "a sequence has the rows from ", begin, " to ", end, " of ",
+                    rows);
+    STD_TORCH_CHECK(place[b] >= 0 && place[b] < places, "there is no state ", place[b], " among ", places);
+    StateRows own{begin, 0, 0, place[b], length[b] == end - begin};
+    for (; begin + own.tokens < end && written[begin + own.tokens] >= 0; own.tokens++)
+      sequence_of[begin + own.tokens] = int64_t(sequences.size());
+    own.kept = sure ? std::min(sure[b], own.tokens) : own.tokens;
+    STD_TORCH_CHECK(own.kept > 0 || !own.tokens, "of a sequence's ", own.tokens, " tokens none is certain");
+    one_each = one_each && own.tokens == 1 && end == begin + 1;
+    if (own.tokens) sequences.push_back(own);
+  }
+  one_each = one_each && int64_t(sequences.size()) == rows;
+}
+
+void DeltaPhases::run(Worker& worker) const {
+  const int64_t groups = p.key_heads, shared = p.shared(), values = p.value_dim;
+  const auto keep_all = [&](const StateRows& own, int64_t group) {
+    for (int64_t part = 0; part < 2; part++) keep(own, part * p.keys() + group * p.key_dim, p.key_dim);
+    keep(own, 2 * p.keys() + group * shared * values, shared * values);
+  };
+  if (one_each)  // all of a key head and its value heads at once; a thread walks through a part of the states
+    return worker.stream(rows * groups, [] {}, [&](int64_t item) {
+      const StateRows& own = sequences[item / groups];
+      const int64_t group = item % groups;
+      mix(own, own.row, group);
+      for (int64_t head = group * shared; head < (group + 1) * shared; head++) {
+        for (int64_t from = 0; from < values; from += COLUMNS) recur(own, head, from, std::min(COLUMNS, values - from));
+        finish(own.row, head);
+      }
+      keep_all(own, group);
+    });
+  const int64_t parts = rows <= 16 ? groups : 1;  // of few rows the heads are shared out too
+  worker.each(rows * parts, [&](int64_t item) {
+    const int64_t r = item / parts, first = item % parts * (groups / parts);
+    if (sequence_of[r] >= 0)
+      for (int64_t group = first; group < first + groups / parts; group++) mix(sequences[sequence_of[r]], r, group);
+  });
+  const int64_t pieces = (values + COLUMNS - 1) / COLUMNS, each = p.heads * pieces;
+  worker.each(int64_t(sequences.size()) * each, [&](int64_t item) {
+    const int64_t from = item % pieces * COLUMNS;
+    recur(sequences[item / each], item % each / pieces, from, std::min(COLUMNS, values - from));
+  });
+  worker.each(rows + int64_t(sequences.size()), [&](int64_t item) {
+    if (item >= rows) {
+      for (int64_t group = 0; group < groups; group++) keep_all(sequences[item - rows], group);
+    } else if (sequence_of[item] < 0) {
+      std::fill(out + item * p.values(), out + (item + 1) * p.values(), 0.0f);
+    } else {
+      for (int64_t head = 0; head < p.heads; head++) finish(item, head);
+    }
+  });
+}
+
+// A projected value as the states keep it: the convolution of a later step reads the same one.
+INLINE F32 DeltaPhases::kept(F32 v) const {
+  return input_type == Type::f32 ? v : as<F32>(round_bf16(v) & 0xffff0000u);
+}
+
+// mixed = SiLU of the convolution of some channels, for one row.
+void DeltaPhases::convolve(const StateRows& own, int64_t row, int64_t from, int64_t count) const {
+  const int64_t channels = p.channels(), before = p.kernel - 1;
+  float* to = mixed + row * channels + from;
+  // The first tap that there is a token for, and the first one in this step.
+  const int64_t in_step = std::max<int64_t>(0, before - (row - own.row)), first = own.fresh ? in_step : 0;
+  const auto state = [&](int64_t tap) { return (own.slot * before + row - own.row + tap) * channels + from; };
+  const auto step = [&](int64_t tap) { return x + (row - before + tap) * p.features() + from; };
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    F32 y = {};
+    for (int64_t tap = first; tap < p.kernel; tap++) {
+      const F32 v = tap < in_step ? load_as(inputs, input_type, state(tap) + i) : kept(load(step(tap) + i));
+      accumulate(y, v, load(p.conv.data() + tap * channels + from + i));
+    }
+    store(to + i, y * logistic(y));
+  }
+  for (; i < count; i++) {
+    float y = 0;
+    for (int64_t tap = first; tap < p.kernel; tap++) {
+      const float given = tap < in_step ? load_one(inputs, input_type, state(tap) + i) : step(tap)[i];
+      const float v = input_type == Type::f32 ? given : from_bf16(to_bf16(given));
+      y += v * p.conv[tap * channels + from + i];
+    }
+    to[i] = y / (1.0f + std::exp(-y));
+  }
+}
+
+// x of length `scale`.
+static void to_length(float* x, int64_t count, float scale) {
+  F32 squares = {};
+  float rest = 0;
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) squares += load(x + i) * load(x + i);
+  for (; i < count; i++) rest += x[i] * x[i];
+  const float factor = scale / std::sqrt(sum_lanes(squares) + rest + UNIT_EPS);
+  for (i = 0; i + LANES <= count; i += LANES) store(x + i, load(x + i) * factor);
+  for (; i < count; i++) x[i] *= factor;
+}
+
+// One row of a key head: its query, its key, and the values, decays and strengths of its value heads.
+void DeltaPhases::mix(const StateRows& own, int64_t row, int64_t key_head) const {
+  const int64_t size = p.key_dim, shared = p.shared(), channels = p.channels();
+  for (int64_t part = 0; part < 2; part++) {
+    const int64_t from = part * p.keys() + key_head * size;
+    convolve(own, row, from, size);
+    to_length(mixed + row * channels + from, size, part ? 1.0f : 1.0f / std::sqrt(float(size)));
+  }
+  convolve(own, row, 2 * p.keys() + key_head * shared * p.value_dim, shared * p.value_dim);
+  const float* beside = x + row * p.features() + channels + p.values();
+  for (int64_t head = key_head * shared; head < (key_head + 1) * shared; head++) {
+    const float a = beside[p.heads + head] + p.rate_bias[head];
+    const float softplus = a > 20 ? a : std::log1p(std::exp(a));  // where they are the same number
+    decays[row * p.heads + head] = std::exp(-p.rate[head] * softplus);
+    strengths[row * p.heads + head] = 1.0f / (1.0f + std::exp(-beside[head]));
+  }
+}
+
+// Some columns of a head's S through all tokens of a sequence.
+void DeltaPhases::recur(const StateRows& own, int64_t head, int64_t from, int64_t count) const {
+  const int64_t stride = p.value_dim, size = p.key_dim;
+  float* s = matrices + (own.slot * p.heads + head) * size * stride + from;
+  const bool wide = count > LANES;
+  if (own.tokens == 1 && !own.fresh && count % LANES == 0) {  // where they lie; the next head's follow
+    if (wide) advance<COLUMN_VECTORS>(own.row, 1, head, from, count, s, stride, size * stride);
+    else advance<1>(own.row, 1, head, from, count, s, stride, size * stride);
+    return;
+  }
+  float* block = scratch<float, 24>(size * COLUMNS);
+  for (int64_t i = 0; i < size; i++) {
+    float* to = block + i * COLUMNS;
+    std::fill(to, to + COLUMNS, 0.0f);
+    if (!own.fresh) std::memcpy(to, s + i * stride, count * sizeof(float));
+  }
+  const auto go_on = [&](int64_t row, int64_t tokens) {
+    if (wide) advance<COLUMN_VECTORS>(row, tokens, head, from, count, block, COLUMNS, 0);
+    else advance<1>(row, tokens, head, from, count, block, COLUMNS, 0);
+  };
+  go_on(own.row, own.kept);
+  for (int64_t i = 0; i < size; i++) std::memcpy(s + i * stride, block + i * COLUMNS, count * sizeof(float));
+  if (own.kept < own.tokens) go_on(own.row + own.kept, own.tokens - own.kept);
+}
+
+// `tokens` rows from `row` on take V vectors of columns at s further, whose rows are `stride` apart. ahead: how far on the next
+// ones are to be asked for. Sᵀk of a token is summed while the token before it is written.
+template <int V>
+void DeltaPhases::advance(int64_t row, int64_t tokens, int64_t head, int64_t from, int64_t count, float* s,
+                          int64_t stride, int64_t ahead) const {
+  const int64_t channels = p.channels(), size = p.key_dim, value = 2 * p.keys() + head * p.value_dim + from;
+  const float* q = mixed + row * channels + head / p.shared() * size;
+  F32 read[V] = {};
+  for (int64_t i = 0; i < size; i++) {
+    const F32 k = splat(q[p.keys() + i]);
+    const float* line = s + i * stride;
+    EACH(v, V, if (ahead) __builtin_prefetch(line + ahead + v * LANES, 1, 2); accumulate(read[v], load(line + v * LANES), k));
+  }
+  for (int64_t r = row; r < row + tokens; r++, q += channels) {
+    const int64_t at = r * p.heads + head;
+    const float *k = q + p.keys(), *following = r + 1 < row + tokens ? k + channels : k;
+    const float *new_value = mixed + r * channels + value;
+    const F32 decay = splat(decays[at]);
+    F32 change[V], sum[V] = {}, next[V] = {};
+    EACH(v, V, change[v] = (load(new_value + v * LANES) - decay * read[v]) * strengths[at]);
+    for (int64_t i = 0; i < size; i++) {
+      const F32 key = splat(k[i]), query = splat(q[i]), key_after = splat(following[i]);
+      float* line = s + i * stride;
+      EACH(v, V,
+           F32 now = load(line + v * LANES) * decay;
+           accumulate(now, change[v], key);
+           store(line + v * LANES, now);
+           accumulate(sum[v], now, query);
+           accumulate(next[v], now, key_after));
+    }
+    float* to = out + r * p.values() + head * p.value_dim + from;
+    if (count == V * LANES) {
+      EACH(v, V, store(to + v * LANES, sum[v]));
+    } else {
+      alignas(64) float some[V * LANES];
+      EACH(v, V, store(some + v * LANES, sum[v]));
+      std::memcpy(to, some, count * sizeof(float));
+    }
+    EACH(v, V, read[v] = next[v]);
+  }
+}
+
+// The norm of a head's output, and its gate SiLU(z).
+void DeltaPhases::finish(int64_t row, int64_t head) const {
+  const int64_t size = p.value_dim;
+  float* y = out + row * p.values() + head * size;
+  const float* z = x + row * p.features() + p.channels() + head * size;
+  widen(y, Type::f32, 0, size, size, p.norm, y);
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) store(y + i, load(y + i) * (load(z + i) * logistic(load(z + i))));
+  for (; i < size; i++) y[i] *= z[i] / (1.0f + std::exp(-z[i]));
+}
+
+// The last inputs of some channels, for the convolution of the next step.
+void DeltaPhases::keep(const StateRows& own, int64_t from, int64_t count) const {
+  const int64_t before = p.kernel - 1, channels = p.channels(), bytes = input_type == Type::f32 ? 4 : 2;
+  for (int64_t j = 0; j < before; j++) {
+    const int64_t token = own.kept - before + j, at = (own.slot * before + j) * channels + from;
+    if (token >= 0) store_row(inputs, input_type, at, x + (own.row + token) * p.features() + from, count);
+    else if (own.fresh) std::memset(inputs + at * bytes, 0, count * bytes);
+    else std::memcpy(inputs + at * bytes, inputs + (at + own.kept * channels) * bytes, count * bytes);
+  }
+}
+
+Tensor gated_delta(GatedDeltaCall call) {
+  const DeltaPlan& plan = plan_in<DeltaPlan>(call.plan);
+  const int64_t rows = call.x.size(0);
+  const float* x = floats(call.x, rows * plan.features(), "x");
+  Tensor out = empty({rows, plan.values()}, ScalarType::Float);
+  Arena arena;
+  const DeltaPhases phases(arena, plan, x, static_cast<float*>(out.mutable_data_ptr()), rows, call.inputs, call.matrices,
+                           call.slots, call.certain, call.query_start_loc, call.seq_lens, call.slot_mapping);
+  parallel_region([&](Worker& worker) { phases.run(worker); });
+  return out;
+}
+
+}  // namespace hasten
+
+STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
+  hasten::define<hasten::plan_delta>(m, "plan_delta");
+  hasten::define<hasten::gated_delta>(m, "gated_delta");
+}
+STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
+  hasten::implement<hasten::plan_delta>(m, "plan_delta");
+  hasten::implement<hasten::gated_delta>(m, "gated_delta");
+}
