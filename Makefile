@@ -28,7 +28,7 @@ help:
 	@echo "make docs   the site of docs/ into site/"
 	@echo "make wheel  a wheel with compiled kernels and an sdist into dist/ (many minutes, once)"
 	@echo "make bench  the published ladders into benchmarks/results/ (long)"
-	@echo "make pair   train the models that docs/speculation.md measures: code-25m, code-45m, code-4m (3.5 hours)"
+	@echo "make pair   train the models that docs/results/speculation.md measures: code-25m, code-45m, code-4m (3.5 hours)"
 	@echo "make clean  remove .venv, site/ and build leftovers (runs/ stays)"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -68,7 +68,7 @@ test-page: $(TOOLS)
 	$(PIP_INSTALL) -e '.[page]'
 	$(BIN)/python -m pytest -m page tests/page
 
-# The versions with which docs/serving.md's table was made, apart from hasten's own packages.
+# The versions with which docs/in-depth/server-api.md's table was made, apart from hasten's own packages.
 test-clients: $(TOOLS)
 	@command -v npm > /dev/null || { echo "the agents are npm packages: install Node.js 20 or newer, which brings npm"; exit 1; }
 	npm install --silent --no-audit --no-fund --prefix $(CLIENTS) @openai/codex@0.171.0 opencode-ai@1.18.33

@@ -113,8 +113,8 @@ class Compare(Beside):
 
     A peer is given as the Python of its environment, then its models; before each is which of ours it is compared with:
     a format, or a format, a dash and what tells two of ours apart. What each has to do, and the script that has it do
-    so, is in `benchmarks/peers/`. `hasten quantize --lm-head same` makes our quantized folders; docs/ladder.md says how
-    to obtain the peers.
+    so, is in `benchmarks/peers/`. `hasten quantize --lm-head same` makes our quantized folders; docs/in-depth/peers.md
+    says how to obtain the peers.
     """
 
     of_this_machine = ("hasten", "llama_cpp", "ik_llama_cpp", "openvino", "vllm", "transformers")

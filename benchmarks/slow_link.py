@@ -215,7 +215,7 @@ def seconds_to(row: dict[str, Any], loss: float, losses: str = "losses") -> floa
 
 
 def formula(report: dict[str, Any], row: dict[str, Any]) -> float:
-    """Bytes that one of two ranks sends in a step, by the formulas of docs/distributed.md."""
+    """Bytes that one of two ranks sends in a step, by the formulas of docs/results/distributed.md."""
     recipe, config = StepOptions(recipe=report["settings"]["recipe"]).recipe_and_config(None)
     count = parameters(config.padded_to(recipe.techniques.pad_vocabulary_to)).total
     name, warm = row["method"], round(0.164 * row["steps"]) / row["steps"]

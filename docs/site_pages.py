@@ -1,11 +1,12 @@
 """A hook of mkdocs: what pages link to outside docs/ becomes part of the site, and their links lead there.
 
 README.md is its first page; CONTRIBUTING.md and CHANGELOG.md are pages. Any other file is copied below files/, and a
-folder becomes a page that shows its scripts. On GitHub the same links lead to the files themselves.
+folder becomes a page that shows its scripts and notebooks. On GitHub the same links lead to the files themselves.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -64,10 +65,31 @@ def relinked(page: str, text: str) -> str:
 
 
 def folder_page(path: str) -> str:
-    """A page that shows the scripts of a folder."""
-    scripts = sorted((ROOT / path).glob("*.py"))
-    parts = [f"## {script.name}\n\n```python\n{script.read_text().rstrip()}\n```\n" for script in scripts]
+    """A page that shows the scripts and notebooks of a folder."""
+    parts = [
+        f"## {file.name}\n\n{notebook_text(file) if file.suffix == '.ipynb' else fenced('python', file.read_text())}"
+        for file in sorted((ROOT / path).iterdir())
+        if file.suffix in (".py", ".ipynb")
+    ]
     return "\n".join([f"# {path}\n", *parts])
+
+
+def notebook_text(file: Path) -> str:
+    """The cells of a notebook as Markdown, each with what it prints; pictures are left out."""
+    parts = []
+    for cell in json.loads(file.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(re.sub(r"^#", "##", source, flags=re.M) + "\n")
+            continue
+        printed = "".join("".join(output.get("text", "")) for output in cell["outputs"])
+        parts.append(fenced("python", source) + (f"\n{fenced('text', printed)}" if printed.strip() else ""))
+    return "\n".join(parts)
+
+
+def fenced(language: str, text: str) -> str:
+    """Text as a block of code."""
+    return f"```{language}\n{text.rstrip()}\n```\n"
 
 
 def on_files(files: Files, *, config: Any) -> Files:

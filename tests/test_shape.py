@@ -1,4 +1,4 @@
-"""Structure that import-linter does not check: no cycles, no two classes of one name, pages that name what exists."""
+"""Structure that import-linter does not check: no cycles, no two classes of one name, pages, their names and length."""
 
 import ast
 import re
@@ -44,3 +44,10 @@ def test_the_stops_of_the_architecture_page_exist():
         return re.search(rf"(def|class) {name}\b|^[^/\n]*\b{name}\(", (SOURCE / file).read_text(), re.MULTILINE)
 
     assert [f"{file}:{name}" for file, name in stops if not all(made(file, part) for part in name.split("."))] == []
+
+
+def test_guides_are_short():
+    """docs/*.md are guides but for these; what was measured is in docs/results/, depth in docs/in-depth/."""
+    others = {"architecture", "reference", "start"}
+    words = {page.stem: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
+    assert {name: count for name, count in words.items() if count > 1200 and name not in others} == {}

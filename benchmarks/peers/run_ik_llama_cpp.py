@@ -1,6 +1,6 @@
 """ik_llama.cpp on a GGUF file, repacked at load, through its C interface: `pip install ik-llama-cpp-python`.
 
-The wheel is an AVX2 build; docs/ladder.md says how to build one for the machine itself.
+The wheel is an AVX2 build; docs/in-depth/peers.md says how to build one for the machine itself.
 """
 
 import ctypes

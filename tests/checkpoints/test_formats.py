@@ -139,7 +139,7 @@ def readable(model, scheme):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_reads_the_same_numbers(name, scheme, options, tmp_path):
     if name.startswith("gpt_bigcode") and scheme in (Int4(group_size=32), Int8()):
-        pytest.skip("transformers' GPT-BigCode wants a plain weight when it is made (docs/quantization.md)")
+        pytest.skip("transformers' GPT-BigCode wants a plain weight when it is made (docs/in-depth/formats.md)")
     model = hasten.load(make_reference(name))
     hasten.save(quantize(model, readable(model, scheme)), tmp_path / "quantized")
     ours = logits(exact(hasten.load(tmp_path / "quantized", dtype="stored")))

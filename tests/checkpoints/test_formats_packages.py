@@ -1,6 +1,6 @@
 """Folders of hasten in GPTQModel, and AutoRound's in hasten: the same numbers, bit for bit.
 
-Both packages ask for another torch than ours, so they live in an environment of their own (docs/quantization.md):
+Both packages ask for another torch than ours, so they live in an environment of their own (docs/in-depth/formats.md):
 
     PYTHON_WITH_BOTH -m pytest tests/checkpoints/test_formats_packages.py
 """

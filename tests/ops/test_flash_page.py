@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hasten.ops.attention.flash_tiles import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD
 
-PAGE = Path(__file__).parents[2] / "docs" / "flash-attention.md"
+PAGE = Path(__file__).parents[2] / "docs" / "in-depth" / "flash-attention.md"
 
 
 def test_the_program_runs():
@@ -24,6 +24,6 @@ def test_the_table_of_tiles():
 
 
 def test_the_picture_is_drawn(tmp_path):
-    script = PAGE.parent / "draw_flash.py"
+    script = PAGE.parents[1] / "draw_flash.py"
     subprocess.run([sys.executable, str(script), str(tmp_path / "x.png")], check=True)
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,4 +1,4 @@
-"""What docs/quantization.md promises is what the committed measurements say."""
+"""What docs/results/quantization.md promises is what the committed measurements say."""
 
 import json
 from pathlib import Path

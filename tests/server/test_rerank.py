@@ -138,8 +138,8 @@ def test_what_is_wrong_is_refused_by_name(tokenizer, path, fields, param):
 
 def test_the_template_of_the_page_is_one_of_pairs():
     """It ends as Qwen3-Reranker's own text does, empty lines included."""
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    source = page.partition("### Rerank and score")[2].split("```\n")[1]
+    page = (Path(__file__).parents[2] / "docs" / "in-depth" / "server-api.md").read_text()
+    source = page.partition("## Rerank and score")[2].split("```\n")[1]
     tokenizer = tiny_llama().tokenizer.with_chat_template(source)
     assert pairs_template(tokenizer.templates["default"], SimpleNamespace(tokenizer=tokenizer))
     messages = [{"role": "query", "content": "Where?"}, {"role": "document", "content": "Here."}]

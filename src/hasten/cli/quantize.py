@@ -43,7 +43,7 @@ class Quantize(JsonOption):
 
     Works layer by layer, from file to file, with memory for about one layer beside the mapped input. --method gptq
     works block by block; after an interruption the same command continues at its block. transformers reads the folder
-    with the package compressed-tensors (docs/quantization.md lists the families).
+    with the package compressed-tensors (docs/in-depth/formats.md lists the families).
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -114,7 +114,7 @@ class Quantize(JsonOption):
                 raise ConfigError("--format gguf goes with --scheme int8 or int4")
             if self.formats is not None and not self.formats.exists():
                 raise ConfigError(
-                    f"--formats {self.formats} does not exist; docs/quantization.md shows how to write one"
+                    f"--formats {self.formats} does not exist; docs/in-depth/quantization.md shows how to write one"
                 )
             if self.formats is not None:
                 return Mixed(table=read_json(self.formats), **same_fields(self, Mixed))

@@ -4,7 +4,7 @@ weights                      where                                       matrix 
 float32                      anywhere                                    float32
 bfloat16, float16            their products are fast, or on a GPU        their own dtype
 bfloat16, float16            they are emulated, readable layers          float32, a piece of a weight at a time
-16 bits, int8, int4, …       the native fused steps                      the kernels' own, see docs/kernels.md
+16 bits, int8, int4, …       the native fused steps                      the kernels' own, see docs/in-depth/kernels.md
 """
 
 import warnings

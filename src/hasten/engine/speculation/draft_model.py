@@ -25,7 +25,7 @@ from hasten.model.draft import Blocks, Draws, Ending, can_draft_in_one_call, dra
 from hasten.model.transformer import Transformer
 
 # Shares of probability that the draft gives to what it draws, from which on it is another kind; and how often those of
-# each kind are right, on the pair of docs/speculation.md.
+# each kind are right, on the pair of docs/results/speculation.md.
 _CONFIDENCE = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 _PRIORS = (0.25, 0.45, 0.55, 0.7, 0.8, 0.87, 0.95, 0.98, 0.99)
 _READ_TOKENS = 32  # of a text, at most

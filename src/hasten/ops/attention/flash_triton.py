@@ -3,7 +3,7 @@
 Tiles of keys stream past a tile of queries; the softmax is kept as a running maximum and a running sum, and only the
 log-sum-exp of each row is stored. The backward pass computes the probabilities again from it: the queries' gradient
 tile of queries by tile of queries, then the keys' and values' tile of keys by tile of keys, each sum in a fixed order,
-so that it gives the same bits every time. Derived in docs/flash-attention.md.
+so that it gives the same bits every time. Derived in docs/in-depth/flash-attention.md.
 
 Import this file only where the kernel is taken; it imports Triton and registers the operator.
 """

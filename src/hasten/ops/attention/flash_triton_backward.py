@@ -1,4 +1,4 @@
-"""FlashAttention-2's backward pass in Triton, two kernels (flash_triton.py, docs/flash-attention.md).
+"""FlashAttention-2's backward pass in Triton, two kernels (flash_triton.py, docs/in-depth/flash-attention.md).
 
 With P the probabilities, computed again from q, k and the log-sum-exp, O = P·V, and dO what comes back:
 dV = Pᵀ·dO, dP = dO·Vᵀ, dS = P ∘ (dP - D) with D the row sums of dO ∘ O, dQ = scale · dS·K, dK = scale · dSᵀ·Q.

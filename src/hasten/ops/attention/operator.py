@@ -68,7 +68,7 @@ LONG, SHORT = 2048, 128  # queries
 
 
 def _flash_triton_opt_in(request: AttentionRequest) -> str | None:
-    """Why it is only used by name, from measurements on an H100 (docs/attention.md), or None."""
+    """Why it is only used by name, from measurements on an H100 (docs/in-depth/attention.md), or None."""
     if (reason := sdpa_rules.not_measured(request)) is not None:
         return reason
     few = request.queries is not None and request.queries < SHORT

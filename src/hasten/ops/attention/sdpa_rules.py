@@ -120,7 +120,7 @@ def not_measured(request: AttentionRequest) -> str | None:
 
 
 def cudnn_opt_in(request: AttentionRequest) -> str | None:
-    """Why cuDNN is only used by name; without a mask it is the fastest on a Hopper GPU (docs/attention.md)."""
+    """Why cuDNN is only used by name; without a mask it is the fastest on a Hopper GPU (docs/in-depth/attention.md)."""
     if (reason := one_by_one(request) or not_measured(request)) is not None:
         return reason
     if (name := masked(request)) is not None:
