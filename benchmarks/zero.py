@@ -102,7 +102,7 @@ class Start(Script):
     layers: int = 10
     width: int = 2048
     run_ranks: int = 8
-    """Ranks of the whole run: with Adam's states each holds 4/8 of the model's size."""
+    """Ranks of the whole run: with masters and Adam's states each holds 4/8 of the model's size in float32."""
     steps: int = 2
     kinds: tuple[Literal["random", "folder", "run"], ...] = ("random", "folder", "run")
     """What to measure; rows of others that the output has stay."""
@@ -196,7 +196,8 @@ def whole_run(about: dict[str, Any]) -> dict[str, Any]:
     memory.available_memory = lambda device: size["model"] * ranks  # type: ignore[assignment]
     how = held_to(limit)
     data = Data(source=str(Path(__file__)), vocab_size=512, context=CONTEXT, batch_size=ranks)
-    recipe = Recipe(name="start", model=Shape(**about["shape"]), data=data, parallel=Parallel(zero=3))
+    parallel = Parallel(zero=3, policy="float32-masters")
+    recipe = Recipe(name="start", model=Shape(**about["shape"]), data=data, parallel=parallel)
     techniques = Techniques(precision="bfloat16", compile=False, checkpointing="full", keep_memory=False)
     run = Run(folder=str(folder / "runs"), steps=about["steps"], device="cpu", threads=1)
     begun = time.perf_counter()
