@@ -14,7 +14,7 @@ MINUTES ?= 1.5
 KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py cache_rows.py linear.py \
   native.py native_attention.py native_block.py paged.py train_attention.py)
 
-.PHONY: help setup demo test test-slow test-real test-page test-clients test-avx2 lint docs wheel bench pair clean
+.PHONY: help setup demo test test-slow test-real test-ci test-page test-clients test-avx2 lint docs wheel bench pair clean
 
 help:
 	@echo "make demo   set up, ask a published model, measure, train a small one: runs/demo/ (MINUTES=$(MINUTES) of training)"
@@ -61,6 +61,10 @@ test-slow: $(TOOLS)
 
 test-real: $(TOOLS)
 	$(PYTEST) -m real tests/real
+
+# Both in one go, without the longest: what CI runs after make test.
+test-ci: $(TOOLS)
+	$(PYTEST) -m '(slow or real) and not night'
 
 test-page: $(TOOLS)
 	@test -n "$$HASTEN_CHROMIUM" || command -v chromium >/dev/null || \

@@ -21,7 +21,9 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow(minutes=4)  # a model whose matrices are larger than what libraries take
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is exact there")
-@pytest.mark.parametrize("extra", [[], ["--gptaq"]], ids=["gptq", "gptaq"])
+@pytest.mark.parametrize(
+    "extra", [pytest.param([], id="gptq"), pytest.param(["--gptaq"], id="gptaq", marks=pytest.mark.night)]
+)
 def test_the_peak_is_the_predicted_one(folder, tmp_path, extra):
     text = ["--calibration", "stdlib", "--samples", "128", "--length", "256"]
     options = ["--scheme", "int4", "--group-size", "32", "--lm-head", "none", *text]

@@ -7,7 +7,7 @@ from hasten.evaluation.divergence import divergence
 from hasten.quantization import GPTQ, Int4
 from real_models import PLAIN, packed
 
-pytestmark = [pytest.mark.real(minutes=8), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real(minutes=8), pytest.mark.night, pytest.mark.timeout(600)]
 
 
 def test_int4_by_gptq_on_the_models_own_text_is_nearer_than_by_rounding(real, exact, document):
