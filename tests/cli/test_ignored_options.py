@@ -463,7 +463,7 @@ def test_the_fields_of_a_plan_and_of_its_command_have_conditions_that_can_be_loo
         for option in known.values():
             for condition in option.conditions:
                 path = getattr(condition, "path", KIND)
-                assert path in known or path in (KIND, "data.has_fields"), (kind, option)
+                assert path in known or path in (KIND, "data.has_fields") or hasattr(kind, path), (kind, option)
 
 
 def quantizing(command: Quantize) -> Any:

@@ -9,14 +9,14 @@ from hasten.bench.plan import PlanOptions, make_plan
 from hasten.bench.training_choices import SAME, choose_training
 from hasten.cli.main import main
 from hasten.errors import ConfigError, ResourceError
-from hasten.training.recipe import Recipe, flat
+from hasten.training.recipe import Parallel, Recipe, Techniques, flat
 
 H100S = PlanOptions(use="train", device="h100", gpus=8, goal="throughput")
 
 
 def asked(way):
-    """The changes of a way as {option: value}."""
-    words = " ".join(way.changes).replace("-", "_").replace("__", "--").split()
+    """The options of a way as {option: value}."""
+    words = way.options.replace("-", "_").replace("__", "--").split()
     return dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2], strict=True))
 
 
@@ -52,7 +52,25 @@ def test_the_least_device_seconds_and_what_was_asked_for():
     found = choose_training("llama-7b", kept)
     assert {way.use.zero for way in found.rows} == {3}
     assert all(way.plan.memory.peak <= 40e9 for way in found.rows)
-    assert "parallel.zero" not in asked(found.best)
+    assert all("--parallel.zero 3" in way.kept for way in found.rows)
+    split = choose_training("llama-7b", replace(H100S, parallel=replace(H100S.parallel, zero=3, tensor=2)))
+    assert {(way.use.tensor, way.devices, asked(way)["parallel.tensor"]) for way in split.rows} == {(2, 8, "2")}
+    assert {int(asked(way)["data.batch_size"]) * int(asked(way)["data.accumulation"]) for way in split.rows} == {32}
+
+
+def test_recomputing_is_never_predicted_to_be_faster_nor_more_for_the_host_with_split_blocks():
+    options = PlanOptions(use="train", device="h100", ranks=4, parallel=Parallel(zero=3, offload="optimizer"))
+    hosts = [
+        make_plan("llama-7b", replace(options, parallel=replace(options.parallel, tensor=tensor))).phases[0].host
+        for tensor in (1, 2, 4)
+    ]
+    assert hosts == pytest.approx([hosts[0]] * 3)
+    for length in (8, 1024):  # where memory decides, and where products do
+        plain, again = (
+            make_plan("gpt2-124m", replace(H100S, goal=None, gpus=None, length=length, techniques=one))
+            for one in (Techniques(compile=False), Techniques(compile=False, checkpointing="full"))
+        )
+        assert plain.phases[0].seconds(plain.device) <= again.phases[0].seconds(again.device)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +91,24 @@ def test_the_host_and_what_frozen_weights_send_take_time(use, without, having):
 def test_the_command_shows_ways_and_names_one_where_a_plan_does_not_fit(capsys, tmp_path):
     main(["plan", "gpt2-124m", "--use", "train", "--device", "h100", "--memory", "6"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "the fastest way that does is --data.batch-size 4 --data.accumulation 2" in said
+    assert "the fastest way that does is --data.accumulation 2 --data.batch-size 4 --data.context 1024" in said
+    main(
+        [
+            "plan",
+            "llama-7b",
+            "--use",
+            "lora",
+            "--device",
+            "h100",
+            "--gpus",
+            "2",
+            "--goal",
+            "cost",
+            "--parallel.zero",
+            "3",
+        ]
+    )
+    assert "--lora.rank 16" in " ".join(capsys.readouterr().out.split())
     main(["plan", "llama-7b", "--use", "finetune", "--device", "h100", "--gpus", "8", "--goal", "throughput"])
     said = capsys.readouterr().out
     assert "training llama-7b on NVIDIA H100 SXM, 79.6 GB free, for throughput" in said
@@ -92,6 +127,7 @@ def test_the_command_shows_ways_and_names_one_where_a_plan_does_not_fit(capsys, 
         ({"ranks": 2}, "with --goal give --gpus"),
         ({"device": "cpu", "gpus": 2}, "share its cores"),
         ({"memory": -1.0}, r"--memory is -1\.0"),
+        ({"gpus": 3, "parallel": Parallel(zero=3, tensor=2)}, "does not divide the 3 devices"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes, error):

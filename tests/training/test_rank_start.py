@@ -12,10 +12,13 @@ import hasten
 import ranks
 from hasten.checkpoints.load import open_checkpoint
 from hasten.checkpoints.one_by_one import unfilled_model
-from hasten.errors import CheckpointError
+from hasten.errors import CheckpointError, ConfigError
 from hasten.model.families import read_config
 from hasten.model.initialize import draw_weights, initialize, unfilled
 from hasten.model.transformer import Transformer
+from hasten.training.build import check_shares
+from hasten.training.recipe import Parallel
+from references import values_of
 from tiny_model import tiny_llama
 
 LLAMA = {
@@ -120,6 +123,13 @@ def test_a_head_that_is_not_the_embedding_after_all_is_read_for_itself(tmp_path)
         read(found.setdefault)
         assert (model.head.weight is not model.embedding.weight) == changed
         assert ("head.weight" in found) == changed
+
+
+def test_a_bias_that_chooses_experts_is_not_sharded_beside_16_bit_weights():
+    config = read_config(values_of("dots1"))
+    check_shares(config, Parallel(zero=2))
+    with pytest.raises(ConfigError, match=r"set parallel.policy float32-weights"):
+        check_shares(config, Parallel(zero=2, policy="float32-masters"))
 
 
 def test_rows_with_nan_are_found_by_the_rank_that_keeps_them(tmp_path):

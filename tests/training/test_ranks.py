@@ -1,5 +1,6 @@
 """Two processes compute what one computes: the same losses, gradient norms and validation losses, whoever has what."""
 
+import json
 import warnings
 from pathlib import Path
 
@@ -68,6 +69,7 @@ CASES = {
         [{"zero": 0}, {"zero": 2}, {"zero": 3}],
     ),
     "experts": (SHORT, [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}]),
+    "untied": (SHORT, [{"zero": 3}]),  # though its config ties head and embedding
     "masters": (MASTERS, [{"zero": 0}, {"zero": 3, "offload": "optimizer"}]),
     "bf16": ({"precision": "bfloat16", **SHORT}, [{"zero": 0}, {"zero": 3}, {"zero": 3, "checkpointing": "full"}]),
     "compiled": (SHORT, [{"zero": 0, "compile": True}, {"zero": 3, "compile": True}]),  # beside what was not
@@ -98,6 +100,9 @@ def runs(recipe_of_module):
     routed = base.config.source | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
     experts = initialize(read_config(routed), seed=1)
     experts.tokenizer = base.tokenizer
+    export_model(base, folder / "untied-model")
+    config = json.loads((folder / "untied-model/config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "untied-model/config.json").write_text(json.dumps(config))
     export_model(experts, folder / "experts-model")  # of eight experts two ranks reach others with few tokens
     export_model(quantize(tiny_llama(), Int4(group_size=32)), folder / "lora-int4-model")
     for name, (fields, ways) in CASES.items():

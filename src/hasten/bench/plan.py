@@ -79,7 +79,7 @@ class PlanOptions(Wanted):
         Parallel,
         Reads(*BETWEEN_RANKS, "offload", "policy", by="a plan"),
         TRAINS,
-        Unless("ranks", 1, but=("offload", "policy")),
+        Unless("devices", 1, but=("offload", "policy")),
         Needs(KIND, "cuda", but=(*BETWEEN_RANKS, "policy")),
     ] = field(default_factory=Parallel)
 
@@ -88,6 +88,11 @@ class PlanOptions(Wanted):
     def facts(self) -> Facts:
         """What conditions of options depend on beside other options."""
         return {KIND: lambda: DEVICES[self.device].kind if self.device in DEVICES else resolve_device(self.device).type}
+
+    @property
+    def devices(self) -> int:
+        """How many are to train together, or may."""
+        return max(self.ranks, self.gpus or 1)
 
     @property
     def training(self) -> bool:
@@ -210,7 +215,7 @@ def settle(model: str, options: PlanOptions) -> Subject:
     groups = options.parallel.replicas * options.parallel.tensor
     if options.training and options.ranks % groups:
         raise ConfigError(
-            f"--ranks is {options.ranks}, which parallel.replicas times parallel.tensor ({groups}) does not divide"
+            f"parallel.replicas times parallel.tensor is {groups}, which does not divide the {options.ranks} devices"
         )
     if not options.training and options.new_tokens >= length:
         raise ConfigError(f"--new-tokens ({options.new_tokens}) must be below --length ({length})")

@@ -1,6 +1,6 @@
 """Ways to train a model on several devices, predicted: ZeRO stage, offload, recomputation, masters, micro-batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, get_args
@@ -9,7 +9,7 @@ from hasten.bench.plan import PlanOptions, Subject, settle, training_plan
 from hasten.errors import ConfigError, ResourceError
 from hasten.planning.memory import TrainingUse
 from hasten.planning.plan import Plan
-from hasten.training.recipe import CheckpointingName, OffloadName, PolicyName, StageName
+from hasten.training.recipe import CheckpointingName, OffloadName, Parallel, PolicyName, StageName
 
 SHOWN = 12  # ways in a table
 SAME = 1.02  # times the seconds of another way: then the one that asks for less is better
@@ -17,10 +17,19 @@ SAME = 1.02  # times the seconds of another way: then the one that asks for less
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to train. changes: the options of `hasten train` that it takes, but for defaults and what was asked for."""
+    """A way to train. changes: the options of `hasten train` that it takes, but for defaults and what was asked for.
+
+    kept: the other options that make it: rows, tokens of a row, rank of an adapter, and what was asked for.
+    """
 
     plan: Plan
     changes: tuple[str, ...]
+    kept: tuple[str, ...]
+
+    @property
+    def options(self) -> str:
+        """All options of `hasten train`, as written."""
+        return " ".join((*self.changes, *self.kept))
 
     @property
     def use(self) -> TrainingUse:
@@ -50,7 +59,7 @@ class Way:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            "changes": list(self.changes),
+            "options": self.options,
             "devices": self.devices,
             "peak_bytes": self.plan.memory.peak,
             "free_bytes": self.plan.free,
@@ -81,7 +90,7 @@ class Ways:
 
 
 def choose_training(model: str, options: PlanOptions) -> Ways:
-    """Find how to train on at most options.gpus devices: the fastest ("throughput"), or that of the fewest
+    """Find how to train on options.gpus devices the fastest ("throughput"), or on at most as many with the fewest
     device-seconds ("cost").
 
     What differs from the defaults of `parallel`, and checkpointing, is kept as it was asked for; the rows of an update
@@ -92,36 +101,37 @@ def choose_training(model: str, options: PlanOptions) -> Ways:
         raise ConfigError("training has --goal throughput or cost, without --token-ms and --price")
     if options.ranks > 1:
         raise ConfigError("--ranks plans for that number of devices; with --goal give --gpus instead")
-    subject = settle(model, options)
-    count = options.gpus or 1
+    count, parallel = options.gpus or 1, options.parallel
+    subject = settle(model, replace(options, ranks=count))
     if subject.shares_cores and count > 1:
         raise ConfigError(
             "ranks of one processor share its cores and memory: plan for one device, or name another (--device h100)"
         )
     counts = [count] if options.goal != "cost" else sorted({1 << i for i in range(count.bit_length())} | {count})
+    counts = [number for number in counts if number % (parallel.replicas * parallel.tensor) == 0]
     ways = [way for number in counts for way in _ways(subject, number)]
+    if not ways:
+        training_plan(subject)  # raises what is wrong with each of them
     fitting = [way for way in ways if way.fits]
     if not fitting:
         raise _nothing_fits(ways)
-    by = {"throughput": lambda way: way.step_seconds / way.devices, "cost": lambda way: way.device_seconds}
-    order = by[options.goal or "throughput"]
     rows: list[Way] = []
-    for way in sorted(fitting, key=lambda way: (len(way.changes), order(way))):
-        if not any(_makes_needless(one, way, order) for one in rows):
+    for way in sorted(fitting, key=lambda way: (len(way.changes), way.device_seconds)):
+        if not any(_makes_needless(one, way) for one in rows):
             rows.append(way)
-    best = min(map(order, rows))
+    best = min(way.device_seconds for way in rows)
 
     def rank(way: Way) -> tuple[float, ...]:
-        behind = order(way) > SAME * best
-        return (behind, 0 if behind else len(way.changes), order(way))
+        behind = way.device_seconds > SAME * best
+        return (behind, 0 if behind else len(way.changes), way.device_seconds)
 
     rows.sort(key=rank)
     return Ways(goal=options.goal or "throughput", rows=tuple(rows[:SHOWN]), thought_of=len(ways))
 
 
-def _makes_needless(one: Way, other: Way, order: Callable[[Way], float]) -> bool:
+def _makes_needless(one: Way, other: Way) -> bool:
     """Whether `one` is as fast as `other`, and asks for a part of what that does or needs no more memory."""
-    if len(one.changes) > len(other.changes) or order(one) > SAME * order(other):
+    if len(one.changes) > len(other.changes) or one.device_seconds > SAME * other.device_seconds:
         return False
     return set(one.changes) <= set(other.changes) or one.plan.memory.peak <= other.plan.memory.peak
 
@@ -156,11 +166,23 @@ def _ways(subject: Subject, devices: int) -> Iterator[Way]:
         changes += [f"--parallel.zero {zero}"] * (zero != parallel.zero)
         changes += [f"--parallel.offload {offload}"] * (offload != parallel.offload)
         changes += [f"--parallel.policy {policy}"] * (policy != parallel.policy)
+        changes += [f"--data.accumulation {own.options.accumulation}"] * (split > 1)
         changes += [f"--techniques.checkpointing {checkpointing}"] * (checkpointing != techniques.checkpointing)
-        if split > 1:
-            size = f"--data.batch-size {rows // split * devices // parallel.tensor}"
-            changes.append(f"{size} --data.accumulation {options.accumulation * split}")
-        yield Way(plan=plan, changes=tuple(changes))
+        batch = rows // split * devices // parallel.tensor
+        sizes = [f"--data.batch-size {batch}", f"--data.context {options.length}"]
+        sizes += [f"--data.accumulation {options.accumulation}"] * (split == 1)
+        sizes += [f"--lora.rank {options.recipe().lora.rank}"] * (options.use == "lora")
+        yield Way(plan=plan, changes=tuple(changes), kept=(*sizes, *_asked_for(options)))
+
+
+def _asked_for(options: PlanOptions) -> Iterator[str]:
+    """The options, of those that ways are made of, that were given."""
+    usual, parallel = Parallel(), options.parallel
+    for name in ("zero", "offload", "policy", "tensor", "replicas"):
+        if getattr(parallel, name) != getattr(usual, name):
+            yield f"--parallel.{name} {getattr(parallel, name)}"
+    if options.techniques.checkpointing != "none":
+        yield f"--techniques.checkpointing {options.techniques.checkpointing}"
 
 
 def _nothing_fits(ways: list[Way]) -> ResourceError:
@@ -169,7 +191,7 @@ def _nothing_fits(ways: list[Way]) -> ResourceError:
     need, free = least.plan.memory.peak / 1e9, max(0, least.plan.free) / 1e9
     adapter = "" if least.use.adapter is not None else ", an adapter beside the weights (--use lora)"
     return ResourceError(
-        f"no way to train fits: the smallest ({' '.join(least.changes) or 'as it is'}) needs {need:.1f} GB on each of "
+        f"no way to train fits: the smallest ({least.options}) needs {need:.1f} GB on each of "
         f"{least.devices} x {least.plan.device.name}, and {free:.1f} GB are free; use more devices{adapter}, or a "
         "shorter --length"
     )

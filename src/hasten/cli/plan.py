@@ -60,7 +60,7 @@ class PlanCommand(JsonOption, PlanOptions):
         except HastenError as error:
             return str(error)
         peak, free = way.plan.memory.peak / 1e9, way.plan.free / 1e9
-        return f"the fastest way that does is {' '.join(way.changes)} ({peak:,.1f} of {free:,.1f} GB)"
+        return f"the fastest way that does is {way.options} ({peak:,.1f} of {free:,.1f} GB)"
 
     def _choose(self) -> None:
         """Show how to run it best on several devices."""
@@ -119,8 +119,8 @@ def show_ways(ways: Ways) -> None:
     for one in ways.rows:
         numbers = (1e3 * one.step_seconds, one.plan.tokens_per_second, one.device_seconds)
         shown = (f"{number:,.0f}" if number >= 1000 else f"{number:.3g}" for number in numbers)
-        size, what = f"{one.plan.memory.peak / 1e9:.1f}", " ".join(one.changes) or "as it is"
-        table.add_row(str(one.devices), size, *shown, what, style="bold" if one is ways.best else None)
+        size = f"{one.plan.memory.peak / 1e9:.1f}"
+        table.add_row(str(one.devices), size, *shown, one.options, style="bold" if one is ways.best else None)
     console.print(
         f"training {plan.model} on {plan.device.name}, {plan.free / 1e9:.1f} GB free, for {ways.goal}\n", style="bold"
     )

@@ -142,7 +142,8 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
     again = blocks / 3 if use.recompute in ("full", "offload") else 0
     frozen = (blocks + around) / 3 if use.adapter is not None else 0  # weights that get no gradient
     parts, count = memory_of(config, use).parts, cost.parameters(config).total
-    activations = sum(size for name, size in parts.items() if name.startswith(("activations", "logits")))
+    every = memory_of(config, replace(use, recompute="none")).parts  # what is recomputed is written and read, too
+    activations = sum(size for name, size in every.items() if name.startswith(("activations", "logits")))
     states = sum(parts[name] for name in ("gradients", "masters", "optimizer"))
     # A micro-batch writes and reads its activations, and reads all weights twice; the update reads and writes states.
     weights = ITEMSIZE[use.dtype] * count // use.tensor
@@ -173,7 +174,7 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
         inside = sum(cost.matrices(config, layer)[0] for layer in config.layers)
         sent += 4 * inside * (use.ranks - 1) / use.ranks
     trained = count if use.adapter is None else use.adapter
-    own = trained / (shards if use.zero else 1)  # weights that a rank's optimizer updates
+    own = trained / (use.ranks if use.zero else split)  # weights that a rank's optimizer updates
     # Gradients go to the host and weights come back; AdamW there reads four numbers of each weight and writes three.
     host = 2 * itemsize * own / HOST_LINK + 28 * own * use.ranks * use.replicas / HOST_MEMORY
     exchanges = 2 * layers * (shards * use.replicas > 1) + 4 * (passes * layers + 1) * (split > 1)

@@ -262,6 +262,16 @@ def check_shares(config: ModelConfig, parallel: Parallel) -> None:
     """Raise ConfigError for a model that cannot be divided among ranks this way."""
     if parallel.tensor > 1:
         check_split(config, parallel.tensor)
+    _check_dtypes(config, parallel)
+
+
+def _check_dtypes(config: ModelConfig, parallel: Parallel) -> None:
+    """FSDP2 shards what is trained in a block together, in one dtype; choice biases stay in float32."""
+    if parallel.zero and parallel.policy == "float32-masters" and config.expert_choice_bias:
+        raise ConfigError(
+            f"a {config.family} chooses experts by a bias in float32, beside which parallel.zero does not shard 16-bit "
+            "weights; set parallel.policy float32-weights"
+        )
 
 
 def divided_at_once(recipe: Recipe, ranks: Ranks, source: ModelSource | None) -> bool:
