@@ -127,7 +127,7 @@ def test_the_command_shows_ways_and_names_one_where_a_plan_does_not_fit(capsys, 
         ({"ranks": 2}, "with --goal give --gpus"),
         ({"device": "cpu", "gpus": 2}, "share its cores"),
         ({"memory": -1.0}, r"--memory is -1\.0"),
-        ({"gpus": 3, "parallel": Parallel(zero=3, tensor=2)}, "does not divide the 3 devices"),
+        ({"gpus": 3, "parallel": Parallel(zero=3, tensor=2)}, r"--gpus\) is 3, which .* \(2\) does not divide"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes, error):
