@@ -215,8 +215,8 @@ def settle(model: str, options: PlanOptions) -> Subject:
     groups = options.parallel.replicas * options.parallel.tensor
     if options.training and options.ranks % groups:
         raise ConfigError(
-            f"--ranks (with --goal: --gpus) is {options.ranks}, which parallel.replicas times parallel.tensor ({groups}) "
-            "does not divide"
+            f"--ranks (with --goal: --gpus) is {options.ranks}, which parallel.replicas times parallel.tensor "
+            f"({groups}) does not divide"
         )
     if not options.training and options.new_tokens >= length:
         raise ConfigError(f"--new-tokens ({options.new_tokens}) must be below --length ({length})")
