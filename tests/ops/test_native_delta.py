@@ -32,7 +32,10 @@ class Case:
         generator = torch.Generator().manual_seed(self.seed)
         config = replace(read_config(values_of("qwen3_5_text")), delta=self.sizes)
         self.layer = GatedDeltaNet(config).requires_grad_(False)
-        self.layer.fill(generator)
+        for leaf, values in self.layer.named_parameters(recurse=False):
+            self.layer.fill(leaf, values, generator)
+        bound = self.sizes.kernel**-0.5
+        self.layer.conv.weight.uniform_(-bound, bound, generator=generator)
         self.layer.value_norm.weight.copy_(1 + 0.1 * torch.randn(self.sizes.value_dim, generator=generator))
         self.features = self.sizes.channels + self.sizes.values + 2 * self.sizes.value_heads
         self.x = torch.randn(sum(self.counts), self.features, generator=generator)

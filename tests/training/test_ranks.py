@@ -100,7 +100,7 @@ def runs(recipe_of_module):
     routed = base.config.source | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
     experts = initialize(read_config(routed), seed=1)
     experts.tokenizer = base.tokenizer
-    export_model(base, folder / "untied-model")
+    export_model(tiny_llama(), folder / "untied-model")
     config = json.loads((folder / "untied-model/config.json").read_text()) | {"tie_word_embeddings": True}
     (folder / "untied-model/config.json").write_text(json.dumps(config))
     export_model(experts, folder / "experts-model")  # of eight experts two ranks reach others with few tokens
