@@ -157,7 +157,7 @@ DESCRIPTIONS: dict[str, str] = {
     "demo": "Llama, about 10 M parameters, on Python's own library: minutes on two cores.",
     "code-25m": "Llama, 25 M parameters, on all installed packages: two hours on two cores.",
     "code-4m": "Llama, 4 M parameters, on the same text: drafts for the others.",
-    "code-45m": "Llama, 45 M parameters: --init a deepened code-25m (docs/results/speculation.md).",
+    "code-45m": "Llama, 45 M parameters: --init a deepened code-25m (docs/speculation.md).",
     "gpt2-124m": "GPT-2 small from scratch; give a large text with --data.source.",
     "llama-120m": "Llama, 110 M parameters, from scratch; give a large text with --data.source.",
     "shakespeare-char": "A character-level model of 10 M parameters on the file given with --data.source.",
