@@ -301,7 +301,8 @@ class Transformer(nn.Module):
         if isinstance(self.head, PackedLinear):
             return False
         head, embedding = self.head.weight, self.embedding.weight
-        return head is embedding or (self.config.tie_embeddings and torch.equal(head, embedding))
+        equal = self.config.tie_embeddings and not head.is_meta  # there they are equal where they are one
+        return head is embedding or (equal and torch.equal(head, embedding))
 
     @property
     def readable(self) -> bool:
