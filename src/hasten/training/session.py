@@ -224,13 +224,11 @@ def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> float | None:
         stored = stored or checkpoints.find(folder.last)
         with unfilled():
             model = Transformer(setup.model.config).to(setup.model.dtype)
-            if setup.model.head.weight is not setup.model.embedding.weight and model.config.tie_embeddings:
-                model.head.weight = torch.nn.Parameter(
-                    torch.empty_like(model.head.weight)
-                )  # as in the file it came from
         model.tokenizer, model.generation = setup.model.tokenizer, setup.model.generation
         if recipe.lora.rank is None:  # its weights are read as they are written
             assert stored is not None
+            if setup.model.head.weight is not setup.model.embedding.weight:  # whatever the config says
+                model.head.weight = torch.nn.Parameter(torch.empty_like(model.head.weight))
             read = checkpoints.reader_of_weights(stored, dict(model.named_parameters()))
         else:  # and frozen weights are not written
             attach(model, [lora_adapter(model.config, recipe.lora, device="cpu")])
