@@ -18,7 +18,7 @@ import ranks
 from hasten.distributed.launch import _Watch, joined
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError, ResourceError
-from hasten.training import build, checkpoints, session
+from hasten.training import build, checkpoints, rank_checks, session
 from hasten.training.checkpoint_state import find
 from hasten.training.journal import read
 from hasten.training.recipe import Qat, flat
@@ -163,8 +163,8 @@ def test_a_wrong_recipe_is_found_where_one_rank_tells_it(recipe, monkeypatch):
 
 def refuse(config, made, two):
     made.check()
-    build.check_ranks(made, two)
-    build.check_shares(config, made.parallel)
+    rank_checks.check_ranks(made, two)
+    rank_checks.check_shares(config, made.parallel)
 
 
 def test_what_does_not_fit_together_is_refused_before_anything_is_shared(recipe):

@@ -16,7 +16,7 @@ from hasten.errors import CheckpointError, ConfigError
 from hasten.model.families import read_config
 from hasten.model.initialize import draw_weights, initialize, unfilled
 from hasten.model.transformer import Transformer
-from hasten.training.build import check_shares
+from hasten.training.rank_checks import check_shares
 from hasten.training.recipe import Parallel
 from references import values_of
 from tiny_model import tiny_llama

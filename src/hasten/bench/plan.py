@@ -288,9 +288,9 @@ def _training(subject: Subject) -> tuple[TrainingUse, Phase]:
     import torch
 
     from hasten.bench.predict import step_seconds
-    from hasten.training.build import check_shares
     from hasten.training.layer_drop import keep_probabilities
     from hasten.training.memory import training_use
+    from hasten.training.rank_checks import check_shares
 
     config, options, device, checkpoint = subject.config, subject.options, subject.device, subject.checkpoint
     recipe, theta = options.recipe(), options.techniques.layer_drop

@@ -174,7 +174,7 @@ class TrainRung:
         from hasten.data import Batch
         from hasten.distributed.ranks import ALONE
         from hasten.model.initialize import initialize
-        from hasten.training import build
+        from hasten.training import build, rank_checks
         from hasten.training.layer_drop import draw_block_scales, keep_probabilities
 
         self.recipe, self.config, self.steps = recipe, config, steps
@@ -187,8 +187,8 @@ class TrainRung:
         # Random weights before the padding, so that they are the same on every rung.
         frozen = recipe.lora.rank is not None
         dtype = resolve_dtype(recipe.lora.base, auto=torch.bfloat16) if frozen else torch.float32
-        build.check_ranks(recipe, self.ranks)
-        build.check_shares(config.padded_to(chosen.pad_vocabulary_to), recipe.parallel)
+        rank_checks.check_ranks(recipe, self.ranks)
+        rank_checks.check_shares(config.padded_to(chosen.pad_vocabulary_to), recipe.parallel)
         model = initialize(config, seed=seed, dtype=dtype, device=torch.device(device))
         self.step = build.training_step(model, recipe, ranks=self.ranks)
         self.taken = 0

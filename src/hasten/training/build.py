@@ -14,7 +14,7 @@ from hasten.checkpoints.one_by_one import unfilled_model
 from hasten.checkpoints.source import ModelSource
 from hasten.distributed.placement import Placement, Replicated, Sharded
 from hasten.distributed.ranks import ALONE, Ranks
-from hasten.distributed.tensor_training import apply_tensor_parallel, check_split
+from hasten.distributed.tensor_training import apply_tensor_parallel
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler, resolve_dtype
 from hasten.machine.threads import thread_count
@@ -41,7 +41,7 @@ from hasten.training.optimizers import make_optimizer
 from hasten.training.patterns import give_pattern
 from hasten.training.precision import Precision
 from hasten.training.qat import apply_rounding
-from hasten.training.recipe import Lora, Parallel, Recipe, Shape
+from hasten.training.recipe import Lora, Recipe, Shape
 from hasten.training.step import TrainStep
 from hasten.training.teacher import Teacher
 from hasten.training.training_modules import FusedMLP, JoinedAttention
@@ -166,7 +166,7 @@ def training_step(
 
     model: with float32 weights; for LoRA in any format. should_stop: called between micro-batches. restored: the
     trained weights will be read from a checkpoint. weights: of a model without memory for them (`model_and_weights`),
-    which ZeRO divides. ranks: checked by `check_ranks` and `check_shares`. Raises
+    which ZeRO divides. ranks: checked by `hasten.training.rank_checks`. Raises
     ConfigError if a technique does not fit the model.
     """
     techniques, parallel, on_cpu = recipe.techniques, recipe.parallel, model.device.type == "cpu"
@@ -243,35 +243,6 @@ def why_block_by_block(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE)
     if recipe.lora.rank is not None or recipe.qat.bits is not None:
         return "only an adapter, or rounded weights, are trained"
     return why_not_whole(model)
-
-
-def check_ranks(recipe: Recipe, ranks: Ranks) -> None:
-    """Raise ConfigError if these ranks cannot train the recipe, before anything is read or created."""
-    zero, replicas = recipe.parallel.zero, recipe.parallel.replicas
-    if zero and not ranks.joined:
-        raise ConfigError(
-            f"parallel.zero {zero} is for several processes: start them with torchrun or --processes (1 is enough)"
-        )
-    if ranks.readers % replicas:
-        raise ConfigError(f"parallel.replicas is {replicas}, which {ranks.readers} processes cannot share evenly")
-    if not recipe.run.fit:
-        ranks.rows(recipe.data.batch_size)
-
-
-def check_shares(config: ModelConfig, parallel: Parallel) -> None:
-    """Raise ConfigError for a model that cannot be divided among ranks this way."""
-    if parallel.tensor > 1:
-        check_split(config, parallel.tensor)
-    _check_dtypes(config, parallel)
-
-
-def _check_dtypes(config: ModelConfig, parallel: Parallel) -> None:
-    """FSDP2 shards what is trained in a block together, in one dtype; choice biases stay in float32."""
-    if parallel.zero and parallel.policy == "float32-masters" and config.expert_choice_bias:
-        raise ConfigError(
-            f"a {config.family} chooses experts by a bias in float32, beside which parallel.zero does not shard 16-bit "
-            "weights; set parallel.policy float32-weights"
-        )
 
 
 def divided_at_once(recipe: Recipe, ranks: Ranks, source: ModelSource | None) -> bool:

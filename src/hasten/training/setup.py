@@ -19,8 +19,6 @@ from hasten.model.initialize import Weights, initialize
 from hasten.model.transformer import Transformer
 from hasten.planning.cost import training_flops_per_token
 from hasten.training.build import (
-    check_ranks,
-    check_shares,
     divided_at_once,
     model_and_weights,
     pretrained_model,
@@ -32,6 +30,7 @@ from hasten.training.evaluate import Validation
 from hasten.training.memory import MemoryCheck
 from hasten.training.patterns import with_pattern
 from hasten.training.precision import choose_precision
+from hasten.training.rank_checks import check_ranks, check_shares
 from hasten.training.recipe import Recipe
 from hasten.training.step import TrainStep
 
