@@ -1,6 +1,5 @@
 """A tiny recipe on a few real files, fast enough to train for dozens of steps in a second."""
 
-import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,16 +26,18 @@ TINY = Recipe(
 )
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Token shards of one session, never the user's."""
-    before = os.environ.get("HASTEN_CACHE")
-    os.environ["HASTEN_CACHE"] = make_cache(tmp_path_factory.mktemp("cache"))
-    yield
-    if before is None:
-        del os.environ["HASTEN_CACHE"]
-    else:
-        os.environ["HASTEN_CACHE"] = before
+@pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A cache for token shards, never the user's."""
+    return make_cache(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(cache_folder: str) -> Iterator[None]:
+    """The cache of these tests; a worker's next ones, of another folder, have the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HASTEN_CACHE", cache_folder)
+        yield
 
 
 @pytest.fixture(autouse=True)
