@@ -1,0 +1,75 @@
+"""What the pages say of commands: every option they name exists, and every command has a guide."""
+
+import re
+from pathlib import Path
+
+import pytest
+from test_help import KINDS
+
+from hasten.cli.main import COMMANDS
+from hasten.cli.profile import ProfileTraining
+from hasten.cli.serve import Serve
+from hasten.cli.train import Train
+from hasten.effects import options_of
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ALL = KINDS | {"train": Train, "profile train": ProfileTraining, "start": Serve}  # start passes options on to serve
+LINE = re.compile(r"\bhasten (?P<words>[a-z]+(?: [a-z]+)?)(?P<rest>[^`\n|;&#]*)")
+OPTION = re.compile(r"(?<![\w-])--([a-z][\w.-]*\w)")
+GENERAL = {"help", "help-all", "version"}
+OTHERS = {  # of programs that pages name beside hasten
+    *("batch-size index-url nnodes no-build-isolation no-deps nproc-per-node rdzv-backend rdzv-endpoint").split(),
+    *("beside check kinds ladders log_samples model model_args noload outtype pure run-folder weight-format").split(),
+}
+
+
+def names_of(command: str) -> set[str]:
+    """The options of a command as they are typed, without dashes in front."""
+    flat = command in KINDS and (command.startswith(("bench ", "profile ")) or command in ("explain", "explain attention"))
+    found = set(GENERAL)
+    for option in options_of(ALL[command], flat=flat).values():
+        section, dot, name = option.path.replace("_", "-").rpartition(".")
+        found |= {f"{section}{dot}{before}{name}" for before in ("", "no-", "max-")}
+    return found
+
+
+NAMES = {command: names_of(command) for command in ALL}
+
+
+def unknown(text: str) -> list[str]:
+    """Options that a page's text names and that the command before them, or any command, does not have."""
+    text, wrong = text.replace("\\\n", " "), []
+    for line in LINE.finditer(text):
+        words = line["words"].split()
+        command = next((one for one in (" ".join(words), words[0]) if one in NAMES), None)
+        if command is not None:
+            missing = set(OPTION.findall(line["rest"])) - NAMES[command]
+            wrong += [f"hasten {command} --{name}" for name in sorted(missing)]
+    everywhere = OTHERS.union(*NAMES.values())
+    return wrong + [f"--{name}" for name in sorted(set(OPTION.findall(text)) - everywhere)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_option_that_a_page_names_exists(page):
+    assert unknown(page.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("`hasten eval DIR --against MODEL --texts FILE`", ["hasten eval --texts", "--texts"]),
+        ("hasten bench train \\\n  --prompt-tokens 3", ["hasten bench train --prompt-tokens"]),
+        ("give `--no-such-option`", ["--no-such-option"]),
+        ("hasten train demo --techniques.no-compile --data.source FILE", []),
+    ],
+)
+def test_an_option_that_does_not_exist_is_found(text, found):
+    assert unknown(text) == found
+
+
+def test_every_command_has_a_guide():
+    guides = (ROOT / "docs" / "features.md").read_text().partition("## Guides\n")[2]
+    rows = [row.split("|")[1:3] for row in guides.splitlines() if row.startswith("| `")]
+    listed = {name for commands, pages in rows if "](" in pages for name in re.findall(r"`(\w+)`", commands)}
+    assert listed == set(COMMANDS)
