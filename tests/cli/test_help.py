@@ -1,23 +1,14 @@
 """--help: what most people need first, every option once, the rest in groups; --help-all explains everything."""
 
 from contextlib import suppress
-from importlib import import_module
 
 import pytest
 
+from command_classes import FLAT, KINDS
 from hasten.cli.bench import LADDERS
-from hasten.cli.explain import ExplainModel
-from hasten.cli.explain_attention import ExplainAttention
 from hasten.cli.help import FIRST, WIDTH
 from hasten.cli.main import COMMANDS, main
-from hasten.cli.profile import ProfileModel
 from hasten.effects import Reads, options_of
-
-# The classes whose options have no prefixes; those of the other commands are found by their names.
-FLAT = {"explain": ExplainModel, "explain attention": ExplainAttention, "profile generate": ProfileModel}
-FLAT |= {f"bench {name}": kind for name, kind in LADDERS.items()}
-KINDS = {name: getattr(import_module(module), kind) for name, (module, kind, _) in COMMANDS.items() if "." not in kind}
-KINDS = {name: kind for name, kind in KINDS.items() if isinstance(kind, type)} | FLAT
 
 
 def screen(capsys, command: str) -> str:
