@@ -77,8 +77,9 @@ def draw(path: Path) -> None:
         axes.set(xlim=(0, lanes.now), ylim=(2.5, -0.5), xlabel="ms")
         axes.grid(visible=False)
         axes.set_frame_on(False)
-        handles = [axes.barh(0, 0, color=color) for color in COLORS.values()]
-        figure.legend(handles, [NAMES.get(kind, kind) for kind in COLORS], loc="outside lower left", ncols=5, fontsize=8.5)
+        for kind, color in COLORS.items():
+            axes.barh(0, 0, color=color, label=NAMES.get(kind, kind))
+        figure.legend(loc="outside lower left", ncols=5, fontsize=8.5)
 
 
 if __name__ == "__main__":
