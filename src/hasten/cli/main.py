@@ -29,7 +29,7 @@ GROUPS = {
     },
     "make one": {
         "train": ("hasten.cli.train", "Train.main", "pretrain, or finetune with --init"),
-        "quantize": ("hasten.cli.quantize", "Quantize", "write a model in int8 or int4"),
+        "quantize": ("hasten.cli.quantize", "Quantize", "write a model in 8, 4, 3 or 2 bits"),
         "merge": ("hasten.cli.merge", "Merge", "add a LoRA adapter to its model's weights"),
         "export": ("hasten.cli.export", "Export", "write a model as a Hugging Face folder or a GGUF file"),
         "convert": (
