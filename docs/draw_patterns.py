@@ -49,8 +49,8 @@ def draw(path: Path) -> None:
             axes.set(aspect="equal", xticks=[], yticks=[], ylim=(BLOCKS, 0))
             axes.set_frame_on(False)
             axes.set_title(f"{name}\n{layout.density:.0%} of the blocks", fontsize=8.5)
-        figure.axes[0].set_xlabel("blocks of keys", fontsize=8, color=SOFT, loc="left")
-        figure.axes[0].set_ylabel("blocks of queries", fontsize=8, color=SOFT, loc="top")
+        figure.axes[5].set_xlabel("blocks of keys", fontsize=8, color=SOFT, loc="left")
+        figure.axes[5].set_ylabel("blocks of queries", fontsize=8, color=SOFT, loc="top")
 
 
 if __name__ == "__main__":

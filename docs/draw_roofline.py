@@ -8,6 +8,8 @@ profile-demo-train.json (a training step, one thread).
 
 import json
 import sys
+from collections.abc import Sequence
+from math import atan, degrees
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,10 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 FORMATS = {"bfloat16": "float", "int8": "int8", "int4": "int8"}  # weights, and activations of the product
 LABELLED = (1, 4, 16, 64, 512)  # rows
 PARTS = {  # of the training step: how their names in the profile end
-    "attention": "attention.itself",
-    "q, k and v": "attention.project",
-    "attention's output": "attention.output",
-    "MLP": "mlp",
-    "head and loss": "model.head",
+    "attention": (".attention.itself",),
+    "its projections": (".attention.project", ".attention.output"),
+    "MLP": (".mlp",),
+    "head and loss": ("model.head",),
 }
 
 
@@ -32,22 +33,32 @@ def read(name: str) -> dict[str, Any]:
     return found
 
 
-def roof(axes: Axes, bandwidth: float, rate: float, name: str, color: str) -> None:
-    """The most operations per second at each intensity. bandwidth: GB/s; rate: GFLOP/s."""
+def scales(axes: Axes, title: str, y_label: str, ticks: Sequence[int]) -> None:
+    """Logarithmic scales with plain numbers: operations per byte, and billions of them per second."""
+    axes.set(xscale="log", yscale="log", xlim=(0.7, 8000), ylim=(0.7 * ticks[0], 1.6 * ticks[-1]))
+    axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"], color=INK)
+    axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks], color=INK)
+    axes.minorticks_off()
+    axes.set(title=title, xlabel="operations per byte of memory", ylabel=y_label)
+
+
+def roof(axes: Axes, bandwidth: float, rates: dict[str, float]) -> None:
+    """The most operations per second at each intensity. bandwidth: GB/s; rates: of each dtype, GFLOP/s."""
     low, high = axes.get_xlim()
-    axes.plot([low, rate / bandwidth, high], [bandwidth * low, rate, rate], color=color, lw=1.2, ls="--", marker="")
-    axes.text(high, rate * 1.06, f"{name}  ", color=color, ha="right", va="bottom", fontsize=8)
+    for (name, rate), color in zip(rates.items(), LINES, strict=False):
+        axes.plot([low, rate / bandwidth, high], [bandwidth * low, rate, rate], color=color, lw=1.2, ls="--", marker="")
+        axes.text(high, rate * 1.13, f"{name}: {rate:,.0f} a second  ", color=color, ha="right", fontsize=8)
+    x, y = 1.3, 1.8 * bandwidth  # of a label along the slope, a little above it
+    along = {"rotation": degrees(atan(y / x)), "rotation_mode": "anchor", "transform_rotates_text": True}
+    axes.text(x, y, f"memory: {bandwidth:.0f} GB/s", color=SOFT, fontsize=8, **along)
 
 
 def draw_inference(axes: Axes) -> None:
     rows = read("linear")["rows"]
-    axes.set(title="Inference: products of packed weights, and attention of prompts", xlim=(0.7, 8000), ylim=(40, 3500))
-    axes.set(xlabel="operations per byte of memory", ylabel="GFLOP/s or GOP/s")
-    bandwidth = rows[0]["read_gb_per_second"]
-    for name, color in (("bfloat16", LINES[0]), ("int8", LINES[1])):
-        rate = next(row["matrix_giga_operations_per_second"] for row in rows if row["format"] == name)
-        roof(axes, bandwidth, rate, f"{name}: {rate:,.0f} a second", color)
-    axes.text(1.0, bandwidth * 1.3, f"memory: {bandwidth:.0f} GB/s", rotation=36, color=SOFT, fontsize=8)
+    title = "Inference: products of packed weights, and attention of prompts"
+    scales(axes, title, "GFLOP/s, of integers GOP/s", (50, 100, 200, 500, 1000, 2000))
+    rates = {row["format"]: row["matrix_giga_operations_per_second"] for row in rows if row["rows"] == 1}
+    roof(axes, rows[0]["read_gb_per_second"], {name: rates[name] for name in ("bfloat16", "int8")})
     for (name, activations), color in zip(FORMATS.items(), LINES, strict=False):
         own = [row for row in rows if (row["format"], row["activations"]) == (name, activations)]
         rates = [row["giga_operations_per_second"] for row in own]
@@ -69,12 +80,10 @@ def draw_inference(axes: Axes) -> None:
 def draw_training(axes: Axes) -> None:
     phase = read("profile-demo-train")["phases"][0]
     bandwidth, rate = phase["limits"]["bandwidth"] / 1e9, phase["limits"]["rates"]["bfloat16"] / 1e9
-    axes.set(title="A training step: parts of a Llama shape of 10 M parameters", xlim=(0.7, 8000), ylim=(15, 400))
-    axes.set(xlabel="FLOPs per byte of memory", ylabel="GFLOP/s")
-    roof(axes, bandwidth, rate, f"bfloat16: {rate:,.0f} a second", LINES[0])
-    axes.text(0.9, bandwidth * 1.1, f"memory: {bandwidth:.0f} GB/s", rotation=38, color=SOFT, fontsize=8)
-    for (name, end), color in zip(PARTS.items(), LINES[1:], strict=False):
-        own = [row for row in phase["rows"] if row["name"] == end or row["name"].endswith(f".{end}")]
+    scales(axes, "A training step: parts of a Llama shape of 10 M parameters", "GFLOP/s", (20, 50, 100, 200))
+    roof(axes, bandwidth, {"bfloat16": rate})
+    for (name, ends), color in zip(PARTS.items(), LINES[1:], strict=False):
+        own = [row for row in phase["rows"] if row["name"].endswith(ends)]
         flops, moved = (sum(row[key] for row in own) for key in ("flops", "bytes"))
         reached = flops / sum(row["forward"] + row["backward"] for row in own) / 1e9
         axes.plot(flops / moved, reached, "o", color=color, markersize=7, label=f"{name}: {reached:.0f} GFLOP/s")
@@ -82,11 +91,8 @@ def draw_training(axes: Axes) -> None:
 
 
 def draw(path: Path) -> None:
-    with picture(path, title="Kernels under the roofline", size=(11, 4.4)) as figure:
+    with picture(path, title="Kernels under the roofline", size=(10.4, 4.2)) as figure:
         left, right = figure.subplots(1, 2)
-        for axes in (left, right):
-            axes.set(xscale="log", yscale="log")
-            axes.tick_params(labelcolor=INK)
         draw_inference(left)
         draw_training(right)
 
