@@ -10,11 +10,13 @@ import hasten
 from hasten.errors import HastenError
 from hasten.machine import find_compiler, precision
 from hasten.model.context import training_context
-from hasten.model.wide import precision_of
+from hasten.model.families import read_config
+from hasten.model.fused import fuse
+from hasten.model.wide import precision_of, product_dtype
 from hasten.ops.linear import wide
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.wide import WideLinear, wide_linear
-from references import tiny_llama
+from references import tiny_llama, values_of
 
 TOKENS = torch.arange(3, 15)[None]
 needs_native = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
@@ -166,3 +168,11 @@ def test_gradients_pass_through(slow_halves):
 def test_an_unknown_dtype_is_still_refused(tmp_path):
     with pytest.raises(HastenError, match="dtype 'half' is not known"):
         hasten.load(folder_in(torch.float32, tmp_path), dtype="half")
+
+
+@needs_native
+def test_products_are_of_the_dtype_of_most_weights():
+    """Fused DeltaNet layers keep two small matrices in 16 bits beside their int8 ones."""
+    model = hasten.initialize(read_config(values_of("qwen3_5_text")), seed=0, dtype=torch.bfloat16)
+    hasten.quantize(model.requires_grad_(False), hasten.Int8())
+    assert product_dtype(fuse(model)) == "int8"

@@ -70,9 +70,13 @@ def precision_of(model: "Transformer") -> ProductPrecision:
 
 def product_dtype(model: "Transformer") -> str:
     """The dtype of most of a model's products, whose measured rate their speed is compared with."""
-    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     floats = ("bfloat16", "float16", "float8_e4m3fn")
-    if layers and all(layer.format.element not in floats and layer.kernel == "native" for layer in layers):
+    weights = {"rounded": 0, "other": 0}
+    for layer in model.modules():
+        if isinstance(layer, PackedLinear):
+            rounds = layer.format.element not in floats and layer.kernel == "native"
+            weights["rounded" if rounds else "other"] += layer.in_features * layer.out_features
+    if weights["rounded"] > weights["other"]:
         return "int8"  # the native kernel rounds activations, and multiplies int8 by int8 or int4
     own = str(model.compute_dtype).removeprefix("torch.")
     return own if emulated(own, model.device) is None else "float32"  # native kernels compute in float32 there, too
