@@ -11,7 +11,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from hasten.measure.draw import BAR, BAR_FIRST, FAILED, INK, picture
+from hasten.measure.draw import BAR, FAILED, INK, picture
 from hasten.planning.cost import parameters
 from hasten.planning.devices import known_device
 from hasten.planning.shapes import shape_config
