@@ -1,5 +1,7 @@
 """--help: what most people need first, every option once, the rest in groups; --help-all explains everything."""
 
+import io
+import sys
 from contextlib import suppress
 
 import pytest
@@ -74,3 +76,13 @@ def test_every_command_is_in_a_group(capsys):
     found = capsys.readouterr().out
     assert all(f"  {name:<10} " in found for name in COMMANDS)
     assert found.index("run a model:") < found.index("make one:") < found.index("measure and explain:")
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_a_reader_that_is_gone_is_no_error(monkeypatch, option):
+    class Gone(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    main([option])
