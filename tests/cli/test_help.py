@@ -61,6 +61,7 @@ def test_options_that_are_on_are_shown_by_what_turns_them_off(capsys):
     assert "  --[no-]published " in found
     assert "--no-ladder" in found
     assert "--no-prefix-cache" in screen(capsys, "serve")
+    assert "--techniques.compile," in screen(capsys, "plan")  # off there, on in hasten train
 
 
 @pytest.mark.parametrize("command", ["generate", "bench generate", "explain", "profile train demo"])
