@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 from memory import write_random_llama
 
 from hasten.bench.train import StepOptions, sent
@@ -59,8 +58,6 @@ class ZeroBytes(Script):
         rows = counted_on(2, CASES) + counted_on(4, [*CASES[:4], CASES[-1]])
         for row in rows:
             del row["order"]
-        if self.output is not None:
-            draw_bytes(rows, self.output.with_suffix(".png"))
         return {"kind": "zero", "shape": SHAPE, "rows": rows}
 
 
@@ -317,25 +314,6 @@ def counted_case(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> 
         "sent_formula": sent_bytes(config, **about, itemsize=itemsize, replicas=own.get("replicas", 1)),
         "order": counter.order,
     }
-
-
-def draw_bytes(rows: list[dict[str, Any]], path: Path) -> None:
-    """Bytes a parameter that a rank holds, by stage."""
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    for axes, ranks in zip(figure.subplots(1, 2, sharey=True), (2, 4), strict=True):
-        plain = [row for row in rows if row["ranks"] == ranks and set(row) & {"policy", "offload", "replicas"} == set()]
-        plain = [row for row in plain if "accumulation" not in row]
-        for place, key in enumerate(("start", "backward", "peak")):
-            heights = [row["held"][key] / row["parameters"] for row in plain]
-            names = {"start": "weights", "backward": "after a backward pass", "peak": "at the peak"}
-            axes.bar([row["zero"] + 0.25 * (place - 1) for row in plain], heights, 0.23, label=names[key])
-        paper = [row["paper"] / row["parameters"] for row in plain]
-        axes.plot([row["zero"] for row in plain], paper, "k_", markersize=30, label="the paper's formula")
-        axes.set(title=f"{ranks} ranks", xlabel="ZeRO stage (0: DDP)", xticks=[0, 1, 2, 3])
-        axes.grid(axis="y", alpha=0.3)
-    figure.axes[0].set_ylabel("bytes a parameter on a rank, float32")
-    figure.axes[0].legend()
-    figure.savefig(path, dpi=120)
 
 
 def bytes_table(report: Report) -> str:

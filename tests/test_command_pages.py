@@ -115,8 +115,11 @@ def test_a_server_that_ends_at_once_is_an_error(tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_of_a_page_has_a_role(page):
     """What tests/real/test_pages.py runs, checked in time: a command, a file, or the output of the commands above."""
-    found = blocks(page.read_text())
+    text = page.read_text()
+    found = blocks(text)
     assert any(block.kind == "bash" for block in found)
+    for file in (block for block in found if block.is_file):  # GitHub does not show titles
+        assert f"`{file.title}`" in text[: file.span[0]], file.title
     for before, block in zip([None, *found], found, strict=False):
         shown = block.kind == "text" and before is not None and before.kind == "bash"
         assert block.kind == "bash" or block.is_file or shown, block

@@ -51,3 +51,15 @@ def test_guides_are_short():
     others = {"architecture", "reference", "start"}
     words = {page.stem: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
     assert {name: count for name, count in words.items() if count > 1200 and name not in others} == {}
+
+
+def test_pictures_of_the_pages_are_small_and_made_by_a_script():
+    scripts = "\n".join(script.read_text() for script in (ROOT / "docs").glob("draw_*.py"))
+    pictures = {picture.name: picture.stat().st_size for picture in (ROOT / "docs").glob("*.png")}
+    assert {name for name, size in pictures.items() if size > 150_000 or f'"{name}"' not in scripts} == set()
+
+
+def test_tutorials_say_how_long_they_take():
+    pages = [ROOT / "docs" / "start.md", *(ROOT / "docs" / "tutorials").glob("*.md")]
+    said = {page.stem: re.search(r"\bminutes\b", page.read_text().partition("\n## ")[0]) for page in pages}
+    assert [name for name, found in said.items() if not found] == []

@@ -1,23 +1,16 @@
 """--help: what most people need first, every option once, the rest in groups; --help-all explains everything."""
 
+import io
+import sys
 from contextlib import suppress
-from importlib import import_module
 
 import pytest
 
+from command_classes import FLAT, KINDS
 from hasten.cli.bench import LADDERS
-from hasten.cli.explain import ExplainModel
-from hasten.cli.explain_attention import ExplainAttention
 from hasten.cli.help import FIRST, WIDTH
 from hasten.cli.main import COMMANDS, main
-from hasten.cli.profile import ProfileModel
 from hasten.effects import Reads, options_of
-
-# The classes whose options have no prefixes; those of the other commands are found by their names.
-FLAT = {"explain": ExplainModel, "explain attention": ExplainAttention, "profile generate": ProfileModel}
-FLAT |= {f"bench {name}": kind for name, kind in LADDERS.items()}
-KINDS = {name: getattr(import_module(module), kind) for name, (module, kind, _) in COMMANDS.items() if "." not in kind}
-KINDS = {name: kind for name, kind in KINDS.items() if isinstance(kind, type)} | FLAT
 
 
 def screen(capsys, command: str) -> str:
@@ -68,6 +61,7 @@ def test_options_that_are_on_are_shown_by_what_turns_them_off(capsys):
     assert "  --[no-]published " in found
     assert "--no-ladder" in found
     assert "--no-prefix-cache" in screen(capsys, "serve")
+    assert "--techniques.compile," in screen(capsys, "plan")  # off there, on in hasten train
 
 
 @pytest.mark.parametrize("command", ["generate", "bench generate", "explain", "profile train demo"])
@@ -83,3 +77,13 @@ def test_every_command_is_in_a_group(capsys):
     found = capsys.readouterr().out
     assert all(f"  {name:<10} " in found for name in COMMANDS)
     assert found.index("run a model:") < found.index("make one:") < found.index("measure and explain:")
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_a_reader_that_is_gone_is_no_error(monkeypatch, option):
+    class Gone(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    main([option])

@@ -11,14 +11,14 @@ import inspect
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hasten.checks import hints_of
-from hasten.effects import Reads, options_of
+from hasten.effects import Reads, default_at, options_of
 
 WIDTH = 100
 COLUMN = 30  # where explanations begin
@@ -136,8 +136,9 @@ def _shown(command: type, path: str, place: tuple[str, ...]) -> Shown:
     owner = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
     hint = hints_of(kind)[name]
     extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    field = next(one for one in fields(kind) if one.name == name)
-    default = field.default if field.default_factory is MISSING else field.default_factory()
+    default = default_at(command, place)
+    if default is MISSING:  # of the section, or of the option itself
+        default = default_at(kind, (name,))
     positional = "Positional" in map(str, extras)
     said = next((one.name for one in extras if getattr(one, "name", None)), None)
     section, dot, last = path.rpartition(".")

@@ -5,6 +5,7 @@ import errno
 import gc
 import sys
 import warnings
+from contextlib import suppress
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -29,7 +30,7 @@ GROUPS = {
     },
     "make one": {
         "train": ("hasten.cli.train", "Train.main", "pretrain, or finetune with --init"),
-        "quantize": ("hasten.cli.quantize", "Quantize", "write a model in int8 or int4"),
+        "quantize": ("hasten.cli.quantize", "Quantize", "write a model in 8, 4, 3 or 2 bits"),
         "merge": ("hasten.cli.merge", "Merge", "add a LoRA adapter to its model's weights"),
         "export": ("hasten.cli.export", "Export", "write a model as a Hugging Face folder or a GGUF file"),
         "convert": (
@@ -67,11 +68,10 @@ def overview() -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Run one command. Exit status: 0; 2 for a user's error, printed as one line; 130 for Ctrl-C."""
     given = sys.argv[1:] if arguments is None else arguments
-    if not given or given[0] in ("-h", "--help", "help"):
-        print(overview())
-        return
-    if given[0] == "--version":
-        print(f"hasten {hasten.__version__}")
+    if not given or given[0] in ("-h", "--help", "help", "--version"):
+        shown = f"hasten {hasten.__version__}" if given[:1] == ["--version"] else overview()
+        with suppress(BrokenPipeError):  # the reader of our output is gone, as with `| head`
+            print(shown, flush=True)
         return
     if given[0] not in COMMANDS:
         print(f"error: {given[0]!r} is not a command of hasten\n\n{overview()}", file=sys.stderr)

@@ -47,7 +47,7 @@ class EngineSettings:
         capture_sizes: Numbers of sequences whose decode steps are captured before they come, while the engine is idle;
             `hasten serve` takes all up to max_sequences by default.
         queue_limit: Requests that may wait; further ones are refused, with a time to try again.
-        reader_limit: Outputs that may lie unread, for each prompt that is read together; with more all are given up.
+        reader_limit: Unread outputs per prompt before the request is aborted.
     """
 
     max_sequences: Annotated[int, ABOVE_0] = 256

@@ -21,7 +21,7 @@ OPTIONAL_PACKAGES = {
     "transformers": ("comparing with transformers in the tests", "pip install 'hasten[test]'"),
     "datasets": ("a Hugging Face datasets id as a text source", "pip install 'hasten[datasets]'"),
     "lm_eval": ("hasten eval --tasks", "pip install 'hasten[eval]'"),
-    "tensorboard": ("hasten train --tensorboard", "pip install 'hasten[tensorboard]'"),
+    "tensorboard": ("hasten train --run.tensorboard", "pip install 'hasten[tensorboard]'"),
 }
 
 

@@ -167,8 +167,8 @@ class Tokenizer:
             )
         if template is None:
             raise ConfigError(
-                "the model has no chat template (a base model has none); use `hasten generate`, or give one: "
-                "`hasten chat --template FILE`, `hasten serve --chat-template FILE`"
+                "the model has no chat template (a base model has none); use `hasten generate` without --chat, or "
+                "give one: `hasten chat --template FILE`, `hasten serve --chat-template FILE`"
             )
         return template.render(
             messages,
