@@ -297,6 +297,24 @@ def test_kept_memory_changes_no_result():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the heap of glibc")
+def test_large_blocks_are_returned_whatever_was_freed_before():
+    code = textwrap.dedent("""
+        import torch
+        from hasten.machine import process_memory
+        from hasten.training.allocator import return_large_blocks
+        done = return_large_blocks()
+        del [torch.ones(6_000_000)][:]  # from here on, glibc would keep whatever is smaller
+        before = process_memory()
+        pairs = [(torch.ones(1_000_000), torch.ones(20_000)) for _ in range(30)]
+        small = [pair[1] for pair in pairs]
+        del pairs
+        print(done, process_memory() - before < 16 << 20)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the heap of glibc")
 def test_keeping_memory_takes_an_address_range_and_no_memory():
     code = textwrap.dedent("""
         import resource, torch

@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -66,6 +67,39 @@ START = textwrap.dedent("""
                 save_file(found, case["out"])
 """)
 
+# The same with packed weights that LoRA leaves frozen.
+PACKED = textwrap.dedent("""
+    import json, sys
+    import torch
+    from safetensors.torch import save_file
+    from hasten.checkpoints.load import open_checkpoint
+    from hasten.distributed.launch import joined
+    from hasten.training import build
+    from hasten.training.recipe import Lora, Parallel, Recipe, Techniques
+    with joined() as ranks:
+        for folder, out in json.loads(sys.argv[1]):
+            recipe = Recipe(
+                name="start",
+                lora=Lora(rank=4, targets=("q_proj", "down_proj")),
+                techniques=Techniques(precision="float32", compile=False),
+                parallel=Parallel(zero=3),
+            )
+            source = open_checkpoint(folder)
+            model, weights = build.model_and_weights(
+                source, source.config, recipe, device=torch.device("cpu"), ranks=ranks
+            )
+            packed = {name for name, one in model.named_parameters() if one.is_meta}
+            step = build.training_step(model, recipe, ranks=ranks, weights=weights)
+            found = {}
+            for name, whole in step.where.module.named_parameters():
+                if (name := name.replace(".base", "")) in packed:
+                    assert len(whole.to_local()) <= -(-whole.shape[0] // ranks.size), name
+                    found[name] = whole.full_tensor().detach().clone()
+            assert found.keys() == packed
+            if ranks.first:
+                save_file(found, out)
+""")
+
 
 @pytest.mark.parametrize("values", [LLAMA, LLAMA | {"tie_word_embeddings": True}, GPT2], ids=["llama", "tied", "gpt2"])
 def test_weights_drawn_one_at_a_time_are_those_of_a_whole_model(values):
@@ -107,6 +141,22 @@ def test_ranks_hold_the_rows_of_one_process(tmp_path):
             expected = expected.bfloat16() if case["policy"] == "float32-masters" else expected
             assert torch.equal(tensor[: len(expected)], expected), (case, name)
             assert not tensor[len(expected) :].any(), "rows that pad the vocabulary"
+
+
+def test_ranks_divide_packed_weights_as_they_are_read(tmp_path):
+    cases = []
+    for number, scheme in enumerate((hasten.Int8(), hasten.Int4(group_size=32))):
+        model = tiny_llama(tie_word_embeddings=number == 0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "hasten reads this quantized model; transformers does not")
+            hasten.save(hasten.quantize(model, scheme), folder := tmp_path / str(number))
+        cases.append((str(folder), f"{folder}.safetensors"))
+    for status, _, errors in ranks.run(PACKED, json.dumps(cases)):
+        assert status == 0, errors
+    for folder, out in cases:
+        whole, found = hasten.load(folder, dtype="float32").state_dict(), load_file(out)
+        assert len(found) > 20
+        assert [name for name, tensor in found.items() if not torch.equal(tensor, whole[name])] == []
 
 
 def test_a_head_that_is_not_the_embedding_after_all_is_read_for_itself(tmp_path):

@@ -297,8 +297,7 @@ def _training(subject: Subject) -> tuple[TrainingUse, Phase]:
     if options.ranks > 1:
         check_shares(config.padded_to(options.techniques.pad_vocabulary_to), options.parallel)
     base = weight_bytes(config, options.weights) if checkpoint is None else checkpoint.held_bytes()
-    packed = options.weights.startswith("int") if checkpoint is None else checkpoint.quantized() is not None
-    use = training_use(config, recipe, torch.device(device.kind), base=base, packed=packed)
+    use = training_use(config, recipe, torch.device(device.kind), base=base)
     use = replace(use, ranks=options.ranks // use.replicas, tensor=options.parallel.tensor)
     kept = [1.0] if theta is None else keep_probabilities(len(config.layers), theta=theta)
     phase = training_phase(config, use, kept=sum(kept) / len(kept))

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -19,6 +19,7 @@ from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.ops.pages import release_pages, return_freed_memory
 
+OnPacked = Callable[[str, PackedLinear], None]  # is given the name of a layer and the layer, which is in its place
 NO_KERNEL = "no kernel takes a quantized weight"  # how the warning about them begins
 ROUND = "hasten.quantize(model, hasten.Int8())"
 MOST_UNPACKED = 1 << 24  # numbers of several layers, a byte or two each, before their memory is given back
@@ -32,12 +33,14 @@ def fill_quantized(
     dtype: torch.dtype,
     device: torch.device | None,
     share: Share | None = None,
+    on_packed: OnPacked | None = None,
 ) -> None:
     """Fill each layer of `pieces` straight from the mapped tensors: with a packed one or, after one warning, with a
     plain weight where no kernel takes its format.
 
     Biases are in place already. dtype: of the activations to come. One module at a time is unpacked; int4 words and, on
-    a CPU, the blocks of a GGUF file go to the kernel's layout as they are. share: the part that this rank holds.
+    a CPU, the blocks of a GGUF file go to the kernel's layout as they are. share: the part that this rank holds. on_packed: called
+    with each packed layer before the next one is read.
     """
     layers: dict[str, LayerFormat] = {}
     plain: list[str] = []
@@ -71,11 +74,11 @@ def fill_quantized(
             plain_bytes += place.weight.nbytes
             stored_bytes += folder.values(module).nbytes * place.weight.numel() / whole.numel()
             plain.append(f"{module.name} ({module.type or module.stored})")
-            data: Tensor = place.weight
+            packed = None
         elif name == "embedding":
             layers[name] = replace(module.layer, activations="none")
             model.embedding = PackedEmbedding.from_weight(own(read(module)), dtype=dtype)
-            data = model.embedding.table.data
+            name, packed = "embedding.table", model.embedding.table
         else:
             layers[name] = module.layer
             options: dict[str, Any] = {"activations": module.layer.activations, "dtype": dtype}
@@ -88,15 +91,16 @@ def fill_quantized(
                 options["in_features"] = place.in_features
                 packed = PackedLinear.from_int4_words(own(words), place.bias, **options)
             model.set_submodule(name, packed.eval())
-            data = packed.data
         # Release the file's pages, unless the layer's kernel reads the mapping itself. (`values` maps them again: were
         # it ever a copy instead, nobody else would hold it.)
-        mapped = folder.values(module)
+        mapped, data = folder.values(module), place.weight if packed is None else packed.data
         if data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
             release_pages(mapped)
         for stored in beside.get(module.name, ()):  # its scales and zeros; a kernel that uses them reads them again
             if stored != module.values:
                 release_pages(folder.tensor(stored))
+        if on_packed is not None and packed is not None:
+            on_packed(name, packed)
         unpacked += math.prod(module.shape[-2:])
         if unpacked > MOST_UNPACKED:
             return_freed_memory()  # what was unpacked, or copied of a share, is gone
@@ -112,7 +116,7 @@ def fill_quantized(
             f"{str(dtype).removeprefix('torch.')}: {plain_bytes / 1e9:.2f} GB, {plain_bytes / stored_bytes:.1f} times "
             f"as stored, which every token reads; {ROUND} rounds them to 8 bits, with one scale a row",
             HastenWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

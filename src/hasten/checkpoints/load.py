@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.checkpoints.advice import warn_of_unread
 from hasten.checkpoints.checkpoint import DTYPES, StoredTensor, check_finite
-from hasten.checkpoints.fill_quantized import NO_KERNEL, fill_quantized
+from hasten.checkpoints.fill_quantized import NO_KERNEL, OnPacked, fill_quantized
 from hasten.checkpoints.formats.file_format import QuantizedFolder
 from hasten.checkpoints.formats.stream import NAMES
 from hasten.checkpoints.gguf.open import open_gguf
@@ -37,9 +38,6 @@ from hasten.ops.collective import RankGroup
 from hasten.ops.pages import release_pages
 
 __all__ = ["load", "open_checkpoint", "resolve_folder", "resolve_model"]
-
-# Buffers that older versions of transformers saved beside the weights.
-_LEFTOVERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def load(
@@ -70,6 +68,17 @@ def load(
     Raises CheckpointError for a folder that is damaged, of an unknown family, or not what its config.json says;
     ResourceError if the device or the hub cannot be reached.
     """
+    return _load(source, dtype=dtype, device=device, group=group)
+
+
+def _load(
+    source: str | Path | nn.Module | ModelSource,
+    *,
+    dtype: str | torch.dtype | None = "auto",
+    device: str = "cpu",
+    group: RankGroup | None = None,
+    on_packed: OnPacked | None = None,
+) -> Transformer:
     found = resolve_device(device)
     place = None if found.type == "cpu" else found  # None: where the tensors are
     auto = dtype is None or dtype == "auto"
@@ -87,7 +96,7 @@ def load(
         tokenizer = beside.submit(lambda: checkpoint.tokenizer)  # while torch's functions let Python go on
         model, own, packed, quantized = fill_plain(checkpoint, share, dtype=wanted, device=place, to_generate=auto)
         if quantized is not None:
-            fill_quantized(model, packed, quantized, dtype=own, device=place, share=share)
+            fill_quantized(model, packed, quantized, dtype=own, device=place, share=share, on_packed=on_packed)
         model.tokenizer = tokenizer.result()
     if group is not None and held is not None:
         model = connect(model, group, held, checkpoint.config)
@@ -98,10 +107,13 @@ def load(
 
 
 def load_quietly(source: str | Path | ModelSource, **options: Any) -> Transformer:
-    """Load a model that will not generate, so without the warning about formats that no kernel takes."""
+    """Load a model that will not generate, so without the warning about formats that no kernel takes.
+
+    options: those of `load`, and `on_packed` (`fill_quantized`).
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", NO_KERNEL, HastenWarning)
-        return load(source, **options)
+        return _load(source, **options)
 
 
 def load_as_stored(source: str | Path | ModelSource) -> Transformer:
@@ -176,7 +188,7 @@ def planned(checkpoint: ModelSource) -> tuple[Transformer, dict[str, TensorSlice
     pieces = {o: replace(p, transposed=False) if p.name in modules else p for o, p in pieces.items()}
     model = _skeleton(config)
     _check(pieces, seen, model)
-    _warn_of_unused(seen, pieces, checkpoint.path)
+    warn_of_unread(seen, {piece.name for piece in pieces.values()}, checkpoint.path)
     _warn_of_towers(checkpoint.towers, str(checkpoint.path))
     return model, pieces
 
@@ -249,18 +261,6 @@ def _locate(config: ModelConfig, family: Family, tensors: Mapping[str, Any], whe
         f"{where}: the tensor {missing!r} is missing, which a {family.model_type} of {len(config.layers)} layers "
         f"(config.json) needs; {len(tensors)} tensors are there. Download the folder again, or correct config.json"
     )
-
-
-def _warn_of_unused(stored: Mapping[str, StoredTensor], pieces: Mapping[str, TensorSlice], folder: Path) -> None:
-    used = {piece.name for piece in pieces.values()}
-    unused = [name for name in stored if name not in used and not name.endswith(_LEFTOVERS)]
-    if unused:
-        warnings.warn(
-            f"{folder}: {len(unused)} tensors are not part of this model type and stay unread, "
-            f"for example {unused[0]!r:.100}: the results may differ from the model they were trained with",
-            HastenWarning,
-            stacklevel=3,
-        )
 
 
 def _warn_of_towers(towers: Mapping[str, int], where: str) -> None:

@@ -22,6 +22,7 @@ from hasten.distributed.compressed import Errors, compressed_mean, no_errors
 from hasten.distributed.mesh import TENSOR, mesh_of
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.model.initialize import Put, Weights
+from hasten.ops.linear.modules import PackedLinear
 
 
 class Parts:
@@ -210,6 +211,10 @@ class Sharded(Placement):
         self._group = mesh.get_group("shard")
         self._shards, self._index = mesh.size(-1), mesh.get_local_rank("shard")
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+        if stage == 3:
+            for module in model.modules():
+                if isinstance(module, PackedLinear):
+                    module.hold_as_parameters()
         # At stages 1 and 2 a shard of a frozen weight would only be kept beside the gathered one.
         whole = {parameter for parameter in model.parameters() if not parameter.requires_grad and stage < 3}
 

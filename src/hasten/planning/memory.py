@@ -74,9 +74,9 @@ class TrainingUse:
     of its kernel. recompute: none, selective, full, or offload (as full, with the kept inputs on the host). zero: ZeRO
     stage; ranks: processes that share one model; replicas: groups of that size; tensor: neighbours among the ranks that
     split every block and row. offload: the optimizer's weights and states are on the host. adapter: number of LoRA
-    weights, the only ones that are trained; base: bytes of the model they adapt, which zero 3 divides (base_divided).
-    rounded: number of weights that are
-    rounded while they train (QAT). keeps_freed: the allocator keeps freed blocks, as in training on a CPU.
+    weights, the only ones that are trained; base: bytes of the model they adapt, which zero 3 divides. rounded:
+    number of weights that are rounded while they train (QAT). keeps_freed: the allocator keeps freed blocks, as in
+    training on a CPU.
     """
 
     batch_size: int
@@ -97,7 +97,6 @@ class TrainingUse:
     offload: bool = False
     adapter: int | None = None
     base: int = 0
-    base_divided: bool = False
     rounded: int = 0
     keeps_freed: bool = False
 
@@ -175,7 +174,7 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
         parts["gathered"] = max(0, int(shared.peak) - sum(parts.values()) + parts["gradients"]) // use.tensor
         if use.adapter is not None:
             base, gathered = use.base, size * count
-            if use.base_divided and use.zero == 3:  # the root and two blocks are gathered
+            if use.zero == 3:  # the root and two blocks are gathered
                 base, part = use.base // use.ranks, gathered_weights(config) / parameters(config).total
                 gathered += int(use.base * part)
             parts |= {"weights": size * count // use.ranks + base, "gathered": gathered}

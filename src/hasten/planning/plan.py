@@ -161,7 +161,7 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
     sent /= split
     if use.adapter is not None:  # of frozen weights no gradients are sent, and at stage 3 the weights themselves
         sent *= use.adapter / count
-        if use.base_divided and use.zero == 3:
+        if use.zero == 3:
             root = cost.parameters(replace(config, layers=())).total / count
             sent += use.accumulation * use.base * (2 - root) * (shards - 1) / shards
     # Before attention and MLP of a split block a rank gathers the others' normalized tokens, and afterwards reduces the

@@ -1,4 +1,6 @@
-"""Keeps freed memory in the process, so that a step on a CPU does not request the same pages every time.
+"""What becomes of memory that a step on a CPU frees: kept in the process, or returned to the system at once.
+
+Kept, the same pages are not requested every time.
 
 glibc returns freed blocks above a threshold to the system, and every new one is mapped and zeroed page by page again. A
 training step frees and allocates its gradients and activations each time. Kept memory can also consist of 2 MB pages,
@@ -12,10 +14,11 @@ import sys
 from hasten.machine import available_memory
 from hasten.ops.pages import LARGE_PAGE
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _NEVER = -1  # as a size_t: the largest one
 _MADV_HUGEPAGE = 14  # Python's mmap lacks it where it was built with older headers
 SMALLEST = 64 << 20
+MAPPED = 1 << 20  # bytes of the smallest block that is returned at once
 
 
 def keep_freed_memory() -> bool:
@@ -23,17 +26,28 @@ def keep_freed_memory() -> bool:
 
     The process then stays as large as its peak. Results do not change.
     """
-    if sys.platform != "linux":
+    if not (_set(_M_MMAP_MAX, 0) and _set(_M_TRIM_THRESHOLD, _NEVER)):
         return False
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallopt"):  # musl
-        return False
-    mallopt = library.mallopt
-    mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    if not (mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _NEVER)):
-        return False
-    _large_pages(library, min(available_memory(), _allowed()) // 2)
+    _large_pages(ctypes.CDLL(None), min(available_memory(), _allowed()) // 2)
     return True
+
+
+def return_large_blocks() -> bool:
+    """Return freed blocks of `MAPPED` bytes or more to the system, for the whole process; whether that is possible.
+
+    glibc begins so, and with each such block raises the size from which it does so, up to 32 MB. The weights that a rank
+    gathers and frees for each block of layers then leave holes: up to half as much again as all that it holds.
+    """
+    return _set(_M_MMAP_THRESHOLD, MAPPED)
+
+
+def _set(option: int, value: int) -> bool:
+    """Set an option of the C library's allocator; returns whether it has it."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if library is None or not hasattr(library, "mallopt"):  # musl
+        return False
+    library.mallopt.argtypes, library.mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
+    return bool(library.mallopt(option, value))
 
 
 def _large_pages(library: ctypes.CDLL, count: int) -> int:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hasten.checkpoints.advice import asked_as, export_plain, plain_folder
-from hasten.checkpoints.one_by_one import unfilled_model
+from hasten.checkpoints.fill_quantized import OnPacked
+from hasten.checkpoints.one_by_one import RowsOfPacked, unfilled_model
 from hasten.checkpoints.source import ModelSource
 from hasten.distributed.placement import Placement, Replicated, Sharded
 from hasten.distributed.ranks import ALONE, Ranks
@@ -36,7 +37,7 @@ from hasten.ops.picker import explain
 from hasten.planning.shapes import gpt2, llama
 from hasten.text.tokenizer import Tokenizer
 from hasten.training.activations import apply_checkpointing
-from hasten.training.allocator import keep_freed_memory
+from hasten.training.allocator import keep_freed_memory, return_large_blocks
 from hasten.training.optimizers import make_optimizer
 from hasten.training.patterns import give_pattern
 from hasten.training.precision import Precision
@@ -89,18 +90,20 @@ def training_config(recipe: Recipe, config: ModelConfig) -> ModelConfig:
     return replace(config, dropout=recipe.dropout).padded_to(recipe.techniques.pad_vocabulary_to)
 
 
-def pretrained_model(source: str | ModelSource, recipe: Recipe, *, device: torch.device) -> Transformer:
+def pretrained_model(
+    source: str | ModelSource, recipe: Recipe, *, device: torch.device, on_packed: OnPacked | None = None
+) -> Transformer:
     """Load a checkpoint to train: in float32, copied, so that training does not write into the mapped file.
 
     With LoRA the weights stay frozen, in the stored dtype or in `lora.base`; they may be quantized. Without it, raises
-    ConfigError for quantized weights.
+    ConfigError for quantized weights. on_packed: called with each packed layer when it is loaded.
     """
     from hasten.checkpoints.load import load_quietly
 
     frozen = recipe.lora.rank is not None
-    model = load_quietly(
-        source, dtype=recipe.lora.base.replace("auto", "stored") if frozen else "float32", device=str(device)
-    )
+    dtype = recipe.lora.base.replace("auto", "stored") if frozen else "float32"
+    model = load_quietly(source, dtype=dtype, device=str(device), on_packed=on_packed)
+    model.destination = device
     if model.quantization and not frozen:
         path = source if isinstance(source, str) else source.path
         raise ConfigError(
@@ -114,12 +117,17 @@ def pretrained_model(source: str | ModelSource, recipe: Recipe, *, device: torch
 
 
 def model_and_weights(
-    source: ModelSource | None, config: ModelConfig, recipe: Recipe, *, device: torch.device
+    source: ModelSource | None, config: ModelConfig, recipe: Recipe, *, device: torch.device, ranks: Ranks = ALONE
 ) -> tuple[Transformer, Weights]:
     """The model to train without memory for its weights, and the weights: the checkpoint's, or random ones of `config`.
 
-    The model is on the meta device, and takes `device` for its own.
+    The model is on the meta device, and takes `device` for its own. Packed weights are taken from the checkpoint now,
+    one layer after the other: those of `ranks` keep their rows of each.
     """
+    if source is not None and source.quantized is not None:
+        shards = ranks.readers // recipe.parallel.replicas
+        rows = RowsOfPacked(ranks.rank % shards, shards)
+        return pretrained_model(source, recipe, device=device, on_packed=rows.take), rows
     if source is None:
         with unfilled():
             model = Transformer(config)
@@ -172,6 +180,8 @@ def training_step(
     techniques, parallel, on_cpu = recipe.techniques, recipe.parallel, model.device.type == "cpu"
     if techniques.keep_memory and on_cpu:
         keep_freed_memory()
+    elif on_cpu and parallel.zero:
+        return_large_blocks()
     if recipe.lora.rank is None:
         pad_vocabulary(model, techniques.pad_vocabulary_to)
     # At stage 3 no rank is to have all weights at once, nor their casts: recomputing blocks casts them again.
@@ -248,7 +258,7 @@ def why_block_by_block(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE)
 def divided_at_once(recipe: Recipe, ranks: Ranks, source: ModelSource | None) -> bool:
     """Whether no rank needs the whole model: ZeRO divides all of its weights, and each rank makes or reads its own."""
     divided = recipe.parallel.zero > 0 and (recipe.lora.rank is None or recipe.parallel.zero == 3)
-    return ranks.joined and divided and ranks.tensor == 1 and (source is None or source.quantized is None)
+    return ranks.joined and divided and ranks.tensor == 1
 
 
 def apply_data_parallel(

@@ -35,12 +35,11 @@ def training_use(
     device: torch.device,
     *,
     base: int | None = None,
-    packed: bool = False,
     ranks: Ranks = ALONE,
 ) -> TrainingUse:
     """A rank's training step of a recipe, in the planner's terms.
 
-    base: bytes of the checkpoint that LoRA adapts; packed: it is quantized.
+    base: bytes of the checkpoint that LoRA adapts.
     """
     techniques, data, parallel = recipe.techniques, recipe.data, recipe.parallel
     dtype = resolve_dtype(techniques.precision, auto=torch.bfloat16)
@@ -74,7 +73,6 @@ def training_use(
         adapter=adapter,
         keeps_freed=techniques.keep_memory and device.type == "cpu",
         base=0 if adapter is None else base or 0,
-        base_divided=not packed and ranks.tensor == 1,
         rounded=0 if recipe.qat.bits is None else sum(matrices(config, layer)[0] for layer in config.layers),
     )
 
@@ -109,7 +107,7 @@ def _teacher_facts(path: Path, _changed: int) -> tuple[ModelConfig, int]:
 class MemoryCheck:
     """Checks whether training a recipe fits.
 
-    base: bytes of the initial checkpoint; packed: it is quantized. free: bytes for this process.
+    base: bytes of the initial checkpoint. free: bytes for this process.
     """
 
     config: ModelConfig
@@ -117,7 +115,6 @@ class MemoryCheck:
     device: torch.device
     ranks: Ranks = ALONE
     base: int | None = None
-    packed: bool = False
     free: int = 0
 
     @classmethod
@@ -131,13 +128,12 @@ class MemoryCheck:
         if recipe.run.fit:
             free = int(ranks.broadcast_from_rank0(free))  # so that all ranks decide alike
         base = None if source is None else held_bytes(source)
-        packed = source is not None and source.quantized is not None
-        return cls(config=config, recipe=recipe, device=device, ranks=ranks, base=base, packed=packed, free=free)
+        return cls(config=config, recipe=recipe, device=device, ranks=ranks, base=base, free=free)
 
     def memory(self, data: Data | None = None) -> Memory:
         """Memory of a step; data: sizes of batches other than the recipe's."""
         recipe = self.recipe if data is None else replace(self.recipe, data=data)
-        use = training_use(self.config, recipe, self.device, base=self.base, packed=self.packed, ranks=self.ranks)
+        use = training_use(self.config, recipe, self.device, base=self.base, ranks=self.ranks)
         memory = training_memory(self.config, use)
         return memory if recipe.teacher is None else memory.beside(teacher=_teacher_bytes(recipe.teacher, use))
 

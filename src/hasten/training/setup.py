@@ -211,7 +211,7 @@ def make_model(
     """
     weights = None
     if divided_at_once(recipe, ranks, source):
-        model, weights = model_and_weights(source, config, recipe, device=device)
+        model, weights = model_and_weights(source, config, recipe, device=device, ranks=ranks)
     elif source is not None:
         model = pretrained_model(source, recipe, device=device)
     else:

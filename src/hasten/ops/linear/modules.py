@@ -281,6 +281,13 @@ class PackedLinear(nn.Module):
         for name, tensor in zip(Packed._fields, packed, strict=True):
             self.register_buffer(name, tensor)
 
+    def hold_as_parameters(self) -> None:
+        """Make frozen parameters of the weight's buffers: FSDP2 divides parameters alone. Its kernel stays as it is."""
+        for name, tensor in zip(Packed._fields, self.packed, strict=True):
+            if tensor is not None:
+                delattr(self, name)
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # What happens to an activation of this layer says where the layer goes and what it will be given.
         x = fn(torch.empty(0, dtype=self.request.dtype, device=self.data.device))
