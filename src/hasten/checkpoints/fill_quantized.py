@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hasten.checkpoints.formats.file_format import QuantizedFolder, QuantizedModule
 from hasten.errors import HastenWarning
@@ -39,8 +39,8 @@ def fill_quantized(
     plain weight where no kernel takes its format.
 
     Biases are in place already. dtype: of the activations to come. One module at a time is unpacked; int4 words and, on
-    a CPU, the blocks of a GGUF file go to the kernel's layout as they are. share: the part that this rank holds. on_packed: called
-    with each packed layer before the next one is read.
+    a CPU, the blocks of a GGUF file go to the kernel's layout as they are. share: the part that this rank holds.
+    on_packed: called with each packed layer before the next one is read.
     """
     layers: dict[str, LayerFormat] = {}
     plain: list[str] = []

@@ -1,10 +1,9 @@
 """What becomes of memory that a step on a CPU frees: kept in the process, or returned to the system at once.
 
-Kept, the same pages are not requested every time.
-
 glibc returns freed blocks above a threshold to the system, and every new one is mapped and zeroed page by page again. A
-training step frees and allocates its gradients and activations each time. Kept memory can also consist of 2 MB pages,
-so that matrix products, which access it in strides, miss the TLB less often. `hasten bench train` measures both.
+training step frees and allocates its gradients and activations each time. Kept memory serves it again, and can consist
+of 2 MB pages, so that matrix products, which access it in strides, miss the TLB less often. `hasten bench train`
+measures both.
 Sources: mallopt(3), madvise(2).
 """
 
@@ -35,8 +34,8 @@ def keep_freed_memory() -> bool:
 def return_large_blocks() -> bool:
     """Return freed blocks of `MAPPED` bytes or more to the system, for the whole process; whether that is possible.
 
-    glibc begins so, and with each such block raises the size from which it does so, up to 32 MB. The weights that a rank
-    gathers and frees for each block of layers then leave holes: up to half as much again as all that it holds.
+    glibc begins so, and with each such block raises the size from which it does so, up to 32 MB. The weights that a
+    rank gathers and frees for each block then leave holes: of half of all that it held, where that was measured.
     """
     return _set(_M_MMAP_THRESHOLD, MAPPED)
 
