@@ -52,8 +52,8 @@ from hasten.ops.pages import in_large_pages, return_freed_memory
 HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
 # Fields that the native steps support, of those that `unknown_parts` looks at.
-_BESIDE_EXPERTS = ("norm", "pre_norms", "rope", "sinks", "activation", "delta", "attention_gate", "qk_norm")
-_BESIDE_EXPERTS += ("residual_scale", "query_beta", "rope_pairs")
+_OF_ATTENTION = ("qk_norm", "rope", "query_beta", "rope_pairs", "sinks", "delta", "attention_gate")
+_BESIDE_EXPERTS = (*_OF_ATTENTION, "norm", "pre_norms", "residual_scale", "activation")
 _KNOWN = (*_BESIDE_EXPERTS, "parallel")
 
 
