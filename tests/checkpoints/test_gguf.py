@@ -338,6 +338,24 @@ def test_int4_layers_go_to_q4_0_and_come_back_bit_for_bit(group, tmp_path, tiny)
     torch.testing.assert_close(logits(exact(read)), logits(exact(model)), rtol=0, atol=0.02)  # embeddings in F16
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.filterwarnings("ignore:no kernel takes")
+def test_int4_layers_of_gated_deltanet_come_back_bit_for_bit(name, tmp_path, monkeypatch):
+    sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "shared_expert_intermediate_size": 64}
+    sizes |= {"moe_intermediate_size": 32} if name == "qwen3_next" else {}
+    model = hasten.quantize(stated(name, monkeypatch, **sizes), hasten.Int4(group_size=32, lm_head="same"))
+    assert "blocks.0.delta.out" in model.quantization
+    expected = weights(model)
+    write_gguf(model, tmp_path / "model.gguf", "F16")
+    found = weights(hasten.load(tmp_path / "model.gguf", dtype="float32"))
+    for layer in model.quantization:
+        SAME(found[f"{layer}.weight"], expected[f"{layer}.weight"])
+    narrow = hasten.quantize(stated(name, monkeypatch, linear_value_head_dim=16), hasten.Int4(group_size=32))
+    if name == "qwen3_5_text":
+        with pytest.raises(ConfigError, match=r"blocks.0.delta.out.weight: llama.cpp has its columns in another order"):
+            write_gguf(narrow, tmp_path / "narrow.gguf")
+
+
 @pytest.mark.filterwarnings("ignore:no kernel takes")
 def test_int8_layers_go_to_q8_0_with_a_warning(tmp_path, tiny):
     model = hasten.quantize(tiny, hasten.Int8())
