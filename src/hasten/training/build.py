@@ -132,7 +132,7 @@ def model_and_weights(
         _as_asked(model, recipe)
     model.destination = device
     model.ropes.to(device)
-    place_ones(model, device=device, dtype=model.embedding.weight.dtype)
+    place_ones(model, device=device, dtype=model.dtype)
     return model, weights
 
 
