@@ -177,6 +177,18 @@ CASES |= {
     "glm4": ("Glm4Config", "Glm4ForCausalLM", BASE | {"head_dim": 32}),
     "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM", BASE | {"head_dim": 16}),
     "ernie4_5-biases": ("Ernie4_5Config", "Ernie4_5ForCausalLM", BASE | {"head_dim": 32, "use_bias": True}),
+    "apertus": ("ApertusConfig", "ApertusForCausalLM", BASE),
+    "apertus-biases": (
+        "ApertusConfig",
+        "ApertusForCausalLM",
+        BASE | {"attention_bias": True, "rope_parameters": LLAMA3, "num_key_value_heads": 4},
+    ),
+    "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", BASE),
+    "nanochat-biases": (
+        "NanoChatConfig",
+        "NanoChatForCausalLM",
+        BASE | {"attention_bias": True, "final_logit_softcapping": None, "rope_parameters": YARN},
+    ),
 }
 
 EXPERTS = BASE | {"head_dim": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -296,6 +308,10 @@ STATED = {
     "ernie4_5_moe": {"moe_layer_end_index": -1},
     # The limits of this yarn are whole frequencies, as llama.cpp rounds them.
     "gpt_oss": {"swiglu_limit": 7.0, "rope_parameters": YARN | {"truncate": False, "rope_theta": 10766.0}},
+} | {
+    # llama.cpp has one size of the keys and values of Gated DeltaNet, and one eps for their lengths and for norms.
+    name: {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 2e-3} | changes
+    for name, changes in {"qwen3_next": {"mlp_only_layers": []}, "qwen3_5_text": {}, "qwen3_5_moe_text": {}}.items()
 }
 
 
@@ -304,7 +320,8 @@ IN_GGUF = ["llama", "llama-mqa", "llama-biases", "llama-linear", "llama-yarn", "
 IN_GGUF += ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "phi3-longrope", "phi3-window", "gemma", "gemma2"]
 IN_GGUF += ["gemma3_text", "granite", "starcoder2", "smollm3", "arcee", "nemotron", "nemotron-biases", "seed_oss"]
 IN_GGUF += ["hunyuan_v1_dense", "olmo2", "olmo3", "olmoe", "exaone4", "exaone4-64", "glm4", "glm4_moe", "ernie4_5"]
-IN_GGUF += ["ernie4_5_moe", "cohere2", "dots1", "minimax_m2", "gpt_oss"]
+IN_GGUF += ["ernie4_5_moe", "cohere2", "dots1", "minimax_m2", "gpt_oss", "apertus"]
+IN_GGUF += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
 
 
 def state(name: str, monkeypatch, **changes) -> str:

@@ -148,6 +148,16 @@ def test_unused_tensors_warn_once(tmp_path):
     assert len(caught) == 1
 
 
+def test_numbers_that_no_model_changes_are_checked(tmp_path):
+    reference = make_reference("apertus")
+    with torch.no_grad():
+        reference.model.layers[1].mlp.act_fn.beta.fill_(0.4)
+    reference.save_pretrained(tmp_path)
+    for source in (tmp_path, reference):
+        with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.act_fn.beta is 0\.4.*; hasten computes.* 0\.5"):
+            hasten.load(source)
+
+
 # -- configs of transformers 4 ----------------------------------------------------------------------------------------
 
 

@@ -30,14 +30,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels ca
 TOKENS = torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
-WITH_EXPERTS = {
-    "olmoe": "no norms over all heads of queries and keys together",
-    "minimax_m2": "no norms over all heads of queries and keys together",
-    "granitemoe": "no scaled residual branches",
-    "ernie4_5_moe": "no rotary turn of neighbouring elements",
-}
 WITH_STATES = [case for case in CASES if case.startswith(("qwen3_next", "qwen3_5"))]
-fused_cases = pytest.mark.parametrize("case", [case for case in CASES if case not in WITH_EXPERTS])
 
 
 def logits(model, tokens=TOKENS):
@@ -46,7 +39,6 @@ def logits(model, tokens=TOKENS):
         return model(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1), context)
 
 
-@fused_cases
 def test_error_is_at_most_twice_that_of_plain_bfloat16(case):
     reference = make_reference(case)
     exact = logits(decided(hasten.load(reference)))  # whose weights are the reference's own
@@ -56,7 +48,6 @@ def test_error_is_at_most_twice_that_of_plain_bfloat16(case):
     assert fused.abs().max() <= 2 * plain.abs().max()
 
 
-@fused_cases
 def test_unfused_is_what_it_was(case):
     model = hasten.load(make_reference(case), dtype="bfloat16")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -147,14 +138,15 @@ def test_quantized_models_fuse_and_stay_the_same_function(scheme):
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-@fused_cases
 def test_every_quantized_family_fuses(case):
     model = decided(hasten.load(make_reference(case), dtype="bfloat16"))
     hasten.quantize(model, hasten.Int8())
-    plain = logits(model)
+    exact = logits(copy.deepcopy(model).float())
+    plain = logits(model) - exact
     assert refusal(model) is None
-    fused = logits(fuse(model))
-    assert (fused - plain).abs().max() <= 0.1 * plain.abs().max()
+    fused = logits(fuse(model)) - exact
+    assert fused.square().mean().sqrt() <= 2 * plain.square().mean().sqrt()
+    assert fused.abs().max() <= 2 * plain.abs().max()
 
 
 PARTS = [
@@ -167,6 +159,7 @@ PARTS = [
     ("arcee", "no squared ReLU"),
     ("nemotron", "no layer norms stored minus one or without biases"),
     ("ministral3", "no scaling of queries by their position"),
+    ("apertus", "no xIELU"),
 ]
 
 
@@ -174,19 +167,18 @@ PARTS = [
 def test_a_part_that_fused_steps_have_not_is_named(family, words):
     config = read_config(values_of(family))
     assert unknown_parts(config) == words
-    with_experts = replace(config, layers=tuple(replace(layer, experts=True) for layer in config.layers))
-    if family not in ("exaone4", "smollm3", "arcee", "nemotron"):
-        assert native_shape_refusal(config) is None
-        assert "blocks with experts" in native_shape_refusal(with_experts)
+    assert native_shape_refusal(config) is None
 
 
-@pytest.mark.parametrize(("family", "words"), WITH_EXPERTS.items())
-def test_a_part_that_fused_steps_have_not_beside_experts_is_named(family, words):
-    config = read_config(values_of(family))
-    assert unknown_parts(config) == words
-    assert native_shape_refusal(config) == f"the fused steps of blocks with experts know {words}"
-    with pytest.raises(ConfigError, match=words):
-        fuse(hasten.load(make_reference(family), dtype="bfloat16"))
+def test_a_part_that_fused_steps_have_not_beside_experts_is_named():
+    config = read_config(values_of("cohere2"))
+    assert native_shape_refusal(config) is None
+    sizes = {"experts": 4, "experts_per_token": 2, "expert_size": 48}
+    config = replace(config, layers=tuple(replace(layer, experts=True) for layer in config.layers), **sizes)
+    words = "the fused steps of blocks with experts know no blocks whose attention and MLP read the same stream"
+    assert native_shape_refusal(config) == words
+    with pytest.raises(ConfigError, match="read the same stream"):
+        fuse(initialize(config, seed=0, dtype=torch.bfloat16))
 
 
 def test_limits_of_a_gated_mlp_are_run_in_experts_only():
@@ -230,8 +222,8 @@ def test_every_other_family_runs_in_all_fused_steps(case):
     assert (unknown_parts(read_config(values_of(case))) is None) == (case.partition("-")[0] not in OTHERS)
 
 
-OTHERS = {family for family, _ in PARTS} | {"olmo3", "glm4", "ernie4_5", "cohere2", "gpt_oss"} | set(WITH_EXPERTS)
-OTHERS |= set(WITH_STATES)
+OTHERS = {family for family, _ in PARTS} | {"olmo3", "glm4", "ernie4_5", "cohere2", "gpt_oss"} | set(WITH_STATES)
+OTHERS |= {"olmoe", "minimax_m2", "granitemoe", "ernie4_5_moe", "nanochat"}
 
 
 @pytest.mark.parametrize("scheme", [None, hasten.Int8(), hasten.Int4(group_size=32)])
@@ -332,7 +324,6 @@ def test_positions_may_be_strided():
         assert torch.equal(BATCHED(TOKENS, positions, context), logits(BATCHED))
 
 
-@fused_cases
 def test_all_layers_in_one_call_are_the_layers_one_after_the_other(case):
     model = hasten.fuse(hasten.load(make_reference(case), dtype="bfloat16"))
     tokens = torch.arange(3, 11).view(2, 4)

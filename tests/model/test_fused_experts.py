@@ -51,7 +51,11 @@ def each_alone(model, shape):
     return [block(x, None if layer.rope is None else ropes[layer.rope], own) for block, layer, own in blocks]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", "gpt_oss"])
+FAMILIES = ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", "gpt_oss", "minimax_m2", "granitemoe"]
+FAMILIES += ["ernie4_5_moe"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_block_with_experts_in_one_call_gives_what_its_steps_give(family, scheme, monkeypatch):
     joined, steps = fused(family, SCHEMES[scheme]), apart(fused(family, SCHEMES[scheme]), monkeypatch)

@@ -124,6 +124,8 @@ def test_what_cannot_be_split_is_refused(recipe, monkeypatch):
         ("olmo2", "blocks without norms before attention and MLP"),
         ("cohere2", "blocks whose attention and MLP read the same stream"),
         ("granite", "scaled logits"),
+        ("apertus", "activations that learn"),
+        ("nanochat", "norms without weights"),
         ("qwen3_5_text", "Gated DeltaNet"),
     ):
         other = Transformer(read_config(values_of(family) | {"vocab_size": 102}))

@@ -1,18 +1,13 @@
-"""Commands that errors advise, with the model named as its user did, and a warning about tensors that stay unread."""
+"""Commands that errors advise, with the model named as its user did."""
 
 import re
 import shlex
-import warnings
-from collections.abc import Iterable
 from pathlib import Path
 
 from hasten.checkpoints import published
-from hasten.errors import HastenWarning
 from hasten.machine.caches import find_cached
 
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/[^/]+$")
-# Buffers that older versions of transformers saved beside the weights.
-_LEFTOVERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def asked_as(source: str | Path) -> str:
@@ -37,15 +32,3 @@ def export_plain(source: str | Path | None) -> str:
     if source is None:
         return "hasten.save(model, folder, dequantize=True)"
     return f"hasten export {shlex.quote(asked_as(source))} {plain_folder(source)} --dequantize"
-
-
-def warn_of_unread(stored: Iterable[str], used: set[str], folder: Path) -> None:
-    """Warn of stored tensors that no part of the model reads, if there are any."""
-    unread = [name for name in stored if name not in used and not name.endswith(_LEFTOVERS)]
-    if unread:
-        warnings.warn(
-            f"{folder}: {len(unread)} tensors are not part of this model type and stay unread, "
-            f"for example {unread[0]!r:.100}: the results may differ from the model they were trained with",
-            HastenWarning,
-            stacklevel=4,
-        )

@@ -197,6 +197,7 @@ class _Plan:
         # others read plain int8 only as W8A8, of no experts and no embedding
         plain = is_w8a8(self.layers.values()) and not model.config.experts and self.embedding is None
         self.format = writer(format, pack_int8=not plain)
+        self.constants = FAMILIES[model.config.family].constants(model.config)
         self.parts: dict[str, list[tuple[TensorSlice, str]]] = {}
         self.places = dict(FAMILIES[model.config.family].places(model.config))
         for ours, piece in self.places.items():
@@ -218,6 +219,8 @@ class _Plan:
 
         On the meta device only their dtypes and shapes, at no cost.
         """
+        if name in self.constants:
+            return {name: torch.tensor(self.constants[name], dtype=self.dtype or self.model.dtype, device=device)}
         pieces, layer = [piece for piece, _ in self.parts[name]], self.layer(name)
         if layer is None:
             tensor = join(pieces, [self._tensor(ours, device) for _, ours in self.parts[name]])
@@ -319,7 +322,7 @@ def _write_weights(plan: _Plan, folder: Path, shard_bytes: int) -> set[str]:
     """Write the weights and return the names of their files."""
     import huggingface_hub
 
-    specs = {name: plan.make(name, "meta") for name in plan.parts}
+    specs = {name: plan.make(name, "meta") for name in (*plan.parts, *plan.constants)}
     split = huggingface_hub.split_state_dict_into_shards_factory(
         specs,
         get_storage_size=lambda tensors: sum(tensor.nbytes for tensor in tensors.values()),

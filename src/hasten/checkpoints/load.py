@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.checkpoints.advice import warn_of_unread
 from hasten.checkpoints.checkpoint import DTYPES, StoredTensor, check_finite
 from hasten.checkpoints.fill_quantized import NO_KERNEL, OnPacked, fill_quantized
 from hasten.checkpoints.formats.file_format import QuantizedFolder
@@ -20,6 +19,7 @@ from hasten.checkpoints.formats.stream import NAMES
 from hasten.checkpoints.gguf.open import open_gguf
 from hasten.checkpoints.hub import resolve_folder, resolve_model
 from hasten.checkpoints.source import ModelSource, open_folder
+from hasten.checkpoints.unread import check_constants, warn_of_towers, warn_of_unused
 from hasten.checkpoints.upload import Upload
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine.device import resolve_device, resolve_dtype
@@ -28,9 +28,10 @@ from hasten.model.experts import kept_dtype
 from hasten.model.families import FAMILIES, family_of, read_config
 from hasten.model.families.family import Family, layouts
 from hasten.model.families.slices import TensorSlice
-from hasten.model.families.wrapped import skipped_towers, text_tensors
+from hasten.model.families.wrapped import text_tensors
 from hasten.model.inference import inference_dtype
 from hasten.model.initialize import unfilled
+from hasten.model.norms import place_ones
 from hasten.model.sharded import connect
 from hasten.model.shares import Share, shares, whole_groups
 from hasten.model.transformer import Transformer
@@ -172,6 +173,7 @@ def fill_plain(
         own = inference_dtype(config, own, device or torch.device("cpu"))
     kept = None if keep_dtypes else own
     _fill(model, plain, checkpoint.read, stored, dtype=kept, device=device, share=share, mapped=True)
+    place_ones(model, device=device, dtype=own)
     return model, own, {ours: piece for ours, piece in pieces.items() if ours not in plain}, quantized
 
 
@@ -188,8 +190,9 @@ def planned(checkpoint: ModelSource) -> tuple[Transformer, dict[str, TensorSlice
     pieces = {o: replace(p, transposed=False) if p.name in modules else p for o, p in pieces.items()}
     model = _skeleton(config)
     _check(pieces, seen, model)
-    warn_of_unread(seen, {piece.name for piece in pieces.values()}, checkpoint.path)
-    _warn_of_towers(checkpoint.towers, str(checkpoint.path))
+    check_constants(config, checkpoint.stored, checkpoint.read, str(checkpoint.path))
+    warn_of_unused(seen, pieces, config, checkpoint.path)
+    warn_of_towers(checkpoint.towers, str(checkpoint.path))
     return model, pieces
 
 
@@ -215,8 +218,10 @@ def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: tor
         for name, tensor in tensors.items()
     }
     _check(pieces, stored, model)
-    _warn_of_towers(towers, where)
+    check_constants(config, stored, tensors.__getitem__, where)
+    warn_of_towers(towers, where)
     _fill(model, pieces, tensors.__getitem__, stored, dtype=dtype, device=device)
+    place_ones(model, device=model.embedding.weight.device, dtype=model.embedding.weight.dtype)
     _finish(model, device)
     generation = getattr(module, "generation_config", None)
     if generation is not None:
@@ -263,12 +268,6 @@ def _locate(config: ModelConfig, family: Family, tensors: Mapping[str, Any], whe
     )
 
 
-def _warn_of_towers(towers: Mapping[str, int], where: str) -> None:
-    if towers:
-        text = f"{where}: skipped {skipped_towers(towers)}; hasten runs the text model"
-        warnings.warn(text, HastenWarning, stacklevel=4)
-
-
 def _check(pieces: Mapping[str, TensorSlice], stored: Mapping[str, StoredTensor], model: Transformer) -> None:
     """Compare every tensor's dtype and shape with what the config asks for, before any is read."""
     for ours, piece in pieces.items():
@@ -304,11 +303,11 @@ def _check_piece(ours: str, piece: TensorSlice, stored: StoredTensor, model: Tra
 
 
 def own_dtype(stored: Iterable[StoredTensor]) -> torch.dtype:
-    """The dtype that most of the checkpoint's bytes are in."""
+    """The dtype that most of the checkpoint's bytes are in; bfloat16 where it has no plain tensor."""
     counts: Counter[str] = Counter()
     for tensor in stored:
         counts[tensor.dtype] += tensor.bytes
-    return DTYPES[counts.most_common(1)[0][0]]
+    return DTYPES[counts.most_common(1)[0][0]] if counts else torch.bfloat16
 
 
 def _fill(

@@ -117,6 +117,8 @@ def check_split(config: ModelConfig, degree: int) -> None:
         (not config.pre_norms, "blocks without norms before attention and MLP"),
         (config.qk_norm == "projection", "norms over all heads of its queries together"),
         (config.attention_sinks, "attention sinks"),
+        (config.activation == "xielu", "activations that learn"),
+        (not config.norm_weights, "norms without weights"),
         (config.logit_scale != 1.0, "scaled logits"),
         (config.attention_pattern, "a sparse attention pattern"),
         (config.keeps_states, "Gated DeltaNet"),

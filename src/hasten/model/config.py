@@ -22,7 +22,8 @@ class RopeConfig:
     dim is the number of leading elements of a head that are rotated (less than head_dim: partial rotary). scaling
     "llama3" uses low/high_frequency_factor, "yarn" (arXiv 2309.00071) beta_fast/beta_slow, "longrope" (arXiv
     2402.13753) the per-frequency short/long factors; original_positions is the context of the pretraining. query_beta:
-    queries are multiplied by 1 + query_beta · ln(1 + ⌊position / original_positions⌋).
+    queries are multiplied by 1 + query_beta · ln(1 + ⌊position / original_positions⌋). backwards: heads are rotated the
+    other way, by negative angles.
     """
 
     theta: float
@@ -39,6 +40,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     query_beta: float = 0.0
+    backwards: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +107,14 @@ class ModelConfig:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0  # Gemma and Nemotron store weight - 1
     norm_bias: bool = True  # of a layer norm
+    norm_weights: bool = True  # nanochat's norms are x / rms(x) alone
+    embedding_norm: bool = False  # the first block reads normalised embeddings
     pre_norms: bool = True  # OLMo 2 and 3 and EXAONE 4 do not normalise what attention and MLP read
     post_norms: bool = False  # Gemma 2 and 3 also normalise what attention and MLP return
     parallel: bool = False  # attention and MLP read the same normalised stream, and both are added to it at once
     # Queries and keys are normalised: each head before the rotary turn, each head after it, or all heads as one vector.
     qk_norm: Literal["head", "rotated_head", "projection"] | None = None
-    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"] = "silu"
     gated: bool = True  # down(act(gate x) * up x) instead of down(act(up x))
     swiglu_limit: float | None = None  # gate x is at most this, and up x within ± this
     up_offset: float = 0.0  # down(act(gate x) * (up x + up_offset))

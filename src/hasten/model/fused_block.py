@@ -42,7 +42,7 @@ def _unusual_layer_norm(config: ModelConfig) -> bool:
     return config.norm == "layernorm" and (config.norm_offset != 0.0 or not config.norm_bias)
 
 
-_ACTIVATIONS = {"relu2": "no squared ReLU", "quick_gelu": "no GELU by a logistic function"}
+_ACTIVATIONS = {"relu2": "no squared ReLU", "quick_gelu": "no GELU by a logistic function", "xielu": "no xIELU"}
 _QK_NORMS = {
     "projection": "no norms over all heads of queries and keys together",
     "rotated_head": "no norms of queries and keys after their rotary turn",
@@ -72,6 +72,7 @@ class FusedSteps(nn.Module):
         if isinstance(block.mlp, MLP):
             self.inner_size, self.gated = block.mlp.up.out_features, block.mlp.gate is not None
             self.activation_name = block.mlp.activation_name
+            self.learned_activation = block.mlp.activation if isinstance(block.mlp.activation, nn.Module) else None
         self.register_load_state_dict_post_hook(_bind_again)
 
     def _take_attention(self, attention: Attention) -> None:
@@ -91,7 +92,7 @@ class FusedSteps(nn.Module):
     def _like(self) -> Tensor:
         """A tensor of the block's device and dtype."""
         norms = (self.attention_norm, self.attention_post_norm)
-        return next(parameter for norm in norms for parameter in norm.parameters())
+        return next(tensor for norm in norms for tensor in (*norm.parameters(), *norm.buffers()))
 
     def __getstate__(self) -> dict[str, Any]:
         """State without prepared arguments, which hold addresses; a copy prepares its own."""
@@ -127,6 +128,8 @@ class FusedSteps(nn.Module):
         if self.experts is not None:
             replace_linears(self.experts, plain)
             block.mlp = self.experts
+        elif isinstance(block.mlp, MLP) and self.learned_activation is not None:
+            block.mlp.activation = self.learned_activation
         if block.delta is not None and self.delta is not None:
             self.delta.give_to(block.delta)
             return block

@@ -15,7 +15,7 @@ NO_ROUTING: dict[str, Any] = dict.fromkeys(("experts", "router", "choice_bias", 
 NO_ROUTING |= {"top_experts": 0, "expert_groups": 1, "kept_groups": 1, "sigmoid_scores": False}
 NO_ROUTING |= {"normalize_shares": False, "share_floor": 0.0, "share_scale": 1.0}
 # And for one without an MLP.
-NO_MLP: dict[str, Any] = {"mlp": [], "inner_size": 0, "gated": True, "activation": 0, "down": None}
+NO_MLP: dict[str, Any] = {"mlp": [], "inner_size": 0, "gated": True, "activation": 0, "xielu": [], "down": None}
 
 
 def routing_of(experts: Experts) -> dict[str, Any] | None:
@@ -53,6 +53,7 @@ def shared_mlp(experts: Experts) -> dict[str, Any]:
         "inner_size": shared.gate.out_features,
         "gated": True,
         "activation": ACTIVATION_ORDER.index(shared.activation_name),
+        "xielu": [],
         "down": weight_plan(shared.down),
     }
 

@@ -22,7 +22,7 @@ from hasten.ops.pages import empty_in_large_pages
 from hasten.ops.panels import PANEL
 
 # In the order of the enum in ops/block/phases.h.
-ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu")
+ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu", "xielu")
 HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/phases.h)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.model.activations import XIELU
 from hasten.model.config import ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.fused_block import FusedSteps, unknown_parts
@@ -51,8 +52,9 @@ from hasten.ops.pages import in_large_pages, return_freed_memory
 HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
 # Fields that the native steps support, of those that `unknown_parts` looks at.
-_BESIDE_EXPERTS = ("norm", "pre_norms", "rope", "sinks", "activation", "delta", "attention_gate")
-_KNOWN = (*_BESIDE_EXPERTS, "parallel", "qk_norm", "residual_scale", "query_beta", "rope_pairs")
+_OF_ATTENTION = ("qk_norm", "rope", "query_beta", "rope_pairs", "sinks", "delta", "attention_gate")
+_BESIDE_EXPERTS = (*_OF_ATTENTION, "norm", "pre_norms", "residual_scale", "activation")
+_KNOWN = (*_BESIDE_EXPERTS, "parallel")
 
 
 def native_refusal(model: Transformer) -> str | None:
@@ -229,8 +231,15 @@ class FusedBlock(FusedSteps):
         if isinstance(self.experts, Experts):
             return shared_mlp(self.experts)
         weights = [self._plan(name) for name in ("inner", "gate", "up") if hasattr(self, name)]
-        sizes = {"inner_size": self.inner_size, "gated": self.gated, "activation": self.activation}
-        return {"mlp": weights, **sizes, "down": self._plan("down")}
+        learned = self.learned_activation
+        return {
+            "mlp": weights,
+            "inner_size": self.inner_size,
+            "gated": self.gated,
+            "activation": self.activation,
+            "xielu": [factor.item() for factor in learned.factors()] if isinstance(learned, XIELU) else [],
+            "down": self._plan("down"),
+        }
 
     def forward(self, x: Tensor, rope: Rotation | None, layer: Any) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32. layer: the context of this kind of layer."""
@@ -266,7 +275,7 @@ class FusedBlock(FusedSteps):
         if not bound.apart:
             return x
         experts: Any = bound.experts or self.experts
-        return x + self.mlp_post_norm(experts(self.mlp_norm(x)))
+        return x + self.residual_scale * self.mlp_post_norm(experts(self.mlp_norm(x)))
 
 
 class FusedStack:

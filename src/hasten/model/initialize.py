@@ -1,5 +1,6 @@
 """Random weights for a model that is trained from scratch, or measured without a checkpoint."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hasten.model.activations import XIELU
 from hasten.model.config import ModelConfig
 from hasten.model.delta import GatedDeltaNet
 from hasten.model.experts import kept_dtype
-from hasten.model.norms import LayerNorm, RMSNorm
+from hasten.model.norms import LayerNorm, RMSNorm, place_ones
 from hasten.model.transformer import Transformer
 
 # Takes a parameter's name and its whole values, keeps what it needs of them, and returns that part.
@@ -39,6 +41,7 @@ def initialize(
     if config.tie_embeddings:
         model.embedding.weight = model.head.weight
     model.to(device)  # the rotary tables
+    place_ones(model, device=None, dtype=dtype)
     model.bind()
     return model
 
@@ -75,6 +78,8 @@ def _fill(values: Tensor, module: nn.Module, name: str, config: ModelConfig, gen
         values.normal_(0.0, std, generator=generator)
     elif isinstance(module, RMSNorm | LayerNorm):
         values.fill_(1.0 - module.offset)
+    elif isinstance(module, XIELU):
+        values.fill_(math.log(math.expm1(module.INITIAL[leaf])))
     elif isinstance(module, nn.Conv1d):  # of Gated DeltaNet
         bound = module.kernel_size[0] ** -0.5
         values.uniform_(-bound, bound, generator=generator)

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from hasten.model.activations import ACTIVATIONS
+from hasten.model.activations import activation_of
 from hasten.model.config import ModelConfig
 from hasten.ops.linear import PackedLinear
 
@@ -20,7 +20,7 @@ class MLP(nn.Module):
         self.up: Linear = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
         self.down: Linear = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
         self.activation_name = config.activation
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = activation_of(config.activation)
         self.limit, self.up_offset = config.swiglu_limit, config.up_offset
 
     def forward(self, x: Tensor) -> Tensor:

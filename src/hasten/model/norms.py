@@ -1,5 +1,8 @@
 """The two norms of the supported families, computed in float32 whatever the weights' dtype."""
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,17 +11,34 @@ from hasten.model.config import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · (weight + offset), in float32 (arXiv 1910.07467)."""
+    """x / rms(x) · (weight + offset), in float32 (arXiv 1910.07467).
 
-    def __init__(self, size: int, eps: float, offset: float) -> None:
+    has_weight: whether the weight is a parameter; else it is ones, which no checkpoint holds.
+    """
+
+    weight: Tensor
+
+    def __init__(self, size: int, eps: float, offset: float, *, has_weight: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps, self.offset = eps, offset
+        self.eps, self.offset, self.has_weight = eps, offset, has_weight
+        if has_weight:
+            self.weight = nn.Parameter(torch.empty(size))
+        else:
+            with torch.device("cpu"):  # also where a model is made on the meta device
+                self.register_buffer("weight", torch.ones(size), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (normal * (self.weight.float() + self.offset)).to(x.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move as nn.Module does, but make the ones again, which `to_empty` would lose."""
+        before = self.weight
+        super()._apply(fn, recurse)
+        if not self.has_weight and self.weight is not before:
+            self.weight = torch.ones_like(self.weight)
+        return self
 
 
 class LayerNorm(nn.LayerNorm):
@@ -37,5 +57,12 @@ class LayerNorm(nn.LayerNorm):
 def norm_of(config: ModelConfig, size: int) -> nn.Module:
     """Create a norm of the model's kind over `size` features, uninitialized."""
     if config.norm == "rmsnorm":
-        return RMSNorm(size, config.norm_eps, config.norm_offset)
+        return RMSNorm(size, config.norm_eps, config.norm_offset, has_weight=config.norm_weights)
     return LayerNorm(size, config.norm_eps, config.norm_offset, bias=config.norm_bias)
+
+
+def place_ones(model: nn.Module, *, device: torch.device | None, dtype: torch.dtype) -> None:
+    """Move the ones of norms without weights to the device and dtype of a model's weights (None: any device)."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm) and not module.has_weight:
+            module.to(device=device, dtype=dtype)

@@ -12,6 +12,12 @@ from hasten.model.config import RopeConfig
 
 def frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
     """The dim/2 angular frequencies in radians per position, float32, after the configured scaling."""
+    found = _scaled(rope, long=long)
+    return -found if rope.backwards else found
+
+
+def _scaled(rope: RopeConfig, *, long: bool) -> Tensor:
+    """The frequencies of a table that turns forwards."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     plain = 1.0 / rope.theta**exponents  # (dim/2,)
     match rope.scaling:

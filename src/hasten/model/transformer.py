@@ -114,6 +114,7 @@ class Transformer(nn.Module):
         self.adapters: AdapterChoice | None = None  # which of its adapters a step's rows take, where it has any
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_positions, config.hidden_size) if config.learned_positions else None
+        self.embedding_norm = norm_of(config, config.hidden_size) if config.embedding_norm else None
         self.ropes = nn.ModuleList(RotaryTable(rope) for rope in config.ropes)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in config.layers)
@@ -172,6 +173,8 @@ class Transformer(nn.Module):
             x = x * torch.tensor(self.config.embedding_scale, dtype=self.dtype)
         if self.positions is not None:
             x = x + self.positions(positions)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         return self.dropout(x)
 
     def each_block(
@@ -268,12 +271,12 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        own = next(self.norm.parameters()).device  # a plain tensor, whatever is quantized or packed
+        own = self.norm.weight.device  # a plain tensor, whatever is quantized or packed
         return self.destination if own.type == "meta" and self.destination is not None else own
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.norm.parameters()).dtype
+        return self.norm.weight.dtype
 
     def tie(self) -> None:
         """Let the embedding read its rows from the head's matrix."""

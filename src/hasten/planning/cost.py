@@ -30,7 +30,7 @@ def parameters(config: ModelConfig) -> Parameters:
         own, used = _block(config, layer)
         blocks += own
         active += used
-    norm = config.hidden_size * _per_norm(config)
+    norm = config.hidden_size * _per_norm(config) * (1 + config.embedding_norm)
     total = embedding + head + positions + blocks + norm
     return Parameters(total=total, embedding=embedding, head=head, active=active + embedding)
 
@@ -76,6 +76,8 @@ def muon_flops(config: ModelConfig) -> float:
 
 def _per_norm(config: ModelConfig) -> int:
     """Number of weights of a norm for each feature."""
+    if not config.norm_weights:
+        return 0
     return 2 if config.norm == "layernorm" and config.norm_bias else 1
 
 
@@ -96,6 +98,8 @@ def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
         inner, every, used = config.expert_size, config.experts, config.experts_per_token
         vectors += config.experts * (config.expert_choice_bias + config.router_bias)
         vectors += _mlp_biases(config, config.shared_size) if config.shared_size else 0
+    elif config.activation == "xielu":
+        vectors += 2
     biases = _mlp_biases(config, inner)
     own, active = matrices(config, layer)
     return own + vectors + every * biases, active + vectors + used * biases

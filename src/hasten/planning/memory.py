@@ -202,6 +202,7 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
     if not use.compiled:
         mlp += narrow * hidden * config.gated  # gate and up have an input each
         mlp += size * inner * (config.gated and config.activation != "silu")  # SiLU and gate are one function
+        mlp += inner * (13 if size == 4 else 17) * (config.activation == "xielu")  # in float32, and where x is positive
         mlp += 4 * size * hidden * config.experts_per_token  # in and out of each expert, twice
         attention += 2 * 4 * (q + kv) * (config.qk_norm is not None)
         attention += 2 * size * hidden * (use.adapter is not None)  # q, k and v have an input each

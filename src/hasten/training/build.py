@@ -26,6 +26,7 @@ from hasten.model.families import read_config
 from hasten.model.initialize import Weights, draw_weights, unfilled
 from hasten.model.lora import Factors, attach, new_adapter
 from hasten.model.mlp import MLP
+from hasten.model.norms import place_ones
 from hasten.model.swap import replace_modules, swap_kinds
 from hasten.model.transformer import Transformer
 from hasten.model.vocabulary import pad_vocabulary
@@ -139,6 +140,7 @@ def model_and_weights(
         _as_asked(model, recipe)
     model.destination = device
     model.ropes.to(device)
+    place_ones(model, device=device, dtype=model.dtype)
     return model, weights
 
 

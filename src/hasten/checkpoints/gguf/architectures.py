@@ -5,82 +5,23 @@ the metadata that a config needs beside those of `names.FIELDS`. Whether a file 
 what was written is read again and compared (`write.config_entries`).
 """
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container
 from typing import Any, Literal
 
 import numpy as np
 
+from hasten.checkpoints.gguf.architecture import (
+    NORM_AFTER_ATTENTION,
+    Architecture,
+    Own,
+    Values,
+    kinds_of_layers,
+    layers_read,
+)
+from hasten.checkpoints.gguf.hybrids import HYBRIDS
 from hasten.model.config import ModelConfig
 
-Values = dict[str, Any]
-Own = Mapping[str, Any]  # an architecture's metadata, without its name before them
 SIGMOID = 2  # llama.cpp's number of the function that scores experts
-MOST_LAYERS = 1 << 10  # as many as `layer_count` takes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """One `general.architecture`.
-
-    family: the `model_type` in config.json. numbers: metadata that are numbers, and their fields in config.json. read:
-    values of config.json from the architecture's metadata, the values found so far, and the names of the tensors.
-    write: metadata of a config. parts: names of tensors, where they are not Llama's. reordered: llama.cpp rotates
-    neighbouring elements of a head, and the family elements i and i + D/2, so the rows of q and k are stored in another
-    order. layer_norm: the field of a LayerNorm's epsilon, where the norms are no RMSNorms. experts: layers may have
-    experts.
-
-    What llama.cpp loads (`why_not_loaded`), square: only heads that have the hidden size together; equal_heads: only as
-    many of keys as of queries; partial: rotary positions of a part of each head; head: only one that is the embedding
-    ("tied"), or only one of its own; biases: of which products besides q, k and v; windowed: some layer has a window.
-    """
-
-    family: str
-    numbers: dict[str, str] = field(default_factory=dict)
-    read: Callable[[Own, Values, Container[str]], Values] = lambda own, found, tensors: {}
-    write: Callable[[ModelConfig], Values] = lambda config: {}
-    parts: dict[str, str] = field(default_factory=dict)
-    reordered: bool = False
-    layer_norm: str | None = None
-    experts: bool = False
-    square: bool = False
-    equal_heads: bool = False
-    partial: bool = False
-    head: Literal["tied", "own"] | None = None
-    biases: tuple[Literal["output", "mlp"], ...] = ()
-    windowed: bool = False
-
-    def why_not_loaded(self, config: ModelConfig) -> str | None:
-        """What of this model llama.cpp does not load, whatever the file says."""
-        width, turned = config.heads * config.head_dim, {rope.dim for rope in config.ropes}
-        tied = "tied" if config.tie_embeddings else "own"
-        found = {
-            f"heads of {width} elements in all, with a hidden size of {config.hidden_size}": (
-                self.square and width != config.hidden_size
-            ),
-            f"{config.kv_heads} key heads for {config.heads} heads": (
-                self.equal_heads and config.kv_heads != config.heads
-            ),
-            "rotary positions of a part of each head": not self.partial and turned != {config.head_dim},
-            "a head of its own": self.head == "tied" != tied,
-            "a head that is the embedding": self.head == "own" != tied,
-            "biases of the attention's output": config.output_bias and "output" not in self.biases,
-            "a window in no layer": self.windowed and all(layer.window is None for layer in config.layers),
-            "biases of the MLPs": config.mlp_bias and "mlp" not in self.biases,
-        }
-        return next((why for why, there in found.items() if there), None)
-
-
-def kinds_of_layers(own: Own, found: Values, every: int) -> list[str]:
-    """`layer_types` by the pattern of windows: a list of flags, or n where each n-th layer has full attention."""
-    count = found.get("num_hidden_layers")
-    count = min(count, MOST_LAYERS) if type(count) is int else 0
-    pattern = own.get("attention.sliding_window_pattern", every)
-    if isinstance(pattern, list | np.ndarray):
-        windowed = [bool(one) for one in pattern]
-    else:
-        windowed = [pattern == 0 or (i + 1) % pattern != 0 for i in range(count)]
-    return ["sliding_attention" if one else "full_attention" for one in windowed]
 
 
 def windows(config: ModelConfig) -> Values:
@@ -195,12 +136,8 @@ def dots1_read(own: Own, found: Values, tensors: Container[str]) -> Values:
 
 
 def glm4_moe_read(own: Own, found: Values, tensors: Container[str]) -> Values:
-    """The layers that predict further tokens are counted as layers, and not read."""
-    layers, more = found.get("num_hidden_layers"), own.get("nextn_predict_layers", 0)
-    counted = type(layers) is int and type(more) is int and 0 <= more < layers
-    values = {"num_hidden_layers": layers - more} if counted else {}
     normed = "blk.0.attn_q_norm.weight" in tensors
-    return values | dots1_read(own, found, tensors) | {"use_qk_norm": normed}
+    return layers_read(own, found) | dots1_read(own, found, tensors) | {"use_qk_norm": normed}
 
 
 def routed_write(config: ModelConfig) -> Values:
@@ -244,7 +181,6 @@ def gpt_oss_write(config: ModelConfig) -> Values:
     return {"attention.sliding_window": windows(config)["attention.sliding_window"]}
 
 
-NORM_AFTER_ATTENTION = {"mlp_norm": "post_attention_norm"}  # what the MLP reads is normalised by what is called so
 GRANITE_NUMBERS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -391,7 +327,8 @@ ARCHITECTURES = {
         partial=True,
         head="own",
     ),
-}
+    "apertus": Architecture(family="apertus"),
+} | HYBRIDS
 # The architecture that states a family; a "llama" with experts is a Mixtral.
 OF_FAMILY = {row.family: name for name, row in ARCHITECTURES.items()}
 OF_FAMILY |= {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}

@@ -20,7 +20,7 @@ RMS_NORM, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm
 _NUMBERS = (*FIELDS, "rope.dimension_count", "rope.scaling.attn_factor", "rope.scale_linear", "rope.scaling.factor")
 _NUMBERS += tuple(f"rope.scaling.{key}" for key in ("original_context_length", "yarn_beta_fast", "yarn_beta_slow"))
 _NUMBERS += ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale", LAYER_NORM)
-_NUMBERS += ("expert_gating_func", "nextn_predict_layers")
+_NUMBERS += ("expert_gating_func", "nextn_predict_layers", "ssm.inner_size")
 _NUMBERS += tuple({key for row in ARCHITECTURES.values() for key in row.numbers})
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 

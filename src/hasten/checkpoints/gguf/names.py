@@ -45,16 +45,24 @@ PARTS |= {f"mlp.{part}": f"ffn_{part}" for part in ("gate", "up", "down")} | {"m
 PARTS |= {f"mlp.experts.{part}": f"ffn_{part}_exps" for part in ("gate", "up", "down")}
 PARTS |= {f"mlp.shared.{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
 PARTS |= {"mlp.shared_gate": "ffn_gate_inp_shexp"}
+PARTS |= dict.fromkeys(("delta.query", "delta.key", "delta.value"), "attn_qkv") | {"delta.z": "attn_gate"}
+PARTS |= {"delta.beta": "ssm_beta", "delta.decay": "ssm_alpha", "delta.conv": "ssm_conv1d"}
+PARTS |= {"delta.value_norm": "ssm_norm", "delta.out": "ssm_out"}
 # Vectors that are parameters of a part itself.
 VECTORS = {"attention.sinks": "attn_sinks.weight", "mlp.choice_bias": "exp_probs_b.bias"}
+VECTORS |= {"delta.log_rate": "ssm_a", "delta.rate_bias": "ssm_dt.bias"}
+# Numbers that are no tensors in a file but metadata, a list with one of each layer.
+LISTED = {"mlp.activation.alpha_p": "xielu.alpha_p", "mlp.activation.alpha_n": "xielu.alpha_n"}
 
 
 class Place(NamedTuple):
     """Where one of our tensors is in a GGUF file.
 
-    order: of our rows, those that are stored first, second, …; None: as they are. offset: what is added to each number.
-    expert: which matrix of a stack of all experts'. one_row: the Hugging Face folder has a matrix of one row, the file
-    a vector.
+    order: of our rows, those that are stored first, second, …; None: as they are. columns: the same of our columns.
+    offset: what is added to each number. expert: which matrix of a stack of all experts'. one_row: the Hugging Face
+    folder has a matrix of one row, the file a vector. depthwise: a convolution of each channel, (C, 1, K), is (C, K) in
+    the file. rate: the logarithm x of a rate is stored as -e^x. groups: the rows of a tensor's parts are in this many
+    groups, each of which has rows of all parts. layer: the name is that of metadata, a list of which this is a number.
     """
 
     name: str
@@ -62,6 +70,41 @@ class Place(NamedTuple):
     offset: float = 0.0
     expert: int | None = None
     one_row: bool = False
+    columns: Tensor | None = None
+    depthwise: bool = False
+    rate: bool = False
+    groups: int = 1
+    layer: int | None = None
+
+    def in_file(self, tensor: Tensor) -> Tensor:
+        """A plain tensor of ours as the file has it."""
+        tensor = tensor if self.order is None else tensor[self.order]
+        tensor = tensor if self.columns is None else tensor[:, self.columns]
+        tensor = -tensor.float().exp() if self.rate else tensor
+        return tensor.float() + self.offset if self.offset else tensor
+
+    def of_file(self, tensor: Tensor) -> Tensor:
+        """A plain tensor of the file as we have it: a view where nothing is stored otherwise."""
+        tensor = tensor if self.order is None else tensor.index_select(0, self.order.argsort())
+        tensor = tensor if self.columns is None else tensor.index_select(1, self.columns.argsort())
+        tensor = (-tensor.float()).log() if self.rate else tensor
+        return tensor - self.offset if self.offset else tensor
+
+    def whole_blocks(self, elements: int) -> bool:
+        """Whether blocks of `elements` columns stay together in the file's order."""
+        if self.columns is None:
+            return True
+        if len(self.columns) % elements:
+            return False
+        blocks = self.columns.view(-1, elements)
+        return torch.equal(blocks // elements * elements + torch.arange(elements), blocks)
+
+    def in_blocks(self, rows: Tensor, *, elements: int, back: bool = False) -> Tensor:
+        """Rows of blocks, uint8 (N, bytes of a row), with their columns in the file's order, or back in ours."""
+        if self.columns is None:
+            return rows
+        order = self.columns[::elements] // elements
+        return rows.unflatten(1, (len(order), -1))[:, order.argsort() if back else order].flatten(1)
 
 
 def place_of(ours: str, config: ModelConfig) -> Place:
@@ -69,13 +112,17 @@ def place_of(ours: str, config: ModelConfig) -> Place:
 
     llama.cpp turns neighbouring elements of a llama's q and k against each other, where we turn element i against
     element i + D/2: the rotated rows of each head are stored in its order. It adds Gemma's 1 to the norms when it
-    converts.
+    converts. Of Gated DeltaNet it gives value head i the key head i modulo their number, where we give each key head
+    consecutive ones: what belongs to value heads is stored in its order.
     """
     module, _, leaf = ours.rpartition(".")
     _, index, part = module.split(".", 2) if module.startswith("blocks.") else ("", "", module)
-    if (vector := VECTORS.get(f"{part}.{leaf}")) is not None:
-        return Place(f"blk.{index}.{vector}", one_row=leaf in FAMILIES[config.family].one_row)
+    if (listed := LISTED.get(f"{part}.{leaf}")) is not None:
+        return Place(listed, layer=int(index))
     architecture = ARCHITECTURES[OF_FAMILY[config.family]]
+    if (vector := VECTORS.get(f"{part}.{leaf}")) is not None:
+        place = Place(f"blk.{index}.{vector}", one_row=leaf in FAMILIES[config.family].one_row, rate=leaf == "log_rate")
+        return _tiled(place, leaf, config) if architecture.tiled and part == "delta" else place
     order, expert = None, None
     if found := re.fullmatch(r"(mlp\.experts)\.(\d+)\.(\w+)", part):
         part, expert = f"{found[1]}.{found[3]}", int(found[2])
@@ -86,5 +133,25 @@ def place_of(ours: str, config: ModelConfig) -> Place:
         order = torch.cat((rows[:, :turned].unflatten(1, (2, -1)).transpose(1, 2).flatten(1), rows[:, turned:]), 1)
         order = order.flatten()
     name = f"{(PARTS | architecture.parts)[part]}.{leaf}"
-    offset = config.norm_offset if part.endswith("norm") and leaf == "weight" else 0.0
-    return Place(f"blk.{index}.{name}" if index else name, order, offset, expert, one_row=part == "mlp.shared_gate")
+    shifted = part.endswith("norm") and part != "delta.value_norm" and leaf == "weight"
+    place = Place(f"blk.{index}.{name}" if index else name, order, config.norm_offset if shifted else 0.0, expert)
+    if part in architecture.alternating and config.delta is not None:
+        place = place._replace(groups=config.delta.key_heads)
+    place = place._replace(one_row=part == "mlp.shared_gate", depthwise=part == "delta.conv")
+    tiled = architecture.tiled and part.startswith("delta.")
+    return _tiled(place, part.removeprefix("delta."), config) if tiled else place
+
+
+def _tiled(place: Place, part: str, config: ModelConfig) -> Place:
+    """The place of a part of Gated DeltaNet whose value heads are stored in turn for each key head."""
+    sizes = config.delta
+    assert sizes is not None
+    heads = torch.arange(sizes.value_heads).view(sizes.key_heads, -1).t().flatten()
+    if part in ("log_rate", "rate_bias", "beta", "decay"):
+        return place._replace(order=heads)
+    rows = (heads[:, None] * sizes.value_dim + torch.arange(sizes.value_dim)).flatten()
+    if part in ("value", "z"):
+        return place._replace(order=rows)
+    if part == "conv":
+        return place._replace(order=torch.cat((torch.arange(2 * sizes.keys), 2 * sizes.keys + rows)))
+    return place._replace(columns=rows) if part == "out" else place

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +20,10 @@ from hasten.checkpoints.gguf.tokenizer import stored_tokenizer
 from hasten.checkpoints.gguf.types import TYPES
 from hasten.checkpoints.source import ModelSource
 from hasten.errors import CheckpointError
+from hasten.model.activations import XIELU
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES, read_config
+from hasten.model.families.slices import RowSlice
 from hasten.ops.linear import QuantizedWeight
 from hasten.ops.linear.blocks import NUMBERS, GgufBlocks
 
@@ -62,11 +65,18 @@ class GGUFWeights(QuantizedFolder):
         super().__init__(StoredTensors())
         self.file, self.config = file, config
         self.places: dict[str, Place] = {}
+        self.numbers: dict[str, float] = {}  # those that are metadata
         self._check_experts()
         named = {FREQUENCIES, *LONG_ROPE}
-        for ours, piece in replace(FAMILIES[config.family], stacks=None).places(config):
+        family, parts = FAMILIES[config.family], dict[str, list[Tensor]]()
+        self._check_activations()
+        for ours, piece in replace(family.in_gguf or family, stacks=None).places(config):
             place = place_of(ours, config)
-            if place.name in file.tensors:
+            if place.layer is not None:
+                self._add_number(piece.name, place)
+            elif place.name in file.tensors:
+                if piece.rows is not None and piece.rows.groups == 1:
+                    place = _in_whole(place, piece.rows, parts.setdefault(piece.name, []))
                 self.places[piece.name] = place
                 named |= {place.name, *_scales_of(place.name)}
                 self._add(piece.name)
@@ -88,6 +98,26 @@ class GGUFWeights(QuantizedFolder):
                     "convert the model again with today's llama.cpp (before April 2024 each expert was a tensor)"
                 )
 
+    def _add_number(self, name: str, place: Place) -> None:
+        """Add a number of one layer, which is metadata."""
+        assert place.layer is not None
+        self.places[name], self.numbers[name] = place, float(self._listed(place.name)[place.layer])
+        self.logical[name] = StoredTensor(name, "F32", (1,), self.file.path)
+
+    def _listed(self, name: str) -> np.ndarray:
+        """Metadata that are a number of each layer."""
+        listed, wanted = self.file.metadata.get(name), f"a list of {len(self.config.layers)} numbers"
+        numbers = np.asarray(listed) if isinstance(listed, list | np.ndarray) else np.zeros(0)
+        if numbers.dtype.kind not in "fi" or numbers.shape != (len(self.config.layers),):
+            raise CheckpointError(f"{self.file.path}: {name} must be {wanted}; found {listed!r:.60}")
+        return numbers
+
+    def _check_activations(self) -> None:
+        """Raise CheckpointError where xIELU has other numbers than any published model has."""
+        for name, wanted in {"xielu.beta": XIELU.BETA, "xielu.eps": XIELU.EPS}.items():
+            if self.config.activation == "xielu" and not np.allclose(self._listed(name), wanted, rtol=0.01, atol=0):
+                raise CheckpointError(f"{self.file.path}: {name} must be {wanted:g} in all layers")
+
     def _add(self, name: str) -> None:
         place = self.places[name]
         tensor = self.file.tensors[place.name]
@@ -95,7 +125,9 @@ class GGUFWeights(QuantizedFolder):
         seen, stored = StoredTensor(name, tensor.type.name, shape, self.file.path), tensor.type.format
         if tensor.type.name.startswith(("IQ1", "IQ2", "IQ3")):
             table(tensor.type.name)  # refused before anything is read
-        if stored is None or len(shape) != 2:
+        if stored is not None and not place.whole_blocks(tensor.type.elements):
+            self.logical[name] = StoredTensor(name, "F32", shape, self.file.path)
+        elif stored is None or len(shape) != 2:
             self.logical[name] = seen
         else:
             # Activations are rounded, as llama.cpp does.
@@ -106,24 +138,28 @@ class GGUFWeights(QuantizedFolder):
         shape = self.file.tensors[place.name].shape
         if place.expert is not None:
             return shape[1:]
+        if place.depthwise and len(shape) == 2:
+            return (shape[0], 1, shape[1])
         return (1, *shape) if place.one_row and len(shape) == 1 else shape
 
     def dtype(self) -> torch.dtype:
         """bfloat16 where most is quantized, else the dtype of most bytes of the matrices; norms are always float32."""
         counts: Counter[torch.dtype] = Counter()
         for place in self.places.values():
-            tensor = self.file.tensors[place.name]
-            if len(tensor.shape) > 1:
+            tensor = self.file.tensors.get(place.name)
+            if tensor is not None and len(tensor.shape) > 1:
                 counts[tensor.type.dtype or torch.bfloat16] += tensor.bytes
         return counts.most_common(1)[0][0] if counts else torch.float32
 
     def plain(self, name: str) -> Tensor:
         """A plain tensor: a view of the file, unless llama.cpp keeps it otherwise."""
         place = self.places[name]
+        if place.layer is not None:
+            return torch.tensor([self.numbers[name]])
         stored = self.file.tensors[place.name]
-        assert stored.type.dtype is not None
-        tensor = self._rows(name, self._raw(place).view(stored.type.dtype).view(self._shape(place)))
-        return tensor - place.offset if place.offset else tensor
+        if stored.type.dtype is None:  # its columns are in another order, which its blocks cannot take
+            return place.of_file(self._dequantized(stored, self._raw(place)).dequantize())
+        return place.of_file(self._raw(place).view(stored.type.dtype).view(self._shape(place)))
 
     def values(self, module: QuantizedModule) -> Tensor:
         """The blocks as in the file, uint8 (N, bytes of a row)."""
@@ -163,11 +199,15 @@ class GGUFWeights(QuantizedFolder):
         return self._numbers(module, self._our_rows(module))
 
     def _numbers(self, module: QuantizedModule, rows: Tensor) -> QuantizedWeight:
-        tensor = self._tensor(module)
+        weight = self._dequantized(self._tensor(module), rows)
+        self._check(module, weight.scales, weight.zeros, weight.outer)
+        return weight
+
+    def _dequantized(self, tensor: GGUFTensor, rows: Tensor) -> QuantizedWeight:
+        """The integers of some rows of a tensor, and their scales."""
         weight = tensor.type.weight(rows)
         if (scale := self.file.tensors.get(_scales_of(tensor.name)[0])) is not None:
             weight = replace(weight, scales=weight.scales * self.file.raw(scale.name).view(torch.float32).item())
-        self._check(module, weight.scales, weight.zeros, weight.outer)
         return weight
 
     def _check(self, module: QuantizedModule, *scales: Tensor | None) -> None:
@@ -180,8 +220,14 @@ class GGUFWeights(QuantizedFolder):
         return self.file.tensors[self.places[module.values].name]
 
     def _our_rows(self, module: QuantizedModule) -> Tensor:
-        return self._rows(f"{module.name}.weight", self.values(module))
+        place, rows = self.places[f"{module.name}.weight"], self.values(module)
+        rows = rows if place.order is None else rows.index_select(0, place.order.argsort())
+        return place.in_blocks(rows, elements=self._tensor(module).type.elements, back=True)
 
-    def _rows(self, name: str, rows: Tensor) -> Tensor:
-        order = self.places[name].order
-        return rows if order is None else rows.index_select(0, order.argsort())
+
+def _in_whole(place: Place, rows: RowSlice, before: list[Tensor]) -> Place:
+    """The place of a tensor that holds several of ours after each other, up to this one. before: rows of the others."""
+    own = torch.arange(rows.stop - rows.start) if place.order is None else place.order
+    before.append(rows.start + own)
+    whole = torch.cat(before)
+    return place._replace(order=None if torch.equal(whole, torch.arange(len(whole))) else whole)

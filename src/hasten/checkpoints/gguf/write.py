@@ -19,11 +19,12 @@ from hasten.checkpoints.gguf.architectures import ARCHITECTURES, OF_FAMILY
 from hasten.checkpoints.gguf.config import LAYER_NORM, RMS_NORM, config_values
 from hasten.checkpoints.gguf.encode import ENCODERS, encode
 from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, shortest
-from hasten.checkpoints.gguf.names import FIELDS, FREQUENCIES, LONG_ROPE, place_of
+from hasten.checkpoints.gguf.names import FIELDS, FREQUENCIES, LISTED, LONG_ROPE, Place, place_of
 from hasten.checkpoints.gguf.tokenizer import tokenizer_entries
 from hasten.checkpoints.gguf.types import TYPES
 from hasten.errors import CheckpointError, ConfigError, HastenWarning, ResourceError
 from hasten.machine.files import replacing
+from hasten.model.activations import XIELU
 from hasten.model.binding import kernels
 from hasten.model.config import ModelConfig, RopeConfig
 from hasten.model.families import read_config
@@ -39,7 +40,7 @@ _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, 
 _FILE_TYPES |= {"Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "MXFP4": 38}
 _OF_FORMAT = {TYPES[name].format: name for name in ENCODERS}
 _ROUNDED = 5e-4  # by how much float16 may change the scale of a row in int8: half a unit in its last place
-IN_FLOAT32 = ("router", "shared_gate")  # which llama.cpp never quantizes
+IN_FLOAT32 = ("router", "shared_gate", "delta.conv")  # which llama.cpp never quantizes
 _FREE = ("family", "initializer_range", "source")  # of a ModelConfig, what a GGUF file need not say
 
 
@@ -99,7 +100,9 @@ def check_gguf(model: Transformer, layers: Mapping[str, LayerFormat], path: Path
     _contents(model, None, path)
     for name, layer in layers.items():
         module: Any = model.get_submodule(name)
-        _type_of(f"{name}.weight", layer.weight, module.weight.shape[1], ordered=False, origin=model.origin)
+        place = place_of(f"{name}.weight", model.config)
+        size = module.weight.shape[1]
+        _type_of(f"{name}.weight", place, layer.weight, size, ordered=False, origin=model.origin)
 
 
 def has_plain_matrices(model: Transformer) -> bool:
@@ -119,7 +122,7 @@ def _contents(model: Transformer, kind: Kind | None, target: Path) -> tuple[list
     if model.config.family not in OF_FAMILY:
         raise ConfigError(f"GGUF files of {', '.join(OF_FAMILY)} are written; found {model.config.family}")
     items = _items(model, kind)
-    entries = config_entries(model.config, items, target) | {"general.quantization_version": 2}
+    entries = config_entries(model.config, items, target) | {"general.quantization_version": 2} | _listed(model)
     return items, entries | tokenizer_entries(model.tokenizer, model.config.vocab_size)
 
 
@@ -183,6 +186,7 @@ def _items(model: Transformer, kind: Kind | None) -> list[Item]:
         begin += tensor.nbytes
     parts: dict[str, list[Item]] = {}
     stacks: set[str] = set()
+    groups: dict[str, int] = {}
     rounded, lost = [], []
     shape: tuple[int, ...]
     for ours in parameter_names(config):
@@ -192,13 +196,16 @@ def _items(model: Transformer, kind: Kind | None) -> list[Item]:
         module: Any = model.get_submodule(owner)
         module = module.table if isinstance(module, PackedEmbedding) else module
         place = place_of(ours, config)
+        if place.layer is not None:
+            continue  # metadata
         rows: Any = slice(config.vocab_size if owner in ("embedding", "head") else None)
-        rows = rows if place.order is None else place.order
         if isinstance(module, PackedLinear) and leaf == "weight":
             shape, ordered = (module.out_features, module.in_features), module.order is not None
-            type_name = _type_of(ours, module.format, module.in_features, ordered=ordered, origin=model.origin)
+            size = module.in_features
+            type_name = _type_of(ours, place, module.format, size, ordered=ordered, origin=model.origin)
             rounded += [ours] * (module.format == INT8)
-            make = partial(_blocks, module, rows, type_name, ours=ours, origin=model.origin)
+            rows = rows if place.order is None else place.order
+            make = partial(_blocks, module, rows, place, type_name, ours=ours, origin=model.origin)
         else:
             tensor = getattr(module, leaf).detach()
             plain = tensor.dim() == 1 or owner.endswith(IN_FLOAT32)
@@ -211,10 +218,12 @@ def _items(model: Transformer, kind: Kind | None) -> list[Item]:
             stored = model.stored_types.get("head" if tied and owner == "embedding" else owner)
             if stored is not None and leaf == "weight":
                 lost.append(f"{ours} ({stored}, now {type_name})")
-            make = partial(_encoded, tensor, rows, place.offset, type_name)
+            make = partial(_encoded, tensor, rows, place, type_name)
         shape = (config.vocab_size, *shape[1:]) if owner in ("embedding", "head") else shape
         shape = shape[1:] if place.one_row and len(shape) > 1 else shape
+        shape = (shape[0], shape[2]) if place.depthwise else shape
         stacks |= {place.name} if place.expert is not None else set()
+        groups[place.name] = place.groups
         parts.setdefault(place.name, []).append(Item(GGUFTensor(place.name, TYPES[type_name], shape), make))
     if rounded:
         warnings.warn(
@@ -230,32 +239,58 @@ def _items(model: Transformer, kind: Kind | None) -> list[Item]:
             HastenWarning,
             stacklevel=4,
         )
-    return factors + [_joined(own, stack=name in stacks) for name, own in parts.items()]
+    return factors + [_joined(own, stack=name in stacks, groups=groups[name]) for name, own in parts.items()]
 
 
-def _joined(parts: list[Item], *, stack: bool) -> Item:
-    """One tensor of several, their rows after each other; stack: as matrices of a first dimension."""
+def _listed(model: Transformer) -> dict[str, list[float]]:
+    """Metadata with a number of each layer: those that a layer learns, and those that llama.cpp wants beside them."""
+    if model.config.activation != "xielu":
+        return {}
+    layers = range(len(model.config.layers))
+    found = {"xielu.beta": [XIELU.BETA for _ in layers], "xielu.eps": [XIELU.EPS for _ in layers]}
+    for ours, name in LISTED.items():
+        found[name] = [model.get_parameter(f"blocks.{i}.{ours}").item() for i in layers]
+    return found
+
+
+def _joined(parts: list[Item], *, stack: bool, groups: int = 1) -> Item:
+    """One tensor of several, their rows after each other, or in turn in each of several groups of rows.
+
+    stack: as matrices of a first dimension.
+    """
     if len(parts) == 1 and not stack:
         return parts[0]
     first = parts[0].tensor
     if len({part.tensor.type for part in parts}) > 1:
         raise ConfigError(f"{first.name} is one tensor in a GGUF file, and here its parts are quantized differently")
     shape = (len(parts), *first.shape) if stack else (sum(p.tensor.shape[0] for p in parts), *first.shape[1:])
-    return Item(replace(first, shape=shape), lambda: np.concatenate([part.make() for part in parts]))
+    if groups == 1:
+        return Item(replace(first, shape=shape), lambda: np.concatenate([part.make() for part in parts]))
 
-
-def _type_of(ours: str, stored: WeightFormat, in_features: int, *, ordered: bool, origin: str | None) -> str:
-    """The type whose blocks hold a quantized layer's numbers."""
-    if ordered:
-        raise ConfigError(
-            f"{ours}: its columns are in the order of activation, which GGUF cannot state: write its plain weights "
-            f"({export_plain(origin)}), then those as a file"
+    def in_turn() -> np.ndarray:
+        rows = [part.make() for part in parts]
+        return np.concatenate([own.reshape(groups, -1, own.shape[-1]) for own in rows], 1).reshape(
+            -1, rows[0].shape[-1]
         )
-    if (name := _OF_FORMAT.get(stored)) is not None and not in_features % TYPES[name].elements:
+
+    return Item(replace(first, shape=shape), in_turn)
+
+
+def _type_of(
+    ours: str, place: Place, stored: WeightFormat, in_features: int, *, ordered: bool, origin: str | None
+) -> str:
+    """The type whose blocks hold a quantized layer's numbers."""
+    plain = f"write its plain weights ({export_plain(origin)}), then those as a file"
+    if ordered:
+        raise ConfigError(f"{ours}: its columns are in the order of activation, which GGUF cannot state: {plain}")
+    name = _OF_FORMAT.get(stored)
+    if name is None or in_features % TYPES[name].elements:
+        uneven = stored.group_size % 32 or in_features % 32 or not stored.symmetric or len(stored.scales) > 1
+        name = None if uneven else {"int4": "Q4_0", "int8": "Q8_0"}.get(stored.element)
+    if name is not None and not place.whole_blocks(TYPES[name].elements):
+        raise ConfigError(f"{ours}: llama.cpp has its columns in another order, which {name} does not hold: {plain}")
+    if name is not None:
         return name
-    types, uneven = {"int4": "Q4_0", "int8": "Q8_0"}, stored.group_size % 32 or in_features % 32
-    if stored.element in types and stored.symmetric and len(stored.scales) == 1 and not uneven:
-        return types[stored.element]
     raise ConfigError(
         f"{ours} is quantized in {stored}, which hasten writes as no type of GGUF: write its plain weights "
         f"({export_plain(origin)}), then those as a file, or quantize them with --scheme int4 --group-size 32 "
@@ -263,12 +298,14 @@ def _type_of(ours: str, stored: WeightFormat, in_features: int, *, ordered: bool
     )
 
 
-def _blocks(module: PackedLinear, rows: Any, type_name: str, *, ours: str, origin: str | None) -> np.ndarray:
+def _blocks(
+    module: PackedLinear, rows: Any, place: Place, type_name: str, *, ours: str, origin: str | None
+) -> np.ndarray:
     """The blocks of a quantized layer, uint8 (N, bytes of a row)."""
     weight = module.to_weight().rows(rows)
     if weight.format != TYPES[type_name].format:  # wider groups, or scales of another dtype
         weight = _in_groups_of_32(weight, ours, origin)
-    return encode(type_name, weight).numpy()
+    return place.in_blocks(encode(type_name, weight), elements=TYPES[type_name].elements).numpy()
 
 
 def _in_groups_of_32(weight: QuantizedWeight, ours: str, origin: str | None) -> QuantizedWeight:
@@ -285,16 +322,16 @@ def _in_groups_of_32(weight: QuantizedWeight, ours: str, origin: str | None) -> 
     return replace(weight, scales=half)
 
 
-def _encoded(tensor: Tensor, rows: Any, offset: float, type_name: str) -> np.ndarray:
+def _encoded(tensor: Tensor, rows: slice, place: Place, type_name: str) -> np.ndarray:
     """A plain tensor as a type holds it, quantized as llama.cpp does: uint8 (…, bytes of a row)."""
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
     dtype = TYPES[type_name].dtype
     if dtype is not None:
-        plain = (tensor[rows].float() + offset if offset else tensor[rows]).to(dtype)
+        plain = place.in_file(tensor[rows]).to(dtype)
         check_finite(f"a weight in {type_name}", plain, Path("the model"))
         return plain.contiguous().view(torch.uint8).numpy()
     check_finite(f"a weight for {type_name}", tensor, Path("the model"))
-    parts = tensor[rows].split(max(1, BLOCK_ELEMENTS // tensor.shape[-1]))
+    parts = place.in_file(tensor[rows]).split(max(1, BLOCK_ELEMENTS // tensor.shape[-1]))
     return np.concatenate([quantize(part.float().numpy(), GGMLQuantizationType[type_name]) for part in parts])

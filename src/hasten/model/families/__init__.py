@@ -18,10 +18,12 @@ from hasten.model.families.olmo import EXAONE4, OLMO2, OLMO3, OLMOE
 from hasten.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from hasten.model.families.routed import DOTS1, GLM4_MOE, MINIMAX_M2
 from hasten.model.families.variants import (
+    APERTUS,
     ARCEE,
     GRANITE,
     GRANITE_MOE,
     HUNYUAN,
+    NANOCHAT,
     NEMOTRON,
     SEED_OSS,
     SMOLLM3,
@@ -35,7 +37,7 @@ from hasten.ops.attention.pattern_text import pattern_of
 DECLARED = (
     *(GPT2, GPT_BIGCODE, STARCODER2),
     *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL, PHI3),
-    *(SEED_OSS, ARCEE, NEMOTRON, GRANITE, GRANITE_MOE, SMOLLM3, HUNYUAN),
+    *(SEED_OSS, ARCEE, NEMOTRON, GRANITE, GRANITE_MOE, SMOLLM3, HUNYUAN, APERTUS, NANOCHAT),
     *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
     *(GEMMA, GEMMA2, GEMMA3),

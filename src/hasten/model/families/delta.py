@@ -110,6 +110,12 @@ def qwen3_5_rows(config: ModelConfig) -> dict[str, RowSlice]:
     }
 
 
+def qwen3_next_gguf_rows(config: ModelConfig) -> dict[str, RowSlice]:
+    """Row slices of a GGUF file's projections: queries, keys and values as in Qwen 3.5, b and a as in the folder."""
+    folder = qwen3_next_rows(config)
+    return qwen3_5_rows(config) | {"beta": folder["beta"], "decay": folder["decay"]}
+
+
 def qwen3_5_moe_config(fields: Fields) -> ModelConfig:
     # All layers have experts, and the config no size of an MLP without.
     inner = {"intermediate_size": fields.value("moe_intermediate_size")}
@@ -144,7 +150,7 @@ DELTA_DEFAULTS: Mapping[str, Any] = {
     "linear_num_value_heads": 32,
 }
 EXPERT_DEFAULTS = {"num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
-QWEN3_NEXT = Family(
+NEXT_FOLDER = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     qwen3_next_config,
@@ -158,6 +164,8 @@ QWEN3_NEXT = Family(
         "norm_topk_prob": True,
     },
 )
+NEXT_GGUF_NAMES = QWEN3_NEXT_NAMES | {name: QWEN3_5_NAMES[name] for name in ("query", "key", "value", "z")}
+QWEN3_NEXT = replace(NEXT_FOLDER, in_gguf=replace(NEXT_FOLDER, names=NEXT_GGUF_NAMES, rows=qwen3_next_gguf_rows))
 QWEN3_5 = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",

@@ -51,7 +51,9 @@ class Family:
     (in, out). defaults are the values of fields that a config.json may leave out: those of the family's config class in
     transformers. stacks: the tensors of all experts of a layer, where the checkpoint stacks them.
     one_row: our vectors that it stores as matrices of one row. in_memory: the names of a transformers model in memory,
-    where they are others; its experts are stacked.
+    where they are others; its experts are stacked. constants: tensors of one number each, the same in every model,
+    which the files hold beside the weights. in_gguf: the layout of a GGUF file's tensors, where it joins others than
+    the folder does.
     """
 
     model_type: str
@@ -64,6 +66,8 @@ class Family:
     stacks: Stacks | None = None
     one_row: tuple[str, ...] = ()
     in_memory: Mapping[str, str] | None = None
+    constants: Callable[[ModelConfig], dict[str, float]] = lambda config: {}
+    in_gguf: "Family | None" = None
 
     @property
     def base(self) -> str:
@@ -103,6 +107,8 @@ def layouts(family: Family, config: ModelConfig) -> list[Places]:
         found.append(replace(family, names=names, stacks=Stacks("experts.gate_up_proj", "experts.down_proj")))
     if family.stacks is not None:
         found.append(replace(family, stacks=None))
+    if family.in_gguf is not None:
+        found.append(family.in_gguf)
     return [one.places(config) for one in found]
 
 
@@ -114,11 +120,14 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
         norms += ["attention_post_norm", "mlp_post_norm"]
     heads = ["attention.q_norm", "attention.k_norm"] if config.qk_norm else []
     inner = ["gate", "up", "down"] if config.gated else ["up", "down"]
+    learned = ["activation.alpha_p", "activation.alpha_n"] if config.activation == "xielu" else []
     yield from _named("", ["embedding", "head"] + ["positions"] * config.learned_positions)
-    yield from _named("", ["norm"], bias=layernorm)
+    outer = ["norm"] + ["embedding_norm"] * config.embedding_norm
+    yield from _named("", outer if config.norm_weights else [], bias=layernorm)
     for i, layer in enumerate(config.layers):
         block = f"blocks.{i}."
-        yield from _named(block, norms + ([] if layer.delta else heads), bias=layernorm)
+        own = norms + ([] if layer.delta else heads)
+        yield from _named(block, own if config.norm_weights else [], bias=layernorm)
         if layer.delta:
             yield from (f"{block}delta.{name}" for name in _DELTA)
         else:
@@ -137,6 +146,7 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
             yield from _named(f"{block}mlp.", ["shared_gate"] * config.shared_gate)
         else:
             yield from _named(f"{block}mlp.", inner, bias=config.mlp_bias)
+            yield from (f"{block}mlp.{name}" for name in learned)
 
 
 _DELTA = (

@@ -4,11 +4,14 @@ Seed-OSS: biases on q, k and v. Arcee AFM: squared ReLU instead of a gate. StarC
 biases, GELU instead of a gate. Nemotron and Minitron (dense, arXiv 2402.16819): LayerNorm whose weights are stored
 minus one, squared ReLU, half of each head rotated. Granite 3 and 4 (dense), and Granite 3's mixture of experts: four
 scalars. SmolLM3: layers without rotary positions. Hunyuan (dense): queries and keys normalised after their rotary turn.
+Apertus (arXiv 2509.14233): xIELU, whose two numbers each layer learns, instead of a gate. nanochat: norms without
+weights, one of them behind the embedding, heads rotated backwards and then normalised, squared ReLU, capped logits.
 """
 
 from dataclasses import replace
 from typing import Any
 
+from hasten.model.activations import XIELU
 from hasten.model.config import Fields, LayerConfig, ModelConfig, RopeConfig
 from hasten.model.families.family import (
     ACTIVATION_NAMES,
@@ -186,4 +189,68 @@ HUNYUAN_NAMES = LLAMA_NAMES | {"q_norm": "query_layernorm", "k_norm": "key_layer
 HUNYUAN_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 HUNYUAN = Family(
     "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", hunyuan_config, HUNYUAN_NAMES, defaults=HUNYUAN_DEFAULTS
+)
+
+
+def apertus_config(fields: Fields) -> ModelConfig:
+    bias, given = fields.flag("attention_bias", False), rope_fields(fields) or Fields(APERTUS_ROPE, fields.where)
+    return llama_config(
+        fields,
+        ropes=(rope(fields, sizes(fields)["head_dim"], given, theta=12_000_000.0),),
+        activation=fields.choice("hidden_act", options=ACTIVATION_NAMES | {"xielu": "xielu"}),
+        qk_norm="head",
+        gated=False,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+
+
+def apertus_constants(config: ModelConfig) -> dict[str, float]:
+    """The two numbers of xIELU that are not learned, which the files hold for each layer."""
+    numbers = {"beta": XIELU.BETA, "eps": XIELU.EPS} if config.activation == "xielu" else {}
+    layers = range(len(config.layers))
+    return {f"model.layers.{i}.mlp.act_fn.{name}": number for i in layers for name, number in numbers.items()}
+
+
+APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+APERTUS = Family(
+    "apertus",
+    "ApertusForCausalLM",
+    apertus_config,
+    LLAMA_NAMES
+    | {"activation": "act_fn", "attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
+    defaults={"hidden_act": "xielu", "max_position_embeddings": 65_536, "rms_norm_eps": 1e-5},
+    constants=apertus_constants,
+)
+
+
+def nanochat_config(fields: Fields) -> ModelConfig:
+    bias = fields.flag("attention_bias", False)
+    table = rope(fields, sizes(fields)["head_dim"], rope_fields(fields), theta=10_000.0)
+    return llama_config(
+        fields,
+        ropes=(replace(table, backwards=True),),
+        norm_weights=False,
+        embedding_norm=True,
+        qk_norm="rotated_head",
+        gated=False,
+        qkv_bias=bias,
+        output_bias=bias,
+        logit_softcap=fields.number("final_logit_softcapping", default=None, low=1e-6),
+    )
+
+
+NANOCHAT = Family(
+    "nanochat",
+    "NanoChatForCausalLM",
+    nanochat_config,
+    LLAMA_NAMES | {"up": "fc1", "down": "fc2"},
+    defaults={"hidden_act": "relu2", "max_position_embeddings": 2048, "final_logit_softcapping": 15.0},
 )

@@ -92,6 +92,7 @@ struct Plan {
   double scale, softcap, residual_scale;
   bool gated, rope_pairs, parallel, attention_gate;
   Activation kind;
+  float positive, negative;  // of xIELU
   HeadNorm head_norm;
   Norm attention_norm, q_norm, k_norm, output_norm, mlp_norm, down_norm;
   Few<PackedWeight> qkv, mlp;
@@ -116,8 +117,8 @@ static void check_routing(const RoutingFields& to, const ExpertsPlan& experts, i
   STD_TORCH_CHECK(!to.choice_bias || (to.choice_bias->scalar_type() == ScalarType::Float &&
                                       to.choice_bias->is_contiguous() && to.choice_bias->numel() == count),
                   "each expert needs its bias, float32");
-  STD_TORCH_CHECK(!call.ranks && !call.down_norm_weight && !call.parallel && call.residual_scale == 1,
-                  "a block with experts has no ranks, no norm behind its MLP, no scaled branches, and attention before it");
+  STD_TORCH_CHECK(!call.ranks && !call.down_norm_weight && !call.parallel,
+                  "a block with experts has no ranks, no norm behind its MLP, and attention before it");
 }
 
 Tensor plan_block(PlanBlockCall call) {
@@ -141,11 +142,14 @@ Tensor plan_block(PlanBlockCall call) {
   const bool dense = call.down.has_value();
   STD_TORCH_CHECK(dense || experts || (call.mlp.empty() && !call.parallel), "a block without down has no MLP");
   if (experts) check_routing(to, *experts, c, call);
+  const bool learned = Activation(call.activation) == Activation::xielu;
+  STD_TORCH_CHECK(call.xielu.size() == size_t(2 * learned), "xIELU has two factors, and no other activation has any");
   auto plan = std::make_unique<Plan>(Plan{
       .c = c, .heads = call.heads, .head_dim = call.head_dim, .window = call.window, .inner = call.inner_size,
       .scale = call.scale, .softcap = call.softcap, .residual_scale = call.residual_scale, .gated = call.gated,
       .rope_pairs = call.rope_pairs, .parallel = call.parallel, .attention_gate = call.attention_gate,
       .kind = Activation(call.activation),
+      .positive = learned ? float(call.xielu[0]) : 0.0f, .negative = learned ? float(call.xielu[1]) : 0.0f,
       .head_norm = HeadNorm(call.head_norm),
       .attention_norm = call.norm.norm(), .q_norm = call.norm.like(call.q_norm), .k_norm = call.norm.like(call.k_norm),
       .output_norm = call.norm.like(call.output_norm_weight, call.output_norm_bias),
@@ -161,7 +165,7 @@ Tensor plan_block(PlanBlockCall call) {
       .shared_gate = one(to.shared_gate, 1, c),
       .routing = {.top = to.top_experts, .groups = to.expert_groups, .kept_groups = to.kept_groups,
                   .sigmoid = to.sigmoid_scores, .normalize = to.normalize_shares, .sum_floor = float(to.share_floor),
-                  .scale = float(to.share_scale),
+                  .scale = float(to.share_scale * call.residual_scale),
                   .choice_bias = to.choice_bias ? static_cast<const float*>(to.choice_bias->const_data_ptr()) : nullptr},
       .ranks = call.ranks ? &mutable_plan<Ranks>(*call.ranks) : nullptr});
   plan->held = std::move(call);
@@ -169,7 +173,7 @@ Tensor plan_block(PlanBlockCall call) {
 }
 
 // The second half of a block with experts: out = x + what they give of norm(x), and what an MLP beside them gives, if
-// there is one. x and out (rows, C) float32.
+// there is one, both scaled as the block's branches are. x and out (rows, C) float32.
 struct RoutedPhases {
   RoutedPhases(Arena& arena, const Plan& p, const float* x, float* out, int64_t rows)
       : routing(p.routing), rows(rows), count(p.experts->count()), inner(p.inner), logits(arena.take<float>(rows * count)),
@@ -178,7 +182,8 @@ struct RoutedPhases {
         router(arena, x, Type::f32, rows, p.mlp_norm, p.router) {
     if (p.mlp.count) {
       mlp.emplace(arena, x, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind);
-      down.emplace(arena, act, Type::f32, rows, p.down, x, out, Type::f32, Norm{});
+      down.emplace(arena, act, Type::f32, rows, p.down, x, out, Type::f32, Norm{}, nullptr, nullptr,
+                   float(p.residual_scale));
     }
     if (p.shared_gate.k) gate.emplace(arena, x, Type::f32, rows, p.mlp_norm, p.shared_gate);
     const float* base = p.mlp.count ? out : x;
@@ -245,7 +250,8 @@ struct BlockPhases {
       routed.emplace(arena, p, middle, out, rows);
       return;
     }
-    mlp.emplace(arena, p.parallel ? x : middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind, chosen);
+    mlp.emplace(arena, p.parallel ? x : middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind, chosen,
+                p.positive, p.negative);
     down.emplace(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm, chosen, p.ranks,
                  float(p.residual_scale));
   }

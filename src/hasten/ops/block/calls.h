@@ -82,7 +82,7 @@ struct RoutingFields {
 // attention_gate: each head of q is followed by its gate. delta: of plan_delta, in the place of attention; qkv then are the
 // plans of query, key, value, z, strength and decay, and heads are none. residual_scale:
 // a factor of what output and down add. parallel: the MLP reads x, as attention does. ranks: with which the sums of output
-// and down are shared. sinks: as in AttentionPhases.
+// and down are shared. sinks: as in AttentionPhases. xielu: the two factors of xIELU, where it is the activation.
 struct PlanBlockCall {
   NormFields norm;
   std::vector<Tensor> qkv;
@@ -105,10 +105,11 @@ struct PlanBlockCall {
   RoutingFields routing;
   bool attention_gate = false;
   Maybe delta;
+  std::vector<double> xielu;
   HASTEN_FIELDS(norm, qkv, heads, kv_heads, head_dim, q_norm, k_norm, head_norm, rope_pairs, residual_scale, parallel,
                 scale, window, softcap, output, output_norm_weight, output_norm_bias, mlp_norm_weight, mlp_norm_bias, mlp,
                 inner_size, gated, activation, down, down_norm_weight, down_norm_bias, ranks, sinks, routing, attention_gate,
-                delta)
+                delta, xielu)
 };
 
 // Blocks after each other, x (…, C) float32 -> the same, the threads started once. cos, sin: of each rotary table;

@@ -201,9 +201,10 @@ struct LinearAdd {
 // panel; else they are two parts.
 struct MlpInput {
   MlpInput(Arena& arena, const void* x, Type type, int64_t rows, void* out, const Norm& norm,
-           const Few<PackedWeight>& weights, int64_t inner, bool gated, Activation kind, const int64_t* chosen = nullptr)
-      : interleaved(gated && weights.count == 1), inner(inner), gated(gated), kind(kind), out(out), type(type),
-        linear(arena, x, type, rows, norm, weights, chosen) {}
+           const Few<PackedWeight>& weights, int64_t inner, bool gated, Activation kind, const int64_t* chosen = nullptr,
+           float positive = 0, float negative = 0)
+      : interleaved(gated && weights.count == 1), inner(inner), gated(gated), kind(kind), positive(positive),
+        negative(negative), out(out), type(type), linear(arena, x, type, rows, norm, weights, chosen) {}
   // Checks the weights of a plan and returns them unchanged. An interleaved weight has whole panels.
   static Few<PackedWeight> checked(Few<PackedWeight> weights, int64_t inner, bool gated) {
     const bool interleaved = gated && weights.count == 1;
@@ -236,7 +237,7 @@ struct MlpInput {
       for (int64_t i = 0; i < count; i += LANES) {
         F32 y = load(gate + i);
         if (first.bias) y += load_bias(first, row1 + i);
-        y = activate(y, kind);
+        y = activate(y, kind, positive, negative);
         if (gated) {
           F32 by = load(up + i);
           if (second.bias) by += load_bias(second, row2 + i);
@@ -252,6 +253,7 @@ struct MlpInput {
   const int64_t inner;
   const bool gated;
   const Activation kind;
+  const float positive, negative;  // of xIELU
   void* const out;
   const Type type;
   const Linear linear;
