@@ -161,6 +161,9 @@ def test_a_wrong_recipe_is_found_where_one_rank_tells_it(recipe, monkeypatch):
     assert "data.batch_size is 0" in str(found[0])
 
 
+CURVED = Qat(bits=4, learned_scales=False, start_bits=8, eigenvalue_steps=2)
+
+
 def refuse(config, made, two):
     made.check()
     rank_checks.check_ranks(made, two)
@@ -178,8 +181,9 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_shared(recipe)
         (recipe(zero=3, prefetch=1, layer_drop=0.5), "layer_drop skips"),
         (recipe(zero=0, prefetch=1), "parallel.prefetch has no effect with parallel.zero 0; set that too"),
         (recipe(zero=1, kind="onebit-adam", beta2=0.999), r"20 \+ 4/N bytes .* set parallel.zero 0"),
-        (recipe(zero=1, qat=Qat(bits=4)), "qat.bits rounds whole matrices"),
-        (recipe(qat=Qat(bits=4), policy="float32-masters", precision="bfloat16"), "qat.bits train float32 weights"),
+        (recipe(zero=1, tensor=2, qat=Qat(bits=4)), "qat.bits rounds whole matrices, which parallel.tensor splits"),
+        (recipe(zero=1, qat=CURVED), "qat.eigenvalue_steps measures whole blocks"),
+        (recipe(qat=Qat(bits=4), policy="float32-masters", precision="bfloat16"), "qat.bits trains float32 weights"),
     ]:
         with pytest.raises(ConfigError, match=told):
             refuse(config, made, two)
