@@ -208,7 +208,7 @@ EVERY: dict[str, Command] = {
         ProfileTraining,
         {"recipe": Recipe(name="made")},
         False,
-        f"measured sort tensorboard output {' '.join({*ALWAYS.split()} - {*NOT_PROFILED})}",
+        f"measured sort tensorboard output processes {' '.join({*ALWAYS.split()} - {*NOT_PROFILED})}",
     ),
 }
 CONDITIONAL = [

@@ -21,10 +21,9 @@ from hasten.errors import ConfigError, ResourceError
 from hasten.training import build, checkpoints, rank_checks, session
 from hasten.training.checkpoint_state import find
 from hasten.training.journal import read
-from hasten.training.recipe import Qat, flat
-from hasten.training.recipes import RECIPES
+from hasten.training.recipe import Qat
 from hasten.training.session import train
-from rank_runs import stop_after
+from rank_runs import flags, stop_after
 
 # Trains; what goes wrong, on rank 1 alone, is the second argument.
 CHILD = textwrap.dedent("""
@@ -249,23 +248,6 @@ def test_a_run_that_starts_over_goes_on_from_its_own_checkpoints_only(recipe, mo
         assert attempt(1, killed_at=1) == [1]  # not the old run's end
         assert attempt(2, killed_at=5) == [1, 2, 3, 4, 5]  # there was no checkpoint yet
         assert attempt(3, killed_at=None) == [5, 6, 7, 8]
-
-
-def flags(made):
-    """The recipe as options of `hasten train demo`."""
-    usual, words = flat(RECIPES["demo"]), []
-    for name, value in flat(made).items():
-        section, _, field = name.rpartition(".")
-        option = "--" + ".".join(filter(None, (section, field.replace("_", "-"))))
-        if value is False and usual[name]:
-            words.append(f"--{section}.no-{field.replace('_', '-')}")
-        elif value != usual[name] and name != "schedule.decay_fraction":  # which has no effect with its schedule
-            words += (
-                [option]
-                if value is True
-                else [option, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
-            )
-    return words
 
 
 @pytest.mark.slow  # nine processes, one after the other in twos and threes

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +33,13 @@ class TracedStep:
     memory: tuple[tuple[float, int], ...]
 
 
-def traced(meter: Meter, step: Callable[[], object], path: Path) -> TracedStep:
-    """Trace a step under a meter and write the trace, with our parts as a track of their own."""
+def traced(
+    meter: Meter, step: Callable[[], object], path: Path, *, beside: AbstractContextManager[object] | None = None
+) -> TracedStep:
+    """Trace a step under a meter and write the trace, with our parts as a track of their own.
+
+    beside: entered for the step, too.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports its own start and stop to stderr
     cuda = meter.cuda
     if cuda:
@@ -41,7 +47,8 @@ def traced(meter: Meter, step: Callable[[], object], path: Path) -> TracedStep:
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
     with meter, profile(activities=activities, profile_memory=True) as profiler, record_function(STEP):
         meter.restart()
-        step()
+        with beside or nullcontext():
+            step()
         meter.enter("", FORWARD)
     if cuda:  # for pytorch.org/memory_viz
         torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
