@@ -58,7 +58,10 @@ CASES = {
         {"lora": Lora(rank=4, targets=("all-linear",)), "learning_rate": 3e-2, **SHORT},
         [{"zero": 0}, {"zero": 3}],
     ),
-    "qat": ({"qat": Qat(bits=4), **SHORT, "hidden_size": 32, "feed_forward": 64}, [{"zero": zero} for zero in range(4)]),
+    "qat": (
+        {"qat": Qat(bits=4), **SHORT, "hidden_size": 32, "feed_forward": 64},
+        [{"zero": zero} for zero in range(4)],
+    ),
     "qat-lora": (
         {"qat": Qat(bits=3), "lora": Lora(rank=4, targets=("q_proj", "down_proj")), "init": "taken-model", **SHORT},
         [{"zero": 0}, {"zero": 2}, {"zero": 3}],

@@ -125,6 +125,8 @@ def show_ways(ways: Ways) -> None:
         f"training {plan.model} on {plan.device.name}, {plan.free / 1e9:.1f} GB free, for {ways.goal}\n", style="bold"
     )
     console.print(table)
+    if ways.note:
+        console.print(f"\n{ways.note}")
     console.print(f"\n{ways.thought_of} ways thought of; what asks for more than another and is no faster is left out")
 
 

@@ -148,9 +148,7 @@ def _training(recipe: Recipe, ranks: Ranks) -> tuple[list[Work], str]:
     return [training(setup, batches)], cast(str, setup.step.precision.name)
 
 
-def measure(
-    work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path, ranks: Ranks = ALONE
-) -> ProfiledPhase:
+def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path, ranks: Ranks = ALONE) -> ProfiledPhase:
     """Profile a step: alternates `steps` observed and as many unobserved ones, then traces one."""
     meter = Meter(work.model, work.calls)
     exchanges = Exchanges(meter) if ranks.size > 1 else None

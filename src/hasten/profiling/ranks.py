@@ -81,7 +81,9 @@ class Exchanges(TorchDispatchMode):
         self.found: list[Exchange] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, self.divided) for kind in types):  # such a tensor calls operators of plain tensors, which come here
+        if any(
+            issubclass(kind, self.divided) for kind in types
+        ):  # such a tensor calls operators of plain tensors, which come here
             return NotImplemented
         found = collective_of(function, args)
         if found is None:

@@ -88,7 +88,7 @@ def train(
     not finite, CheckpointError for a damaged checkpoint.
     """
     with joined() as ranks:
-        _check(recipe, resume)
+        check_asked(recipe, resume)
         ranks = ranks.split(recipe.parallel.tensor)
         folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
         if resume == "never" and remembered(f"begun {folder.path}"):
@@ -97,7 +97,8 @@ def train(
             return _train(recipe, folder, ranks, progress=progress and ranks.first, resume=resume, on_step=on_step)
 
 
-def _check(recipe: Recipe, resume: Resume) -> None:
+def check_asked(recipe: Recipe, resume: Resume) -> None:
+    """Raise ConfigError for what `train` cannot be asked for."""
     if not isinstance(recipe, Recipe):
         raise ConfigError(
             f"train() takes a hasten.training.Recipe, and was given {recipe!r} ({type(recipe).__name__}); those that "
