@@ -91,7 +91,4 @@ def _run_as_rank(command: Any, degree: int) -> None:
 
 def _of_one_process(command: Any) -> list[str]:
     """The options of a command that several ranks do not support, as written on the command line."""
-    found = [f"--{name}" for name in ("pin", "compile", "tasks") if getattr(command, name, None)]
-    if str(getattr(command, "draft", "")).startswith("self:"):
-        found.append("--draft self:")
-    return found
+    return [f"--{name}" for name in ("pin", "tasks") if getattr(command, name, None)]

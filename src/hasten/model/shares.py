@@ -78,8 +78,10 @@ class Share:
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """Config of the rank's own model: `whole` with smaller sizes."""
+        pattern = whole.attention_pattern
         return replace(
             whole,
+            attention_pattern=None if pattern is None else replace(pattern, first_head=self.heads.start),
             heads=len(self.heads),
             kv_heads=len(self.kv_heads),
             intermediate_size=len(self.inner),
@@ -119,8 +121,6 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
 
     Raises ConfigError if the model cannot be split that way; it names the largest size that can.
     """
-    if config.attention_pattern is not None:
-        raise ConfigError("a model with a sparse attention pattern runs in one process: its patterns belong to heads")
     if (config.keeps_states or config.attention_gate) and size > 1:
         raise ConfigError(
             f"--tensor-parallel is {size}; a {config.family} has Gated DeltaNet or gates of attention, which are not "
