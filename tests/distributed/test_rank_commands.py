@@ -85,7 +85,6 @@ def test_what_runs_in_one_process_is_refused_under_torchrun(tiny_folder, monkeyp
         (["serve", "--adapter", "a=nowhere"], "nowhere is no folder with an adapter"),
         (["serve", "--port", "99999"], "--port 99999"),
         (["serve", "--port", "99999", "--devices", "auto"], "--port 99999"),
-        (["eval", "--tasks", "arc_easy"], "--tasks is for one process"),
     ],
 )
 def test_what_ranks_cannot_take_is_refused_before_any_is_started(options, told, tiny_folder, monkeypatch, capsys):

@@ -91,4 +91,4 @@ def _run_as_rank(command: Any, degree: int) -> None:
 
 def _of_one_process(command: Any) -> list[str]:
     """The options of a command that several ranks do not support, as written on the command line."""
-    return [f"--{name}" for name in ("pin", "tasks") if getattr(command, name, None)]
+    return ["--pin"] if getattr(command, "pin", False) else []
