@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from hasten.bench.plan import PlanOptions, Subject, config_of, settle, settled, training_plan
 from hasten.errors import ConfigError, ResourceError
+from hasten.planning.devices import ONE_SOCKET
 from hasten.planning.memory import TrainingUse
 from hasten.planning.plan import Plan
 from hasten.training.recipe import CheckpointingName, OffloadName, Parallel, PolicyName, Recipe, StageName
@@ -196,11 +197,7 @@ def _best(
     parallel, most, note = subject.options.parallel, max(counts), ""
     divided = parallel.zero or parallel.tensor > 1 or "processes" in kept
     if subject.shares_cores and most > 1 and not divided:
-        counts = [1]
-        note = (
-            f"on one socket {most} ranks never beat one process: they share its cores and memory bandwidth, and add "
-            "their exchanges"
-        )
+        counts, note = [1], ONE_SOCKET
     groups = parallel.replicas * parallel.tensor
     counts = [number for number in counts if number % groups == 0]
     ways = [way for number in counts for way in _ways(subject, number, kept, rows)]

@@ -12,6 +12,7 @@ from hasten.cli.options import JsonOption
 from hasten.errors import ConfigError, HastenError
 from hasten.machine.files import require_writable
 from hasten.planning.choices import Choices
+from hasten.planning.devices import ONE_SOCKET
 from hasten.planning.plan import Plan
 
 
@@ -104,6 +105,8 @@ def show(choices: Choices) -> None:
     console.print(f"{plan.model} on {plan.device.name}, for {choices.wanted.goal}\n", style="bold")
     console.print(table)
     console.print(f"\n{choices.why()}; between ranks: {plan.device.link.source}")
+    if plan.device.measured and plan.device.kind == "cpu":
+        console.print(ONE_SOCKET)
 
 
 def show_ways(ways: Ways) -> None:
