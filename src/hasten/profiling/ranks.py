@@ -124,8 +124,8 @@ def times_of_ranks(
     for (part, _), seconds in spent.items():
         own[part] += seconds
     texts = ranks.texts(json.dumps({"own": own, "exchanges": [asdict(one) for one in exchanges]}))
-    told = [json.loads(text) for text in texts]
-    found = [(one["own"], [Exchange(**values) for values in one["exchanges"]]) for one in told]
+    said = [json.loads(text) for text in texts]
+    found = [(one["own"], [Exchange(**values) for values in one["exchanges"]]) for one in said]
     return tuple(
         RankTimes(rank=rank, parts=_parts(times, _split(made, last_begun([made for _, made in found]))))
         for rank, (times, made) in enumerate(found)
