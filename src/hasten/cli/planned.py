@@ -78,9 +78,8 @@ def training_by_plan(command: Train, arguments: list[str], given: Collection[str
         recipe = _having(recipe, name, value)
     configure(threads=recipe.run.threads)
     ways = choose_for_recipe(recipe, kept={*given, *begun}, processes=command.processes)
-    way, words = ways.best, []
-    for name, value in lasting.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
+    way = ways.best
+    words = [word for name, value in lasting.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     words += " ".join(way.changes).split()
     rows = next(option for option in way.kept if option.startswith("--data.batch-size "))
     words += rows.split() if rows.split()[1] != str(recipe.data.batch_size) else []

@@ -71,11 +71,12 @@ def collective_of(function: Any, args: Any) -> Collective | None:
 
 def wait_for(result: Any) -> None:
     """Wait for what the operator of a collective returned."""
+    if isinstance(result, Tensor):
+        torch.ops._c10d_functional.wait_tensor(result)
+        return
     for one in result if isinstance(result, list | tuple) else (result,):
         if isinstance(one, torch.ScriptObject):
             Work.unbox(one).wait()
-        elif isinstance(one, Tensor):
-            torch.ops._c10d_functional.wait_tensor(one)
 
 
 class Counted(TorchDispatchMode):
