@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+import column_folders
 import hasten
 import ranks
 from hasten.errors import ConfigError
@@ -70,6 +71,7 @@ CASES = {
     "sinks-fused": (SINKS, None, "bfloat16"),
     "sparse": ({"hasten": {"attention_pattern": PATTERN}}, None, "float32"),
     "sparse-fused": ({"hasten": {"attention_pattern": PATTERN | {"block": 16}}}, None, "bfloat16"),
+    "act-order": ({}, "desc_act", "float32"),
     "side-by-side": (COHERE, None, "float32"),
     "int8": ({}, Int8(activations="int8"), "bfloat16"),
     "int4": ({"intermediate_size": 160}, Int4(group_size=32), "bfloat16"),
@@ -135,6 +137,11 @@ def folders(tmp_path_factory):
     root, alone = tmp_path_factory.mktemp("shared"), {}
     for name, (changes, scheme, dtype) in CASES.items():
         model = make(changes).to(getattr(torch, dtype))
+        if scheme == "desc_act":
+            hasten.save(model, root / f"{name}-plain")
+            column_folders.write(root / f"{name}-plain", root / name, "gptq", act_order=True)
+            alone[name] = hasten.load(root / name, dtype="stored")
+            continue
         if scheme is not None:
             quantize(model, scheme)
         with warnings.catch_warnings():

@@ -14,6 +14,7 @@ from hasten.checkpoints.formats.file_format import QuantizedFolder, QuantizedMod
 from hasten.errors import HastenWarning
 from hasten.model.families.slices import TensorSlice
 from hasten.model.layer_format import LayerFormat
+from hasten.model.sharded import RowsOfRank
 from hasten.model.shares import Cut, Share
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
@@ -83,11 +84,16 @@ def fill_quantized(
             if blocks is not None:
                 packed = PackedLinear.from_blocks(replace(blocks, rows=piece.of(blocks.rows)), place.bias, **options)
             elif (words := folder.int4_words(module)) is None:
-                packed = PackedLinear.from_weight(own(read(module)), place.bias, **options)
+                held = own(read(module))
+                rows = cut is not None and cut.takes_rows(held)
+                packed = PackedLinear.from_weight(held, None if rows else place.bias, **options)
+                if cut is not None and rows:
+                    model.set_submodule(name, RowsOfRank(packed, cut.rows, place))
             else:
                 options["in_features"] = place.in_features
                 packed = PackedLinear.from_int4_words(own(words), place.bias, **options)
-            model.set_submodule(name, packed.eval())
+            if not isinstance(model.get_submodule(name), RowsOfRank):
+                model.set_submodule(name, packed.eval())
             data = packed.data
         # Release the file's pages, unless the layer's kernel reads the mapping itself. (`values` maps them again: were
         # it ever a copy instead, nobody else would hold it.)

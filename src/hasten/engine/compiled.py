@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hasten.errors import ConfigError
 from hasten.model.fused import CudaBlock
-from hasten.model.sharded import ShardedTransformer, SumOfRanks
+from hasten.model.sharded import RowsOfRank, ShardedTransformer, SumOfRanks
 from hasten.model.swap import replace_modules, swap_kinds, take_over
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.wide import WideLinear, wide_linear
@@ -71,6 +71,8 @@ def compile_blocks(model: Transformer) -> None:
     for module in model.modules():
         if isinstance(module, SumOfRanks):
             module.summed = torch.compiler.disable(module.group.sum)
+        elif isinstance(module, RowsOfRank):
+            module.gathered = torch.compiler.disable(module.gathered)
     whole = not isinstance(model, ShardedTransformer)
     new = {part: take_over(_compiled_kind(type(part)), part) for part in parts}  # type: ignore[arg-type]
     for part in new.values():
