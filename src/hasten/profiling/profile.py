@@ -186,7 +186,12 @@ def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path,
     work.prepare()
     held = storages(work.model.device)  # until the step is traced: torch's profiler warns where older memory is freed
     own = f".rank{ranks.rank}" if ranks.size > 1 else ""
-    step = traced(meter, work.step, folder / f"{work.name}{own}.trace.json", beside=exchanges)
+
+    def watched_step() -> None:
+        with exchanges or nullcontext():
+            work.step()
+
+    step = traced(meter, watched_step, folder / f"{work.name}{own}.trace.json")
     return ProfiledPhase(
         name=work.name,
         tokens=sum(new for _, new in work.spans),

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +32,8 @@ class TracedStep:
     memory: tuple[tuple[float, int], ...]
 
 
-def traced(
-    meter: Meter, step: Callable[[], object], path: Path, *, beside: AbstractContextManager[object] | None = None
-) -> TracedStep:
-    """Trace a step under a meter and write the trace, with our parts as a track of their own.
-
-    beside: entered for the step, too.
-    """
+def traced(meter: Meter, step: Callable[[], object], path: Path) -> TracedStep:
+    """Trace a step under a meter and write the trace, with our parts as a track of their own."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports its own start and stop to stderr
     cuda = meter.cuda
     if cuda:
@@ -47,8 +41,7 @@ def traced(
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
     with meter, profile(activities=activities, profile_memory=True) as profiler, record_function(STEP):
         meter.restart()
-        with beside or nullcontext():
-            step()
+        step()
         meter.enter("", FORWARD)
     if cuda:  # for pytorch.org/memory_viz
         torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
