@@ -54,7 +54,9 @@ class Collective:
 def collective_of(function: Any, args: Any) -> Collective | None:
     """The collective that an operator is; None for another operator."""
     schema = getattr(function, "_schema", None)
-    space, _, name = "" if schema is None else schema.name.partition("::")
+    if schema is None:
+        return None
+    space, _, name = schema.name.partition("::")
     if space == "c10d" and name in _KINDS:
         kind, times, place = _KINDS[name]
         group = ProcessGroup.unbox(args[[argument.name for argument in schema.arguments].index("process_group")])

@@ -144,6 +144,7 @@ def _to_draft(small: Transformer, model: Transformer) -> Transformer:
 def first_layers_of_whole(model: ShardedTransformer, count: int) -> Transformer:
     """The first layers of a model of which this rank holds a share: they are loaded whole, beside it."""
     _refuse_adapters(model)
+    assert model.origin is not None, "ranks load their shares from files"
     whole = load_quietly(model.origin, dtype=model.dtype, device=str(model.device))
     return _to_draft(first_layers(whole, count), model)
 
