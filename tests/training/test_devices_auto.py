@@ -77,6 +77,8 @@ def test_what_is_chosen_fits_into_the_memory_that_it_is_chosen_for(recipe, memor
     memory(0.01)
     with pytest.raises(ResourceError, match=r"take a smaller model \(--model.layers\), or a shorter --data.context"):
         choose_for_recipe(made)
+    with pytest.raises(ResourceError, match=r"give fewer --data\.batch-size and more --data\.accumulation, or take a"):
+        choose_for_recipe(made, kept={"data.batch_size"})
 
 
 def test_the_command_adds_what_the_plan_chooses_and_says_it_in_a_line(recipe, memory, begun, monkeypatch, capsys):

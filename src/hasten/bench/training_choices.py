@@ -14,6 +14,7 @@ from hasten.planning.plan import Plan
 from hasten.training.recipe import CheckpointingName, OffloadName, Parallel, PolicyName, Recipe, StageName
 
 SHOWN = 12  # ways in a table
+GIVEN_ROWS = {"data.batch_size", "data.accumulation"}  # fields with which rows are not divided
 SAME = 1.02  # times the seconds of another way: then the one that asks for less is better
 
 
@@ -206,7 +207,7 @@ def _best(
         raise ConfigError(f"{most} devices are no multiple of parallel.replicas times parallel.tensor ({groups})")
     fitting = [way for way in ways if way.fits]
     if not fitting:
-        raise _nothing_fits(ways, subject.options)
+        raise _nothing_fits(ways, subject.options, divides=not GIVEN_ROWS & {*kept})
     found: list[Way] = []
     for way in sorted(fitting, key=lambda way: (len(way.changes), way.device_seconds)):
         if not any(_makes_needless(one, way) for one in found):
@@ -248,7 +249,7 @@ def _ways(subject: Subject, devices: int, kept: Collection[str], rows: int | Non
     if free("techniques.checkpointing", techniques.checkpointing == "none"):
         recomputed = ("none", "selective", "full")
     splits = [count for count in (1 << i for i in range(rows.bit_length())) if rows % count == 0]
-    if {"data.batch_size", "data.accumulation"} & {*kept}:
+    if GIVEN_ROWS & {*kept}:
         splits = [1]
     for zero, offload, policy, checkpointing, split in product(stages, offloads, policies, recomputed, splits):
         own = subject.having(
@@ -288,8 +289,8 @@ def _asked_for(options: PlanOptions) -> Iterator[str]:
         yield f"--techniques.checkpointing {options.techniques.checkpointing}"
 
 
-def _nothing_fits(ways: list[Way], options: PlanOptions) -> ResourceError:
-    """The error where no way fits, which names the smallest."""
+def _nothing_fits(ways: list[Way], options: PlanOptions, *, divides: bool) -> ResourceError:
+    """The error where no way fits, which names the smallest. divides: rows were divided into micro-batches."""
     least = min(ways, key=lambda way: way.plan.memory.peak)
     need, free = least.plan.memory.peak / 1e9, max(0, least.plan.free) / 1e9
     if not isinstance(options, RecipeOptions):
@@ -300,6 +301,8 @@ def _nothing_fits(ways: list[Way], options: PlanOptions) -> ResourceError:
     else:
         advice = f"take a smaller {'model (--model.layers)' if options.use == 'train' else '--init'}, or a shorter "
         advice += "--data.context"
+    if not divides:
+        advice = f"give fewer --data.batch-size and more --data.accumulation, or {advice}"
     return ResourceError(
         f"no way to train fits: the smallest ({least.options}) needs {need:.1f} GB on each of "
         f"{least.devices} x {least.plan.device.name}, and {free:.1f} GB are free; {advice}"

@@ -86,10 +86,8 @@ def training_by_plan(command: Train, arguments: list[str], given: Collection[str
     need = f"{way.plan.memory.peak / 1e9:.1f} of {way.plan.free / 1e9:.1f} GB"
     chosen = " ".join(words) or "no option to add"
     why = f"; {ways.note}" if ways.note else ""
-    print(
-        f"{way.plan.device.name}: {chosen}; predicted: {need}, {1e3 * way.step_seconds:,.0f} ms a step{why}",
-        file=sys.stderr,
-    )
+    seconds = f"{way.step_seconds:,.0f} s" if way.step_seconds >= 10 else f"{1e3 * way.step_seconds:,.0f} ms"
+    print(f"{way.plan.device.name}: {chosen}; predicted: {need}, {seconds} a step{why}", file=sys.stderr)
     return [*_without(arguments, {"devices"}), *words]
 
 
