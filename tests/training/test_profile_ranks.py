@@ -102,9 +102,9 @@ def test_two_ranks_make_one_report(recipe, tmp_path):
         assert status == 0, errors
     _, (first, second) = of_step(tmp_path / "slower")
     slept = 2 * 2 * 0.05  # blocks, micro-batches
-    assert first[""]["waiting"] > 0.8 * slept
-    assert second[""]["waiting"] < first[""]["waiting"] / 2
-    assert second["model.blocks.1.mlp"]["computing"] > 0.1
+    assert second[""]["computing"] > slept
+    assert second["model.blocks.1.mlp"]["computing"] > slept / 2
+    assert first[""]["waiting"] > second[""]["waiting"], "though other programs may slow either of them"
     for rank in (0, 1):
         check_trace(tmp_path / f"slower/step.rank{rank}.trace.json", "forward model.blocks.0.mlp.down")
     output = tmp_path / "found"
