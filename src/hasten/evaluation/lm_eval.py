@@ -184,6 +184,8 @@ class HastenLM(TemplateLM):
 def run_tasks(lm: HastenLM, tasks: Sequence[str], *, include_path: str | None = None, **options: Any) -> dict[str, Any]:
     """Run tasks (names, or patterns such as "mmlu_*") and return lm-eval's results as JSON values.
 
+    Of several ranks the first one has them, the others an empty dictionary.
+
     include_path: a folder with your own tasks. options: those of `lm_eval.simple_evaluate`. Raises ConfigError for
     unknown tasks, and DataError where a task's data cannot be had.
     """
@@ -199,5 +201,5 @@ def run_tasks(lm: HastenLM, tasks: Sequence[str], *, include_path: str | None = 
         results = simple_evaluate(lm, tasks=names, task_manager=manager, log_samples=False, **options)
     except OSError as error:
         raise DataError(f"the data of {', '.join(tasks)} cannot be had: {error}") from error
-    plain: dict[str, Any] = json.loads(json.dumps(results, default=handle_non_serializable))
+    plain: dict[str, Any] = json.loads(json.dumps(results or {}, default=handle_non_serializable))
     return plain
