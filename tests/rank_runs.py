@@ -4,6 +4,8 @@ import math
 import os
 import signal
 
+from hasten.training.recipe import flat
+from hasten.training.recipes import RECIPES
 from hasten.training.session import train
 
 
@@ -21,3 +23,20 @@ def assert_same(ours, theirs, tolerance=1e-5, keys=("loss", "gradient_norm", "va
             if key in one:
                 allowed = tolerance * (100 if key == "gradient_norm" else 1)  # it magnifies what rounding has left
                 assert math.isclose(one[key], other[key], rel_tol=allowed, abs_tol=allowed), (one, other, key)
+
+
+def flags(made):
+    """The recipe as options of `hasten train demo`."""
+    usual, words = flat(RECIPES["demo"]), []
+    for name, value in flat(made).items():
+        section, _, field = name.rpartition(".")
+        option = "--" + ".".join(filter(None, (section, field.replace("_", "-"))))
+        if value is False and usual[name]:
+            words.append(f"--{section}.no-{field.replace('_', '-')}")
+        elif value != usual[name] and name != "schedule.decay_fraction":  # which has no effect with its schedule
+            words += (
+                [option]
+                if value is True
+                else [option, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+            )
+    return words

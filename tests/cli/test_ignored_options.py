@@ -122,7 +122,7 @@ Command = tuple[type, dict[str, Any], bool, str]
 EVERY: dict[str, Command] = {
     "demo": (Demo, {}, False, "minutes spent published again folder threads ladder"),
     "generate": (Generate, MODEL, False, f"{GENERATES} tensor_parallel json prompt prompt_ids compile"),
-    "chat": (ChatInTerminal, MODEL, False, f"{GENERATES} system template chat_template_kwargs"),
+    "chat": (ChatInTerminal, MODEL, False, f"{GENERATES} tensor_parallel system template chat_template_kwargs"),
     "serve": (
         Serve,
         MODEL,
@@ -208,7 +208,7 @@ EVERY: dict[str, Command] = {
         ProfileTraining,
         {"recipe": Recipe(name="made")},
         False,
-        f"measured sort tensorboard output {' '.join({*ALWAYS.split()} - {*NOT_PROFILED})}",
+        f"measured sort tensorboard output processes {' '.join({*ALWAYS.split()} - {*NOT_PROFILED})}",
     ),
 }
 CONDITIONAL = [

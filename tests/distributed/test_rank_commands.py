@@ -9,7 +9,6 @@ import pytest
 import hasten
 from hasten.checkpoints.load import load
 from hasten.cli.main import main
-from hasten.engine.compiled import compile_blocks
 from hasten.engine.engine import Engine
 from hasten.engine.following import END
 from hasten.errors import ConfigError
@@ -71,7 +70,7 @@ def test_a_degree_that_does_not_fit_its_processes(options, told, tiny_folder, mo
 def test_what_runs_in_one_process_is_refused_under_torchrun(tiny_folder, monkeypatch, capsys):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    for command in (["chat", str(tiny_folder)], ["doctor"]):
+    for command in (["export", str(tiny_folder), "out"], ["doctor"]):
         with pytest.raises(SystemExit) as ended:
             main(command)
         assert ended.value.code == 2
@@ -82,14 +81,10 @@ def test_what_runs_in_one_process_is_refused_under_torchrun(tiny_folder, monkeyp
     ("options", "told"),
     [
         (["generate", "--prompt", "x", "--pin"], "--pin is for one process"),
-        (["generate", "--prompt", "x", "--compile"], "--compile is for one process"),
-        (["generate", "--prompt", "x", "--draft", "self:1"], "--draft self: is for one process"),
         (["generate", "--prompt", "x", "--adapter", "nowhere"], "nowhere is no folder with an adapter"),
-        (["serve", "--draft", "self:int4"], "--draft self: is for one process"),
         (["serve", "--adapter", "a=nowhere"], "nowhere is no folder with an adapter"),
         (["serve", "--port", "99999"], "--port 99999"),
         (["serve", "--port", "99999", "--devices", "auto"], "--port 99999"),
-        (["eval", "--tasks", "arc_easy"], "--tasks is for one process"),
     ],
 )
 def test_what_ranks_cannot_take_is_refused_before_any_is_started(options, told, tiny_folder, monkeypatch, capsys):
@@ -106,12 +101,36 @@ def test_more_ranks_than_heads_are_refused_before_a_weight_is_read(tiny_folder):
         load(tiny_folder, group=RankGroup(0, 5))
 
 
-def test_a_share_is_not_saved_nor_compiled(tiny_folder, tmp_path):
+def test_a_share_is_not_saved(tiny_folder, tmp_path):
     share = load(tiny_folder, group=RankGroup(0, 2))
     with pytest.raises(ConfigError, match="this rank holds a share"):
         hasten.save(share, tmp_path / "share")
-    with pytest.raises(ConfigError, match="without --compile"):
-        compile_blocks(share)
+
+
+@pytest.mark.slow  # two processes compile
+@pytest.mark.parametrize("options", [["--compile"], ["--draft", "self:int4"]])
+def test_compiled_shares_and_drafts_of_the_whole_model_change_no_token(options, tiny_folder, tmp_path):
+    out = tmp_path / "out.json"
+    settings = ["--temperature", "0", "--max-new-tokens", "8", "--ignore-eos", "--dtype", "float32"]
+    command = [*HASTEN, "generate", str(tiny_folder), "--prompt", "def add", *settings, *options]
+    done = subprocess.run([*command, "--tensor-parallel", "2", "--json", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    model = hasten.load(tiny_folder, dtype="float32")
+    alone = hasten.generate(model, "def add", temperature=0, max_new_tokens=8, ignore_eos=True)
+    assert json.loads(out.read_text())["tokens"] == alone[0].tokens
+
+
+def test_a_chat_in_two_ranks_says_what_one_process_says(tiny_folder):
+    lines = "hello\nfor name in names, \u00fc\n/clear\nand again\n"
+    settings = ["--temperature", "0", "--max-new-tokens", "10", "--ignore-eos", "--dtype", "float32"]
+    said = []
+    for degree in ("1", "2"):
+        command = [*HASTEN, "chat", str(tiny_folder), *settings, "--tensor-parallel", degree]
+        done = subprocess.run(command, input=lines, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[0].count("\n") >= 3
+    assert said[0] == said[1]
 
 
 def test_a_model_in_memory_is_not_shared():

@@ -69,7 +69,7 @@ def generated(model, draft, accept="exact", **settings):
 with joined() as ranks, tensor_parallel(ranks) as group:
     model = fuse_where_it_fits(load(folder, dtype="stored", group=group))
     for name, own in settings.items():
-        said[name] = {kind: generated(model, kind, **own) for kind in ("none", "suffix", draft)}
+        said[name] = {kind: generated(model, kind, **own) for kind in ("none", "suffix", draft, "self:1-layers")}
     said["distribution"] = [generated(model, draft, "distribution", **settings["drawn"]) for _ in range(2)]
     model = fuse_where_it_fits(load(folder, dtype="stored", group=group))
     load_adapters(model, list(adapters.values())[:1])
@@ -128,6 +128,7 @@ def test_drafts_change_no_bit(said, folders):
         for kind, (tokens, _) in first[name].items():
             assert tokens == plain == second[name][kind][0], (name, kind)
         assert first[name][str(folders / "draft")][1] > 0
+        assert first[name]["self:1-layers"][1] > 0
     assert first["repeating"]["suffix"][1] > 0
     assert first["adapter"]["suffix"][0] == first["adapter"]["none"][0] == second["adapter"]["none"][0]
 
@@ -173,12 +174,15 @@ def test_a_share_of_an_adapter_is_what_its_layers_share_takes(folders):
     assert held == outputs + both  # those of output and down are whole on each
 
 
-@pytest.mark.parametrize("draft", ["self:1-layers", "self:int4"])
-def test_a_model_does_not_draft_with_a_share_of_itself(folders, draft):
-    share = load(folders / "float32", dtype="stored", group=RankGroup(0, 2))
-    with pytest.raises(ConfigError, match="take suffix, or a smaller model"):
-        make_speculator(share, draft)
-    with pytest.raises(ConfigError, match="take suffix, or a smaller model"):
+def test_the_first_rank_drafts_with_whole_layers_of_its_model(folders):
+    share, other = (load(folders / "float32", dtype="stored", group=RankGroup(rank, 2)) for rank in range(2))
+    whole = load(folders / "float32", dtype="stored")
+    draft = make_speculator(share, "self:1-layers").proposer.model
+    assert (draft.config.heads, len(draft.blocks)) == (whole.config.heads, 1)
+    assert make_speculator(other, "self:1-layers").proposer.name == "suffix", "which nobody asks"
+    with pytest.raises(ConfigError, match="self:9-layers: this model has"):
+        make_speculator(share, "self:9-layers")
+    with pytest.raises(ConfigError, match="load it without a group"):
         make_speculator(share, share)
 
 

@@ -2,10 +2,12 @@
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
 
+import column_folders
 import hasten
 import ranks
 from hasten.errors import ConfigError
@@ -48,6 +50,8 @@ SINKS |= {"swiglu_limit": 0.7, "attention_bias": True}
 EXAONE = {"model_type": "exaone4", "sliding_window": 6}
 GRANITE = {"model_type": "granite", "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.0}
 BIASES = {"attention_bias": True, "mlp_bias": True}
+LONG = [PROMPTS[0], PROMPTS[1] * 8]  # of several blocks
+PATTERN = {"name": "bigbird", "block": 16, "window": 1, "random_blocks": 1, "per_head": True}
 UNEVEN = {
     "hidden_size": 96,
     "num_attention_heads": 6,
@@ -66,6 +70,9 @@ CASES = {
     "shared": (SHARED, None, "float32"),
     "sinks": (SINKS, None, "float32"),
     "sinks-fused": (SINKS, None, "bfloat16"),
+    "sparse": ({"hasten": {"attention_pattern": PATTERN}}, None, "float32"),
+    "sparse-fused": ({"hasten": {"attention_pattern": PATTERN}}, None, "bfloat16"),
+    "act-order": ({}, "desc_act", "float32"),
     "side-by-side": (COHERE, None, "float32"),
     "int8": ({}, Int8(activations="int8"), "bfloat16"),
     "int4": ({"intermediate_size": 160}, Int4(group_size=32), "bfloat16"),
@@ -91,10 +98,10 @@ from hasten.engine.settings import EngineSettings
 from hasten.model.fused import fuse_where_it_fits
 from hasten.checkpoints.load import load
 torch.set_num_threads(1)
-folder, cases, prompts, settings, served = sys.argv[1], *map(json.loads, sys.argv[2:])
+folder, cases, settings, served = sys.argv[1], *map(json.loads, sys.argv[2:])
 found = {}
 with joined() as ranks, tensor_parallel(ranks) as group, torch.inference_mode():
-    for name in cases:
+    for name, prompts in cases.items():
         model = load(f"{folder}/{name}", dtype="stored", group=group)
         said = {"held": sum(one.nbytes for one in model.state_dict().values())}
         for form in ["readable"] + ["fused"] * (model.dtype == torch.bfloat16):
@@ -131,9 +138,16 @@ def folders(tmp_path_factory):
     root, alone = tmp_path_factory.mktemp("shared"), {}
     for name, (changes, scheme, dtype) in CASES.items():
         model = make(changes).to(getattr(torch, dtype))
+        if scheme == "desc_act":
+            hasten.save(model, root / f"{name}-plain")
+            column_folders.write(root / f"{name}-plain", root / name, "gptq", act_order=True)
+            alone[name] = hasten.load(root / name, dtype="stored")
+            continue
         if scheme is not None:
             quantize(model, scheme)
-        hasten.save(model, root / name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "hasten runs")  # an attention pattern that transformers does not know
+            hasten.save(model, root / name)
         alone[name] = hasten.load(root / name, dtype="stored")
     return root, alone
 
@@ -150,24 +164,30 @@ def make(changes):
     return model.eval()
 
 
+def prompts_of(name):
+    return LONG if name.startswith("sparse") else PROMPTS
+
+
 def states_of(model):
     """Logits (T, V) of the second prompt, and greedy tokens of both."""
+    prompts = PROMPTS if model.config.attention_pattern is None else LONG
     from hasten.engine.cache import KVCache
 
-    ids = torch.tensor([PROMPTS[1]])
+    ids = torch.tensor([prompts[1]])
     like = {"dtype": model.compute_dtype, "device": model.device}
     cache = KVCache.of_texts(model.config, batch=1, capacity=ids.shape[1], **like)
     positions = torch.arange(ids.shape[1])[None]
     with torch.inference_mode():
         logits = model(ids, positions, cache.step_of_texts(positions, fresh=True))[0]
-    return logits, [one.tokens for one in hasten.generate(model, PROMPTS, **GREEDY)]
+    return logits, [one.tokens for one in hasten.generate(model, prompts, **GREEDY)]
 
 
 @pytest.fixture(scope="module")
 def said(folders):
     """What each rank says of each case."""
     root, _ = folders
-    arguments = (root, json.dumps(list(CASES)), json.dumps(PROMPTS), json.dumps(GREEDY), json.dumps(SERVED))
+    cases = {name: prompts_of(name) for name in CASES}
+    arguments = (root, json.dumps(cases), json.dumps(GREEDY), json.dumps(SERVED))
     found = ranks.run(WORKER, *arguments, ranks=2)
     assert [status for status, _, _ in found] == [0, 0], found
     return [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(2)]

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 from importlib.metadata import entry_points
 
@@ -213,3 +215,21 @@ def test_the_commands_errors(tiny_folder, words, error, capsys):
         main(["eval", str(tiny_folder), *words])
     assert ended.value.code == 2
     assert error in capsys.readouterr().err
+
+
+@pytest.mark.slow  # commands of several processes
+def test_two_ranks_find_what_one_process_finds(tiny_folder, folder_of_tasks, tmp_path):
+    found = []
+    for ranks in ("1", "2"):
+        output = tmp_path / f"{ranks}.json"
+        words = ["eval", str(tiny_folder), "--tasks", "tiny_choice,tiny_generate,tiny_rolling", "--dtype", "float32"]
+        words += ["--include-path", str(folder_of_tasks), "--tensor-parallel", ranks, "--json", str(output)]
+        own = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+        done = subprocess.run([sys.executable, "-m", "hasten", *words], capture_output=True, text=True, env=own)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(output.read_text())["results"])
+    one, two = found
+    for task, metric in [("tiny_choice", "acc,none"), ("tiny_generate", "exact_match,none")]:
+        assert one[task][metric] == two[task][metric]
+    bits = "bits_per_byte,none"
+    assert two["tiny_rolling"][bits] == pytest.approx(one["tiny_rolling"][bits], rel=1e-5)

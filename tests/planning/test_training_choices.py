@@ -5,12 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from hasten.bench import plan as plans
 from hasten.bench.plan import PlanOptions, make_plan
 from hasten.bench.training_choices import SAME, choose_training
 from hasten.cli.main import main
 from hasten.errors import ConfigError, ResourceError
+from hasten.machine.limits import Limits
 from hasten.training.recipe import Parallel, Recipe, Techniques, flat
 
+FLOAT32 = Techniques(compile=False, precision="float32")
 H100S = PlanOptions(use="train", device="h100", gpus=8, goal="throughput")
 
 
@@ -125,7 +128,6 @@ def test_the_command_shows_ways_and_names_one_where_a_plan_does_not_fit(capsys, 
         ({"goal": "latency"}, "--goal throughput or cost"),
         ({"token_ms": 10.0}, "without --token-ms"),
         ({"ranks": 2}, "with --goal give --gpus"),
-        ({"device": "cpu", "gpus": 2}, "share its cores"),
         ({"memory": -1.0}, r"--memory is -1\.0"),
         ({"gpus": 3, "parallel": Parallel(zero=3, tensor=2)}, r"--gpus\) is 3, which .* \(2\) does not divide"),
     ],
@@ -133,6 +135,20 @@ def test_the_command_shows_ways_and_names_one_where_a_plan_does_not_fit(capsys, 
 def test_what_makes_no_sense_is_refused(changes, error):
     with pytest.raises(ConfigError, match=error):
         choose_training("gpt2-124m", replace(H100S, **changes))
+
+
+def test_on_one_socket_the_plan_is_one_process_unless_ranks_are_asked_for(monkeypatch):
+    monkeypatch.setattr(plans, "product_limits", lambda *given, **options: Limits(2e10, {"float32": 2e11}))
+    monkeypatch.setattr(plans, "available_memory", lambda kind: 16 * 10**9)
+    here = PlanOptions(use="train", device="cpu", gpus=2, goal="throughput", techniques=FLOAT32)
+    found = choose_training("gpt2-124m", here)
+    assert {way.devices for way in found.rows} == {1}
+    assert "on one socket several ranks never beat one process" in found.note
+    assert found.to_json()["note"] == found.note
+    split = choose_training("gpt2-124m", replace(here, parallel=Parallel(zero=3)))
+    assert {way.devices for way in split.rows} == {2}
+    assert split.best.plan.free < found.best.plan.free / 2, "each has half of the memory"
+    assert split.best.device_seconds > found.best.device_seconds
 
 
 def test_where_nothing_fits_the_smallest_is_named():

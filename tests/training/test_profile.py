@@ -18,6 +18,7 @@ from hasten.profiling.tree import tree
 from hasten.profiling.walk import COMPILED, parts_of
 from hasten.training.recipes import RECIPES
 from hasten.training.setup import set_up
+from tiny_model import tiny_llama
 from traces import check_trace
 
 
@@ -203,11 +204,11 @@ def test_the_command_prints_the_tables(recipe, capsys, monkeypatch, tmp_path):
         assert text in captured.err.replace("\n", "")
 
 
-def test_torchruns_processes_are_refused(monkeypatch, tmp_path, recipe):
+def test_torchruns_processes_are_refused_where_a_model_answers(monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="run it without torchrun"):
-        profile(recipe(), tmp_path / "found")
+    with pytest.raises(ConfigError, match="a profile of serve is of one process: run it without torchrun"):
+        profile(tiny_llama(), tmp_path / "found", use="serve")
     assert not (tmp_path / "found").exists()
 
 
@@ -217,7 +218,7 @@ def test_torchruns_processes_are_refused(monkeypatch, tmp_path, recipe):
         (["profile", "play", "demo"], "train, generate or serve; found 'play'"),
         (["profile", "train", "demo", "--measured", "0"], "steps must be a whole number, at least 1; found 0"),
         (["profile", "train", "demo", "--output", "/dev/null/x"], "/dev/null/x cannot be written: Not a directory"),
-        (["profile", "train", "demo", "--parallel.zero", "3"], "a profile is of one process: leave out parallel.zero"),
+        (["profile", "train", "demo", "--parallel.zero", "3"], "parallel.zero 3 is for several processes"),
         (["profile", "generate", "no/such/folder/at-all"], "at-all"),
     ],
 )

@@ -21,10 +21,9 @@ from hasten.errors import ConfigError, ResourceError
 from hasten.training import build, checkpoints, rank_checks, session
 from hasten.training.checkpoint_state import find
 from hasten.training.journal import read
-from hasten.training.recipe import Qat, flat
-from hasten.training.recipes import RECIPES
+from hasten.training.recipe import Qat
 from hasten.training.session import train
-from rank_runs import stop_after
+from rank_runs import flags, stop_after
 
 # Trains; what goes wrong, on rank 1 alone, is the second argument.
 CHILD = textwrap.dedent("""
@@ -161,6 +160,9 @@ def test_a_wrong_recipe_is_found_where_one_rank_tells_it(recipe, monkeypatch):
     assert "data.batch_size is 0" in str(found[0])
 
 
+CURVED = Qat(bits=4, learned_scales=False, start_bits=8, eigenvalue_steps=2)
+
+
 def refuse(config, made, two):
     made.check()
     rank_checks.check_ranks(made, two)
@@ -178,8 +180,9 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_shared(recipe)
         (recipe(zero=3, prefetch=1, layer_drop=0.5), "layer_drop skips"),
         (recipe(zero=0, prefetch=1), "parallel.prefetch has no effect with parallel.zero 0; set that too"),
         (recipe(zero=1, kind="onebit-adam", beta2=0.999), r"20 \+ 4/N bytes .* set parallel.zero 0"),
-        (recipe(zero=1, qat=Qat(bits=4)), "qat.bits rounds whole matrices"),
-        (recipe(qat=Qat(bits=4), policy="float32-masters", precision="bfloat16"), "qat.bits train float32 weights"),
+        (recipe(zero=1, tensor=2, qat=Qat(bits=4)), "qat.bits rounds whole matrices, which parallel.tensor splits"),
+        (recipe(zero=1, qat=CURVED), "qat.eigenvalue_steps measures whole blocks"),
+        (recipe(qat=Qat(bits=4), policy="float32-masters", precision="bfloat16"), "qat.bits trains float32 weights"),
     ]:
         with pytest.raises(ConfigError, match=told):
             refuse(config, made, two)
@@ -245,23 +248,6 @@ def test_a_run_that_starts_over_goes_on_from_its_own_checkpoints_only(recipe, mo
         assert attempt(1, killed_at=1) == [1]  # not the old run's end
         assert attempt(2, killed_at=5) == [1, 2, 3, 4, 5]  # there was no checkpoint yet
         assert attempt(3, killed_at=None) == [5, 6, 7, 8]
-
-
-def flags(made):
-    """The recipe as options of `hasten train demo`."""
-    usual, words = flat(RECIPES["demo"]), []
-    for name, value in flat(made).items():
-        section, _, field = name.rpartition(".")
-        option = "--" + ".".join(filter(None, (section, field.replace("_", "-"))))
-        if value is False and usual[name]:
-            words.append(f"--{section}.no-{field.replace('_', '-')}")
-        elif value != usual[name] and name != "schedule.decay_fraction":  # which has no effect with its schedule
-            words += (
-                [option]
-                if value is True
-                else [option, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
-            )
-    return words
 
 
 @pytest.mark.slow  # nine processes, one after the other in twos and threes

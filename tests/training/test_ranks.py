@@ -23,7 +23,7 @@ from hasten.training.session import train
 from rank_runs import assert_same, stop_after
 from tiny_model import tiny_llama
 
-pytestmark = pytest.mark.slow(minutes=2)  # trains 40 runs, which its tests share
+pytestmark = pytest.mark.slow(minutes=2)  # trains 50 runs, which its tests share
 
 SHAPE = {"hidden_size": 40, "feed_forward": 51}  # rows that two ranks cannot share evenly
 HARD = {"accumulation": 2, "separate_documents": True, "steps": 20, "validate_every": 10, **SHAPE}
@@ -58,10 +58,17 @@ CASES = {
         {"lora": Lora(rank=4, targets=("all-linear",)), "learning_rate": 3e-2, **SHORT},
         [{"zero": 0}, {"zero": 3}],
     ),
-    "qat": ({"qat": Qat(bits=4), **SHORT, "hidden_size": 32, "feed_forward": 64}, [{"zero": 0}]),
+    "qat": (
+        {"qat": Qat(bits=4), **SHORT, "hidden_size": 32, "feed_forward": 64},
+        [{"zero": zero} for zero in range(4)],
+    ),
     "qat-lora": (
         {"qat": Qat(bits=3), "lora": Lora(rank=4, targets=("q_proj", "down_proj")), "init": "taken-model", **SHORT},
-        [{"zero": 0}],
+        [{"zero": 0}, {"zero": 2}, {"zero": 3}],
+    ),
+    "lora-masters": (
+        {"lora": Lora(rank=4, base="bfloat16"), "init": "taken-model", "learning_rate": 3e-2, **MASTERS},
+        [{"zero": 0}, {"zero": 2}, {"zero": 3, "offload": "optimizer"}],
     ),
     "taken": (SHORT, [{"zero": 0}, {"zero": 3}]),  # a model of transformers
     "taught": (
@@ -132,7 +139,7 @@ def lines(runs, name):
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_compute_what_one_does(runs, name):
     # Gradients are summed in another order: in 16 bits, or before activations that are rounded to 8.
-    half = name in ("half", "masters", "bf16", "lora", "lora-int4", "qat", "qat-lora")
+    half = name in ("half", "masters", "bf16", "lora", "lora-int4", "lora-masters", "qat", "qat-lora")
     for way in CASES[name][1]:
         ours = lines(runs, named(name, way))
         assert_same(ours, lines(runs, name), *((2e-3, ("loss",)) if half else ()))

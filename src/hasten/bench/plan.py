@@ -196,7 +196,13 @@ def settle(model: str, options: PlanOptions) -> Subject:
     """The same, but for what follows from the number of devices."""
     for name in ("batch_size", "new_tokens", "accumulation", "ranks", "tensor_parallel", "gpus"):
         check_least(f"--{name.replace('_', '-')}", getattr(options, name))
-    name, config, checkpoint, own = config_of(model)
+    return settled(*config_of(model), options)
+
+
+def settled(
+    name: str, config: ModelConfig, checkpoint: BenchmarkModel | None, own: str, options: PlanOptions
+) -> Subject:
+    """The same for a model of which `config_of` has said this."""
     length = min(1024, config.max_positions) if options.length is None else options.length
     if not 2 <= length <= config.max_positions:
         raise ConfigError(f"--length is {length}; {name} takes from 2 to {config.max_positions}")

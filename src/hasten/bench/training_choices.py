@@ -1,17 +1,20 @@
 """Ways to train a model on several devices, predicted: ZeRO stage, offload, recomputation, masters, micro-batches."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, get_args
 
-from hasten.bench.plan import PlanOptions, Subject, settle, training_plan
+from hasten.bench.plan import PlanOptions, Subject, config_of, settle, settled, training_plan
 from hasten.errors import ConfigError, ResourceError
+from hasten.planning.devices import ONE_SOCKET
 from hasten.planning.memory import TrainingUse
 from hasten.planning.plan import Plan
-from hasten.training.recipe import CheckpointingName, OffloadName, Parallel, PolicyName, StageName
+from hasten.training.recipe import CheckpointingName, OffloadName, Parallel, PolicyName, Recipe, StageName
 
 SHOWN = 12  # ways in a table
+GIVEN_ROWS = {"data.batch_size", "data.accumulation"}  # fields with which rows are not divided
 SAME = 1.02  # times the seconds of another way: then the one that asks for less is better
 
 
@@ -53,8 +56,8 @@ class Way:
 
     @property
     def device_seconds(self) -> float:
-        """Device-seconds for a million tokens."""
-        return 1e6 * self.devices / self.plan.tokens_per_second
+        """Device-seconds for a million tokens; ranks that share a processor are one device."""
+        return 1e6 * self.devices / self.plan.device.parts / self.plan.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -72,11 +75,15 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
-    """Ways to train that fit, best first; of two that take as long, the one with fewer changes."""
+    """Ways to train that fit, best first; of two that take as long, the one with fewer changes.
+
+    note: why not all devices are used, or "".
+    """
 
     goal: str
     rows: tuple[Way, ...]
     thought_of: int
+    note: str = ""
 
     @property
     def best(self) -> Way:
@@ -86,7 +93,8 @@ class Ways:
         """Plain JSON values; the first way is the best."""
         plan = self.best.plan
         head = {"schema": 1, "kind": "ways to train", "model": plan.model, "device": plan.device.name}
-        return head | {"goal": self.goal, "settings": dict(plan.settings), "ways": [one.to_json() for one in self.rows]}
+        head |= {"goal": self.goal, "note": self.note, "settings": dict(plan.settings)}
+        return head | {"ways": [one.to_json() for one in self.rows]}
 
 
 def choose_training(model: str, options: PlanOptions) -> Ways:
@@ -101,32 +109,117 @@ def choose_training(model: str, options: PlanOptions) -> Ways:
         raise ConfigError("training has --goal throughput or cost, without --token-ms and --price")
     if options.ranks > 1:
         raise ConfigError("--ranks plans for that number of devices; with --goal give --gpus instead")
-    count, parallel = options.gpus or 1, options.parallel
+    count = options.gpus or 1
     subject = settle(model, replace(options, ranks=count))
-    if subject.shares_cores and count > 1:
+    if options.goal == "cost" and not subject.shares_cores:
+        counts = sorted({1 << i for i in range(count.bit_length())} | {count})
+    else:
+        counts = [count]
+    return _best(subject, counts, goal=options.goal or "throughput")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions(PlanOptions):
+    """What is to be done, as a recipe says it; batch_size: rows of a micro-batch that a rank reads."""
+
+    asked: Recipe
+
+    def recipe(self) -> Recipe:
+        data = replace(self.asked.data, context=self.length or self.asked.data.context)
+        data = replace(data, batch_size=self.batch_size or data.batch_size, accumulation=self.accumulation)
+        return replace(self.asked, data=data, techniques=self.techniques, parallel=self.parallel)
+
+
+def choose_for_recipe(recipe: Recipe, *, kept: Collection[str] = (), processes: int = 0) -> Ways:
+    """Find how to train a recipe the fastest on this machine, with the rows of its updates.
+
+    kept: fields that are not changed, by dotted name; so are those that differ from their defaults. processes: as many
+    as these; 0: the most that pay. Raises as `choose_training` does.
+    """
+    if recipe.teacher is not None:
+        raise ConfigError("a plan does not count a teacher's memory; leave out --devices auto, or --teacher")
+    subject = _subject_of(recipe, processes or 1)
+    count, groups = processes or _devices_here(subject), recipe.parallel.replicas * recipe.parallel.tensor
+    rows = recipe.data.batch_size * recipe.parallel.tensor
+    counts = [number for number in range(count, 0, -1) if rows % number == 0 and number % groups == 0][:1]
+    if processes and counts != [processes]:
         raise ConfigError(
-            "ranks of one processor share its cores and memory: plan for one device, or name another (--device h100)"
+            f"data.batch_size is {recipe.data.batch_size}, which {processes} processes cannot share evenly; make it a "
+            "multiple, or leave out --processes"
         )
-    counts = [count] if options.goal != "cost" else sorted({1 << i for i in range(count.bit_length())} | {count})
-    counts = [number for number in counts if number % (parallel.replicas * parallel.tensor) == 0]
-    ways = [way for number in counts for way in _ways(subject, number)]
+    kept = {*kept, "processes"} if processes else kept
+    return _best(subject, counts or [groups], goal="throughput", kept=kept, rows=rows)
+
+
+def _subject_of(recipe: Recipe, ranks: int) -> Subject:
+    """A recipe as the subject of a plan. The vocabulary of a tokenizer that is yet to be trained is its largest."""
+    from hasten.data.preparation import load_tokenizer
+    from hasten.training.build import shape_config, training_config
+
+    data = recipe.data
+    use = "lora" if recipe.lora.rank is not None else "train" if recipe.init is None else "finetune"
+    options = RecipeOptions(
+        asked=recipe,
+        use=use,  # type: ignore[arg-type]
+        device=recipe.run.device,
+        batch_size=data.batch_size,
+        accumulation=data.accumulation,
+        length=data.context,
+        ranks=max(ranks, recipe.parallel.replicas * recipe.parallel.tensor),
+        techniques=recipe.techniques,
+        optimizer=recipe.optimizer,
+        lora=recipe.lora,
+        parallel=recipe.parallel,
+        measure=False,
+    )
+    if recipe.init is not None:
+        name, config, checkpoint, own = config_of(recipe.init)
+    else:
+        vocab = data.vocab_size if data.tokenizer is None else load_tokenizer(Path(data.tokenizer)).vocab_size
+        name, checkpoint, own = recipe.name, None, "float32"
+        config = shape_config(recipe.model, vocab_size=vocab, positions=data.context)
+    options = replace(options, length=min(data.context, config.max_positions))
+    return settled(name, training_config(recipe, config), checkpoint, own, options)
+
+
+def _devices_here(subject: Subject) -> int:
+    """Devices of this machine."""
+    if subject.device.kind == "cpu":
+        return 1
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _best(
+    subject: Subject, counts: Collection[int], *, goal: str, kept: Collection[str] = (), rows: int | None = None
+) -> Ways:
+    """The ways on these numbers of devices, the best first. rows: of a micro-batch, of all ranks together."""
+    parallel, most, note = subject.options.parallel, max(counts), ""
+    divided = parallel.zero or parallel.tensor > 1 or "processes" in kept
+    if subject.shares_cores and most > 1 and not divided:
+        counts, note = [1], ONE_SOCKET
+    groups = parallel.replicas * parallel.tensor
+    counts = [number for number in counts if number % groups == 0]
+    ways = [way for number in counts for way in _ways(subject, number, kept, rows)]
     if not ways:
-        training_plan(subject)  # raises what is wrong with each of them
+        training_plan(subject)  # raises what is wrong with each of them, if it is not their number
+        raise ConfigError(f"{most} devices are no multiple of parallel.replicas times parallel.tensor ({groups})")
     fitting = [way for way in ways if way.fits]
     if not fitting:
-        raise _nothing_fits(ways)
-    rows: list[Way] = []
+        raise _nothing_fits(ways, subject.options, divides=not GIVEN_ROWS & {*kept})
+    found: list[Way] = []
     for way in sorted(fitting, key=lambda way: (len(way.changes), way.device_seconds)):
-        if not any(_makes_needless(one, way) for one in rows):
-            rows.append(way)
-    best = min(way.device_seconds for way in rows)
+        if not any(_makes_needless(one, way) for one in found):
+            found.append(way)
+    best = min(way.device_seconds for way in found)
 
     def rank(way: Way) -> tuple[float, ...]:
         behind = way.device_seconds > SAME * best
         return (behind, 0 if behind else len(way.changes), way.device_seconds)
 
-    rows.sort(key=rank)
-    return Ways(goal=options.goal or "throughput", rows=tuple(rows[:SHOWN]), thought_of=len(ways))
+    found.sort(key=rank)
+    return Ways(goal=goal, rows=tuple(found[:SHOWN]), thought_of=len(ways), note=note)
 
 
 def _makes_needless(one: Way, other: Way) -> bool:
@@ -136,19 +229,29 @@ def _makes_needless(one: Way, other: Way) -> bool:
     return set(one.changes) <= set(other.changes) or one.plan.memory.peak <= other.plan.memory.peak
 
 
-def _ways(subject: Subject, devices: int) -> Iterator[Way]:
-    """Every combination of what may be changed, on a number of devices."""
+def _ways(subject: Subject, devices: int, kept: Collection[str], rows: int | None) -> Iterator[Way]:
+    """Every combination of what may be changed, on a number of devices. rows: see `_best`; None: the same on each."""
     options = subject.options
-    parallel, techniques, rows = options.parallel, options.techniques, options.batch_size or 8
-    stages = get_args(StageName) if devices > 1 and not parallel.zero else (parallel.zero,)
-    free = subject.device.kind != "cpu" and parallel.offload == "none"
-    offloads: tuple[OffloadName, ...] = ("none", "optimizer") if free else (parallel.offload,)
-    policies = get_args(PolicyName) if parallel.policy == "float32-weights" else (parallel.policy,)
-    kept: tuple[CheckpointingName, ...] = (techniques.checkpointing,)
-    if techniques.checkpointing == "none":
-        kept = ("none", "selective", "full")
+    parallel, techniques = options.parallel, options.techniques
+    rows = options.batch_size or 8 if rows is None else rows // devices
+
+    def free(name: str, unchanged: bool) -> bool:
+        return unchanged and name not in kept
+
+    if subject.shares_cores:
+        subject = replace(subject, device=subject.device.part(devices))
+    stages = get_args(StageName) if devices > 1 and free("parallel.zero", not parallel.zero) else (parallel.zero,)
+    moves = subject.device.kind != "cpu" and free("parallel.offload", parallel.offload == "none")
+    offloads: tuple[OffloadName, ...] = ("none", "optimizer") if moves else (parallel.offload,)
+    usual = free("parallel.policy", parallel.policy == "float32-weights")
+    policies = get_args(PolicyName) if usual else (parallel.policy,)
+    recomputed: tuple[CheckpointingName, ...] = (techniques.checkpointing,)
+    if free("techniques.checkpointing", techniques.checkpointing == "none"):
+        recomputed = ("none", "selective", "full")
     splits = [count for count in (1 << i for i in range(rows.bit_length())) if rows % count == 0]
-    for zero, offload, policy, checkpointing, split in product(stages, offloads, policies, kept, splits):
+    if GIVEN_ROWS & {*kept}:
+        splits = [1]
+    for zero, offload, policy, checkpointing, split in product(stages, offloads, policies, recomputed, splits):
         own = subject.having(
             ranks=devices,
             batch_size=rows // split,
@@ -162,10 +265,11 @@ def _ways(subject: Subject, devices: int) -> Iterator[Way]:
             plan = training_plan(own)
         except ConfigError:
             continue
-        changes = [f"--processes {devices}"] if devices > 1 else []
+        changes = [f"--processes {devices}"] if devices > 1 or zero else []
         changes += [f"--parallel.zero {zero}"] * (zero != parallel.zero)
         changes += [f"--parallel.offload {offload}"] * (offload != parallel.offload)
-        changes += [f"--parallel.policy {policy}"] * (policy != parallel.policy)
+        if policy != parallel.policy:
+            changes += [f"--parallel.policy {policy} --techniques.precision {techniques.precision}"]
         changes += [f"--data.accumulation {own.options.accumulation}"] * (split > 1)
         changes += [f"--techniques.checkpointing {checkpointing}"] * (checkpointing != techniques.checkpointing)
         batch = rows // split * devices // parallel.tensor
@@ -185,13 +289,21 @@ def _asked_for(options: PlanOptions) -> Iterator[str]:
         yield f"--techniques.checkpointing {options.techniques.checkpointing}"
 
 
-def _nothing_fits(ways: list[Way]) -> ResourceError:
-    """The error where no way fits, which names the smallest."""
+def _nothing_fits(ways: list[Way], options: PlanOptions, *, divides: bool) -> ResourceError:
+    """The error where no way fits, which names the smallest. divides: rows were divided into micro-batches."""
     least = min(ways, key=lambda way: way.plan.memory.peak)
     need, free = least.plan.memory.peak / 1e9, max(0, least.plan.free) / 1e9
-    adapter = "" if least.use.adapter is not None else ", an adapter beside the weights (--use lora)"
+    if not isinstance(options, RecipeOptions):
+        adapter = "" if least.use.adapter is not None else ", an adapter beside the weights (--use lora)"
+        advice = f"use more devices{adapter}, or a shorter --length"
+    elif options.use == "finetune":
+        advice = "train an adapter beside the weights (--lora.rank 16), or take a shorter --data.context"
+    else:
+        advice = f"take a smaller {'model (--model.layers)' if options.use == 'train' else '--init'}, or a shorter "
+        advice += "--data.context"
+    if not divides:
+        advice = f"give fewer --data.batch-size and more --data.accumulation, or {advice}"
     return ResourceError(
         f"no way to train fits: the smallest ({least.options}) needs {need:.1f} GB on each of "
-        f"{least.devices} x {least.plan.device.name}, and {free:.1f} GB are free; use more devices{adapter}, or a "
-        "shorter --length"
+        f"{least.devices} x {least.plan.device.name}, and {free:.1f} GB are free; {advice}"
     )

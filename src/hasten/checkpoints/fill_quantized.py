@@ -14,6 +14,7 @@ from hasten.checkpoints.formats.file_format import QuantizedFolder, QuantizedMod
 from hasten.errors import HastenWarning
 from hasten.model.families.slices import TensorSlice
 from hasten.model.layer_format import LayerFormat
+from hasten.model.sharded import RowsOfRank
 from hasten.model.shares import Cut, Share
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
@@ -82,15 +83,17 @@ def fill_quantized(
         else:
             layers[name] = module.layer
             options: dict[str, Any] = {"activations": module.layer.activations, "dtype": dtype}
-            blocks = folder.blocks(module) if whole_rows else None
+            blocks, rows = folder.blocks(module) if whole_rows else None, None
             if blocks is not None:
                 packed = PackedLinear.from_blocks(replace(blocks, rows=piece.of(blocks.rows)), place.bias, **options)
             elif (words := folder.int4_words(module)) is None:
-                packed = PackedLinear.from_weight(own(read(module)), place.bias, **options)
+                held = own(read(module))
+                rows = cut.rows if cut is not None and cut.takes_rows(held) else None
+                packed = PackedLinear.from_weight(held, place.bias if rows is None else None, **options)
             else:
                 options["in_features"] = place.in_features
                 packed = PackedLinear.from_int4_words(own(words), place.bias, **options)
-            model.set_submodule(name, packed.eval())
+            model.set_submodule(name, packed.eval() if rows is None else RowsOfRank(packed, rows, place))
         # Release the file's pages, unless the layer's kernel reads the mapping itself. (`values` maps them again: were
         # it ever a copy instead, nobody else would hold it.)
         mapped, data = folder.values(module), place.weight if packed is None else packed.data

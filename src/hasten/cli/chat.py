@@ -1,18 +1,31 @@
 """`hasten chat`: a conversation in the terminal."""
 
+from __future__ import annotations
+
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hasten.cli.options import CacheOptions, DraftOptions, ModelOptions, SamplingOptions, with_chat_template
+from hasten.cli.options import (
+    CacheOptions,
+    DraftOptions,
+    ModelOptions,
+    RankOptions,
+    SamplingOptions,
+    with_chat_template,
+)
 from hasten.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hasten.model.transformer import Transformer
 
 HELP = "/clear forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatInTerminal(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
-    """Talk to a model that has a chat template. Ctrl-C stops the answer, Ctrl-D leaves."""
+class ChatInTerminal(SamplingOptions, DraftOptions, CacheOptions, RankOptions, ModelOptions):
+    """Talk to a model that has a chat template. Ctrl-C stops the answer (of several ranks the chat), Ctrl-D leaves."""
 
     system: str | None = None
     """A system message to begin with."""
@@ -42,13 +55,9 @@ class ChatInTerminal(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
         )
         print(HELP, file=sys.stderr)
         while True:
-            try:
-                text = input("> " if sys.stdin.isatty() else "")
-            except EOFError:
+            text = next_line(model)
+            if text is None:
                 return
-            except KeyboardInterrupt:
-                print("\n(Ctrl-D or /exit leaves)", file=sys.stderr)
-                continue
             if text.strip() in ("/exit", "/quit"):
                 return
             if text.strip() == "/clear":
@@ -78,3 +87,26 @@ class ChatInTerminal(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
             )
             if chat.drafts is not None:
                 print(f"so far {chat.drafts}", file=sys.stderr)
+
+
+def next_line(model: Transformer) -> str | None:
+    """The user's next line, None at the end of the input; of several ranks the first one reads it for all."""
+    from hasten.model.sharded import ShardedTransformer, broadcast_from_rank0
+
+    if isinstance(model, ShardedTransformer) and model.group.rank:
+        line: list[int] = []
+    else:
+        line = _read_line()
+    ((*found,),) = broadcast_from_rank0(model, [line])
+    return bytes(found[1:]).decode() if found else None
+
+
+def _read_line() -> list[int]:
+    """A line of standard input, as 1 and its UTF-8 bytes; nothing at the end."""
+    while True:
+        try:
+            return [1, *input("> " if sys.stdin.isatty() else "").encode()]
+        except EOFError:
+            return []
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /exit leaves)", file=sys.stderr)

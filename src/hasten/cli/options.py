@@ -188,7 +188,7 @@ class DraftOptions:
 
     def drafting(self, model: Transformer) -> dict[str, Any]:
         """The options as keyword arguments of the library's functions."""
-        from hasten.distributed.tensor_parallel import current_group
+        from hasten.distributed.tensor_parallel import current_group, without_group
         from hasten.engine.speculation.build import automatic
 
         draft: str | Transformer = self.draft
@@ -197,9 +197,11 @@ class DraftOptions:
                 "--speculate has no effect with --draft auto, which drafts nothing for this model here; give --draft "
                 "suffix, or leave --speculate out"
             )
-        if draft == "self:int4" and current_group() is None:
+        group = current_group()
+        if draft == "self:int4" and (group is None or group.rank == 0):  # of several ranks the first one drafts
             assert isinstance(self, LoadOptions)
-            draft = self.in_int4(model)
+            with without_group():
+                draft = self.in_int4(model)
         return {"draft": draft, "speculate": self.speculate, "accept": self.accept}
 
 

@@ -12,6 +12,7 @@ from hasten.cli.options import JsonOption
 from hasten.errors import ConfigError, HastenError
 from hasten.machine.files import require_writable
 from hasten.planning.choices import Choices
+from hasten.planning.devices import ONE_SOCKET
 from hasten.planning.plan import Plan
 
 
@@ -104,6 +105,8 @@ def show(choices: Choices) -> None:
     console.print(f"{plan.model} on {plan.device.name}, for {choices.wanted.goal}\n", style="bold")
     console.print(table)
     console.print(f"\n{choices.why()}; between ranks: {plan.device.link.source}")
+    if plan.device.measured and plan.device.kind == "cpu":
+        console.print(ONE_SOCKET)
 
 
 def show_ways(ways: Ways) -> None:
@@ -125,6 +128,8 @@ def show_ways(ways: Ways) -> None:
         f"training {plan.model} on {plan.device.name}, {plan.free / 1e9:.1f} GB free, for {ways.goal}\n", style="bold"
     )
     console.print(table)
+    if ways.note:
+        console.print(f"\n{ways.note}")
     console.print(f"\n{ways.thought_of} ways thought of; what asks for more than another and is no faster is left out")
 
 

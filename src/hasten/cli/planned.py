@@ -1,10 +1,11 @@
-"""`hasten serve --devices auto`: choose the ranks and the precision of a server by a plan."""
+"""`--devices auto`: what a plan chooses for `hasten serve` (ranks and precision) and for `hasten train`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.cli.options import same_fields
@@ -15,7 +16,16 @@ from hasten.planning.choices import Wanted
 if TYPE_CHECKING:
     from hasten.bench.plan import PlanOptions
     from hasten.cli.serve import Serve
+    from hasten.cli.train import Train
 
+# What a plan of training chooses that a run keeps until its end.
+LASTING = (
+    "parallel.policy",
+    "techniques.precision",
+    "techniques.checkpointing",
+    "data.batch_size",
+    "data.accumulation",
+)
 WANTED = {field.name: field.default for field in fields(Wanted)}
 
 
@@ -46,6 +56,61 @@ def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
         print(f"the plan has {best.replicas} replicas, and this is one of them; {others}", file=sys.stderr)
     command = replace(command, devices="given", tensor_parallel=best.use.degree, quantize=quantize, **WANTED)
     return command, [*_without(arguments, {*WANTED, "devices"}), *chosen]
+
+
+def training_by_plan(command: Train, arguments: list[str], given: Collection[str]) -> list[str]:
+    """The arguments of `hasten train` with what a plan for this machine chooses.
+
+    given: fields of the recipe that the arguments set, by dotted name; those are kept. So is what the run in the
+    recipe's folder began with, if it is resumed.
+    """
+    if launched():
+        raise ConfigError("--devices auto starts processes by itself; leave torchrun away, or --devices auto")
+    from hasten.bench.training_choices import choose_for_recipe
+    from hasten.machine import configure
+    from hasten.training.recipe import flat
+    from hasten.training.session import check_asked
+
+    recipe, begun = command.recipe, _begun(command)
+    check_asked(recipe, command.resume)
+    lasting = {name: value for name, value in begun.items() if name not in given and value != flat(recipe)[name]}
+    for name, value in lasting.items():
+        recipe = _having(recipe, name, value)
+    configure(threads=recipe.run.threads)
+    ways = choose_for_recipe(recipe, kept={*given, *begun}, processes=command.processes)
+    way = ways.best
+    words = [word for name, value in lasting.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words += " ".join(way.changes).split()
+    rows = next(option for option in way.kept if option.startswith("--data.batch-size "))
+    words += rows.split() if rows.split()[1] != str(recipe.data.batch_size) else []
+    need = f"{way.plan.memory.peak / 1e9:.1f} of {way.plan.free / 1e9:.1f} GB"
+    chosen = " ".join(words) or "no option to add"
+    why = f"; {ways.note}" if ways.note else ""
+    seconds = f"{way.step_seconds:,.0f} s" if way.step_seconds >= 10 else f"{1e3 * way.step_seconds:,.0f} ms"
+    print(f"{way.plan.device.name}: {chosen}; predicted: {need}, {seconds} a step{why}", file=sys.stderr)
+    return [*_without(arguments, {"devices"}), *words]
+
+
+def _begun(command: Train) -> dict[str, Any]:
+    """The values of `LASTING` with which the run began that the command resumes; empty for a new run."""
+    from hasten.training.checkpoint_state import find
+    from hasten.training.recipe import flat
+    from hasten.training.run_folder import RunFolder
+
+    recipe = command.recipe
+    folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
+    stored = None if command.resume == "never" else find(folder.last) or find(folder.best)
+    if stored is None:
+        return {}
+    values = flat(stored.recipe)
+    asked = recipe.techniques.precision == "auto" and values["parallel.policy"] == "float32-weights"
+    return {name: values[name] for name in LASTING if name != "techniques.precision" or not asked}
+
+
+def _having(recipe: Any, path: str, value: Any) -> Any:
+    """The recipe with another value of a field, by its dotted name."""
+    section, _, name = path.partition(".")
+    return replace(recipe, **{section: replace(getattr(recipe, section), **{name: value})})
 
 
 def _without(arguments: list[str], names: Container[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """`hasten profile train RECIPE` and `hasten profile generate|serve MODEL`: show where time and memory go."""
 
 import inspect
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,6 +12,7 @@ from hasten.cli.explain import print_kernels
 from hasten.cli.help import first_screen, for_parser, wants_help
 from hasten.cli.options import LoadOptions
 from hasten.cli.parsing import parse
+from hasten.distributed import launched
 from hasten.effects import Facts, Reads, facts_of, refuse_ignored
 from hasten.errors import ConfigError
 from hasten.training.recipe import Recipe
@@ -51,6 +53,8 @@ class ProfileOptions:
 
         folder = self.output or folder
         found = profile(subject, folder, steps=self.measured, tensorboard=self.tensorboard, **settings)
+        if launched() and os.environ["RANK"] != "0":  # rank 0 reports
+            return
         show(found, sort=self.sort)
         print_kernels(found.kernels)
 
@@ -60,6 +64,8 @@ class ProfileTraining(ProfileOptions):
     """Measure a recipe's training step; nothing is trained, and the run's folder is left as it is."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    processes: int = 0
+    """Profile N processes on this machine together, divided as the --parallel options say (0: this process alone)."""
 
     EFFECTS: ClassVar = dict.fromkeys(NOT_PROFILED, Reads(by="a profile, which takes --measured steps"))
 
@@ -108,7 +114,13 @@ def profile(arguments: list[str]) -> None:
             kinds, args=for_parser(rest), prog="hasten profile train", description=ProfileTraining.__doc__
         )
         refuse_ignored(made, rest, usual=ProfileTraining(recipe=RECIPES[rest[0]]))
-        made.run()
+        if made.processes and not launched():
+            from hasten.distributed.launch import start
+
+            made.recipe.check()  # once, before every process does it
+            start(["profile", *arguments], processes=made.processes, resumes=False)
+        else:
+            made.run()
         return
     summary = str(ProfileModel.__doc__).partition("\n")[0]
     command = parse(ProfileModel, rest, prog=f"hasten profile {use}", description=summary)

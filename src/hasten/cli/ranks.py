@@ -33,10 +33,10 @@ def run(command: Any, arguments: list[str]) -> None:
         )
     if degree is not None and degree < 1:
         raise ConfigError(f"--tensor-parallel is {degree}; it must be at least 1")
-    if planned or (degree is not None and (degree > 1 or not alone)):
-        asked = "--devices auto" if planned else "--tensor-parallel"
-        for option in _of_one_process(command):
-            raise ConfigError(f"{option} is for one process; leave it out, or {asked}")
+    if getattr(command, "pin", False) and (planned or (degree is not None and (degree > 1 or not alone))):
+        raise ConfigError(
+            f"--pin is for one process; leave it out, or {'--devices auto' if planned else '--tensor-parallel'}"
+        )
     if isinstance(command, DeviceOptions) and (planned or alone):
         command, arguments = by_plan(command, arguments)
         degree = command.tensor_parallel
@@ -87,11 +87,3 @@ def _run_as_rank(command: Any, degree: int) -> None:
                 quiet.enter_context(redirect_stdout(nowhere))
                 quiet.enter_context(redirect_stderr(nowhere))
             command.run()
-
-
-def _of_one_process(command: Any) -> list[str]:
-    """The options of a command that several ranks do not support, as written on the command line."""
-    found = [f"--{name}" for name in ("pin", "compile", "tasks") if getattr(command, name, None)]
-    if str(getattr(command, "draft", "")).startswith("self:"):
-        found.append("--draft self:")
-    return found

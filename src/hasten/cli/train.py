@@ -37,6 +37,9 @@ class Train(JsonOption):
     """Train in N processes on this machine, divided as the --parallel options say (0: in this process)."""
     max_restarts: Annotated[int, TRAINS, Needs("processes")] = 0
     """With --processes: how often to restart all of them after one has died."""
+    devices: Annotated[Literal["given", "auto"], TRAINS] = "given"
+    """given: as the options say; auto: a plan for this machine chooses processes, ZeRO stage, offload, policy,
+    recomputation and micro-batches, but for those that are given."""
     progress: Annotated[bool, TRAINS] = True
     """Show the progress on standard error: a bar, or a line about every 30 seconds if it is not a terminal."""
 
@@ -82,7 +85,13 @@ class Train(JsonOption):
             args=argv,
         )
         refuse_ignored(command, argv, usual=Train(recipe=RECIPES[argv[0]]))
-        command = replace(command, recipe=as_asked(command.recipe, given_options(argv, Recipe)))
+        given = given_options(argv, Recipe)
+        command = replace(command, recipe=as_asked(command.recipe, given))
+        if command.devices == "auto":
+            from hasten.cli.planned import training_by_plan
+
+            Train.main(training_by_plan(command, argv, given))
+            return
         if command.processes and not command.print_config and not launched():
             from hasten.distributed.launch import start
 

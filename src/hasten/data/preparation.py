@@ -78,7 +78,7 @@ def prepare(
     vocab_size = whole("vocab_size", vocab_size)
     limit_bytes = None if limit_bytes is None else whole("limit_bytes", limit_bytes)
     _check(tokenizer_kind, validation_fraction=validation_fraction)
-    given = None if tokenizer is None else _load_tokenizer(Path(tokenizer))
+    given = None if tokenizer is None else load_tokenizer(Path(tokenizer))
     corpus = open_source(source, text_field=text_field, limit_bytes=limit_bytes)
     settings = {
         "tokenizer": _identity(given, kind=tokenizer_kind, vocab_size=vocab_size),
@@ -112,7 +112,8 @@ def _check(kind: str, *, validation_fraction: float) -> None:
         raise ConfigError(f"validation_fraction is {validation_fraction}; it must be at least 0 and less than 1")
 
 
-def _load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer of a folder or a GGUF file. Raises DataError if it has none."""
     found = open_checkpoint(folder).tokenizer if folder.is_file() else Tokenizer.from_folder(folder)
     if found is None:
         raise DataError(f"{folder}: has no tokenizer (tokenizer.json, or vocab.json + merges.txt); name another folder")

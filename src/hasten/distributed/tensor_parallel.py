@@ -38,3 +38,14 @@ def tensor_parallel(ranks: Ranks) -> Iterator[RankGroup | None]:
 def current_group() -> RankGroup | None:
     """The group of the innermost open `tensor_parallel`, or None."""
     return _current[-1] if _current else None
+
+
+@contextmanager
+def without_group() -> Iterator[None]:
+    """Inside the context models are loaded whole, by this rank alone."""
+    held = list(_current)
+    _current.clear()
+    try:
+        yield
+    finally:
+        _current.extend(held)

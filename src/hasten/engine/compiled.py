@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hasten.errors import ConfigError
 from hasten.model.fused import CudaBlock
-from hasten.model.sharded import ShardedTransformer
+from hasten.model.sharded import RowsOfRank, ShardedTransformer, SumOfRanks
 from hasten.model.swap import replace_modules, swap_kinds, take_over
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.wide import WideLinear, wide_linear
@@ -51,13 +51,11 @@ def compile_blocks(model: Transformer) -> None:
     weights, cache and context are its inputs. Only steps of one token a row are compiled. Prompts have every length,
     and eager blocks are as fast on them: their time is in large matrix products, which a compiler leaves as they are.
     Inductor needs a C++ compiler on a CPU; on a GPU it tunes its products by measuring (a 7 B model in bfloat16 on an
-    H100: 194 tokens/s instead of 165). Blocks that are fused on a GPU stay as they are. Raises ConfigError for a model
-    that several ranks hold, and for one whose layers keep states.
+    H100: 194 tokens/s instead of 165). Blocks that are fused on a GPU stay as they are. Of a model that several ranks
+    hold, the sums of ranks are called between graphs. Raises ConfigError for one whose layers keep states.
     """
     if model.config.keeps_states:
         raise ConfigError(f"layers of a {model.config.family} keep states and are not compiled; leave --compile out")
-    if isinstance(model, ShardedTransformer):
-        raise ConfigError("the sums of ranks are not compiled; a model that several ranks hold runs without --compile")
     if not model.bound:
         model.bind_once()
     if model.device.type == "cpu" and model.dtype != torch.float32:
@@ -70,10 +68,16 @@ def compile_blocks(model: Transformer) -> None:
         parts.append(model.head)
     # Searching the tiles of each kernel, one size after the other: what makes products of one row fast.
     options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if model.device.type == "cuda" else None
+    for module in model.modules():
+        if isinstance(module, SumOfRanks):
+            module.summed = torch.compiler.disable(module.group.sum)
+        elif isinstance(module, RowsOfRank):
+            module.gathered = torch.compiler.disable(module.gathered)
+    whole = not isinstance(model, ShardedTransformer)
     new = {part: take_over(_compiled_kind(type(part)), part) for part in parts}  # type: ignore[arg-type]
     for part in new.values():
         part.compiled = torch.compile(
-            super(CompiledForOneToken, part).forward, fullgraph=True, dynamic=False, options=options
+            super(CompiledForOneToken, part).forward, fullgraph=whole, dynamic=False, options=options
         )
     replace_modules(model, new)
 

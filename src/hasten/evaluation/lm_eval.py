@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten.checkpoints.load import load
+from hasten.engine.following import follow
 from hasten.engine.llm import LLM
 from hasten.engine.params import SamplingParams
+from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError, DataError, HastenWarning, ResourceError
 from hasten.evaluation.likelihood import log_likelihoods
 from hasten.machine import resolve_device
 from hasten.machine.progress import share
 from hasten.model.fused import fuse_where_it_fits
+from hasten.model.sharded import ShardedTransformer, broadcast_from_rank0
 from hasten.model.transformer import Transformer
 
 try:
@@ -136,8 +139,17 @@ class HastenLM(TemplateLM):
         rooms = [self.max_length - one.max_new_tokens for one in params]
         contexts = self._fitting([self.tok_encode(request.args[0]) for request in requests], rooms)
         prompts = [context or [self.prefix_token_id] for context in contexts]
-        with contextlib.closing(LLM(self.model, max_length=self.max_length)) as llm:
-            return [answer.text for answer in llm.generate(prompts, params)] if prompts else []
+        return self._texts(prompts, params) if prompts else []
+
+    def _texts(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[str]:
+        """Continue the prompts; of several ranks the first one has the engine, and tells the others the texts."""
+        if isinstance(self.model, ShardedTransformer) and self.model.group.rank:
+            follow(self.model, EngineSettings(max_length=self.max_length))
+            texts = [""] * len(prompts)
+        else:
+            with contextlib.closing(LLM(self.model, max_length=self.max_length)) as llm:
+                texts = [answer.text for answer in llm.generate(prompts, params)]
+        return [bytes(text).decode() for text in broadcast_from_rank0(self.model, [[*t.encode()] for t in texts])]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         text = self.tokenizer.render_chat(chat_history, add_generation_prompt=add_generation_prompt)
@@ -172,6 +184,8 @@ class HastenLM(TemplateLM):
 def run_tasks(lm: HastenLM, tasks: Sequence[str], *, include_path: str | None = None, **options: Any) -> dict[str, Any]:
     """Run tasks (names, or patterns such as "mmlu_*") and return lm-eval's results as JSON values.
 
+    Of several ranks the first one has them, the others an empty dictionary.
+
     include_path: a folder with your own tasks. options: those of `lm_eval.simple_evaluate`. Raises ConfigError for
     unknown tasks, and DataError where a task's data cannot be had.
     """
@@ -187,5 +201,5 @@ def run_tasks(lm: HastenLM, tasks: Sequence[str], *, include_path: str | None = 
         results = simple_evaluate(lm, tasks=names, task_manager=manager, log_samples=False, **options)
     except OSError as error:
         raise DataError(f"the data of {', '.join(tasks)} cannot be had: {error}") from error
-    plain: dict[str, Any] = json.loads(json.dumps(results, default=handle_non_serializable))
+    plain: dict[str, Any] = json.loads(json.dumps(results or {}, default=handle_non_serializable))
     return plain

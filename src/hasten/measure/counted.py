@@ -8,17 +8,77 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Work, _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What a rank sends of N in a ring, of the bytes of the tensor that is whole; and which argument that is.
-_SENT = {"allreduce_": (2, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1), "allgather_": (1, 0)}
+# Collectives: their kind, how often a rank sends its share of the whole tensor in a ring, and which argument that is.
+_KINDS = {
+    "allreduce_": ("all-reduce", 2, 0),
+    "_allgather_base_": ("all-gather", 1, 0),
+    "allgather_": ("all-gather", 1, 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1, 1),
+    "alltoall_base_": ("all-to-all", 1, 1),
+    "broadcast_": ("broadcast", 1, 0),
+    "barrier": ("barrier", 0, 0),
+}
+# The same of operators that return their result, as tensor parallelism calls them; an all-gather is given its part.
+_FUNCTIONAL = {
+    "all_reduce": ("all-reduce", 2, 0),
+    "all_gather_into_tensor": ("all-gather", 1, 0),
+    "reduce_scatter_tensor": ("reduce-scatter", 1, 0),
+    "all_to_all_single": ("all-to-all", 1, 0),
+}
 SMALL = 1024  # bytes: counts of targets, norms and flags, which no formula has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """A collective as an operator. kind: "all-reduce". whole: bytes of the whole tensor; sent: what a rank sends of it,
+    in a ring. group: the process group's name. operator: its name.
+    """
+
+    kind: str
+    operator: str
+    whole: int
+    sent: int
+    group: str
+
+
+def collective_of(function: Any, args: Any) -> Collective | None:
+    """The collective that an operator is; None for another operator."""
+    schema = getattr(function, "_schema", None)
+    if schema is None:
+        return None
+    space, _, name = schema.name.partition("::")
+    if space == "c10d" and name in _KINDS:
+        kind, times, place = _KINDS[name]
+        group = ProcessGroup.unbox(args[[argument.name for argument in schema.arguments].index("process_group")])
+        whole = sum(_bytes(tensor) for tensor in _flat(args[place]))
+    elif space == "_c10d_functional" and name in _FUNCTIONAL:
+        kind, times, place = _FUNCTIONAL[name]
+        group = _resolve_process_group(args[-1])
+        whole = _bytes(args[place]) * (group.size() if kind == "all-gather" else 1)
+    else:
+        return None
+    sent = times * whole * (group.size() - 1) // group.size()
+    return Collective(kind=kind, operator=name, whole=whole, sent=sent, group=group.group_name)
+
+
+def wait_for(result: Any) -> None:
+    """Wait for what the operator of a collective returned."""
+    if isinstance(result, Tensor):
+        torch.ops._c10d_functional.wait_tensor(result)
+        return
+    for one in result if isinstance(result, list | tuple) else (result,):
+        if isinstance(one, torch.ScriptObject):
+            Work.unbox(one).wait()
 
 
 class Counted(TorchDispatchMode):
@@ -40,15 +100,11 @@ class Counted(TorchDispatchMode):
         self.parameters = [found for found in gc.get_objects() if isinstance(found, nn.Parameter)]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function._schema.name.partition("::")
-        if name[0] == "c10d" and name[2] in _SENT:
-            times, place = _SENT[name[2]]
-            whole = sum(_bytes(tensor) for tensor in _flat(args[place]))
-            if whole > SMALL:
-                at = [argument.name for argument in function._schema.arguments].index("process_group")
-                count = ProcessGroup.unbox(args[at]).size()
-                self.sent[name[2].strip("_")] += times * whole * (count - 1) // count
-                self.order.append((name[2].strip("_"), whole))
+        found = collective_of(function, args)
+        if found is not None and function.namespace == "c10d" and found.whole > SMALL:
+            name = found.operator.strip("_")
+            self.sent[name] += found.sent
+            self.order.append((name, found.whole))
         result = function(*args, **(kwargs or {}))
         host, everything = _storages(self._on_host()), self.held()
         self.peak = max(self.peak, everything)

@@ -17,6 +17,7 @@ from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES
 from hasten.model.families.slices import TensorSlice
+from hasten.model.sharded import RowsOfRank
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedLinear
 
@@ -83,7 +84,7 @@ class LoRALinear(nn.Module):
 
     def __init__(
         self,
-        base: nn.Linear | PackedLinear,
+        base: nn.Linear | PackedLinear | RowsOfRank,
         adapters: Sequence[Factors | None],
         choice: AdapterChoice,
         *,
@@ -206,7 +207,7 @@ def attach(model: Transformer, adapters: Sequence[Adapter], *, dropout: float = 
     model.adapters = choice = AdapterChoice(places=len(adapters))
     for name in dict.fromkeys(name for adapter in adapters for name in adapter):
         base = model.get_submodule(name)
-        assert isinstance(base, nn.Linear | PackedLinear)
+        assert isinstance(base, nn.Linear | PackedLinear | RowsOfRank)
         own = [adapter.get(name) for adapter in adapters]
         model.set_submodule(name, LoRALinear(base, own, choice, dropout=dropout))
     return choice
@@ -220,7 +221,7 @@ def place(model: Transformer, choice: AdapterChoice, number: int, adapter: Adapt
         own: list[Factors | None] = []
         if isinstance(base, LoRALinear):
             own, base = base.factors, base.base
-        assert isinstance(base, nn.Linear | PackedLinear)
+        assert isinstance(base, nn.Linear | PackedLinear | RowsOfRank)
         own += [None] * (max(choice.places, number + 1) - len(own))
         own[number] = adapter.get(name)
         model.set_submodule(name, LoRALinear(base, own, choice))

@@ -5,7 +5,7 @@ in readable blocks and in fused ones (there inside the native step). Each rank l
 and the logits of all ranks are gathered, so every rank has the same bits and samples the same token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from torch import Tensor, nn
@@ -15,17 +15,41 @@ from hasten.model.shares import Share
 from hasten.model.swap import take_over
 from hasten.model.transformer import Transformer
 from hasten.ops.collective import RankGroup
+from hasten.ops.linear import PackedLinear
 
 
 class SumOfRanks(nn.Module):
-    """Sums the inputs of all ranks, then applies a norm."""
+    """Sums the inputs of all ranks, then applies a norm. summed: computes the sum."""
 
     def __init__(self, group: RankGroup, norm: nn.Module) -> None:
         super().__init__()
         self.group, self.norm = group, norm
+        self.summed: Callable[[Tensor], Tensor] = group.sum
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.group.sum(x))
+        return self.norm(self.summed(x))
+
+
+class RowsOfRank(nn.Module):
+    """A quantized layer whose groups have inputs from everywhere (desc_act), so that its columns cannot be split.
+
+    It has all columns of some rows, gathers the inputs x (…, K of this rank) of all ranks, and returns their sum's part
+    (…, N): its own rows, and zeros. `connect` sets the group and the width of each rank's inputs.
+    """
+
+    gathered: Callable[[Tensor, Sequence[int]], Tensor]
+    widths: list[int]
+
+    def __init__(self, layer: PackedLinear, rows: range, place: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.rows, self.bias = layer.eval(), slice(rows.start, rows.stop), place.bias
+        self.in_features, self.out_features = place.in_features, place.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.gathered(x.float().contiguous(), self.widths).to(x.dtype)
+        y = x.new_zeros(*x.shape[:-1], self.out_features)
+        y[..., self.rows] = self.layer(whole)
+        return y if self.bias is None else y + self.bias
 
 
 class ShardedTransformer(Transformer):
@@ -56,6 +80,11 @@ def connect(model: Transformer, group: RankGroup, shares: list[Share], whole: Mo
     for block in model.blocks:
         block.attention_post_norm = SumOfRanks(group, block.get_submodule("attention_post_norm"))
         block.mlp_post_norm = SumOfRanks(group, block.get_submodule("mlp_post_norm"))
+    for name, module in model.named_modules():
+        if isinstance(module, RowsOfRank):
+            module.gathered = group.gather
+            cuts = [one.cut(f"{name}.weight") for one in shares]
+            module.widths = [len(cut.part) for cut in cuts if cut is not None and cut.part is not None]
     sharded = take_over(ShardedTransformer, model)
     sharded.group, sharded.words = group, [share.words for share in shares]
     sharded.share, sharded.whole = shares[group.rank], whole

@@ -23,10 +23,14 @@ TILE = 64  # rows of a panel of the native kernels: a share of many of them has 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The slice of a parameter that a rank holds: `part` of dimension 0 or 1, or zeros (None)."""
+    """The slice of a parameter that a rank holds: `part` of dimension 0 or 1, or zeros (None).
+
+    rows: held instead of columns, where the groups of a quantized weight have columns from everywhere (desc_act).
+    """
 
     dim: int
     part: range | None
+    rows: range = range(0)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Slice a plain parameter. Copies, so that the mapped file pages can be released."""
@@ -34,17 +38,17 @@ class Cut:
             return torch.zeros_like(tensor)
         return tensor.narrow(self.dim, self.part.start, len(self.part)).clone(memory_format=torch.contiguous_format)
 
+    def takes_rows(self, weight: QuantizedWeight) -> bool:
+        """Whether `rows` of this weight are held, and all of their columns."""
+        return self.dim == 1 and weight.columns is not None
+
     def of_weight(self, weight: QuantizedWeight) -> QuantizedWeight:
         """Slice a quantized weight by whole groups; its values may be packed, eight to a word."""
         part = self.part
         assert part is not None, "only a bias is another rank's"
-        if self.dim == 0:
-            return weight.rows(slice(part.start, part.stop))
-        if weight.columns is not None:
-            raise ConfigError(
-                "a weight whose columns are in another order than its groups (desc_act) cannot be shared by ranks; "
-                "take a checkpoint without it, or one process"
-            )
+        if self.dim == 0 or self.takes_rows(weight):
+            rows = part if self.dim == 0 else self.rows
+            return weight.rows(slice(rows.start, rows.stop))
         steps = [level.columns for level in weight.format.scales]
 
         def columns(tensor: Tensor, step: int) -> Tensor:
@@ -65,7 +69,7 @@ class Cut:
 @dataclass(frozen=True, slots=True)
 class Share:
     """The share of rank `rank`: ranges of query heads, key/value heads, inner features of an MLP, of an expert and of
-    the MLP beside the experts, and the vocabulary's rows."""
+    the MLP beside the experts, the residual stream (where columns cannot be split), and the vocabulary's rows."""
 
     rank: int
     head_dim: int
@@ -74,12 +78,15 @@ class Share:
     inner: range
     expert: range
     shared: range
+    stream: range
     words: range
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """Config of the rank's own model: `whole` with smaller sizes."""
+        pattern = whole.attention_pattern
         return replace(
             whole,
+            attention_pattern=None if pattern is None else replace(pattern, first_head=self.heads.start),
             heads=len(self.heads),
             kv_heads=len(self.kv_heads),
             intermediate_size=len(self.inner),
@@ -104,7 +111,7 @@ class Share:
         if module not in rows:
             return None
         if kind == "weight":
-            return Cut(1, rows[module])
+            return Cut(1, rows[module], self.stream)
         return Cut(0, None) if self.rank else None  # a bias is added once
 
 
@@ -119,8 +126,6 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
 
     Raises ConfigError if the model cannot be split that way; it names the largest size that can.
     """
-    if config.attention_pattern is not None:
-        raise ConfigError("a model with a sparse attention pattern runs in one process: its patterns belong to heads")
     if (config.keeps_states or config.attention_gate) and size > 1:
         raise ConfigError(
             f"--tensor-parallel is {size}; a {config.family} has Gated DeltaNet or gates of attention, which are not "
@@ -144,10 +149,18 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
     heads = _heads(config, size, output)
     widths = config.intermediate_size, config.expert_size, config.shared_size
     inner, expert, shared = (_shared(one, _in_tiles(one, down, size), size) for one in widths)
+    stream = _shared(config.hidden_size, _in_tiles(config.hidden_size, 1, size), size)
     words = _shared(config.padded_vocab_size, _in_tiles(config.padded_vocab_size, 1, size), size)
     return [
         Share(
-            rank, config.head_dim, *own, inner=inner[rank], expert=expert[rank], shared=shared[rank], words=words[rank]
+            rank,
+            config.head_dim,
+            *own,
+            inner=inner[rank],
+            expert=expert[rank],
+            shared=shared[rank],
+            stream=stream[rank],
+            words=words[rank],
         )
         for rank, own in enumerate(heads)
     ]

@@ -31,6 +31,12 @@ REACHED = {
     "cpu": {"step": 0.69, "prompt": 0.83, "token": 0.69},
 }
 
+# Why a plan for this machine's processor is one process.
+ONE_SOCKET = (
+    "on one socket several ranks never beat one process: they share its cores and memory bandwidth, and add their "
+    "exchanges"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:

@@ -130,9 +130,9 @@ def memory_of(config: ModelConfig, use: TrainingUse | InferenceUse) -> Memory:
 def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     """Memory of a training step: in the loss, when all activations are kept, and when the gradients are complete."""
     count, size = parameters(config), ITEMSIZE[use.dtype]
-    narrow = size if size < 4 and not use.masters else 0  # bytes of a weight's copy beside the float32 one
-    parts = _states(config, use) | _activations(config, use, narrow)
     trained = use.adapter is None
+    narrow = size if size < 4 and not (use.masters and trained) else 0  # bytes of a weight's copy beside a float32 one
+    parts = _states(config, use) | _activations(config, use, narrow)
     copied = count.total - (count.embedding if count.head else 0)  # all but a table that is only looked up
     if use.zero == 3 and use.recompute != "none":  # of a block that is being recomputed, and the root's
         copied = int(min(copied, gathered_weights(config)))

@@ -1,7 +1,7 @@
 """`hasten.profile`: a profile of a recipe's training step, or of a model that generates or serves."""
 
 import gc
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hasten.checks import whole
 from hasten.distributed import launched
+from hasten.distributed.launch import joined
+from hasten.distributed.ranks import ALONE, Ranks
 from hasten.errors import ConfigError
 from hasten.machine import describe, product_limits
 from hasten.machine.files import save_json
@@ -24,6 +26,7 @@ from hasten.ops.attention.train import flop_formulas
 from hasten.ops.linear.modules import PackedLinear
 from hasten.planning.cost import parameters
 from hasten.profiling.meter import Meter
+from hasten.profiling.ranks import Exchange, Exchanges, RankTimes, check_clocks, fastest_of, times_of_ranks
 from hasten.profiling.steps import Answers, ServedAnswers, Work, least_of, training
 from hasten.profiling.trace import TracedStep, traced
 from hasten.profiling.tree import PartTime, tree
@@ -42,7 +45,7 @@ class ProfiledPhase:
 
     Both are medians. dtype: of most products. limits: measured in the same run. rows: the tree of the fastest step (on
     a shared machine some steps take ten times as long). held: bytes of all tensors before a step. checks: pairs of
-    numbers, each found in two ways.
+    numbers, each found in two ways. ranks: what each of several ranks did in that step; the rest is of rank 0.
     """
 
     name: str
@@ -55,6 +58,7 @@ class ProfiledPhase:
     traced: TracedStep
     held: int
     checks: dict[str, tuple[float, float]]
+    ranks: tuple[RankTimes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,9 @@ def profile(
 ) -> Profile:
     """Measure where the time of a step goes; write profile.json, profile.png and traces for Perfetto into a folder.
 
+    In processes that torchrun has started (on one machine) a recipe's ranks are profiled together: rank 0 writes, also
+    what each of them computes, waits and sends, and each writes a trace.
+
     subject: a recipe, whose training step is measured (nothing is learned, and no run is touched), or a model that
     generates or, with use="serve", serves: `batch` random prompts of at most `prompt_tokens` tokens. steps: how many of
     each kind are measured, and how many more run unobserved for comparison. tensorboard: also write its scalars (needs
@@ -95,35 +102,33 @@ def profile(
 
     for key, value in {"batch": batch, "prompt_tokens": prompt_tokens, "steps": steps}.items():
         whole(key, value, low=1)
-    if launched():
-        raise ConfigError("a profile is of one process: run it without torchrun")
     use = use or ("train" if isinstance(subject, Recipe) else "generate")
     if use not in (("train",) if isinstance(subject, Recipe) else ("generate", "serve")):
         raise ConfigError(f"use is {use!r} of a {type(subject).__name__}; a recipe trains, a model generates or serves")
-    folder = Path(folder)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    board = TensorBoard(folder / "tensorboard", after_step=0) if tensorboard else None
-    # Compiled kernels of the CPU get their own names in the trace.
-    with inductor_config.patch({"cpp.enable_kernel_profile": True}):
-        if isinstance(subject, Recipe):
-            subject.check()
-            _check(subject)
-            # Block by block: inside one graph of all blocks no parts can be timed.
-            apart = replace(subject, techniques=replace(subject.techniques, whole_model=False))
-            setup = set_up(apart, progress=True)
-            batches = [setup.batches.batch(position) for position in range(subject.data.accumulation)]
-            works, dtype = [training(setup, batches)], cast(str, setup.step.precision.name)
-        else:
-            require_model(subject, "hasten.profile")
-            kind = ServedAnswers if use == "serve" else Answers
-            works, dtype = kind(subject, batch=batch, prompt_tokens=prompt_tokens).works(), product_dtype(subject)
-        limits = product_limits(works[0].model.device, (dtype,))
-        phases = tuple(measure(work, limits, dtype, steps=steps, folder=folder) for work in works)
-    found = Profile(use=use, phases=phases, kernels=tuple(explain(works[0].model)), folder=folder)
-    with writing(folder):
-        save_json(folder / "profile.json", found.to_json())
-        draw(found, folder / "profile.png")
+    if launched() and use != "train":
+        raise ConfigError(f"a profile of {use} is of one process: run it without torchrun")
+    with joined() if use == "train" else nullcontext(ALONE) as ranks:
+        check_clocks(ranks)
+        folder = Path(folder)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        board = TensorBoard(folder / "tensorboard", after_step=0) if tensorboard and ranks.first else None
+        # Compiled kernels of the CPU get their own names in the trace.
+        with inductor_config.patch({"cpp.enable_kernel_profile": True}):
+            if isinstance(subject, Recipe):
+                ranks = ranks.split(subject.parallel.tensor)
+                works, dtype = _training(subject, ranks)
+            else:
+                require_model(subject, "hasten.profile")
+                kind = ServedAnswers if use == "serve" else Answers
+                works, dtype = kind(subject, batch=batch, prompt_tokens=prompt_tokens).works(), product_dtype(subject)
+            limits = product_limits(works[0].model.device, (dtype,))
+            phases = tuple(measure(work, limits, dtype, steps=steps, folder=folder, ranks=ranks) for work in works)
+        found = Profile(use=use, phases=phases, kernels=tuple(explain(works[0].model)), folder=folder)
+        if ranks.first:
+            with writing(folder):
+                save_json(folder / "profile.json", found.to_json())
+                draw(found, folder / "profile.png")
     if board is not None:
         for phase in phases:
             board.write({"step": 0} | {f"{phase.name}/{row.name or 'step'}": row.seconds for row in phase.rows})
@@ -131,40 +136,62 @@ def profile(
     return found
 
 
-def _check(recipe: Recipe) -> None:
+def _training(recipe: Recipe, ranks: Ranks) -> tuple[list[Work], str]:
+    """The training step of a recipe, and the dtype of its products."""
+    recipe.check()
     if recipe.teacher is not None:
         raise ConfigError("the tree of a step has no teacher in it; profile the recipe without one")
-    if recipe.parallel.zero or recipe.parallel.tensor > 1:
-        raise ConfigError(
-            "a profile is of one process: leave out parallel.zero and parallel.tensor; `hasten bench train --recipe "
-            "demo --processes 2` measures what ranks wait and send"
-        )
+    # Block by block: inside one graph of all blocks no parts can be timed.
+    apart = replace(recipe, techniques=replace(recipe.techniques, whole_model=False))
+    setup = set_up(apart, progress=ranks.first, ranks=ranks)
+    batches = [setup.batches.batch(position) for position in range(recipe.data.accumulation)]
+    return [training(setup, batches)], cast(str, setup.step.precision.name)
 
 
-def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path) -> ProfiledPhase:
+def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path, ranks: Ranks = ALONE) -> ProfiledPhase:
     """Profile a step: alternates `steps` observed and as many unobserved ones, then traces one."""
     meter = Meter(work.model, work.calls)
+    exchanges = Exchanges(meter) if ranks.size > 1 else None
     alone: list[dict[tuple[str, str], float]] = []
     observed: list[dict[tuple[str, str], float]] = []
+    exchanged: list[list[Exchange]] = []
     for _ in range(WARMING + steps):
-        for sight, found in ((nullcontext(), alone), (meter, observed)):
-            with sight:
+        for watched, found in ((False, alone), (True, observed)):
+            with ExitStack() as sight:
                 work.prepare()
+                if ranks.size > 1:
+                    torch.distributed.barrier()  # all begin the step together
+                if watched:
+                    sight.enter_context(meter)
                 meter.restart()
+                if watched and exchanges is not None:
+                    exchanges.restart()
+                    sight.enter_context(exchanges)
                 work.step()
                 found.append(meter.spent())
+            if watched and exchanges is not None:
+                exchanged.append(exchanges.found)
     plain, totals = ([sum(parts.values()) for parts in found[WARMING:]] for found in (alone, observed))
-    fastest = min(observed[WARMING:], key=lambda parts: sum(parts.values()))  # that which others disturbed the least
+    best = fastest_of(ranks, totals)  # that which others disturbed the least
+    fastest = observed[WARMING:][best]
+    together = () if exchanges is None else times_of_ranks(ranks, fastest, exchanged[WARMING:][best])
     rows = tree(parts_of(work.model), fastest, least_of(work), rate=limits.rates.get(dtype), bandwidth=limits.bandwidth)
     checks: dict[str, tuple[float, float]] = {
         "seconds: the parts' sum, a step unobserved": (rows[0].seconds, min(plain)),
         "parameters: the parts' sum, the config's": (rows[0].parameters, parameters(work.model.config).total),
     }
-    if not any(isinstance(module, PackedLinear) for module in work.model.modules()):
+    packed = any(isinstance(module, PackedLinear) for module in work.model.modules())
+    if not packed and work.split == 1:  # the counter does not see how tensors are split
         checks["FLOPs: from shapes, torch's FlopCounterMode"] = (rows[0].flops, counted_flops(work))
     work.prepare()
     held = storages(work.model.device)  # until the step is traced: torch's profiler warns where older memory is freed
-    step = traced(meter, work.step, folder / f"{work.name}.trace.json")
+    own = f".rank{ranks.rank}" if ranks.size > 1 else ""
+
+    def watched_step() -> None:
+        with exchanges or nullcontext():
+            work.step()
+
+    step = traced(meter, watched_step, folder / f"{work.name}{own}.trace.json")
     return ProfiledPhase(
         name=work.name,
         tokens=sum(new for _, new in work.spans),
@@ -176,6 +203,7 @@ def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path)
         traced=step,
         held=sum(storage.nbytes() for storage in held),
         checks=checks,
+        ranks=together,
     )
 
 

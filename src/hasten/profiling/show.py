@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from rich.text import Text
 
 from hasten.measure.draw import BAR_FIRST, FAILED, SOFT, picture
 from hasten.measure.table import format_value, headed_table, standard_error
+from hasten.profiling.ranks import RankPart, RankTimes, folded_parts
 from hasten.profiling.tree import PartTime, folded, ordered
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from hasten.profiling.profile import Profile, ProfiledPhase
 
 HEAD = ("part", "parameters", "forward, ms", "backward", "of the step", "GFLOP", "MB at least", "of its limit")
+RANK_HEAD = ("part", "rank", "computing, ms", "waiting", "communicating", "MB sent", "exchanges")
 BARS = 10  # of the picture
 
 
@@ -54,8 +57,22 @@ def summary(phase: ProfiledPhase) -> list[str]:
     ]
 
 
+def rank_rows(ranks: Sequence[RankTimes]) -> list[list[str]]:
+    """Rows of the table of ranks: the step and each part in which ranks exchange something, a line a rank."""
+    trees = [{row.name: row for row in folded_parts(one.parts)} for one in ranks]
+    rows = []
+    for name in dict.fromkeys(name for tree in trees for name, row in tree.items() if row.exchanges or not name):
+        for one, tree in zip(ranks, trees, strict=True):
+            row = tree.get(name) or RankPart(name=name, computing=0.0)
+            times = (f"{1e3 * seconds:.3g}" for seconds in (row.computing, row.waiting, row.communicating))
+            depth = "  " * (name.count(".") + bool(name))
+            title = depth + (name.rpartition(".")[2].replace("*", "all") or "step") if one is ranks[0] else ""
+            rows.append([title, str(one.rank), *times, f"{row.sent / 1e6:.3g}", str(row.exchanges)])
+    return rows
+
+
 def show(profile: Profile, *, sort: str = "tree") -> None:
-    """Print the tree of each phase (or its leaves, by "gain" or "time"), its operators and checks."""
+    """Print the tree of each phase (or its leaves, by "gain" or "time"), its ranks, operators and checks."""
     console = standard_error(width=150)
     for phase in profile.phases:
         parts, operators = headed_table(*HEAD, "ms above it"), headed_table("operator", "calls", "ms")
@@ -65,6 +82,11 @@ def show(profile: Profile, *, sort: str = "tree") -> None:
         for name, calls, seconds in phase.traced.operators:
             operators.add_row(Text(name[:80]), str(calls), f"{1e3 * seconds:.3g}")
         console.print(parts, operators)
+        if phase.ranks:
+            table = headed_table(*RANK_HEAD)
+            for cells_of_rank in rank_rows(phase.ranks):
+                table.add_row(*map(Text, cells_of_rank))
+            console.print(table)
         lines = [f"{row.name}: {row.note}" for row in rows if row.note]
         lines += [f"checked: {what}: {one:,.6g}, {other:,.6g}" for what, (one, other) in phase.checks.items()]
         console.print("\n".join([*lines, *summary(phase)]), highlight=False, markup=False)

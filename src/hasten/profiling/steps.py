@@ -39,8 +39,8 @@ Spans = Sequence[tuple[int, int]]  # of each sequence of a step: tokens that are
 class Work:
     """A step that can be repeated. prepare: called before each step, not measured. scored: rows of the head's input.
 
-    item: bytes of an activation's element. calls: methods that are parts besides the model (`Meter`); bytes: the least
-    that they have to move.
+    item: bytes of an activation's element. split: ranks that divide every block and every row. calls: methods that are
+    parts besides the model (`Meter`); bytes: the least that they have to move.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Work:
     calls: tuple[tuple[Any, str, str], ...]
     bytes: dict[str, float] = field(default_factory=dict)
     trains: bool = False
+    split: int = 1
 
 
 def training(setup: Setup, batches: Sequence[Batch]) -> Work:
@@ -71,6 +72,7 @@ def training(setup: Setup, batches: Sequence[Batch]) -> Work:
         calls=((step, "loss", "batch"), (step, "update", "update")),
         bytes={"update": update},
         trains=True,
+        split=setup.step.ranks.tensor,
     )
 
 
@@ -175,15 +177,14 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
     routed = {expert for router in routers for expert in router.experts.modules()}
     for part in parts_of(work.model):
         flops, moved = found.get(part.name, (0.0, 0.0))
-        head, rows = part.name == "model.head", float(sum(new for _, new in work.spans))
-        if head:
-            rows = work.scored
+        head, tokens = part.name == "model.head", float(sum(new for _, new in work.spans))
+        rows = (work.scored if head else tokens) / work.split
         for module in part.modules:
             weights = list(module.parameters(recurse=False))
             if isinstance(module, Linear):
                 taken = rows * config.experts_per_token / config.experts if module in routed else rows
                 frozen = work.trains and not any(weight.requires_grad for weight in weights)  # it gets no gradient
-                held = sum(tensor.nbytes for tensor in (*weights, *module.buffers())) * min(1.0, taken)
+                held = sum(tensor.nbytes for tensor in (*weights, *module.buffers())) / work.split * min(1.0, taken)
                 # The loss of a training step needs all logits nowhere at once.
                 made = 0 if work.trains and head else module.out_features
                 flops += (passes - frozen) * 2 * taken * module.in_features * module.out_features
@@ -198,7 +199,7 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
                     seen = sum(each)
                     read = sum(min(held + new, own) for (held, new), own in zip(work.spans, each, strict=True))
                 flops += passes * 4 * spec.heads * spec.head_dim * seen
-                moved += passes * 2 * item * spec.head_dim * (read * spec.kv_heads + rows * spec.heads)
+                moved += passes * 2 * item * spec.head_dim * (read * spec.kv_heads + tokens * spec.heads)
             elif isinstance(module, GatedDeltaNet | DeltaParts):
                 # Three products with the matrix of each head, which is read and written, and the convolution.
                 sizes = module.sizes

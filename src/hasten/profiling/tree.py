@@ -91,8 +91,13 @@ def folded(rows: Iterable[PartTime]) -> list[PartTime]:
     """Add up parts that differ only in a number ("blocks.0", "blocks.1") into one ("blocks.*")."""
     alike: dict[str, list[PartTime]] = {}
     for row in rows:
-        alike.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", row.name), []).append(replace(row, count=1))
+        alike.setdefault(without_numbers(row.name), []).append(replace(row, count=1))
     return [added(name, own, leaf=own[0].leaf, note=own[0].note) for name, own in alike.items()]
+
+
+def without_numbers(name: str) -> str:
+    """A part's name with a star in the place of each number."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def ordered(rows: Sequence[PartTime], by: str) -> list[PartTime]:

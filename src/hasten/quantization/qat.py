@@ -132,7 +132,9 @@ class FakeQuantized(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The rounded parameter (N, K), mixed with the exact one."""
+        """The rounded parameter (N, K), mixed with the exact one; while FSDP2 has divided it, this rank's shard."""
+        if hasattr(self._parameters["weight"], "_local_tensor"):  # FSDP2 looks its own parameter up by this name
+            return self._parameters["weight"]  # type: ignore[return-value]
         exact = self.exact
         groups = exact.float().unflatten(1, (-1, self.group))
         levels, scale = self._levels(groups)

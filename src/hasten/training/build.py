@@ -40,7 +40,7 @@ from hasten.text.tokenizer import Tokenizer
 from hasten.training.activations import apply_checkpointing
 from hasten.training.allocator import keep_freed_memory, return_large_blocks
 from hasten.training.optimizers import make_optimizer
-from hasten.training.patterns import give_pattern
+from hasten.training.patterns import give_pattern, set_dropout
 from hasten.training.precision import Precision
 from hasten.training.qat import apply_rounding
 from hasten.training.recipe import Lora, Recipe, Shape
@@ -153,16 +153,6 @@ def _as_asked(model: Transformer, recipe: Recipe) -> Transformer:
     return model
 
 
-def set_dropout(model: Transformer, probability: float) -> None:
-    """Set the dropout of a loaded model, whose checkpoint has none."""
-    model.config = replace(model.config, dropout=probability)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = probability
-        elif isinstance(module, Attention):
-            module.dropout = probability
-
-
 def training_step(
     model: Transformer,
     recipe: Recipe,
@@ -189,7 +179,8 @@ def training_step(
     # At stage 3 no rank is to have all weights at once, nor their casts: recomputing blocks casts them again.
     keeps_casts = parallel.zero < 3 or techniques.checkpointing == "none"
     precision = Precision(techniques.precision, model.device, keeps_casts=keeps_casts)
-    if parallel.policy == "float32-masters":
+    masters = parallel.policy == "float32-masters"
+    if masters and recipe.lora.rank is None:
         model.to(precision.dtype)
     if ranks.tensor > 1:
         model = apply_tensor_parallel(model, ranks, parallel.replicas)
@@ -199,7 +190,7 @@ def training_step(
     if techniques.joined_projections and on_cpu:
         apply_joined_projections(model)
     if recipe.lora.rank is not None:
-        apply_lora(model, recipe.lora, seed=recipe.run.seed)
+        apply_lora(model, recipe.lora, seed=recipe.run.seed, dtype=precision.dtype if masters else torch.float32)
     if recipe.qat.bits is not None:
         apply_rounding(model, recipe.qat, begin=not restored or recipe.lora.rank is not None)
     if techniques.checkpointing != "none":
@@ -258,8 +249,12 @@ def why_block_by_block(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE)
 
 
 def divided_at_once(recipe: Recipe, ranks: Ranks, source: ModelSource | None) -> bool:
-    """Whether no rank needs the whole model: ZeRO divides all of its weights, and each rank makes or reads its own."""
+    """Whether no rank needs the whole model: ZeRO divides all of its weights, and each rank makes or reads its own.
+
+    Rounded weights begin with scales that are found from whole ones.
+    """
     divided = recipe.parallel.zero > 0 and (recipe.lora.rank is None or recipe.parallel.zero == 3)
+    divided = divided and recipe.qat.bits is None
     return ranks.joined and divided and ranks.tensor == 1
 
 
@@ -342,10 +337,23 @@ def apply_joined_projections(model: Transformer) -> None:
     swap_kinds(model, {Attention: JoinedAttention})
 
 
-def apply_lora(model: Transformer, settings: Lora, *, seed: int) -> None:
-    """Freeze all weights and add trained LoRA factors to the targeted layers."""
-    adapter = lora_adapter(model.config, settings, seed=seed, device=model.device)
+def apply_lora(
+    model: Transformer,
+    settings: Lora,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> None:
+    """Freeze all weights and add trained LoRA factors, in `dtype`, to the targeted layers.
+
+    device: of the factors; None: the model's.
+    """
+    adapter = lora_adapter(model.config, settings, seed=seed, device=device or model.device)
     attach(model, [adapter], dropout=settings.dropout)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def lora_adapter(

@@ -1,6 +1,11 @@
-"""Sparse attention patterns in pretrained models: `--init MODEL --model.attention-pattern bigbird`."""
+"""What a recipe changes in a pretrained model: sparse attention patterns and dropout.
+
+`--init MODEL --model.attention-pattern bigbird`
+"""
 
 from dataclasses import replace
+
+from torch import nn
 
 from hasten.errors import ConfigError
 from hasten.model.attention import Attention
@@ -35,3 +40,13 @@ def give_pattern(model: Transformer, shape: Shape) -> None:
         if isinstance(module, Attention):
             module.take_pattern(model.config.attention_pattern)
             model.bound = False
+
+
+def set_dropout(model: Transformer, probability: float) -> None:
+    """Set the dropout of a loaded model, whose checkpoint has none."""
+    model.config = replace(model.config, dropout=probability)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = probability
+        elif isinstance(module, Attention):
+            module.dropout = probability

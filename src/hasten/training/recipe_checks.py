@@ -51,10 +51,10 @@ def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
     parallel, optimizer = recipe.parallel, recipe.optimizer
     onebit = optimizer.kind.startswith("onebit")
     rounded = recipe.qat.bits is not None
-    if (rounded or recipe.lora.rank is not None) and parallel.policy != "float32-weights":
-        yield "lora.rank and qat.bits train float32 weights; set parallel.policy float32-weights"
-    if rounded and parallel.zero:
-        yield "qat.bits rounds whole matrices, which parallel.zero splits among processes; set parallel.zero 0"
+    if rounded and parallel.policy != "float32-weights":
+        yield "qat.bits trains float32 weights; set parallel.policy float32-weights"
+    if recipe.qat.eigenvalue_steps and parallel.zero:
+        yield "qat.eigenvalue_steps measures whole blocks, which parallel.zero divides; set parallel.zero 0"
     if parallel.zero == 0 and parallel.offload == "all":
         yield "parallel.offload all needs sharded weights; set parallel.zero to 1, 2 or 3"
     if parallel.tensor > 1:
@@ -85,6 +85,8 @@ def _wrong_split(recipe: Recipe) -> Iterator[str]:
         yield "parallel.tensor has a chunked loss of its own; leave out techniques.loss"
     if recipe.teacher is not None:
         yield "parallel.tensor does not support a teacher; set parallel.tensor 1"
+    if recipe.qat.bits is not None:
+        yield "qat.bits rounds whole matrices, which parallel.tensor splits; set parallel.tensor 1"
     if recipe.lora.rank is not None or recipe.dropout:
         yield "parallel.tensor supports neither lora.rank nor dropout; set parallel.tensor 1"
 

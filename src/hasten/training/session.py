@@ -18,16 +18,18 @@ from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
 from hasten.machine import measured, resolve_dtype
 from hasten.machine.files import code_digest, locked, save_json
-from hasten.model.initialize import unfilled
-from hasten.model.lora import attach, attached
+from hasten.model.initialize import initialize, unfilled
+from hasten.model.lora import attached
 from hasten.model.transformer import Transformer
+from hasten.model.vocabulary import pad_vocabulary
 from hasten.quantization.qat import as_stored
 from hasten.quantization.report import stored_weights
 from hasten.training import checkpoints, display
-from hasten.training.build import lora_adapter
+from hasten.training.build import apply_lora, pretrained_model
 from hasten.training.checkpoint_state import TrainingState
 from hasten.training.journal import read
 from hasten.training.loop import Loop, OnStep, StopRequest, stop_on_signals
+from hasten.training.qat import apply_rounding
 from hasten.training.recipe import Recipe, flat
 from hasten.training.recipes import INIT_MISSING, RECIPES
 from hasten.training.run_folder import Resume, RunFolder, find_start, write_error, writing
@@ -86,7 +88,7 @@ def train(
     not finite, CheckpointError for a damaged checkpoint.
     """
     with joined() as ranks:
-        _check(recipe, resume)
+        check_asked(recipe, resume)
         ranks = ranks.split(recipe.parallel.tensor)
         folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
         if resume == "never" and remembered(f"begun {folder.path}"):
@@ -95,7 +97,8 @@ def train(
             return _train(recipe, folder, ranks, progress=progress and ranks.first, resume=resume, on_step=on_step)
 
 
-def _check(recipe: Recipe, resume: Resume) -> None:
+def check_asked(recipe: Recipe, resume: Resume) -> None:
+    """Raise ConfigError for what `train` cannot be asked for."""
     if not isinstance(recipe, Recipe):
         raise ConfigError(
             f"train() takes a hasten.training.Recipe, and was given {recipe!r} ({type(recipe).__name__}); those that "
@@ -222,16 +225,21 @@ def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> float | None:
     model, placement, read = setup.model, setup.step.where, None
     if isinstance(placement, Sharded):
         stored = stored or checkpoints.find(folder.last)
-        with unfilled():
-            model = Transformer(setup.model.config).to(setup.model.dtype)
+        if recipe.qat.bits is not None:
+            model = _rounded_model(recipe, setup.model)
+        else:
+            with unfilled():
+                model = Transformer(setup.model.config).to(setup.model.dtype)
         model.tokenizer, model.generation = setup.model.tokenizer, setup.model.generation
-        if recipe.lora.rank is None:  # its weights are read as they are written
+        if recipe.qat.bits is None and recipe.lora.rank is None:  # its weights are read as they are written
             assert stored is not None
             if setup.model.head.weight is not setup.model.embedding.weight:  # whatever the config says
                 model.head.weight = torch.nn.Parameter(torch.empty_like(model.head.weight))
             read = checkpoints.reader_of_weights(stored, dict(model.named_parameters()))
-        else:  # and frozen weights are not written
-            attach(model, [lora_adapter(model.config, recipe.lora, device="cpu")])
+        else:
+            if recipe.qat.bits is None:  # of an adapter's model, frozen weights are not written
+                trained = next(iter(placement.parameters.values()))
+                apply_lora(model, recipe.lora, seed=0, dtype=trained.dtype, device="cpu")
             placement = Placement(model)
     if stored is not None and read is None:
         checkpoints.load_weights(stored, placement)
@@ -243,14 +251,28 @@ def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> float | None:
         return 8 * stored_bytes / sum(weight.numel() for weight in stored_weights(model).values())
     if recipe.lora.rank is not None:
         adapter = attached(model)
-        if dtype is not None:
-            adapter = {name: replace(own, a=own.a.to(dtype), b=own.b.to(dtype)) for name, own in adapter.items()}
+        dtype = dtype or torch.float32
+        adapter = {name: replace(own, a=own.a.to(dtype), b=own.b.to(dtype)) for name, own in adapter.items()}
         save_adapter(folder.adapter, adapter, model.config, base=recipe.init, dropout=recipe.lora.dropout)
     else:
         if dtype is None and recipe.techniques.precision == "bfloat16":
             dtype = torch.bfloat16
         export_model(model, folder.model, dtype=dtype, read=read)
     return None
+
+
+def _rounded_model(recipe: Recipe, trained: Transformer) -> Transformer:
+    """The model with its rounding layers, whole and on the host; what was trained is yet to be read into it."""
+    if recipe.init is None:
+        model = initialize(trained.config, seed=recipe.run.seed)
+    else:
+        model = pretrained_model(recipe.init, recipe, device=torch.device("cpu"))
+    if recipe.lora.rank is not None:
+        apply_lora(model, recipe.lora, seed=0)
+    else:
+        pad_vocabulary(model, recipe.techniques.pad_vocabulary_to)
+    apply_rounding(model, recipe.qat, begin=False)
+    return model
 
 
 def _median(lines: list[dict[str, Any]], name: str) -> float | None:

@@ -57,8 +57,8 @@ def make_speculator(
     if accept not in get_args(Accept):
         raise ConfigError(f"accept is {accept!r:.40}; choose one of {', '.join(get_args(Accept))}")
     ranks = model.group if isinstance(model, ShardedTransformer) else None
-    if ranks is not None and (isinstance(draft, ShardedTransformer) or str(draft).startswith("self:")):
-        raise ConfigError("one rank drafts, which has a share of this model only: take suffix, or a smaller model")
+    if ranks is not None and isinstance(draft, ShardedTransformer):
+        raise ConfigError("one rank drafts, which has a share of this draft only: load it without a group")
     if ranks is not None and ranks.rank and draft != "none":  # what it proposes here nobody takes
         draft, accept = "suffix", "exact"
     proposer = _proposer(model, draft, tokens, accept)
@@ -117,6 +117,8 @@ def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, 
             )
         if found is None:
             raise ConfigError(f"draft is {name!r:.60}; a model drafts for itself as self:int4 or self:N-layers")
+        if isinstance(model, ShardedTransformer):
+            return DraftModel(first_layers_of_whole(model, int(found[1])), tokens=tokens, name=name, accept=accept)
         return DraftModel(first_layers(model, int(found[1])), tokens=tokens, name=name, accept=accept)
     return DraftModel(small_model(name, model), tokens=tokens, name=name, accept=accept)
 
@@ -127,6 +129,11 @@ def small_model(name: str, model: Transformer) -> Transformer:
     """
     small = load_quietly(name, dtype=model.dtype, device=str(model.device))
     check_vocabulary(small, model, name=f"the draft {name}")
+    return _to_draft(small, model)
+
+
+def _to_draft(small: Transformer, model: Transformer) -> Transformer:
+    """A model that drafts for another one, in int8 where that is faster, and fused."""
     if model.stack is not None and small.quantization is None and refusal(small) is None:
         from hasten.quantization import Int8, quantize  # only here: it takes a while to import
 
@@ -134,11 +141,23 @@ def small_model(name: str, model: Transformer) -> Transformer:
     return fuse_where_it_fits(small)
 
 
+def first_layers_of_whole(model: ShardedTransformer, count: int) -> Transformer:
+    """The first layers of a model of which this rank holds a share: they are loaded whole, beside it."""
+    _refuse_adapters(model)
+    assert model.origin is not None, "ranks load their shares from files"
+    whole = load_quietly(model.origin, dtype=model.dtype, device=str(model.device))
+    return _to_draft(first_layers(whole, count), model)
+
+
+def _refuse_adapters(model: Transformer) -> None:
+    if model.adapters is not None:
+        raise ConfigError("self:N-layers drafts with layers that have adapters, which is not supported; take suffix")
+
+
 def first_layers(model: Transformer, count: int) -> Transformer:
     """The model without its last layers, of the same tensors. Raises ConfigError unless some stay and some go."""
     layers = model.config.layers
-    if model.adapters is not None:
-        raise ConfigError("self:N-layers drafts with layers that have adapters, which is not supported; take suffix")
+    _refuse_adapters(model)
     if not 0 < count < len(layers):
         raise ConfigError(f"self:{count}-layers: this model has {len(layers)} layers; take from 1 to {len(layers) - 1}")
     with torch.device("meta"):

@@ -61,14 +61,15 @@ def size(default: int, *, least: int) -> int:
 class Pattern:
     """What all patterns have in common. Sizes are in blocks of `block` positions.
 
-    per_head: random choices differ from head to head; without it one layout serves all heads. Raises ConfigError for
-    sizes that mean nothing.
+    per_head: random choices differ from head to head; without it one layout serves all heads. first_head: number of the
+    first head that is laid out, where ranks divide a model's heads. Raises ConfigError for sizes that mean nothing.
     """
 
     block: int = size(64, least=1)
     causal: bool = True
     seed: int = 0
     per_head: bool = False
+    first_head: int = size(0, least=0)
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -114,7 +115,7 @@ class Pattern:
             raise ConfigError(f"{blocks_q} query blocks are the last of at least as many key blocks; found {blocks_k}")
         laid = tuple(
             tuple(self._row(row, blocks_k, head, layer) for row in range(blocks_k - blocks_q, blocks_k))
-            for head in range(heads if self.differs_by_head else 1)
+            for head in range(self.first_head, self.first_head + (heads if self.differs_by_head else 1))
         )
         return BlockLayout(block=self.block, causal=self.causal, blocks_k=blocks_k, heads=laid, period=self.period)
 

@@ -14,8 +14,8 @@ from hasten.ops.attention.patterns import PATTERNS
 
 LARGEST = 1 << 20  # of any number, and of a file's lists: nothing absurd is laid out
 LONGEST_LIST = 4096
-# A model reads from left to right, and its kernels take no other patterns.
-FIXED_FIELDS = ("causal",)
+# A model reads from left to right, and its kernels take no other patterns; all of its heads are named.
+FIXED_FIELDS = ("causal", "first_head")
 
 
 def parse_pattern(text: str) -> Pattern:
