@@ -170,6 +170,11 @@ def training_step(
     ConfigError if a technique does not fit the model.
     """
     techniques, parallel, on_cpu = recipe.techniques, recipe.parallel, model.device.type == "cpu"
+    if techniques.layer_drop is not None and model.config.shares_keys:
+        raise ConfigError(
+            f"techniques.layer_drop: layers of a {model.config.family} use the keys of others, which cannot be "
+            "dropped; leave it out"
+        )
     if techniques.keep_memory and on_cpu:
         keep_freed_memory()
     if recipe.lora.rank is None:
