@@ -289,6 +289,41 @@ CASES |= {
 }
 
 
+GEMMA4 = BASE | {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+}
+CASES |= {
+    # As the 31B: values of global layers that are their keys, of fewer heads.
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        GEMMA4
+        | {"num_hidden_layers": 7, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"attention_bias": True},
+    ),
+    # As the E2B: per-layer embeddings, and layers that use the keys of others, with wider MLPs.
+    "gemma4_text-shared": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        GEMMA4
+        | {"num_hidden_layers": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 103},
+    ),
+    # As the 26B-A4B: experts beside the MLP of each layer.
+    "gemma4_text-experts": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        GEMMA4
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}
+        | {"layer_types": WINDOWED, "global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+}
+
+
 # name -> what is changed of a case for a GGUF file to state it, and llama.cpp to load it.
 STATED = {
     "gemma2": {"query_pre_attn_scalar": 32},
@@ -364,11 +399,13 @@ def randomize(model):
     """Give a model weights with which its logits are of order 1."""
     with torch.no_grad():
         for bias_name, bias in model.named_buffers():
-            if bias_name.endswith("e_score_correction_bias"):
+            if bias_name.endswith(("e_score_correction_bias", "layer_scalar")):
                 bias.add_(torch.randn_like(bias) * 0.1)
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif parameter_name.endswith("embed_tokens_per_layer.weight"):
+                parameter.normal_(0, 0.5)
             else:  # tied embeddings score with the same matrix, so it cannot be left at 0.02
                 embedding = "embed" in parameter_name or "wte" in parameter_name
                 parameter.normal_(0, 0.3 if embedding else 1.2 / parameter.shape[-1] ** 0.5)

@@ -23,6 +23,15 @@ QWEN_VISION = {
     "deepstack_visual_indexes": [0],
     "fullatt_block_indexes": [0],
 }
+GEMMA4_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "position_embedding_size": 16,
+}
 QWEN3_5_VISION = {name: value for name, value in QWEN_VISION.items() if not name.endswith("indexes")}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 PARTIAL_MROPE = MROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
@@ -30,6 +39,7 @@ PARTIAL_MROPE = MROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, 
 # name -> (class of the whole model, values of its text config, values of its vision config)
 WRAPPED = {
     "gemma3": ("Gemma3ForConditionalGeneration", CASES["gemma3_text"][2], VISION),
+    "gemma4": ("Gemma4ForConditionalGeneration", CASES["gemma4_text-shared"][2], GEMMA4_VISION),
     "mistral3": ("Mistral3ForConditionalGeneration", CASES["mistral"][2] | {"model_type": "mistral"}, VISION),
     "mistral3-ministral3": (
         "Mistral3ForConditionalGeneration",

@@ -16,6 +16,7 @@ from references import CASES
 REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 REQUIRED |= {"n_embd", "n_layer", "n_head"}
 NEEDED = {"dots1": {"n_routed_experts", "n_shared_experts", "num_experts_per_tok"}}  # no number there by default
+WHOLE = ("gemma3_text", "gemma4_text")  # published files leave out even their sizes
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -28,7 +29,8 @@ def full_values(name):
 
 
 def required(full):
-    return REQUIRED | NEEDED.get(full["model_type"], set())
+    experts = {"num_experts", "top_k_experts", "moe_intermediate_size"} if full.get("enable_moe_block") else set()
+    return (set() if full["model_type"] in WHOLE else REQUIRED) | NEEDED.get(full["model_type"], experts)
 
 
 def as_transformers_reads(name, values):
@@ -62,7 +64,7 @@ def test_any_field_left_out_takes_the_same_default(case):
     checked = 0
     for gone in sorted(set(full) - {"model_type"}):
         values = {name: value for name, value in full.items() if name != gone}
-        if gone in required(full) and full["model_type"] != "gemma3_text":
+        if gone in required(full):
             with pytest.raises(CheckpointError, match=f"config.json lacks '{gone}'"):
                 read_config(values)
             continue
@@ -81,9 +83,22 @@ def test_all_optional_fields_left_out(case):
     assert read_config(values) == as_transformers_reads(case, values)
 
 
-def test_gemma3_with_nothing_but_its_type():
-    values = {"model_type": "gemma3_text"}
-    assert read_config(values) == as_transformers_reads("gemma3_text", values)
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_config_with_nothing_but_its_type(name):
+    values = {"model_type": name}
+    assert read_config(values) == as_transformers_reads(name, values)
+
+
+def test_heads_of_gemma_4s_global_layers_as_published_files_name_them():
+    values = {name: value for name, value in full_values("gemma4_text").items() if name != "per_layer_config"}
+    for merged in (True, False):
+        values |= {"global_head_dim": 48, "num_global_key_value_heads": 4, "attention_k_eq_v": merged}
+        config = read_config(values)
+        assert config == as_transformers_reads("gemma4_text", values)
+        assert [(layer.head_dim, layer.kv_heads) for layer in config.layers[4:]] == [
+            (None, None),
+            *[(48, 4 if merged else None)] * 2,
+        ]
 
 
 LLAMA3_OLD = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -154,6 +169,8 @@ OLD = [
     ("nanochat", {"rope_theta": 5e4, "rope_scaling": None, "final_logit_softcapping": 20.0}),
     ("cohere2", {"rope_theta": 50000.0, "sliding_window_pattern": 2, "use_parallel_block": True}),
     ("ministral", {"rope_theta": 1e8, "sliding_window": 32768}),
+    ("gemma4_text", {"attention_k_eq_v": False, "sliding_window": 512}),
+    ("gemma4_text-shared", {"use_bidirectional_attention": "vision", "num_kv_shared_layers": 1}),
     ("gpt2", {"n_ctx": 128, "task_specific_params": {}, "n_inner": None, "reorder_and_upcast_attn": False}),
     ("gpt2", {"scale_attn_weights": False}),
     ("gpt_bigcode", {"inference_runner": 0, "n_inner": 256, "attn_pdrop": 0.1}),
@@ -236,6 +253,19 @@ def test_su_is_an_early_name_of_longrope():
         ("qwen3_5_text", {"hidden_act": "gelu"}, ["hidden_act", "'silu' or absent", "'gelu'"]),
         ("qwen3_5_text", {"layer_types": ["sliding_attention"] * 4}, ["layer_types", "linear_attention, full"]),
         ("qwen3_5_text", {"full_attention_interval": 5}, ["none of the 4 layers is full_attention"]),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, ["use_bidirectional_attention", "'vision'", "'all'"]),
+        ("gemma4_text", {"num_kv_shared_layers": 7}, ["num_kv_shared_layers", "from 0 to 6", "7"]),
+        ("gemma4_text", {"num_kv_shared_layers": 3}, ["num_kv_shared_layers", "a full_attention layer comes", "3"]),
+        ("gemma4_text", {"per_layer_config": {"9": {}}}, ["per_layer_config", "layers from 0 to 6", "'9'"]),
+        ("gemma4_text", {"per_layer_config": {"1": {"hidden_size": 8}}}, ["layer_config: 1", "head_dim", "8"]),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"1": {"head_dim": 8}}},
+            ["sliding_attention", "several sizes", "[8, 16]"],
+        ),
+        ("gemma4_text", {"per_layer_config": {"1": {"num_key_value_heads": 3}}}, ["3 key and value", "layer 1"]),
+        ("gemma4_text-shared", {"vocab_size_per_layer_input": 90}, ["vocab_size_per_layer_input", "from 101", "90"]),
+        ("gemma4_text-experts", {"top_k_experts": 5}, ["top_k_experts", "at most the 4 experts", "5"]),
         ("gpt2", {"n_head": 5}, ["n_embd (64)", "n_head (5)"]),
     ],
 )

@@ -30,7 +30,13 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels ca
 TOKENS = torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
+GEMMA4 = {
+    "gemma4_text": "no layers with heads of several sizes",
+    "gemma4_text-shared": "no layers that use the keys and values of others",
+    "gemma4_text-experts": "no layers with heads of several sizes",
+}
 WITH_STATES = [case for case in CASES if case.startswith(("qwen3_next", "qwen3_5"))]
+fused_cases = pytest.mark.parametrize("case", [case for case in CASES if case not in GEMMA4])
 
 
 def logits(model, tokens=TOKENS):
@@ -181,6 +187,16 @@ def test_a_part_that_fused_steps_have_not_beside_experts_is_named():
         fuse(initialize(config, seed=0, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize(("family", "words"), GEMMA4.items())
+def test_what_keeps_a_family_from_being_fused_is_named(family, words):
+    config = read_config(values_of(family))
+    assert unknown_parts(config) == words
+    blocks = "the fused steps of blocks with experts" if config.experts else "the fused steps"
+    assert native_shape_refusal(config) == f"{blocks} know {words}"
+    with pytest.raises(ConfigError, match=words):
+        fuse(hasten.load(make_reference(family), dtype="bfloat16"))
+
+
 def test_limits_of_a_gated_mlp_are_run_in_experts_only():
     config = read_config(values_of("gpt_oss"))
     assert unknown_parts(config) == "no attention sinks"
@@ -223,7 +239,7 @@ def test_every_other_family_runs_in_all_fused_steps(case):
 
 
 OTHERS = {family for family, _ in PARTS} | {"olmo3", "glm4", "ernie4_5", "cohere2", "gpt_oss"} | set(WITH_STATES)
-OTHERS |= {"olmoe", "minimax_m2", "granitemoe", "ernie4_5_moe", "nanochat"}
+OTHERS |= {"olmoe", "minimax_m2", "granitemoe", "ernie4_5_moe", "nanochat", "gemma4_text"}
 
 
 @pytest.mark.parametrize("scheme", [None, hasten.Int8(), hasten.Int4(group_size=32)])

@@ -175,7 +175,7 @@ def test_errors_name_the_place():
         read_config({"model_type": "gemma3", "text_config": {"hidden_size": "many"}}, "here")
     with pytest.raises(CheckpointError, match="here: text_config: model_type must be one that hasten knows"):
         read_config({"model_type": "llava", "text_config": {"model_type": "mamba"}}, "here")
-    with pytest.raises(CheckpointError, match="with their text model in text_config gemma3, idefics3"):
+    with pytest.raises(CheckpointError, match="with their text model in text_config gemma3, gemma4, idefics3"):
         read_config({"model_type": "blip"}, "here")
 
 

@@ -34,6 +34,9 @@ SHARED = DENSE | {"model_type": "dots1", "n_routed_experts": 8, "num_experts_per
 SHARED |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
 STATES = DENSE | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2}
 STATES |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+LENT = DENSE | {"model_type": "gemma4_text", "num_hidden_layers": 8, "num_kv_shared_layers": 2, "head_dim": 8}
+LENT |= {"global_head_dim": 16, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12}
+LENT |= {"vocab_size_per_layer_input": 100}
 
 
 def config(values: dict) -> ModelConfig:
@@ -47,7 +50,7 @@ def bytes_read(model: ModelConfig, *, batch: int, context: int = 0) -> float:
 WIDE = DENSE | {"num_attention_heads": 8, "head_dim": 8}
 
 
-@pytest.mark.parametrize("values", [DENSE, EXPERTS, GATED, SHARED, STATES, WIDE])
+@pytest.mark.parametrize("values", [DENSE, EXPERTS, GATED, SHARED, STATES, WIDE, LENT])
 def test_muons_own_products_are_those_of_a_step(values) -> None:
     model = Transformer(config(values))
     optimizer = Muon([parameter for parameter in model.blocks.parameters() if parameter.ndim == 2], lr=1e-3)
@@ -74,6 +77,12 @@ def test_layers_with_states_read_and_write_them_whatever_the_length() -> None:
     for length in (0, 50):
         found = bytes_read(model, batch=4, context=length)
         assert found == weights / 4 + states + length * kv_bytes_per_token(model, 2)
+
+
+def test_layers_that_use_the_keys_of_others_read_them_too() -> None:
+    model = config(LENT)
+    assert kv_bytes_per_token(model, 2) == 2 * 2 * 2 * (5 * 8 + 16)
+    assert bytes_read(model, batch=1, context=50) == 2 * parameters(model).active + 50 * 2 * 2 * 2 * (6 * 8 + 2 * 16)
 
 
 def test_several_tokens_choose_more_experts_than_one_but_not_all() -> None:

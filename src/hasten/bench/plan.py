@@ -387,6 +387,8 @@ def _inference(subject: Subject) -> InferenceUse:
         row_bytes=row_format(options.kv_cache_dtype).bytes(config.head_dim, resolve_dtype(_cache_dtype(subject))),
         block_size=settings.block_size if served else 1,
         degree=options.tensor_parallel,
+        table=(4 if subject.weights == "float32" else 2) * parameters(config).table,
+        mapped=subject.device.kind == "cpu" and (subject.weights == subject.own or subject.weights.startswith("int")),
     )
 
 

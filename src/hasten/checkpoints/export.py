@@ -282,10 +282,10 @@ class _Plan:
                 return
 
     def _is_linear(self, ours: str) -> bool:
-        """Whether it is the weight of a linear layer of a block."""
+        """Whether it is the weight of a linear layer, not of the head."""
         owner, _, leaf = ours.rpartition(".")
         module = self.model.get_submodule(owner)
-        return leaf == "weight" and ours.startswith("blocks.") and isinstance(module, torch.nn.Linear | PackedLinear)
+        return leaf == "weight" and owner != "head" and isinstance(module, torch.nn.Linear | PackedLinear)
 
     def _tensor(self, ours: str, device: str) -> Tensor:
         if self.quantized is not None and (changed := self.quantized.changed(ours)) is not None:

@@ -191,7 +191,8 @@ def planned(checkpoint: ModelSource) -> tuple[Transformer, dict[str, TensorSlice
     model = _skeleton(config)
     _check(pieces, seen, model)
     check_constants(config, checkpoint.stored, checkpoint.read, str(checkpoint.path))
-    warn_of_unused(seen, pieces, config, checkpoint.path)
+    known = {name: one for name, one in seen.items() if not name.startswith(family.unused(config))}
+    warn_of_unused(known, pieces, config, checkpoint.path)
     warn_of_towers(checkpoint.towers, str(checkpoint.path))
     return model, pieces
 
@@ -344,7 +345,8 @@ def _fill(
         parameter = nn.Parameter(held.to(device=device, dtype=kept_dtype(ours, dtype)))
         setattr(model.get_submodule(owner), leaf, parameter)
         copied = parameter.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
-        few_rows = ours == "embedding.weight" and not tied  # of which a step reads its tokens' own
+        # A step reads single rows of a table that is only looked up.
+        few_rows = ours == "token_features.embedding.weight" or (ours == "embedding.weight" and not tied)
         if mapped and (copied or few_rows):
             release_pages(whole)
 

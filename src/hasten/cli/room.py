@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten.machine import available_memory, resolve_dtype
+from hasten.planning.cost import parameters
 from hasten.planning.held import held_bytes, plain_tensors
 from hasten.planning.memory import LARGEST_PREFILL, PROCESS_BYTES, InferenceUse, Memory, inference_memory
 
@@ -75,6 +76,7 @@ def use_of(
     new, batch = getattr(command, "max_new_tokens", 1), max(1, len(texts))
     length = min(prompt + new, source.config.max_positions)
     cache = getattr(command, "kv_cache_dtype", "auto")
+    table = parameters(source.config).table * kept.itemsize
     return InferenceUse(
         batch_size=batch,
         length=length,
@@ -82,4 +84,6 @@ def use_of(
         step=min(LARGEST_PREFILL, batch * prompt),
         weights=weights,
         row_bytes=row_format(cache).bytes(source.config.head_dim, kept),
+        table=table,
+        mapped=kept == own and torch.device(device).type == "cpu",
     )

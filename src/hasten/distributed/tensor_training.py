@@ -123,6 +123,9 @@ def check_split(config: ModelConfig, degree: int) -> None:
         (config.attention_pattern, "a sparse attention pattern"),
         (config.keeps_states, "Gated DeltaNet"),
         (config.attention_gate, "gates of attention"),
+        (config.mixed_heads, "heads of several sizes"),
+        (config.shares_keys, "layers that use the keys of others"),
+        (config.token_features, "per-layer embeddings"),
     ]
     for value, what in found:
         if value:

@@ -65,19 +65,26 @@ class LayerShape(NamedTuple):
 
 
 def layer_shapes(config: ModelConfig) -> list[LayerShape | StateShape]:
-    """The shape of each layer."""
-    keys = LayerShape(config.kv_heads, config.head_dim)
-    if config.delta is None:
-        return [keys] * len(config.layers)
-    state = StateShape.of(config.delta)
-    return [state if layer.delta else keys for layer in config.layers]
+    """The shape of each layer; of one that uses another's keys and values, what it finds there."""
+    state = None if config.delta is None else StateShape.of(config.delta)
+    return [
+        state if layer.delta and state is not None else LayerShape(config.kv_heads_of(layer), config.head_dim_of(layer))
+        for layer in config.layers
+    ]
+
+
+def kept_shapes(config: ModelConfig) -> list[LayerShape]:
+    """The shapes of the layers that keep keys and values of their own."""
+    pairs = zip(layer_shapes(config), config.layers, strict=True)
+    return [shape for shape, layer in pairs if isinstance(shape, LayerShape) and layer.keys_of is None]
 
 
 class KVCache:
     """Keys and values in `blocks` blocks of `block_size` tokens, and the states of `sequences` sequences.
 
-    k, v: of each layer that keeps them, (blocks·block_size + 1, Hkv, …), the last row for padding, which is never read.
-    They lie in one allocation, the layers of one shape together. states: of every layer, None where it keeps keys.
+    k, v: of each layer with attention, (blocks·block_size + 1, Hkv, …), the last row for padding, which is never read.
+    They lie in one allocation, the layers of one shape together; a layer that uses another's has the same tensors.
+    states: of every layer, None where it has attention.
     """
 
     def __init__(
@@ -104,15 +111,18 @@ class KVCache:
         self._stretches = config.stretches_at is not None
         self.sparse: SparseMasks | None = None
         found = layer_shapes(config)
-        shapes = [shape for shape in found if isinstance(shape, LayerShape)]
+        shapes = kept_shapes(config)
         self.states = [
             shape.zeros(sequences, dtype, self.device) if isinstance(shape, StateShape) else None for shape in found
         ]
         self._keeps_states = any(own is not None for own in self.states)
         self._groups = self._allocate(shapes)
         held = {shape: iter(zip(*group.chunk(2), strict=True)) for shape, group in self._groups.items()}
-        pairs = [next(held[shape]) for shape in shapes]
-        self.k, self.v = [k for k, _ in pairs], [v for _, v in pairs]
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
+        for place, (shape, layer) in enumerate(zip(found, config.layers, strict=True)):
+            if isinstance(shape, LayerShape):
+                pairs[place] = next(held[shape]) if layer.keys_of is None else pairs[layer.keys_of]
+        self.k, self.v = [k for k, _ in pairs.values()], [v for _, v in pairs.values()]
         # One kernel for all layers: of those picked for each shape, the least particular one.
         self.kernel = max((self._picked(shape) for shape in self._groups), key=PAGED_KERNELS.index)
         self._query_start_loc: dict[int, Tensor] = {}  # by the tokens of a step: the same in all of them
@@ -173,7 +183,7 @@ class KVCache:
         config: ModelConfig, *, block_size: int = 16, dtype: torch.dtype, row_format: RowFormat = PLAIN
     ) -> int:
         """Bytes that one block takes in all layers together."""
-        shapes = [shape for shape in layer_shapes(config) if isinstance(shape, LayerShape)]
+        shapes = kept_shapes(config)
         return 2 * block_size * sum(shape.kv_heads * row_format.bytes(shape.head_dim, dtype) for shape in shapes)
 
     @staticmethod

@@ -38,10 +38,10 @@ class CompiledForOneToken(nn.Module):
 
     compiled: Callable[..., Tensor]
 
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+    def forward(self, x: Tensor, *rest: Any, **more: Any) -> Any:
         """x (B, T, C), or the (R, C) rows that the head scores."""
         one = x.dim() == 3 and x.shape[1] == 1
-        return (self.compiled if one else super().forward)(x, *rest)
+        return (self.compiled if one else super().forward)(x, *rest, **more)
 
 
 def compile_blocks(model: Transformer) -> None:

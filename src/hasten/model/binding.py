@@ -149,6 +149,9 @@ def _mixer_bindings(model: Transformer, layer: int, block: nn.Module) -> list[Bi
     assert isinstance(block.attention, Attention)
     sparse = model.config.attention_pattern is not None
     request = replace(block.attention.request(), dtype=model.compute_dtype, block_mask=sparse)
+    # A cache has one kernel for all layers.
+    widest = max(model.config.head_dim_of(one) for one in model.config.layers if not one.delta)
+    request = replace(request, spec=replace(request.spec, head_dim=widest))
     paged = _binding(layer, "paged attention", PAGED_KERNELS, request)
     return [*_attention_bindings(layer, block.attention), paged]
 

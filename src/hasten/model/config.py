@@ -23,12 +23,13 @@ class RopeConfig:
     "llama3" uses low/high_frequency_factor, "yarn" (arXiv 2309.00071) beta_fast/beta_slow, "longrope" (arXiv
     2402.13753) the per-frequency short/long factors; original_positions is the context of the pretraining. query_beta:
     queries are multiplied by 1 + query_beta · ln(1 + ⌊position / original_positions⌋). backwards: heads are rotated the
-    other way, by negative angles.
+    other way, by negative angles. "proportional" turns only the first `turned` of the dim/2 pairs, with the frequencies
+    that they would have if all turned.
     """
 
     theta: float
     dim: int
-    scaling: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    scaling: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = "default"
     factor: float = 1.0
     original_positions: int = 0
     low_frequency_factor: float = 1.0
@@ -41,6 +42,7 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     query_beta: float = 0.0
     backwards: bool = False
+    turned: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +82,24 @@ class DeltaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """The settings of one layer: the attention window (None: everything), the rotary table, the MLP kind."""
+    """The settings of one layer: the attention window (None: everything), the rotary table, the MLP kind.
+
+    head_dim, kv_heads, inner (features of the MLP): None where they are those of the model. keys_of: the earlier layer
+    whose keys and values this one uses, having none of its own; lends_keys: later layers use those of this one.
+    values_of_keys: values are the product for keys, before norm and rotary turn.
+    """
 
     window: int | None = None
     rope: int | None = 0  # index into ModelConfig.ropes; None: queries and keys are not rotated
     experts: bool = False
     scale: float = 1.0  # multiplies the scores
     delta: bool = False  # Gated DeltaNet in the place of attention
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    inner: int | None = None
+    keys_of: int | None = None
+    lends_keys: bool = False
+    values_of_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +127,7 @@ class ModelConfig:
     parallel: bool = False  # attention and MLP read the same normalised stream, and both are added to it at once
     # Queries and keys are normalised: each head before the rotary turn, each head after it, or all heads as one vector.
     qk_norm: Literal["head", "rotated_head", "projection"] | None = None
+    value_norm: bool = False  # each head of the values is divided by its root mean square
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"] = "silu"
     gated: bool = True  # down(act(gate x) * up x) instead of down(act(up x))
     swiglu_limit: float | None = None  # gate x is at most this, and up x within ± this
@@ -146,6 +160,10 @@ class ModelConfig:
     expert_weight_scale: float = 1.0  # multiplies the weights of the chosen experts
     shared_size: int = 0  # inner features of an MLP beside the experts, for every token; 0: none
     shared_gate: bool = False  # its output is multiplied by the sigmoid of a product with the input
+    expert_norms: bool = False  # experts, their router and the MLP beside them have norms of their own (Gemma 4)
+    token_features: int = 0  # of a second embedding, whose rows have these for each block (Gemma 4); 0: none
+    token_vocab_size: int = 0  # rows of that table
+    block_scales: bool = False  # a stored number multiplies the stream behind each block
     initializer_range: float = 0.02  # standard deviation of random weights
     attention_pattern: "Pattern | None" = None  # which blocks every layer sees; hasten's own field of config.json
     dropout: float = 0.0  # in training only; set by the recipe, never by a checkpoint
@@ -155,6 +173,34 @@ class ModelConfig:
     def keeps_states(self) -> bool:
         """Whether layers keep a state of each sequence, from which no token can be taken back."""
         return any(layer.delta for layer in self.layers)
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether layers use the keys and values of others."""
+        return any(layer.keys_of is not None for layer in self.layers)
+
+    @property
+    def first_without_keys(self) -> int:
+        """Number of the first layer from which on all use the keys and values of others; that of all if none does."""
+        own = [place for place, layer in enumerate(self.layers) if layer.keys_of is None]
+        return own[-1] + 1 if own else 0
+
+    @property
+    def mixed_heads(self) -> bool:
+        """Whether layers have heads of several sizes, or different numbers of key/value heads."""
+        return any((layer.head_dim, layer.kv_heads) != (None, None) for layer in self.layers)
+
+    def head_dim_of(self, layer: LayerConfig) -> int:
+        """The size of a head in this layer."""
+        return self.head_dim if layer.head_dim is None else layer.head_dim
+
+    def kv_heads_of(self, layer: LayerConfig) -> int:
+        """The number of key/value heads in this layer."""
+        return self.kv_heads if layer.kv_heads is None else layer.kv_heads
+
+    def inner_of(self, layer: LayerConfig) -> int:
+        """Inner features of this layer's MLP, where it has no experts."""
+        return self.intermediate_size if layer.inner is None else layer.inner
 
     @property
     def block_norms(self) -> int:

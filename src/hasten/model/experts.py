@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.model.config import ModelConfig
+from hasten.model.norms import norm_of, over_rms
 
 
 def route(logits: Tensor, config: ModelConfig, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -73,14 +74,17 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)  # (N, C)
-        shares, chosen = self.route(rows)
+        return self.add_shared(self.routed(rows, *self.route(rows)), rows).view_as(x)
+
+    def routed(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Outputs (N, C) of the chosen experts for rows (N, C), added up by their shares."""
         out = torch.zeros_like(rows)
         # Reading which experts are chosen synchronises a GPU and breaks a compiled graph here; a GPU's expert kernels,
         # which avoid both, are still to come.
         for index in range(len(self.experts)) if self.all_take_part else chosen.unique().tolist():
             row, slot = torch.where(chosen == index)
             out.index_add_(0, row, self.experts[index](rows[row]) * shares[row, slot, None].to(rows.dtype))
-        return self.add_shared(out, rows).view_as(x)
+        return out
 
     def add_shared(self, out: Tensor, x: Tensor) -> Tensor:
         """Add to the experts' output (…, C) that of the MLP which every token of x (…, C) passes, if there is one."""
@@ -95,3 +99,32 @@ class Experts(nn.Module):
         if before is not None and self.choice_bias is not None and self.choice_bias.itemsize < before.itemsize:
             self.choice_bias = nn.Parameter(before.to(self.choice_bias.device))  # `kept_dtype`
         return self
+
+
+class NormedExperts(Experts):
+    """Experts beside an MLP, with norms of their own before and behind each (Gemma 4).
+
+    The router reads the stream divided by its root mean square, scaled for each feature; expert_scale (E,) multiplies
+    the weights of the chosen experts.
+    """
+
+    shared: nn.Module
+
+    def __init__(self, config: ModelConfig, make: Callable[[int], nn.Module]) -> None:
+        super().__init__(config, make)
+        hidden = config.hidden_size
+        self.shared_post_norm, self.expert_norm, self.expert_post_norm = (norm_of(config, hidden) for _ in range(3))
+        self.router_scale = nn.Parameter(torch.empty(hidden))
+        self.expert_scale = nn.Parameter(torch.empty(config.experts))
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        normal = over_rms(rows, self.config.norm_eps).to(rows.dtype)
+        shares, chosen = super().route(normal * self.router_scale * self.config.hidden_size**-0.5)
+        return shares * self.expert_scale.float()[chosen], chosen
+
+    def forward(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
+        """x (B, T, C): what the MLP reads, the stream behind the block's own norm; the others read `stream`."""
+        assert stream is not None, "its router reads the stream before the block's norm"
+        rows = stream.flatten(0, -2)  # (N, C)
+        routed = self.routed(self.expert_norm(rows), *self.route(rows)).view_as(x)
+        return self.shared_post_norm(self.shared(x)) + self.expert_post_norm(routed)

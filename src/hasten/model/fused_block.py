@@ -33,6 +33,12 @@ def unknown_parts(config: ModelConfig, known: Collection[str] = ()) -> str | Non
         "rope_pairs": "no rotary turn of neighbouring elements" if config.rope_pairs else None,
         "sinks": "no attention sinks" if config.attention_sinks else None,
         "activation": _ACTIVATIONS.get(config.activation),
+        "shared_keys": "no layers that use the keys and values of others" if config.shares_keys else None,
+        "mixed_heads": "no layers with heads of several sizes" if config.mixed_heads else None,
+        "value_norm": "no norms of values" if config.value_norm else None,
+        "token_features": "no per-layer embeddings" if config.token_features else None,
+        "block_scales": "no numbers that scale the stream behind a block" if config.block_scales else None,
+        "expert_norms": "no experts with norms of their own" if config.expert_norms else None,
         "swiglu": "no limits or offsets in gated MLPs" if config.swiglu_limit or config.up_offset else None,
     }
     return next((words for name, words in parts.items() if words is not None and name not in known), None)

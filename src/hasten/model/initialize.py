@@ -70,10 +70,12 @@ def _fill(values: Tensor, module: nn.Module, name: str, config: ModelConfig, gen
     owner, _, leaf = name.rpartition(".")
     if leaf in ("bias", "choice_bias"):
         values.zero_()
+    elif leaf in ("scale", "router_scale", "expert_scale"):
+        values.fill_(1.0)
     elif leaf == "sinks":
         values.normal_(0.0, config.initializer_range, generator=generator)
     elif isinstance(module, nn.Linear | nn.Embedding):
-        into_residual = owner.endswith((".output", ".down", ".out"))
+        into_residual = owner.endswith((".output", ".down", ".out", ".expand"))
         std = config.initializer_range / ((2 * len(config.layers)) ** 0.5 if into_residual else 1)
         values.normal_(0.0, std, generator=generator)
     elif isinstance(module, RMSNorm | LayerNorm):

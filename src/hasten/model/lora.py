@@ -158,8 +158,10 @@ def targeted(config: ModelConfig, targets: Sequence[str]) -> list[str]:
 def layer_size(config: ModelConfig, name: str) -> tuple[int, int]:
     """Input and output features (K, N) of a layer that can have an adapter."""
     hidden = config.hidden_size
-    inner = config.shared_size if ".shared." in name else config.intermediate_size
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    layer = config.layers[int(name.split(".")[1])]
+    inner = config.shared_size if ".shared." in name else config.inner_of(layer)
+    size = config.head_dim_of(layer)
+    q, kv = config.heads * size, config.kv_heads_of(layer) * size
     into = {"q": q * (1 + config.attention_gate), "k": kv, "v": kv, "gate": inner, "up": inner}
     leaf = name.rpartition(".")[2]
     if config.delta is not None and ".delta." in name:

@@ -10,6 +10,12 @@ from torch import Tensor, nn
 from hasten.model.config import ModelConfig
 
 
+def over_rms(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension, in float32."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) · (weight + offset), in float32 (arXiv 1910.07467).
 
@@ -28,9 +34,7 @@ class RMSNorm(nn.Module):
                 self.register_buffer("weight", torch.ones(size), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normal * (self.weight.float() + self.offset)).to(x.dtype)
+        return (over_rms(x, self.eps) * (self.weight.float() + self.offset)).to(x.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move as nn.Module does, but make the ones again, which `to_empty` would lose."""

@@ -31,6 +31,8 @@ def _scaled(rope: RopeConfig, *, long: bool) -> Tensor:
             return _yarn(rope, plain)
         case "longrope":
             return plain / torch.tensor(rope.long_factor if long else rope.short_factor)
+        case "proportional":
+            return torch.where(torch.arange(rope.dim // 2) < rope.turned, plain / rope.factor, 0.0)
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:

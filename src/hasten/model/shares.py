@@ -131,6 +131,11 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
             f"--tensor-parallel is {size}; a {config.family} has Gated DeltaNet or gates of attention, which are not "
             "split over processes: run it in one process"
         )
+    if (config.mixed_heads or config.shares_keys or config.token_features) and size > 1:
+        raise ConfigError(
+            f"--tensor-parallel is {size}; layers of a {config.family} have heads of several sizes, use the keys of "
+            "others or per-layer embeddings, which are not split over processes: run it in one process"
+        )
     if config.qk_norm == "projection" and size > 1:
         raise ConfigError(
             f"--tensor-parallel is {size}; {config.family} normalises all heads of its queries together, of which "

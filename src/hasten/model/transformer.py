@@ -17,15 +17,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hasten.errors import ConfigError
-from hasten.model.attention import Attention
+from hasten.model.attention import Attention, KeysValues
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.delta import GatedDeltaNet
-from hasten.model.experts import Experts
+from hasten.model.experts import Experts, NormedExperts
 from hasten.model.interfaces import Context, LayerContext, SoftTargets, Stack, StateContext
+from hasten.model.last_rows import of_rows
 from hasten.model.layer_format import LayerFormat
 from hasten.model.mlp import MLP
 from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, Rotation
+from hasten.model.token_features import TokenFeatures, TokenGate
 from hasten.model.wide import check_trainable, choose_width
 from hasten.ops.linear import PackedEmbedding, PackedLinear
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
@@ -53,25 +55,47 @@ class Block(nn.Module):
         self.parallel = config.parallel
         self.mlp_norm = norm_of(config, hidden) if config.pre_norms and not config.parallel else nn.Identity()
         if layer.experts:
-            self.mlp: nn.Module = Experts(config, lambda size: MLP(config, size))
+            kind = NormedExperts if config.expert_norms else Experts
+            self.mlp: nn.Module = kind(config, lambda size: MLP(config, size))
         else:
-            self.mlp = MLP(config, config.intermediate_size)
+            self.mlp = MLP(config, config.inner_of(layer))
         self.mlp_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
+        self.token_gate = TokenGate(config) if config.token_features else None
+        self.scale = nn.Parameter(torch.empty(1)) if config.block_scales else None
+        self.lends_keys = layer.lends_keys
         self.dropout, self.residual_scale = nn.Dropout(config.dropout), config.residual_scale
 
     def forward(
-        self, x: Tensor, rope: Rotation | None, layer: LayerContext | StateContext, scale: Tensor | None = None
-    ) -> Tensor:
-        """x (B, T, C) -> (B, T, C). scale: 0-dim factor of both residual branches (a kept block's 1/p)."""
+        self,
+        x: Tensor,
+        rope: Rotation | None,
+        layer: LayerContext | StateContext,
+        scale: Tensor | None = None,
+        features: Tensor | None = None,
+        shared: KeysValues | None = None,
+    ) -> Tensor | tuple[Tensor, KeysValues]:
+        """x (B, T, C) -> (B, T, C), with the keys and values that it lends, if it does.
+
+        scale: 0-dim factor of the residual branches (a kept block's 1/p). features (B, T, P): what the tokens bring.
+        shared: keys and values of the layer whose it uses.
+        """
         normal = self.attention_norm(x)
-        mixed = self.mixed(normal, rope, layer)
+        mixed, lent = self.mixed(normal, rope, layer, shared)
         x = self.add(x, self.dropout(self.attention_post_norm(mixed)), scale)
         normal = normal if self.parallel else self.mlp_norm(x)
-        return self.add(x, self.dropout(self.mlp_post_norm(self.mlp(normal))), scale)
+        branch = self.mlp(normal, x) if isinstance(self.mlp, NormedExperts) else self.mlp(normal)
+        x = self.add(x, self.dropout(self.mlp_post_norm(branch)), scale)
+        if self.token_gate is not None and features is not None:
+            x = self.add(x, self.token_gate(x, features), scale)
+        x = x if self.scale is None else x * self.scale
+        return x if lent is None else (x, lent)
 
-    def mixed(self, x: Tensor, rope: Rotation | None, layer: Any) -> Tensor:
-        """What tokens x (B, T, C) take from those before them. layer: the context of this kind of layer."""
-        return self.attention(x, rope, layer) if self.delta is None else self.delta(x, layer)
+    def mixed(self, x: Tensor, rope: Rotation | None, layer: Any, shared: Any) -> tuple[Tensor, KeysValues | None]:
+        """What tokens x (B, T, C) take from those before them, and what the layer lends. layer: its kind's context."""
+        if self.delta is not None:
+            return self.delta(x, layer), None
+        found = self.attention(x, rope, layer, *([] if shared is None else [shared]))
+        return found if self.lends_keys else (found, None)
 
     def add(self, x: Tensor, added: Tensor, scale: Tensor | None) -> Tensor:
         """Add a branch to the residual stream, scaled as the model and the step say."""
@@ -83,8 +107,7 @@ class Transformer(nn.Module):
     """A decoder-only language model.
 
     Built uninitialised: weights come from a checkpoint (`hasten.load`) or from `initialize`. `tokenizer` and
-    `generation` (the folder's generation_config.json) travel with the model where it has them; `quantization` says
-    how each quantized layer is, by its name ("blocks.0.attention.q"), if any are.
+    `generation` (generation_config.json) travel with it; `quantization` says how each quantized layer is, by its name.
     """
 
     tokenizer: Tokenizer | None
@@ -115,6 +138,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_positions, config.hidden_size) if config.learned_positions else None
         self.embedding_norm = norm_of(config, config.hidden_size) if config.embedding_norm else None
+        self.token_features = TokenFeatures(config) if config.token_features else None
         self.ropes = nn.ModuleList(RotaryTable(rope) for rope in config.ropes)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in config.layers)
@@ -141,9 +165,10 @@ class Transformer(nn.Module):
         tokens it counted. SoftTargets (without `rows`): the divergence from another model's probabilities instead.
         block_scales: a factor of what each block adds; a block of scale 0 is skipped.
         """
-        x = self.states(tokens, positions, context, block_scales=block_scales)
+        alone = rows is not None and self.config.shares_keys and self.adapters is None and len(rows) < tokens.numel()
+        x = self.states(tokens, positions, context, block_scales=block_scales, rows=rows if alone else None)
         if rows is not None:
-            x = x.flatten(0, -2)[rows]  # (R, C)
+            x = x.flatten(0, -2) if alone else x.flatten(0, -2)[rows]  # (R, C)
         if targets is None:
             return self.scores(x)
         if isinstance(targets, SoftTargets):
@@ -151,11 +176,17 @@ class Transformer(nn.Module):
         return self.loss(self.norm(x), targets)
 
     def states(
-        self, tokens: Tensor, positions: Tensor, context: Context, *, block_scales: Sequence[float] | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        context: Context,
+        *,
+        block_scales: Sequence[float] | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Hidden states (B, T, C) after the last block, before the last norm; arguments as in `forward`.
 
-        In `compute_dtype`, or in float32 if the model is fused.
+        In `compute_dtype`, or in float32 if the model is fused. rows int64 (R,): only of these, (1, R, C).
         """
         if not self.bound:
             self.bind_once()
@@ -163,7 +194,8 @@ class Transformer(nn.Module):
         ropes = [table(positions, context.stretched) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
         if self.stack is not None and block_scales is None:
             return self.stack.run(self, x, ropes, context)
-        return self.each_block(x, ropes, context.layers, block_scales)
+        features = None if self.token_features is None else self.token_features(tokens, x)
+        return self.each_block(x, ropes, context.layers, block_scales, features, rows)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Input of the first block: (B, T, C) for tokens and positions (B, T)."""
@@ -183,16 +215,27 @@ class Transformer(nn.Module):
         ropes: Sequence[Rotation],
         layers: Sequence[LayerContext | StateContext],
         block_scales: Sequence[float] | None = None,
+        features: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Run the blocks in order, x (B, T, C) -> (B, T, C). ropes: cos and sin of each rotary table."""
-        for index, (block, layer, own) in enumerate(zip(self.blocks, self.config.layers, layers, strict=True)):
-            rope = None if layer.rope is None else ropes[layer.rope]
+        """Run the blocks in order, x (B, T, C) -> (B, T, C). ropes: cos and sin of each rotary table. features
+        (L, B, T, P): what the tokens bring to each block. rows: as in `states`.
+        """
+        lent: dict[int, KeysValues] = {}  # by the number of the layer whose they are
+        for index, (block, layer) in enumerate(zip(self.blocks, self.config.layers, strict=True)):
+            if rows is not None and index == self.config.first_without_keys:
+                x, ropes, layers, features = of_rows(rows, x, ropes, layers, features)
+            own, rope = layers[index], None if layer.rope is None else ropes[layer.rope]
             scale = 1.0 if block_scales is None else block_scales[index]
+            more: dict[str, Any] = {} if features is None else {"features": features[index]}
+            more |= {} if layer.keys_of is None else {"shared": lent[layer.keys_of]}
             if block_scales is None or (scale == 1.0 and not self.training):
-                x = block(x, rope, own)
+                x = block(x, rope, own, **more)
             elif scale:
                 # A tensor, because a compiled block would be recompiled for every new number.
-                x = block(x, rope, own, x.new_full((), scale, dtype=torch.float32))
+                x = block(x, rope, own, x.new_full((), scale, dtype=torch.float32), **more)
+            if layer.lends_keys:
+                x, lent[index] = x
         return x
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:

@@ -11,13 +11,14 @@ class Parameters:
     """Numbers of weights.
 
     head: 0 if it is the embedding's matrix. active: multiplied for one token; of the experts only the chosen ones, and
-    what all tokens pass beside them.
+    what all tokens pass beside them. table: of per-layer embeddings, of which a token takes one row.
     """
 
     total: int
     embedding: int
     head: int
     active: int
+    table: int = 0
 
 
 def parameters(config: ModelConfig) -> Parameters:
@@ -31,17 +32,21 @@ def parameters(config: ModelConfig) -> Parameters:
         blocks += own
         active += used
     norm = config.hidden_size * _per_norm(config) * (1 + config.embedding_norm)
-    total = embedding + head + positions + blocks + norm
-    return Parameters(total=total, embedding=embedding, head=head, active=active + embedding)
+    features = len(config.layers) * config.token_features  # of a token, for all blocks
+    table, projection = config.token_vocab_size * features, config.hidden_size * features
+    total = embedding + head + positions + blocks + norm + table + projection
+    total += config.token_features * _per_norm(config)
+    active += embedding + projection
+    return Parameters(total=total, embedding=embedding, head=head, active=active, table=table)
 
 
 def matrices(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     """Number of weights in a block's matrices: all, and those used for one token."""
     hidden = config.hidden_size
-    attention = hidden * sum(_widths(config, layer))
+    attention = hidden * (sum(_widths(config, layer)) + 2 * config.token_features)
     per_width = hidden * (3 if config.gated else 2)
     if not layer.experts:
-        return (attention + per_width * config.intermediate_size,) * 2
+        return (attention + per_width * config.inner_of(layer),) * 2
     around, one = attention + hidden * (config.experts + config.shared_gate), per_width * config.expert_size
     around += per_width * config.shared_size
     return around + config.experts * one, around + config.experts_per_token * one
@@ -52,8 +57,10 @@ def _widths(config: ModelConfig, layer: LayerConfig) -> list[int]:
     if layer.delta:
         sizes = _delta(config)
         return [sizes.keys, sizes.keys, *[sizes.values] * 3, *[sizes.value_heads] * 2]
-    wide, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    return [wide * (1 + config.attention_gate), kv, kv, wide]
+    size = config.head_dim_of(layer)
+    wide, kv = config.heads * size, config.kv_heads_of(layer) * size
+    own = 0 if layer.keys_of is not None else kv
+    return [wide * (1 + config.attention_gate), own, own * (not layer.values_of_keys), wide]
 
 
 def _delta(config: ModelConfig) -> DeltaConfig:
@@ -65,8 +72,9 @@ def muon_flops(config: ModelConfig) -> float:
     """FLOPs of an update by Muon: five Newton-Schulz iterations of every matrix, with three products each."""
     hidden, total = config.hidden_size, 0
     for layer in config.layers:
-        inner, every = (config.expert_size, config.experts) if layer.experts else (config.intermediate_size, 1)
+        inner, every = (config.expert_size, config.experts) if layer.experts else (config.inner_of(layer), 1)
         widths = _widths(config, layer) + [inner] * every * (3 if config.gated else 2)
+        widths += [config.token_features] * 2
         if layer.experts:
             widths += [config.shared_size] * (config.shared_size > 0) * (3 if config.gated else 2)
             widths += [config.experts] + [1] * config.shared_gate
@@ -83,21 +91,24 @@ def _per_norm(config: ModelConfig) -> int:
 
 def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     """Number of weights in a block: all, and those used for one token."""
-    hidden, size, per_norm = config.hidden_size, config.head_dim, _per_norm(config)
-    vectors = hidden * per_norm * config.block_norms
+    hidden, size, per_norm = config.hidden_size, config.head_dim_of(layer), _per_norm(config)
+    vectors = hidden * per_norm * (config.block_norms + (config.token_features > 0)) + config.block_scales
     if layer.delta:
         sizes = _delta(config)  # convolution, decay, norm of the heads
         vectors += sizes.channels * sizes.kernel + 2 * sizes.value_heads + sizes.value_dim
     else:
         vectors += sum(_widths(config, layer)[:3]) * config.qkv_bias + hidden * config.output_bias
         if config.qk_norm is not None:
-            vectors += size * per_norm * (config.heads + config.kv_heads if config.qk_norm == "projection" else 2)
+            keeps = layer.keys_of is None
+            whole = config.heads + config.kv_heads_of(layer) * keeps
+            vectors += size * per_norm * (whole if config.qk_norm == "projection" else 1 + keeps)
         vectors += config.heads * config.attention_sinks
-    inner, every, used = config.intermediate_size, 1, 1
+    inner, every, used = config.inner_of(layer), 1, 1
     if layer.experts:
         inner, every, used = config.expert_size, config.experts, config.experts_per_token
         vectors += config.experts * (config.expert_choice_bias + config.router_bias)
         vectors += _mlp_biases(config, config.shared_size) if config.shared_size else 0
+        vectors += (hidden * (3 * per_norm + 1) + config.experts) * config.expert_norms
     elif config.activation == "xielu":
         vectors += 2
     biases = _mlp_biases(config, inner)
@@ -134,12 +145,13 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int, *, scored
 
     scored: number of tokens whose logits are computed; None: all, as in training; 1 for a prompt.
     """
+    attending = [layer for layer in config.layers if not layer.delta]
     if config.attention_pattern is None:
-        seen = sum(_attended(layer, sequence_length) for layer in config.layers if not layer.delta)
+        seen = sum(config.head_dim_of(layer) * _attended(layer, sequence_length) for layer in attending)
     else:
-        seen = len(config.layers) * attended_by_pattern(config, sequence_length)
+        seen = sum(map(config.head_dim_of, attending)) * attended_by_pattern(config, sequence_length)
     weights, unscored = parameters(config), 0.0 if scored is None else 1 - scored / sequence_length
-    mixed = 4 * config.heads * config.head_dim * seen + _delta_flops(config)
+    mixed = 4 * config.heads * seen + _delta_flops(config)
     return 2 * (weights.active - unscored * weights.embedding) + mixed
 
 
@@ -162,9 +174,18 @@ def training_flops_per_token(config: ModelConfig, sequence_length: int, *, kept:
 
 
 def kv_bytes_per_token(config: ModelConfig, element_bytes: float) -> int:
-    """Bytes of keys and values kept for one token: 2 · layers that keep them · Hkv · D · element size."""
-    layers = sum(not layer.delta for layer in config.layers)
-    return int(2 * layers * config.kv_heads * config.head_dim * element_bytes)
+    """Bytes of keys and values kept for one token: 2 · Hkv · D · element size, of the layers that keep them."""
+    return int(2 * sum(key_numbers(config, layer) for layer in keeping_layers(config)) * element_bytes)
+
+
+def keeping_layers(config: ModelConfig) -> list[LayerConfig]:
+    """The layers that keep keys and values of their own."""
+    return [layer for layer in config.layers if not layer.delta and layer.keys_of is None]
+
+
+def key_numbers(config: ModelConfig, layer: LayerConfig) -> int:
+    """Numbers in the keys of a token that a layer sees: Hkv · D."""
+    return config.kv_heads_of(layer) * config.head_dim_of(layer)
 
 
 def state_bytes(config: ModelConfig, element_bytes: float) -> int:
@@ -184,8 +205,7 @@ def decode_bytes_per_token(
     the head; looking up a token reads one row), and each sequence's cached keys and values that its token sees. States
     of layers are read and written.
     """
-    seen = sum(_keys_read(config, context))
-    cache = 2 * config.kv_heads * config.head_dim * kv_bytes * seen + 2 * state_bytes(config, kv_bytes)
+    cache = 2 * kv_bytes * sum(_keys_read(config, context)) + 2 * state_bytes(config, kv_bytes)
     return _weights_read(config, batch) * weight_bytes / batch + cache
 
 
@@ -205,9 +225,10 @@ def _weights_read(config: ModelConfig, tokens: int) -> float:
 
 
 def _keys_read(config: ModelConfig, context: int) -> Iterator[int]:
+    """Numbers in all keys that a query of each layer reads."""
     reach = None if config.attention_pattern is None else config.attention_pattern.reach
     for layer in config.layers:
         if layer.delta:
             continue
         window = min(filter(None, (reach, layer.window)), default=None)
-        yield context if window is None else min(window, context)
+        yield key_numbers(config, layer) * (context if window is None else min(window, context))

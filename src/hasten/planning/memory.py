@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hasten.errors import ResourceError
 from hasten.model.config import LayerConfig, ModelConfig
-from hasten.planning.cost import matrices, parameters, state_bytes
+from hasten.planning.cost import keeping_layers, key_numbers, matrices, parameters, state_bytes
 from hasten.planning.sharing import fsdp_bytes, gathered_weights
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -107,7 +107,8 @@ class InferenceUse:
 
     step: tokens computed at once. weights: bytes of all weights. dtype: of the matrix products. integers: products
     multiply integers. row_bytes: bytes of one token's key or value in one head. block_size: tokens in a block of a
-    paged cache. degree: devices that share the model (tensor parallelism).
+    paged cache. degree: devices that share the model (tensor parallelism). table: bytes of per-layer embeddings among
+    the weights; mapped: these stay in their file, of which a step reads a few rows.
     """
 
     batch_size: int = 1
@@ -120,6 +121,8 @@ class InferenceUse:
     row_bytes: int
     block_size: int = 1
     degree: int = 1
+    table: int = 0
+    mapped: bool = False
 
 
 def memory_of(config: ModelConfig, use: TrainingUse | InferenceUse) -> Memory:
@@ -133,7 +136,7 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     trained = use.adapter is None
     narrow = size if size < 4 and not (use.masters and trained) else 0  # bytes of a weight's copy beside a float32 one
     parts = _states(config, use) | _activations(config, use, narrow)
-    copied = count.total - (count.embedding if count.head else 0)  # all but a table that is only looked up
+    copied = count.total - count.table - (count.embedding if count.head else 0)  # all but what is only looked up
     if use.zero == 3 and use.recompute != "none":  # of a block that is being recomputed, and the root's
         copied = int(min(copied, gathered_weights(config)))
     copied //= use.tensor
@@ -246,13 +249,15 @@ def _delta_numbers(config: ModelConfig, *, kept: bool) -> int:
 
 def _widths(config: ModelConfig) -> tuple[int, int, int, int]:
     inner = max((_inner(config, layer) for layer in config.layers), default=config.intermediate_size)
-    return config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim, inner
+    q = max((config.heads * config.head_dim_of(layer) for layer in config.layers), default=config.hidden_size)
+    kv = max((key_numbers(config, layer) for layer in config.layers), default=config.hidden_size)
+    return config.hidden_size, q, kv, inner
 
 
 def _inner(config: ModelConfig, layer: LayerConfig) -> int:
     """Inner features that a token passes in a layer."""
     if not layer.experts:
-        return config.intermediate_size
+        return config.inner_of(layer)
     return config.expert_size * config.experts_per_token + config.shared_size
 
 
@@ -287,16 +292,21 @@ def _logits(config: ModelConfig, use: TrainingUse, size: int) -> int:
 
 
 def inference_memory(config: ModelConfig, use: InferenceUse) -> Memory:
-    """Memory of generating or serving: weights, the cache, and the activations of the largest step."""
+    """Memory of generating or serving: weights, the cache, and the activations of the largest step.
+
+    Per-layer embeddings that stay in their file are a part that exists at no moment.
+    """
     hidden, q, _, inner = _widths(config)
     parts = {
-        "weights": use.weights // use.degree,
+        "weights": (use.weights - use.table) // use.degree,
+        "per-layer embeddings": use.table,
         "cache": use.batch_size * cache_bytes(config, use),
         "activations": use.step * (6 * hidden + 3 * inner + max(4 * q, _delta_numbers(config, kept=False))) * 4,
         "logits": 2 * use.batch_size * config.padded_vocab_size * 4,
         "kernels' scratch": SCRATCH,
     }
-    return Memory(parts=parts, moments={"in a step": tuple(parts)})
+    held = tuple(name for name in parts if name != "per-layer embeddings" or not use.mapped)
+    return Memory(parts=parts, moments={"in a step": held})
 
 
 def cache_bytes(config: ModelConfig, use: InferenceUse) -> int:
@@ -307,9 +317,12 @@ def cache_bytes(config: ModelConfig, use: InferenceUse) -> int:
     kept = use.length
     if config.reach is not None:
         kept = min(kept, config.reach + (use.step if use.block_size > 1 else config.reach))
-    heads = max(1, config.kv_heads // use.degree)
-    layers, tokens = sum(not layer.delta for layer in config.layers), -(-kept // use.block_size) * use.block_size
-    return 2 * layers * heads * use.row_bytes * tokens + state_bytes(config, ITEMSIZE[use.dtype])
+    tokens = -(-kept // use.block_size) * use.block_size
+    heads = (
+        max(1, config.kv_heads_of(layer) // use.degree) * config.head_dim_of(layer) / config.head_dim
+        for layer in keeping_layers(config)
+    )
+    return int(2 * sum(heads) * use.row_bytes * tokens) + state_bytes(config, ITEMSIZE[use.dtype])
 
 
 def calibration_memory(
@@ -329,15 +342,16 @@ def calibration_memory(
     matrices, squares of the widest input. moved: each block is copied to a device, in 16 bits.
     """
     block = max(matrices(config, layer)[0] for layer in config.layers)
-    sizes = {True: max(config.expert_size, config.shared_size), False: config.intermediate_size}
-    inner = max(sizes[layer.experts] for layer in config.layers)
-    widest = max(config.hidden_size, config.heads * config.head_dim, inner)
+    experts = max(config.expert_size, config.shared_size)
+    inner = max(experts if layer.experts else config.inner_of(layer) for layer in config.layers)
+    q = _widths(config)[1]
+    widest = max(config.hidden_size, q, inner)
     chosen = config.experts_per_token * max(layer.experts for layer in config.layers)
     parts = {
         "rounded blocks": (4 if moved else 2) * max(block, parameters(config).embedding),
         "sums over the samples": int(4 * squares * widest**2),
-        "passes": step * (6 * config.hidden_size + 3 * inner + 4 * config.heads * config.head_dim),
-        "states": 0 if spill else walks * states,
+        "passes": step * (6 * config.hidden_size + 3 * inner + 4 * q),
+        "states": walks * states * ((not spill) + (config.token_features > 0)),  # and the embeddings of the tokens
         "inputs of experts": chosen * states,
     }
     return Memory(parts=parts, moments={"in a block": tuple(parts)})

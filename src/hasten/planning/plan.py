@@ -198,8 +198,9 @@ def inference_phases(config: ModelConfig, use: InferenceUse) -> tuple[Phase, Pha
     row, context = use.row_bytes / config.head_dim, use.length - use.new_tokens // 2
     tokens, steps = together * prompt, -(-together * prompt // use.step)
     prompt_flops = tokens * cost.forward_flops_per_token(config, prompt, scored=1)
-    prompt_moved = steps * use.weights + tokens * cost.kv_bytes_per_token(config, row)
-    weight = use.weights / cost.parameters(config).total
+    prompt_moved = steps * (use.weights - use.table) + tokens * cost.kv_bytes_per_token(config, row)
+    count = cost.parameters(config)
+    weight = (use.weights - use.table) / (count.total - count.table)
     read = cost.decode_bytes_per_token(config, weight_bytes=weight, kv_bytes=row, context=context, batch=together)
     flops = cost.forward_flops_per_token(config, 2 * context - 1)  # whose mean token sees as many keys
 

@@ -81,4 +81,5 @@ def _parts(config: ModelConfig) -> tuple[int, int, float, int]:
     A tied head's gradient is a temporary of autograd until it is added to the embedding's, and is not counted.
     """
     count, rest = parameters(config), parameters(replace(config, layers=()))
-    return count.total, rest.total, (count.total - rest.total) / len(config.layers), count.head
+    root = rest.total + count.table
+    return count.total, root, (count.total - root) / len(config.layers), count.head

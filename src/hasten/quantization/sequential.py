@@ -42,7 +42,8 @@ def quantize_blocks(
         walks = [CalibrationWalk(model, tokens, device=device, spill=files[0])]
     if method.gptaq:
         walks.append(CalibrationWalk(model, tokens, device=device, spill=files[1]))
-    done = 0 if saved is None else saved.blocks()
+    # Keys and values that blocks lend to later ones are not in the work folder.
+    done = 0 if saved is None or model.config.shares_keys else saved.blocks()
     if done:
         assert saved is not None
         for walk, states in zip(walks, saved.states(), strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.model.attention import Attention
+from hasten.model.attention import Attention, KeysValues
 from hasten.model.context import training_context
 from hasten.model.swap import swap_kinds
 from hasten.model.transformer import Transformer
@@ -46,10 +46,12 @@ class CalibrationWalk:
         parts = (model.embed(part.to(model.device), positions).to(self.dtype) for part in tokens.split(self.step))
         if spill is None:
             self.states = torch.cat(list(parts))
-            return
-        self.states = _mapped(spill, (*tokens.shape, model.config.hidden_size), self.dtype)
-        for room, part in zip(self.states.split(self.step), parts, strict=True):
-            room.copy_(part)
+        else:
+            self.states = _mapped(spill, (*tokens.shape, model.config.hidden_size), self.dtype)
+            for room, part in zip(self.states.split(self.step), parts, strict=True):
+                room.copy_(part)
+        self._tokens, self._lent = tokens.to(model.device), dict[int, KeysValues]()  # by the layer whose they are
+        self._embedded = self.states if model.token_features is None else self.states.clone()
 
     def here(self, module: nn.Module) -> nn.Module:
         """A module of the model, copied to the walk's device (with kernels for it) if that is another one."""
@@ -69,15 +71,31 @@ class CalibrationWalk:
         own = self._context.layers[index]
 
         def call(samples: slice) -> Call:
-            return lambda block: block(self.states[samples].to(self.device), rope, own)
+            return lambda block: block(self.states[samples].to(self.device), rope, own, **self._beside(index, samples))
 
         return [call(slice(start, start + self.step)) for start in range(0, len(self.states), self.step)]
 
     def advance(self, index: int, block: nn.Module) -> None:
         """Replace the states by the block's outputs. block: on the walk's device."""
         found = passes(block, self.calls(index), lambda call: call(block))
+        lent: list[KeysValues] = []
         for part, new in zip(self.states.split(self.step), found, strict=True):
+            if isinstance(new, tuple):
+                new, keys = new
+                lent.append(keys)
             part.copy_(new)
+        if lent:
+            self._lent[index] = torch.cat([k for k, _ in lent]), torch.cat([v for _, v in lent])
+
+    def _beside(self, index: int, samples: slice) -> dict[str, Any]:
+        """What a block gets beside the states, where its model has it: see `Block.forward`."""
+        found: dict[str, Any] = {}
+        if self.model.token_features is not None:
+            every = self.model.token_features(self._tokens[samples], self._embedded[samples])
+            found["features"] = every[index].to(self.device, self.dtype)
+        if (source := self.model.config.layers[index].keys_of) is not None:
+            found["shared"] = tuple(part[samples] for part in self._lent[source])
+        return found
 
     def whole_calls(self) -> list[Call]:
         """Calls that run the norm and the head after the last block."""

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hasten.errors import ConfigError
+from hasten.model.attention import KeysValues
 from hasten.model.interfaces import LayerContext, StateContext
 from hasten.model.rope import Rotation
 from hasten.model.swap import replace_modules, take_over
@@ -49,24 +50,36 @@ class RecomputedBlock(Block):
         rope: Rotation | None,
         layer: LayerContext | StateContext,
         scale: Tensor | None = None,
-    ) -> Tensor:
+        features: Tensor | None = None,
+        shared: KeysValues | None = None,
+    ) -> Any:
         plain = super().forward
         if not torch.is_grad_enabled():
-            return plain(x, rope, layer, scale)
+            return plain(x, rope, layer, scale, features, shared)
         # A closure over `layer`: inside a compiled block only tensors may be arguments of the checkpoint.
         cos, sin = (None, None) if rope is None else rope
+        k, v = (None, None) if shared is None else shared
 
-        def body(x: Tensor, cos: Tensor | None, sin: Tensor | None, scale: Tensor | None) -> Tensor:
-            return plain(x, None if cos is None or sin is None else (cos, sin), layer, scale)
+        def body(
+            x: Tensor,
+            cos: Tensor | None,
+            sin: Tensor | None,
+            scale: Tensor | None,
+            features: Tensor | None,
+            k: Tensor | None,
+            v: Tensor | None,
+        ) -> Any:
+            rope = None if cos is None or sin is None else (cos, sin)
+            shared = None if k is None or v is None else (k, v)
+            return plain(x, rope, layer, scale, features, shared)
 
-        out: Tensor = checkpoint(body, x, cos, sin, scale, use_reentrant=False, **self.options)
-        return out
+        return checkpoint(body, x, cos, sin, scale, features, k, v, use_reentrant=False, **self.options)
 
 
 class OffloadedBlock(RecomputedBlock):
     """A recomputed block whose input is kept on the host until the backward pass."""
 
-    def __call__(self, x: Tensor, *args: Any) -> Any:
+    def __call__(self, x: Tensor, *args: Any, **more: Any) -> Any:
         """Call the block; overridden instead of `forward`, because this part is not compiled."""
         place, device = x.data_ptr(), x.device  # so that the functions below do not keep x
 
@@ -77,7 +90,7 @@ class OffloadedBlock(RecomputedBlock):
             return packed if isinstance(packed, Tensor) else packed[0].to(device, non_blocking=True)
 
         with saved_tensors_hooks(pack, unpack):
-            return super().__call__(x, *args)
+            return super().__call__(x, *args, **more)
 
 
 def on_host(tensor: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from hasten.checkpoints.advice import asked_as, export_plain, plain_folder
 from hasten.checkpoints.fill_quantized import OnPacked
@@ -170,6 +169,11 @@ def training_step(
     ConfigError if a technique does not fit the model.
     """
     techniques, parallel, on_cpu = recipe.techniques, recipe.parallel, model.device.type == "cpu"
+    if techniques.layer_drop is not None and model.config.shares_keys:
+        raise ConfigError(
+            f"techniques.layer_drop: layers of a {model.config.family} use the keys of others, which cannot be "
+            "dropped; leave it out"
+        )
     if techniques.keep_memory and on_cpu:
         keep_freed_memory()
     elif on_cpu and parallel.zero:

@@ -10,6 +10,7 @@ from hasten.model.families.cohere import COHERE2
 from hasten.model.families.delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from hasten.model.families.family import Family
 from hasten.model.families.gemma import GEMMA, GEMMA2, GEMMA3
+from hasten.model.families.gemma4 import GEMMA4
 from hasten.model.families.glm import ERNIE4_5, ERNIE4_5_MOE, GLM, GLM4
 from hasten.model.families.gpt import GPT2, GPT_BIGCODE
 from hasten.model.families.gpt_oss import GPT_OSS
@@ -40,7 +41,7 @@ DECLARED = (
     *(SEED_OSS, ARCEE, NEMOTRON, GRANITE, GRANITE_MOE, SMOLLM3, HUNYUAN, APERTUS, NANOCHAT),
     *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
-    *(GEMMA, GEMMA2, GEMMA3),
+    *(GEMMA, GEMMA2, GEMMA3, GEMMA4),
     *(OLMO2, OLMO3, OLMOE, EXAONE4),
     *(GLM, GLM4, ERNIE4_5, ERNIE4_5_MOE, COHERE2),
     *(DOTS1, GLM4_MOE, MINIMAX_M2, GPT_OSS),

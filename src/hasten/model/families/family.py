@@ -53,7 +53,8 @@ class Family:
     one_row: our vectors that it stores as matrices of one row. in_memory: the names of a transformers model in memory,
     where they are others; its experts are stacked. constants: tensors of one number each, the same in every model,
     which the files hold beside the weights. in_gguf: the layout of a GGUF file's tensors, where it joins others than
-    the folder does.
+    the folder does. unused: beginnings of names of tensors that files hold and no model reads. A key of `names` may be
+    two parts ("mlp.shared").
     """
 
     model_type: str
@@ -68,6 +69,7 @@ class Family:
     in_memory: Mapping[str, str] | None = None
     constants: Callable[[ModelConfig], dict[str, float]] = lambda config: {}
     in_gguf: "Family | None" = None
+    unused: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
 
     @property
     def base(self) -> str:
@@ -79,7 +81,7 @@ class Family:
         rows = self.rows(config)
         for ours in parameter_names(config):
             parts = ours.split(".")
-            name = ".".join(self.names.get(part, part) for part in parts)
+            name = self._name(parts)
             linear = parts[2:3] in (["attention"], ["mlp"]) and parts[-1] == "weight"
             if self.stacks is not None and "experts" in parts:
                 yield ours, self._stacked(ours, config)
@@ -91,10 +93,19 @@ class Family:
     def _stacked(self, ours: str, config: ModelConfig) -> TensorSlice:
         """The place of a parameter of an expert in the tensors `stacks`."""
         assert self.stacks is not None
-        layer, _, which = ours.partition(".experts.")
-        expert, module, leaf = which.split(".")
-        prefix = ".".join(self.names.get(part, part) for part in layer.split("."))
-        return self.stacks.place(f"{prefix}.", module, leaf, expert=int(expert), size=config.expert_size)
+        *layer, expert, module, leaf = ours.split(".")
+        prefix = self._name(layer).removesuffix("experts")
+        return self.stacks.place(prefix, module, leaf, expert=int(expert), size=config.expert_size)
+
+    def _name(self, parts: list[str]) -> str:
+        """The checkpoint's name of what we call by these parts."""
+        found, place = [], 0
+        while place < len(parts):
+            pair = ".".join(parts[place : place + 2])
+            known = self.names.get(pair) if "." in pair else None
+            found.append(known or self.names.get(parts[place], parts[place]))
+            place += 1 if known is None else 2
+        return ".".join(found)
 
 
 def layouts(family: Family, config: ModelConfig) -> list[Places]:
@@ -118,20 +129,29 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
     norms = ["attention_norm", "mlp_norm"][: 1 if config.parallel else 2] if config.pre_norms else []
     if config.post_norms:
         norms += ["attention_post_norm", "mlp_post_norm"]
-    heads = ["attention.q_norm", "attention.k_norm"] if config.qk_norm else []
     inner = ["gate", "up", "down"] if config.gated else ["up", "down"]
     learned = ["activation.alpha_p", "activation.alpha_n"] if config.activation == "xielu" else []
     yield from _named("", ["embedding", "head"] + ["positions"] * config.learned_positions)
+    if config.token_features:
+        yield from _named("token_features.", ["embedding", "projection"])
+        yield from _named("token_features.", ["norm"], bias=layernorm)
     outer = ["norm"] + ["embedding_norm"] * config.embedding_norm
     yield from _named("", outer if config.norm_weights else [], bias=layernorm)
     for i, layer in enumerate(config.layers):
         block = f"blocks.{i}."
-        own = norms + ([] if layer.delta else heads)
-        yield from _named(block, own if config.norm_weights else [], bias=layernorm)
+        yield from _named(block, norms if config.norm_weights else [], bias=layernorm)
+        if config.token_features:
+            yield from _named(f"{block}token_gate.", ["reduce", "expand"])
+            yield from _named(f"{block}token_gate.", ["norm"], bias=layernorm)
+        if config.block_scales:
+            yield f"{block}scale"
         if layer.delta:
             yield from (f"{block}delta.{name}" for name in _DELTA)
         else:
-            yield from _named(f"{block}attention.", ["q", "k", "v"], bias=config.qkv_bias)
+            own = 1 if layer.keys_of is not None else 2 if layer.values_of_keys else 3
+            heads = ["q_norm", "k_norm"][: min(own, 2)] if config.qk_norm and config.norm_weights else []
+            yield from _named(f"{block}attention.", heads, bias=layernorm)
+            yield from _named(f"{block}attention.", ["q", "k", "v"][:own], bias=config.qkv_bias)
             yield from _named(f"{block}attention.", ["output"], bias=config.output_bias)
             if config.attention_sinks:
                 yield f"{block}attention.sinks"
@@ -144,11 +164,15 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
             if config.shared_size:
                 yield from _named(f"{block}mlp.shared.", inner, bias=config.mlp_bias)
             yield from _named(f"{block}mlp.", ["shared_gate"] * config.shared_gate)
+            if config.expert_norms:
+                yield from _named(f"{block}mlp.", list(_EXPERT_NORMS), bias=layernorm)
+                yield from (f"{block}mlp.{name}" for name in ("router_scale", "expert_scale"))
         else:
             yield from _named(f"{block}mlp.", inner, bias=config.mlp_bias)
             yield from (f"{block}mlp.{name}" for name in learned)
 
 
+_EXPERT_NORMS = ("shared_post_norm", "expert_norm", "expert_post_norm")
 _DELTA = (
     *("log_rate", "rate_bias", "conv.weight", "value_norm.weight", "query.weight", "key.weight", "value.weight"),
     *("z.weight", "beta.weight", "decay.weight", "out.weight"),
@@ -193,10 +217,13 @@ def rope(
     partial = inner.number(
         "partial_rotary_factor", default=fields.number("partial_rotary_factor", default=1.0, high=1.0), high=1.0
     )
-    dim = int(head_dim * partial)
+    kind = inner.choice("rope_type", "type", options=kinds, default="default")
+    dim = head_dim if kind == "proportional" else int(head_dim * partial)
     if dim < 2 or dim % 2:
         raise CheckpointError(f"{fields.where}: the rotated part of a head must be even; found {dim} of {head_dim}")
-    kind = inner.choice("rope_type", "type", options=kinds, default="default")
+    if kind == "proportional":
+        factor, turned = inner.number("factor", default=1.0, low=1e-3), int(partial * head_dim // 2)
+        return RopeConfig(scaling=kind, theta=base, dim=dim, factor=factor, turned=turned)
     if kind == "default":
         return RopeConfig(theta=base, dim=dim)
     positions = fields.integer("max_position_embeddings", high=1 << 30)

@@ -28,6 +28,7 @@ class Wrapper:
 
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper("gemma3_text", tied=True),
+    "gemma4": Wrapper("gemma4_text", tied=True),
     "mistral3": Wrapper("mistral", tied=True),
     "qwen2_vl": Wrapper("qwen2_vl_text", flat=True),
     "qwen2_5_vl": Wrapper("qwen2_5_vl_text", flat=True),
@@ -64,6 +65,8 @@ _TOWERS = {
     "visual": "vision tower",
     "audio_tower": "audio tower",
     "multi_modal_projector": "projector",
+    "embed_vision": "projector",
+    "embed_audio": "projector",
     "connector": "projector",
     "image_newline": "projector",
     "mtp": "multi-token prediction head",

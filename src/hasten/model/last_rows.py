@@ -1,0 +1,67 @@
+"""The last layers of a model, which use the keys and values of earlier ones, for the scored tokens alone.
+
+Nothing else reads what such layers compute of the other tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.model.interfaces import LayerContext
+from hasten.model.rope import Rotation
+from hasten.ops.attention import LayerAttention
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOfRows:
+    """The context of a layer for rows int64 (R,) of a pass over tokens (B, T), flattened; see `LayerContext`.
+
+    The layer attends for all tokens, those that are not wanted with zeros for queries.
+    """
+
+    layer: Any
+    rows: Tensor
+    shape: torch.Size
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attention: LayerAttention,
+        sinks: Tensor | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """Attention (1, R, H, D) of q (1, R, H, D); k and v (B, T, Hkv, D) are those of all tokens."""
+        every = q.new_zeros(self.shape.numel(), *q.shape[2:]).index_copy(0, self.rows, q[0])
+        found = self.layer.attend(
+            every.unflatten(0, self.shape), k, v, attention=attention, sinks=sinks, dropout=dropout
+        )
+        return found.flatten(0, 1)[self.rows][None]
+
+    def view(self, **sizes: int) -> Any:
+        return self.layer.view(**sizes)
+
+
+def of_rows(
+    rows: Tensor,
+    x: Tensor,
+    ropes: Sequence[Rotation],
+    layers: Sequence[Any],
+    features: Tensor | None,
+) -> tuple[Tensor, list[Rotation], list[LayerContext], Tensor | None]:
+    """What `Transformer.each_block` gives its blocks, for some rows alone: x (1, R, C), and the rest alike."""
+    shape = x.shape[:2]
+
+    def own(part: Tensor) -> Tensor:
+        return part.expand(*shape, *part.shape[2:]).flatten(0, 1)[rows][None]
+
+    features = None if features is None else features.flatten(1, 2)[:, None, rows]
+    every: list[LayerContext] = [LayerOfRows(layer, rows, shape) for layer in layers]
+    return own(x), [tuple(map(own, rope)) for rope in ropes], every, features

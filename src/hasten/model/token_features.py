@@ -1,0 +1,56 @@
+"""Per-layer embeddings (Gemma 4): a second table gives each token an input of its own for every block.
+
+A token's row of the table, and a product of its embedding, are added; a block multiplies its part by a gate that it
+computes from the stream. Of the table a step reads one row for each token, so a mapped file's pages are hardly read.
+B: sequences, T: tokens of each, C: hidden size, L: layers, P: features of a token for one layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hasten.model.activations import ACTIVATIONS
+from hasten.model.config import ModelConfig
+from hasten.model.mlp import Linear
+from hasten.model.norms import norm_of
+
+
+class TokenFeatures(nn.Module):
+    """What the tokens bring to each block."""
+
+    embedding: nn.Embedding
+    projection: Linear
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.layers, self.size = len(config.layers), config.token_features
+        width = self.layers * self.size
+        self.embedding = nn.Embedding(config.token_vocab_size, width)
+        self.projection = nn.Linear(config.hidden_size, width, bias=False)
+        self.norm = norm_of(config, self.size)
+        self.factor = config.hidden_size**-0.5
+
+    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """Features (L, B, T, P) of tokens (B, T) and their embeddings x (B, T, C)."""
+        own = self.embedding(tokens)
+        own = own * torch.tensor(self.size**0.5, dtype=self.embedding.weight.dtype)  # rounded, as Gemma was trained
+        seen = self.norm((self.projection(x) * self.factor).unflatten(-1, (self.layers, self.size)))
+        both = (seen + own.unflatten(-1, (self.layers, self.size)).to(seen.dtype)) * 2**-0.5  # (B, T, L, P)
+        return both.movedim(-2, 0)
+
+
+class TokenGate(nn.Module):
+    """A block's use of its part: norm(expand(act(reduce x) · features)), which the block adds to the stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, config.token_features
+        self.reduce: Linear = nn.Linear(hidden, size, bias=False)
+        self.expand: Linear = nn.Linear(size, hidden, bias=False)
+        self.norm = norm_of(config, hidden)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor, features: Tensor) -> Tensor:
+        """x (B, T, C), features (B, T, P) -> (B, T, C)."""
+        return self.norm(self.expand(self.activation(self.reduce(x)) * features))
