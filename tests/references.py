@@ -391,7 +391,7 @@ def decided(model):
         if name.endswith("router.weight") and not model.config.expert_choice_bias:
             parameter.data *= 8
         if name.endswith("choice_bias"):
-            parameter.data *= 50
+            parameter.data *= 200
     return model
 
 

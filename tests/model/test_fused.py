@@ -45,6 +45,7 @@ def logits(model, tokens=TOKENS):
         return model(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1), context)
 
 
+@fused_cases
 def test_error_is_at_most_twice_that_of_plain_bfloat16(case):
     reference = make_reference(case)
     exact = logits(decided(hasten.load(reference)))  # whose weights are the reference's own
@@ -54,6 +55,7 @@ def test_error_is_at_most_twice_that_of_plain_bfloat16(case):
     assert fused.abs().max() <= 2 * plain.abs().max()
 
 
+@fused_cases
 def test_unfused_is_what_it_was(case):
     model = hasten.load(make_reference(case), dtype="bfloat16")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -144,6 +146,7 @@ def test_quantized_models_fuse_and_stay_the_same_function(scheme):
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+@fused_cases
 def test_every_quantized_family_fuses(case):
     model = decided(hasten.load(make_reference(case), dtype="bfloat16"))
     hasten.quantize(model, hasten.Int8())
@@ -340,6 +343,7 @@ def test_positions_may_be_strided():
         assert torch.equal(BATCHED(TOKENS, positions, context), logits(BATCHED))
 
 
+@fused_cases
 def test_all_layers_in_one_call_are_the_layers_one_after_the_other(case):
     model = hasten.fuse(hasten.load(make_reference(case), dtype="bfloat16"))
     tokens = torch.arange(3, 11).view(2, 4)

@@ -9,6 +9,7 @@ from hasten.model import fused_native
 from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse, unfuse
 from hasten.model.fused_native import FusedBlock
+from hasten.ops.linear import PackedLinear
 from hasten.ops.native import library
 from hasten.quantization.schemes import Mixed, layers_to_quantize
 from references import make_reference
@@ -25,6 +26,21 @@ SCHEMES = {
 def fused(family, scheme):
     model = hasten.load(make_reference(family), dtype="bfloat16")
     return fuse(model if scheme is None else hasten.quantize(model, scheme))
+
+
+def in_float32(family, scheme):
+    """The readable model with the same numbers, all of it in float32."""
+    model = hasten.load(make_reference(family), dtype="bfloat16")
+    model = model if scheme is None else hasten.quantize(model, scheme)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, PackedLinear) and name.startswith("blocks."):
+            plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            plain.weight.data = layer.dequantize()
+            if layer.bias is not None:
+                plain.bias.data = layer.bias
+            model.set_submodule(name, plain)
+    model.float().bind()
+    return model
 
 
 def with_experts(model):
@@ -61,9 +77,15 @@ def test_a_block_with_experts_in_one_call_gives_what_its_steps_give(family, sche
     joined, steps = fused(family, SCHEMES[scheme]), apart(fused(family, SCHEMES[scheme]), monkeypatch)
     assert [block.joins_experts for block in with_experts(joined)] == [True] * len(with_experts(joined))
     assert not any(block.joins_experts for block in with_experts(steps))
+    precise = in_float32(family, SCHEMES[scheme])
     for shape in ((1, 1), (3, 1), (2, 37)):
-        for found, expected in zip(each_alone(joined, shape), each_alone(steps, shape), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        blocks = zip(each_alone(joined, shape), each_alone(steps, shape), each_alone(precise, shape), strict=True)
+        for found, expected, exact in blocks:
+            # A processor with products of bfloat16 rounds what it multiplies. In the call, what the MLP beside the
+            # experts gives is rounded with its gate, and before it in steps: neither may be further from exact results.
+            error, limit = (found - exact).abs().max(), 2 * (expected - exact).abs().max()
+            close = 1e-4 * (1 + expected.abs().max())
+            assert (found - expected).abs().max() <= close or error <= limit, (error, limit)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
