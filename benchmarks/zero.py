@@ -346,6 +346,51 @@ def copies_table(report: Report) -> str:
     return markdown(["2 ranks", "on the host", "formula", "on the device", "formula"], rows)
 
 
+# `--parallel.` -> how its row of the bytes on two ranks begins, what it does, what else it costs, what it is not for.
+WAYS: dict[str, tuple[dict[str, Any] | None, str, str, str]] = {
+    "zero 0": ({"zero": 0}, "everything whole on every rank (DDP)", "nothing: the fastest", "`offload all`"),
+    "zero 1": ({"zero": 1}, "shards; weights stay gathered through a step", "little", "1-bit optimizers"),
+    "zero 2": ({"zero": 2}, "gathers and reduces in each micro-batch", "traffic of each", "1-bit optimizers"),
+    "zero 3": ({"zero": 3}, "gathers each block, forward and backward", "waiting for blocks", "1-bit optimizers"),
+    "policy float32-masters": (
+        {"zero": 3, "policy": "float32-masters"},
+        "weights and gradients in 16 bits, float32 masters",
+        "16-bit sums of gradients",
+        "`qat.bits`",
+    ),
+    "offload optimizer": (
+        {"zero": 3, "offload": "optimizer"},
+        "the optimizer and its step on the host",
+        "the host's step, copies",
+        "",
+    ),
+    "offload all": (
+        {"zero": 3, "offload": "all"},
+        "all that no block uses on the host",
+        "copies of blocks",
+        "`zero 0`",
+    ),
+    "replicas R": ({"zero": 3, "replicas": 2}, "R groups that each hold the model (HSDP)", "R times the shards", ""),
+    "tensor M": (None, "M neighbours split every block and row", "exchanges in each block", "Muon, LoRA, QAT, dropout"),
+    "prefetch N": (None, "requests the next N blocks early (zero 3)", "N blocks of memory", "layer dropping"),
+}
+
+
+def ways_table(report: Report) -> str:
+    """Each way to share: what it saves, by formula and counted, and what it costs."""
+    lines = []
+    for name, (fields, what, costs, without) in WAYS.items():
+        cells = ["", "", ""]
+        for row in report["rows"]:
+            own = {key: row[key] for key in ("zero", "policy", "offload", "replicas", "accumulation") if key in row}
+            if row["ranks"] == 2 and own == fields:
+                sizes = row["formula"]["peak"], row["held"]["peak"], sum(row["sent"].values())
+                cells = [f"{size / row['parameters']:.1f}" for size in sizes]
+        lines.append([f"`{name}`", what, *cells, costs, without])
+    head = ["`--parallel.`", "what it does", "bytes a parameter", "counted", "sent", "costs", "not with"]
+    return markdown(head, lines, left=2)
+
+
 MESSAGE = 16 << 20  # bytes of a measured collective: about a bucket of DDP's
 PAPER = [("gpt2-124m", 0, 8, 1024), ("gpt2-124m", 3, 8, 1024), ("llama-7b", 3, 2, 2048), ("llama-7b", 3, 8, 2048)]
 
@@ -495,6 +540,7 @@ TABLES: dict[str, Table] = {
     "zero-start": start_table,
     "zero-bytes": bytes_table,
     "zero-bytes offload": copies_table,
+    "zero-bytes ways": ways_table,
     "scaling": scaling_table,
     "scaling paper": paper_table,
 }
