@@ -366,7 +366,7 @@ WAYS: dict[str, tuple[dict[str, Any] | None, str, str, str]] = {
     ),
     "offload all": (
         {"zero": 3, "offload": "all"},
-        "all that no block uses on the host",
+        "what no block uses is on the host",
         "copies of blocks",
         "`zero 0`",
     ),
