@@ -10,6 +10,7 @@ from hasten.model.initialize import initialize
 from hasten.training.build import shape_config
 from hasten.training.lamb import Lamb
 from hasten.training.muon import Muon
+from hasten.training.onebit import OneBitAdam, OneBitLamb
 from hasten.training.optimizers import Rule, adamw, make_optimizer, parameter_groups, parse_rule
 from hasten.training.precision import Precision
 from hasten.training.recipe import Optimizer, Recipe, Shape
@@ -193,3 +194,20 @@ def test_a_run_goes_on_exactly(recipe, kind):
         train(recipe(name="killed", **options), progress=False, on_step=kill)
     train(recipe(name="killed", **options), progress=False, on_step=again.append)
     assert [line["loss"] for line in again] == [line["loss"] for line in lines[4:]]
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
+def test_a_rare_element_does_not_leap_when_its_variance_is_frozen(kind):
+    weight = torch.nn.Parameter(torch.ones(64))
+    usual = torch.ones(64)
+    usual[0], usual[1] = 1e-4, 0.0  # a token that was hardly seen, and a row that pads the vocabulary
+    optimizer = kind([weight], lr=0.01, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer.freeze_after, optimizer.mean = 5, lambda x, kept: x
+    for gradient in [usual] * 5 + [torch.ones(64) * (usual > 0)]:
+        before, weight.grad = weight.detach().clone(), gradient.clone()
+        optimizer.step()
+    assert optimizer.frozen
+    moved = (before - weight.detach()).abs()
+    assert moved[0] <= moved[2], "which has had such gradients all the time"
+    assert moved[0] > 0
+    assert weight[1] == 1
