@@ -11,9 +11,12 @@ from safetensors.torch import load_file, save_file
 import hasten
 import references
 from hasten.engine.cache import KVCache
+from hasten.engine.compiled import compile_blocks
 from hasten.errors import ConfigError
 from hasten.model.binding import explain
 from hasten.model.context import TrainingContext
+from hasten.model.families import read_config
+from hasten.model.last_rows import LayerOfRows
 from hasten.model.shares import shares
 from hasten.planning.cost import kv_bytes_per_token, parameters
 from hasten.planning.memory import InferenceUse, memory_of
@@ -22,7 +25,7 @@ from hasten.quantization.schemes import layers_to_quantize
 from hasten.quantization.walk import CalibrationWalk
 from hasten.training.activations import apply_checkpointing
 from parity import PROMPTS, our_logits, reference_greedy
-from references import decided, make_reference
+from references import decided, make_reference, values_of
 
 CASES = ("gemma4_text", "gemma4_text-shared", "gemma4_text-experts")
 SHARED = "gemma4_text-shared"
@@ -205,3 +208,26 @@ def test_a_published_config_is_wrapped_and_names_what_global_layers_have(tmp_pat
     config = hasten.model.families.read_config(values)
     assert [config.head_dim_of(layer) for layer in config.layers] == [256] * 5 + [512]
     assert config.ropes[1].turned == 64
+
+
+def test_its_first_layers_draft_for_it():
+    model = hasten.load(make_reference("gemma4_text-shared"), dtype="float32")
+    options = {"max_new_tokens": 12, "temperature": 0}
+    expected = hasten.generate(model, [[5, 6, 7, 8]], **options)
+    assert hasten.generate(model, [[5, 6, 7, 8]], draft="self:6-layers", **options) == expected
+
+
+def test_prompts_are_not_compiled_where_few_rows_pass_the_last_layers(monkeypatch):
+    model, calls = hasten.load(make_reference("gemma4_text-shared"), dtype="float32"), []
+    monkeypatch.setattr(torch, "compile", lambda run, **_: lambda *x, **more: calls.append(x) or run(*x, **more))
+    compile_blocks(model)
+    hasten.generate(model, [[5, 6, 7, 8]], max_new_tokens=3, temperature=0, draft="none")
+    assert calls
+    assert not any(isinstance(one, LayerOfRows) for given in calls for one in given)
+
+
+def test_norms_of_experts_are_not_split_over_ranks():
+    values = values_of("gemma4_text-experts")
+    alike = {"global_head_dim": values["head_dim"], "attention_k_eq_v": False, "num_global_key_value_heads": None}
+    with pytest.raises(ConfigError, match="norms of their experts, which are not split"):
+        shares(read_config(values | alike), 2)

@@ -17,6 +17,7 @@ from hasten.errors import CheckpointError, ConfigError
 from hasten.model.families import read_config
 from hasten.model.initialize import draw_weights, initialize, unfilled
 from hasten.model.transformer import Transformer
+from hasten.ops.linear import PackedLinear
 from hasten.training.rank_checks import check_shares
 from hasten.training.recipe import Parallel
 from references import values_of
@@ -157,6 +158,14 @@ def test_ranks_divide_packed_weights_as_they_are_read(tmp_path):
         whole, found = hasten.load(folder, dtype="float32").state_dict(), load_file(out)
         assert len(found) > 20
         assert [name for name, tensor in found.items() if not torch.equal(tensor, whole[name])] == []
+
+
+def test_a_packed_weight_that_is_divided_keeps_its_kernel():
+    """FSDP2 may keep its shards on another device than the one where they are gathered and multiplied."""
+    layer = PackedLinear.from_linear(torch.nn.Linear(64, 64), kernel="reference")
+    layer.hold_as_parameters()
+    assert layer.to(torch.float32).kernel == "reference"
+    assert isinstance(layer.data, torch.nn.Parameter)
 
 
 def test_a_head_that_is_not_the_embedding_after_all_is_read_for_itself(tmp_path):

@@ -99,6 +99,7 @@ def fill_quantized(
         mapped, data = folder.values(module), place.weight if packed is None else packed.data
         if data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
             release_pages(mapped)
+        del data
         for stored in beside.get(module.name, ()):  # its scales and zeros; a kernel that uses them reads them again
             if stored != module.values:
                 release_pages(folder.tensor(stored))

@@ -126,6 +126,8 @@ def check_split(config: ModelConfig, degree: int) -> None:
         (config.mixed_heads, "heads of several sizes"),
         (config.shares_keys, "layers that use the keys of others"),
         (config.token_features, "per-layer embeddings"),
+        (config.block_scales, "learned scales of its blocks"),
+        (config.value_norm, "norms of its values"),
     ]
     for value, what in found:
         if value:

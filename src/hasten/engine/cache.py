@@ -65,7 +65,7 @@ class LayerShape(NamedTuple):
 
 
 def layer_shapes(config: ModelConfig) -> list[LayerShape | StateShape]:
-    """The shape of each layer; of one that uses another's keys and values, what it finds there."""
+    """The shape of each layer; one that uses another's keys and values has the other's."""
     state = None if config.delta is None else StateShape.of(config.delta)
     return [
         state if layer.delta and state is not None else LayerShape(config.kv_heads_of(layer), config.head_dim_of(layer))

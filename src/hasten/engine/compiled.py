@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hasten.errors import ConfigError
 from hasten.model.fused import CudaBlock
+from hasten.model.last_rows import LayerOfRows
 from hasten.model.sharded import RowsOfRank, ShardedTransformer, SumOfRanks
 from hasten.model.swap import replace_modules, swap_kinds, take_over
 from hasten.model.transformer import Transformer
@@ -40,7 +41,7 @@ class CompiledForOneToken(nn.Module):
 
     def forward(self, x: Tensor, *rest: Any, **more: Any) -> Any:
         """x (B, T, C), or the (R, C) rows that the head scores."""
-        one = x.dim() == 3 and x.shape[1] == 1
+        one = x.dim() == 3 and x.shape[1] == 1 and not any(isinstance(given, LayerOfRows) for given in rest)
         return (self.compiled if one else super().forward)(x, *rest, **more)
 
 

@@ -21,7 +21,8 @@ from hasten.ops.attention import LayerAttention
 class LayerOfRows:
     """The context of a layer for rows int64 (R,) of a pass over tokens (B, T), flattened; see `LayerContext`.
 
-    The layer attends for all tokens, those that are not wanted with zeros for queries.
+    The layer attends for all tokens, those that are not wanted with zeros for queries: products and MLPs are saved,
+    attention is not.
     """
 
     layer: Any

@@ -31,10 +31,10 @@ class SumOfRanks(nn.Module):
 
 
 class RowsOfRank(nn.Module):
-    """A quantized layer whose groups have inputs from everywhere (desc_act), so that its columns cannot be split.
+    """A GPTQ layer in activation order (desc_act), whose columns cannot be split.
 
-    It has all columns of some rows, gathers the inputs x (…, K of this rank) of all ranks, and returns their sum's part
-    (…, N): its own rows, and zeros. `connect` sets the group and the width of each rank's inputs.
+    Each rank holds some output rows with all columns, gathers the inputs x (…, K of a rank) of all ranks, and returns
+    (…, N): its rows, and zeros elsewhere, which `SumOfRanks` adds up. `connect` sets the group and the inputs' widths.
     """
 
     gathered: Callable[[Tensor, Sequence[int]], Tensor]

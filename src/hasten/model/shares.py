@@ -131,10 +131,12 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
             f"--tensor-parallel is {size}; a {config.family} has Gated DeltaNet or gates of attention, which are not "
             "split over processes: run it in one process"
         )
-    if (config.mixed_heads or config.shares_keys or config.token_features) and size > 1:
+    unsplit = config.mixed_heads or config.shares_keys or config.token_features or config.expert_norms
+    if unsplit and size > 1:
         raise ConfigError(
             f"--tensor-parallel is {size}; layers of a {config.family} have heads of several sizes, use the keys of "
-            "others or per-layer embeddings, which are not split over processes: run it in one process"
+            "others, per-layer embeddings or norms of their experts, which are not split over processes: run it in one "
+            "process"
         )
     if config.qk_norm == "projection" and size > 1:
         raise ConfigError(

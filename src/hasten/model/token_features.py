@@ -1,7 +1,7 @@
 """Per-layer embeddings (Gemma 4): a second table gives each token an input of its own for every block.
 
 A token's row of the table, and a product of its embedding, are added; a block multiplies its part by a gate that it
-computes from the stream. Of the table a step reads one row for each token, so a mapped file's pages are hardly read.
+computes from the stream. A step reads one row of the table per token: most pages of a mapped one stay on disk.
 B: sequences, T: tokens of each, C: hidden size, L: layers, P: features of a token for one layer.
 """
 

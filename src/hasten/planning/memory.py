@@ -155,6 +155,9 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
         "in the loss": (*held, *early, *kept, "allocator, loss"),
         "in the update": (*held, "gradients", "update", "allocator, update"),
     }
+    if use.rounded and use.zero:  # each rank begins with all weights, and the first one exports from all of them
+        parts["whole model"] = 2 * 4 * count.total
+        moments["at the export"] = (*held, "whole model")
     return Memory(parts=parts, moments=moments)
 
 

@@ -42,8 +42,9 @@ def quantize_blocks(
         walks = [CalibrationWalk(model, tokens, device=device, spill=files[0])]
     if method.gptaq:
         walks.append(CalibrationWalk(model, tokens, device=device, spill=files[1]))
-    # Keys and values that blocks lend to later ones are not in the work folder.
-    done = 0 if saved is None or model.config.shares_keys else saved.blocks()
+    if model.config.shares_keys:
+        saved = None  # keys and values that blocks lend to later ones would be missing: such a run begins again
+    done = 0 if saved is None else saved.blocks()
     if done:
         assert saved is not None
         for walk, states in zip(walks, saved.states(), strict=True):

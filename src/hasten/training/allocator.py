@@ -34,8 +34,8 @@ def keep_freed_memory() -> bool:
 def return_large_blocks() -> bool:
     """Return freed blocks of `MAPPED` bytes or more to the system, for the whole process; whether that is possible.
 
-    glibc begins so, and with each such block raises the size from which it does so, up to 32 MB. The weights that a
-    rank gathers and frees for each block then leave holes: of half of all that it held, where that was measured.
+    glibc raises this threshold, up to 32 MB, each time such a block is freed. The weights that a rank gathers and frees
+    for each block then fragment the heap: in one run on four ranks a third of it was holes.
     """
     return _set(_M_MMAP_THRESHOLD, MAPPED)
 

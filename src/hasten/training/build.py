@@ -276,7 +276,8 @@ def apply_data_parallel(
         unused = bool(model.config.experts) or recipe.techniques.layer_drop is not None
         return Replicated(model, ranks=ranks, unused=unused, copies=copies)
     for module in model.modules():
-        if isinstance(module, Experts):  # ranks reduce the gradients of a block together, and so all or none of it
+        # Ranks reduce the gradients of a block together, and so all or none of it.
+        if isinstance(module, Experts) and any(one.requires_grad for one in module.experts.parameters()):
             module.all_take_part = True
     return Sharded(
         model,
@@ -384,6 +385,8 @@ def apply_compile(model: Transformer) -> None:
         )
         return
     outside_graphs()
+    # Each kind of layer, in training and in evaluation, is a graph of its own; past the limit blocks are not compiled.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     # On a CPU, steps may have fewer threads than the one that was compiled (`hasten.machine.contention`).
     options = {"cpp.dynamic_threads": True, "guard_filter_fn": _for_any_threads} if model.device.type == "cpu" else {}
     for block in model.blocks:

@@ -57,7 +57,9 @@ class FusedMLP(MLP):
         return self.down(self.functions.bias_gelu(F.linear(x, up.weight), up.bias))
 
 
-def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a layer multiplies with its weight and does nothing else, such as calling hooks."""
+def _is_plain(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether a layer multiplies with its weight and does nothing else, such as calling hooks. None: there is none."""
+    if type(layer) is not nn.Linear or "forward" in layer.__dict__:
+        return False
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not any(hooks)
+    return not any(hooks)

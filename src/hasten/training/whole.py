@@ -61,8 +61,10 @@ def why_not_whole(model: Transformer) -> str | None:
         return "it scales its residual branches or its logits"
     if model.config.attention_sinks:
         return "its attention has sinks"
-    if not model.config.norm_weights or model.config.activation == "xielu":
-        return "its norms have no weights, or its activations have some"
+    if not model.config.norm_weights:
+        return "its norms have no weights"
+    if model.config.activation == "xielu":
+        return "its activations learn"
     if type(model.head) is not nn.Linear or type(model.embedding) is not nn.Embedding:
         return "its head or embedding is not plain"
     if any(not parameter.requires_grad for parameter in model.parameters()):

@@ -116,7 +116,10 @@ class GGUFWeights(QuantizedFolder):
         """Raise CheckpointError where xIELU has other numbers than any published model has."""
         for name, wanted in {"xielu.beta": XIELU.BETA, "xielu.eps": XIELU.EPS}.items():
             if self.config.activation == "xielu" and not np.allclose(self._listed(name), wanted, rtol=0.01, atol=0):
-                raise CheckpointError(f"{self.file.path}: {name} must be {wanted:g} in all layers")
+                raise CheckpointError(
+                    f"{self.file.path}: {name} must be {wanted:g} in all layers, as in every published model: run the "
+                    "original folder of this one with transformers"
+                )
 
     def _add(self, name: str) -> None:
         place = self.places[name]

@@ -58,7 +58,7 @@ def make_speculator(
         raise ConfigError(f"accept is {accept!r:.40}; choose one of {', '.join(get_args(Accept))}")
     ranks = model.group if isinstance(model, ShardedTransformer) else None
     if ranks is not None and isinstance(draft, ShardedTransformer):
-        raise ConfigError("one rank drafts, which has a share of this draft only: load it without a group")
+        raise ConfigError("the draft model is split over ranks, and one of them drafts alone: load it without group")
     if ranks is not None and ranks.rank and draft != "none":  # what it proposes here nobody takes
         draft, accept = "suffix", "exact"
     proposer = _proposer(model, draft, tokens, accept)
@@ -162,8 +162,9 @@ def first_layers(model: Transformer, count: int) -> Transformer:
         raise ConfigError(f"self:{count}-layers: this model has {len(layers)} layers; take from 1 to {len(layers) - 1}")
     with torch.device("meta"):
         short = Transformer(replace(model.config, layers=layers[:count])).eval()
-    for name in ("embedding", "positions", "ropes", "dropout", "norm", "head"):
-        setattr(short, name, getattr(model, name))
+    for name, part in model.named_children():
+        if name != "blocks":
+            setattr(short, name, part)
     short.blocks, short.bound = nn.ModuleList(model.blocks[:count]), model.bound
     short.tokenizer, short.generation, short.quantization = model.tokenizer, model.generation, model.quantization
     if model.stack is not None:

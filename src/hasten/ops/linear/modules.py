@@ -289,6 +289,8 @@ class PackedLinear(nn.Module):
                 self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if "data" in self._parameters:  # FSDP2 holds it, gathers it where the kernel is, and may keep shards elsewhere
+            return super()._apply(fn, recurse)
         # What happens to an activation of this layer says where the layer goes and what it will be given.
         x = fn(torch.empty(0, dtype=self.request.dtype, device=self.data.device))
 
