@@ -45,8 +45,8 @@ def engine_of(model, *, blocks=400, sequences=4, **more):
 def requests(tokens=30, kinds=KINDS):
     found = []
     for name, own in kinds.items():
-        own = {key: value.fork() if key == "constraint" else value for key, value in own.items()}
         for number, prompt in enumerate(PROMPTS):
+            own = {key: value.fork() if key == "constraint" else value for key, value in own.items()}
             found.append(request(f"{name} {number}", prompt, max_new_tokens=tokens, **own))
     return found
 
