@@ -10,7 +10,7 @@
     benchmarks/as_avx2.sh python benchmarks/compare.py files --beside ik_llama.cpp \\
         --output benchmarks/results/real-files-ik.json
     python benchmarks/compare.py files --beside uniform --output benchmarks/results/real-files-uniform.json
-    benchmarks/as_avx2.sh python benchmarks/compare.py experts --output benchmarks/results/experts.json
+    benchmarks/as_avx2.sh python benchmarks/compare.py shape --output benchmarks/results/experts.json
 
 A round goes through all pairs, the peer and then ours, each in a process of its own, with the read bandwidth measured
 before and after each. Every speed is reported with its share of that bandwidth: tokens/s times the bytes of weights
@@ -44,6 +44,7 @@ from hasten.measure.script import Report, Script, main
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.ops.native import choose_isa
+from hasten.planning.shapes import SHAPES
 
 PEERS = Path(__file__).parent / "peers"
 sys.path.insert(0, str(PEERS))
@@ -365,28 +366,35 @@ def uniform_files(name: str, place: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomExperts(Beside):
-    """Layers of Qwen3-30B-A3B's shape (128 experts of 768, a token takes 8) with random weights, beside a peer.
+class RandomShape(Beside):
+    """A shape with random weights, beside a peer, from GGUF files of hasten's with SmolLM2's tokenizer and vocabulary.
 
-    The GGUF files are hasten's, with SmolLM2's tokenizer and vocabulary. Of the experts' bytes, a token reads the share
-    that it takes.
+    experts: layers of Qwen3-30B-A3B (128 experts of 768, a token takes 8, and reads that share of their bytes); hybrid:
+    qwen3.5-0.8b (three of four layers Gated DeltaNet); dense: llama-1.1b.
     """
 
+    shape: Literal["experts", "hybrid", "dense"] = "experts"
     beside: Literal["llama.cpp", "ik_llama.cpp"] = "llama.cpp"
     layers: int = 4
+    """Of `experts`."""
     kinds: tuple[Literal["BF16", "Q8_0", "Q4_0"], ...] = ("BF16", "Q8_0", "Q4_0")
 
     def measure(self) -> Report:
-        with tempfile.TemporaryDirectory(prefix="hasten-experts-") as place:
+        with tempfile.TemporaryDirectory(prefix="hasten-shape-") as place:
             return self.compared(self._pairs(Path(place)), LONG)
 
     def _pairs(self, place: Path) -> Iterator[tuple[Program, Program]]:
         theirs = peer_command(self.beside, place)
         tokenizer = hasten.load(published_file("smollm2-135m")).tokenizer
-        model = initialize(read_config(EXPERTS | {"num_hidden_layers": self.layers}), seed=0, dtype=torch.bfloat16)
+        name, values = {
+            "experts": (f"qwen3-30b-a3b-{self.layers}-layers", EXPERTS | {"num_hidden_layers": self.layers}),
+            "hybrid": ("qwen3.5-0.8b", SHAPES["qwen3.5-0.8b"] | {"vocab_size": EXPERTS["vocab_size"]}),
+            "dense": ("llama-1.1b", SHAPES["llama-1.1b"] | {"vocab_size": EXPERTS["vocab_size"]}),
+        }[self.shape]
+        model = initialize(read_config(values), seed=0, dtype=torch.bfloat16)
         model.tokenizer = tokenizer
         for kind in self.kinds:
-            write_gguf(model, file := place / f"qwen3-30b-a3b-{self.layers}-layers-{kind}.gguf", kind)
+            write_gguf(model, file := place / f"{name}-{kind}.gguf", kind)
             yield (
                 Program(name=self.beside, ours=kind, model=file, command=theirs),
                 Program(name="hasten", ours=kind, model=file, command=OURS),
@@ -432,4 +440,4 @@ def time_by_bytes(report: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main({"programs": Compare, "files": RealFiles, "experts": RandomExperts})
+    main({"programs": Compare, "files": RealFiles, "shape": RandomShape})
