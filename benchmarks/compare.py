@@ -376,7 +376,7 @@ class RandomShape(Beside):
     shape: Literal["experts", "hybrid", "dense"] = "experts"
     beside: Literal["llama.cpp", "ik_llama.cpp"] = "llama.cpp"
     layers: int = 4
-    """Of `experts`."""
+    """Number of layers of `experts`."""
     kinds: tuple[Literal["BF16", "Q8_0", "Q4_0"], ...] = ("BF16", "Q8_0", "Q4_0")
 
     def measure(self) -> Report:
