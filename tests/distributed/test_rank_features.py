@@ -182,7 +182,7 @@ def test_the_first_rank_drafts_with_whole_layers_of_its_model(folders):
     assert make_speculator(other, "self:1-layers").proposer.name == "suffix", "which nobody asks"
     with pytest.raises(ConfigError, match="self:9-layers: this model has"):
         make_speculator(share, "self:9-layers")
-    with pytest.raises(ConfigError, match="load it without a group"):
+    with pytest.raises(ConfigError, match="load it without group"):
         make_speculator(share, share)
 
 
