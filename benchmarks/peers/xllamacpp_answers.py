@@ -6,6 +6,7 @@ and "texts", which are tokenized (special tokens in them are recognised).
 """
 
 import json
+import os
 import sys
 import urllib.request
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import xllamacpp
 
 STEPS = 8
+running: list[Any] = []  # servers: the end of one sometimes waits for its own thread for ever
 
 
 def server_of(file: str) -> Any:
@@ -46,6 +48,7 @@ def answer(file: str, questions: dict[str, Any]) -> dict[str, Any]:
         server = server_of(file)
     except RuntimeError as error:
         return {"error": f"{file}: {error}"}
+    running.append(server)
     found = predictions(server, questions["prompt"]) if questions["prompt"] else {}
     return found | {"tokens": [tokens_of(server, text) for text in questions["texts"]]}
 
@@ -54,6 +57,7 @@ def main() -> None:
     questions = json.load(sys.stdin)
     for file in questions["files"]:
         print("ANSWER " + json.dumps(answer(file, questions)), flush=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":
