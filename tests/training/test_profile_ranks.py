@@ -124,11 +124,12 @@ def test_two_ranks_make_one_report(recipe, tmp_path):
     for parts in trees:
         step = parts[""]
         assert step["computing"] > 0
-        assert min(step["waiting"], step["communicating"]) > 0
+        assert step["communicating"] > 0
         assert step["exchanges"] == sum(one["exchanges"] for name, one in parts.items() if "-" in name)
     assert phase["rows"][0]["forward"] + phase["rows"][0]["backward"] == pytest.approx(
         sum(trees[0][""][name] for name in ("computing", "waiting", "communicating"))
     )
+    assert max(parts[""]["waiting"] for parts in trees) > 0, "of one that did not always come last"
     numbers = {row["name"]: row["parameters"] for row in phase["rows"]}
     again = numbers["model.blocks"]  # what is gathered again for the backward pass
     sent = 4 * (2 * numbers[""] + again) / 2
