@@ -79,7 +79,7 @@ def test_ranks_and_precision_go_to_the_ranks_and_replicas_are_told(h100s, tiny_f
     ("options", "told"),
     [
         (["--goal", "cost"], "--goal has no effect with --devices given, only with auto"),
-        (["--devices", "auto"], "--devices auto starts ranks by itself"),
+        (["--devices", "auto"], "--devices auto starts the ranks itself"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, told, tiny_folder, monkeypatch, capsys):

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hasten
-from hasten.bench.plan import PlanOptions, inference_plan, make_plan, settle, weight_bytes
+from hasten.bench.plan import PlanOptions, inference_plan, make_plan, settle
 from hasten.bench.predict import Generating, step_seconds
+from hasten.bench.weight_bytes import weight_bytes
 from hasten.checkpoints.gguf.write import write_gguf
 from hasten.cli.main import main
 from hasten.errors import ConfigError

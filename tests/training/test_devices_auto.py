@@ -142,4 +142,4 @@ def test_what_cannot_be_planned_says_what_to_do(recipe, monkeypatch, memory, cap
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
         main(["train", "demo", "--devices", "auto"])
-    assert "--devices auto starts processes by itself; leave torchrun away" in capsys.readouterr().err
+    assert "--devices auto starts the processes itself: run the command without torchrun" in capsys.readouterr().err

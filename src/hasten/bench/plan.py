@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from hasten.bench.models import BenchmarkModel
+from hasten.bench.weight_bytes import weight_bytes
 from hasten.effects import KIND, Facts, Needs, Reads, Unless
 from hasten.engine.params import KVCacheDtype
 from hasten.engine.settings import EngineSettings
@@ -17,7 +18,7 @@ from hasten.machine import available_memory, product_limits, resolve_device, res
 from hasten.measure.options import check_least
 from hasten.model.config import ModelConfig
 from hasten.planning.choices import Wanted
-from hasten.planning.cost import matrices, parameters
+from hasten.planning.cost import parameters
 from hasten.planning.devices import DEVICES, LINKS, Device, known_device
 from hasten.planning.memory import ITEMSIZE, LARGEST_PREFILL, PROCESS_BYTES, InferenceUse, TrainingUse
 from hasten.planning.plan import Phase, Plan, inference_phases, training_phase
@@ -390,21 +391,3 @@ def _inference(subject: Subject) -> InferenceUse:
         table=(4 if subject.weights == "float32" else 2) * parameters(config).table,
         mapped=subject.device.kind == "cpu" and (subject.weights == subject.own or subject.weights.startswith("int")),
     )
-
-
-def weight_bytes(config: ModelConfig, weights: str) -> int:
-    """Bytes of all weights in a format; the head of a quantized model is in int8, the embedding as it is."""
-    from hasten.ops.linear.weights import INT4_GROUP, INT8, int4_format
-    from hasten.quantization.schemes import tied_head_group
-
-    count, (kind, _, group) = parameters(config), weights.partition("-g")
-    plain = 4 if weights == "float32" else 2
-    if kind not in ("int8", "int4"):
-        return plain * count.total
-    width, head = config.hidden_size, count.embedding
-    inside, blocks = sum(matrices(config, layer)[0] for layer in config.layers), int4_format(int(group or INT4_GROUP))
-    outside = INT8
-    if kind == "int8" and config.tie_embeddings:
-        outside = replace(INT8, scales=int4_format(tied_head_group(width)).scales)
-    packed = outside.bits_of(width) * head + (INT8 if kind == "int8" else blocks).bits_of(width) * inside
-    return int(packed / 8) + plain * (count.total - inside - head)

@@ -34,7 +34,9 @@ def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
     if command.devices == "given":
         return command, arguments
     if launched():
-        raise ConfigError("--devices auto starts ranks by itself; leave torchrun away, or --devices auto")
+        raise ConfigError(
+            "--devices auto starts the ranks itself: run the command without torchrun, or leave out --devices auto"
+        )
     from hasten.bench.choices import choose_plan
     from hasten.machine import configure
 
@@ -65,7 +67,9 @@ def training_by_plan(command: Train, arguments: list[str], given: Collection[str
     recipe's folder began with, if it is resumed.
     """
     if launched():
-        raise ConfigError("--devices auto starts processes by itself; leave torchrun away, or --devices auto")
+        raise ConfigError(
+            "--devices auto starts the processes itself: run the command without torchrun, or leave out --devices auto"
+        )
     from hasten.bench.training_choices import choose_for_recipe
     from hasten.machine import configure
     from hasten.training.recipe import flat

@@ -67,7 +67,7 @@ def use_of(
     kept = inference_dtype(source.config, own, torch.device(device)) if wanted == "auto" else resolve_dtype(wanted)
     weights = held_bytes(source, itemsize=None if kept == own else kept.itemsize)
     if quantize != "none":
-        from hasten.bench.plan import weight_bytes
+        from hasten.bench.weight_bytes import weight_bytes
 
         converted = 0 if kept == own else weights
         weights = weight_bytes(source.config, quantize) + converted

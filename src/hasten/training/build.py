@@ -1,7 +1,7 @@
 """Builds the model that a recipe trains: its shape, then the techniques in their one order."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from hasten.distributed.placement import Placement, Replicated, Sharded
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.distributed.tensor_training import apply_tensor_parallel
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
-from hasten.machine import find_compiler, resolve_dtype
+from hasten.machine import resolve_dtype
 from hasten.machine.threads import thread_count
 from hasten.model.attention import Attention
 from hasten.model.config import ModelConfig
@@ -31,13 +31,13 @@ from hasten.model.transformer import Transformer
 from hasten.model.vocabulary import pad_vocabulary
 from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
-from hasten.ops.linear.gradient import outside_graphs
 from hasten.ops.native import library, obtainable
 from hasten.ops.picker import explain
 from hasten.planning.shapes import gpt2, llama
 from hasten.text.tokenizer import Tokenizer
 from hasten.training.activations import apply_checkpointing
 from hasten.training.allocator import keep_freed_memory, return_large_blocks
+from hasten.training.compiled import apply_compile
 from hasten.training.optimizers import make_optimizer
 from hasten.training.patterns import give_pattern, set_dropout
 from hasten.training.precision import Precision
@@ -369,35 +369,3 @@ def lora_adapter(
     alpha = 2 * rank if settings.alpha is None else settings.alpha
     targets, rslora = settings.targets, settings.rslora
     return new_adapter(config, rank=rank, alpha=alpha, targets=targets, rslora=rslora, seed=seed, device=device)
-
-
-def apply_compile(model: Transformer) -> None:
-    """Compile each block by itself: one graph serves them all, and compiling takes as long as for one block.
-
-    Blocks with Gated DeltaNet stay as they are.
-    """
-    if model.device.type == "cpu" and find_compiler() is None:
-        warnings.warn(
-            "there is no C++ compiler, so the blocks are not compiled and training is slower; install g++ or clang++ "
-            "(hasten doctor says more), or set --techniques.no-compile",
-            HastenWarning,
-            stacklevel=2,
-        )
-        return
-    outside_graphs()
-    # Each kind of layer, in training and in evaluation, is a graph of its own; past the limit blocks are not compiled.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    # On a CPU, steps may have fewer threads than the one that was compiled (`hasten.machine.contention`).
-    options = {"cpp.dynamic_threads": True, "guard_filter_fn": _for_any_threads} if model.device.type == "cpu" else {}
-    for block in model.blocks:
-        if getattr(block, "delta", None) is None:  # a graph would have the loop over chunks unrolled
-            block.compile(options=options)
-
-
-def _for_any_threads(guards: Sequence[Any]) -> list[bool]:
-    """Which guards to keep of a graph: not the one that compiles again for another number of threads.
-
-    It watches the grad mode, too, which goes with the model's mode here: `Validation.loss` calls `eval()`, and a
-    module's own mode is guarded.
-    """
-    return [guard.guard_type != "GLOBAL_STATE" for guard in guards]
