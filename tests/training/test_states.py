@@ -8,7 +8,7 @@ from hasten.checkpoints.export import export_model
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.model.transformer import Block
-from hasten.training import build
+from hasten.training import compiled
 from hasten.training.journal import read
 from hasten.training.recipe import Lora
 from hasten.training.session import train
@@ -46,9 +46,9 @@ def test_the_loss_falls(recipe, base, fields):
 
 
 def test_only_blocks_with_attention_are_compiled(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(Block, "compile", lambda block, **options: compiled.append(block))
-    monkeypatch.setattr(build, "outside_graphs", lambda: None)
+    blocks = []
+    monkeypatch.setattr(Block, "compile", lambda block, **options: blocks.append(block))
+    monkeypatch.setattr(compiled, "outside_graphs", lambda: None)
     model = initialize(read_config(values_of("qwen3_5_text")), seed=0)
-    build.apply_compile(model)
-    assert compiled == [model.blocks[3]]
+    compiled.apply_compile(model)
+    assert blocks == [model.blocks[3]]

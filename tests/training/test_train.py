@@ -296,9 +296,9 @@ def test_tensorboard_without_its_package_is_told(recipe, monkeypatch):
 
 
 def test_without_a_compiler_it_warns_and_trains(recipe, monkeypatch):
-    from hasten.training import build
+    from hasten.training import compiled
 
-    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
     with pytest.warns(HastenWarning, match="no C\\+\\+ compiler"):
         result = train(recipe(compile=True), progress=False)
     assert result.steps == 20
