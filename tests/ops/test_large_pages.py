@@ -7,7 +7,7 @@ from hasten.ops.linear import layouts
 from hasten.ops.linear.layouts import PANELS
 from hasten.ops.linear.weights import INT8, K_QUANTS, QuantizedWeight, group_format
 from hasten.ops.native import library
-from hasten.ops.pages import LARGE_PAGE, in_large_pages, joined_in_large_pages
+from hasten.ops.pages import LARGE_PAGE, SHARED_PAGES, SharedPages, in_large_pages, joined_in_large_pages
 
 
 @pytest.mark.parametrize("rows", [1, 3000])
@@ -18,6 +18,19 @@ def test_joined_is_concatenated(rows):
     if rows > 1:
         assert joined.data_ptr() % LARGE_PAGE == 0
         assert in_large_pages(joined) is joined
+
+
+def test_small_tensors_share_large_pages():
+    sizes = [1, 100, 3 << 19, SHARED_PAGES, 3 << 18]
+    tensors = [torch.randint(-128, 128, (size,), dtype=torch.int8) for size in sizes] + [torch.randn(7, 33).bfloat16()]
+    pages = SharedPages()
+    moved = [pages.move(tensor) for tensor in tensors]
+    for ours, theirs in zip(moved, tensors, strict=True):
+        assert torch.equal(ours, theirs) and ours.data_ptr() % 64 == 0
+    assert moved[3].data_ptr() % LARGE_PAGE == 0
+    shared = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in (*moved[:3], *moved[4:])}
+    assert len(shared) == 2  # of which the second began when the first was full
+    assert sum(shared.values()) <= 3 * LARGE_PAGE + 2 * 64
 
 
 @pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here")

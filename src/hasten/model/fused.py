@@ -28,7 +28,7 @@ from hasten.model.wide import narrow
 from hasten.ops.linear import PackedLinear
 from hasten.ops.linear.weights import PLAIN
 from hasten.ops.native import choose_isa, library
-from hasten.ops.pages import mapped_files, release_file_pages, return_freed_memory
+from hasten.ops.pages import SharedPages, mapped_files, release_file_pages, return_freed_memory
 
 __all__ = [
     "CudaBlock",
@@ -65,17 +65,17 @@ def fuse(model: Transformer) -> Transformer:
     if runs_triton(model):
         return _fuse_for_cuda(model)
     narrow(model)
-    mapped = mapped_files()
+    mapped, pages = mapped_files(), SharedPages()
     for i in range(len(model.blocks)):
         if isinstance(block := model.blocks[i], Block):
             originals = matrices(block)
-            model.blocks[i] = FusedBlock(block)
+            model.blocks[i] = FusedBlock(block, pages)
             del block  # else its weights would be in use
             release_file_pages(originals, mapped)
     tied = isinstance(model.embedding, nn.Embedding) and model.tied
     originals = matrices(model.head)
     model.head = packed(model.head)
-    settled(model.head)  # now that the original is let go
+    settled(model.head, pages)  # now that the original is let go
     if tied:
         model.tie()
     release_file_pages(originals, mapped)

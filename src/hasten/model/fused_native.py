@@ -46,7 +46,7 @@ from hasten.ops.linear import BFLOAT16, PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in, native_unsupported
 from hasten.ops.linear.weights import PLAIN
 from hasten.ops.native import library, native_ops
-from hasten.ops.pages import in_large_pages, return_freed_memory
+from hasten.ops.pages import SharedPages, return_freed_memory
 
 # In the order of the enum in ops/block/phases.h.
 HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
@@ -110,22 +110,23 @@ class FusedBlock(FusedSteps):
     down: PackedLinear
     cache_dtype = torch.bfloat16  # of keys and values
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, pages: SharedPages) -> None:
+        """pages: where weights too small for large pages of their own are moved."""
         super().__init__(block)
         for name, place in self._mixing().items():
-            setattr(self, name, settled(packed(block.get_submodule(place))))  # type: ignore[arg-type]
+            setattr(self, name, settled(packed(block.get_submodule(place)), pages))  # type: ignore[arg-type]
         self.choice: AdapterChoice | None = None  # of adapters, whose factors `factors` holds by the name of our layer
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         if self.experts is not None:
-            replace_linears(self.experts, packed)
+            replace_linears(self.experts, lambda linear: settled(packed(linear), pages))
         elif isinstance(block.mlp, MLP):
             self.activation = ACTIVATION_ORDER.index(self.activation_name)
             gate, up = block.mlp.gate, block.mlp.up
             if gate is not None and difference(gate, up) is not None:
-                self.gate, self.up = settled(packed(gate)), settled(packed(up))
+                self.gate, self.up = settled(packed(gate), pages), settled(packed(up), pages)
             else:
-                self.inner = settled(packed(up) if gate is None else interleave_gate_up(gate, up))
-            self.down = settled(packed(block.mlp.down))
+                self.inner = settled(packed(up) if gate is None else interleave_gate_up(gate, up), pages)
+            self.down = settled(packed(block.mlp.down), pages)
         return_freed_memory()
         self.bind()
 
@@ -354,10 +355,13 @@ def _factors(norm: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if norm is None else norm_arguments(norm)[:2]
 
 
-def settled(linear: PackedLinear) -> PackedLinear:
+def settled(linear: PackedLinear, pages: SharedPages) -> PackedLinear:
     """Move a layer's weight to memory from which a decode step streams it fastest; returns the layer."""
     # Ours alone: the tensor is known to the layer and to the call that counts, its memory to the tensor and this name.
     storage = linear.data.untyped_storage()
     own = sys.getrefcount(linear.data) == 2 and torch._C._storage_Use_Count(storage._cdata) == 2
-    linear.data = in_large_pages(linear.data, taken=own)
+    linear.data = pages.move(linear.data, taken=own)
+    for name in ("scales", "zeros", "outer"):
+        if (beside := getattr(linear, name)) is not None:
+            setattr(linear, name, pages.move(beside))
     return linear

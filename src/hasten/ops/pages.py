@@ -21,6 +21,8 @@ from hasten.machine.files import system_file
 from hasten.machine.memory import available_memory
 
 LARGE_PAGE = 2 << 20
+SHARED_PAGES = 32 << 20  # most bytes that small tensors share
+CACHE_LINE = 64
 MADV_DONTNEED = 4  # of Linux, on every architecture it runs torch on
 
 
@@ -39,6 +41,28 @@ def in_large_pages(tensor: Tensor, *, taken: bool = False) -> Tensor:
         place.copy_(piece)
         release_pages(piece)
     return moved
+
+
+class SharedPages:
+    """Large pages for tensors that are too small for pages of their own, one behind the other as they are moved there.
+
+    Such memory goes back to the system when the last tensor in it dies.
+    """
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._taken = 0
+
+    def move(self, tensor: Tensor, *, taken: bool = False) -> Tensor:
+        """Move a tensor of any size as `in_large_pages` moves large ones."""
+        if tensor.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE") or _worthwhile(tensor.nbytes):
+            return in_large_pages(tensor, taken=taken)
+        size = -(-tensor.nbytes // CACHE_LINE) * CACHE_LINE
+        if size > len(self._rest):  # no more than there is already, so that a small model takes little
+            self._rest = _empty((min(max(LARGE_PAGE, self._taken), SHARED_PAGES),), torch.uint8)
+        self._taken += size
+        place, self._rest = self._rest[: tensor.nbytes], self._rest[size:]
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def joined_in_large_pages(parts: Iterable[Tensor], count: int) -> Tensor:
