@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.ops import draw as operator
-from hasten.ops.draw import draw, largest, reference_draw
+from hasten.ops.draw import draw, largest, likeliest, reference_draw
 from instruction_sets import ISAS, needs_native
 
 pytestmark = [pytest.mark.usefixtures("two_threads"), needs_native]
@@ -90,6 +90,16 @@ def test_the_largest_are_those_of_topk(isa, seed, vocab, share, steps, left, ord
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HASTEN_ISA", isa)
         assert torch.equal(largest(scores, count), scores.topk(count).values)
+
+
+def test_the_likeliest_is_the_first_of_the_largest():
+    scores = torch.randn(5, 1000).clamp(max=1.0)  # with many equal ones
+    scores[1], scores[2], scores[3, 7] = -math.inf, math.inf, math.nan
+    scores[4, 9] = 2
+    found = likeliest(scores)
+    assert found.dtype == torch.int64
+    assert found.tolist() == [scores[0].tolist().index(1.0), 0, 0, 7, 9]
+    assert likeliest(scores[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("isa", ISAS)

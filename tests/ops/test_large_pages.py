@@ -26,7 +26,8 @@ def test_small_tensors_share_large_pages():
     pages = SharedPages()
     moved = [pages.move(tensor) for tensor in tensors]
     for ours, theirs in zip(moved, tensors, strict=True):
-        assert torch.equal(ours, theirs) and ours.data_ptr() % 64 == 0
+        assert torch.equal(ours, theirs)
+        assert ours.data_ptr() % 64 == 0
     assert moved[3].data_ptr() % LARGE_PAGE == 0
     shared = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in (*moved[:3], *moved[4:])}
     assert len(shared) == 2  # of which the second began when the first was full

@@ -17,7 +17,7 @@ from hasten.engine.layout import to_device
 from hasten.engine.params import SamplingParams
 from hasten.engine.sampling import History, RowParams, banned_ends, next_tokens, process
 from hasten.engine.stopping import stop_ids
-from hasten.ops.draw import exponential_noise
+from hasten.ops.draw import exponential_noise, likeliest
 
 _KEPT = 64  # selections of rows
 _STEPS = 256  # of which the numbers are on the device at a time
@@ -152,7 +152,7 @@ class Sampler:
     def _draw(self, logits: Tensor, rows: Sequence[int] | None, steps: Sequence[int]) -> Tensor:
         """A token (R,) for each of the logits (R, V), which belong to these rows (None: to all, in order)."""
         if self._largest and (not self._least or min(steps) >= self._least):
-            return logits[:, : self._rows.vocab_size].argmax(dim=-1)
+            return likeliest(logits[:, : self._rows.vocab_size])
         settings, banned = self._rows, None
         if rows is not None or min(steps) < self._least:
             settings, banned = self._settings(rows, steps)

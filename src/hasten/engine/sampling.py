@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hasten.engine.params import SamplingParams
 from hasten.errors import ConfigError
-from hasten.ops.draw import draw, draw_at_once, largest, least_kept
+from hasten.ops.draw import draw, draw_at_once, largest, least_kept, likeliest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,11 +274,11 @@ def sample(scores: Tensor, rows: RowParams, *, steps: Tensor | None = None) -> T
     far: the noise is that of seed and step. A row of -inf gives token 0.
     """
     if rows.all_greedy:
-        return scores.argmax(dim=-1)
+        return likeliest(scores)
     if steps is None:
         raise ConfigError("rows with a temperature above 0 need their steps, for the noise to draw with")
     drawn = draw(scores, rows.seeds, steps)
-    return drawn if rows.greedy is None else torch.where(rows.greedy, scores.argmax(dim=-1), drawn)
+    return drawn if rows.greedy is None else torch.where(rows.greedy, likeliest(scores), drawn)
 
 
 def next_tokens(

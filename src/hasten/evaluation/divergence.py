@@ -10,6 +10,7 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.evaluation.perplexity import Padded, Window, batches, cut_windows, exp, scoring_context
 from hasten.model.transformer import Transformer
+from hasten.ops.draw import likeliest
 
 ROWS = 256  # of which both models' logits are in memory
 
@@ -69,7 +70,7 @@ def divergence(
             targets = own.targets[part, None]
             losses -= float(q.gather(1, targets).double().sum())
             against_losses -= float(p.gather(1, targets).double().sum())
-            same += int((q.argmax(dim=-1) == p.argmax(dim=-1)).sum())
+            same += int((likeliest(q) == likeliest(p)).sum())
             divergences.append((p.exp() * (p - q)).sum(dim=-1).double())
         progress(sum(len(part) for part in divergences), total)
     found = torch.cat(divergences)

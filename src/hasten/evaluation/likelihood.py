@@ -9,6 +9,7 @@ from hasten.errors import ConfigError
 from hasten.evaluation.perplexity import BATCH_TOKENS
 from hasten.model.context import training_context
 from hasten.model.transformer import Transformer
+from hasten.ops.draw import likeliest
 
 ROWS = 256  # of which the logits are in memory
 
@@ -59,7 +60,7 @@ def log_likelihoods(
             rows, targets, pair_of_row = part.unbind(1)
             found = model.scores(states[rows]).log_softmax(dim=-1)
             sums.index_add_(0, pair_of_row, found.gather(1, targets[:, None])[:, 0].double())
-            misses.index_add_(0, pair_of_row, (found.argmax(dim=-1) != targets).long())
+            misses.index_add_(0, pair_of_row, (likeliest(found) != targets).long())
         start, done = start + len(batch), done + sum(map(len, batch))
         progress(done, total)
     return list(zip(sums.tolist(), (misses == 0).tolist(), strict=True))
