@@ -78,7 +78,14 @@ def fill_quantized(
             packed = None
         elif name == "embedding":
             layers[name] = replace(module.layer, activations="none")
-            model.embedding = PackedEmbedding.from_weight(own(read(module)), dtype=dtype)
+            blocks = folder.blocks(module) if whole_rows else None
+            if blocks is None:
+                model.embedding = PackedEmbedding.from_weight(own(read(module)), dtype=dtype)
+            else:  # to panels, whose rows one native call reads
+                blocks = replace(blocks, rows=piece.of(blocks.rows))
+                model.embedding = PackedEmbedding(
+                    PackedLinear.from_blocks(blocks, activations="float", dtype=dtype), own=True
+                )
             name, packed = "embedding.table", model.embedding.table
         else:
             layers[name] = module.layer
