@@ -1,7 +1,5 @@
-"""Triton's kernels of experts: interpreted on the CPU, compiled for Hopper without one, and run where a GPU is."""
+"""Triton's kernels of experts: interpreted on the CPU, and run where a GPU is."""
 
-import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,7 +14,7 @@ from hasten.ops.linear import BFLOAT16, INT8, LinearRequest, int4_format
 from hasten.ops.linear.weights import MXFP4
 from hasten.ops.picker import explain
 from references import values_of
-from triton_cases import compile_for_hopper, needs_gpu, run_interpreted
+from triton_cases import needs_gpu, run_interpreted
 
 
 @pytest.mark.slow(minutes=1)
@@ -91,59 +89,6 @@ def test_how_products_are_cut(rows):
     found = cut_for(rows, 8, 128, 16)
     assert found.m == {1: 0, 7: 16, 2048: 128}[rows]
     assert cut_for(rows, 8, 128, 4).m == min(found.m, 64)
-
-
-def stack_bytes(result):
-    return re.findall(r"(?:ld|st)\.local", result.asm["ptx"])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("format", [("int4", 32, False), ("int8", 0, True), PLAIN], ids=str)
-@pytest.mark.parametrize("rows", [1, 64, 2048])
-def test_compiles_for_hopper(rows, format, gated, tmp_path):
-    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    import triton.language as tl
-
-    from hasten.ops.experts import triton_experts, triton_kernels
-
-    element, group_size, symmetric = format
-    bits = {"plain": 16, "int8": 8, "int4": 4}[element]
-    cut = triton_experts.cut_for(rows, 8, 128, bits)
-    types = {"addresses": "*i64", "out": "*bf16", "n_size": "i32", "k_size": "i32", "top": "i32"}
-    form = {"BITS": bits, "GROUP": group_size, "ZEROS": not symmetric, "SCALES": tl.float16 if group_size else tl.float32}
-    constants = {"ACTIVATION": int(gated), "GATED": gated}
-    if rows == 1 and bits == 16:
-        kernel, types = triton_kernels.plain_rows, types | {"x": "*bf16", "chosen": "*i64"}
-        constants |= {"BLOCK": cut.n, "T": cut.k}
-    elif rows == 1:
-        kernel, types = triton_kernels.packed_rows, types | {"x": "*i32", "chosen": "*i64", "magic": "i32"}
-        types |= {"words": "i32", "groups": "i32"}
-        constants |= form | {"XBITS": 16, "HALF": False, "BLOCK": cut.n // 4, "T": 128}
-    else:
-        kernel, types = triton_kernels.tiles_of_experts, types | {"x": "*bf16", "order": "*i32", "tiles": "*i32"}
-        types |= {"words": "i32", "groups": "i32"}
-        constants |= form | {"N": cut.n, "M": cut.m, "K": cut.k, "STAGES": cut.stages, "WHOLE": True, "WIDE": False}
-    code = compile_for_hopper(kernel, types, constants, tmp_path, num_warps=cut.warps)
-    ptx = code.asm["ptx"]
-    assert re.search(r"ld\.global\S*\.v4\.b32" if rows == 1 else r"cp\.async\.cg\S* .*0x10", ptx), "16 bytes a thread"
-    assert ("wgmma" in ptx) == (rows > 1)
-    assert not stack_bytes(code)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
-def test_the_sort_and_the_sum_compile_for_hopper(tmp_path):
-    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    from hasten.ops.experts import triton_experts, triton_kernels
-
-    types = {"chosen": "*i64", "order": "*i32", "tiles": "*i32", "pairs": "i32"}
-    constants = {"M": 64, "BLOCK": triton_experts.SORTED}
-    assert compile_for_hopper(triton_kernels.sort_pairs, types, constants, tmp_path, num_warps=8).asm["cubin"]
-    types = {"parts": "*bf16", "shares": "*fp32", "out": "*bf16", "n_size": "i32"}
-    code = compile_for_hopper(triton_kernels.add_shares, types, {"TOP": 8, "BLOCK": 1024}, tmp_path).asm["ptx"]
-    assert "ld.global.v4" in code
 
 
 @pytest.mark.gpu

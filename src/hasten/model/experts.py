@@ -1,11 +1,14 @@
 """Mixture of experts: each token is sent to the few MLPs that a router scores highest (Switch, Mixtral)."""
 
+import warnings
 from collections.abc import Callable
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from hasten.errors import HastenWarning
 from hasten.model.config import ModelConfig
 from hasten.model.grouped_experts import BoundExperts, could_run, experts_request
 from hasten.model.norms import norm_of, over_rms
@@ -60,6 +63,8 @@ class Experts(nn.Module):
     make: creates an MLP with this number of inner features.
     """
 
+    failed: ClassVar[str | None] = None  # why the kernel of all experts is not used: an error of an earlier call
+
     def __init__(self, config: ModelConfig, make: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.config = config
@@ -82,7 +87,19 @@ class Experts(nn.Module):
     def routed(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """Outputs (N, C) of the chosen experts for rows (N, C), added up by their shares."""
         grouped = self._grouped(rows, shares)
-        return (grouped or self.one_by_one)(rows, shares, chosen)
+        if grouped is None:
+            return self.one_by_one(rows, shares, chosen)
+        if torch.compiler.is_compiling():
+            return grouped(rows, shares, chosen)
+        try:
+            return grouped(rows, shares, chosen)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            Experts.failed = f"it failed in an earlier call: {type(error).__name__}: {error}"[:300]
+            message = f"experts are called one by one, which is slower; the kernel of all at once: {Experts.failed}"
+            warnings.warn(message, HastenWarning, stacklevel=2)
+            return self.one_by_one(rows, shares, chosen)
 
     def one_by_one(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """`routed`, each expert called as a module: reading which are chosen waits for a GPU, and ends a graph."""
@@ -94,7 +111,7 @@ class Experts(nn.Module):
 
     def _grouped(self, rows: Tensor, shares: Tensor) -> Grouped | None:
         """The kernel of all experts at once, where it can compute this call: there are no gradients."""
-        if self.all_take_part or not could_run(rows.device):
+        if self.all_take_part or Experts.failed is not None or not could_run(rows.device):
             return None
         trained = (rows, shares, *self.experts[0].parameters())
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained):
@@ -112,7 +129,8 @@ class Experts(nn.Module):
 
     def request(self, device: torch.device | None = None) -> ExpertsRequest:
         """The request to a kernel, for `explain`. device: of the weights, if they are still on the meta device."""
-        return experts_request(list(self.experts), device)
+        found = experts_request(list(self.experts), device)
+        return found if Experts.failed is None else replace(found, unusual=Experts.failed)
 
     def why_one_by_one(self, device: torch.device | None = None) -> str | None:
         """Why no kernel computes all experts at once, or None. device: as in `request`."""

@@ -78,6 +78,7 @@ def cut_for(rows: int, top: int, experts: int, bits: int) -> Cut:
 class TritonExperts:
     """The experts of a layer with all but the rows fixed: a call launches, and little else."""
 
+    @torch.inference_mode(False)  # compiled graphs may read the table outside of it
     def __init__(self, weights: ExpertWeights) -> None:
         each = [*weights.gate, *weights.up], list(weights.down)
         self.forms = [_form(own[0]) for own in each]
