@@ -185,13 +185,11 @@ def capture_refusal(model: Transformer) -> str | None:
         return "several ranks hold the model, and the first one tells the others each step"
     if model.config.attention_pattern is not None:
         return "the masks of its sparse pattern are laid out on the host"
+    for experts in filter(None, map(experts_of, model.blocks)):
+        if (reason := experts.why_one_by_one()) is not None:
+            return f"the host reads which of its experts to call: {reason}"
     if model.config.keeps_states:
         return "its layers keep states, whose places are listed on the host"
     if model.config.stretches_at is not None:
         return "longrope computes a sequence again where it outgrows the pretraining context"
-    if model.device.type != "cuda":
-        return f"CUDA graphs need a CUDA device; the model is on {model.device}"
-    for experts in filter(None, map(experts_of, model.blocks)):
-        if (reason := experts.why_one_by_one()) is not None:
-            return f"the host reads which of its experts to call: {reason}"
-    return None
+    return None if model.device.type == "cuda" else f"CUDA graphs need a CUDA device; the model is on {model.device}"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hasten.model.mlp import MLP
 from hasten.ops import triton_support
 from hasten.ops.experts import KERNELS, ExpertsRequest, ExpertWeights, Grouped
-from hasten.ops.linear import PackedLinear, request_of
+from hasten.ops.linear import LinearRequest, PackedLinear, request_of
 from hasten.ops.linear.layouts import Operands
 from hasten.ops.picker import pick
 
@@ -48,11 +48,16 @@ class BoundExperts:
 def experts_request(experts: Sequence[nn.Module], device: torch.device | None = None) -> ExpertsRequest:
     """The request of a layer's experts to a kernel. device: of the weights, if they are still on the meta device."""
     first: Any = experts[0]
-    inner, down = (request_of(getattr(first, name)) for name in ("up", "down"))
+    inner, down = (_request(getattr(first, name)) for name in ("up", "down"))
     if device is not None:
         inner, down = replace(inner, device=device), replace(down, device=device)
     unusual = _unusual(experts, meta=inner.device.type == "meta" or device is not None)
     return ExpertsRequest(inner=inner, down=down, activation=first.activation_name, unusual=unusual)
+
+
+def _request(module: nn.Module) -> LinearRequest:
+    """That of a layer, or of the layer that an adapter or a rank's part wraps."""
+    return request_of(next(one for one in module.modules() if isinstance(one, nn.Linear | PackedLinear)))
 
 
 def could_run(device: torch.device) -> bool:
