@@ -287,7 +287,7 @@ def test_rounded_caches(cache):
 def test_what_cannot_be_fused_says_why(tmp_path):
     assert "bfloat16 or float16; the model is float32" in refusal(tiny_llama())
     experts = hasten.load(make_reference("gpt_oss"), dtype="bfloat16")
-    why = "no kernel of a GPU computes all experts at once: its experts have biases"
+    why = "no kernel of a GPU computes all experts at once: its experts limit what they multiply"
     with pytest.raises(ConfigError, match=why):
         fuse(experts)
     assert {other.reason for row in explain(experts) if row.operator == "block" for other in row.others} == {why}

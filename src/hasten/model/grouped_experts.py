@@ -74,14 +74,12 @@ def _unusual(experts: Sequence[nn.Module], *, meta: bool) -> str | None:
         return "its experts have no gate"
     if first.limit is not None or first.up_offset:
         return "its experts limit what they multiply"
-    kinds = {_kind(getattr(one, name), meta=meta) for one in experts for name in PRODUCTS}
-    reason = next((kind for kind in kinds if isinstance(kind, str)), None)
-    if reason is not None:
-        return reason
-    of_inner = {_kind(getattr(one, name), meta=meta) for one in experts for name in ("gate", "up")}
-    of_down = {_kind(one.down, meta=meta) for one in experts}  # type: ignore[union-attr]
-    if len(of_inner) > 1 or len(of_down) > 1:
-        return "its experts' weights differ in their formats"
+    for names in (("gate", "up"), ("down",)):  # products of a launch
+        kinds = {_kind(getattr(one, name), meta=meta): None for one in experts for name in names}
+        if (reason := next((kind for kind in kinds if isinstance(kind, str)), None)) is not None:
+            return reason
+        if len(kinds) > 1:
+            return "its experts' weights differ in their formats"
     return "a hook watches its experts" if any(_hooks(experts)) else None
 
 
