@@ -51,8 +51,7 @@ def experts_request(experts: Sequence[nn.Module], device: torch.device | None = 
     inner, down = (_request(getattr(first, name)) for name in ("up", "down"))
     if device is not None:
         inner, down = replace(inner, device=device), replace(down, device=device)
-    unusual = _unusual(experts, meta=inner.device.type == "meta" or device is not None)
-    return ExpertsRequest(inner=inner, down=down, activation=first.activation_name, unusual=unusual)
+    return ExpertsRequest(inner=inner, down=down, activation=first.activation_name, unusual=_unusual(experts))
 
 
 def _request(module: nn.Module) -> LinearRequest:
@@ -65,7 +64,7 @@ def could_run(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and triton_support.interpreted())
 
 
-def _unusual(experts: Sequence[nn.Module], *, meta: bool) -> str | None:
+def _unusual(experts: Sequence[nn.Module]) -> str | None:
     """What no kernel computes, as a reason."""
     first: Any = experts[0]
     if not all(type(one) is MLP for one in experts):
@@ -75,7 +74,7 @@ def _unusual(experts: Sequence[nn.Module], *, meta: bool) -> str | None:
     if first.limit is not None or first.up_offset:
         return "its experts limit what they multiply"
     for names in (("gate", "up"), ("down",)):  # products of a launch
-        kinds = {_kind(getattr(one, name), meta=meta): None for one in experts for name in names}
+        kinds = {_kind(getattr(one, name)): None for one in experts for name in names}
         if (reason := next((kind for kind in kinds if isinstance(kind, str)), None)) is not None:
             return reason
         if len(kinds) > 1:
@@ -83,7 +82,7 @@ def _unusual(experts: Sequence[nn.Module], *, meta: bool) -> str | None:
     return "a hook watches its experts" if any(_hooks(experts)) else None
 
 
-def _kind(linear: nn.Module, *, meta: bool) -> str | tuple[Any, ...]:
+def _kind(linear: nn.Module) -> str | tuple[Any, ...]:
     """What has to be alike in the layers of one product; or why no kernel reads this one."""
     if getattr(linear, "bias", None) is not None:
         return "its experts have biases"
@@ -98,7 +97,7 @@ def _kind(linear: nn.Module, *, meta: bool) -> str | tuple[Any, ...]:
     weight = linear.weight
     if type(weight) not in (nn.Parameter, Tensor):
         return "its experts' weights are divided among ranks"
-    if not meta and (not weight.is_contiguous() or weight.data_ptr() % ALIGNED):
+    if not weight.is_meta and (not weight.is_contiguous() or weight.data_ptr() % ALIGNED):
         return f"its experts' weights do not lie row by row at multiples of {ALIGNED} bytes"
     return nn.Linear, weight.dtype, weight.device, weight.shape
 

@@ -72,8 +72,6 @@ def _triton_unsupported(request: ExpertsRequest) -> str | None:
     device, dtype = request.inner.device, str(request.inner.dtype).removeprefix("torch.")
     if device.type == "cpu" and (reason := triton_support.refusal(device)) is not None:
         return reason
-    if request.unusual is not None:
-        return request.unusual
     if request.inner.dtype not in TRITON_DTYPES:
         return f"it takes bfloat16 and float16 activations, not {dtype}"
     if request.activation not in ACTIVATIONS:
@@ -86,7 +84,7 @@ def _triton_unsupported(request: ExpertsRequest) -> str | None:
             return reason
         if one.in_features % FEATURES:
             return f"it reads {FEATURES} features at once, and {one.in_features} are no multiple of that"
-    return triton_support.refusal(device)
+    return request.unusual or triton_support.refusal(device)
 
 
 def _triton(weights: ExpertWeights) -> Grouped:
