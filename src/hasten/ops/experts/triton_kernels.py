@@ -161,19 +161,19 @@ def packed_rows(
         place = at // 16 * (RUN // 2) + at % 16  # of the first pair of features in x
         left = k_size - 2 * place
         parts = sums if GROUP == 0 else zeros_of(BLOCK, T)
-        for i in tl.static_range(PAIRS):
-            low, high = load_pair(own_x + place + 16 * i, 32 * i < left, XBITS, HALF)
-            scaled_low = low * (1 << (12 - 4 * ((i + 1) % 3) if BITS == 4 else 8))
-            scaled_high = high * (1 << (12 - 4 * ((i + 2) % 3) if BITS == 4 else 8))
+        for j in tl.static_range(PAIRS):
+            low, high = load_pair(own_x + place + 16 * j, 32 * j < left, XBITS, HALF)
+            scaled_low = low * (1 << (12 - 4 * ((j + 1) % 3) if BITS == 4 else 8))
+            scaled_high = high * (1 << (12 - 4 * ((j + 2) % 3) if BITS == 4 else 8))
             excess += scaled_low + scaled_high + MIDDLE * (low + high)
             features += low + high
             added = ()
             for b in tl.static_range(BLOCK):
-                part = parts[b] + one_plus(q[b], magic, i, BITS) * scaled_low
-                added = added + (part + one_plus(q[b], magic, i + PAIRS, BITS) * scaled_high,)  # noqa: RUF005
+                part = parts[b] + one_plus(q[b], magic, j, BITS) * scaled_low
+                added = added + (part + one_plus(q[b], magic, j + PAIRS, BITS) * scaled_high,)  # noqa: RUF005
             parts = added
-            if GROUP > 0 and (32 * i + 32) % SIDE == 0:  # the last features of a group, or of a chunk within one
-                group = (inside // 16 * RUN + 32 * i) // GROUP * ROWS
+            if GROUP > 0 and (32 * j + 32) % SIDE == 0:  # the last features of a group, or of a chunk within one
+                group = (inside // 16 * RUN + 32 * j) // GROUP * ROWS
                 added = ()
                 for b in tl.static_range(BLOCK):
                     part = parts[b] - excess
@@ -186,13 +186,12 @@ def packed_rows(
         if GROUP == 0:
             sums = parts
     y = sums_of_all(sums, BLOCK, ROWS)  # (BLOCK, 4)
-    b = tl.arange(0, BLOCK)
     if GROUP == 0:
-        y -= tl.sum(excess)
-        block = tl.program_id(0) * (BLOCK // 2) + b // 2 if GATED else tl.program_id(0) * BLOCK + b
-        row = tl.minimum(block, (n_size - 1) // ROWS)[:, None] * ROWS + lane
-        field = own + (3 * (b % 2) if GATED else DOWN + 0 * b) + 1
-        y *= tl.load(tl.load(field).to(tl.pointer_type(tl.float32))[:, None] + row)
+        i = tl.arange(0, BLOCK)
+        own_block = tl.program_id(0) * (BLOCK // 2) + i // 2 if GATED else tl.program_id(0) * BLOCK + i
+        row = tl.minimum(own_block, (n_size - 1) // ROWS)[:, None] * ROWS + lane
+        of_rows = tl.load(own + 1 + (3 * (i % 2) if GATED else DOWN + 0 * i)).to(tl.pointer_type(tl.float32))
+        y = (y - tl.sum(excess)) * tl.load(of_rows[:, None] + row)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK // 2, 2, ROWS)), (0, 2, 1)))
         y = activate(gate, ACTIVATION) * up
