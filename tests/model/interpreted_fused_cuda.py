@@ -17,7 +17,6 @@ from hasten.engine.cache import KVCache
 from hasten.engine.given_texts import GivenTexts
 from hasten.errors import ConfigError, HastenWarning
 from hasten.model.binding import ONE_ROW, explain, kernels
-from hasten.model.experts import experts_of
 from hasten.model.fused import CudaBlock, fuse, is_fused, refusal, unfuse
 from references import make_reference
 from tiny_model import tiny_llama
@@ -79,21 +78,20 @@ def test_quantized_models(scheme):
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize("scheme", [None, *SCHEMES[1:]])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_of_every_format(scheme):
-    """Among them zero points; families with experts are above."""
-    model = small(scheme, **EXPERTS)
-    plain, exact = decoded(model), decoded(copy.deepcopy(model).float()) if scheme is None else None
-    if exact is None:
-        with kernels(model, linear="reference", attention="reference"):
-            exact = decoded(model)
+    """All experts take part: a choice between two that score alike may turn out otherwise in 16 bits."""
+    model = small(scheme, **EXPERTS | {"num_experts_per_tok": 4})
+    plain = whole(model)
+    with kernels(model, linear="reference", attention="reference"):
+        assert {row.kernel for row in explain(model) if row.operator == "experts"} == {"readable"}
+        exact = whole(model)
     fuse(model)
     assert {row.kernel for row in explain(model) if row.operator == "experts"} == {"triton"}
-    assert (decoded(model) - exact).square().mean() <= 4 * (plain - exact).square().mean()
-    assert not any(experts_of(block).failed for block in model.blocks)
+    assert (whole(model) - exact).square().mean() <= 4 * (plain - exact).square().mean()
 
 
 def test_float16():
@@ -287,7 +285,7 @@ def test_rounded_caches(cache):
 def test_what_cannot_be_fused_says_why(tmp_path):
     assert "bfloat16 or float16; the model is float32" in refusal(tiny_llama())
     experts = hasten.load(make_reference("gpt_oss"), dtype="bfloat16")
-    why = "no kernel of a GPU computes all experts at once: its experts limit what they multiply"
+    why = "no kernel of a GPU computes all experts at once: it computes silu, gelu, gelu_tanh, relu, not quick_gelu"
     with pytest.raises(ConfigError, match=why):
         fuse(experts)
     assert {other.reason for row in explain(experts) if row.operator == "block" for other in row.others} == {why}

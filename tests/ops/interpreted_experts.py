@@ -13,7 +13,7 @@ from hasten.ops.experts.triton_experts import Cut, TritonExperts, launch, operat
 from hasten.ops.experts.triton_kernels import sort_pairs
 from references import values_of
 
-ALONE, TILES = Cut(0, 8, k=128), Cut(16, 16, k=32)
+ALONE, TILES = Cut(0, 16, k=128), Cut(16, 16, k=32)
 
 
 def cut_as(case, cut, x, shares, chosen):
@@ -43,22 +43,30 @@ def test_pairs_are_sorted_and_every_one_is_in_one_tile(rows, count, tile, data):
 @pytest.mark.parametrize("cut", [ALONE, TILES], ids=["alone", "tiles"])
 def test_every_format(format, cut):
     dtype = torch.float16 if format[1] == 128 else torch.bfloat16
-    case = ExpertCase(format, count=3, hidden=264, inner=72, dtype=dtype, device="cpu")
-    given = case.rows(4, 2)
+    case = ExpertCase(format, count=3, hidden=264, inner=40, dtype=dtype, device="cpu")
+    given = case.rows(2, 2)
     case.check(cut_as(case, cut, *given), *given)
 
 
-@settings(max_examples=12, derandomize=True, deadline=None)
+@pytest.mark.parametrize("cut", [ALONE, TILES], ids=["alone", "tiles"])
+def test_rows_shorter_than_a_group(cut):
+    for format, size in ((("int8", 128, True), 64), (("int4", 256, True), 128)):
+        case = ExpertCase(format, count=2, hidden=size, inner=16, dtype=torch.float16, device="cpu")
+        given = case.rows(2, 1)
+        case.check(cut_as(case, cut, *given), *given)
+
+
+@settings(max_examples=10, derandomize=True, deadline=None)
 @given(
     format=st.sampled_from(FORMATS),
     down_format=st.sampled_from(FORMATS),
     cut=st.sampled_from([ALONE, TILES]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     activation=st.sampled_from(["silu", "gelu", "gelu_tanh", "relu"]),
-    rows=st.integers(1, 9),
-    count=st.integers(1, 5),
-    hidden=st.integers(1, 12),
-    inner=st.integers(1, 12),
+    rows=st.integers(1, 4),
+    count=st.integers(1, 4),
+    hidden=st.integers(1, 9),
+    inner=st.integers(1, 9),
     data=st.data(),
 )
 def test_any_sizes(format, down_format, cut, dtype, activation, rows, count, hidden, inner, data):
@@ -82,10 +90,10 @@ def test_as_the_operator_cuts_them(format):
 @pytest.mark.parametrize("format", [PLAIN, ("int4", 32, False)], ids=str)
 @pytest.mark.parametrize("cut", [ALONE, TILES], ids=["alone", "tiles"])
 def test_rows_do_not_depend_on_each_other(format, cut):
-    case = ExpertCase(format, count=3, hidden=136, inner=40, dtype=torch.bfloat16, device="cpu")
-    x, shares, chosen = case.rows(20, 2)
+    case = ExpertCase(format, count=3, hidden=136, inner=24, dtype=torch.bfloat16, device="cpu")
+    x, shares, chosen = case.rows(6 if cut.m == 0 else 20, 2)
     together = cut_as(case, cut, x, shares, chosen)
-    for some in (slice(0, 1), slice(3, 5), slice(2, 19)):
+    for some in (slice(0, 1), slice(2, 5)):
         assert torch.equal(cut_as(case, cut, x[some], shares[some], chosen[some]), together[some])
 
 
@@ -93,7 +101,7 @@ def test_the_operator_is_described_to_compilers():
     case = ExpertCase(PLAIN, count=3, hidden=64, inner=32, dtype=torch.bfloat16, device="cpu")
     made = TritonExperts(case.weights)
     arguments = (*case.rows(5, 2), made.addresses, made.inner, *made.forms[0], *made.forms[1], made.activation)
-    torch.library.opcheck(operator.dispatched, arguments)
+    torch.library.opcheck(operator.dispatched, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def layer(family="mixtral"):

@@ -86,7 +86,9 @@ class TritonExperts:
         self.activation = ACTIVATIONS.index(weights.activation) + 1
         # Addresses are all that a launch is given: this holds the tensors.
         self.held = [_parts(own) for own in (weights.gate, weights.up, weights.down)]
-        table = [[0 if t is None else t.data_ptr() for own in three for t in own] for three in zip(*self.held, strict=True)]
+        table = [
+            [0 if t is None else t.data_ptr() for own in three for t in own] for three in zip(*self.held, strict=True)
+        ]
         self.addresses = torch.tensor(table, dtype=torch.int64, device=weights.gate[0].data.device)
 
     def __call__(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
@@ -226,7 +228,7 @@ def _by_tile(
     """The same for tiles of pairs."""
     n, k = out.shape[1], x.shape[1]
     words, groups = form.row(k)
-    run = cut.k if form.bits == 16 else 512 // form.bits
+    whole = k % cut.k == 0 if form.bits == 16 else words * 32 == k * form.bits
     tiles_of_experts[(triton.cdiv(n, cut.n), len(tiles))](
         *(x, addresses, order, tiles, out, n, k, top, words, groups),
         BITS=form.bits,
@@ -239,7 +241,7 @@ def _by_tile(
         M=cut.m,
         K=cut.k,
         STAGES=cut.stages,
-        WHOLE=k % run == 0,
+        WHOLE=whole,
         WIDE=x.device.type == "cpu",
         num_warps=cut.warps,
     )

@@ -248,7 +248,7 @@ def packed_product(
     N: tl.constexpr,
     M: tl.constexpr,
     STAGES: tl.constexpr,
-    WHOLE: tl.constexpr,  # k_size is one of whole chunks
+    WHOLE: tl.constexpr,  # k_size is one of whole chunks and groups
     WIDE: tl.constexpr,  # in the interpreter
 ):
     """`plain_product` of int8 or int4, unpacked in front of the tensor cores as in ops/linear/triton_gemm.py."""
