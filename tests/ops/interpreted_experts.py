@@ -9,11 +9,11 @@ from expert_cases import FORMATS, PLAIN, ExpertCase
 from hasten.model.experts import Experts
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
-from hasten.ops.experts.triton_experts import Cut, TritonExperts, launch, operator
+from hasten.ops.experts.triton_experts import ExpertsCut, TritonExperts, launch, operator
 from hasten.ops.experts.triton_kernels import sort_pairs
 from references import values_of
 
-ALONE, TILES = Cut(0, 16, k=128), Cut(16, 16, k=32)
+ALONE, TILES = ExpertsCut(0, 16, k=128), ExpertsCut(16, 16, k=32)
 
 
 def cut_as(case, cut, x, shares, chosen):

@@ -1,6 +1,6 @@
 """The experts operator: of each row the MLPs that it takes, act(x·Gateᵀ)·(x·Upᵀ)·Downᵀ, added up by its shares."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.ops import triton_support
+from hasten.ops.experts.weights import ExpertWeights
 from hasten.ops.linear import operator as linear_operator
 from hasten.ops.linear.beside import ACTIVATIONS
 from hasten.ops.linear.fused import activated
@@ -20,19 +21,6 @@ FEATURES = 8  # that a thread reads at once, 16 bytes
 
 # rows (R, C), their shares float32 (R, k) and the numbers of the experts that they take, int64 (R, k) -> (R, C)
 Grouped = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """The weights of a layer's experts, in order: gate and up (I, C), down (C, I); and their activation.
-
-    Packed ones lie in the "chunks" layout (ops/linear/layouts.py). All of one kind have one format.
-    """
-
-    gate: Sequence[Operands]
-    up: Sequence[Operands]
-    down: Sequence[Operands]
-    activation: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

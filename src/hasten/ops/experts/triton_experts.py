@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hasten.ops.experts.operator import ExpertWeights
 from hasten.ops.experts.triton_kernels import (
     add_shares,
     packed_rows,
@@ -20,6 +19,7 @@ from hasten.ops.experts.triton_kernels import (
     sort_pairs,
     tiles_of_experts,
 )
+from hasten.ops.experts.weights import ExpertWeights
 from hasten.ops.linear.beside import ACTIVATIONS
 from hasten.ops.linear.layouts import Operands
 from hasten.ops.triton_support import readable, registered
@@ -48,7 +48,7 @@ class Form(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ExpertsCut:
     """How the products are cut: programs of n weight rows by a tile of m pairs; m 0: by one pair, which is not sorted.
 
     k: features of 16-bit weights in a step.
@@ -61,7 +61,7 @@ class Cut:
     stages: int = 3
 
 
-def cut_for(rows: int, top: int, experts: int, bits: int) -> Cut:
+def cut_for(rows: int, top: int, experts: int, bits: int) -> ExpertsCut:
     """The cut of a step by its sizes alone. A prediction: it has not been measured.
 
     Pairs of few rows rarely share an expert, and each program reads weights at memory speed. From a quarter as many
@@ -69,10 +69,10 @@ def cut_for(rows: int, top: int, experts: int, bits: int) -> Cut:
     """
     pairs = rows * top
     if rows == 1 or 4 * pairs <= experts:
-        return Cut(0, 8, k=512)
+        return ExpertsCut(0, 8, k=512)
     mean = triton.cdiv(pairs, experts)
     m = min(max(16, triton.next_power_of_2(mean)), 128 if bits == 16 else 64)
-    return Cut(m, 64) if m < 64 else Cut(m, 128, warps=8)
+    return ExpertsCut(m, 64) if m < 64 else ExpertsCut(m, 128, warps=8)
 
 
 class TritonExperts:
@@ -149,7 +149,7 @@ def launch(
     second: Form,
     activation: int,
     *,
-    cut: Cut,
+    cut: ExpertsCut,
 ) -> Tensor:
     """`operator`, cut as `cut` says."""
     (count, hidden), top = rows.shape, chosen.shape[1]
@@ -181,7 +181,7 @@ def _by_pair(
     form: Form,
     activation: int,
     top: int,
-    cut: Cut,
+    cut: ExpertsCut,
     *,
     gated: bool,
 ) -> None:
@@ -221,7 +221,7 @@ def _by_tile(
     form: Form,
     activation: int,
     top: int,
-    cut: Cut,
+    cut: ExpertsCut,
     *,
     gated: bool,
 ) -> None:

@@ -265,7 +265,7 @@ def packed_product(
         q = tl.load(data + (step * 16 + tl.arange(0, 16))[None, :, None] * ROWS)  # (N / 4, 16, 4)
         q = tl.reshape(tl.permute(q, (0, 2, 1)), (N, 16))
         if not WIDE:
-            pairs = unpack(q, BITS, DTYPE == tl.float16)
+            pairs = unpack(q, BITS, tl.float16 == DTYPE)
         for i in tl.static_range(PAIRS):
             k = step * RUN + 32 * i + tl.arange(0, 32)
             mask = there[None, :] if WHOLE else there[None, :] & (k < k_size)[:, None]
