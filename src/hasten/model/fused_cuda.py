@@ -143,7 +143,8 @@ class CudaBlock(FusedSteps):
             counters=ragged.counters_on(self._like.device),
         )
         if self.experts is None:
-            inside = {"norm": inner_norm, "activation": self.activation_name, "gated": self.gated, "out_dtype": dtype}
+            inside: dict[str, Any] = {"norm": inner_norm}
+            inside |= {"activation": self.activation_name, "gated": self.gated, "out_dtype": dtype}
             self._bound.inner = FusedLinear(**product_weight(self.inner), **inside)
             self._bound.down = FusedLinear(**product_weight(self.down), out_dtype=dtype, in_place=True)
 
