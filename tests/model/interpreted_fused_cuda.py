@@ -134,7 +134,7 @@ def test_a_captured_step_is_the_plain_one(changes, monkeypatch):
         assert torch.equal(*both(lambda texts, i=i: texts.decode(torch.tensor([i, i + 9]))))
     for _ in range(1 if changes else 2):
         assert torch.equal(*both(lambda texts: texts.verify([[4, 5, 6], [7]])))
-    assert len(capturer.recordings) >= 2
+    assert len(capturer.recordings) >= (1 if changes else 2)
 
 
 @pytest.fixture
