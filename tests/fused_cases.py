@@ -24,6 +24,11 @@ FAMILIES = (
     "phi3",
     "gemma",
     "starcoder2",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "dots1",
+    "glm4_moe",
 )
 PROMPTS = [[7, 3, 90, 41, 12, 55, 8, 8, 23], [18, 99, 3]]
 

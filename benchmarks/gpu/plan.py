@@ -70,6 +70,7 @@ JOBS |= {
     "start-7b": JobSpec("start:server", {"shape": "llama-7b"}, 1.0, 16.0),
     "attention": JobSpec("attention:compare", {"budget": 20}, 1.0, 6.0),
     "products": JobSpec("products:table", {"budget": 22}, 1.5, 3.0),
+    "experts": JobSpec("experts:table", {"budget": 12}, 3.5, 4.5),
 }
 JOBS["ladder"] = JobSpec("article:ladder", {"limit": 150}, 1.0, 1.0)
 
@@ -102,6 +103,7 @@ PHASES: tuple[Phase, ...] = (
             Group(("engine-int8", "static-int8"), 0, ENGINE),
             Group(("engine-int4", "static-int4"), 0, ENGINE),
             Group(("products",)),
+            Group(("experts",)),
             Group(("hasten-wide", "hasten-wide-fp8", "nanogpt-wide"), 2, (("losses", ""),)),
             Group(("losses-bf16", "losses-fp8"), 0, (("losses500", ""),)),
             Group(("hasten-1b-int8",), 1),

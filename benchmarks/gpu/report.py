@@ -221,6 +221,16 @@ def products(results: Results) -> Table:
     return ["matrix, µs", "rows", *formats], rows
 
 
+def experts(results: Results) -> Table:
+    """All experts of a layer of a Qwen3-30B-A3B: microseconds, and of the limit what few or many rows are bound by."""
+    found = every(results, "experts", "measure", "rows")
+    rows = []
+    for name, count, us, rate, tflops in found[-1] if found else ():
+        share = f"{rate * 1e9 / copy_rate(results):.0%}" if rate > 0 else ""
+        rows.append([name, f"{count:,}", f"{us:,.1f}", share, f"{tflops:.0f}"])
+    return ["experts", "rows", "µs", "of the bandwidth", "TFLOP/s"], rows
+
+
 def drafts(results: Results) -> Table:
     """One stream with drafts, medians of tokens/s."""
     rows = []
@@ -255,6 +265,7 @@ TABLES = {
     "ladder": ladder,
     "attention": attention,
     "products": products,
+    "experts": experts,
     "drafts": drafts,
     "start": start,
 }

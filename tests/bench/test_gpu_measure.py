@@ -32,6 +32,7 @@ def test_tables_of_what_was_measured():
         "engine-bf16": {"measure 64": [{"decode_tokens_per_s": 27_000.0, "whole_tokens_per_s": 21_000.0}]},
         "static-bf16": {"measure 64": [{"decode_tokens_per_s": 36_000.0}]},
         "products": {"measure": [{"rows": rows}]},
+        "experts": {"measure": [{"rows": [["bf16", 1, 33.0, 2288.0, 2.29]]}]},
         "hasten-12": {"measure": [{"error": "out of memory"}], "failed": {"error": "out of memory"}},
     }
     text = report.tables(results)
@@ -39,6 +40,7 @@ def test_tables_of_what_was_measured():
     assert dict(zip(*[report.decode(results)[0], report.decode(results)[1][0]], strict=True))["of gpt-fast"] == "0.98"
     assert report.serving(results)[1] == [["bf16", "64", "27,000", "", "36,000", "75%", "21,000", "58%"]]
     assert report.products(results)[1] == [["4096 × 4096", "1", "12.8 (46%)"], ["4096 × 4096", "4", ""]]
+    assert report.experts(results)[1] == [["bf16", "1", "33.0", "80%", "2"]]
     rows = status.status({"results": results}, {"rows": []})[1]
     assert rows[0][1] == "**165 / - / -** tokens/s; gpt-fast 168 / - / -; limit 212 / - / -"
     json.dumps(report.compact({"results": results}))
@@ -74,12 +76,13 @@ def test_a_run_without_a_gpu(tmp_path):
     """Jobs are prepared and measured; one that fails does not end the others, and absent peers are left out."""
     command = [sys.executable, str(BENCHMARKS / "gpu" / "measure.py"), "--out", str(tmp_path), "--device", "cpu"]
     command += ["--tiny", "--budget", "150", "--jobs", "2", "--no-commands"]
-    command += ["--only", "baseline,7b-bf16,static-bf16,32-fp8"]
+    command += ["--only", "baseline,experts,7b-bf16,static-bf16,32-fp8"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "results.json").read_text())["results"]
     assert found["baseline"]["measure"][0]["copy_bytes_per_s"] > 0
+    assert [row[:2] for row in found["experts"]["measure"][0]["rows"]] == [["bf16", 1], ["bf16", 4]]
     assert len(found["hasten-7b-bf16"]["measure"]) == 2
     assert found["hasten-7b-bf16"]["user"][0]["second"]["decode"] > 0
     assert found["static-bf16"]["measure 1"][0]["decode_tokens_per_s"] > 0

@@ -18,6 +18,7 @@ from hasten.engine.sequence import ScheduledTokens
 from hasten.engine.step import KVStep
 from hasten.errors import ConfigError
 from hasten.model.context import training_context
+from hasten.model.experts import experts_of
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 
@@ -184,8 +185,9 @@ def capture_refusal(model: Transformer) -> str | None:
         return "several ranks hold the model, and the first one tells the others each step"
     if model.config.attention_pattern is not None:
         return "the masks of its sparse pattern are laid out on the host"
-    if any(layer.experts for layer in model.config.layers):
-        return "its experts choose their tokens on the host"
+    for experts in filter(None, map(experts_of, model.blocks)):
+        if (reason := experts.why_one_by_one()) is not None:
+            return f"the host reads which of its experts to call: {reason}"
     if model.config.keeps_states:
         return "its layers keep states, whose places are listed on the host"
     if model.config.stretches_at is not None:

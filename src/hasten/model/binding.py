@@ -10,12 +10,14 @@ from torch import nn
 
 from hasten.errors import ConfigError
 from hasten.model.attention import Attention
-from hasten.model.fused import CudaStack, FusedSteps, fuse, listed, refusal, take_apart, waits
+from hasten.model.experts import experts_of
+from hasten.model.fused import CudaStack, FusedBlock, FusedSteps, fuse, listed, refusal, take_apart, waits
 from hasten.model.transformer import Transformer, require_model
 from hasten.ops import attention as attention_operator
 from hasten.ops import picker
 from hasten.ops.attention.layer import layer_requests
 from hasten.ops.attention.paged import PAGED_KERNELS
+from hasten.ops.experts import KERNELS as EXPERTS_KERNELS
 from hasten.ops.linear import LinearRequest, PackedLinear, request_of
 from hasten.ops.linear import operator as linear_operator
 from hasten.ops.linear.weights import WeightFormat
@@ -54,8 +56,8 @@ class Binding:
 
     layer: the number of the block, -1 for the head behind the last one. operator: "block" (the fused steps or the
     readable block), "decode step of one sequence" (on a GPU), "attention", "gated delta rule", "paged attention" (over
-    a cache in blocks, by readable ones: serving and hasten.LLM), or "linear" (products of a block that run alike are
-    one entry).
+    a cache in blocks, by readable ones: serving and hasten.LLM), "experts" (all of a layer, but for those in a native
+    call), or "linear" (products of a block that run alike are one entry).
     """
 
     layer: int
@@ -82,6 +84,7 @@ def explain(model: Transformer) -> list[Binding]:
             reason = against_fused or waits(model) or "the model is fused when it first generates (or by hasten.fuse)"
             bindings.append(Binding(layer, "block", "readable", [Refusal("fused", reason)]))
             bindings += _mixer_bindings(model, layer, block)
+        bindings += _expert_bindings(model, layer, block)
         bindings += _linear_bindings(layer, block, _types_of(model, f"blocks.{layer}."))
     return bindings + _linear_bindings(-1, model.head, _types_of(model, "head"))
 
@@ -140,6 +143,14 @@ def _fused_mixer(layer: int, block: FusedSteps) -> Binding:
         return Binding(layer, DELTA, "fused", [Refusal("pytorch", "the fused steps bring their own")])
     others = [Refusal(k.name, "the fused steps bring their own attention") for k in attention_operator.KERNELS]
     return Binding(layer, "attention", "fused", others)
+
+
+def _expert_bindings(model: Transformer, layer: int, block: nn.Module) -> list[Binding]:
+    """The kernel of a block's experts, unless they are a part of its native call."""
+    experts = experts_of(block)
+    if experts is None or isinstance(block, FusedBlock):
+        return []
+    return [_binding(layer, "experts", EXPERTS_KERNELS, experts.request(model.device))]
 
 
 def _mixer_bindings(model: Transformer, layer: int, block: nn.Module) -> list[Binding]:

@@ -1,13 +1,18 @@
 """Mixture of experts: each token is sent to the few MLPs that a router scores highest (Switch, Mixtral)."""
 
+import warnings
 from collections.abc import Callable
-from typing import Self
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from hasten.errors import HastenWarning
 from hasten.model.config import ModelConfig
+from hasten.model.grouped_experts import BoundExperts, could_run, experts_request
 from hasten.model.norms import norm_of, over_rms
+from hasten.ops.experts import KERNELS, ExpertsRequest, Grouped
 
 
 def route(logits: Tensor, config: ModelConfig, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -58,10 +63,13 @@ class Experts(nn.Module):
     make: creates an MLP with this number of inner features.
     """
 
+    failed: ClassVar[str | None] = None  # why the kernel of all experts is not used: an error of an earlier call
+
     def __init__(self, config: ModelConfig, make: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.config = config
         self.all_take_part = False  # also experts that no row has chosen: then each has a gradient
+        self._bound: BoundExperts | None = None
         self.router = nn.Linear(config.hidden_size, config.experts, bias=config.router_bias)
         self.choice_bias = nn.Parameter(torch.empty(config.experts)) if config.expert_choice_bias else None
         self.experts = nn.ModuleList(make(config.expert_size) for _ in range(config.experts))
@@ -78,13 +86,55 @@ class Experts(nn.Module):
 
     def routed(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """Outputs (N, C) of the chosen experts for rows (N, C), added up by their shares."""
+        grouped = self._grouped(rows, shares)
+        if grouped is None:
+            return self.one_by_one(rows, shares, chosen)
+        if torch.compiler.is_compiling():
+            return grouped(rows, shares, chosen)
+        try:
+            return grouped(rows, shares, chosen)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            Experts.failed = f"it failed in an earlier call: {type(error).__name__}: {error}"[:300]
+            message = f"experts are called one by one, which is slower; the kernel of all at once: {Experts.failed}"
+            warnings.warn(message, HastenWarning, stacklevel=2)
+            return self.one_by_one(rows, shares, chosen)
+
+    def one_by_one(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """`routed`, each expert called as a module: reading which are chosen waits for a GPU, and ends a graph."""
         out = torch.zeros_like(rows)
-        # Reading which experts are chosen synchronises a GPU and breaks a compiled graph here; a GPU's expert kernels,
-        # which avoid both, are still to come.
         for index in range(len(self.experts)) if self.all_take_part else chosen.unique().tolist():
             row, slot = torch.where(chosen == index)
             out.index_add_(0, row, self.experts[index](rows[row]) * shares[row, slot, None].to(rows.dtype))
         return out
+
+    def _grouped(self, rows: Tensor, shares: Tensor) -> Grouped | None:
+        """The kernel of all experts at once, where it can compute this call: there are no gradients."""
+        if self.all_take_part or Experts.failed is not None or not could_run(rows.device):
+            return None
+        trained = (rows, shares, *self.experts[0].parameters())
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained):
+            return None
+        bound = self.bound()
+        return bound.run if bound is not None and rows.dtype == bound.request.inner.dtype else None
+
+    def bound(self) -> BoundExperts | None:
+        """The kernel, chosen at the first call; None while that call is being compiled."""
+        if torch.compiler.is_compiling():
+            return self._bound
+        if self._bound is None or not self._bound.current:
+            self._bound = BoundExperts(list(self.experts))
+        return self._bound
+
+    def request(self, device: torch.device | None = None) -> ExpertsRequest:
+        """The request to a kernel, for `explain`. device: of the weights, if they are still on the meta device."""
+        found = experts_request(list(self.experts), device)
+        return found if Experts.failed is None else replace(found, unusual=Experts.failed)
+
+    def why_one_by_one(self, device: torch.device | None = None) -> str | None:
+        """Why no kernel computes all experts at once, or None. device: as in `request`."""
+        return KERNELS[0].unsupported_reason(self.request(device))
 
     def add_shared(self, out: Tensor, x: Tensor) -> Tensor:
         """Add to the experts' output (…, C) that of the MLP which every token of x (…, C) passes, if there is one."""
@@ -98,7 +148,18 @@ class Experts(nn.Module):
         super()._apply(fn, recurse)
         if before is not None and self.choice_bias is not None and self.choice_bias.itemsize < before.itemsize:
             self.choice_bias = nn.Parameter(before.to(self.choice_bias.device))  # `kept_dtype`
+        self._bound = None  # `fn` may have given the tensors other memory
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the kernel, which holds addresses; a copy chooses its own."""
+        return self.__dict__ | {"_bound": None}
+
+
+def experts_of(block: nn.Module) -> Experts | None:
+    """The experts of a block, readable or fused, if it has any."""
+    held = (getattr(block, name, None) for name in ("experts", "mlp"))
+    return next((one for one in held if isinstance(one, Experts)), None)
 
 
 class NormedExperts(Experts):

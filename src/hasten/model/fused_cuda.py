@@ -1,7 +1,8 @@
 """The fused steps on a GPU: `CudaBlock`, which fused.py puts in the place of each readable block.
 
 The steps: norm + q, k, v; norms of q and k + rotary turn + cache write; attention; output + residual; norm + gate, up +
-activation; down + residual. Each is one launch for a few rows. Keys and values are reached through `layer.view()`
+activation; down + residual. Each is one launch for a few rows. Experts are called as a module in the place of the last
+two, and their products are few launches, too (ops/experts). Keys and values are reached through `layer.view()`
 alone, so the same block serves steps over any cache, captured or not. The residual stream is float32.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from hasten.errors import HastenWarning
 from hasten.model.context import PlainLayer
+from hasten.model.experts import experts_of
 from hasten.model.fused_block import FusedSteps, unknown_parts
 from hasten.model.fused_decode import decode_layers
 from hasten.model.fused_linear import fusion_conflict, gate_up_rows, joined, mixed_formats, norm_arguments
@@ -56,8 +58,9 @@ def cuda_refusal(model: Transformer) -> str | None:
         return f"the head size is {config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
     if isinstance(model, ShardedTransformer):
         return "the fused steps of a GPU know no ranks"
-    if any(layer.experts for layer in config.layers):
-        return "the fused steps of a GPU know no experts"
+    for experts in filter(None, map(experts_of, model.blocks)):
+        if (reason := experts.why_one_by_one(model.device)) is not None:
+            return f"no kernel of a GPU computes all experts at once: {reason}"
     if config.attention_pattern is not None:
         return "the fused steps of a GPU know no sparse pattern"
     if (part := unknown_parts(config)) is not None:
@@ -89,22 +92,27 @@ class CudaBlock(FusedSteps):
     def __init__(self, block: Block) -> None:
         super().__init__(block)
         attention, mlp = block.attention, block.mlp
-        assert isinstance(mlp, MLP)
         self.qkv = joined([attention.q, attention.k, attention.v])
-        self.output, self.down = attention.output, mlp.down
-        self.inner = mlp.up
+        self.output = attention.output
+        if isinstance(mlp, MLP):
+            self._take_mlp(mlp)
+        self.bind()
+
+    def _take_mlp(self, mlp: MLP) -> None:
+        self.inner, self.down = mlp.up, mlp.down
         if mlp.gate is not None:
             gate, up = gate_up_rows(self.inner_size)
             order = torch.empty(2 * self.inner_size, dtype=torch.int64)
             order[gate], order[up] = torch.arange(self.inner_size), self.inner_size + torch.arange(self.inner_size)
             self.inner = joined([mlp.gate, mlp.up], order)
-        self.bind()
 
     def rows(self) -> dict[str, dict[str, Tensor]]:
         spec, hidden = self.spec, torch.arange(self.output.out_features)
         heads = spec.heads, spec.kv_heads, spec.kv_heads
         q, k, v = torch.arange(self.qkv.out_features).split([n * spec.head_dim for n in heads])
         found = {"qkv": {"attention.q": q, "attention.k": k, "attention.v": v}, "output": {"attention.output": hidden}}
+        if self.experts is not None:
+            return found
         gate, up = gate_up_rows(self.inner_size)
         inner = {"mlp.gate": gate, "mlp.up": up} if self.gated else {"mlp.up": torch.arange(self.inner_size)}
         return found | {"inner": inner, "down": {"mlp.down": hidden}}
@@ -123,15 +131,9 @@ class CudaBlock(FusedSteps):
         self._bound = SimpleNamespace(
             qkv=FusedLinear(**product_weight(self.qkv), norm=input_norm, out_dtype=dtype),
             output=FusedLinear(**product_weight(self.output), out_dtype=dtype, in_place=True),
-            inner=FusedLinear(
-                **product_weight(self.inner),
-                norm=inner_norm,
-                activation=self.activation_name,
-                gated=self.gated,
-                out_dtype=dtype,
-            ),
-            down=FusedLinear(**product_weight(self.down), out_dtype=dtype, in_place=True),
             post_norms=[self._post(norm) for norm in (self.attention_post_norm, self.mlp_post_norm)],
+            inner_norm=inner_norm,
+            normed=triton_steps.normed,
             add_normed=triton_steps.add_normed,
             place_heads=triton_steps.place_heads,
             qk_norms=(*norms, *sizes),
@@ -140,6 +142,11 @@ class CudaBlock(FusedSteps):
             dtype=dtype,
             counters=ragged.counters_on(self._like.device),
         )
+        if self.experts is None:
+            inside: dict[str, Any] = {"norm": inner_norm}
+            inside |= {"activation": self.activation_name, "gated": self.gated, "out_dtype": dtype}
+            self._bound.inner = FusedLinear(**product_weight(self.inner), **inside)
+            self._bound.down = FusedLinear(**product_weight(self.down), out_dtype=dtype, in_place=True)
 
     @staticmethod
     def _post(norm: nn.Module) -> tuple[Any, ...] | None:
@@ -157,6 +164,10 @@ class CudaBlock(FusedSteps):
         rows = x.float().flatten(0, 1)  # (R, C)
         tables = (None, None) if rope is None else (rope[0].flatten(0, -2), rope[1].flatten(0, -2))
         rows = self.attention(rows, tables, view)
+        if self.experts is not None:
+            branch, post_norm = self.experts(bound.normed(rows, *bound.inner_norm, bound.dtype)), bound.post_norms[1]
+            rows = rows + branch if post_norm is None else bound.add_normed(rows, branch, *post_norm)
+            return rows.view(x.shape)
         return self._added(rows, bound.inner(rows), bound.down, bound.post_norms[1]).view(x.shape)
 
     def attention(self, x: Tensor, tables: tuple[Tensor | None, Tensor | None], view: KVView) -> Tensor:
@@ -249,7 +260,9 @@ class CudaStack:
         """Addresses of all tensors of the model that a step reads; while they stay, a captured step is valid."""
         counters: Any = [block._bound.counters for block in model.blocks]  # type: ignore[union-attr]
         own = [] if self._decode is None else [self._decode.counter]
-        held = chain(model.parameters(), model.buffers(), counters, own)
+        bound = [experts.bound() for experts in filter(None, map(experts_of, model.blocks))]
+        tables = [one.addresses for one in bound if one is not None and one.addresses is not None]
+        held = chain(model.parameters(), model.buffers(), counters, own, tables)
         return tuple(tensor.data_ptr() for tensor in held)
 
     def run(self, model: Transformer, x: Tensor, ropes: Sequence[Rotation], context: Context) -> Tensor:

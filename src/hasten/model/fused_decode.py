@@ -37,6 +37,8 @@ def decode_layers(model: Transformer) -> "DecodeLayers | str":
     multiprocessors = multiprocessors_for(model.device)
     if not multiprocessors:
         return "its kernel is for Hopper GPUs (compute capability 9.0)"
+    if any(block.experts is not None for block in blocks):
+        return "its kernel computes no experts"
     first = blocks[0]
     if not first.gated:
         return "its kernel computes gated MLPs; this model's have no gate"

@@ -28,18 +28,22 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     return found
 
 
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | None = None) -> str | None:
     """Why no Triton kernel runs on this device, or None. Triton's interpreter (TRITON_INTERPRET=1) runs on a CPU.
 
     capability: the compute capability, if the device is not present.
     """
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != ("cpu" if interpreted else "cuda"):
-        where = "the CPU (TRITON_INTERPRET=1 is set)" if interpreted else "CUDA"
+    if device.type != ("cpu" if interpreted() else "cuda"):
+        where = "the CPU (TRITON_INTERPRET=1 is set)" if interpreted() else "CUDA"
         return f"it runs on {where}, the layer is on {device}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    if interpreted:
+    if interpreted():
         return None
     found = compute_capability(device) if capability is None else capability()
     if found < LEAST_CAPABILITY:

@@ -7,6 +7,7 @@ from torch import nn
 
 from hasten.engine.compiled import CompiledForOneToken
 from hasten.model.delta import GatedDeltaNet
+from hasten.model.experts import Experts
 from hasten.model.fused import FusedBlock, FusedSteps
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.embedding import PackedEmbedding
@@ -67,6 +68,8 @@ def _hidden(module: nn.Module) -> tuple[tuple[str, ...], str | None]:
         return ("conv",), "its convolution is its own"
     if isinstance(module, FusedMLP) and module.gate is None and type(module.up) is nn.Linear:
         return ("up",), "the product of up is the module's own"
+    if isinstance(module, Experts) and not module.training and module.why_one_by_one() is None:
+        return ("experts",), "all experts in a few launches"
     if isinstance(module, FusedSteps):
         apart = () if module.joins_experts else ("experts",)
         return tuple(name for name, _ in module.named_children() if name not in apart), NATIVE

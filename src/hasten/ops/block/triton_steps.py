@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hasten.ops.attention.flash_tiles import side
 from hasten.ops.block import triton_kernels as kernels
+from hasten.ops.linear.beside import NormArguments
+from hasten.ops.linear.triton_norm import normed_rows
 from hasten.ops.triton_support import readable, registered
 
 
@@ -91,3 +93,19 @@ def add_normed(
 @add_normed.register_fake
 def _add_normed(x: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(x)
+
+
+@registered("hasten_triton::normed")
+def normed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, centred: bool, dtype: torch.dtype
+) -> Tensor:
+    """norm(x) of rows x (R, C), in 16 bits; see `norm_arguments` for the rest."""
+    if not x.shape[0]:
+        return x.to(dtype)
+    with torch.cuda.device_of(x):
+        return normed_rows(x.contiguous(), NormArguments(weight, bias, eps, offset, centred), dtype)
+
+
+@normed.register_fake
+def _normed(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x, dtype=rest[-1], memory_format=torch.contiguous_format)

@@ -1,0 +1,132 @@
+"""The kernel of all experts of a layer: chosen from its MLPs, and again when one of their weights was replaced."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.model.mlp import MLP
+from hasten.ops import triton_support
+from hasten.ops.experts import KERNELS, ExpertsRequest, ExpertWeights, Grouped
+from hasten.ops.linear import LinearRequest, PackedLinear, request_of
+from hasten.ops.linear.layouts import Operands
+from hasten.ops.picker import pick
+
+PRODUCTS = ("gate", "up", "down")
+ALIGNED = 16  # bytes of an address
+
+
+class BoundExperts:
+    """The kernel of a layer's experts, and the tensors it was chosen for.
+
+    run: computes all experts of its rows; None: they are called one by one.
+    """
+
+    def __init__(self, experts: Sequence[nn.Module]) -> None:
+        self.request = experts_request(experts)
+        kernel = pick(KERNELS, self.request)
+        self.run: Grouped | None = None if kernel.name == "readable" else kernel.run(_weights(experts))
+        self._places = list(_places(experts))
+        self._hooks = list(_hooks(experts))
+        self._hooked = any(self._hooks)
+
+    @property
+    def current(self) -> bool:
+        """Whether the experts still hold the same tensors, and nobody watches their calls since."""
+        same = all(own.get(name) is held for own, name, held in self._places)
+        return same and any(self._hooks) == self._hooked
+
+    @property
+    def addresses(self) -> Tensor | None:
+        """The kernel's table of addresses, which captured steps read; None without one."""
+        return getattr(self.run, "addresses", None)
+
+
+def experts_request(experts: Sequence[nn.Module], device: torch.device | None = None) -> ExpertsRequest:
+    """The request of a layer's experts to a kernel. device: of the weights, if they are still on the meta device."""
+    first: Any = experts[0]
+    inner, down = (_request(getattr(first, name)) for name in ("up", "down"))
+    if device is not None:
+        inner, down = replace(inner, device=device), replace(down, device=device)
+    return ExpertsRequest(inner=inner, down=down, activation=first.activation_name, unusual=_unusual(experts))
+
+
+def _request(module: nn.Module) -> LinearRequest:
+    """That of a layer, or of the layer that an adapter or a rank's part wraps."""
+    return request_of(next(one for one in module.modules() if isinstance(one, nn.Linear | PackedLinear)))
+
+
+def could_run(device: torch.device) -> bool:
+    """Whether a kernel of all experts may run on a device: a quick look before all else."""
+    return device.type == "cuda" or (device.type == "cpu" and triton_support.interpreted())
+
+
+def _unusual(experts: Sequence[nn.Module]) -> str | None:
+    """What no kernel computes, as a reason."""
+    first: Any = experts[0]
+    if not all(type(one) is MLP for one in experts):
+        return f"its experts are modules of another kind ({type(first).__name__})"
+    if first.gate is None:
+        return "its experts have no gate"
+    if first.limit is not None or first.up_offset:
+        return "its experts limit what they multiply"
+    for names in (("gate", "up"), ("down",)):  # products of a launch
+        kinds = {_kind(getattr(one, name)): None for one in experts for name in names}
+        if (reason := next((kind for kind in kinds if isinstance(kind, str)), None)) is not None:
+            return reason
+        if len(kinds) > 1:
+            return "its experts' weights differ in their formats"
+    return "a hook watches its experts" if any(_hooks(experts)) else None
+
+
+def _kind(linear: nn.Module) -> str | tuple[Any, ...]:
+    """What has to be alike in the layers of one product; or why no kernel reads this one."""
+    if getattr(linear, "bias", None) is not None:
+        return "its experts have biases"
+    if isinstance(linear, PackedLinear):
+        if linear.order is not None:
+            return "its experts take features in the order of their columns (desc_act)"
+        if linear.kernel != "triton" and could_run(linear.data.device):
+            return f"its experts are packed for the kernel {linear.kernel}"
+        return PackedLinear, linear.request, linear.out_features
+    if type(linear) is not nn.Linear:
+        return f"its experts hold layers of another kind ({type(linear).__name__})"
+    weight = linear.weight
+    if type(weight) not in (nn.Parameter, Tensor):
+        return "its experts' weights are divided among ranks"
+    if not weight.is_meta and (not weight.is_contiguous() or weight.data_ptr() % ALIGNED):
+        return f"its experts' weights do not lie row by row at multiples of {ALIGNED} bytes"
+    return nn.Linear, weight.dtype, weight.device, weight.shape
+
+
+def _weights(experts: Sequence[Any]) -> ExpertWeights:
+    each = {name: [_operands(getattr(one, name)) for one in experts] for name in PRODUCTS}
+    return ExpertWeights(**each, activation=experts[0].activation_name)
+
+
+def _operands(linear: nn.Linear | PackedLinear) -> Operands:
+    if isinstance(linear, PackedLinear):
+        return linear.operands
+    weight = linear.weight.detach()
+    return Operands(weight, None, None, None, None, len(weight), request_of(linear).format)
+
+
+def _places(experts: Sequence[Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Where the experts' layers and weights are held, by which names, and which they are."""
+    for one in experts:
+        for name in PRODUCTS:
+            linear = getattr(one, name)
+            yield one._modules, name, linear
+            for own in () if linear is None else (linear._parameters, linear._buffers):
+                for kept in ("weight", "data"):
+                    if kept in own:
+                        yield own, kept, own[kept]
+
+
+def _hooks(experts: Sequence[Any]) -> Iterator[dict[Any, Any]]:
+    for module in chain.from_iterable(one.modules() for one in experts):
+        yield module._forward_hooks
+        yield module._forward_pre_hooks
