@@ -1,5 +1,6 @@
 """Triton's int8 and int4 products in its interpreter; run by test_triton_linear.py in a process of its own."""
 
+import math
 import re
 
 import pytest
@@ -162,6 +163,18 @@ def test_several_chunks_in_a_step(chunks):
     x = torch.randn(3, 150).bfloat16()
     config = SeveralRows(n=64, m=16, chunks=chunks)
     y = multiply_rows(x, Operands(*CHUNKS.pack(weight), None, 20, weight.format), Beside(x.dtype), config=config)
+    exact = x.double() @ weight.dequantize().double().T
+    assert rms(y - exact) <= 2 * rms(x @ weight.dequantize(x.dtype).T - exact)
+
+
+@pytest.mark.parametrize(("format", "k"), [(("int8", 128, False), 64), (("int4", 256, False), 128)])
+def test_features_end_within_a_group(format, k):
+    weight = make_weight(20, k, format=format[0], group_size=format[1], symmetric=format[2])
+    beyond = torch.full((4, k), math.nan).bfloat16()  # what lies behind x must not be read
+    x = beyond[:3]
+    x.copy_(torch.randn(3, k))
+    operands = Operands(*CHUNKS.pack(weight), None, 20, weight.format)
+    y = multiply_rows(x, operands, Beside(x.dtype), config=SeveralRows(n=64, m=16))
     exact = x.double() @ weight.dequantize().double().T
     assert rms(y - exact) <= 2 * rms(x @ weight.dequantize(x.dtype).T - exact)
 

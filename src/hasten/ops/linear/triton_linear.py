@@ -262,7 +262,7 @@ def multiply_rows(x: Tensor, weight: Operands, beside: Beside, *, config: Severa
         SPLIT=splits > 1,
         STAGES=config.stages,
         SCALED=config.scaled,
-        WHOLE=k % run == 0,
+        WHOLE=k == steps * run,
         WIDE=x.device.type == "cpu",
         num_warps=config.threads // 32,
     )
