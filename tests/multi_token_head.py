@@ -1,4 +1,4 @@
-"""Checkpoints with a multi-token head, and what such a head computes: transformers skips it, so here are the formulas."""
+"""Checkpoints with a multi-token head, and its formulas, since transformers skips it."""
 
 import torch
 import torch.nn.functional as F

@@ -10,8 +10,8 @@ import hasten
 from checkpoint_folders import write_folder
 from drafting import KINDS, PROMPTS, answers, engine_of, requests
 from hasten.checkpoints.load import open_checkpoint
-from hasten.cli.__main__ import main
 from hasten.cli.generate import Generate
+from hasten.cli.main import main
 from hasten.cli.room import use_of
 from hasten.engine.speculation import make_speculator
 from hasten.errors import CheckpointError, ConfigError
@@ -19,7 +19,7 @@ from hasten.quantization import Int8, quantize_to_folder
 from instruction_sets import needs_native
 from multi_token_head import FAMILIES, drafted, write_with_head
 from references import make_reference
-from serving_cases import request, run
+from serving_cases import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*skipped .* of the multi-token prediction head")
 
@@ -158,10 +158,8 @@ def test_the_command_line_takes_it(tmp_path, capsys):
     write_with_head(tmp_path, "qwen3_5_text")
     said = []
     for draft in ("none", "mtp"):
-        main(
-            ["generate", str(tmp_path), "--prompt-ids", *map(str, PROMPTS[1]), "--temperature", "0", "--ignore-eos"]
-            + ["--max-new-tokens", "12", "--dtype", "float32", "--json", "-", "--draft", draft]
-        )
+        options = ["--temperature", "0", "--ignore-eos", "--max-new-tokens", "12", "--dtype", "float32", "--json", "-"]
+        main(["generate", str(tmp_path), "--prompt-ids", *map(str, PROMPTS[1]), *options, "--draft", draft])
         said.append(json.loads(capsys.readouterr().out)["tokens"])
     assert said[0] == said[1]
 

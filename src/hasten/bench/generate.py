@@ -137,8 +137,8 @@ class GenerateLadder(Ladder):
     """Pieces of 512 tokens of the calibration text, where the folder is made."""
     draft: str | None = None
     """Unless none (the default; of a GGUF file suffix): also measure speculation and, with --gptq, all-together, with
-    drafts by this: suffix, mtp, a FOLDER with a smaller model, self:N-layers or self:int4. Needs --text, whose documents
-    are the prompts of these rungs."""
+    drafts by this: suffix, mtp, a FOLDER with a smaller model, self:N-layers or self:int4. Needs --text, whose
+    documents are the prompts of these rungs."""
     speculate: Annotated[int | None, Holds("drafts", "without drafts; give --draft")] = None
     """Maximum draft length."""
     tensor_parallel: int = 1

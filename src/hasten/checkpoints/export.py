@@ -61,9 +61,9 @@ def export_model(
 ) -> None:
     """Write config.json, safetensors, tokenizer and generation_config.json.
 
-    The padding of the vocabulary is taken off. A multi-token head in the folder that the model was loaded from is written
-    as it is there, where it is not quantized. Tied weights of which only one was changed are written apart, and the
-    config says so. dtype converts on the way. Weights past `shard_bytes` are split into files of at most that size
+    The padding of the vocabulary is taken off. Tied weights of which only one was changed are written apart, and the
+    config says so. A multi-token head in the folder that the model was loaded from is written as it is there, unless it
+    is quantized. dtype converts on the way. Weights past `shard_bytes` are split into files of at most that size
     (a single larger tensor has a file of its own); one tensor at a time is prepared in memory.
 
     Quantized layers are written in the layout `format` ("compressed-tensors" or "gptq": `hasten.checkpoints.formats`),

@@ -83,7 +83,8 @@ def rehearsed(proposer: Proposer) -> Price:
     if isinstance(proposer, DraftModel):
         reads = proposer.reads
         if isinstance(proposer, ReadsStates):
-            proposer.take_states([(-1, 0, reads)], torch.zeros(reads, proposer.model.config.hidden_size))
+            states = torch.zeros(reads, proposer.model.config.hidden_size, device=proposer.model.device)
+            proposer.take_states([(-1, 0, reads)], states)
         drafting = _DRAFTING.setdefault(proposer.model, {}).setdefault(proposer.accept, drafting)
     rooms = (1,) if drafting.measured else (1, *_REHEARSED)
     for number, room in enumerate(rooms):

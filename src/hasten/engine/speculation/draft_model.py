@@ -42,7 +42,7 @@ class _Known:
 
 
 @dataclass(slots=True)
-class _Drafting:
+class Drafting:
     """A text of the batch, while it is drafted for. row: its place in the batch."""
 
     row: int
@@ -128,7 +128,7 @@ class DraftModel:
         """How many of a text's last tokens can be read."""
         return self.read_tokens
 
-    def _begin(self, row: int, text: Text) -> _Drafting | None:
+    def _begin(self, row: int, text: Text) -> Drafting | None:
         """What is to be read of a text, after what is wrong in the cache was forgotten; None: no room for a draft."""
         number, length = text.number, len(text.tokens)
         reads = min(self._readable(text), self.model.config.max_positions - text.room)
@@ -158,9 +158,9 @@ class DraftModel:
             self._blocks.reserve(number, len(known.tokens) + len(read) + text.room)
         except OutOfBlocks:
             return None
-        return _Drafting(row, text, known, read)
+        return Drafting(row, text, known, read)
 
-    def _grow(self, going: list[_Drafting], floor: float, chance: Chance) -> list[_Drafting]:
+    def _grow(self, going: list[Drafting], floor: float, chance: Chance) -> list[Drafting]:
         """Draft natively, as many tokens of each text as all have room for; returns those that can have more."""
         params = [one.text.params for one in going]
         tables = [self._blocks.block_table(one.text.number) for one in going]
@@ -193,7 +193,7 @@ class DraftModel:
                 more.append(one)
         return more
 
-    def _step(self, sampler: Sampler, going: list[_Drafting], floor: float, chance: Chance) -> list[_Drafting]:
+    def _step(self, sampler: Sampler, going: list[Drafting], floor: float, chance: Chance) -> list[Drafting]:
         """One token more of each draft, for any model and any settings, if likely enough; those that can have more."""
         rows = [Rows(self._blocks.block_table(one.text.number), len(one.known.tokens), len(one.read)) for one in going]
         last = [end - 1 for end in accumulate(row.count for row in rows)]
@@ -214,11 +214,11 @@ class DraftModel:
                 one.draft.probabilities.append(drawn_from)
         return more
 
-    def _logits(self, going: Sequence[_Drafting], rows: Sequence[Rows], last: Sequence[int]) -> Tensor:
+    def _logits(self, going: Sequence[Drafting], rows: Sequence[Rows], last: Sequence[int]) -> Tensor:
         """Logits (R, V) float32 after what is read of each text."""
         return self._runner.logits([token for one in going for token in one.read], rows, last)
 
-    def _take(self, one: _Drafting, token: int, share: float, floor: float, chance: Chance) -> bool:
+    def _take(self, one: Drafting, token: int, share: float, floor: float, chance: Chance) -> bool:
         """Give a draft its next token, if it is likely enough; whether it can have another one."""
         kind = sum(share >= least for least in _CONFIDENCE)
         one.likely *= chance(kind)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hasten.engine.block_table import Rows
 from hasten.engine.layout import RaggedLayout, to_device
-from hasten.engine.speculation.draft_model import DraftModel, _Drafting
+from hasten.engine.speculation.draft_model import Drafting, DraftModel
 from hasten.engine.speculation.proposer import Accept, Chance, Draft, Text
 from hasten.model.multi_token import MultiTokenHead
 
@@ -105,7 +105,7 @@ class MultiTokenDraft(DraftModel):
         own, end = self._states.get(text.number), len(text.tokens) - 1
         return 0 if own is None or own.end < end else max(0, min(self.read_tokens, end - own.first))
 
-    def _begin(self, row: int, text: Text) -> _Drafting | None:
+    def _begin(self, row: int, text: Text) -> Drafting | None:
         one = super()._begin(row, text)
         if one is not None:
             first = one.known.start + len(one.known.tokens)  # the place of the first token that is read
@@ -113,7 +113,7 @@ class MultiTokenDraft(DraftModel):
             one.states = self.head.last_norm(states)
         return one
 
-    def _logits(self, going: Sequence[_Drafting], rows: Sequence[Rows], last: Sequence[int]) -> Tensor:
+    def _logits(self, going: Sequence[Drafting], rows: Sequence[Rows], last: Sequence[int]) -> Tensor:
         head, device = self.head, self.head.device
         states = [one.states for one in going if one.states is not None]
         tokens = [token for one in going for token in one.read]
