@@ -33,23 +33,26 @@ def drafting(model, **how):
 
     def kept(texts, **more):
         drafts = propose(texts, **more)
-        made.extend((list(text.tokens), draft.tokens) for text, draft in zip(texts, drafts, strict=True))
+        made.extend((list(text.tokens), list(draft.tokens)) for text, draft in zip(texts, drafts, strict=True))
         return drafts
 
     speculator.proposer.propose = kept
     return engine, made
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_it_drafts_what_the_formulas_do(family, tmp_path):
-    """Prompts in pieces, texts side by side, drafts of which parts are rejected, states that are computed again."""
-    reference, head = write_with_head(tmp_path, family)
+@pytest.mark.parametrize(
+    ("family", "agrees"), [*((family, False) for family in FAMILIES), ("qwen3_5_text", True)], ids=str
+)
+def test_it_drafts_what_the_formulas_do(family, agrees, tmp_path):
+    """Prompts in pieces, texts side by side, drafts that are rejected or taken, states that are computed again."""
+    reference, head = write_with_head(tmp_path, family, agrees=agrees)
     model = hasten.load(tmp_path, dtype="float32")
     engine, made = drafting(model, speculate=3)
     run(engine, requests(8, {"greedy": {}}))
     made = [one for one in made if one[1]]
-    assert len(made) > 12
-    assert {len(draft) for _, draft in made} == {1, 2, 3}, "the last ones have less room"
+    assert len(made) >= (6 if agrees else 12)
+    assert max(len(draft) for _, draft in made) == 3
+    assert (engine.stats().accepted_tokens > 6) == agrees
     for text, draft in made:
         assert drafted(reference, head, text, len(draft)) == draft, len(text)
 
@@ -59,14 +62,15 @@ def test_it_drafts_what_the_formulas_do(family, tmp_path):
 def test_answers_are_those_without_drafts(family, tmp_path):
     write_with_head(tmp_path, family, agrees=True)
     model = hasten.fuse(hasten.load(tmp_path, dtype="bfloat16"))
-    plain = answers(run(engine_of(model), requests()))
+    kinds = KINDS if family == "qwen3_5_text" else {name: KINDS[name] for name in ("greedy", "draws")}
+    plain = answers(run(engine_of(model), requests(30, kinds)))
     engine, _ = drafting(model)
     assert not engine.speculator.proposer.head.readable, "it is fused as its model is"
-    assert answers(run(engine, requests())) == plain
+    assert answers(run(engine, requests(30, kinds))) == plain
     stats = engine.stats()
-    assert stats.accepted_tokens > 0.6 * stats.draft_tokens > 100
+    assert stats.accepted_tokens > 60 * len(kinds), "though a draft knows nothing of penalties and constraints"
     assert stats.prefix_hits > 0
-    assert answers(run(engine, requests())) == plain, "from snapshots"
+    assert answers(run(engine, requests(30, kinds))) == plain, "from snapshots"
     proposer = engine.speculator.proposer
     assert not proposer._known  # nothing is kept of texts that have ended
     assert proposer._blocks.free == proposer._blocks.blocks
@@ -96,8 +100,7 @@ def test_it_accepts_more_than_a_token_a_step(tmp_path):
     llm.engine.speculator.always = True
     assert [one.tokens for one in llm.generate(PROMPTS, params)] == plain
     stats = llm.engine.speculator.stats
-    assert stats.accepted_tokens > 0.8 * stats.draft_tokens
-    assert stats.tokens > 3 * len(PROMPTS) * stats.steps / len(PROMPTS)
+    assert stats.accepted_tokens > 2 * stats.drafts, "three tokens a step of each text"
     llm.close()
 
 
@@ -181,6 +184,7 @@ def test_what_has_no_head_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="compiled blocks do not give"):
         hasten.generate(model, [3, 4], draft="mtp", compiled=True)
     whole = load_file(file)
+    model = hasten.load(tmp_path / "model", dtype="float32")  # for which no head was read yet
     for error, match, changed in (
         (CheckpointError, "the multi-token head is not whole", {"mtp.fc.weight": None}),
         (ConfigError, "has 'mtp.layers.1.x', and hasten drafts with heads of one", {"mtp.layers.1.x": torch.ones(1)}),
