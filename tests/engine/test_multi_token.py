@@ -68,7 +68,7 @@ def test_answers_are_those_without_drafts(family, tmp_path):
     assert not engine.speculator.proposer.head.readable, "it is fused as its model is"
     assert answers(run(engine, requests(30, kinds))) == plain
     stats = engine.stats()
-    assert stats.accepted_tokens > 60 * len(kinds), "though a draft knows nothing of penalties and constraints"
+    assert stats.accepted_tokens > 50 * len(kinds), "though a draft knows nothing of penalties and constraints"
     assert stats.prefix_hits > 0
     assert answers(run(engine, requests(30, kinds))) == plain, "from snapshots"
     proposer = engine.speculator.proposer

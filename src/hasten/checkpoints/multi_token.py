@@ -125,7 +125,7 @@ def _pieces(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str
     """The places of the head's parameters under the first layout whose tensors are all there."""
     family = FAMILIES[config.family]
     assert family.multi_token is not None
-    named = replace(family, names=family.names | family.multi_token, in_gguf=None)
+    named = replace(family, names={**family.names, **family.multi_token}, in_gguf=None)
     own = {f"{name}.weight": TensorSlice(family.multi_token[name] + ".weight") for name in BESIDE_BLOCK}
     for layout in layouts(named, head_config(config)):
         found = own | {ours: piece for ours, piece in layout if not ours.startswith(("embedding.", "head."))}
