@@ -57,6 +57,34 @@ def test_it_drafts_what_the_formulas_do(family, agrees, tmp_path):
         assert drafted(reference, head, text, len(draft)) == draft, len(text)
 
 
+def test_it_is_read_in_fp8_and_around_a_text_model(tmp_path):
+    """As the files of models that also read images have it, with scales of rows."""
+    _, head = write_with_head(tmp_path, "qwen3_5_text")
+    file, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    state, rounded = {}, {}
+    for name, tensor in load_file(file).items():
+        own = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+        state[own] = tensor
+        if name.endswith("_proj.weight") or name == "mtp.fc.weight":
+            scale = tensor.abs().amax(1, keepdim=True) / 448
+            state[own] = (tensor / scale).to(torch.float8_e4m3fn)
+            state[own.replace("weight", "weight_scale")] = scale
+            rounded[name] = state[own].float() * scale
+    save_file(state, file, metadata={"format": "pt"})
+    outer = {"model_type": "qwen3_5", "text_config": config, "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    model = hasten.load(tmp_path, dtype="float32")
+    own = make_speculator(model, "mtp").proposer.head
+    names = {"joined": "mtp.fc", "blocks.0.attention.q": "mtp.layers.0.self_attn.q_proj"}
+    names["blocks.0.mlp.down"] = "mtp.layers.0.mlp.down_proj"
+    for ours, name in names.items():
+        assert torch.equal(own.get_submodule(ours).dequantize(torch.float32), rounded[f"{name}.weight"])
+    assert torch.equal(own.norm.weight, head["mtp.norm.weight"])
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+    plain = hasten.generate(model, PROMPTS[0], params)
+    assert hasten.generate(model, PROMPTS[0], params, draft="mtp")[0].tokens == plain[0].tokens
+
+
 @needs_native
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_without_drafts(family, tmp_path):
