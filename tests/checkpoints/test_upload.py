@@ -36,7 +36,7 @@ def uploaded(module, monkeypatch, **options):
     def fill(*args, dtype, device, share=None):
         loading.fill_uploaded(*args, dtype=dtype, device=CPU)
 
-    monkeypatch.setattr(loading, "_fill", fill)
+    monkeypatch.setattr(loading, "fill_pieces", fill)
     monkeypatch.setattr(loading, "Upload", lambda device: Upload(device, threads=2, piece=512))
     return hasten.load(module, **options)
 

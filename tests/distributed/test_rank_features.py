@@ -184,6 +184,9 @@ def test_the_first_rank_drafts_with_whole_layers_of_its_model(folders):
         make_speculator(share, "self:9-layers")
     with pytest.raises(ConfigError, match="load it without group"):
         make_speculator(share, share)
+    for one in (share, other):
+        with pytest.raises(ConfigError, match="the draft mtp is for a model that one process holds"):
+            make_speculator(one, "mtp")
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}

@@ -83,7 +83,7 @@ def load_draft(draft: str, source: BenchmarkModel, model: Transformer) -> str | 
         raise ConfigError("--draft auto proposes nothing where drafts may change the text, as here; name one")
     if draft == "self:int4":
         return fuse_where_it_fits(quantize(source.build(dtype=model.dtype, device=str(model.device), seed=0), Int4()))
-    return draft if draft == "suffix" or draft.startswith("self:") else small_model(draft, model)
+    return draft if draft in ("suffix", "mtp") or draft.startswith("self:") else small_model(draft, model)
 
 
 def real_prompts(model: Transformer, documents: Sequence[str], length: int) -> list[list[int]]:

@@ -137,8 +137,8 @@ class GenerateLadder(Ladder):
     """Pieces of 512 tokens of the calibration text, where the folder is made."""
     draft: str | None = None
     """Unless none (the default; of a GGUF file suffix): also measure speculation and, with --gptq, all-together, with
-    drafts by this: suffix, a FOLDER with a smaller model, self:N-layers or self:int4. Needs --text, whose documents are
-    the prompts of these rungs."""
+    drafts by this: suffix, mtp, a FOLDER with a smaller model, self:N-layers or self:int4. Needs --text, whose
+    documents are the prompts of these rungs."""
     speculate: Annotated[int | None, Holds("drafts", "without drafts; give --draft")] = None
     """Maximum draft length."""
     tensor_parallel: int = 1
@@ -313,7 +313,8 @@ def _check(ladder: GenerateLadder) -> None:
     check_least("--speculate", ladder.speculate)
     if ladder.draft != "none":
         if ladder.text is None:
-            raise ConfigError("--draft takes suffix, a folder, self:N-layers or self:int4, and --text for its prompts")
+            known = "suffix, mtp, a folder, self:N-layers or self:int4"
+            raise ConfigError(f"--draft takes {known}, and --text for its prompts")
         if ladder.source.only_format() is not None:
             raise ConfigError("--draft is measured on a checkpoint that is not quantized, which has all rungs")
     check_least("--tensor-parallel", ladder.tensor_parallel)

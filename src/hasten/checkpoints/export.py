@@ -19,6 +19,7 @@ from hasten.checkpoints.advice import export_plain
 from hasten.checkpoints.checkpoint import DTYPES
 from hasten.checkpoints.formats.registry import writer
 from hasten.checkpoints.formats.stream import write_file as save_file
+from hasten.checkpoints.multi_token import stored_head
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine.files import locked, save_json
 from hasten.model.binding import kernels
@@ -61,7 +62,8 @@ def export_model(
     """Write config.json, safetensors, tokenizer and generation_config.json.
 
     The padding of the vocabulary is taken off. Tied weights of which only one was changed are written apart, and the
-    config says so. dtype converts on the way. Weights past `shard_bytes` are split into files of at most that size
+    config says so. A multi-token head in the folder that the model was loaded from is written as it is there, unless it
+    is quantized. dtype converts on the way. Weights past `shard_bytes` are split into files of at most that size
     (a single larger tensor has a file of its own); one tensor at a time is prepared in memory.
 
     Quantized layers are written in the layout `format` ("compressed-tensors" or "gptq": `hasten.checkpoints.formats`),
@@ -198,6 +200,7 @@ class _Plan:
         plain = is_w8a8(self.layers.values()) and not model.config.experts and self.embedding is None
         self.format = writer(format, pack_int8=not plain)
         self.constants = FAMILIES[model.config.family].constants(model.config)
+        self.multi_token = stored_head(model)  # which drafts for it: as it is in the model's own folder
         self.parts: dict[str, list[tuple[TensorSlice, str]]] = {}
         self.places = dict(FAMILIES[model.config.family].places(model.config))
         for ours, piece in self.places.items():
@@ -221,6 +224,12 @@ class _Plan:
         """
         if name in self.constants:
             return {name: torch.tensor(self.constants[name], dtype=self.dtype or self.model.dtype, device=device)}
+        if name in self.multi_token:
+            stored = self.multi_token[name]
+            kept = self.dtype or DTYPES[stored.dtype]
+            if device == "meta":
+                return {name: torch.empty(stored.shape, dtype=kept, device=device)}
+            return {name: self.multi_token.read(name).to(kept).contiguous()}
         pieces, layer = [piece for piece, _ in self.parts[name]], self.layer(name)
         if layer is None:
             tensor = join(pieces, [self._tensor(ours, device) for _, ours in self.parts[name]])
@@ -243,6 +252,7 @@ class _Plan:
         owners = {name.removesuffix(".weight"): parts[0][1] for name, parts in self.parts.items()}
         ignored = [name for name, ours in owners.items() if name not in layers and self._is_linear(ours)]
         ignored += [] if "head" in self.layers else ["lm_head"]
+        ignored += [name.removesuffix(".weight") for name, stored in self.multi_token.items() if len(stored.shape) == 2]
         if self.format.method == "compressed-tensors":
             self._warn(layers)
         if self.tied and "head" in self.layers:  # readers look for both modules, of which the file holds one
@@ -322,7 +332,7 @@ def _write_weights(plan: _Plan, folder: Path, shard_bytes: int) -> set[str]:
     """Write the weights and return the names of their files."""
     import huggingface_hub
 
-    specs = {name: plan.make(name, "meta") for name in (*plan.parts, *plan.constants)}
+    specs = {name: plan.make(name, "meta") for name in (*plan.parts, *plan.constants, *plan.multi_token)}
     split = huggingface_hub.split_state_dict_into_shards_factory(
         specs,
         get_storage_size=lambda tensors: sum(tensor.nbytes for tensor in tensors.values()),

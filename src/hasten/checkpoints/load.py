@@ -172,7 +172,7 @@ def fill_plain(
     if to_generate:
         own = inference_dtype(config, own, device or torch.device("cpu"))
     kept = None if keep_dtypes else own
-    _fill(model, plain, checkpoint.read, stored, dtype=kept, device=device, share=share, mapped=True)
+    fill_pieces(model, plain, checkpoint.read, stored, dtype=kept, device=device, share=share, mapped=True)
     place_ones(model, device=device, dtype=own)
     return model, own, {ours: piece for ours, piece in pieces.items() if ours not in plain}, quantized
 
@@ -189,7 +189,7 @@ def planned(checkpoint: ModelSource) -> tuple[Transformer, dict[str, TensorSlice
     # Where others store a weight transposed, its quantized form is (out, in) all the same.
     pieces = {o: replace(p, transposed=False) if p.name in modules else p for o, p in pieces.items()}
     model = _skeleton(config)
-    _check(pieces, seen, model)
+    check_pieces(pieces, seen, model)
     check_constants(config, checkpoint.stored, checkpoint.read, str(checkpoint.path))
     known = {name: one for name, one in seen.items() if not name.startswith(family.unused(config))}
     warn_of_unused(known, pieces, config, checkpoint.path)
@@ -218,10 +218,10 @@ def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: tor
         name: StoredTensor(name, NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), Path(where))
         for name, tensor in tensors.items()
     }
-    _check(pieces, stored, model)
+    check_pieces(pieces, stored, model)
     check_constants(config, stored, tensors.__getitem__, where)
     warn_of_towers(towers, where)
-    _fill(model, pieces, tensors.__getitem__, stored, dtype=dtype, device=device)
+    fill_pieces(model, pieces, tensors.__getitem__, stored, dtype=dtype, device=device)
     place_ones(model, device=model.embedding.weight.device, dtype=model.embedding.weight.dtype)
     _finish(model, device)
     generation = getattr(module, "generation_config", None)
@@ -269,7 +269,7 @@ def _locate(config: ModelConfig, family: Family, tensors: Mapping[str, Any], whe
     )
 
 
-def _check(pieces: Mapping[str, TensorSlice], stored: Mapping[str, StoredTensor], model: Transformer) -> None:
+def check_pieces(pieces: Mapping[str, TensorSlice], stored: Mapping[str, StoredTensor], model: Transformer) -> None:
     """Compare every tensor's dtype and shape with what the config asks for, before any is read."""
     for ours, piece in pieces.items():
         _check_piece(ours, piece, stored[piece.name], model)
@@ -311,7 +311,7 @@ def own_dtype(stored: Iterable[StoredTensor]) -> torch.dtype:
     return DTYPES[counts.most_common(1)[0][0]] if counts else torch.bfloat16
 
 
-def _fill(
+def fill_pieces(
     model: Transformer,
     pieces: Mapping[str, TensorSlice],
     read: Callable[[str], Tensor],

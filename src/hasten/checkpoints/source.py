@@ -15,7 +15,7 @@ from hasten.checkpoints.formats.registry import read_quantization
 from hasten.machine.regular_files import read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
-from hasten.model.families.wrapped import text_modules, text_tensors
+from hasten.model.families.wrapped import multi_token_tensors, text_modules, text_tensors
 from hasten.text.tokenizer import Tokenizer
 
 TOKENIZER = 15  # bytes of memory that it takes for each of its file (SmolLM2 15, Gemma 3 13: 420 MB)
@@ -25,7 +25,8 @@ TOKENIZER = 15  # bytes of memory that it takes for each of its file (SmolLM2 15
 class ModelSource:
     """A checkpoint whose headers have been checked, its tensors by the names that Hugging Face gives them.
 
-    stored: the tensors as their headers describe them. towers: how many others there are of each, which are left out.
+    stored: the tensors as their headers describe them. towers: how many others there are of each, which are left out;
+    head_bytes: of those of a multi-token head.
     read: a plain tensor, by name. quantized: the others. dtype: the model's own; None: that of most bytes of its plain
     tensors.
     """
@@ -35,6 +36,7 @@ class ModelSource:
     stored: Mapping[str, StoredTensor]
     read: Callable[[str], Tensor]
     towers: Mapping[str, int] = field(default_factory=dict)
+    head_bytes: int = 0
     quantized: QuantizedFolder | None = None
     dtype: torch.dtype | None = None
     generation: dict[str, Any] = field(default_factory=dict)
@@ -58,6 +60,7 @@ def open_folder(folder: Path) -> ModelSource:
         open_quantized = read_quantization(values, text_modules(values, quantization), where)
     stored = read_headers(folder)
     names, towers = text_tensors(values, stored)
+    head_bytes = sum(stored[name].bytes for name in multi_token_tensors(stored).values())
     if list(names) != list(stored):  # a text model is read by its own names
         stored = stored.renamed(names)
     generation, tokenizer = folder / "generation_config.json", folder / "tokenizer.json"
@@ -66,6 +69,7 @@ def open_folder(folder: Path) -> ModelSource:
         config=config,
         stored=stored,
         towers=towers,
+        head_bytes=head_bytes,
         read=stored.read,
         quantized=None if open_quantized is None else open_quantized(stored),
         generation=read_json(generation) if generation.exists() else {},

@@ -177,9 +177,9 @@ class DraftOptions:
     """Speculative decoding: the same text, faster."""
 
     draft: str = "auto"
-    """What proposes tokens for the model to verify: suffix (what followed the same words before), a FOLDER with a
-    smaller model of the same vocabulary, self:N-layers (its own first layers), self:int4, or none. auto is suffix where
-    the text stays the same, bit for bit or in float32: on a CPU."""
+    """What proposes tokens for the model to verify: suffix (what followed the same words before), mtp (the multi-token
+    head of its checkpoint), a FOLDER with a smaller model of the same vocabulary, self:N-layers (its own first layers),
+    self:int4, or none. auto is suffix where the text stays the same, bit for bit or in float32: on a CPU."""
     speculate: Annotated[int | None, Unless("draft", "none")] = None
     """Maximum draft length (default 16); the actual length adapts."""
     accept: Annotated[Literal["exact", "distribution"], Unless("draft", "none", "auto", "suffix")] = "exact"

@@ -71,6 +71,8 @@ def use_of(
 
         converted = 0 if kept == own else weights
         weights = weight_bytes(source.config, quantize) + converted
+    if getattr(command, "draft", "") == "mtp":
+        weights += source.head_bytes * kept.itemsize // own.itemsize
     texts = [len(text.encode()) // 4 for text in getattr(command, "prompt", ()) if text != "-"]
     prompt = max([len(getattr(command, "prompt_ids", ())), *texts], default=0) or PROMPT
     new, batch = getattr(command, "max_new_tokens", 1), max(1, len(texts))

@@ -92,7 +92,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
                 "--adapter-folder does not go with --replicas, --tensor-parallel or a GPU, where the model keeps the "
                 "adapters that it began with; name them with --adapter NAME=FOLDER"
             )
-        if re.fullmatch("self:.*-layers", str(self.draft)):
+        if re.fullmatch("self:.*-layers|mtp", str(self.draft)):
             raise ConfigError(
                 f"--adapter-folder does not go with --draft {self.draft}: its layers would have adapters; take suffix"
             )

@@ -296,6 +296,7 @@ class Engine:
             if not self.scheduler.can_read_prompts:
                 return self._launch_behind(ahead, late)
         speculator = self.continuations.speculator
+        self.runner.keeps_states = speculator is not None and speculator.reader is not None
         if speculator is not None and (speculator.asks or self.runner.in_step):
             self._table.propose(speculator, self.scheduler, self.runner)
         run, self._run = self._run, None
@@ -318,6 +319,10 @@ class Engine:
         launched = ahead.begin(plan) if ahead is not None and late is None else None
         if not launched:
             logits, first = step_logits(self.runner, plan, captured=launched is None)
+        if speculator is not None:
+            speculator.take_states(
+                [(one.sequence.number, one.start, one.count) for one in plan], self.runner.last_states
+            )
         self._computed(sum(entry.count for entry in plan), time.perf_counter() - started)
         self.scheduler.advance(plan)
         if launched:
@@ -348,6 +353,8 @@ class Engine:
         logits = self.runner.next_logits([text[-1] for text in run.texts], entered)
         if logits is None:
             return None
+        if speculator is not None:
+            speculator.take_states([(one.number, one.computed, 1) for one in run.outputs], self.runner.last_states)
         counts = self.continuations.counts
         counts.model_seconds += time.perf_counter() - started
         counts.steps += 1

@@ -16,6 +16,7 @@ from hasten.engine.runner import ModelRunner
 from hasten.engine.settings import EngineSettings
 from hasten.engine.side_by_side import SideBySideRunner
 from hasten.engine.speculation import Speculator
+from hasten.errors import ConfigError
 from hasten.model.fused import is_fused
 from hasten.model.transformer import Transformer
 
@@ -40,6 +41,9 @@ def engine_for(
     capture: on a GPU, capture steps. bounded: blocks to which no query looks back any more are used again. Every rank
     that holds a part of the model makes an engine, and all of them take the same steps.
     """
+    reads_states = speculator is not None and speculator.reader is not None
+    if compiled and reads_states:
+        raise ConfigError("the draft mtp reads the model's states, which compiled blocks do not give; take suffix")
     settings = EngineSettings(
         max_sequences=len(lengths),
         token_budget=max(_CPU_BUDGET, len(lengths)) if model.device.type == "cpu" else None,
@@ -49,7 +53,7 @@ def engine_for(
         capture=capture,
     )
     reach = model.config.reach if bounded else None
-    if compiled or (not prefix_cache and _reads_one_tensor(model, max(lengths), reach)):
+    if compiled or (not prefix_cache and not reads_states and _reads_one_tensor(model, max(lengths), reach)):
         runner, settings = _side_by_side(model, lengths, settings, compiled)
     else:
         runner, settings = _in_blocks(model, lengths, settings, reach)

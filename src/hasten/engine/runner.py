@@ -34,7 +34,8 @@ class ModelRunner:
     tokens that a sequence may have. reach: keys that a query looks back to, at most; blocks before them are left.
     side_by_side: each sequence has one block, for all of its tokens. in_step: all ranks that hold the model have an
     engine, and their engines take the same steps. chooses_adapters: each sequence says which of the model's adapters it
-    takes; False: the model's choice is left as it is.
+    takes; False: the model's choice is left as it is. keeps_states: the next step's hidden states are wanted.
+    last_states: those of the last step's tokens, (N, C) before the model's last norm, where they were.
     """
 
     decoder: BatchRunner | None = None
@@ -43,6 +44,8 @@ class ModelRunner:
     side_by_side = False
     in_step = False
     chooses_adapters = True
+    keeps_states = False
+    last_states: Tensor | None = None
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
         self.model, self.cache = model, cache
@@ -75,7 +78,16 @@ class ModelRunner:
         self._latest = layout, (step := self.cache.step_over(layout))
         if self._wanted is None or self._wanted[0] != wanted:
             self._wanted = list(wanted), to_device(list(wanted), device)
-        return self.model(to_device([list(tokens)], device), step.positions, step, rows=self._wanted[1])
+        return self._scores(to_device([list(tokens)], device), step, self._wanted[1])
+
+    def _scores(self, ids: Tensor, step: KVStep, rows: Tensor | None) -> Tensor:
+        """Logits (R, V) float32 of some rows of the step's tokens ids (1, N), or of all (1, N, V)."""
+        if not self.keeps_states:
+            logits: Tensor = self.model(ids, step.positions, step, rows=rows)
+            return logits
+        x = self.model.states(ids, step.positions, step)
+        self.last_states = x[0]
+        return self.model.scores(x if rows is None else x[0, rows])
 
     def can_go_on(self, entered: Sequence[tuple[int, int]]) -> bool:
         """Whether `next_logits` will."""
@@ -100,8 +112,7 @@ class ModelRunner:
         ids = torch.from_numpy(self._next_tokens)[None]  # (1, N)
         if self.cache.device.type != "cpu":
             ids = ids.to(self.cache.device)
-        logits: Tensor = self.model(ids, step.positions, step)
-        return logits[0]
+        return self._scores(ids, step, None)[0]
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         """The last states (T, C) float32 of a text, normalised."""

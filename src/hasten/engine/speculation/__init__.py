@@ -2,8 +2,9 @@
 
 from hasten.engine.speculation.build import make_speculator, small_model
 from hasten.engine.speculation.draft_model import DraftModel
+from hasten.engine.speculation.multi_token import MultiTokenDraft
 from hasten.engine.speculation.price import Price
-from hasten.engine.speculation.proposer import Accept, Draft, Proposer, Text
+from hasten.engine.speculation.proposer import Accept, Draft, Proposer, ReadsStates, Text
 from hasten.engine.speculation.speculator import SpeculationStats, Speculator
 from hasten.engine.speculation.suffix import SuffixProposer
 
@@ -11,8 +12,10 @@ __all__ = [
     "Accept",
     "Draft",
     "DraftModel",
+    "MultiTokenDraft",
     "Price",
     "Proposer",
+    "ReadsStates",
     "SpeculationStats",
     "Speculator",
     "SuffixProposer",

@@ -1,4 +1,4 @@
-"""From the name of a draft ("suffix", "self:4-layers", a folder) to a `Speculator`."""
+"""From the name of a draft ("suffix", "mtp", "self:4-layers", a folder) to a `Speculator`."""
 
 import re
 import time
@@ -11,15 +11,18 @@ import torch
 from torch import nn
 
 from hasten.checkpoints.load import load_quietly
+from hasten.checkpoints.multi_token import load_head
 from hasten.checks import whole
 from hasten.engine.params import SamplingParams
 from hasten.engine.speculation.draft_model import DraftModel
+from hasten.engine.speculation.multi_token import MultiTokenDraft
 from hasten.engine.speculation.price import Price
-from hasten.engine.speculation.proposer import LIMIT, Accept, Proposer, Text
+from hasten.engine.speculation.proposer import LIMIT, Accept, Proposer, ReadsStates, Text
 from hasten.engine.speculation.speculator import MOST, Speculator
 from hasten.engine.speculation.suffix import SuffixProposer
 from hasten.errors import ConfigError
 from hasten.model.fused import fuse_where_it_fits, new_stack, refusal
+from hasten.model.multi_token import MultiTokenHead
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 from hasten.model.vocabulary import check_vocabulary
@@ -28,6 +31,7 @@ from hasten.model.vocabulary import check_vocabulary
 # learnt. By the rule, because for "distribution" each draft token is drawn in Python.
 _PRICES: WeakKeyDictionary[Transformer, Price] = WeakKeyDictionary()
 _DRAFTING: WeakKeyDictionary[Transformer, dict[Accept, Price]] = WeakKeyDictionary()
+_HEADS: WeakKeyDictionary[Transformer, MultiTokenHead] = WeakKeyDictionary()  # that models draft with
 _REHEARSED = (1, 5) * 3  # tokens of the drafts that are timed before the first real one
 _LAYERS = re.compile(r"self:(\d+)(-layers)?")
 
@@ -42,8 +46,9 @@ def make_speculator(
 ) -> Speculator | None:
     """What proposes for a model; None for "none".
 
-    draft: "suffix" (what followed the same words before), "auto" (see `automatic`), "self:N-layers" (the model's own
-    first N layers), a folder or hub id of a smaller model with the same vocabulary (`small_model`), or such a model.
+    draft: "suffix" (what followed the same words before), "auto" (see `automatic`), "mtp" (the multi-token head of the
+    model's checkpoint), "self:N-layers" (the model's own first N layers), a folder or hub id of a smaller model with
+    the same vocabulary (`small_model`), or such a model.
     speculate: the most tokens of a draft; how many are proposed is decided step by step, by what is accepted and what
     steps take. accept: "exact" takes what the model would have drawn, so that the text is the one without drafts;
     "distribution" (for models that draft) takes a token with min(1, p/q), more of them at high temperatures, for
@@ -59,6 +64,8 @@ def make_speculator(
     ranks = model.group if isinstance(model, ShardedTransformer) else None
     if ranks is not None and isinstance(draft, ShardedTransformer):
         raise ConfigError("the draft model is split over ranks, and one of them drafts alone: load it without group")
+    if ranks is not None and draft == "mtp":
+        raise ConfigError("the draft mtp is for a model that one process holds; take suffix, or a smaller model")
     if ranks is not None and ranks.rank and draft != "none":  # what it proposes here nobody takes
         draft, accept = "suffix", "exact"
     proposer = _proposer(model, draft, tokens, accept)
@@ -75,6 +82,9 @@ def rehearsed(proposer: Proposer) -> Price:
     drafting, reads = Price(), 2 * max(_REHEARSED)
     if isinstance(proposer, DraftModel):
         reads = proposer.reads
+        if isinstance(proposer, ReadsStates):
+            states = torch.zeros(reads, proposer.model.config.hidden_size, device=proposer.model.device)
+            proposer.take_states([(-1, 0, reads)], states)
         drafting = _DRAFTING.setdefault(proposer.model, {}).setdefault(proposer.accept, drafting)
     rooms = (1,) if drafting.measured else (1, *_REHEARSED)
     for number, room in enumerate(rooms):
@@ -103,11 +113,13 @@ def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, 
         return DraftModel(fuse_where_it_fits(draft), tokens=tokens, accept=accept)
     name = str(draft)
     if not name:
-        raise ConfigError("draft is empty; give suffix, none, self:int4, self:N-layers or a model's folder")
+        raise ConfigError("draft is empty; give suffix, none, mtp, self:int4, self:N-layers or a model's folder")
     if name == "none":
         return None
     if name == "suffix":
         return SuffixProposer()
+    if name == "mtp":
+        return MultiTokenDraft(multi_token_head(model), tokens=tokens, accept=accept)
     if name.startswith("self:"):
         found = _LAYERS.fullmatch(name)
         if name == "self:int4":
@@ -141,23 +153,34 @@ def _to_draft(small: Transformer, model: Transformer) -> Transformer:
     return fuse_where_it_fits(small)
 
 
+def multi_token_head(model: Transformer) -> MultiTokenHead:
+    """The head in the model's checkpoint, read once and then kept beside the model."""
+    _refuse_adapters(model, "mtp")
+    head = _HEADS.get(model)
+    if head is None or not head.shares(model):  # the model was fused since, or taken apart
+        head = load_head(model)
+        head.share(model)
+        _HEADS[model] = head
+    return head
+
+
 def first_layers_of_whole(model: ShardedTransformer, count: int) -> Transformer:
     """The first layers of a model of which this rank holds a share: they are loaded whole, beside it."""
-    _refuse_adapters(model)
+    _refuse_adapters(model, "self:N-layers")
     assert model.origin is not None, "ranks load their shares from files"
     whole = load_quietly(model.origin, dtype=model.dtype, device=str(model.device))
     return _to_draft(first_layers(whole, count), model)
 
 
-def _refuse_adapters(model: Transformer) -> None:
+def _refuse_adapters(model: Transformer, draft: str) -> None:
     if model.adapters is not None:
-        raise ConfigError("self:N-layers drafts with layers that have adapters, which is not supported; take suffix")
+        raise ConfigError(f"{draft} drafts with layers that have adapters, which is not supported; take suffix")
 
 
 def first_layers(model: Transformer, count: int) -> Transformer:
     """The model without its last layers, of the same tensors. Raises ConfigError unless some stay and some go."""
     layers = model.config.layers
-    _refuse_adapters(model)
+    _refuse_adapters(model, "self:N-layers")
     if not 0 < count < len(layers):
         raise ConfigError(f"self:{count}-layers: this model has {len(layers)} layers; take from 1 to {len(layers) - 1}")
     with torch.device("meta"):

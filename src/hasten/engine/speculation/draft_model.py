@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from hasten.engine.block_table import Rows
 from hasten.engine.blocks import BlockManager, OutOfBlocks
@@ -28,9 +29,7 @@ from hasten.model.transformer import Transformer
 # each kind are right, on the pair of docs/results/speculation.md.
 _CONFIDENCE = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 _PRIORS = (0.25, 0.45, 0.55, 0.7, 0.8, 0.87, 0.95, 0.98, 0.99)
-_READ_TOKENS = 32  # of a text, at most
-_FEW_TOKENS = 8  # that are read beside others; of longer pieces as many as _READ_AT_ONCE in one call
-_READ_AT_ONCE = 64
+_FEW_TOKENS = 8  # that are read beside others; of longer pieces as many as `read_at_once` in one call
 _BLOCK_SIZE = 16  # tokens
 
 
@@ -43,19 +42,25 @@ class _Known:
 
 
 @dataclass(slots=True)
-class _Drafting:
+class Drafting:
     """A text of the batch, while it is drafted for. row: its place in the batch."""
 
     row: int
     text: Text
     known: _Known
     read: list[int]  # tokens that the draft has not seen
+    states: Tensor | None = None  # (tokens to read, C) of the tokens before them, for a head that reads these too
     draft: Draft = field(default_factory=Draft)
     likely: float = 1.0
 
 
 class DraftModel:
-    """Drafts by a model's own draws."""
+    """Drafts by a model's own draws.
+
+    read_tokens: of a text, at most. read_at_once: tokens of long pieces that are read in one call.
+    """
+
+    read_tokens, read_at_once = 32, 64
 
     def __init__(self, model: Transformer, *, tokens: int, name: str = "model", accept: Accept = "exact") -> None:
         """tokens: of all sequences together that its cache holds; where it is full, a text begins again with its last
@@ -84,7 +89,7 @@ class DraftModel:
     @torch.inference_mode()
     def propose(self, texts: Sequence[Text], *, floor: float, chance: Chance) -> list[Draft]:
         """See `Proposer`. A kind is the share of probability that the draft gives to the token."""
-        drafts, going, room = [Draft() for _ in texts], [], _READ_AT_ONCE
+        drafts, going, room = [Draft() for _ in texts], [], self.read_at_once
         for row, text in enumerate(texts):
             one = self._begin(row, text)
             if one is None or _FEW_TOKENS < len(one.read) > room:
@@ -95,7 +100,7 @@ class DraftModel:
         if not going:
             return drafts
         plain = self.accept == "exact" and all(_is_plain(text.params) for text in texts)
-        if plain and can_draft_in_one_call(self.model):
+        if plain and self._in_one_call():
             while going:
                 going = self._grow(going, floor, chance)
             return drafts
@@ -107,7 +112,7 @@ class DraftModel:
     @property
     def reads(self) -> int:
         """Tokens of a new text that it reads."""
-        return min(_READ_TOKENS, self.model.config.max_positions // 2)
+        return min(self.read_tokens, self.model.config.max_positions // 2)
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
         """Let the sequence's keys and values go."""
@@ -115,10 +120,18 @@ class DraftModel:
         if self._known.pop(number, None) is not None:
             self._blocks.release(number)
 
-    def _begin(self, row: int, text: Text) -> _Drafting | None:
+    def _in_one_call(self) -> bool:
+        """Whether a whole draft is one native call."""
+        return can_draft_in_one_call(self.model)
+
+    def _readable(self, text: Text) -> int:
+        """How many of a text's last tokens can be read."""
+        return self.read_tokens
+
+    def _begin(self, row: int, text: Text) -> Drafting | None:
         """What is to be read of a text, after what is wrong in the cache was forgotten; None: no room for a draft."""
         number, length = text.number, len(text.tokens)
-        reads = min(_READ_TOKENS, self.model.config.max_positions - text.room)
+        reads = min(self._readable(text), self.model.config.max_positions - text.room)
         if not text.room or reads < 1:
             return None
         known = self._known.get(number)
@@ -145,9 +158,9 @@ class DraftModel:
             self._blocks.reserve(number, len(known.tokens) + len(read) + text.room)
         except OutOfBlocks:
             return None
-        return _Drafting(row, text, known, read)
+        return Drafting(row, text, known, read)
 
-    def _grow(self, going: list[_Drafting], floor: float, chance: Chance) -> list[_Drafting]:
+    def _grow(self, going: list[Drafting], floor: float, chance: Chance) -> list[Drafting]:
         """Draft natively, as many tokens of each text as all have room for; returns those that can have more."""
         params = [one.text.params for one in going]
         tables = [self._blocks.block_table(one.text.number) for one in going]
@@ -180,11 +193,11 @@ class DraftModel:
                 more.append(one)
         return more
 
-    def _step(self, sampler: Sampler, going: list[_Drafting], floor: float, chance: Chance) -> list[_Drafting]:
+    def _step(self, sampler: Sampler, going: list[Drafting], floor: float, chance: Chance) -> list[Drafting]:
         """One token more of each draft, for any model and any settings, if likely enough; those that can have more."""
         rows = [Rows(self._blocks.block_table(one.text.number), len(one.known.tokens), len(one.read)) for one in going]
         last = [end - 1 for end in accumulate(row.count for row in rows)]
-        logits = self._runner.logits([token for one in going for token in one.read], rows, last)
+        logits = self._logits(going, rows, last)
         at = {"steps": [one.text.step + len(one.draft.tokens) for one in going], "rows": [one.row for one in going]}
         tokens = sampler.next_tokens(logits, **at)
         own = self.accept == "distribution"
@@ -201,7 +214,11 @@ class DraftModel:
                 one.draft.probabilities.append(drawn_from)
         return more
 
-    def _take(self, one: _Drafting, token: int, share: float, floor: float, chance: Chance) -> bool:
+    def _logits(self, going: Sequence[Drafting], rows: Sequence[Rows], last: Sequence[int]) -> Tensor:
+        """Logits (R, V) float32 after what is read of each text."""
+        return self._runner.logits([token for one in going for token in one.read], rows, last)
+
+    def _take(self, one: Drafting, token: int, share: float, floor: float, chance: Chance) -> bool:
         """Give a draft its next token, if it is likely enough; whether it can have another one."""
         kind = sum(share >= least for least in _CONFIDENCE)
         one.likely *= chance(kind)

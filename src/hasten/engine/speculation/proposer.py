@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -67,3 +67,15 @@ class Proposer(Protocol):
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
         """A sequence has ended, with this answer."""
+
+
+@runtime_checkable
+class ReadsStates(Protocol):
+    """A proposer that also reads what the model computed of each token."""
+
+    def take_states(self, rows: Sequence[tuple[int, int, int]], states: Tensor) -> None:
+        """Take the states (N, C) of a step's tokens, after the last block and before the last norm.
+
+        rows: of each sequence its number, the position of its first token in the step, and how many follow, end to end.
+        A position that was taken before is computed again, or was that of a rejected token.
+        """

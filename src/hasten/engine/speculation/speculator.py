@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from hasten.engine.speculation.price import Price
-from hasten.engine.speculation.proposer import Chance, Draft, Proposer, Text
+from hasten.engine.speculation.proposer import Chance, Draft, Proposer, ReadsStates, Text
 
 MOST = 16  # tokens of a draft, unless said otherwise
 _PRIOR = 3.0  # proposed tokens that a proposer's own belief counts for
@@ -125,6 +125,7 @@ class Speculator:
         self.proposer, self.most, self.always = proposer, most, always
         self.price, self.drafting = price or Price(), drafting or Price()
         self.acceptance = Acceptance(proposer.prior)
+        self.reader = proposer if isinstance(proposer, ReadsStates) else None
         self.stats = SpeculationStats()
         self._clock = clock
         self._gain, self._averaged = _HOPE  # what recent drafts gained, and how many those are
@@ -170,6 +171,11 @@ class Speculator:
         """The distributions that a sequence's draft was drawn from, if the proposer gave any."""
         draft = self._drafts.get(number)
         return [] if draft is None else draft.probabilities
+
+    def take_states(self, rows: Sequence[tuple[int, int, int]], states: Tensor | None) -> None:
+        """Give the states of a step's tokens to a proposer that reads them; see `ReadsStates`."""
+        if self.reader is not None and states is not None:
+            self.reader.take_states(rows, states)
 
     def observe(self, number: int, taken: int, *, checked: int) -> None:
         """Count the tokens that a sequence took in this step: those of its draft that were right, and one more.

@@ -138,6 +138,13 @@ QWEN3_NEXT_NAMES = DELTA_NAMES | dict.fromkeys(("query", "key", "value", "z"), "
 QWEN3_NEXT_NAMES |= dict.fromkeys(("beta", "decay"), "in_proj_ba")
 QWEN3_5_NAMES = DELTA_NAMES | dict.fromkeys(("query", "key", "value"), "in_proj_qkv")
 QWEN3_5_NAMES |= {"z": "in_proj_z", "beta": "in_proj_b", "decay": "in_proj_a"}
+MULTI_TOKEN_NAMES = {
+    "blocks": "mtp.layers",
+    "norm": "mtp.norm",
+    "joined": "mtp.fc",
+    "token_norm": "mtp.pre_fc_norm_embedding",
+    "state_norm": "mtp.pre_fc_norm_hidden",
+}
 
 DELTA_DEFAULTS: Mapping[str, Any] = {
     "head_dim": 256,
@@ -163,6 +170,7 @@ NEXT_FOLDER = Family(
         "num_experts_per_tok": 10,
         "norm_topk_prob": True,
     },
+    multi_token=MULTI_TOKEN_NAMES,
 )
 NEXT_GGUF_NAMES = QWEN3_NEXT_NAMES | {name: QWEN3_5_NAMES[name] for name in ("query", "key", "value", "z")}
 QWEN3_NEXT = replace(NEXT_FOLDER, in_gguf=replace(NEXT_FOLDER, names=NEXT_GGUF_NAMES, rows=qwen3_next_gguf_rows))
@@ -173,6 +181,7 @@ QWEN3_5 = Family(
     QWEN3_5_NAMES,
     qwen3_5_rows,
     defaults={**DELTA_DEFAULTS, "num_key_value_heads": 4},
+    multi_token=MULTI_TOKEN_NAMES,
 )
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
@@ -181,4 +190,5 @@ QWEN3_5_MOE = Family(
     QWEN3_5_NAMES,
     qwen3_5_rows,
     defaults={**DELTA_DEFAULTS, **EXPERT_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
+    multi_token=MULTI_TOKEN_NAMES,
 )

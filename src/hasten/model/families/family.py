@@ -53,8 +53,9 @@ class Family:
     one_row: our vectors that it stores as matrices of one row. in_memory: the names of a transformers model in memory,
     where they are others; its experts are stacked. constants: tensors of one number each, the same in every model,
     which the files hold beside the weights. in_gguf: the layout of a GGUF file's tensors, where it joins others than
-    the folder does. unused: beginnings of names of tensors that files hold and no model reads. A key of `names` may be
-    two parts ("mlp.shared").
+    the folder does. unused: beginnings of names of tensors that files hold and no model reads. multi_token: the names
+    of a multi-token head's parts, where files may hold one that hasten computes (`hasten.model.multi_token`). A key of
+    `names` may be two parts ("mlp.shared").
     """
 
     model_type: str
@@ -70,6 +71,7 @@ class Family:
     constants: Callable[[ModelConfig], dict[str, float]] = lambda config: {}
     in_gguf: "Family | None" = None
     unused: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
+    multi_token: Mapping[str, str] | None = None
 
     @property
     def base(self) -> str:

@@ -69,7 +69,7 @@ _TOWERS = {
     "embed_audio": "projector",
     "connector": "projector",
     "image_newline": "projector",
-    "mtp": "multi-token prediction head",
+    "mtp": "multi-token prediction head (--draft mtp reads it)",
 }
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -129,6 +129,12 @@ def text_tensors(values: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[
             )
         kept[own] = name
     return kept, towers
+
+
+def multi_token_tensors(names: Iterable[str]) -> dict[str, str]:
+    """The tensors of a multi-token head, {its own name, from "mtp." on: the checkpoint's}."""
+    own = {name.removeprefix("model."): name for name in names}
+    return {name: stored for name, stored in own.items() if name.startswith("mtp.")}
 
 
 def text_modules(values: Mapping[str, Any], given: Any, *, depth: int = 6) -> Any:
