@@ -92,13 +92,18 @@ def test_the_largest_are_those_of_topk(isa, seed, vocab, share, steps, left, ord
         assert torch.equal(largest(scores, count), scores.topk(count).values)
 
 
-def test_the_likeliest_is_the_first_of_the_largest():
-    scores = torch.randn(5, 1000).clamp(max=1.0)  # with many equal ones
-    scores[1], scores[2], scores[3, 7] = -math.inf, math.inf, math.nan
-    scores[4, 9] = 2
-    found = likeliest(scores)
+@pytest.mark.parametrize("isa", [*ISAS, "none"])
+@pytest.mark.parametrize("vocab", [1, 15, 16, 100, 1000])
+def test_the_likeliest_is_the_first_of_the_largest(isa, vocab, monkeypatch):
+    monkeypatch.setenv("HASTEN_ISA", isa)
+    scores = torch.randn(6, vocab + 3, generator=torch.Generator().manual_seed(0)).clamp(max=1.0)  # many equal ones
+    scores[1], scores[2] = -INF, INF
+    scores[3, vocab // 2], scores[4, vocab - 1], scores[5, vocab] = math.nan, 2, 2
+    own = scores[:, :vocab]  # not one behind the other
+    first = [row.index(max(row)) for row in own.tolist()]
+    found = likeliest(own)
     assert found.dtype == torch.int64
-    assert found.tolist() == [scores[0].tolist().index(1.0), 0, 0, 7, 9]
+    assert found.tolist() == [first[0], 0, 0, vocab // 2, vocab - 1, first[5]]
     assert likeliest(scores[:0]).shape == (0,)
 
 
@@ -108,7 +113,11 @@ def test_opcheck(isa, monkeypatch):
 
     monkeypatch.setenv("HASTEN_ISA", isa)
     scores, numbers = torch.randn(2, 50), torch.arange(2)
-    for function, arguments in ((native_ops().draw, (scores, numbers, numbers)), (native_ops().largest, (scores, 3))):
+    for function, arguments in (
+        (native_ops().draw, (scores, numbers, numbers)),
+        (native_ops().largest, (scores, 3)),
+        (native_ops().likeliest, (scores,)),
+    ):
         torch.library.opcheck(function.default, arguments, test_utils=("test_schema", "test_faketensor"))
     with pytest.raises(RuntimeError, match="seeds and steps are int64, one a row"):
         native_ops().draw(scores, numbers[:1], numbers)

@@ -176,6 +176,11 @@ def largest(scores: Tensor, count: int) -> Tensor:
     return scores.new_empty((scores.shape[0], count))
 
 
+def likeliest(scores: Tensor) -> Tensor:
+    """(B,)."""
+    return scores.new_empty(scores.shape[:1], dtype=torch.int64)
+
+
 # attention/native.cpp and train.cpp
 
 

@@ -3,6 +3,9 @@
 // Logarithms are taken of few tokens only. With the noise's uniform number u, E is at least u, and log2 u is at least what
 // exponent and mantissa of u say as one fixed-point number. So an integer, a conversion and a multiplication bound what a
 // token can have, and seldom is that as much as the best one so far has.
+#include <bit>
+#include <cmath>
+
 #include "../tensors.h"
 
 namespace hasten {
@@ -149,13 +152,50 @@ Tensor largest(Tensor scores, int64_t count) {
   return out;
 }
 
+// The place of a row's largest number, the first of equals; if some are no numbers the first of those.
+static int64_t likeliest_of(const float* scores, int64_t length) {
+  F32 most = splat(-INFINITY);
+  I32 magnitude = {};  // read as integers, magnitudes order like the numbers, with NaN above all of them
+  int64_t i = 0;
+  for (; i + LANES <= length; i += LANES) {
+    const F32 own = load(scores + i);
+    most = larger(own, most);
+    const I32 bits = as<I32>(abs(own));
+    magnitude = select(bits > magnitude, bits, magnitude);
+  }
+  float best = max_lanes(most);
+  bool strange = max_lanes(magnitude) > std::bit_cast<int32_t>(INFINITY);
+  for (; i < length; i++) {
+    best = std::max(best, scores[i]);
+    strange |= std::isnan(scores[i]);
+  }
+  if (strange) return std::find_if(scores, scores + length, [](float own) { return std::isnan(own); }) - scores;
+  for (i = 0; i + LANES <= length && all_below(load(scores + i), splat(best));) i += LANES;
+  return std::find(scores + i, scores + length, best) - scores;
+}
+
+// scores (B, V) float32 -> (B,) int64: where the largest of each row is.
+Tensor likeliest(Tensor scores) {
+  STD_TORCH_CHECK(scores.dim() == 2 && scores.size(1) && scores.scalar_type() == ScalarType::Float,
+                  "scores are float32 (B, V)");
+  if (scores.stride(1) != 1) scores = as_contiguous(scores);
+  const int64_t rows = scores.size(0), vocabulary = scores.size(1), stride = scores.stride(0);
+  Tensor out = empty({rows}, ScalarType::Long);
+  const float* from = static_cast<const float*>(scores.const_data_ptr());
+  auto* to = static_cast<int64_t*>(out.mutable_data_ptr());
+  for_chunks(rows, [&](int64_t row) { to[row] = likeliest_of(from + row * stride, vocabulary); });
+  return out;
+}
+
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
   m.def("draw(Tensor scores, Tensor seeds, Tensor steps) -> Tensor");
   m.def("largest(Tensor scores, int count) -> Tensor");
+  m.def("likeliest(Tensor scores) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   m.impl("draw", TORCH_BOX(&hasten::draw));
   m.impl("largest", TORCH_BOX(&hasten::largest));
+  m.impl("likeliest", TORCH_BOX(&hasten::likeliest));
 }
