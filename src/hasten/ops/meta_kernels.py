@@ -176,6 +176,19 @@ def largest(scores: Tensor, count: int) -> Tensor:
     return scores.new_empty((scores.shape[0], count))
 
 
+# rounding/rounding.cpp
+
+
+def round_groups(w: Tensor, **rest: Any) -> bool:
+    """In place."""
+    return True
+
+
+def round_columns(w: Tensor, **rest: Any) -> bool:
+    """In place."""
+    return True
+
+
 # attention/native.cpp and train.cpp
 
 
