@@ -1,1 +1,1 @@
-"""Weights rounded natively; hasten.quantization.rounding and hasten.quantization.gptq are the reference, and call it."""
+"""Weights rounded natively; hasten.quantization.rounding and hasten.quantization.gptq, the reference, call it."""
