@@ -89,7 +89,7 @@ class GPTQVersions(Script):
     model: str = "smollm2-135m"
     """A folder, or a published model's short name."""
     options: tuple[str, ...] = ("--scheme", "int4", "--samples", "32", "--length", "256")
-    """Of the command, beside the method."""
+    """Options of the command beside the method."""
     rounds: int = 3
     """Each version once in each, the other first in every second one."""
 

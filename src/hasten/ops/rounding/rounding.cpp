@@ -262,7 +262,7 @@ class RowTile {
       int64_t which[AT_ONCE];
       for (int64_t c = 0; c < same; c++) which[c] = column(i + c);
       if (same == AT_ONCE) {
-        // Of 32 registers all strips, of 16 one by one.
+        // With 32 registers all strips at once, with 16 one by one.
         constexpr int strips = HASTEN_512 ? STRIPS : 1;
         for (int s = 0; s < STRIPS; s += strips) subtract<AT_ONCE, strips>(which, s, end);
       } else {
