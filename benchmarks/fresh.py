@@ -31,7 +31,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "linear*": ("ops/linear",),
     "*format*": ("ops/linear",),
     "rows*": ("ops/linear",),
-    "quantize-*": ("quantization", "ops/linear"),
+    "quantize-*": ("quantization", "ops/rounding", "ops/linear"),
     "serve-*": ("server", *DECODING),
     "compare-serving": ("server", *DECODING),
     "vllm-client": ("server", *DECODING),

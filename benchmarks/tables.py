@@ -57,7 +57,8 @@ SUBJECTS = (
         "plan",
         "plan_ranks",
     ),
-    *("precision", "products", "profiling", "qat", "quantization", "replica_routing", "replicas", "serving"),
+    *("precision", "products", "profiling", "qat", "quantization", "quantize_versions", "replica_routing"),
+    *("replicas", "serving"),
     *("sharing", "slow_link", "soak", "sparse", "speculation", "speeds", "training_figures", "training_races", "zero"),
 )
 # The published ladders: name of the files -> arguments of `hasten bench`

@@ -36,7 +36,7 @@ TRAINING_SOURCES = ("activation/activation.cpp", "attention/train.cpp")
 # Compiled as one source: torch's headers take longer than any of them. Those with inner loops stay by themselves.
 TOGETHER = (
     *("collective/collective.cpp", "draw/draw.cpp"),
-    *("linear/blocks.cpp", "linear/linear.cpp", "linear/unpacked.cpp"),
+    *("linear/blocks.cpp", "linear/linear.cpp", "linear/unpacked.cpp", "rounding/rounding.cpp"),
 )
 KEPT_BUILDS = 8  # of one library; more than one, because checkouts and environments share the cache
 

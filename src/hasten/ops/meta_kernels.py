@@ -181,6 +181,19 @@ def likeliest(scores: Tensor) -> Tensor:
     return scores.new_empty(scores.shape[:1], dtype=torch.int64)
 
 
+# rounding/rounding.cpp
+
+
+def round_groups(w: Tensor, **rest: Any) -> bool:
+    """In place."""
+    return True
+
+
+def round_columns(w: Tensor, **rest: Any) -> bool:
+    """In place."""
+    return True
+
+
 # attention/native.cpp and train.cpp
 
 

@@ -4,6 +4,8 @@ For a layer's inputs X (tokens, K) it looks for integers whose weight Q has the 
 through H = XᵀX alone. With U upper triangular and H⁻¹ = UᵀU, the error e = (w - q)/U[i, i] of column i is compensated
 best by subtracting e·U[i, j] from every later column j. What remains of it is |e|²: so the scale of a group is the one
 with the least Σ ((w - q)/U[i, i])² over its columns.
+
+On a CPU the columns are rounded in one native call (ops/rounding/rounding.cpp); `Solver._columns` is its reference.
 """
 
 import re
@@ -21,13 +23,14 @@ from hasten.ops.linear import QuantizedWeight, empty_weight
 from hasten.ops.pages import return_freed_memory
 from hasten.quantization.block_task import BlockTask
 from hasten.quantization.blocks import TILE, add_product, each_slice, on_one_thread, root_of_shares
-from hasten.quantization.rounding import Grid, check_matrix
+from hasten.quantization.rounding import Grid, check_matrix, native_rounding
 from hasten.quantization.walk import Call, inputs_of, inputs_of_each, rows_calls, stages
 
 Order = Literal["columns", "activation", "groups"]
 
 COLUMNS = 128  # columns whose errors are gathered before they are spread over the columns after them
 ROWS = 1024  # rows of a weight that one thread rounds; rows are independent
+NATIVE_ROWS = 128  # the same in the native operator, two of its tiles
 LEAST_ROWS = 128  # tokens that an expert must have seen to be calibrated
 ERROR_ROWS = 512  # outputs of a weight that are compared for the report
 ATTEMPTS = 8  # at a factorisation, with ten times the damping each time
@@ -173,16 +176,27 @@ class Solver:
         """Round a weight (N, K), in the precision of the statistics. Raises ConfigError for NaN and infinity in it."""
         check_matrix(weight)
         rounded = empty_weight((weight.shape[0], weight.shape[1]), grid.format, weight.device)
-        each_slice(weight, ROWS, lambda rows: self._rows(weight[rows], grid, rounded.rows(rows)))
+        native = native_rounding(weight.device) if self.lower.dtype == torch.float32 else None
+
+        def work(rows: slice) -> None:
+            w, own = self._ordered(weight[rows]), rounded.rows(rows)
+            inputs = (w, self.lower, self.order, self.group_size)
+            if not (native and native.round_columns(*inputs, *grid.native_arguments(own))):
+                self._columns(w, grid, own)
+
+        each_slice(weight, ROWS if native is None else NATIVE_ROWS, work)
         return rounded
 
-    def _rows(self, weight: Tensor, grid: Grid, rounded: QuantizedWeight) -> None:
-        """Round some rows. Computed transposed, (K, R), so that columns are contiguous."""
+    def _ordered(self, weight: Tensor) -> Tensor:
+        """Some rows of a weight as they are rounded: (K, R), so that columns are contiguous, and in their order."""
         w = weight.to(self.lower.dtype)
         w = torch.where(self.dead, 0, w)[:, self.order]
         if self.drift is not None:  # the best unrounded weight: W·(XX̃ᵀ)·(X̃X̃ᵀ)⁻¹, with X - X̃ the drift
             w = w + w @ self.drift @ self.lower @ self.lower.T
-        w = w.T.contiguous()
+        return w.T.contiguous()
+
+    def _columns(self, w: Tensor, grid: Grid, rounded: QuantizedWeight) -> None:
+        """Round the columns w (K, R) of some rows, one after the other."""
         places = self.order.tolist()
         groups: dict[int, tuple[Tensor, Tensor | float]] = {}  # scale and zero (R), by group
         for start in range(0, len(w), COLUMNS):

@@ -1,7 +1,7 @@
 """Round to nearest: the integers and scales of a weight matrix, and the search for good scales.
 
 Every scale is rounded to its stored dtype before the integers are chosen, so that they fit the scale that a kernel
-reads.
+reads. On a CPU ops/rounding/rounding.cpp does the same, 16 rows at a time; what is here is its reference.
 """
 
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
 from hasten.ops.linear import QuantizedWeight, WeightFormat, empty_weight
+from hasten.ops.native import library
 from hasten.quantization.blocks import each_block
 
 Search = Literal["minmax", "mse"]
@@ -48,10 +49,14 @@ def round_weight(weight: Tensor, format: WeightFormat, *, search: Search = "mse"
     n, k = weight.shape
     size, groups = format.group_size or k, format.groups(k)
     rounded = empty_weight((n, k), format, weight.device)
+    native = native_rounding(weight.device)
 
     def work(rows: slice) -> None:
+        own = weight[rows].float()
+        if native and native.round_groups(own, size, grid.by_size, *grid.native_arguments(rounded.rows(rows))):
+            return
         # Zeros at the end change neither a range that holds 0 nor an error.
-        grouped = pad(weight[rows].float(), (0, groups * size - k)).unflatten(1, (groups, size))
+        grouped = pad(own, (0, groups * size - k)).unflatten(1, (groups, size))
         scale, zero = grid.choose(grouped)
         rounded.values[rows] = grid.round(grouped, scale, zero).flatten(1)[:, :k].to(rounded.values.dtype)
         rounded.scales[rows] = scale.squeeze(-1).to(format.scale_dtype)
@@ -85,6 +90,21 @@ class Grid:
             )
         self.format, self.search = format, search
 
+    @property
+    def shrink(self) -> tuple[float, ...]:
+        """Factors by which the search shrinks a group's range; none where the range is taken as it is."""
+        searched = self.format.element != "int8" and self.search == "mse"
+        return SHRINK[: SHRINKS[self.format.bits]] if searched else ()
+
+    @property
+    def by_size(self) -> bool:
+        """Whether `round_weight` gives errors of larger weights more weight."""
+        return self.format.symmetric and self.format.bits == 4 and bool(self.format.group_size)
+
+    def native_arguments(self, rounded: QuantizedWeight) -> tuple[Any, ...]:
+        """The last arguments of the native operators, which write these rows of a weight."""
+        return self.format.bits, list(self.shrink), rounded.values, rounded.scales, rounded.zeros
+
     def choose(self, groups: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
         """Choose the scale (R, G, 1) in float32 and the zero (the same shape, or a number) of groups (R, G, group).
 
@@ -105,13 +125,13 @@ class Grid:
         _check_finite(low)
         _check_finite(high)
         best = self._range(low, high)
-        if self.search == "minmax":
+        if not self.shrink:
             return best
         buffers = torch.empty_like(w), torch.empty_like(w)
-        if weights is None and self.format.symmetric and self.format.bits == 4 and self.format.group_size:
+        if weights is None and self.by_size:
             weights = (w.square().mean(dim=-1, keepdim=True).sqrt_() + w.abs()).sqrt_()
         least = self._error(w, *best, weights, buffers)
-        for factor in SHRINK[: SHRINKS[self.format.bits]]:
+        for factor in self.shrink:
             zero: Tensor | float = self.format.middle
             if self.format.symmetric:
                 scale = self._signed_range(low, high, factor)
@@ -155,6 +175,15 @@ class Grid:
         if weights is not None:
             wrong.mul_(weights)
         return torch.linalg.vector_norm(wrong, dim=-1, keepdim=True).mul_(scale.abs())
+
+
+def native_rounding(device: torch.device) -> Any:
+    """The native operators that round float32 weights on this device, or None.
+
+    They return False for numbers that are not finite and for scales that are too large: the reference says what it is.
+    """
+    native = library() if device.type == "cpu" else None
+    return None if native is None else native.ops
 
 
 def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
