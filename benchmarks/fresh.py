@@ -98,7 +98,8 @@ def today(name: str) -> str:
 
 def outdated() -> Iterator[tuple[str, str, list[str]]]:
     """Each result whose code has changed, the day of its figures, and the folders that changed."""
-    new = {line[3:].rpartition("/")[2] for line in git("status", "--porcelain", "-uall", "--", str(RESULTS)).splitlines()}
+    status = git("status", "--porcelain", "-uall", "--", str(RESULTS))
+    new = {line.rpartition("/")[2] for line in status.splitlines()}
     for path in sorted(RESULTS.glob("*.json")):
         if path.name in new:  # just measured
             continue
@@ -128,8 +129,8 @@ def main() -> None:
         print(f"{day}  {name}: changed since: {', '.join(changed)}")
     if found and given.check:
         raise SystemExit(
-            f"{len(found)} results are older than their code: python benchmarks/renew.py --outdated measures those again "
-            "that it can, --hold NAME WHY keeps the others"
+            f"{len(found)} results are older than their code: python benchmarks/renew.py --outdated measures again "
+            "what can be, --hold NAME WHY keeps the others"
         )
 
 

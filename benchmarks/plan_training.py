@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -81,20 +81,22 @@ class PlannedTraining(Script):
     """Only predict again, beside what was measured before (after the count has changed)."""
 
     def measure(self) -> Report:
-        rows = {row["case"]: row for row in self.before().get("rows", [])}
+        found = self.before()
+        rows = {row["case"]: row for row in found.get("rows", [])}
         baseline = last_json([sys.executable, "-c", BASELINE])
         with TemporaryDirectory(prefix="hasten-plan-") as place:
             folders = made_folders(Path(place))
             for name in self.cases or CASES:
                 way = choose_training(str(folders[CASES[name].begins]), CASES[name].options).best
-                found = {"case": name, **predicted(way)}
+                row = {"case": name, **predicted(way)}
                 if not self.predictions:
-                    found |= measured(CASES[name], found, folders, Path(place), baseline)
-                rows[name] = rows.get(name, {}) | found
+                    row |= measured(CASES[name], row, folders, Path(place), baseline)
+                rows[name] = rows.get(name, {}) | row
                 ratio = rows[name]["predicted_bytes"] / rows[name].get("measured_bytes", 1)
                 print(f"{ratio:.2f} {name}: {way.options}", flush=True)
-                self.write({"rows": list(rows.values())})
-        return {"rows": [rows[name] for name in CASES if name in rows]}
+                found = {"config": way.plan.config.source, "rows": [rows[name] for name in CASES if name in rows]}
+                self.write(found)
+        return found
 
 
 def predicted(way: Way) -> dict[str, Any]:
@@ -106,6 +108,7 @@ def predicted(way: Way) -> dict[str, Any]:
         "parameters": parameters(way.plan.config).total,
         "predicted_bytes": memory.peak,
         "moment": memory.moment,
+        "use": asdict(way.use),
         "parts": memory.at_peak,
         "allowed_bytes": int((1 + NEAR) * memory.peak) + PROCESS_BYTES,
     }

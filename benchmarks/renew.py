@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ COMMANDS: dict[str, str] = {
     # of the guides
     "attention-bfloat16": "hasten bench attention --dtype bfloat16 --kernels native,flash "
     "--lengths 1024 2048 4096 8192 --rounds 5",
-    "quantize-quality": "benchmarks/quantization.py quality --model runs/code-25m/model --kilobytes 100 --samples 64 --picture",
+    "quantize-quality": "benchmarks/quantization.py quality --model runs/code-25m/model --kilobytes 100 "
+    "--samples 64 --picture",
     "zero-bytes": "benchmarks/zero.py bytes",
     "precision-bytes": "benchmarks/precision.py bytes",
     "replica-kills": "benchmarks/replicas.py kills --concurrency 6",
@@ -158,7 +160,17 @@ ELSEWHERE = {
     "profile-demo-*": "is copied from the folder that hasten profile writes",
     "demo-*": "is a run of hasten demo: docs/results/ladder.md",
     "wheel": "needs a wheel and the Pythons that it is tried with",
-    "*": "no command was recorded with it",
+    "generate-llama-1.1b-ranks": "needs a folder of 1.1 B weights: docs/results/parallel-inference.md",
+    "batches-llama-1.1b-avx2-fast": "is the run in which the memory was fast",
+    "serve-latency-*": "needs a server of 1.1 B weights: docs/results/serving.md",
+    "serve-start": "needs folders of several models: benchmarks/serving.py start",
+    "all-together": "needs a folder by gptq and a draft: docs/results/speculation.md",
+    "quantize-gptq-1.1b": "is one run of hasten quantize, 40 minutes",
+    "quantize-time": "was measured on another processor: benchmarks/memory.py quantize-time",
+    "quantize-quality-cpu": "was measured on another processor: benchmarks/quantization.py quality",
+    "format-pair": "needs a folder by gptq: benchmarks/quantization.py pair",
+    "decode-faces": "is the second half of decode-overhead",
+    "first-token": "needs a folder of 1.1 B weights",
 }
 
 
@@ -167,7 +179,7 @@ def order() -> list[str]:
     texts = [(page, page.read_text()) for page in tables.PAGES]
 
     def place(name: str) -> int:
-        shown = re.compile(rf"(?:table: |results/){re.escape(name)}(?:[ .]png|\.json|\.png| )")
+        shown = re.compile(rf"table: {re.escape(name)} |results/{re.escape(name)}\.(?:json|png)")
         own = [page.relative_to(ROOT).parts for page, text in texts if shown.search(text)]
         return min((min(len(parts), 3) for parts in own), default=4)
 
@@ -228,7 +240,7 @@ def main() -> None:
     parser.add_argument("--suffix", default="", help="after the names: another machine's results")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in COMMANDS]:
-        raise SystemExit(f"there is no command for {', '.join(unknown)}: {reason_of(unknown[0])}")
+        raise SystemExit(f"no command measures {unknown[0]}: it {reason_of(unknown[0]) or 'is no result'}")
     names = [name for name in order() if name in (given.names or COMMANDS)]
     if given.outdated:
         old = {name for name, _, _ in fresh.outdated()}
@@ -253,8 +265,8 @@ def main() -> None:
 
 
 def reason_of(name: str) -> str:
-    """Why a result is not renewed."""
-    return next(why for pattern, why in ELSEWHERE.items() if fresh.fnmatch(name, pattern))
+    """Why a result is not renewed, or ""."""
+    return next((why for pattern, why in ELSEWHERE.items() if fnmatch(name, pattern)), "")
 
 
 if __name__ == "__main__":

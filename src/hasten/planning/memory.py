@@ -73,8 +73,8 @@ class TrainingUse:
     masters. joined: one product for queries, keys and values. explicit_attention: score matrices are kept. loss: name
     of its kernel. recompute: none, selective, full, or offload (as full, with the kept inputs on the host). zero: ZeRO
     stage; ranks: processes that share one model; replicas: groups of that size; tensor: neighbours among the ranks that
-    split every block and row. offload: the optimizer's weights and states are on the host. adapter: number of LoRA
-    weights, the only ones that are trained; base: bytes of the model they adapt, which zero 3 divides. rounded:
+    split every block and row. copies: the optimizer has float32 copies of float32 weights. offload: these (or its
+    masters) and its states are on the host, which is another device. adapter: number of LoRA weights, the only ones that are trained; base: bytes of the model they adapt, which zero 3 divides. rounded:
     number of weights that are rounded while they train (QAT). keeps_freed: the allocator keeps freed blocks, as in
     training on a CPU.
     """
@@ -94,6 +94,7 @@ class TrainingUse:
     ranks: int = 1
     replicas: int = 1
     tensor: int = 1
+    copies: bool = False
     offload: bool = False
     adapter: int | None = None
     base: int = 0
@@ -165,7 +166,7 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer: 2 + 2 + 12 a weight with masters, else 4 + 4 + 8 (AdamW)."""
     count = parameters(config).total if use.adapter is None else use.adapter
     size = ITEMSIZE[use.dtype] if use.masters else 4
-    own = 4 if use.masters or use.offload else 0
+    own = 4 if use.masters or use.copies else 0
     states = 8 * count
     if use.optimizer == "muon" and use.adapter is None:  # one mean of a matrix, not two
         states -= 4 * sum(matrices(config, layer)[0] for layer in config.layers)
@@ -174,8 +175,8 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
     parts = {"weights": size * count + use.base, "gradients": size * count, "masters": own * count, "optimizer": states}
     parts |= {"gathered": 0, "update": 0}
     if use.zero and use.ranks > 1:
-        micro, masters = use.accumulation, use.masters
-        shared = fsdp_bytes(config, stage=use.zero, ranks=use.ranks, accumulation=micro, masters=masters)
+        layout = {"stage": use.zero, "ranks": use.ranks, "masters": use.masters, "copies": use.copies}
+        shared = fsdp_bytes(config, **layout, accumulation=use.accumulation)
         parts |= {name: size // use.ranks for name, size in parts.items()}
         parts["gathered"] = max(0, int(shared.peak) - sum(parts.values()) + parts["gradients"]) // use.tensor
         if use.adapter is not None:
