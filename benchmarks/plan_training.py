@@ -33,7 +33,7 @@ from hasten.training.recipe import Parallel, Techniques
 
 NEAR = 0.15  # how far a prediction may be off
 SHAPE = "--model.layers 12 --model.hidden-size 1024 --model.heads 16 --model.feed-forward 2752 --model.max-positions 512"
-TEXT = Path(__file__).resolve().parents[1] / "src" / "hasten"
+DATA = ("--data.source", Path(__file__).resolve().parents[1] / "src" / "hasten", "--data.validation-fraction", "0")
 VOCABULARY = 4096
 RECOMPUTE = {name: Techniques(compile=False, checkpointing=name) for name in ("none", "selective", "full")}
 
@@ -116,7 +116,7 @@ def predicted(way: Way) -> dict[str, Any]:
 
 def made_folders(place: Path) -> dict[str, Path]:
     """A model of one step with its tokenizer, the same in int4, and its config alone."""
-    data = ["--data.source", TEXT, "--data.vocab-size", VOCABULARY, "--data.batch-size", 1, "--steps", 1]
+    data = [*DATA, "--data.vocab-size", VOCABULARY, "--data.batch-size", 1, "--steps", 1]
     run = ["--run.folder", place, "--name", "base", "--techniques.no-compile"]
     hasten("train", "demo", *SHAPE.split(), *data, *run)
     folders = {"folder": place / "base" / "model", "int4": place / "int4", "random": place / "random"}
@@ -142,7 +142,7 @@ def measured(
     if case.begins == "random":
         recipe = ["demo", "--data.tokenizer", str(folders["folder"]), *SHAPE.split()]
     count = proposal["processes"]
-    recipe += [*proposal["options"].split(), "--techniques.no-compile", "--data.source", str(TEXT), "--no-progress"]
+    recipe += [*proposal["options"].split(), "--techniques.no-compile", "--no-progress", *map(str, DATA)]
     recipe += ["--run.folder", str(place), "--name", "measured", "--run.threads", str(2 // count), "--steps", "2"]
     # Beside the ranks there is the process that starts them, which imports torch too.
     limit = count * (baseline + proposal["allowed_bytes"]) + (baseline if count > 1 else 0)
