@@ -97,7 +97,7 @@ def regrouped(whole: QuantizedWeight, held: WeightFormat) -> QuantizedWeight:
 
 def as_stored(held: QuantizedWeight, stored: WeightFormat) -> QuantizedWeight:
     """The inverse of `regrouped`: the weight that a layer holds in the format that it was quantized to."""
-    if held.format == stored:
+    if replace(held.format, permuted=stored.permuted) == stored:
         return held
     k, less = held.shape[1], held.format.middle - stored.middle
     # The first of the held groups in each stored one; all of these have the same scale.
