@@ -3,8 +3,8 @@
     python benchmarks/plan_training.py --output benchmarks/results/plan-training.json
     python benchmarks/plan_training.py --cases "QLoRA" "ZeRO 1" --output …            # some of them again
 
-Each case asks for the ways as `hasten plan MODEL --goal throughput` does and runs the first one with `hasten train`, to its
-written model. The processes may have no more than the plan says, 15%, and what a plan sets aside for a process (in a
+Each case asks for the ways as `hasten plan MODEL --goal throughput` does and runs the first one with `hasten train`,
+to its written model. The processes may have no more than the plan says, 15%, and what a plan sets aside for a process (in a
 control group, else RLIMIT_DATA). Measured is the peak of private memory (RssAnon and RssShmem, read every 5 ms) of the
 process that has most, above that of a process which has imported torch; predicted are the bytes of the plan.
 """
@@ -32,7 +32,7 @@ from hasten.planning.memory import PROCESS_BYTES
 from hasten.training.recipe import Parallel, Techniques
 
 NEAR = 0.15  # how far a prediction may be off
-SHAPE = "--model.layers 12 --model.hidden-size 1024 --model.heads 16 --model.feed-forward 2752 --model.max-positions 512"
+SHAPE = "--model.layers 8 --model.hidden-size 1024 --model.heads 16 --model.feed-forward 2752 --model.max-positions 512"
 DATA = ("--data.source", Path(__file__).resolve().parents[1] / "src" / "hasten", "--data.validation-fraction", "0")
 VOCABULARY = 4096
 RECOMPUTE = {name: Techniques(compile=False, checkpointing=name) for name in ("none", "selective", "full")}
@@ -54,19 +54,19 @@ def case(use: str, rows: int, length: int, *, recompute: str = "none", begins: A
 
 CASES = {
     "all weights": case("train", 4, 256),
-    "all weights in 3.4 GB": case("train", 8, 256, memory=3.4),
+    "all weights in 2.4 GB": case("train", 4, 256, memory=2.4),
     "16-bit weights, float32 masters": case("train", 4, 256, parallel=Parallel(policy="float32-masters")),
     "selective recomputation, 2 micro-batches": case("train", 4, 256, recompute="selective", accumulation=2),
-    "finetuning, full recomputation": case("finetune", 8, 512, recompute="full", begins="folder"),
+    "finetuning, full recomputation": case("finetune", 8, 256, recompute="full", begins="folder"),
     "ZeRO 1": case("train", 4, 256, gpus=2, parallel=Parallel(zero=1)),
     "ZeRO 2, 2 micro-batches": case("train", 4, 256, gpus=2, accumulation=2, parallel=Parallel(zero=2)),
     "ZeRO 3, masters, full recomputation": case(
         "train", 8, 256, gpus=2, recompute="full", parallel=Parallel(zero=3, policy="float32-masters")
     ),
     "ZeRO 3, optimizer offloaded": case("train", 4, 256, gpus=2, parallel=Parallel(zero=3, offload="optimizer")),
-    "LoRA": case("lora", 4, 512, begins="folder"),
-    "QLoRA": case("lora", 4, 512, begins="int4"),
-    "QLoRA, ZeRO 3": case("lora", 4, 512, gpus=2, begins="int4", parallel=Parallel(zero=3)),
+    "LoRA": case("lora", 8, 256, begins="folder"),
+    "QLoRA": case("lora", 8, 256, begins="int4"),
+    "QLoRA, ZeRO 3": case("lora", 8, 256, gpus=2, begins="int4", parallel=Parallel(zero=3)),
 }
 
 
@@ -120,7 +120,7 @@ def made_folders(place: Path) -> dict[str, Path]:
     run = ["--run.folder", place, "--name", "base", "--techniques.no-compile"]
     hasten("train", "demo", *SHAPE.split(), *data, *run)
     folders = {"folder": place / "base" / "model", "int4": place / "int4", "random": place / "random"}
-    hasten("quantize", folders["folder"], folders["int4"], "--scheme", "int4")
+    hasten("quantize", folders["folder"], "--output", folders["int4"], "--scheme", "int4")
     folders["random"].mkdir()
     shutil.copy(folders["folder"] / "config.json", folders["random"])
     return folders

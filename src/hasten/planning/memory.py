@@ -74,9 +74,9 @@ class TrainingUse:
     of its kernel. recompute: none, selective, full, or offload (as full, with the kept inputs on the host). zero: ZeRO
     stage; ranks: processes that share one model; replicas: groups of that size; tensor: neighbours among the ranks that
     split every block and row. copies: the optimizer has float32 copies of float32 weights. offload: these (or its
-    masters) and its states are on the host, which is another device. adapter: number of LoRA weights, the only ones that are trained; base: bytes of the model they adapt, which zero 3 divides. rounded:
-    number of weights that are rounded while they train (QAT). keeps_freed: the allocator keeps freed blocks, as in
-    training on a CPU.
+    masters) and its states are on the host, which is another device. adapter: number of LoRA weights, the only ones
+    that are trained; base: bytes of the model they adapt, which zero 3 divides. rounded: number of weights that are
+    rounded while they train (QAT). keeps_freed: the allocator keeps freed blocks, as in training on a CPU.
     """
 
     batch_size: int
