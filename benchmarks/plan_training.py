@@ -4,9 +4,9 @@
     python benchmarks/plan_training.py --cases "QLoRA" "ZeRO 1" --output …            # some of them again
 
 Each case asks for the ways as `hasten plan MODEL --goal throughput` does and runs the first one with `hasten train`,
-to its written model. The processes may have no more than the plan says, 15%, and what a plan sets aside for a process (in a
-control group, else RLIMIT_DATA). Measured is the peak of private memory (RssAnon and RssShmem, read every 5 ms) of the
-process that has most, above that of a process which has imported torch; predicted are the bytes of the plan.
+to its written model. The processes may have no more than the plan says, 15%, and what a plan sets aside for a process
+(in a control group, else RLIMIT_DATA). Measured is the peak of private memory (RssAnon and RssShmem, read every 5 ms)
+of the process that has most, above that of a process which has imported torch; predicted are the bytes of the plan.
 """
 
 import os
