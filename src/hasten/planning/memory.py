@@ -16,7 +16,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs
 LARGEST_PREFILL = 4096  # prompt tokens computed in one step
 # Memory that the allocator holds unused, as a share of a step's temporary tensors (benchmarks/plan.py measures it): an
-# allocator that returns freed blocks; a heap that keeps them; a heap fragmented by gradients or an adapter's factors.
+# allocator that returns freed blocks; a heap that keeps them; a heap fragmented by gradients, an adapter's factors, or
+# the weights that ranks gather and free.
 FREED, KEPT, KEPT_BROKEN = 0.05, 0.43, 0.8
 KEPT_COMPILED = 0.25  # compiled blocks allocate each buffer once
 SCRATCH = 16 << 20  # scratch memory of the native steps, for any model
@@ -149,8 +150,9 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     kept = tuple(name for name in parts if name.startswith(("activations", "weights in", "weights while", "logits")))
     early = ("gradients",) if use.accumulation > 1 else ()
     whole = KEPT_COMPILED if use.compiled else KEPT
-    slack = (KEPT_BROKEN if early or not trained else whole) if use.keeps_freed else FREED
-    parts["allocator, loss"] = int(slack * sum(parts[name] for name in kept))
+    divided = ("gathered", "gradients") if use.zero and use.ranks > 1 and use.keeps_freed else ()
+    slack = (KEPT_BROKEN if early or divided or not trained else whole) if use.keeps_freed else FREED
+    parts["allocator, loss"] = int(slack * sum(parts[name] for name in (*kept, *divided)))
     parts["allocator, update"] = int(slack * (parts["gradients"] + parts["update"]))
     moments = {
         "in the loss": (*held, *early, *kept, "allocator, loss"),
@@ -189,6 +191,9 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
         parts["update"] = 12 * count  # steps and their divisors, of all tensors of a group at once
     elif use.optimizer == "muon":
         parts["update"] = MUON_STACKS
+    if use.masters and not use.offload and not parts["gathered"]:
+        # The masters' gradients are float32. A heap that keeps freed blocks has no place for them in those of 16 bits.
+        parts["update"] += (4 if use.keeps_freed else 2) * count
     if use.offload:
         parts |= {"masters": 0, "optimizer": 0}
     return parts
