@@ -177,8 +177,14 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
     parts = {"weights": size * count + use.base, "gradients": size * count, "masters": own * count, "optimizer": states}
     parts |= {"gathered": 0, "update": 0}
     if use.zero and use.ranks > 1:
-        layout = {"stage": use.zero, "ranks": use.ranks, "masters": use.masters, "copies": use.copies}
-        shared = fsdp_bytes(config, **layout, accumulation=use.accumulation)
+        shared = fsdp_bytes(
+            config,
+            stage=use.zero,
+            ranks=use.ranks,
+            accumulation=use.accumulation,
+            masters=use.masters,
+            copies=use.copies,
+        )
         parts |= {name: size // use.ranks for name, size in parts.items()}
         parts["gathered"] = max(0, int(shared.peak) - sum(parts.values()) + parts["gradients"]) // use.tensor
         if use.adapter is not None:
