@@ -54,7 +54,6 @@ def case(use: str, rows: int, length: int, *, recompute: str = "none", begins: A
 
 CASES = {
     "all weights": case("train", 4, 256),
-    "all weights in 2.4 GB": case("train", 4, 256, memory=2.4),
     "16-bit weights, float32 masters": case("train", 4, 256, parallel=Parallel(policy="float32-masters")),
     "selective recomputation, 2 micro-batches": case("train", 4, 256, recompute="selective", accumulation=2),
     "finetuning, full recomputation": case("finetune", 8, 256, recompute="full", begins="folder"),

@@ -158,6 +158,10 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
         "in the loss": (*held, *early, *kept, "allocator, loss"),
         "in the update": (*held, "gradients", "update", "allocator, update"),
     }
+    if use.recompute != "none" and use.keeps_freed:  # float32 gradients find no place in what 16-bit weights had
+        late = ("gradients", f"weights in {use.dtype}", "activations computed again")
+        parts["allocator, backward"] = int(slack * sum(parts[name] for name in late))
+        moments["in the backward pass"] = (*held, *late, "allocator, backward")
     if use.rounded and use.zero:  # each rank begins with all weights, and the first one exports from all of them
         parts["whole model"] = 2 * 4 * count.total
         moments["at the export"] = (*held, "whole model")
