@@ -27,7 +27,7 @@ help:
 	@echo "make lint   ruff, mypy, import contracts"
 	@echo "make docs   the site of docs/ into site/"
 	@echo "make wheel  a wheel with compiled kernels and an sdist into dist/ (many minutes, once)"
-	@echo "make bench  the published ladders into benchmarks/results/ (long)"
+	@echo "make bench  measure every published result again that this machine can measure, and go on where it was interrupted (a night)"
 	@echo "make pair   train the models that docs/results/speculation.md measures: code-25m, code-45m, code-4m (3.5 hours)"
 	@echo "make clean  remove .venv, site/ and build leftovers (runs/ stays)"
 
@@ -113,7 +113,7 @@ wheel: $(STAMP)
 	$(BIN)/python -m build --sdist --wheel
 
 bench: $(TOOLS)
-	$(BIN)/python benchmarks/tables.py --ladders
+	$(BIN)/python benchmarks/renew.py
 
 # Each run goes on where it was interrupted.
 pair: $(STAMP)

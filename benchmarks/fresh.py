@@ -1,10 +1,12 @@
 """Name the committed figures whose code has changed since they were measured.
 
-    python benchmarks/fresh.py                   # exit status 1 if there are any
+    python benchmarks/fresh.py                   # list them; renew.py --outdated measures them again
+    python benchmarks/fresh.py --check           # exit status 1 if there are any
     python benchmarks/fresh.py --hold NAME WHY   # this result's figures hold for the code of today: say why
 
-A result was measured with the code of the commit that last changed its file. Comments, docstrings and layout are no
-change. Reasons are kept in benchmarks/results/held/NAME.txt with the digest that they are about.
+A result was measured with the code of the commit that last changed its file, or with the code of the working tree if
+the file is not committed. Comments, docstrings and layout are no change. Reasons are kept in
+benchmarks/results/held/NAME.txt with the digest that they are about.
 """
 
 import argparse
@@ -96,10 +98,12 @@ def today(name: str) -> str:
 
 def outdated() -> Iterator[tuple[str, str, list[str]]]:
     """Each result whose code has changed, the day of its figures, and the folders that changed."""
+    status = git("status", "--porcelain", "-uall", "--", str(RESULTS))
+    new = {line.rpartition("/")[2] for line in status.splitlines()}
     for path in sorted(RESULTS.glob("*.json")):
-        commit, _, day = git("log", "-1", "--format=%H %cs", "--", str(path)).strip().partition(" ")
-        if not commit:  # not committed yet: just measured
+        if path.name in new:  # just measured
             continue
+        commit, _, day = git("log", "-1", "--format=%H %cs", "--", str(path)).strip().partition(" ")
         changed = [folder for folder in folders(path.stem) if digest(folder, commit) != digest(folder, None)]
         reason = HELD / f"{path.stem}.txt"
         held = reason.exists() and reason.read_text().splitlines()[0] == today(path.stem)
@@ -108,9 +112,10 @@ def outdated() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def main() -> None:
-    """Print what is outdated, or keep a reason why it is not."""
+    """Print what is outdated, with --check as an error, or keep a reason why it is not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hold", nargs=2, metavar=("NAME", "WHY"), help="keep a result's figures, with a reason")
+    parser.add_argument("--check", action="store_true", help="exit status 1 if any is outdated")
     given = parser.parse_args()
     if given.hold is not None:
         name, why = given.hold
@@ -122,8 +127,11 @@ def main() -> None:
     found = sorted(outdated(), key=lambda one: one[1])
     for name, day, changed in found:
         print(f"{day}  {name}: changed since: {', '.join(changed)}")
-    if found:
-        raise SystemExit(f"{len(found)} results are older than their code: measure them again, or --hold NAME WHY")
+    if found and given.check:
+        raise SystemExit(
+            f"{len(found)} results are older than their code: python benchmarks/renew.py --outdated measures again "
+            "what can be, --hold NAME WHY keeps the others"
+        )
 
 
 if __name__ == "__main__":

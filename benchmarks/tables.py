@@ -2,7 +2,6 @@
 
     python benchmarks/tables.py             # every page
     python benchmarks/tables.py --check     # change nothing; exit status 1 where a table is not its JSON's
-    python benchmarks/tables.py --ladders [NAME …] [--suffix amx]    # first run the published ladders (half an hour)
 
 In a page a table is between two marks, the first of which names a file of benchmarks/results and, if it can be
 shown in several ways, the way:
@@ -16,10 +15,7 @@ Where there is no such file, the page says "Not measured yet." in its place.
 import argparse
 import json
 import re
-import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -56,24 +52,12 @@ SUBJECTS = (
         "peers.nanogpt",
         "plan",
         "plan_ranks",
+        "plan_training",
     ),
     *("precision", "products", "profiling", "qat", "quantization", "quantize_versions", "replica_routing"),
     *("replicas", "serving"),
     *("sharing", "slow_link", "soak", "sparse", "speculation", "speeds", "training_figures", "training_races", "zero"),
 )
-# The published ladders: name of the files -> arguments of `hasten bench`
-LADDERS = {
-    "generate-llama-120m": "generate --shape llama-120m --dtype bfloat16 --prompt-tokens 512 --new-tokens 64",
-    "generate-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64",
-    "generate-qwen3.5-0.8b": "generate --shape qwen3.5-0.8b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64 "
-    "--rungs static-cache,native-bf16,native-int8,native-int4",
-    "batches-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64 "
-    "--rungs native-bf16,native-int8,native-int4 --batches 1,8 --contexts 16,2048",
-    "compiled-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64 "
-    "--rungs static-cache-compiled,static-cache-compiled-int8,static-cache-compiled-int4",
-    "train-gpt2-124m": "train --shape gpt2-124m --batch-size 2 --sequence-length 256 --steps 2",
-    "heads-llama-120m": "heads --shape llama-120m --dtype bfloat16 --prompt-tokens 2048 --new-tokens 64",
-}
 
 
 def beside_others(report: Report) -> str:
@@ -274,33 +258,11 @@ def front_page(report: dict[str, Any]) -> str:
     return table
 
 
-def publish(name: str, suffix: str = "") -> int:
-    """Run one ladder; its exit status."""
-    hasten = shutil.which("hasten", path=Path(sys.executable).parent) or "hasten"
-    arguments = ["bench", *LADDERS[name].split()]
-    print(f"hasten {' '.join(arguments)}", file=sys.stderr, flush=True)
-    start = time.monotonic()
-    RESULTS.mkdir(exist_ok=True)
-    place = RESULTS / (f"{name}-{suffix}" if suffix else name)
-    files = ["--json", f"{place}.json"]
-    if (RESULTS / f"{name}.png").exists():  # a page shows it
-        files += ["--picture", f"{place}.png"]
-    status = subprocess.run([hasten, *arguments, *files], check=False).returncode
-    print(f"{name}: {time.monotonic() - start:.0f} s, exit status {status}\n", file=sys.stderr, flush=True)
-    return status
-
-
 def main() -> None:
     """Write all pages, or with --check name those that differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail where a page differs")
-    parser.add_argument(
-        "--ladders", nargs="*", choices=LADDERS, metavar="NAME", help=f"of {', '.join(LADDERS)}; all by default"
-    )
-    parser.add_argument("--suffix", default="", help="after the names of the ladders: another machine's results")
     given = parser.parse_args()
-    if given.ladders is not None and (failed := [n for n in given.ladders or LADDERS if publish(n, given.suffix)]):
-        raise SystemExit(f"failed: {', '.join(failed)}")
     pages = list(stale())
     if given.check:
         if pages:

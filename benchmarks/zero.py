@@ -133,9 +133,9 @@ print(sum(int(words[1]) << 10 for words in lines))
 """
 
 
-def private_memory() -> int:
-    """Bytes of this process that no file backs."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def private_memory(process: int | str = "self") -> int:
+    """Bytes of a process that no file backs."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
@@ -202,18 +202,24 @@ def whole_run(about: dict[str, Any]) -> dict[str, Any]:
     return {**size, "limit": limit, "held_by": how, "loss": result.loss, "seconds": time.perf_counter() - begun}
 
 
-def held_to(limit: int) -> str:
-    """Let this process have no more than `limit` bytes; by what."""
+def group_of(process: int) -> Path:
+    """The control group that `held_to` makes for a process, inside the one that this process is in."""
     groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     own = {names: place for _, names, place in groups}
     folder = Path("/sys/fs/cgroup") / ("memory" if "memory" in own else "") / own.get("memory", own.get("", "/"))[1:]
-    group = folder / f"hasten-{os.getpid()}"
+    return folder / f"hasten-{process}"
+
+
+def held_to(limit: int) -> str:
+    """Let this process have no more than `limit` bytes; by what."""
+    group = group_of(os.getpid())
+    limits = ("memory.limit_in_bytes", "memory.max")  # of the two versions of control groups
     try:
         group.mkdir()
-        (group / ("memory.limit_in_bytes" if "memory" in own else "memory.max")).write_text(str(limit))
+        next(group / name for name in limits if (group / name).exists()).write_text(str(limit))
         (group / "cgroup.procs").write_text(str(os.getpid()))
         return "a control group"
-    except OSError:
+    except (OSError, StopIteration):
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         return "RLIMIT_DATA"
 

@@ -46,3 +46,22 @@ def test_a_result_is_outdated_by_other_code_and_not_by_other_words(fresh, monkey
     assert changed(module) == []
     kernel.write_text(kernel.read_text().replace("x + x", "x + x + 0"))
     assert changed(module) == [("linear", ["ops/linear"])], "the reason was about other code"
+
+
+def test_what_was_measured_again_is_not_outdated_before_it_is_committed(fresh, monkeypatch):
+    module, kernel = fresh
+    kernel.write_text(kernel.read_text().replace("2 * x", "x + x"))
+    monkeypatch.setattr("sys.argv", ["fresh.py", "--check"])
+    with pytest.raises(SystemExit, match="1 results are older than their code"):
+        module.main()
+    (module.RESULTS / "linear.json").write_text(json.dumps({"speed": 2}))
+    assert changed(module) == []
+    module.main()
+
+
+def test_every_folder_that_a_result_measures_is_there():
+    spec = importlib.util.spec_from_file_location("fresh", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    code = {folder for folders in module.CODE.values() for folder in folders}
+    assert [folder for folder in code if not (FILE.parents[1] / "src/hasten" / folder).is_dir()] == []

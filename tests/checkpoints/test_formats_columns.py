@@ -26,14 +26,13 @@ CASES = {
     "gptq int8 groups": {"method": "gptq", "bits": 8},
     "gptq int8 row with zero points": {"method": "gptq", "bits": 8, "group": -1},
     "gptq activation order": {"method": "gptq", "act_order": True},
+    "gptq 3 bits": {"method": "gptq", "bits": 3},
+    "gptq 2 bits": {"method": "gptq", "bits": 2},
+    "gptq 3 bits symmetric": {"method": "gptq", "bits": 3, "symmetric": True},
     "awq": {"method": "awq"},
     "awq row": {"method": "awq", "group": -1},
 }
-PLAIN = {
-    "gptq 3 bits": {"method": "gptq", "bits": 3},
-    "gptq 2 bits": {"method": "gptq", "bits": 2},
-    "gptq g16": {"method": "gptq", "group": 16},
-}
+PLAIN = {"gptq g16": {"method": "gptq", "group": 16}}
 
 
 @pytest.mark.filterwarnings("ignore:hasten reads this quantized model")  # of groups that do not divide the features

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from hasten.bench.predict import Generating, step_seconds
 from hasten.bench.weight_bytes import weight_bytes
 from hasten.checkpoints.gguf.write import write_gguf
 from hasten.cli.main import main
+from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
 from hasten.machine.limits import Limits
 from hasten.model.families import read_config
@@ -27,6 +29,7 @@ from hasten.planning.devices import DEVICES
 from hasten.planning.memory import InferenceUse, TrainingUse, largest, memory_of
 from hasten.planning.plan import inference_phases
 from hasten.planning.shapes import SHAPES, shape_config
+from hasten.training.memory import training_use
 from hasten.training.recipe import Lora, Optimizer, Parallel, Techniques
 from tiny_model import tiny_llama
 
@@ -275,6 +278,31 @@ def test_all_that_was_measured_is_still_predicted():
     for name, case in CASES.items():
         ratio = predicted_memory(case)["predicted_bytes"] / measured[name]["memory"]["measured_bytes"]
         assert 0.85 < ratio < 1.15, (name, ratio)
+
+
+def test_the_proposals_that_were_run_are_still_predicted():
+    """Of every case of benchmarks/plan_training.py, each run by `hasten train` under a limit: arithmetic only."""
+    report = json.loads((ROOT / "benchmarks/results/plan-training.json").read_text())
+    config = read_config(report["config"])
+    assert len(report["rows"]) >= 10
+    for row in report["rows"]:
+        ratio = memory_of(config, TrainingUse(**row["use"])).peak / row["measured_bytes"]
+        assert 0.85 < ratio < 1.15, (row["case"], ratio)
+
+
+def test_copies_of_weights_are_counted_where_they_are():
+    """`offload optimizer`: 4 bytes a weight more on a CPU, whose memory is the host's, and 8 less on a GPU."""
+    config, parallel = shape_config("gpt2-124m"), Parallel(zero=3, offload="optimizer")
+    count, recipe = parameters(config).total, PlanOptions(use="train", parallel=parallel).recipe()
+    plain = replace(recipe, parallel=Parallel(zero=3))
+
+    def held(recipe, device):
+        use = training_use(config, recipe, torch.device(device), ranks=Ranks(size=2))
+        parts = memory_of(config, use).parts
+        return sum(parts[name] for name in (*STATES, "gathered"))
+
+    assert held(recipe, "cpu") - held(plain, "cpu") == pytest.approx(4 * count / 2, rel=1e-3)
+    assert held(recipe, "cuda") - held(plain, "cuda") == pytest.approx(-8 * count / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16"])

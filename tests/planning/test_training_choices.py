@@ -56,6 +56,8 @@ def test_the_least_device_seconds_and_what_was_asked_for():
     assert {way.use.zero for way in found.rows} == {3}
     assert all(way.plan.memory.peak <= 40e9 for way in found.rows)
     assert all("--parallel.zero 3" in way.kept for way in found.rows)
+    masters = choose_training("llama-7b", replace(H100S, parallel=Parallel(zero=3, policy="float32-masters")))
+    assert {asked(way)["techniques.precision"] for way in masters.rows} == {"bfloat16"}, "which masters need"
     split = choose_training("llama-7b", replace(H100S, parallel=replace(H100S.parallel, zero=3, tensor=2)))
     assert {(way.use.tensor, way.devices, asked(way)["parallel.tensor"]) for way in split.rows} == {(2, 8, "2")}
     assert {int(asked(way)["data.batch_size"]) * int(asked(way)["data.accumulation"]) for way in split.rows} == {32}

@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hasten
-from hasten.errors import ConfigError, HastenWarning
+from hasten.checkpoints.load import open_checkpoint
+from hasten.errors import ConfigError
 from hasten.model.context import training_context
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
@@ -112,8 +113,7 @@ def test_gptaq_is_nearer_to_the_outputs_of_the_model_before():
     errors = []
     for gptaq in (False, True):
         model = hasten.load(make_reference("llama"))
-        with pytest.warns(HastenWarning, match="no kernel multiplies weights of 3 bits"):
-            quantize(model, Int3(group_size=32), method=GPTQ(gptaq=gptaq), calibration=SAMPLES)
+        quantize(model, Int3(group_size=32), method=GPTQ(gptaq=gptaq), calibration=SAMPLES)
         errors.append(float((logits(model, SAMPLES) - exact).std()))
     assert errors[1] < errors[0]
 
@@ -169,19 +169,27 @@ def test_an_interrupted_run_goes_on_at_its_block(tmp_path, before_block, gptaq):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("group", [32, 0])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("scheme", [Int3, Int2])
-def test_folders_of_3_and_2_bits_are_read_as_plain_weights(tmp_path, scheme, symmetric):
+def test_weights_of_3_and_2_bits_run_as_int4_and_are_stored_in_their_own(tmp_path, scheme, symmetric, group):
     model = hasten.load(make_reference("llama"))
-    kind = scheme(group_size=32, symmetric=symmetric, lm_head="none")
-    quantize_to_folder(model, kind, tmp_path / "out", method=GPTQ(), calibration=SAMPLES)
-    with pytest.warns(HastenWarning, match=f"no kernel takes a quantized weight like .*{kind.bits} bits, groups of 32"):
-        again = hasten.load(tmp_path / "out", dtype="stored")
-    with pytest.warns(HastenWarning, match="no kernel multiplies"):
-        quantize(model, kind, method=GPTQ(), calibration=SAMPLES)
+    kind = scheme(group_size=group, symmetric=symmetric, lm_head="none")
+    arguments = {"method": GPTQ(), "calibration": SAMPLES}
+    quantize_to_folder(model, kind, tmp_path / "out", **arguments)
+    again = hasten.load(tmp_path / "out", dtype="stored")
+    quantize(model, kind, **arguments)
     assert torch.equal(logits(again), logits(model))
-    words = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight_packed"]
-    assert words.nbytes == 64 * 64 * kind.bits // 8
+    layer = again.blocks[0].attention.q
+    assert (layer.format.element, layer.format.group_size) == ("int4", group or 128)
+    read = open_checkpoint(tmp_path / "out").quantized
+    exact = read.dequantize(read.modules["model.layers.0.self_attn.q_proj.weight"], torch.float32)
+    assert torch.equal(layer.dequantize(), exact)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored["model.layers.0.self_attn.q_proj.weight_packed"].nbytes == 64 * 64 * kind.bits // 8
+    hasten.save(model, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {name for name, tensor in stored.items() if not torch.equal(saved[name], tensor)} == set()
 
 
 def test_the_blocks_of_another_run_are_neither_gone_on_with_nor_lost(tmp_path, before_block):
@@ -261,7 +269,7 @@ def test_the_folder_one_stands_in(tmp_path, monkeypatch):
 METHODS_AND_SCHEMES = {
     "gptq": (GPTQ(), Int4(group_size=32)),
     "gptaq": (GPTQ(gptaq=True), Int4(group_size=32)),
-    "gptq in 3 bits": (GPTQ(), Int3(group_size=32)),  # held as plain weights
+    "gptq in 3 bits": (GPTQ(), Int3(group_size=32)),  # held as int4
 }
 
 
@@ -286,7 +294,6 @@ def by_threads(counts, make):
     return results
 
 
-@pytest.mark.filterwarnings("ignore:no kernel multiplies weights of 3 bits")
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("name", METHODS_AND_SCHEMES)
 def test_the_bits_do_not_depend_on_the_number_of_threads(name, family):
@@ -301,7 +308,6 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(name, family):
 
 
 @pytest.mark.slow(minutes=3)
-@pytest.mark.filterwarnings("ignore:no kernel multiplies weights of 3 bits")
 @pytest.mark.parametrize("name", METHODS_AND_SCHEMES)
 def test_nor_do_those_of_a_block_wide_enough_to_be_shared_out(name):
     method, scheme = METHODS_AND_SCHEMES[name]

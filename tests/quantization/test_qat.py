@@ -127,26 +127,25 @@ def test_without_learned_scales_the_gradient_goes_straight_through():
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "rounded"), [(8, 32, 256), (4, 32, 32), (4, 0, 128), (3, 32, None), (2, 32, 32)]
+    ("bits", "group", "rounded"), [(8, 32, 256), (4, 32, 32), (4, 0, 128), (3, 32, 32), (2, 32, 32)]
 )
 def test_what_comes_in_is_rounded_as_by_the_kernel_that_will_serve(bits, group, rounded):
-    """By row in int8, by group of the weight in int4 (2 bits are stored so), not where the weight is held plain."""
+    """By row in int8, by group of the weight in int4, as which 3 and 2 bits are held."""
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0), requires_grad=True)
     made = layer(8, 256, bits=bits, group_size=group)
-    wide = x.detach().unflatten(-1, (-1, rounded or 256))
+    wide = x.detach().unflatten(-1, (-1, rounded))
     size = wide.abs().amax(-1, keepdim=True) / 127
-    expected = x.detach() if rounded is None else ((wide / size).round() * size).flatten(-2)
+    expected = ((wide / size).round() * size).flatten(-2)
     torch.testing.assert_close(made(x), expected @ made.weight.T)
     plain = layer(8, 256, bits=bits, group_size=group, activations="float")
     torch.testing.assert_close(plain(x), x @ plain.weight.T)
     made(x).sum().backward()
     torch.testing.assert_close(x.grad, made.weight.detach().sum(0).expand(3, -1))
-    if rounded is not None:
-        held = regrouped(made.quantized(), held_format(made.rounding.format))
-        served = PackedLinear.from_weight(held, dtype=torch.float32)(x.detach())
-        if torch.allclose(served, plain(x), rtol=1e-5, atol=1e-5):
-            pytest.skip("the kernel that was picked does not round activations")
-        torch.testing.assert_close(served, made(x).detach(), rtol=1e-4, atol=1e-4)
+    held = regrouped(made.quantized(), held_format(made.rounding.format))
+    served = PackedLinear.from_weight(held, dtype=torch.float32)(x.detach())
+    if torch.allclose(served, plain(x), rtol=1e-5, atol=1e-5):
+        pytest.skip("the kernel that was picked does not round activations")
+    torch.testing.assert_close(served, made(x).detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_rounding_up_and_down_keeps_the_mean():

@@ -42,7 +42,6 @@ def wide(recipe, **changes):
 
 
 @pytest.mark.filterwarnings("ignore:hasten reads this quantized model; transformers does not")
-@pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")
 @pytest.mark.parametrize("name", CASES)
 def test_the_folder_has_the_loss_that_was_trained(recipe, name):
     made = wide(recipe, name=name.replace(" ", "-"), qat=CASES[name], export="last")
@@ -57,7 +56,7 @@ def test_the_folder_has_the_loss_that_was_trained(recipe, name):
     model = hasten.load(result.model_folder, dtype="stored")
     loss = validation.loss(TrainStep(model, None, Precision("float32", torch.device("cpu"))))
     # Activations that are rounded may fall to the other side of a tie.
-    assert loss == pytest.approx(result.validation_loss, abs=1e-5 if CASES[name].bits == 3 else 2e-4)
+    assert loss == pytest.approx(result.validation_loss, abs=2e-4)
     assert set(model.quantization or {}) == kept(CASES[name])
     # Scales, and the embedding where it is not the head, in 16 or 32 bits; this model is small, its headers are not.
     assert max(4, CASES[name].bits) < result.bits_per_weight < 32
@@ -87,7 +86,6 @@ def test_trained_and_served_in_bfloat16(recipe, name):
     assert loss(served, "bfloat16") == pytest.approx(exact, abs=5e-4)
 
 
-@pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")
 def test_an_adapter_is_rounded_with_the_weights_it_stands_beside(recipe, tmp_path):
     base = train(wide(recipe, name="base", steps=10), progress=False).model_folder
     lora, qat = Lora(rank=4, targets=("q_proj", "down_proj")), Qat(bits=3, activations="float")
@@ -104,10 +102,11 @@ def test_an_adapter_is_rounded_with_the_weights_it_stands_beside(recipe, tmp_pat
     validation = Validation(data.validation, batch_size=rows, sequence_length=made.data.context, batches=count)
     loaded = hasten.load(result.model_folder, dtype="stored")
     loss = validation.loss(TrainStep(loaded, None, Precision("float32", torch.device("cpu"))))
-    assert loss == pytest.approx(result.validation_loss, abs=1e-5)
+    assert loss == pytest.approx(result.validation_loss, abs=2e-4)
     before = hasten.load(base, dtype="stored").blocks[0].attention
-    assert torch.unique(loaded.blocks[0].attention.q.weight[0, :32]).numel() <= 8
-    assert not torch.equal(loaded.blocks[0].attention.q.weight, before.q.weight)
+    after = loaded.blocks[0].attention.q.dequantize()
+    assert torch.unique(after[0, :32]).numel() <= 8
+    assert not torch.equal(after, before.q.weight.float())
     alone = recipe(name="alone", init=str(base), qat=Qat(bits=4), steps=10, learning_rate=1e-3, export="last")
     rounded = hasten.quantize(
         hasten.load(base, dtype="stored"), Int4(group_size=32, lm_head="none", scale_dtype="bfloat16")
@@ -123,7 +122,6 @@ def test_an_adapter_is_rounded_with_the_weights_it_stands_beside(recipe, tmp_pat
         replace(made, lora=replace(lora, dropout=0.1)).check()
 
 
-@pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")
 @pytest.mark.parametrize("bits", [4, 3])
 def test_training_begins_with_a_folders_integers(recipe, tmp_path, bits):
     base = train(wide(recipe, name="base", steps=10), progress=False).model_folder
@@ -199,13 +197,10 @@ def test_curvature_stretches_the_periods(recipe):
 
 
 def kept(qat):
-    """The layers that a loaded model holds in integers; those of 3 bits are plain."""
+    """The layers that a loaded model holds in integers."""
     blocks = {f"blocks.{i}.{n}" for i in range(2) for n in ("attention.q", "attention.k", "attention.v")}
     blocks |= {f"blocks.{i}.{n}" for i in range(2) for n in ("attention.output", "mlp.gate", "mlp.up", "mlp.down")}
-    found = set() if qat.bits == 3 else blocks
-    if qat.head != "none":
-        found.add("head")
-    return found
+    return blocks | ({"head"} if qat.head != "none" else set())
 
 
 def test_wrong_settings_are_named(recipe):

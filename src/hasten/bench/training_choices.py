@@ -285,6 +285,8 @@ def _asked_for(options: PlanOptions) -> Iterator[str]:
     for name in ("zero", "offload", "policy", "tensor", "replicas"):
         if getattr(parallel, name) != getattr(usual, name):
             yield f"--parallel.{name} {getattr(parallel, name)}"
+    if parallel.policy != usual.policy:
+        yield f"--techniques.precision {options.techniques.precision}"
     if options.techniques.checkpointing != "none":
         yield f"--techniques.checkpointing {options.techniques.checkpointing}"
 

@@ -26,7 +26,7 @@ from hasten.model.binding import kernels
 from hasten.model.experts import kept_dtype
 from hasten.model.families import FAMILIES
 from hasten.model.families.slices import TensorSlice, join
-from hasten.model.layer_format import LayerFormat, is_w8a8, of_integers, written_activations
+from hasten.model.layer_format import LayerFormat, as_stored, is_w8a8, of_integers, written_activations
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer, require_model
 from hasten.ops.attention.pattern_text import pattern_values
@@ -175,7 +175,7 @@ def held_layers(model: Transformer) -> Quantized | None:
         text = f"{len(others)} layers like {others[0]} are quantized in a way that no folder holds ({format})"
         warnings.warn(f"{text}: all are written as plain weights", HastenWarning, stacklevel=4)
         return None
-    return Quantized(layers, lambda name: held.get_submodule(name).to_weight())
+    return Quantized(layers, lambda name: as_stored(held.get_submodule(name).to_weight(), layers[name].weight))
 
 
 class _Plan:

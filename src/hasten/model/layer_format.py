@@ -41,6 +41,7 @@ def held_format(stored: WeightFormat) -> WeightFormat | None:
     """The format in which a kernel holds a stored format exactly, or None.
 
     Groups wider than the kernel's widest are split into several with the same scale, and so are blocks of several rows.
+    Integers of 3 and 2 bits are held as int4.
     """
     size = stored.group_size
     if stored.element == "int8" and not size and stored.symmetric:
@@ -51,6 +52,8 @@ def held_format(stored: WeightFormat) -> WeightFormat | None:
         return None
     if stored.element == "float8_e4m3fn":
         return fp8_format(min(size, GROUP_SIZES[-1]))
+    if stored.element in ("int3", "int2"):
+        stored = replace(stored, element="int4")
     if stored.element not in ("int4", "int8") and not (stored.element in ("int5", "iq4") and stored.symmetric):
         return None
     columns = min(size or GROUP_SIZES[-1], GROUP_SIZES[-1])
@@ -76,15 +79,35 @@ def group_places(stored: WeightFormat, held: WeightFormat, in_features: int) -> 
 
 
 def regrouped(whole: QuantizedWeight, held: WeightFormat) -> QuantizedWeight:
-    """Convert a weight to the format that its layer holds: the same integers, scales and zeros for its groups."""
+    """Convert a weight to the format that its layer holds: the same integers, scales and zeros for its groups.
+
+    Integers of fewer bits keep their distance from zero.
+    """
     place = group_places(whole.format, held, whole.shape[1])
-    zeros, columns = whole.zeros, whole.columns
+    zeros, columns, more = whole.zeros, whole.columns, held.middle - whole.format.middle
     return replace(
         whole,
         format=held,
+        values=whole.values + more if more and held.symmetric else whole.values,
         scales=whole.scales[:, place].to(held.scale_dtype),
         zeros=None if zeros is None else zeros[:, place],
         columns=None if columns is None else columns.argsort(stable=True).argsort() // held.group_size,
+    )
+
+
+def as_stored(held: QuantizedWeight, stored: WeightFormat) -> QuantizedWeight:
+    """The inverse of `regrouped`: the weight that a layer holds in the format that it was quantized to."""
+    if replace(held.format, permuted=stored.permuted) == stored:
+        return held
+    k, less = held.shape[1], held.format.middle - stored.middle
+    # The first of the held groups in each stored one; all of these have the same scale.
+    place = torch.arange(stored.groups(k)) * (stored.group_size or k) // (held.format.group_size or k)
+    return replace(
+        held,
+        format=stored,
+        values=held.values - less if less and stored.symmetric else held.values,
+        scales=held.scales[:, place].to(stored.scale_dtype),
+        zeros=None if held.zeros is None else held.zeros[:, place],
     )
 
 

@@ -16,7 +16,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs
 LARGEST_PREFILL = 4096  # prompt tokens computed in one step
 # Memory that the allocator holds unused, as a share of a step's temporary tensors (benchmarks/plan.py measures it): an
-# allocator that returns freed blocks; a heap that keeps them; a heap fragmented by gradients or an adapter's factors.
+# allocator that returns freed blocks; a heap that keeps them; a heap fragmented by gradients, an adapter's factors, or
+# the weights that ranks gather and free.
 FREED, KEPT, KEPT_BROKEN = 0.05, 0.43, 0.8
 KEPT_COMPILED = 0.25  # compiled blocks allocate each buffer once
 SCRATCH = 16 << 20  # scratch memory of the native steps, for any model
@@ -73,10 +74,10 @@ class TrainingUse:
     masters. joined: one product for queries, keys and values. explicit_attention: score matrices are kept. loss: name
     of its kernel. recompute: none, selective, full, or offload (as full, with the kept inputs on the host). zero: ZeRO
     stage; ranks: processes that share one model; replicas: groups of that size; tensor: neighbours among the ranks that
-    split every block and row. offload: the optimizer's weights and states are on the host. adapter: number of LoRA
-    weights, the only ones that are trained; base: bytes of the model they adapt, which zero 3 divides. rounded:
-    number of weights that are rounded while they train (QAT). keeps_freed: the allocator keeps freed blocks, as in
-    training on a CPU.
+    split every block and row. copies: the optimizer has float32 copies of float32 weights. offload: these (or its
+    masters) and its states are on the host, which is another device. adapter: number of LoRA weights, the only ones
+    that are trained; base: bytes of the model they adapt, which zero 3 divides. rounded: number of weights that are
+    rounded while they train (QAT). keeps_freed: the allocator keeps freed blocks, as in training on a CPU.
     """
 
     batch_size: int
@@ -94,6 +95,7 @@ class TrainingUse:
     ranks: int = 1
     replicas: int = 1
     tensor: int = 1
+    copies: bool = False
     offload: bool = False
     adapter: int | None = None
     base: int = 0
@@ -148,13 +150,18 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     kept = tuple(name for name in parts if name.startswith(("activations", "weights in", "weights while", "logits")))
     early = ("gradients",) if use.accumulation > 1 else ()
     whole = KEPT_COMPILED if use.compiled else KEPT
-    slack = (KEPT_BROKEN if early or not trained else whole) if use.keeps_freed else FREED
-    parts["allocator, loss"] = int(slack * sum(parts[name] for name in kept))
+    divided = ("gathered", "gradients") if use.zero and use.ranks > 1 and use.keeps_freed else ()
+    slack = (KEPT_BROKEN if early or divided or not trained else whole) if use.keeps_freed else FREED
+    parts["allocator, loss"] = int(slack * sum(parts[name] for name in (*kept, *divided)))
     parts["allocator, update"] = int(slack * (parts["gradients"] + parts["update"]))
     moments = {
         "in the loss": (*held, *early, *kept, "allocator, loss"),
         "in the update": (*held, "gradients", "update", "allocator, update"),
     }
+    if use.recompute != "none" and use.keeps_freed:  # float32 gradients find no place in what 16-bit weights had
+        late = ("gradients", f"weights in {use.dtype}", "activations computed again")
+        parts["allocator, backward"] = int(slack * sum(parts[name] for name in late))
+        moments["in the backward pass"] = (*held, *late, "allocator, backward")
     if use.rounded and use.zero:  # each rank begins with all weights, and the first one exports from all of them
         parts["whole model"] = 2 * 4 * count.total
         moments["at the export"] = (*held, "whole model")
@@ -165,7 +172,7 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer: 2 + 2 + 12 a weight with masters, else 4 + 4 + 8 (AdamW)."""
     count = parameters(config).total if use.adapter is None else use.adapter
     size = ITEMSIZE[use.dtype] if use.masters else 4
-    own = 4 if use.masters or use.offload else 0
+    own = 4 if use.masters or use.copies else 0
     states = 8 * count
     if use.optimizer == "muon" and use.adapter is None:  # one mean of a matrix, not two
         states -= 4 * sum(matrices(config, layer)[0] for layer in config.layers)
@@ -174,8 +181,14 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
     parts = {"weights": size * count + use.base, "gradients": size * count, "masters": own * count, "optimizer": states}
     parts |= {"gathered": 0, "update": 0}
     if use.zero and use.ranks > 1:
-        micro, masters = use.accumulation, use.masters
-        shared = fsdp_bytes(config, stage=use.zero, ranks=use.ranks, accumulation=micro, masters=masters)
+        shared = fsdp_bytes(
+            config,
+            stage=use.zero,
+            ranks=use.ranks,
+            accumulation=use.accumulation,
+            masters=use.masters,
+            copies=use.copies,
+        )
         parts |= {name: size // use.ranks for name, size in parts.items()}
         parts["gathered"] = max(0, int(shared.peak) - sum(parts.values()) + parts["gradients"]) // use.tensor
         if use.adapter is not None:
@@ -188,6 +201,9 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
         parts["update"] = 12 * count  # steps and their divisors, of all tensors of a group at once
     elif use.optimizer == "muon":
         parts["update"] = MUON_STACKS
+    if use.masters and not use.offload and not parts["gathered"]:
+        # The masters' gradients are float32. A heap that keeps freed blocks has no place for them in those of 16 bits.
+        parts["update"] += (4 if use.keeps_freed else 2) * count
     if use.offload:
         parts |= {"masters": 0, "optimizer": 0}
     return parts

@@ -11,8 +11,7 @@ from hasten.model.layer_format import LayerFormat, held_format, regrouped
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.quantization.report import LayerReport, compare
 from hasten.quantization.rounding import Grid, Search, round_weight
-from hasten.quantization.schemes import KERNEL_BITS
-from hasten.quantization.walk import Call, shared_copy
+from hasten.quantization.walk import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +86,9 @@ class BlockTask:
 
 
 def served(weight: QuantizedWeight, old: Any, bias: Tensor | None, layer: LayerFormat, dtype: torch.dtype) -> nn.Module:
-    """Build the layer of a quantized weight: packed for its kernel, or plain if no kernel supports the format."""
-    if weight.format.bits in KERNEL_BITS:
-        if (held := held_format(weight.format)) not in (None, weight.format):
-            weight = regrouped(weight, held)  # one scale a row, repeated for groups that kernels support
-        if isinstance(old, nn.Embedding):
-            return PackedEmbedding.from_weight(weight, dtype=dtype)
-        return PackedLinear.from_weight(weight, bias, activations=layer.activations, dtype=dtype)
-    plain = shared_copy(old)
-    plain.weight = nn.Parameter(weight.dequantize(old.weight.dtype), requires_grad=False)
-    if bias is not None:
-        plain.bias = nn.Parameter(bias, requires_grad=False)
-    return plain
+    """Build the layer of a quantized weight, packed for its kernel."""
+    if (held := held_format(weight.format)) not in (None, weight.format):
+        weight = regrouped(weight, held)  # one scale a row, repeated for groups that kernels support; 3 bits as 4
+    if isinstance(old, nn.Embedding):
+        return PackedEmbedding.from_weight(weight, dtype=dtype)
+    return PackedLinear.from_weight(weight, bias, activations=layer.activations, dtype=dtype)

@@ -44,7 +44,8 @@ def merge(model: Transformer, adapter: Adapter, folder: Path, *, dtype: torch.dt
     def weight(name: str) -> QuantizedWeight:
         held: Any = model.get_submodule(name)
         if name not in adapter:
-            return held.to_weight()
+            assert stored is not None
+            return stored.weight(name)
         if layers[name].weight.permuted:
             raise ConfigError(f"{name}: its groups are permuted (desc_act), which hasten does not round to")
         delta = adapter[name].delta

@@ -16,7 +16,7 @@ from hasten.errors import ConfigError, HastenWarning
 from hasten.model.fused import fuse, is_fused, refusal, take_apart
 from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer, require_model
-from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
+from hasten.ops.linear import QuantizedWeight
 from hasten.quantization.block_task import BlockResult, served
 from hasten.quantization.calibration import check_calibration
 from hasten.quantization.gptq import GPTQ
@@ -45,8 +45,7 @@ def quantize(
 
     Each layer's original weight is freed as soon as its packed form is there (with GPTQ, block by block), so the peak
     is about one layer above the model. An lm_head tied to the embedding stays one matrix with it. `report` is called
-    after each layer (and costs a comparison of each). Layers of 3 and 2 bits become plain layers of the rounded
-    weights, because no kernel multiplies those.
+    after each layer (and costs a comparison of each). Weights of 3 and 2 bits are held as int4.
 
     Rounding to nearest skips layers that are quantized already, with a warning. Raises ConfigError if all of them are
     (with GPTQ: any), or if weights hold NaN or infinity. A fused model is unfused, and fused again if this fails.
@@ -62,21 +61,12 @@ def quantize(
             if name == "head" and tied:
                 model.tie()
             del old, weight
-            if isinstance(layer, PackedLinear | PackedEmbedding):
-                # Updated layer by layer, so that it is true of a half-quantized model after an interruption.
-                done[name] = formats[name]
-                model.stored_types.pop(name, None)
-                model.quantization = dict(done)
+            # Updated layer by layer, so that it is true of a half-quantized model after an interruption.
+            done[name] = formats[name]
+            model.stored_types.pop(name, None)
+            model.quantization = dict(done)
         if "head" in formats and not tied:  # the config may have said otherwise
             model.config = replace(model.config, tie_embeddings=False)
-        if plain := set(formats) - set(done):
-            bits = " and ".join(sorted({str(formats[name].weight.bits) for name in plain}, reverse=True))
-            warnings.warn(
-                f"no kernel multiplies weights of {bits} bits: they are held as plain "
-                f"{str(model.dtype).removeprefix('torch.')}, as large and as fast as before",
-                HastenWarning,
-                stacklevel=2,
-            )
     return model
 
 

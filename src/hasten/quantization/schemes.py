@@ -24,7 +24,6 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "activations": ("auto", "int8", "float"),
 }
 AskedActivations = Literal["auto", "int8", "float"]
-KERNEL_BITS = (4, 8)  # bits of weights that kernels multiply; others run as plain weights
 
 
 def tied_head_group(width: int) -> int:
@@ -94,7 +93,7 @@ class Int4:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int3(Int4):
-    """3-bit integers; the settings are those of `Int4`. No kernel multiplies them: a model runs with plain weights."""
+    """3-bit integers; the settings are those of `Int4`. A model runs with them as int4: only the folder is smaller."""
 
     bits: ClassVar[int] = 3
 

@@ -69,6 +69,7 @@ def training_use(
         ranks=ranks.size // parallel.replicas,
         replicas=parallel.replicas,
         tensor=ranks.tensor,
+        copies=parallel.offload == "optimizer",
         offload=parallel.offload != "none" and device.type != "cpu",
         adapter=adapter,
         keeps_freed=techniques.keep_memory and device.type == "cpu",

@@ -243,8 +243,8 @@ class Qat:
     with the same bits and group size (none: round to nearest)."""
     head: Annotated[Literal["none", "int8", "same"], ROUNDED] = "none"
     """Format of the stored head (none: not quantized; transformers cannot read a quantized one tied to embeddings)."""
-    activations: Annotated[Literal["int8", "float"], ROUNDED, Unless("qat.bits", 3)] = "int8"
-    """int8: also round each layer's input, if the kernel that will run it does; the one for 3 bits does not."""
+    activations: Annotated[Literal["int8", "float"], ROUNDED] = "int8"
+    """int8: also round each layer's input as the kernel that will run it does; float: do not."""
     learned_scales: Annotated[bool, ROUNDED] = True
     """Train the scales (LSQ); otherwise they follow the largest weight of their group."""
     start_bits: Annotated[int | None, ROUNDED] = None

@@ -154,7 +154,7 @@ def minimum_format(element: str) -> WeightFormat:
 def int4_format(
     group_size: int, *, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16, bits: int = 4
 ) -> WeightFormat:
-    """`group_format` of 4 bits. 3 and 2 bits are the same with fewer integers; no kernel multiplies them."""
+    """`group_format` of 4 bits. 3 and 2 bits are the same with fewer integers, which kernels multiply as int4."""
     return group_format(f"int{bits}", group_size, symmetric=symmetric, scale_dtype=scale_dtype)
 
 
