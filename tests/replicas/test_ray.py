@@ -175,7 +175,7 @@ def test_without_ray_it_is_one_line(folder, capsys, monkeypatch):
         (["--replicas", "-1"], "replicas is -1"),
         (["--replicas", "2", "--max-replicas", "1"], "max-replicas is 1, below replicas"),
         (["--max-replicas", "2"], "--max-replicas has no effect with --replicas 0"),
-        (["--replicas", "2", "--tensor-parallel", "2"], "do not go together"),
+        (["--replicas", "2", "--tensor-parallel", "5"], "take at most 4"),
     ],
 )
 def test_numbers_that_make_no_sense(folder, capsys, options, told):
