@@ -194,7 +194,8 @@ def follow(
             _place_on_all(model, number, partial(_adapter_in, model, bytes(path)))
             continue
         if disk is not None and kind in (KEEP, TOUCH, SEEK, TAKE):
-            {KEEP: disk.keep, TOUCH: disk.touch, SEEK: disk.seek, TAKE: disk.take}[kind](*message)
+            own: dict[int, Any] = {KEEP: disk.keep, TOUCH: disk.touch, SEEK: disk.seek, TAKE: disk.take}
+            own[kind](*message)
             continue
         tokens, chosen, wanted = _several(rest), _several(rest), _several(rest)
         if model.adapters is not None:

@@ -7,11 +7,11 @@ and the logits of all ranks are gathered, so every rank has the same bits and sa
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hasten.model.attention import Attention
 from hasten.model.config import ModelConfig
 from hasten.model.experts import NormedExperts
 from hasten.model.norms import RMSNorm
@@ -119,7 +119,7 @@ def connect(model: Transformer, group: RankGroup, shares: list[Share], whole: Mo
     return sharded
 
 
-def _connect_norms(attention: Attention, group: RankGroup, shares: list[Share], whole: ModelConfig) -> None:
+def _connect_norms(attention: Any, group: RankGroup, shares: list[Share], whole: ModelConfig) -> None:
     """Have the norms over all heads of queries, and of keys, take those of all ranks."""
     own = shares[group.rank]
     copies = sum(own.kv_heads.start in share.kv_heads for share in shares)
