@@ -159,7 +159,7 @@ def folders(tmp_path_factory):
     """The models of all cases, and what a process alone makes of each."""
     root, alone = tmp_path_factory.mktemp("shared"), {}
     for name, (changes, scheme, dtype) in CASES.items():
-        model = make(changes).to(getattr(torch, dtype))
+        model = make(changes, decided=4 if dtype == "float32" else 8).to(getattr(torch, dtype))
         if scheme == "desc_act":
             hasten.save(model, root / f"{name}-plain")
             column_folders.write(root / f"{name}-plain", root / name, "gptq", act_order=True)
@@ -174,15 +174,16 @@ def folders(tmp_path_factory):
     return root, alone
 
 
-def make(changes):
-    """The tiny Llama with these changes; biases are random too."""
+def make(changes, *, decided=4):
+    """The tiny Llama with these changes; biases are random too. decided: factor of what its routers say."""
     plain = tiny_llama()
     model = initialize(read_config(dict(plain.config.source) | {"head_dim": None} | changes), seed=3)
+    generator = torch.Generator().manual_seed(0)
     for name, one in model.named_parameters():
         if name.endswith(("bias", "sinks", "q_norm.weight", "k_norm.weight")):
-            torch.nn.init.normal_(one, std=0.3)
+            torch.nn.init.normal_(one, std=0.3, generator=generator)
         if name.endswith("router.weight"):  # decisions that are no near ties: else any rounding takes another expert
-            one.data *= 4
+            one.data *= decided
     return model.eval()
 
 
