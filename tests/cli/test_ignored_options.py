@@ -324,7 +324,7 @@ def test_an_option_without_effect_says_what_stands_in_the_way(command, path, num
             "--prefix-cache has no effect with --no-prefix-cache; leave one",
         ),
         ("serve M --prefix-cache-bytes 9", "--prefix-cache-bytes has no effect without --prefix-cache; set that too"),
-        ("serve M --prefix-cache D --replicas 2", "--prefix-cache does not go with --replicas or --tensor-parallel"),
+        ("serve M --prefix-cache D --replicas 2", "--prefix-cache does not go with --replicas: its blocks"),
         ("serve M --replicas 2 --requests-each 4", "--requests-each has no effect without --max-replicas"),
         ("serve M --api-key k --allowed-host example.com", "--allowed-host has no effect with an API key, or on an"),
         ("export M out --gguf Q8_0", "--gguf has no effect in a folder; name an OUTPUT that ends in .gguf, or leave"),

@@ -69,8 +69,8 @@ def test_ranks_and_precision_go_to_the_ranks_and_replicas_are_told(h100s, tiny_f
     told = capsys.readouterr().err
     replicas = 8 // planned.tensor_parallel
     assert f"the plan has {replicas} replicas" in told
-    line = f"hasten serve {tiny_folder} --replicas {replicas} --quantize int8"
-    assert (line in told) == (planned.tensor_parallel == 1), "a replica of several ranks would be refused"
+    ranks = f" --tensor-parallel {planned.tensor_parallel}" * (planned.tensor_parallel > 1)
+    assert f"all of them: hasten serve {tiny_folder} --replicas {replicas}{ranks} --quantize int8" in told
     with pytest.raises(ConfigError, match="--replicas and --devices auto do not go together"):
         Serve(model=str(tiny_folder), devices="auto", goal="latency", fleet=ReplicaSettings(replicas=2))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import hasten
 import ranks
@@ -18,7 +20,7 @@ from hasten.checkpoints.load import load
 from hasten.cli.serve import Serve
 from hasten.engine.params import SamplingParams
 from hasten.engine.speculation import make_speculator
-from hasten.errors import ConfigError
+from hasten.errors import CheckpointError, ConfigError, ResourceError
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.model.lora import new_adapter
@@ -187,6 +189,27 @@ def test_the_first_rank_drafts_with_whole_layers_of_its_model(folders):
     for one in (share, other):
         with pytest.raises(ConfigError, match="the draft mtp is for a model that one process holds"):
             make_speculator(one, "mtp")
+
+
+@pytest.mark.parametrize("kind", ["float32", "int4"])
+def test_no_further_layers_are_loaded_to_draft(kind, folders, tmp_path, monkeypatch):
+    """A folder whose last layer cannot be read; then a machine whose memory is full."""
+    share = load(folders / kind, dtype="stored", group=RankGroup(0, 2))
+    shutil.copytree(folders / kind, damaged := tmp_path / "damaged")
+    tensors = load_file(damaged / "model.safetensors")
+    last = len(share.config.layers) - 1
+    for name, tensor in tensors.items():
+        if f"layers.{last}." in name and tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    share.origin = str(damaged)
+    draft = make_speculator(share, "self:1-layers").proposer.model
+    assert len(draft.blocks) == len(draft.config.layers) == 1
+    with pytest.raises(CheckpointError):
+        load(damaged, dtype="stored")
+    monkeypatch.setattr("hasten.engine.speculation.build.available_memory", lambda _: 1000)
+    with pytest.raises(ResourceError, match=r"self:1-layers: .* and 1,000 are free; take fewer layers, or suffix"):
+        make_speculator(share, "self:1-layers")
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}

@@ -50,6 +50,19 @@ SINKS |= {"swiglu_limit": 0.7, "attention_bias": True}
 EXAONE = {"model_type": "exaone4", "sliding_window": 6}
 GRANITE = {"model_type": "granite", "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.0}
 BIASES = {"attention_bias": True, "mlp_bias": True}
+OLMO = {"model_type": "olmo2"}
+STATES = {"num_hidden_layers": 4, "head_dim": 32, "rms_norm_eps": 1e-2, "linear_num_key_heads": 4}
+STATES |= {"linear_num_value_heads": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+DELTA = STATES | {"model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2}
+DELTA |= {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 40}
+GEMMA4 = {"model_type": "gemma4_text", "head_dim": 16, "global_head_dim": 32, "sliding_window": 6}
+GEMMA4 |= {"hidden_size_per_layer_input": 0, "attention_k_eq_v": False}
+# Values of global layers that are their keys, of fewer heads; then shared keys and per-layer embeddings; then experts.
+FEW_KEYS = GEMMA4 | {"num_hidden_layers": 7, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+LENT_KEYS = GEMMA4 | {"num_hidden_layers": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+LENT_KEYS |= {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 310}
+BESIDE = FEW_KEYS | {"num_hidden_layers": 6, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+BESIDE |= {"moe_intermediate_size": 48}
 LONG = [PROMPTS[0], PROMPTS[1] * 8]  # of several blocks
 PATTERN = {"name": "bigbird", "block": 16, "window": 1, "random_blocks": 1, "per_head": True}
 UNEVEN = {
@@ -74,6 +87,15 @@ CASES = {
     "sparse-fused": ({"hasten": {"attention_pattern": PATTERN}}, None, "bfloat16"),
     "act-order": ({}, "desc_act", "float32"),
     "side-by-side": (COHERE, None, "float32"),
+    "norm-of-all-heads": (OLMO, None, "float32"),
+    "norm-of-one-key": (OLMO | {"num_key_value_heads": 1}, None, "float32"),
+    "states": (DELTA, None, "float32"),
+    "states-fused": (STATES | {"model_type": "qwen3_5_text"}, None, "bfloat16"),
+    "states-experts-fused": (DELTA, None, "bfloat16"),
+    "states-one-key": (STATES | {"model_type": "qwen3_5_text", "linear_num_key_heads": 1}, None, "float32"),
+    "few-keys": (FEW_KEYS, None, "float32"),
+    "lent-keys": (LENT_KEYS, None, "float32"),
+    "experts-beside": (BESIDE, None, "float32"),
     "int8": ({}, Int8(activations="int8"), "bfloat16"),
     "int4": ({"intermediate_size": 160}, Int4(group_size=32), "bfloat16"),
     "int4-experts": (MOE, Int4(group_size=32), "bfloat16"),
@@ -83,7 +105,7 @@ CASES = {
     "scaled": (GRANITE, None, "bfloat16"),
 }
 
-SERVED = ["grouped", "int4"]
+SERVED = ["grouped", "int4", "states", "states-fused", "lent-keys"]
 
 # Writes, for each case, what one rank has: tokens, logits of the first step, and how much of each weight it holds.
 WORKER = """
@@ -137,7 +159,7 @@ def folders(tmp_path_factory):
     """The models of all cases, and what a process alone makes of each."""
     root, alone = tmp_path_factory.mktemp("shared"), {}
     for name, (changes, scheme, dtype) in CASES.items():
-        model = make(changes).to(getattr(torch, dtype))
+        model = make(changes, decided=4 if dtype == "float32" else 8).to(getattr(torch, dtype))
         if scheme == "desc_act":
             hasten.save(model, root / f"{name}-plain")
             column_folders.write(root / f"{name}-plain", root / name, "gptq", act_order=True)
@@ -152,15 +174,16 @@ def folders(tmp_path_factory):
     return root, alone
 
 
-def make(changes):
-    """The tiny Llama with these changes; biases are random too."""
+def make(changes, *, decided=4):
+    """The tiny Llama with these changes; biases are random too. decided: factor of what its routers say."""
     plain = tiny_llama()
     model = initialize(read_config(dict(plain.config.source) | {"head_dim": None} | changes), seed=3)
+    generator = torch.Generator().manual_seed(0)
     for name, one in model.named_parameters():
-        if name.endswith(("bias", "sinks")):
-            torch.nn.init.normal_(one, std=0.3)
+        if name.endswith(("bias", "sinks", "q_norm.weight", "k_norm.weight")):
+            torch.nn.init.normal_(one, std=0.3, generator=generator)
         if name.endswith("router.weight"):  # decisions that are no near ties: else any rounding takes another expert
-            one.data *= 4
+            one.data *= decided
     return model.eval()
 
 
@@ -251,7 +274,10 @@ def test_a_rank_holds_its_share(folders, said, name):
     assert max(rank[name]["held"] for rank in said) < 0.85 * whole
 
 
-@pytest.mark.parametrize(("name", "form"), [("grouped", "readable"), ("int4", "fused")])
+FORMS = {"int4": "fused", "states-fused": "fused"}
+
+
+@pytest.mark.parametrize(("name", "form"), [(name, FORMS.get(name, "readable")) for name in SERVED])
 def test_the_first_rank_serves_and_the_others_follow(said, name, form):
     assert said[0][name]["served"] == said[0][name][form]["tokens"] * 3
 
@@ -294,18 +320,23 @@ def test_more_ranks_than_there_are_parts_are_refused_with_what_would_do(size, gr
         shares(config, size, output=group, down=group)
 
 
-def test_layers_with_states_are_not_shared():
-    config = read_config(dict(tiny_llama().config.source) | {"model_type": "qwen3_5_text", "num_hidden_layers": 4})
-    assert len(shares(config, 1)) == 1
-    with pytest.raises(ConfigError, match=r"--tensor-parallel is 2; a qwen3_5_text has Gated DeltaNet"):
-        shares(config, 2)
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_heads_of_states_are_divided_with_the_keys_that_they_use(size):
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 32, "num_attention_heads": 8}
+    values = dict(tiny_llama().config.source) | {"head_dim": 8} | STATES | {"model_type": "qwen3_5_text"} | sizes
+    config, covered = read_config(values), []
+    for share in shares(config, size):
+        own = share.config().delta
+        assert own.value_heads % own.key_heads == 0
+        seen = [share.key_heads[i // (own.value_heads // own.key_heads)] for i in range(own.value_heads)]
+        assert seen == [head // 16 for head in share.value_heads]
+        covered += share.value_heads
+    assert covered == list(range(32))
 
 
-@pytest.mark.parametrize("family", ["olmo2", "olmoe", "minimax_m2"])
-def test_norms_over_all_heads_are_not_shared(family):
-    experts = {"num_experts": 4} if family == "olmoe" else {"num_local_experts": 4}
-    config = read_config(dict(tiny_llama().config.source) | experts | {"model_type": family, "num_experts_per_tok": 2})
+def test_layers_that_would_be_divided_differently_are_refused():
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_global_key_value_heads": 3}
+    config = read_config(dict(tiny_llama().config.source) | FEW_KEYS | heads)
     assert len(shares(config, 1)) == 1
-    said = rf"--tensor-parallel is 2; {family} normalises all heads .* run it in one process"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=r"--tensor-parallel is 2; the layers of this gemma4_text have different"):
         shares(config, 2)

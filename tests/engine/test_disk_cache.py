@@ -16,8 +16,8 @@ import torch
 
 import hasten
 from hasten.checkpoints.adapter_files import save_adapter
+from hasten.engine import block_threads, disk_cache
 from hasten.engine import cache as cache_module
-from hasten.engine import disk_cache
 from hasten.engine.block_files import HEADER_BYTES, BlockFiles
 from hasten.engine.cache import KVCache, LayerShape, row_format
 from hasten.errors import ConfigError, ResourceError
@@ -359,7 +359,7 @@ def test_a_queue_that_is_full_holds_nobody_up(model, folder, monkeypatch):
     """The writer hangs; steps go on, and what does not fit is not written."""
     wanted, hangs, write = answer(model)[0], threading.Event(), BlockFiles.write
     block = make_engine(model).runner.cache.block_bytes
-    monkeypatch.setattr(disk_cache, "_QUEUE_BYTES", 5 * block)
+    monkeypatch.setattr(block_threads, "_QUEUE_BYTES", 5 * block)
     monkeypatch.setattr(BlockFiles, "write", lambda *own: hangs.wait(30) and write(*own))
     engine = make_engine(model, prefix_cache=folder)
     assert answer(model, engine=engine)[0] == wanted

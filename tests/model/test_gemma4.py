@@ -12,12 +12,9 @@ import hasten
 import references
 from hasten.engine.cache import KVCache
 from hasten.engine.compiled import compile_blocks
-from hasten.errors import ConfigError
 from hasten.model.binding import explain
 from hasten.model.context import TrainingContext
-from hasten.model.families import read_config
 from hasten.model.last_rows import LayerOfRows
-from hasten.model.shares import shares
 from hasten.planning.cost import kv_bytes_per_token, parameters
 from hasten.planning.memory import InferenceUse, memory_of
 from hasten.planning.plan import inference_phases
@@ -25,7 +22,7 @@ from hasten.quantization.schemes import layers_to_quantize
 from hasten.quantization.walk import CalibrationWalk
 from hasten.training.activations import apply_checkpointing
 from parity import PROMPTS, our_logits, reference_greedy
-from references import decided, make_reference, values_of
+from references import decided, make_reference
 
 CASES = ("gemma4_text", "gemma4_text-shared", "gemma4_text-experts")
 SHARED = "gemma4_text-shared"
@@ -196,12 +193,6 @@ def test_a_plan_counts_per_layer_embeddings_apart():
     assert token.moved < 4 * (count.total - count.table) + 2 * 16 * kv_bytes_per_token(config, 4)
 
 
-def test_processes_do_not_share_the_model():
-    config = hasten.load(make_reference(SHARED)).config
-    with pytest.raises(ConfigError, match="--tensor-parallel is 2; layers of a gemma4_text have heads of"):
-        shares(config, 2)
-
-
 def test_a_published_config_is_wrapped_and_names_what_global_layers_have(tmp_path):
     values = {"text_config": {"model_type": "gemma4_text", "num_hidden_layers": 6}, "model_type": "gemma4"}
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -224,10 +215,3 @@ def test_prompts_are_not_compiled_where_few_rows_pass_the_last_layers(monkeypatc
     hasten.generate(model, [[5, 6, 7, 8]], max_new_tokens=3, temperature=0, draft="none")
     assert calls
     assert not any(isinstance(one, LayerOfRows) for given in calls for one in given)
-
-
-def test_norms_of_experts_are_not_split_over_ranks():
-    values = values_of("gemma4_text-experts")
-    alike = {"global_head_dim": values["head_dim"], "attention_k_eq_v": False, "num_global_key_value_heads": None}
-    with pytest.raises(ConfigError, match="norms of their experts, which are not split"):
-        shares(read_config(values | alike), 2)

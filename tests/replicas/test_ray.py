@@ -147,6 +147,23 @@ def test_a_cluster_of_two_nodes_and_a_second_replica_while_requests_wait(folder)
         cluster.shutdown()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_replica_of_two_ranks_is_replaced_when_one_of_them_dies(folder):
+    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'hasten[ray]'")
+    model = hasten.load(folder, dtype="float32")
+    expected = "".join(hasten.stream(model, TEXT, temperature=0, max_new_tokens=12))
+    options = ["--replicas", "1", "--tensor-parallel", "2", "--threads", "2", "--dtype", "float32"]
+    with serving(folder, *options) as (client, process):
+        assert ask(client).json()["choices"][0]["text"] == expected
+        (worker,) = workers(process)
+        (rank,) = [one for one in worker.children() if "spawn_main" in " ".join(one.cmdline())]
+        rank.kill()
+        eventually(lambda: workers(process) not in ([], [worker]))
+        eventually(lambda: ask(client).status_code == 200)
+        assert ask(client).json()["choices"][0]["text"] == expected
+
+
 def test_a_cluster_that_is_not_there_is_one_error():
     pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'hasten[ray]'")
     from hasten.replicas.ray_serve import connect
@@ -175,7 +192,7 @@ def test_without_ray_it_is_one_line(folder, capsys, monkeypatch):
         (["--replicas", "-1"], "replicas is -1"),
         (["--replicas", "2", "--max-replicas", "1"], "max-replicas is 1, below replicas"),
         (["--max-replicas", "2"], "--max-replicas has no effect with --replicas 0"),
-        (["--replicas", "2", "--tensor-parallel", "2"], "do not go together"),
+        (["--replicas", "2", "--tensor-parallel", "5"], "take at most 4"),
     ],
 )
 def test_numbers_that_make_no_sense(folder, capsys, options, told):

@@ -330,7 +330,6 @@ def test_a_client_that_goes_leaves_engine_and_list_alike(root):
 
 REFUSED = [
     ({"fleet": ReplicaSettings(replicas=2)}, "--replicas"),
-    ({"tensor_parallel": 2}, "--tensor-parallel"),
     ({"device": "cuda"}, "GPU"),
     ({"draft": "self:2-layers"}, "--draft self:2-layers"),
 ]

@@ -14,7 +14,6 @@ from hasten.errors import ConfigError, ResourceError
 from hasten.machine.memory import available_memory
 from hasten.model.fused import FusedBlock, FusedStack, fuse_where_it_fits, unfuse
 from hasten.model.lora import Adapter, AdapterChoice, Factors, attach, place
-from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 from hasten.ops.panels import PANEL
 
@@ -86,9 +85,9 @@ def _stacked(adapters: Sequence[Sequence[tuple[Factors, Tensor]]], inputs: int, 
 def place_adapter(model: Transformer, number: int, adapter: Adapter | None) -> None:
     """Put an adapter into a place of a model that generates, beside its others; None: leave the place empty.
 
-    number: an existing place, whose adapter it replaces, or the next one. No step may run meanwhile. Other adapters,
-    and rows without one, keep every bit. Raises ConfigError where the model can have none, ResourceError for lack of
-    memory; then nothing has changed.
+    number: an existing place, whose adapter it replaces, or the next one. No step may run meanwhile. Every rank that
+    holds the model calls this. Other adapters, and rows without one, keep every bit. Raises ConfigError where the model
+    can have none, ResourceError for lack of memory; then nothing has changed.
     """
     if refusal := placing_refusal(model):
         raise ConfigError(refusal)
@@ -123,8 +122,6 @@ def read_adapter(model: Transformer, folder: Path) -> Adapter:
 
 def placing_refusal(model: Transformer) -> str | None:
     """Why adapters of this model cannot change while it generates, or None."""
-    if isinstance(model, ShardedTransformer):
-        return "several ranks hold this model; adapters can only be named at the start (--adapter NAME=FOLDER)"
     if model.device.type != "cpu":
         return "steps on a GPU are captured with their adapters; name adapters at the start (--adapter NAME=FOLDER)"
     if not isinstance(model.stack, FusedStack) and not model.readable:

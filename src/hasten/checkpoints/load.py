@@ -135,11 +135,12 @@ def load_as_stored(source: str | Path | ModelSource) -> Transformer:
 def shares_of(checkpoint: ModelSource, size: int) -> list[Share]:
     """Each rank's share for `size` ranks. Raises ConfigError if the model cannot be split that way."""
     together = {"output": 1, "down": 1}
+    roles = {"output": (".output.weight", ".out.weight"), "down": (".down.weight",)}
     if checkpoint.quantized is not None:
         config, modules = checkpoint.config, checkpoint.quantized.modules
-        for role in together:
+        for role, endings in roles.items():
             every = (place for layout in layouts(FAMILIES[config.family], config) for place in layout)
-            names = {piece.name for ours, piece in every if f".{role}.weight" in ours}
+            names = {piece.name for ours, piece in every if ours.endswith(endings)}
             formats = (modules[name].layer for name in names & set(modules))
             together[role] = whole_groups(one.weight for one in formats if one is not None)
     return shares(checkpoint.config, size, **together)
@@ -163,7 +164,7 @@ def fill_plain(
     modules = {} if quantized is None else quantized.modules
     model, pieces = planned(checkpoint)
     if share is not None:
-        model = _skeleton(share.config(config))
+        model = _skeleton(share.config())
     model.generation = checkpoint.generation
     # The weights last: what else is wrong with a folder, but for its tokenizer, shows before gigabytes are read.
     plain = {o: p for o, p in pieces.items() if p.name not in modules}

@@ -228,6 +228,17 @@ class EngineOptions:
         if self.cache_gib is not None and not 0 < self.cache_gib < math.inf:
             raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0 and finite")
 
+    def engine_settings(self) -> EngineSettings:
+        """The settings of the engine, with those that are options of their own."""
+        from hasten.engine.batch import SIZES
+
+        settings = self.engine
+        if self.cache_gib is not None:
+            settings = replace(settings, cache_bytes=int(self.cache_gib * 2**30))
+        if self.prefix_cache is not None or self.no_prefix_cache:
+            settings = replace(settings, prefix_cache=self.prefix_cache or False)
+        return settings if settings.capture_sizes is not None else replace(settings, capture_sizes=SIZES)
+
     def start_engine(
         self,
         model: Transformer,
@@ -241,18 +252,11 @@ class EngineOptions:
         adapters: folders by their names. secret: the key of its blocks' hashes.
         """
         from hasten.engine.async_engine import AsyncEngine
-        from hasten.engine.batch import SIZES
         from hasten.engine.llm import make_engine
 
-        settings = self.engine
-        if self.cache_gib is not None:
-            settings = replace(settings, cache_bytes=int(self.cache_gib * 2**30))
-        if self.prefix_cache is not None or self.no_prefix_cache:
-            settings = replace(settings, prefix_cache=self.prefix_cache or False)
-        if settings.capture_sizes is None:
-            settings = replace(settings, capture_sizes=SIZES)
-        drafting = self.drafting(model) if isinstance(self, DraftOptions) else {}
-        return AsyncEngine(make_engine(model, tokenizer, settings, adapters=adapters, secret=secret, **drafting))
+        drafting: dict[str, Any] = self.drafting(model) if isinstance(self, DraftOptions) else {}
+        drafting |= {"adapters": adapters, "secret": secret}
+        return AsyncEngine(make_engine(model, tokenizer, self.engine_settings(), **drafting))
 
 
 @dataclass(frozen=True, kw_only=True)

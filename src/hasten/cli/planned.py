@@ -53,9 +53,10 @@ def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
     speed = f"{1e3 * best.token_seconds:.1f} ms a token and {best.tokens_per_second:.1f} tokens/s predicted"
     print(f"{ranks}, {best.weights}, {batch}: {speed}; {found.why()}", file=sys.stderr)
     if best.replicas > 1:
-        line = " ".join(["hasten", "serve", command.model, "--replicas", str(best.replicas), "--quantize", quantize])
-        others = f"all of them: {line}" if best.use.degree == 1 else "start the others like it, on devices of their own"
-        print(f"the plan has {best.replicas} replicas, and this is one of them; {others}", file=sys.stderr)
+        ranks_of_each = [] if best.use.degree == 1 else chosen[:2]
+        line = ["hasten", "serve", command.model, "--replicas", str(best.replicas), *ranks_of_each, *chosen[2:]]
+        all_of_them = f"the plan has {best.replicas} replicas, and this is one of them; all of them: {' '.join(line)}"
+        print(all_of_them, file=sys.stderr)
     command = replace(command, devices="given", tensor_parallel=best.use.degree, quantize=quantize, **WANTED)
     return command, [*_without(arguments, {*WANTED, "devices"}), *chosen]
 

@@ -40,7 +40,7 @@ def run(command: Any, arguments: list[str]) -> None:
     if isinstance(command, DeviceOptions) and (planned or alone):
         command, arguments = by_plan(command, arguments)
         degree = command.tensor_parallel
-    if degree is None or (degree == 1 and alone):
+    if degree is None or (alone and (degree == 1 or getattr(command, "starts_ranks", False))):
         command.run()
     elif alone:
         _start_ranks(command, arguments, degree)

@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -66,6 +67,11 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
     }
 
     @property
+    def starts_ranks(self) -> bool:
+        """Whether this command itself starts the ranks of --tensor-parallel: each replica starts its own."""
+        return self.fleet.replicas > 0
+
+    @property
     def checks_hosts(self) -> bool:
         """Whether the Host header is checked: without keys and on loopback."""
         from hasten.server.server import is_loopback
@@ -74,12 +80,8 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fleet.replicas and self.tensor_parallel > 1:
-            raise ConfigError("--replicas and --tensor-parallel do not go together: a replica is one process")
-        if self.prefix_cache is not None and (self.fleet.replicas or self.tensor_parallel > 1):
-            raise ConfigError(
-                "--prefix-cache does not go with --replicas or --tensor-parallel: its blocks are those of one process"
-            )
+        if self.prefix_cache is not None and self.fleet.replicas:
+            raise ConfigError("--prefix-cache does not go with --replicas: its blocks are those of one engine")
         if self.server.adapter_folder is not None:
             self._check_adapter_folder()
         if self.fleet.replicas and self.devices == "auto":
@@ -87,10 +89,10 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
 
     def _check_adapter_folder(self) -> None:
         """Refuse --adapter-folder where adapters cannot change while the model is served."""
-        if self.fleet.replicas or self.tensor_parallel > 1 or self.device.startswith("cuda"):
+        if self.fleet.replicas or self.device.startswith("cuda"):
             raise ConfigError(
-                "--adapter-folder does not go with --replicas, --tensor-parallel or a GPU, where the model keeps the "
-                "adapters that it began with; name them with --adapter NAME=FOLDER"
+                "--adapter-folder does not go with --replicas or a GPU, where the model keeps the adapters that it "
+                "began with; name them with --adapter NAME=FOLDER"
             )
         if re.fullmatch("self:.*-layers|mtp", str(self.draft)):
             raise ConfigError(
@@ -126,7 +128,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         settings = self._settings()
         group = current_group()
         if group is not None and self.fleet.replicas:
-            raise ConfigError("--replicas and torchrun do not go together: a replica is one process")
+            raise ConfigError("--replicas and torchrun do not go together: give --tensor-parallel for their ranks")
         if group is not None and group.rank:
             self._follow()
             return
@@ -156,7 +158,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
 
         model = self.load()
         assert isinstance(model, ShardedTransformer)
-        follow(model, self.engine, adapters=self.adapters(), **self.drafting(model))
+        follow(model, self.engine_settings(), adapters=self.adapters(), **self.drafting(model))
 
     def name(self) -> str:
         """The name under which the model is served, never a path."""
@@ -191,16 +193,18 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         import signal
         import threading
 
-        from hasten.checkpoints.load import open_checkpoint
-        from hasten.replicas.ray_serve import Replicas
+        from hasten.checkpoints.load import open_checkpoint, shares_of
         from hasten.server.app import make_app
         from hasten.server.logs import configure_logs
         from hasten.server.service import Service
 
         checkpoint = open_checkpoint(self.model)  # errors of the folder are raised before anything is started
+        shares_of(checkpoint, self.tensor_parallel)
+        from hasten.replicas.ray_serve import Replicas
+
         tokenizer = self._tokenizer(checkpoint)
         configure_logs(self.log)
-        one, gpus = self._one_replica(), float(self.device.startswith("cuda"))
+        one, gpus = self._one_replica(), float(self.tensor_parallel * self.device.startswith("cuda"))
         replicas = Replicas(one.replica_engine, self.fleet, cores=1 if gpus else int(one.threads), gpus=gpus)
         try:
             engine = replicas.start(tokenizer)
@@ -245,7 +249,19 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         )
 
     def replica_engine(self, secret: bytes) -> AsyncEngine:
-        """Start the engine of a replica. secret: the key of all replicas' block hashes."""
+        """Start the engine of a replica, and its other ranks. secret: the key of all replicas' block hashes."""
+        if (ranks := self.tensor_parallel) == 1:
+            return self._start_replica(secret)
+        from hasten.checkpoints.load import open_checkpoint
+        from hasten.cli.room import require_room
+        from hasten.machine import resolve_device
+        from hasten.replicas.ranks import lead
+
+        require_room(self, open_checkpoint(self.model), str(resolve_device(self.device)), ranks=ranks)
+        one = self if self.threads == "auto" else replace(self, threads=max(1, self.threads // ranks))
+        return lead(partial(one._start_replica, secret), follow=one._follow, ranks=ranks)
+
+    def _start_replica(self, secret: bytes) -> AsyncEngine:
         model = self.load()
         return self.start_engine(model, self._tokenizer(model), adapters=self.adapters(), secret=secret)
 

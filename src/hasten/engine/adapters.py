@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hasten.checkpoints.adapters import place_adapter
 from hasten.engine.request import Request, RequestRefused
 from hasten.model.lora import Adapter
 
@@ -68,14 +68,17 @@ class AdapterNumbers:
         return number
 
 
-def load(engine: Engine, name: str, adapter: Adapter) -> None:
-    """Give the model an adapter under a new name. Between two steps. Raises RequestRefused and as `place_adapter`."""
+def load(engine: Engine, name: str, adapter: Adapter, folder: Path | None = None) -> None:
+    """Give the model an adapter under a new name. Between two steps. Raises RequestRefused and as `place_adapter`.
+
+    folder: where it was read; the other ranks that hold the model read their shares there.
+    """
     engine.check_open()
     if not name or name in engine.adapters.names:
         known = ", ".join(engine.adapters.names)
         raise RequestRefused(f"an adapter needs a name that no other has, found {name!r:.100}; loaded: {known}")
     number = engine.adapters.free_place(_used(engine))
-    place_adapter(engine.model, number, adapter)
+    engine.runner.place_adapter(number, adapter, folder)
     engine.adapters.name_place(number, name)
 
 
@@ -87,7 +90,7 @@ def unload(engine: Engine, name: str) -> None:
     engine.check_open()
     number = engine.adapters.forget(name)
     if number not in _used(engine):
-        place_adapter(engine.model, number, None)
+        engine.runner.place_adapter(number, None)
 
 
 def _used(engine: Engine) -> set[int]:

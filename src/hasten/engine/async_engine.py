@@ -133,13 +133,15 @@ class AsyncEngine:
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Give the model the adapter in a folder: read while steps run, placed between two of them.
 
+        Of several ranks that hold the model the others read their shares of it there, which holds up the next step.
+
         Raises RequestRefused for a name that there is, and as `read_adapter` and `place_adapter` do.
         """
         from hasten.checkpoints.adapters import read_adapter
         from hasten.engine import adapters
 
         adapter = await asyncio.to_thread(read_adapter, self.engine.model, folder)
-        await self._ask(partial(adapters.load, self.engine, name, adapter))
+        await self._ask(partial(adapters.load, self.engine, name, adapter, folder))
 
     async def unload_adapter(self, name: str) -> None:
         """Take an adapter away; requests that run with it go on. Raises RequestRefused for one that there is not."""

@@ -106,6 +106,7 @@ class KVCache:
             raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.blocks, self.block_size, self.row_format = blocks, block_size, row_format
+        self.sequences = sequences  # that states are kept of
         self.first_slots = torch.arange(blocks, device=device) * block_size  # (blocks,)
         self.windows = [layer.window for layer in config.layers if not layer.delta]
         self._stretches = config.stretches_at is not None
@@ -253,7 +254,7 @@ class KVCache:
         )
         for old, new in zip((*self.k, *self.v), (*larger.k, *larger.v), strict=True):
             new[: len(old) - 1] = old[:-1]
-        larger.sparse, larger.states = self.sparse, self.states
+        larger.sparse, larger.states, larger.sequences = self.sparse, self.states, self.sequences
         vars(self).update(vars(larger))
 
     # -- steps --------------------------------------------------------------------------------------------------------

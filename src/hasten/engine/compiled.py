@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError
 from hasten.model.fused import CudaBlock
 from hasten.model.last_rows import LayerOfRows
-from hasten.model.sharded import RowsOfRank, ShardedTransformer, SumOfRanks
+from hasten.model.sharded import NormOfRanks, RowsOfRank, ShardedTransformer, SumOfRanks
 from hasten.model.swap import replace_modules, swap_kinds, take_over
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.wide import WideLinear, wide_linear
@@ -70,7 +70,7 @@ def compile_blocks(model: Transformer) -> None:
     # Searching the tiles of each kernel, one size after the other: what makes products of one row fast.
     options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if model.device.type == "cuda" else None
     for module in model.modules():
-        if isinstance(module, SumOfRanks):
+        if isinstance(module, SumOfRanks | NormOfRanks):
             module.summed = torch.compiler.disable(module.group.sum)
         elif isinstance(module, RowsOfRank):
             module.gathered = torch.compiler.disable(module.gathered)

@@ -3,139 +3,65 @@
 A block is found by the same key in memory and on the disk. So the disk only ever fills free blocks of the cache in
 memory, and sequences begin with them as with any other (`BlockManager.begin`).
 
-Two threads of its own do all that may wait for a disk. The writer takes copies of blocks that steps have filled, from a
-queue of bounded size; what does not fit is not written. The reader loads the beginning of the sequence whose turn it
-is, while those that run go on; the sequence begins when its blocks are there. Whether to read is decided by measured
-times: bytes at the rate of the latest reads, beside tokens at the rate of the latest prompts.
+Two threads do all that may wait for a disk (`hasten.engine.block_threads`). The beginning of the sequence whose turn it
+is is read while those that run go on; the sequence begins when its blocks are there. Whether to read is decided by
+measured times: bytes at the rate of the latest reads, beside tokens at the rate of the latest prompts.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from hasten.engine.block_files import HEADER_BYTES, VERSION, BlockFiles
+from hasten.engine.block_files import VERSION, BlockFiles
+from hasten.engine.block_threads import BlockLoad, BlockThreads, Rate
 from hasten.engine.blocks import BlockManager
 from hasten.engine.cache import KVCache
-from hasten.engine.prefixes import passed_blocks, usable_blocks
 from hasten.engine.sequence import TextSequence
 from hasten.errors import ConfigError
 from hasten.machine.files import code_digest
 from hasten.machine.processor import processor_name
 from hasten.model.fingerprint import fingerprint
 from hasten.model.fused import path_of
-from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 from hasten.ops.native import library
 
-_QUEUE_BYTES = 256 << 20  # of blocks that wait to be written
-_PAUSE = 60.0  # seconds without writing after a write has failed
 _USED_AGAIN = 60.0  # seconds after which a block that is used in memory is recorded as used on the disk, too
-_AHEAD = 16  # files that the system is asked to read before they are wanted
 _MOST_FORGOTTEN = 10_000  # keys of blocks that memory no longer has
-_LATEST = 0.3  # weight of the latest measurement in a rate
 _TRY_AGAIN = 0.95  # what a decision against reading makes of the disk's measured time: rates change
-_CLOSING = 30.0  # seconds in which what waits is written when the engine is closed
 
 
-@dataclass(slots=True)
-class DiskStats:
-    """disk_hits: tokens whose blocks were read; disk_seconds: what reading took. Blocks that were dropped were not
-    written: the queue was full, or the disk."""
-
-    disk_hits: int = 0
-    disk_seconds: float = 0.0
-    disk_written_blocks: int = 0
-    disk_dropped_blocks: int = 0
-
-
-@dataclass(slots=True)
-class Rate:
-    """Seconds of one unit (a byte, a token), by the latest measurements; None before the first."""
-
-    seconds: float | None = None
-
-    def measured(self, units: int, seconds: float) -> None:
-        """Take one measurement in."""
-        new = seconds / units
-        self.seconds = new if self.seconds is None else self.seconds + _LATEST * (new - self.seconds)
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    """Blocks to read for a sequence. contents (n, block_bytes): of the keys in `found`, in this order."""
-
+@dataclass(slots=True, eq=False, kw_only=True)
+class _SequenceLoad(BlockLoad):
     sequence: TextSequence
-    keys: list[bytes]
-    in_memory: set[bytes]
-    most: int
-    found: list[bytes] = field(default_factory=list)
-    contents: Tensor | None = None
-    given_up: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
 
 
-class DiskCache:
+class DiskCache(BlockThreads):
     """The blocks of one engine on the disk. Its methods are called by the engine's thread."""
 
     def __init__(self, files: BlockFiles, cache: KVCache, blocks: BlockManager) -> None:
-        self.files, self.cache, self.blocks = files, cache, blocks
-        self.block_bytes, self.block_size = cache.block_bytes, cache.block_size
-        if self.block_bytes + HEADER_BYTES > files.limit:
-            raise ConfigError(
-                f"prefix_cache_bytes is {files.limit:,}; one block of {cache.block_size} tokens takes "
-                f"{self.block_bytes + HEADER_BYTES:,}: allow more"
-            )
-        self.reading, self.prefill = Rate(), Rate()
-        self._stats = DiskStats()
-        self._known: dict[bytes, float] = {}  # when blocks were last queued to be written, or recorded as used
-        self._load: _Load | None = None
-        self._paused_until = 0.0
-        self._work = threading.Condition()  # what is below is shared with the threads
-        self._to_write: deque[tuple[list[bytes], Tensor | None]] = deque()  # None: to be recorded as used
-        self._waiting_bytes = 0
-        self._to_read: deque[_Load] = deque()
-        self._closing = False
-        self._threads = [
-            threading.Thread(target=run, name=f"hasten-disk-{name}", daemon=True)
-            for name, run in (("writer", self._write_behind), ("reader", self._read_loads))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def stats(self) -> DiskStats:
-        return replace(self._stats)
-
-    # -- the engine's thread ------------------------------------------------------------------------------------------
+        super().__init__(files, cache, reach=blocks.reach)
+        self.blocks = blocks
+        self.prefill = Rate()
+        self._load: _SequenceLoad | None = None
 
     def keep(self, filled: Sequence[tuple[bytes, int]]) -> None:
         """Queue copies of blocks that a step has filled, as many as the queue has room for.
 
         Blocks that were queued before are queued again: what a step computes could not be read.
         """
-        now = time.monotonic()
+        taken = filled[: self.free_blocks]
         with self._work:
-            free = max(0, _QUEUE_BYTES - self._waiting_bytes) // self.block_bytes
-            taken = filled[: 0 if now < self._paused_until or self._closing else free]
             self._stats.disk_dropped_blocks += len(filled) - len(taken)
-        if not taken:
-            return
-        contents = self.cache.read_blocks([block for _, block in taken])
-        keys = [key for key, _ in taken]
-        self._note(keys, now)
-        with self._work:
-            self._to_write.append((keys, contents))
-            self._waiting_bytes += contents.nbytes
-            self._work.notify_all()
+        if taken:
+            keys = [key for key, _ in taken]
+            self._note(keys, time.monotonic())
+            self.write_later(keys, [block for _, block in taken])
 
     def ready(self, sequence: TextSequence, keys: Callable[[], list[bytes]]) -> bool:
         """Whether a sequence may begin; False while blocks of its beginning are read.
@@ -171,52 +97,36 @@ class DiskCache:
         if tokens >= 2 * self.block_size:
             self.prefill.measured(tokens, seconds)
 
-    def flush(self, timeout: float = _CLOSING) -> None:
-        """Wait until what was queued is written."""
-        with self._work:
-            self._work.wait_for(lambda: not self._waiting_bytes and not self._to_write, timeout)
-
     def close(self) -> None:
         """Write what waits, end the threads, and let the cache go. May be called again."""
-        if self._closing:
-            return
         self.blocks.on_filled = None
         if self._load is not None:
             self._load.given_up = True
-        own = threading.current_thread() in self._threads  # where the collector found a forgotten engine
-        if not own:
-            self.flush()
-        with self._work:
-            self._closing = True
-            self._to_write.clear()
-            self._work.notify_all()
-        for thread in () if own else self._threads:
-            thread.join(_CLOSING)
-        del self.cache
+        super().close()
 
-    def _begin(self, sequence: TextSequence, keys: list[bytes]) -> _Load:
+    def _begin(self, sequence: TextSequence, keys: list[bytes]) -> _SequenceLoad:
         """Start reading a sequence's beginning; it is done at once where there is nothing to read."""
         in_memory = {key for key in keys if self.blocks.finds(key)}
-        load = _Load(sequence, keys, in_memory, most=self.blocks.free)
+        load = _SequenceLoad(keys, in_memory, self.blocks.free, sequence=sequence)
         missing = next((key for key in keys if key not in in_memory), None)
         if sequence.private or missing is None or (self.blocks.reach is None and not self.files.has(missing)):
             load.done.set()
-            return load
-        with self._work:
-            self._to_read.append(load)
-            self._work.notify_all()
+        else:
+            self.read_soon(load)
         return load
 
-    def _take(self, load: _Load) -> None:
+    def _take(self, load: BlockLoad) -> None:
         """Put the blocks that were read into free blocks of the cache."""
         if load.contents is None or not load.found:
             return
-        rows = {key: row for row, key in enumerate(load.found)}
-        adopted = self.blocks.adopt(load.keys, rows)
-        contents = (load.contents[rows[key]] for key, _ in adopted)
-        self.cache.write_blocks([block for _, block in adopted], contents)
+        adopted = self.blocks.adopt(load.keys, self.read_by_all(load))
+        self.fill(load, adopted)
         self._note([key for key, _ in adopted], time.monotonic())
         self._stats.disk_hits += len(adopted) * self.block_size
+
+    def read_by_all(self, load: BlockLoad) -> Collection[bytes]:
+        """The keys of the blocks that were read, by every rank that holds the model."""
+        return {*load.found}
 
     def _used(self, keys: Sequence[bytes]) -> None:
         """Record that blocks are used in memory; those that are not on the disk are written."""
@@ -226,116 +136,13 @@ class DiskCache:
         old = [key for key, _ in there if now - self._known.get(key, now) > _USED_AGAIN]
         if old:
             self._note(old, now)
-            with self._work:
-                self._to_write.append((old, None))
-                self._work.notify_all()
+            self.touch_later(old)
 
     def _note(self, keys: Sequence[bytes], now: float) -> None:
         """Remember that these blocks are on the disk, or will be; those that memory has not may be forgotten."""
         self._known.update(dict.fromkeys(keys, now))
         if len(self._known) > 2 * self.blocks.blocks + _MOST_FORGOTTEN:
             self._known = {key: then for key, then in self._known.copy().items() if self.blocks.finds(key)}
-
-    # -- the writer ---------------------------------------------------------------------------------------------------
-
-    def _write_behind(self) -> None:
-        while self._write_next():
-            pass
-
-    def _write_next(self) -> bool:
-        """Write what was queued first, and let its copy go; False when nothing will come."""
-        with self._work:
-            self._work.wait_for(lambda: self._to_write or self._closing)
-            if not self._to_write:
-                return False
-            keys, contents = self._to_write[0]
-        if contents is None:
-            self._forget(self.files.touch(keys))
-        else:
-            self._write(keys, contents)
-        with self._work:
-            if self._to_write:
-                self._to_write.popleft()
-            self._waiting_bytes -= 0 if contents is None else contents.nbytes
-            self._work.notify_all()
-        return True
-
-    def _write(self, keys: Sequence[bytes], contents: Tensor) -> None:
-        done = written = 0
-        try:
-            for key, block in zip(keys, contents.numpy(), strict=True):
-                if time.monotonic() < self._paused_until:
-                    break
-                written += self.files.write(key, memoryview(block))
-                done += 1
-        except Exception as error:  # whatever it was: the queue must go on
-            self._paused_until = time.monotonic() + _PAUSE
-            reason = getattr(error, "strerror", None) or str(error)
-            self.files.warn(
-                "write", f"{self.files.folder} cannot be written ({reason}); no blocks are added for a while"
-            )
-        self.files.touch(keys[:done])
-        with self._work:
-            self._stats.disk_written_blocks += written
-            self._stats.disk_dropped_blocks += len(keys) - done
-        self._forget(keys[done:])
-
-    def _forget(self, keys: Sequence[bytes]) -> None:
-        """Note that these blocks are not on the disk, so that they are written when they are used again."""
-        for key in keys:
-            self._known.pop(key, None)
-
-    # -- the reader ---------------------------------------------------------------------------------------------------
-
-    def _read_loads(self) -> None:
-        while self._read_next():
-            pass
-
-    def _read_next(self) -> bool:
-        """Read the blocks that were asked for first, and let them go; False when the engine is closed."""
-        with self._work:
-            self._work.wait_for(lambda: self._to_read or self._closing)
-            if self._closing:
-                return False
-            load = self._to_read.popleft()
-        try:
-            self._read(load)
-        except Exception as error:  # no memory for the blocks, or whatever it was: nobody may wait for ever
-            load.found.clear()
-            self.files.warn("reader", f"blocks are computed instead of read: {error}")
-        finally:
-            load.done.set()
-        return True
-
-    def _read(self, load: _Load) -> None:
-        wanted = self._wanted(load)
-        if not wanted or not self._pays(len(wanted)):
-            return
-        started = time.perf_counter()
-        load.contents = torch.empty(len(wanted), self.block_bytes, dtype=torch.uint8)
-        rows = load.contents.numpy()
-        for row, key in enumerate(wanted):
-            for soon in wanted[: _AHEAD + 1] if not row else wanted[row + _AHEAD : row + _AHEAD + 1]:
-                self.files.read_ahead(soon)
-            if load.given_up:
-                return
-            if not self.files.read(key, memoryview(rows[row])):
-                self._forget([key])
-                break
-            load.found.append(key)
-        self.files.touch(load.found)
-        seconds = time.perf_counter() - started
-        self._stats.disk_seconds += seconds
-        if load.found:
-            self.reading.measured(len(load.found) * self.block_bytes, seconds)
-
-    def _wanted(self, load: _Load) -> list[bytes]:
-        """The blocks to read: those that the sequence can begin with and that are not in memory."""
-        size, reach = self.block_size, self.blocks.reach
-        there = (key in load.in_memory or self.files.has(key) for key in load.keys)
-        count = usable_blocks(there, block_size=size, reach=reach)
-        first = passed_blocks(count * size, block_size=size, reach=reach)
-        return [key for key in load.keys[first:count] if key not in load.in_memory][: load.most]
 
     def _pays(self, blocks: int) -> bool:
         """Whether reading blocks is faster than computing them. Before both were measured, it is tried."""
@@ -353,8 +160,6 @@ def block_files(folder: Path, limit: int, model: Transformer, *, secret: bytes |
     reason = None
     if model.device.type != "cpu":
         reason = f"the model is on {model.device}; blocks are kept for models on a CPU only"
-    elif isinstance(model, ShardedTransformer):
-        reason = "several ranks hold the model, each a part of every block"
     elif secret is not None:
         reason = "several engines share the keys of their blocks (--replicas)"
     if reason is not None:

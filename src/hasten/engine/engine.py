@@ -79,7 +79,7 @@ class Engine:
             from hasten.engine import disk_cache  # which most starts do without
 
             files = disk_cache.block_files(Path(folder), settings.prefix_cache_bytes, model, secret=secret)
-            secret = disk_cache.block_secret(files, model, runner.cache, adapters=adapters)
+            secret = runner.shared_secret(disk_cache.block_secret(files, model, runner.cache, adapters=adapters))
         self.blocks = BlockManager(
             blocks=runner.cache.blocks,
             block_size=settings.block_size,
@@ -98,7 +98,7 @@ class Engine:
         )
         self.disk: DiskCache | None = None
         if files is not None:
-            self.disk = disk_cache.DiskCache(files, runner.cache, self.blocks)
+            self.disk = runner.disk_cache(files, self.blocks)
             self.scheduler.ready, self.scheduler.gone = self.disk.ready, self.disk.give_up
             self.blocks.on_filled = self.disk.keep
             weakref.finalize(self, self.disk.close)  # its threads must not keep the cache of a forgotten engine

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hasten.checkpoints.adapters import place_adapter
 from hasten.engine.block_table import Rows
 from hasten.engine.cache import KVCache
 from hasten.engine.layout import RaggedLayout, to_device
@@ -19,11 +21,15 @@ from hasten.engine.step import KVStep
 from hasten.errors import ConfigError
 from hasten.model.context import training_context
 from hasten.model.experts import experts_of
+from hasten.model.lora import Adapter
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 
 if TYPE_CHECKING:
     from hasten.engine.batch_runner import BatchRunner
+    from hasten.engine.block_files import BlockFiles
+    from hasten.engine.blocks import BlockManager
+    from hasten.engine.disk_cache import DiskCache
 
 
 class ModelRunner:
@@ -120,6 +126,23 @@ class ModelRunner:
         positions = torch.arange(len(tokens), device=ids.device)[None]
         context = training_context(self.model, len(tokens))
         return self.model.norm(self.model.states(ids, positions, context)).float()[0]
+
+    def place_adapter(self, number: int, adapter: Adapter | None, folder: Path | None = None) -> None:
+        """Put an adapter into a place of the model (`hasten.checkpoints.adapters.place_adapter`), between two steps.
+
+        folder: where other ranks that hold the model read their shares of it.
+        """
+        place_adapter(self.model, number, adapter)
+
+    def shared_secret(self, own: bytes) -> bytes:
+        """The secret of the keys of blocks on the disk: this rank's own, and that of the others that hold the model."""
+        return own
+
+    def disk_cache(self, files: BlockFiles, blocks: BlockManager) -> DiskCache:
+        """Start what keeps the cache's blocks on the disk."""
+        from hasten.engine.disk_cache import DiskCache
+
+        return DiskCache(files, self.cache, blocks)
 
     def close(self) -> None:
         """There will be no more steps."""

@@ -68,6 +68,8 @@ def native_refusal(model: Transformer) -> str | None:
         return f"the fused steps take weights of bfloat16 or float16; the model is {dtype}"
     if isinstance(model, ShardedTransformer) and model.group.segment is None:
         return "the fused steps need ranks that share memory: native kernels, on one machine with Linux"
+    if isinstance(model, ShardedTransformer) and model.config.qk_norm == "projection":
+        return "the fused steps know no norms over heads that several ranks have"
     if library() is None:
         return "the native kernels could not be built here (see the warning, and `hasten doctor`)"
     return fusion_conflict(model, _unsupported)

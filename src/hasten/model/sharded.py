@@ -7,10 +7,14 @@ and the logits of all ranks are gathered, so every rank has the same bits and sa
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hasten.model.config import ModelConfig
+from hasten.model.experts import NormedExperts
+from hasten.model.norms import RMSNorm
 from hasten.model.shares import Share
 from hasten.model.swap import take_over
 from hasten.model.transformer import Transformer
@@ -28,6 +32,24 @@ class SumOfRanks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.summed(x))
+
+
+class NormOfRanks(nn.Module):
+    """x / rms(x) · weight, where rms is over the heads of all ranks and x (…, heads·D) has those of one.
+
+    size: features of all heads. copies: how many ranks have the same heads as this one.
+    """
+
+    def __init__(self, group: RankGroup, norm: RMSNorm, *, size: int, copies: int) -> None:
+        super().__init__()
+        self.group, self.norm, self.size, self.copies = group, norm, size, copies
+        self.summed: Callable[[Tensor], Tensor] = group.sum
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide, norm = x.float(), self.norm
+        squares = self.summed(wide.square().sum(-1, keepdim=True) / self.copies)
+        wide = wide * torch.rsqrt(squares / self.size + norm.eps)
+        return (wide * (norm.weight.float() + norm.offset)).to(x.dtype)
 
 
 class RowsOfRank(nn.Module):
@@ -79,7 +101,13 @@ def connect(model: Transformer, group: RankGroup, shares: list[Share], whole: Mo
     assert model.readable
     for block in model.blocks:
         block.attention_post_norm = SumOfRanks(group, block.get_submodule("attention_post_norm"))
-        block.mlp_post_norm = SumOfRanks(group, block.get_submodule("mlp_post_norm"))
+        if isinstance(block.mlp, NormedExperts):  # which normalises both of its sums, and adds them
+            block.mlp.shared_post_norm = SumOfRanks(group, block.mlp.shared_post_norm)
+            block.mlp.expert_post_norm = SumOfRanks(group, block.mlp.expert_post_norm)
+        else:
+            block.mlp_post_norm = SumOfRanks(group, block.get_submodule("mlp_post_norm"))
+        if whole.qk_norm == "projection":
+            _connect_norms(block.attention, group, shares, whole)
     for name, module in model.named_modules():
         if isinstance(module, RowsOfRank):
             module.gathered = group.gather
@@ -89,6 +117,18 @@ def connect(model: Transformer, group: RankGroup, shares: list[Share], whole: Mo
     sharded.group, sharded.words = group, [share.words for share in shares]
     sharded.share, sharded.whole = shares[group.rank], whole
     return sharded
+
+
+def _connect_norms(attention: Any, group: RankGroup, shares: list[Share], whole: ModelConfig) -> None:
+    """Have the norms over all heads of queries, and of keys, take those of all ranks."""
+    own = shares[group.rank]
+    copies = sum(own.kv_heads.start in share.kv_heads for share in shares)
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    assert isinstance(q_norm, RMSNorm), "no layer norm of all heads is known"
+    assert isinstance(k_norm, RMSNorm)
+    size = whole.head_dim
+    attention.q_norm = NormOfRanks(group, q_norm, size=whole.heads * size, copies=1)
+    attention.k_norm = NormOfRanks(group, k_norm, size=whole.kv_heads * size, copies=copies)
 
 
 def broadcast_from_rank0(model: Transformer, rows: Sequence[Sequence[int]]) -> list[list[int]]:

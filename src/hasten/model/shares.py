@@ -7,15 +7,16 @@ size.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.model.config import ModelConfig
+from hasten.model.config import LayerConfig, ModelConfig
 from hasten.ops.linear.weights import QuantizedWeight, WeightFormat
 
 TILE = 64  # rows of a panel of the native kernels: a share of many of them has whole ones
@@ -26,14 +27,18 @@ class Cut:
     """The slice of a parameter that a rank holds: `part` of dimension 0 or 1, or zeros (None).
 
     rows: held instead of columns, where the groups of a quantized weight have columns from everywhere (desc_act).
+    apart: in the place of `part`, rows that do not follow each other.
     """
 
     dim: int
     part: range | None
     rows: range = range(0)
+    apart: tuple[range, ...] = ()
 
     def of(self, tensor: Tensor) -> Tensor:
         """Slice a plain parameter. Copies, so that the mapped file pages can be released."""
+        if self.apart:
+            return torch.cat([tensor[rows.start : rows.stop] for rows in self.apart])
         if self.part is None:
             return torch.zeros_like(tensor)
         return tensor.narrow(self.dim, self.part.start, len(self.part)).clone(memory_format=torch.contiguous_format)
@@ -68,44 +73,71 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of rank `rank`: ranges of query heads, key/value heads, inner features of an MLP, of an expert and of
-    the MLP beside the experts, the residual stream (where columns cannot be split), and the vocabulary's rows."""
+    """The share of rank `rank` in a model whose config is `whole`: ranges of query heads, key/value heads (of layers by
+    their number and size), inner features of an MLP (by their number), of an expert and of the MLP beside the experts,
+    the residual stream (where columns cannot be split), the vocabulary's rows, and Gated DeltaNet's heads of keys and
+    values."""
 
     rank: int
-    head_dim: int
+    whole: ModelConfig
     heads: range
-    kv_heads: range
-    inner: range
+    kv_ranges: Mapping[tuple[int, int], range]
+    inner_ranges: Mapping[int, range]
     expert: range
     shared: range
     stream: range
     words: range
+    key_heads: range
+    value_heads: range
 
-    def config(self, whole: ModelConfig) -> ModelConfig:
+    @property
+    def kv_heads(self) -> range:
+        """Key/value heads of layers that have the model's own number and size of them."""
+        return self.kv_ranges[self.whole.kv_heads, self.whole.head_dim]
+
+    @property
+    def inner(self) -> range:
+        """Inner features of an MLP that has the model's own number of them."""
+        return self.inner_ranges[self.whole.intermediate_size]
+
+    def config(self) -> ModelConfig:
         """Config of the rank's own model: `whole` with smaller sizes."""
-        pattern = whole.attention_pattern
+        whole, pattern, delta = self.whole, self.whole.attention_pattern, self.whole.delta
+        if delta is not None:
+            delta = replace(delta, key_heads=len(self.key_heads), value_heads=len(self.value_heads))
         return replace(
             whole,
             attention_pattern=None if pattern is None else replace(pattern, first_head=self.heads.start),
+            layers=tuple(map(self._layer, whole.layers)),
             heads=len(self.heads),
             kv_heads=len(self.kv_heads),
             intermediate_size=len(self.inner),
             expert_size=len(self.expert),
             shared_size=len(self.shared),
             padded_vocab_size=len(self.words),
+            delta=delta,
         )
 
     def cut(self, name: str) -> Cut | None:
         """The slice of a parameter, by its name in a Transformer; None: it is replicated."""
-        *owners, module, kind = name.split(".")
+        *owners, module, kind = path = name.split(".")
+        if "token_features" in owners:
+            return None
+        if "delta" in path:
+            return self._cut_of_delta(module, kind)
         if kind == "sinks":
             return Cut(0, self.heads)
-        inner = self.expert if "experts" in owners else self.shared if "shared" in owners else self.inner
-        size = self.head_dim
-        heads, kv_heads = (range(held.start * size, held.stop * size) for held in (self.heads, self.kv_heads))
-        columns = {"q": heads, "k": kv_heads, "v": kv_heads, "gate": inner, "up": inner}
+        layer = self.whole.layers[int(path[1])] if path[0] == "blocks" else LayerConfig()
+        size, heads = self.whole.head_dim_of(layer), self.heads
+        kv_heads = _scaled(self._kv_heads(layer), size)
+        inner = self.inner_ranges.get(self.whole.inner_of(layer), range(0))
+        inner = self.expert if "experts" in owners else self.shared if "shared" in owners else inner
+        queries = _scaled(heads, size * (1 + self.whole.attention_gate))  # a head is followed by its gate
+        columns = {"q": queries, "k": kv_heads, "v": kv_heads, "gate": inner, "up": inner}
         columns |= {"embedding": self.words, "head": self.words}
-        rows = {"output": heads, "down": inner}
+        if self.whole.qk_norm == "projection":
+            columns |= {"q_norm": queries, "k_norm": kv_heads}
+        rows = {"output": _scaled(heads, size), "down": inner}
         if module in columns:
             return Cut(0, columns[module])
         if module not in rows:
@@ -113,6 +145,44 @@ class Share:
         if kind == "weight":
             return Cut(1, rows[module], self.stream)
         return Cut(0, None) if self.rank else None  # a bias is added once
+
+    def _cut_of_delta(self, module: str, kind: str) -> Cut | None:
+        """The slice of a parameter of Gated DeltaNet; the norm of its values has the size of one head."""
+        sizes = self.whole.delta
+        assert sizes is not None
+        heads, keys = self.value_heads, _scaled(self.key_heads, sizes.key_dim)
+        values = _scaled(heads, sizes.value_dim)
+        if module == "conv":  # channels of all queries, keys and values
+            first = (0, keys), (sizes.keys, keys), (2 * sizes.keys, values)
+            return Cut(0, None, apart=tuple(range(at + own.start, at + own.stop) for at, own in first))
+        if kind in ("log_rate", "rate_bias"):
+            return Cut(0, heads)
+        if module == "out":
+            return Cut(1, values, self.stream)
+        rows = {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "decay": heads}
+        return Cut(0, rows[module]) if module in rows else None
+
+    def _kv_heads(self, layer: LayerConfig) -> range:
+        return self.kv_ranges[_kind_of_heads(self.whole, layer)]
+
+    def _layer(self, layer: LayerConfig) -> LayerConfig:
+        """The config of a layer, with the rank's own sizes where they are not the model's."""
+        kv_heads, inner = self._kv_heads(layer), self.inner_ranges.get(self.whole.inner_of(layer))
+        return replace(
+            layer,
+            kv_heads=None if (layer.kv_heads, layer.head_dim) == (None, None) else len(kv_heads),
+            inner=None if layer.inner is None or inner is None else len(inner),
+        )
+
+
+def _scaled(part: range, size: int) -> range:
+    """The features of heads, of this size each."""
+    return range(part.start * size, part.stop * size)
+
+
+def _kind_of_heads(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
+    """Number and size of a layer's key/value heads."""
+    return config.kv_heads_of(layer), config.head_dim_of(layer)
 
 
 def whole_groups(formats: Iterable[WeightFormat]) -> int:
@@ -126,50 +196,49 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
 
     Raises ConfigError if the model cannot be split that way; it names the largest size that can.
     """
-    if (config.keeps_states or config.attention_gate) and size > 1:
-        raise ConfigError(
-            f"--tensor-parallel is {size}; a {config.family} has Gated DeltaNet or gates of attention, which are not "
-            "split over processes: run it in one process"
-        )
-    unsplit = config.mixed_heads or config.shares_keys or config.token_features or config.expert_norms
-    if unsplit and size > 1:
-        raise ConfigError(
-            f"--tensor-parallel is {size}; layers of a {config.family} have heads of several sizes, use the keys of "
-            "others, per-layer embeddings or norms of their experts, which are not split over processes: run it in one "
-            "process"
-        )
-    if config.qk_norm == "projection" and size > 1:
-        raise ConfigError(
-            f"--tensor-parallel is {size}; {config.family} normalises all heads of its queries together, of which "
-            "each process would hold some: run it in one process"
-        )
-    sizes = [config.intermediate_size] * any(not layer.experts for layer in config.layers)
-    sizes += [config.expert_size] * any(layer.experts for layer in config.layers)
+    dense = {config.inner_of(layer) for layer in config.layers if not layer.experts}
+    sizes = [*dense, *[config.expert_size] * any(layer.experts for layer in config.layers)]
     sizes += [config.shared_size] * (config.shared_size > 0)
-    most = min(config.padded_vocab_size, max(_most_ranks(config, output)), *(-(-one // down) for one in sizes))
+    kinds = {(config.kv_heads, config.head_dim)}
+    kinds |= {_kind_of_heads(config, layer) for layer in config.layers if not layer.delta}
+    every = {kind: _Heads(config.heads, *kind) for kind in kinds}
+    delta = config.delta
+    values = None if delta is None else _Heads(delta.value_heads, delta.key_heads, delta.value_dim)
+    kept = [*every.values(), *([] if values is None else [values])]
+    most = min(config.padded_vocab_size, *(max(one.most(output)) for one in kept), *(-(-one // down) for one in sizes))
     if not 1 <= size <= most:
         groups = f", in whole groups of {max(output, down)} columns," if max(output, down) > 8 else ""
         raise ConfigError(
             f"--tensor-parallel is {size}; a model of {config.heads} heads ({config.kv_heads} of keys and values) and "
             f"{min(sizes):,} inner features{groups} can be shared by 1 to {most} ranks: take at most {most}"
         )
-    heads = _heads(config, size, output)
-    widths = config.intermediate_size, config.expert_size, config.shared_size
-    inner, expert, shared = (_shared(one, _in_tiles(one, down, size), size) for one in widths)
+    heads = {kind: one.of_ranks(size, output) for kind, one in every.items()}
+    if len({tuple(own for own, _ in ranks) for ranks in heads.values()}) > 1:
+        raise ConfigError(
+            f"--tensor-parallel is {size}; the layers of this {config.family} have different numbers of key/value "
+            f"heads, which {size} ranks would divide differently: run it in one process"
+        )
+    states = [(range(0), range(0))] * size if values is None else values.of_ranks(size, output)
+    inner = {one: _shared(one, _in_tiles(one, down, size), size) for one in {*dense, config.intermediate_size}}
+    widths = config.expert_size, config.shared_size
+    expert, shared = (_shared(one, _in_tiles(one, down, size), size) for one in widths)
     stream = _shared(config.hidden_size, _in_tiles(config.hidden_size, 1, size), size)
     words = _shared(config.padded_vocab_size, _in_tiles(config.padded_vocab_size, 1, size), size)
     return [
         Share(
             rank,
-            config.head_dim,
-            *own,
-            inner=inner[rank],
+            config,
+            heads=heads[config.kv_heads, config.head_dim][rank][0],
+            kv_ranges={kind: ranks[rank][1] for kind, ranks in heads.items()},
+            inner_ranges={one: ranks[rank] for one, ranks in inner.items()},
             expert=expert[rank],
             shared=shared[rank],
             stream=stream[rank],
             words=words[rank],
+            key_heads=states[rank][1],
+            value_heads=states[rank][0],
         )
-        for rank, own in enumerate(heads)
+        for rank in range(size)
     ]
 
 
@@ -186,21 +255,30 @@ def _in_tiles(count: int, unit: int, size: int) -> int:
     return tiles if count >= 4 * size * tiles else unit
 
 
-def _most_ranks(config: ModelConfig, output: int) -> tuple[int, int]:
-    """Most ranks among which heads can be split: with the query heads of a key head together, and divided."""
-    ratio, unit = config.heads // config.kv_heads, output // math.gcd(output, config.head_dim)
-    together = unit // math.gcd(unit, ratio)
-    return -(-config.kv_heads // together), config.kv_heads * (ratio // unit) if ratio % unit == 0 else 0
+class _Heads(NamedTuple):
+    """Heads of queries, and those of keys that they share; in Gated DeltaNet of values, and those of keys.
 
+    size: of a head of what `output` reads; output: smallest number of its columns that can be split off.
+    """
 
-def _heads(config: ModelConfig, size: int, output: int) -> list[tuple[range, range]]:
-    """(query heads, key/value heads) of each rank. With more ranks than key heads, several hold the same one."""
-    ratio, unit = config.heads // config.kv_heads, output // math.gcd(output, config.head_dim)
-    if size <= _most_ranks(config, output)[0]:
-        held = _shared(config.kv_heads, unit // math.gcd(unit, ratio), size)
-        return [(range(own.start * ratio, own.stop * ratio), own) for own in held]
-    return [
-        (range(head * ratio + part.start, head * ratio + part.stop), range(head, head + 1))
-        for head, ranks in enumerate(_shared(size, 1, config.kv_heads))
-        for part in _shared(ratio, unit, len(ranks))
-    ]
+    heads: int
+    key_heads: int
+    size: int
+
+    def most(self, output: int) -> tuple[int, int]:
+        """Most ranks among which heads can be split: with the heads of a key head together, and divided."""
+        ratio, unit = self.heads // self.key_heads, output // math.gcd(output, self.size)
+        together = unit // math.gcd(unit, ratio)
+        return -(-self.key_heads // together), self.key_heads * (ratio // unit) if ratio % unit == 0 else 0
+
+    def of_ranks(self, size: int, output: int) -> list[tuple[range, range]]:
+        """(heads, key heads) of each rank. With more ranks than key heads, several hold the same one."""
+        ratio, unit = self.heads // self.key_heads, output // math.gcd(output, self.size)
+        if size <= self.most(output)[0]:
+            held = _shared(self.key_heads, unit // math.gcd(unit, ratio), size)
+            return [(_scaled(own, ratio), own) for own in held]
+        return [
+            (range(head * ratio + part.start, head * ratio + part.stop), range(head, head + 1))
+            for head, ranks in enumerate(_shared(size, 1, self.key_heads))
+            for part in _shared(ratio, unit, len(ranks))
+        ]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from hasten.engine.request import Constraint, Request, RequestOutput
 from hasten.engine.settings import ModelFacts, Stats
 from hasten.errors import HastenError
+from hasten.replicas.ranks import dead_ranks
 from hasten.replicas.routing import KEY_BYTES, Ask
 from hasten.server.errors import ApiError
 from hasten.server.reasoning import AfterReasoning, ReasoningGate
@@ -111,9 +112,11 @@ class Replica:
         return {"keys": keys, "stats": stats, "process": os.getpid(), "check": wrong}
 
     def check_health(self) -> None:
-        """Raise if the engine failed; Ray Serve then replaces the replica."""
+        """Raise if the engine failed, or another rank; Ray Serve then replaces the replica."""
         if self.engine.error is not None:
             raise RuntimeError(self.engine.error)
+        if dead := dead_ranks():
+            raise RuntimeError(f"rank {', '.join(map(str, dead))} of the replica has ended")
 
 
 async def _checked(outputs: AsyncGenerator[RequestOutput], request: Request) -> AsyncGenerator[RequestOutput]:

@@ -12,8 +12,9 @@ class ReplicaSettings:
     """Several engines behind one endpoint, on Ray Serve (docs/replicas.md).
 
     Args:
-        replicas: Number of engines, each a process with its own copy of the model; 0: one engine in this process,
-            without Ray. The cores are divided among the replicas of this machine (--threads sets the number for each).
+        replicas: Number of engines, each a process with its own copy of the model, or --tensor-parallel processes that
+            share one; 0: one engine in this process, without Ray. The cores are divided among the replicas of this
+            machine (--threads sets the number for each).
         max_replicas: Maximum number of replicas; with it the number follows the requests in flight.
         requests_each: Requests in flight for each replica, which the number of replicas follows.
         shrink_seconds: How long fewer replicas must be enough before one is stopped.

@@ -2,6 +2,7 @@
 
 import re
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -10,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from hasten.checkpoints.load import load_quietly
+from hasten.checkpoints.load import load_quietly, open_checkpoint, planned
 from hasten.checkpoints.multi_token import load_head
 from hasten.checks import whole
 from hasten.engine.params import SamplingParams
@@ -20,12 +21,15 @@ from hasten.engine.speculation.price import Price
 from hasten.engine.speculation.proposer import LIMIT, Accept, Proposer, ReadsStates, Text
 from hasten.engine.speculation.speculator import MOST, Speculator
 from hasten.engine.speculation.suffix import SuffixProposer
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, HastenWarning, ResourceError
+from hasten.machine.memory import available_memory
+from hasten.model.config import ModelConfig
 from hasten.model.fused import fuse_where_it_fits, new_stack, refusal
 from hasten.model.multi_token import MultiTokenHead
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 from hasten.model.vocabulary import check_vocabulary
+from hasten.planning.held import held_bytes
 
 # The steps of each target, and the drafts of each model that drafts: a second speculator begins with what the first one
 # learnt. By the rule, because for "distribution" each draft token is drawn in Python.
@@ -165,11 +169,33 @@ def multi_token_head(model: Transformer) -> MultiTokenHead:
 
 
 def first_layers_of_whole(model: ShardedTransformer, count: int) -> Transformer:
-    """The first layers of a model of which this rank holds a share: they are loaded whole, beside it."""
+    """The first layers of a model of which this rank holds a share: loaded whole, beside it, and no further ones.
+
+    Raises ResourceError, before anything is loaded, if they do not fit into memory.
+    """
     _refuse_adapters(model, "self:N-layers")
     assert model.origin is not None, "ranks load their shares from files"
-    whole = load_quietly(model.origin, dtype=model.dtype, device=str(model.device))
-    return _to_draft(first_layers(whole, count), model)
+    source = open_checkpoint(model.origin)
+    _check_count(source.config, count)
+    all_layers = source.config.token_features > 0  # a row of their table is for all layers
+    own = source if all_layers else replace(source, config=replace(source.config, layers=source.config.layers[:count]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HastenWarning)  # the share was loaded with the same
+        names = {piece.name for piece in planned(own)[1].values()}
+        needed = held_bytes(own, itemsize=model.dtype.itemsize, names=names)
+        if needed > (free := available_memory(model.device)):
+            raise ResourceError(
+                f"self:{count}-layers: the first rank loads the layers that draft whole beside its share, "
+                f"{needed:,} bytes, and {free:,} are free; take fewer layers, or suffix"
+            )
+        whole = load_quietly(own, dtype=model.dtype, device=str(model.device))
+    return _to_draft(first_layers(whole, count) if all_layers else whole, model)
+
+
+def _check_count(config: ModelConfig, count: int) -> None:
+    layers = len(config.layers)
+    if not 0 < count < layers:
+        raise ConfigError(f"self:{count}-layers: this model has {layers} layers; take from 1 to {layers - 1}")
 
 
 def _refuse_adapters(model: Transformer, draft: str) -> None:
@@ -181,8 +207,7 @@ def first_layers(model: Transformer, count: int) -> Transformer:
     """The model without its last layers, of the same tensors. Raises ConfigError unless some stay and some go."""
     layers = model.config.layers
     _refuse_adapters(model, "self:N-layers")
-    if not 0 < count < len(layers):
-        raise ConfigError(f"self:{count}-layers: this model has {len(layers)} layers; take from 1 to {len(layers) - 1}")
+    _check_count(model.config, count)
     with torch.device("meta"):
         short = Transformer(replace(model.config, layers=layers[:count])).eval()
     for name, part in model.named_children():
