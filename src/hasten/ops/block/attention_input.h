@@ -55,7 +55,7 @@ struct AttentionInput {
         slot_stride(k_cache.stride(0)), head_stride(k_cache.stride(1)), half(cos ? cos->size(-1) : 0),
         rotated(rotated), held(row_format(k_cache, head_dim)), value_bytes(held == RowFormat::bf16 ? 2 : 1) {
     STD_TORCH_CHECK(linear.n == heads * query_size + 2 * kv_heads * head_dim, "the weights of q, k and v do not fit the cache");
-    STD_TORCH_CHECK(head_dim <= LARGEST_ROW, "head sizes up to 256");
+    STD_TORCH_CHECK(head_dim <= LARGEST_ROW, "head sizes up to 512");
     STD_TORCH_CHECK(!gated || place != HeadNorm::projection, "queries with gates are normalised head by head");
     STD_TORCH_CHECK(row_format(v_cache, head_dim) == held && lie_alike(k_cache, v_cache),
                     "the fused step writes caches of one dtype that lie alike, each head's rows in one piece");
