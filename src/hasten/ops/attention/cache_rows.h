@@ -42,8 +42,8 @@ INLINE V butterfly(V x, std::integer_sequence<int, I...>) {
   return shuffle<(I ^ H)...>(x, x) + x * V{(I & H ? -1.0f : 1.0f)...};
 }
 
-// x, at most LARGEST_ROW values, times the Hadamard matrix of the largest power of two that divides their number, divided by its
-// root: `turn` in cache_rows.py, bit by bit on every instruction set, since sums of two are all that is rounded.
+// x, at most LARGEST_ROW values, times the Hadamard matrix of the largest power of two that divides their number, divided
+// by its root: `turn` in cache_rows.py, bit by bit on every instruction set, since sums of two are all that is rounded.
 inline void turn(float* x, int64_t size) {
   typedef Native<float>::type V;
   const int64_t order = size & -size, count = (size + NATIVE - 1) / NATIVE;
@@ -80,8 +80,8 @@ INLINE void pad(const float* x, int64_t size, int64_t unit, float* padded) {
   std::memset(padded + size, 0, (round_up(size, unit) - size) * sizeof(float));
 }
 
-// x (size values, at most LARGEST_ROW) -> an int8 row. With a NaN or an infinity among them the scale is NaN. Values that are all below
-// 1e-34 count as zeros: the scale's inverse would overflow.
+// x (size values, at most LARGEST_ROW) -> an int8 row. With a NaN or an infinity among them the scale is NaN. Values that
+// are all below 1e-34 count as zeros: the scale's inverse would overflow.
 inline void store_int8_row(const float* x, int64_t size, uint8_t* row) {
   alignas(64) float padded[LARGEST_ROW];
   alignas(16) int8_t values[LARGEST_ROW];
