@@ -182,7 +182,7 @@ def test_of_a_prompt_the_native_blocks_without_keys_compute_the_scored_tokens_on
     bound = model.blocks[0]._bound
     bound.blocks = lambda *call, run=bound.blocks: calls.append(BlocksCall(*call)) or run(*call)
     hasten.generate(model, LONG, max_new_tokens=2, temperature=0, draft="none")
-    assert [(call.x.shape[:-1].numel(), len(call.plans)) for call in calls] == [(140, 6), (2, 2), (2, 8)]
+    assert [(call.x.shape[:-1].numel(), len(call.plans)) for call in calls] == [(111, 6), (2, 2), (2, 8)]
 
 
 @needs_native

@@ -272,7 +272,7 @@ class FusedBlock(FusedSteps):
         """
         bound, x = self._bound, x.float()
         batch, tokens, _ = x.shape
-        view: KVView | None = None
+        view: Any = None
         if self.delta is None:
             spec = self.spec
             view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)

@@ -85,7 +85,7 @@ def call_of_rows(call: BlocksCall, rows: Tensor) -> BlocksCall:
     """
     ends = call.query_start_loc[1:]
     sequence = torch.searchsorted(ends, rows, right=True)  # (R,)
-    own: dict[str, list[Tensor]] = {
+    own: dict[str, Any] = {
         name: [part.flatten(0, part.dim() - 2)[rows] for part in getattr(call, name)] for name in ("cos", "sin")
     }
     return call._replace(
