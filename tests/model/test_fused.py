@@ -363,6 +363,6 @@ def test_all_layers_in_one_call_are_the_layers_one_after_the_other(case):
     hook.remove()
     seen.clear()
     block = model.blocks[0]
-    block.forward = lambda *arguments: (seen.append(arguments), type(block).forward(block, *arguments))[1]
+    block.forward = lambda *own, **more: (seen.append(own), type(block).forward(block, *own, **more))[1]
     assert torch.equal(two_steps(), together)
     assert len(seen) == 2  # and so is what a compiler put in the place of its forward pass
