@@ -68,8 +68,8 @@ def can_draft_in_one_call(model: Transformer) -> bool:
     whole = isinstance(stack, FusedStack) and stack.bound(model) is not None and stack.times is None
     turned = all(rope.scaling != "longrope" and not rope.query_beta for rope in model.config.ropes)
     turned &= model.config.logit_scale == 1.0
-    others = (model.positions, model.embedding_norm, model.token_features, model.adapters)
-    others += (model.config.attention_pattern,)
+    more = (model.token_features, model.adapters, model.config.attention_pattern)
+    others = (model.positions, model.embedding_norm, *more)
     return whole and (plain or own) and turned and all(one is None for one in others)
 
 

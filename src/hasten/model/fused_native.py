@@ -307,7 +307,8 @@ class FusedBlock(FusedSteps):
 
     def _with_experts(self, x: Tensor) -> Tensor:
         """The second half of a block whose experts are called apart."""
-        experts, normal = self._bound.experts or self.experts, self.mlp_norm(x)
+        experts: Any = self._bound.experts or self.experts
+        normal = self.mlp_norm(x)
         found = experts(normal, x) if isinstance(self.experts, NormedExperts) else experts(normal)
         x = x + self.residual_scale * self.mlp_post_norm(found)
         return x if self.scale is None else x * self.scale
