@@ -51,8 +51,8 @@ from hasten.ops.pages import in_large_pages, return_freed_memory
 HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
 # Fields that the native steps support, of those that `unknown_parts` looks at.
-_OF_ATTENTION = ("qk_norm", "rope", "query_beta", "rope_pairs", "sinks", "delta", "attention_gate")
-_OF_ATTENTION += ("mixed_heads", "shared_keys", "value_norm")
+_OF_HEADS = ("qk_norm", "rope", "query_beta", "rope_pairs", "sinks", "mixed_heads", "shared_keys", "value_norm")
+_OF_ATTENTION = (*_OF_HEADS, "delta", "attention_gate")
 _BESIDE_EXPERTS = (*_OF_ATTENTION, "norm", "pre_norms", "residual_scale", "activation", "expert_norms", "block_scales")
 _KNOWN = (*_BESIDE_EXPERTS, "parallel", "token_features")
 
