@@ -343,6 +343,7 @@ STATED = {
     "ernie4_5_moe": {"moe_layer_end_index": -1},
     # The limits of this yarn are whole frequencies, as llama.cpp rounds them.
     "gpt_oss": {"swiglu_limit": 7.0, "rope_parameters": YARN | {"truncate": False, "rope_theta": 10766.0}},
+    "gemma4_text": {"attention_bias": False},
 } | {
     # llama.cpp has one size of the keys and values of Gated DeltaNet, and one eps for their lengths and for norms.
     name: {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 2e-3} | changes
@@ -357,12 +358,16 @@ IN_GGUF += ["gemma3_text", "granite", "starcoder2", "smollm3", "arcee", "nemotro
 IN_GGUF += ["hunyuan_v1_dense", "olmo2", "olmo3", "olmoe", "exaone4", "exaone4-64", "glm4", "glm4_moe", "ernie4_5"]
 IN_GGUF += ["ernie4_5_moe", "cohere2", "dots1", "minimax_m2", "gpt_oss", "apertus"]
 IN_GGUF += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+IN_GGUF += ["gemma4_text", "gemma4_text-shared", "gemma4_text-experts"]
 
 
 def state(name: str, monkeypatch, **changes) -> str:
     """Change a case to what a GGUF file can state; returns the name of the case."""
     own = name.removesuffix("-64")
-    monkeypatch.setitem(CASES, own, (*CASES[own][:2], CASES[own][2] | STATED.get(name, {}) | changes))
+    values = CASES[own][2] | STATED.get(name, {}) | changes
+    if "vocab_size_per_layer_input" in values:  # of which llama.cpp has one for both tables
+        values["vocab_size_per_layer_input"] = values["vocab_size"]
+    monkeypatch.setitem(CASES, own, (*CASES[own][:2], values))
     return own
 
 

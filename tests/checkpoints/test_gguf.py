@@ -94,6 +94,7 @@ STACKED += [
     ("gpt_oss", "GPT_OSS", "MXFP4"),
     ("qwen3_next", "QWEN3NEXT", "Q8_0"),
     ("qwen3_5_moe_text", "QWEN35MOE", "Q8_0"),
+    ("gemma4_text-experts", "GEMMA4", "Q8_0"),
 ]
 
 

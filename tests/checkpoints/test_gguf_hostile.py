@@ -206,7 +206,7 @@ HOSTILE = [True, "abc", -1, 0, 10**9, HUGE, 1e300, float("nan"), np.array([1, 2]
 # Keys that the rows of `ARCHITECTURES` look up themselves.
 LOOKED_UP = {"expert_gating_func", "expert_weights_norm", "nextn_predict_layers", "attention.sliding_window"}
 LOOKED_UP |= {"attention.sliding_window_pattern", "attention.scale", "expert_shared_feed_forward_length", "block_count"}
-LOOKED_UP |= {"ssm.inner_size", "attention.recurrent_layers"}
+LOOKED_UP |= {"ssm.inner_size", "attention.recurrent_layers", "attention.head_count_kv", "feed_forward_length"}
 
 
 @pytest.mark.parametrize("name", [name for name in IN_GGUF if "-" not in name])

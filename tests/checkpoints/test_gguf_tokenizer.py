@@ -86,6 +86,22 @@ def test_sentencepiece_comes_back_with_its_merges(prefix, tmp_path):
         assert found.decode(found.encode(text)) == text
 
 
+def test_gemma_4_states_its_merges(tmp_path):
+    backend = llama_like()
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    expected = Tokenizer.from_tokenizers(backend, bos_token="<s>", eos_token="</s>")
+    entries = tokenizer_entries(expected, 400)
+    merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+    entries |= {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges}
+    entries |= {"tokenizer.ggml.token_type": np.array(entries["tokenizer.ggml.token_type"])}
+    del entries["tokenizer.ggml.scores"]
+    found = read_tokenizer(GGUFFile(tmp_path / "x.gguf", entries, {}, None))
+    for text in [*LINES, "the cat", " the  cat ", "é\n", ""]:
+        assert found.encode(text) == expected.encode(text)
+        assert found.decode(found.encode(text)) == text
+
+
 def test_merges_of_tokens_with_equal_scores_come_back(tmp_path):
     tokens = ["<unk>", *"abcd▁", "ab", "bc", "cd", "abc", "bcd", "abcd"]
     entries = {"model": "llama", "tokens": tokens, "scores": np.array([0.0] * 6 + [-5.0] * 3 + [-5.0, -6.0, -6.0])}
@@ -112,7 +128,7 @@ def test_others_are_refused(tmp_path):
     assert read().vocab_size == 318
     assert read(model="no_vocab") is None
     for changes, words in [
-        ({"model": "bert"}, "model is 'bert'; gpt2 and llama are read"),
+        ({"model": "bert"}, "model is 'bert'; gpt2, llama and gemma4 are read"),
         ({"pre": "frobnicate"}, "pre is 'frobnicate'; known are gpt-2"),
         ({"tokens": ["a", "a"]}, "none of them twice"),
         ({"merges": ["a"]}, "must be a list of two tokens each"),

@@ -30,13 +30,8 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels ca
 TOKENS = torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
-GEMMA4 = {
-    "gemma4_text": "no layers with heads of several sizes",
-    "gemma4_text-shared": "no layers that use the keys and values of others",
-    "gemma4_text-experts": "no layers with heads of several sizes",
-}
 WITH_STATES = [case for case in CASES if case.startswith(("qwen3_next", "qwen3_5"))]
-fused_cases = pytest.mark.parametrize("case", [case for case in CASES if case not in GEMMA4])
+fused_cases = pytest.mark.parametrize("case", CASES)
 
 
 def logits(model, tokens=TOKENS):
@@ -72,10 +67,13 @@ def test_unfused_is_what_it_was(case):
 
 
 BATCHED = fuse(tiny_llama().to(torch.bfloat16)) if library() is not None else None
-STATES = fuse(hasten.load(make_reference("qwen3_5_text"), dtype="bfloat16")) if library() is not None else None
+OTHER_BATCHED = [
+    fuse(hasten.load(make_reference(case), dtype="bfloat16")) if library() is not None else None
+    for case in ("qwen3_5_text", "gemma4_text-shared")
+]
 
 
-@pytest.mark.parametrize("model", [BATCHED, STATES], ids=["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("model", [BATCHED, *OTHER_BATCHED], ids=["llama", "qwen3_5_text", "gemma4_text"])
 @settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 100), min_size=1, max_size=90), min_size=1, max_size=4), st.data())
 def test_logits_are_bit_for_bit_the_same_alone_in_a_batch_and_however_the_prompt_is_cut(model, prompts, data):
@@ -169,6 +167,9 @@ PARTS = [
     ("nemotron", "no layer norms stored minus one or without biases"),
     ("ministral3", "no scaling of queries by their position"),
     ("apertus", "no xIELU"),
+    ("gemma4_text", "no layers with heads of several sizes"),
+    ("gemma4_text-shared", "no layers that use the keys and values of others"),
+    ("gemma4_text-experts", "no layers with heads of several sizes"),
 ]
 
 
@@ -190,14 +191,11 @@ def test_a_part_that_fused_steps_have_not_beside_experts_is_named():
         fuse(initialize(config, seed=0, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize(("family", "words"), GEMMA4.items())
-def test_what_keeps_a_family_from_being_fused_is_named(family, words):
-    config = read_config(values_of(family))
-    assert unknown_parts(config) == words
-    blocks = "the fused steps of blocks with experts" if config.experts else "the fused steps"
-    assert native_shape_refusal(config) == f"{blocks} know {words}"
-    with pytest.raises(ConfigError, match=words):
-        fuse(hasten.load(make_reference(family), dtype="bfloat16"))
+def test_heads_that_the_native_steps_do_not_take_are_named():
+    config = replace(read_config(values_of("llama")), head_dim=520)
+    assert native_shape_refusal(config) == "the head size is 520; the fused steps go up to 512"
+    config = replace(config, head_dim=64, layers=(replace(config.layers[0], head_dim=520), *config.layers[1:]))
+    assert native_shape_refusal(config) == "the head size is 520; the fused steps go up to 512"
 
 
 def test_limits_of_a_gated_mlp_are_run_in_experts_only():
@@ -242,7 +240,7 @@ def test_every_other_family_runs_in_all_fused_steps(case):
 
 
 OTHERS = {family for family, _ in PARTS} | {"olmo3", "glm4", "ernie4_5", "cohere2", "gpt_oss"} | set(WITH_STATES)
-OTHERS |= {"olmoe", "minimax_m2", "granitemoe", "ernie4_5_moe", "nanochat", "gemma4_text"}
+OTHERS |= {"olmoe", "minimax_m2", "granitemoe", "ernie4_5_moe", "nanochat"}
 
 
 @pytest.mark.parametrize("scheme", [None, hasten.Int8(), hasten.Int4(group_size=32)])
@@ -365,6 +363,6 @@ def test_all_layers_in_one_call_are_the_layers_one_after_the_other(case):
     hook.remove()
     seen.clear()
     block = model.blocks[0]
-    block.forward = lambda *arguments: (seen.append(arguments), type(block).forward(block, *arguments))[1]
+    block.forward = lambda *own, **more: (seen.append(own), type(block).forward(block, *own, **more))[1]
     assert torch.equal(two_steps(), together)
     assert len(seen) == 2  # and so is what a compiler put in the place of its forward pass

@@ -68,7 +68,7 @@ def each_alone(model, shape):
 
 
 FAMILIES = ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", "gpt_oss", "minimax_m2", "granitemoe"]
-FAMILIES += ["ernie4_5_moe"]
+FAMILIES += ["ernie4_5_moe", "gemma4_text-experts"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,15 +14,20 @@ from hasten.engine.cache import KVCache
 from hasten.engine.compiled import compile_blocks
 from hasten.model.binding import explain
 from hasten.model.context import TrainingContext
+from hasten.model.families import read_config
+from hasten.model.fused import fuse
 from hasten.model.last_rows import LayerOfRows
+from hasten.ops.calls import BlocksCall
+from hasten.ops.native import library
 from hasten.planning.cost import kv_bytes_per_token, parameters
-from hasten.planning.memory import InferenceUse, memory_of
+from hasten.planning.memory import InferenceUse, calibration_memory, memory_of
 from hasten.planning.plan import inference_phases
 from hasten.quantization.schemes import layers_to_quantize
 from hasten.quantization.walk import CalibrationWalk
 from hasten.training.activations import apply_checkpointing
+from instruction_sets import needs_native
 from parity import PROMPTS, our_logits, reference_greedy
-from references import decided, make_reference
+from references import decided, make_reference, values_of
 
 CASES = ("gemma4_text", "gemma4_text-shared", "gemma4_text-experts")
 SHARED = "gemma4_text-shared"
@@ -160,10 +165,35 @@ def test_calibration_gives_each_block_what_it_has_in_the_model(name):
     assert set(model.quantization) == set(layers_to_quantize(hasten.load(make_reference(name))))
 
 
-def test_explain_says_why_the_blocks_are_not_fused():
+@needs_native
+@pytest.mark.parametrize("name", CASES)
+def test_its_blocks_are_one_native_call(name):
+    model = hasten.load(make_reference(name), dtype="bfloat16")
+    hasten.generate(model, [[5, 6, 7]], max_new_tokens=2, temperature=0)
+    assert model.stack is not None
+    assert {row.kernel for row in explain(model) if row.operator in ("block", "attention")} == {"fused"}
+
+
+@needs_native
+def test_of_a_prompt_the_native_blocks_without_keys_compute_the_scored_tokens_only():
+    model, calls = fuse(hasten.load(make_reference(SHARED), dtype="bfloat16")), []
+    bound = model.blocks[0]._bound
+    bound.blocks = lambda *call, run=bound.blocks: calls.append(BlocksCall(*call)) or run(*call)
+    hasten.generate(model, LONG, max_new_tokens=2, temperature=0, draft="none")
+    assert [(call.x.shape[:-1].numel(), len(call.plans)) for call in calls] == [(111, 6), (2, 2), (2, 8)]
+
+
+@needs_native
+@pytest.mark.parametrize("scheme", [None, hasten.Int8(), hasten.Int4(group_size=32)], ids=str)
+def test_hooked_blocks_give_what_all_give_in_one_call(scheme):
     model = hasten.load(make_reference(SHARED), dtype="bfloat16")
-    reasons = {row.others[0].reason for row in explain(model) if row.operator == "block"}
-    assert reasons == {"the fused steps know no layers that use the keys and values of others"}
+    fuse(model if scheme is None else hasten.quantize(model, scheme))
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
+    expected = [answer.tokens for answer in hasten.generate(model, LONG, params)]
+    seen = []
+    model.blocks[6].register_forward_hook(lambda *given: seen.append(given[0]))
+    assert [answer.tokens for answer in hasten.generate(model, LONG, params)] == expected
+    assert seen
 
 
 def test_heads_of_512_are_served_and_explained(monkeypatch):
@@ -179,6 +209,9 @@ def test_heads_of_512_are_served_and_explained(monkeypatch):
     found = {row.kernel for row in explain(model) if row.operator == "paged attention"}
     cache = KVCache(model.config, blocks=2, dtype=torch.bfloat16, device="cpu")
     assert found == {cache.kernel.name}, "one kernel for layers of both sizes"
+    if library() is not None:
+        assert found == {"native"}
+        fuse(model)
 
 
 def test_a_plan_counts_per_layer_embeddings_apart():
@@ -191,6 +224,13 @@ def test_a_plan_counts_per_layer_embeddings_apart():
     assert "per-layer embeddings" not in memory.at_peak
     _, token = inference_phases(config, use)
     assert token.moved < 4 * (count.total - count.table) + 2 * 16 * kv_bytes_per_token(config, 4)
+
+
+def test_calibration_counts_the_keys_that_blocks_lend():
+    config = read_config(values_of(SHARED))
+    states = 24 * config.hidden_size * 4  # of 24 tokens
+    memory = calibration_memory(config, states=states, walks=2, step=4, squares=3.25, spill=True)
+    assert memory.parts["lent keys and values"] == 2 * 24 * 4 * 2 * 2 * (16 + 32)
 
 
 def test_a_published_config_is_wrapped_and_names_what_global_layers_have(tmp_path):

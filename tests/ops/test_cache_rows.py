@@ -21,7 +21,7 @@ native = pytest.mark.skipif(library() is None, reason="the native kernels cannot
 
 INT8, INT4, TURNED = RowFormat(8), RowFormat(4), RowFormat(4, rotated=True)
 SMALL = (INT8, RowFormat(8, rotated=True), INT4, TURNED)
-SIZES = [64, 80, 96, 128, 256, 100, 20, 7]
+SIZES = [64, 80, 96, 128, 256, 512, 100, 20, 7]
 
 
 def draw(seed, *shape):

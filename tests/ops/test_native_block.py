@@ -213,7 +213,7 @@ def test_fields_are_torchs_arguments_with_what_is_written_marked():
     assert schema.startswith("Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k, Tensor(b!)[] v, ")
     assert "Tensor? adapters, Tensor(c!)? times, Tensor[] seen, Tensor[] query_factors, " in schema
     assert schema.endswith(
-        "Tensor(d!)[] inputs, Tensor(e!)[] matrices, Tensor? state_slots, Tensor? certain) -> Tensor"
+        "Tensor(d!)[] inputs, Tensor(e!)[] matrices, Tensor? state_slots, Tensor? certain, Tensor? features) -> Tensor"
     )
     assert "SymInt block_size, bool rotated" in schema or "int block_size, bool rotated" in schema
 

@@ -61,7 +61,7 @@ COUNTS = st.lists(st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.intege
 @given(
     counts=COUNTS,
     heads=st.sampled_from([(4, 4), (8, 2), (6, 1)]),
-    head_dim=st.sampled_from([16, 64, 80, 128]),
+    head_dim=st.sampled_from([16, 64, 80, 128, 512]),
     window=st.sampled_from([None, 1, 5, 64]),
     softcap=st.sampled_from([None, 5.0]),
     size=st.sampled_from([1, 4, 16]),

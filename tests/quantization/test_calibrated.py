@@ -141,29 +141,34 @@ def test_a_folder_is_the_model_quantized_in_memory(tmp_path):
     assert torch.equal(logits(hasten.load(tmp_path / "out", dtype="stored")), logits(model))
 
 
-@pytest.mark.parametrize("gptaq", [False, True])
-def test_an_interrupted_run_goes_on_at_its_block(tmp_path, before_block, gptaq):
+@pytest.mark.parametrize(
+    ("case", "gptaq"), [("llama", False), ("llama", True), ("gemma4_text-shared", False), ("gemma4_text-shared", True)]
+)
+def test_an_interrupted_run_goes_on_at_its_block(tmp_path, before_block, case, gptaq):
     method = GPTQ(gptaq=gptaq)
-    model = hasten.load(make_reference("llama"))
-    quantize_to_folder(model, Int4(group_size=32), tmp_path / "whole", method=method, calibration=SAMPLES)
+    model = hasten.load(make_reference(case))
+    heads, stop, reports = model.config.tie_embeddings is False, len(model.blocks) - 2, []
+    scheme = Int4(group_size=32) if heads else Int4(group_size=32, lm_head="none")
+    arguments = {"method": method, "calibration": SAMPLES, "report": reports.append}
+    quantize_to_folder(model, scheme, tmp_path / "whole", **arguments)
+    layers = [report.name for report in reports]
 
     def started(name):
         names.append(name)
-        if name == "blocks.2" and len(names) == 3:
+        if name == f"blocks.{stop}" and len(names) == stop + 1:
             raise KeyboardInterrupt
 
     names = []
     before_block(started)
-    arguments = {"method": method, "calibration": SAMPLES}
     with pytest.raises(KeyboardInterrupt):
-        quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", **arguments)
+        quantize_to_folder(model, scheme, tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
     with pytest.raises(hasten.HastenError):
         hasten.load(tmp_path / "out.partial", dtype="stored")  # never taken for a model
-    reports = []
-    quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", report=reports.append, **arguments)
-    assert names == ["blocks.0", "blocks.1", "blocks.2", "blocks.2", "blocks.3", ""]
-    assert len(reports) == 4 * 7 + 1
+    reports.clear()
+    quantize_to_folder(model, scheme, tmp_path / "out", **arguments)
+    assert names == [*(f"blocks.{i}" for i in [*range(stop + 1), stop, stop + 1]), *[""] * heads]
+    assert [report.name for report in reports] == layers
     assert not (tmp_path / "out.partial").exists()
     one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "out"))
     assert all(torch.equal(one[name], other[name]) for name in one)

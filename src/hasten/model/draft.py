@@ -59,8 +59,8 @@ class Ending:
 def can_draft_in_one_call(model: Transformer) -> bool:
     """Whether `draft_in_one_call` supports this model.
 
-    It is to be fused, in one call of all blocks, without learned positions, normalised embeddings, longrope, scaled
-    queries or logits, adapters or a pattern.
+    It is to be fused, in one call of all blocks, without learned positions, normalised or per-layer embeddings,
+    longrope, scaled queries or logits, adapters or a pattern.
     """
     stack, embedding = model.stack, model.embedding
     plain = isinstance(embedding, nn.Embedding) and embedding.weight.dtype == torch.bfloat16
@@ -68,7 +68,8 @@ def can_draft_in_one_call(model: Transformer) -> bool:
     whole = isinstance(stack, FusedStack) and stack.bound(model) is not None and stack.times is None
     turned = all(rope.scaling != "longrope" and not rope.query_beta for rope in model.config.ropes)
     turned &= model.config.logit_scale == 1.0
-    others = (model.positions, model.embedding_norm, model.adapters, model.config.attention_pattern)
+    more = (model.token_features, model.adapters, model.config.attention_pattern)
+    others = (model.positions, model.embedding_norm, *more)
     return whole and (plain or own) and turned and all(one is None for one in others)
 
 

@@ -14,14 +14,8 @@ from hasten.errors import ConfigError, HastenWarning
 from hasten.model.fused_block import FusedSteps
 from hasten.model.fused_cuda import CudaBlock, CudaStack, cuda_refusal, runs_triton
 from hasten.model.fused_linear import packed, plain
-from hasten.model.fused_native import (
-    FusedBlock,
-    FusedStack,
-    native_refusal,
-    native_shape_refusal,
-    native_waits,
-    settled,
-)
+from hasten.model.fused_native import FusedBlock, native_refusal, native_shape_refusal, native_waits, settled
+from hasten.model.fused_stack import FusedStack
 from hasten.model.interfaces import Stack
 from hasten.model.transformer import Block, Transformer, require_model
 from hasten.model.wide import narrow
@@ -72,6 +66,11 @@ def fuse(model: Transformer) -> Transformer:
             model.blocks[i] = FusedBlock(block, pages)
             del block  # else its weights would be in use
             release_file_pages(originals, mapped)
+    if (features := model.token_features) is not None:
+        originals = matrices(features)
+        features.projection = packed(features.projection)
+        settled(features.projection, pages)
+        release_file_pages(originals, mapped)
     tied = isinstance(model.embedding, nn.Embedding) and model.tied
     originals = matrices(model.head)
     model.head = packed(model.head)
@@ -232,6 +231,8 @@ def take_apart(model: Transformer) -> Transformer:
     for i, block in enumerate(model.blocks):
         if isinstance(block, FusedSteps):
             model.blocks[i] = block.readable(model.config, model.config.layers[i])
+    if model.token_features is not None:
+        model.token_features.projection = plain(model.token_features.projection)
     if isinstance(model.head, PackedLinear):
         tied, model.head = model.tied, plain(model.head)
         if tied and isinstance(model.head, nn.Linear):

@@ -79,10 +79,14 @@ class FusedSteps(nn.Module):
             self.inner_size, self.gated = block.mlp.up.out_features, block.mlp.gate is not None
             self.activation_name = block.mlp.activation_name
             self.learned_activation = block.mlp.activation if isinstance(block.mlp.activation, nn.Module) else None
+        self.token_norm = None if block.token_gate is None else block.token_gate.norm
+        self.scale = block.scale  # of the stream behind the block
         self.register_load_state_dict_post_hook(_bind_again)
 
     def _take_attention(self, attention: Attention) -> None:
         self.spec, self.attention_gate = attention.spec, attention.has_gates
+        self.projections = tuple(name for name in ("q", "k", "v") if getattr(attention, name) is not None)
+        self.normalises_values, self.lends_keys = attention.value_eps is not None, attention.lends_keys
         self.q_norm, self.k_norm, self.qk_norm = attention.q_norm, attention.k_norm, attention.qk_norm
         self.rope_pairs, self.sinks = attention.rope_pairs, attention.sinks
 
@@ -131,6 +135,9 @@ class FusedSteps(nn.Module):
                 block.set_submodule(name, plain(linear) if len(parts) == 1 else part_of(linear, rows))
         block.attention_norm, block.attention_post_norm = self.attention_norm, self.attention_post_norm
         block.mlp_norm, block.mlp_post_norm = self.mlp_norm, self.mlp_post_norm
+        block.scale = self.scale
+        if block.token_gate is not None and self.token_norm is not None:
+            block.token_gate.norm = self.token_norm
         if self.experts is not None:
             replace_linears(self.experts, plain)
             block.mlp = self.experts

@@ -265,8 +265,18 @@ class CudaStack:
         held = chain(model.parameters(), model.buffers(), counters, own, tables)
         return tuple(tensor.data_ptr() for tensor in held)
 
-    def run(self, model: Transformer, x: Tensor, ropes: Sequence[Rotation], context: Context) -> Tensor:
-        """x (B, T, C) -> (B, T, C) in float32."""
+    def run(
+        self,
+        model: Transformer,
+        x: Tensor,
+        ropes: Sequence[Rotation],
+        context: Context,
+        features: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C) in float32. Of models with features, or without keys in layers, it runs none."""
+        assert features is None, "such models are not fused here"
+        assert rows is None, "such models are not fused here"
         x = x.float()
         single = x.shape[0] * x.shape[1] == 1 and not triton_support.recorded()
         if single and self.one_launch and self._run_at_once(model, x, ropes, context):

@@ -3,15 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hasten.model.experts import Experts
-from hasten.model.fused_linear import ACTIVATION_ORDER, difference, weight_plan
+from hasten.model.experts import Experts, NormedExperts
+from hasten.model.fused_linear import ACTIVATION_ORDER, difference, norm_arguments, weight_plan
 from hasten.ops.linear import PackedLinear
 from hasten.ops.native import native_ops
 
 # What `plan_block` takes for a block without experts.
-NO_ROUTING: dict[str, Any] = dict.fromkeys(("experts", "router", "choice_bias", "shared_gate"))
+_NORMS = ("router_norm", "expert_norm", "expert_post_norm", "shared_post_norm")
+NO_ROUTING: dict[str, Any] = dict.fromkeys(("experts", "router", "choice_bias", "shared_gate", *_NORMS, "expert_scale"))
 NO_ROUTING |= {"top_experts": 0, "expert_groups": 1, "kept_groups": 1, "sigmoid_scores": False}
 NO_ROUTING |= {"normalize_shares": False, "share_floor": 0.0, "share_scale": 1.0}
 # And for one without an MLP.
@@ -29,6 +31,7 @@ def routing_of(experts: Experts) -> dict[str, Any] | None:
         return None
     router: Any = experts.router
     return {
+        **_norms_of(experts),
         "experts": plan,
         "router": weight_plan(router),
         "choice_bias": experts.choice_bias,
@@ -41,6 +44,19 @@ def routing_of(experts: Experts) -> dict[str, Any] | None:
         "share_floor": config.expert_sum_floor,
         "share_scale": config.expert_weight_scale,
     }
+
+
+@torch.no_grad()
+def _norms_of(experts: Experts) -> dict[str, Tensor | None]:
+    """The weights of the norms that experts, their router and the MLP beside them have, and the scales of experts."""
+    if not isinstance(experts, NormedExperts):
+        return dict.fromkeys((*_NORMS, "expert_scale"))
+    # The router's norm divides by the root mean square, and multiplies by the factors of its own.
+    offset = norm_arguments(experts.expert_norm)[3]
+    factors = experts.router_scale.float() * experts.config.hidden_size**-0.5 - offset
+    norms = (experts.expert_norm, experts.expert_post_norm, experts.shared_post_norm)
+    weights = [factors, *(norm_arguments(norm)[0] for norm in norms)]
+    return {**dict(zip(_NORMS, weights, strict=True)), "expert_scale": experts.expert_scale.float()}
 
 
 def shared_mlp(experts: Experts) -> dict[str, Any]:
@@ -77,7 +93,7 @@ def experts_plan(experts: Experts) -> Tensor | None:
 def experts_call(experts: Experts) -> Callable[[Tensor], Tensor] | None:
     """The experts as one native call, x (B, T, C) float32 -> the same; None where only the readable ones run."""
     plan = experts_plan(experts)
-    if plan is None:
+    if plan is None or isinstance(experts, NormedExperts):
         return None
     call = native_ops().experts.default
 

@@ -1,13 +1,13 @@
 """The native fused steps on a CPU: `FusedBlock`, which fused.py puts in the place of each readable block.
 
 The steps: norm + q, k, v + rotary turn + cache write and attention, or norm + projections and Gated DeltaNet; output +
-residual; norm + gate, up + activation; down + residual, or the router and the experts that it chooses. All layers are
-one call where their caches have the same slots, else each is one. A layer whose experts have several formats, or ranks,
-is a call up to the residual behind its output, the router, and the experts. The stream is float32 between them.
+residual; norm + gate, up + activation; down + residual, or the router and the experts that it chooses; the gate of
+per-layer embeddings. All layers are one call (fused_stack.py) where their caches have the same slots, else each is one.
+A layer whose experts have several formats, or ranks, is a call up to the residual behind its output, the router, and
+the experts. The stream is float32 between them.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hasten.model.activations import XIELU
 from hasten.model.config import ModelConfig
-from hasten.model.experts import Experts
+from hasten.model.experts import Experts, NormedExperts
 from hasten.model.fused_block import FusedSteps, unknown_parts
 from hasten.model.fused_delta import DELTA_INPUTS, NO_ATTENTION
 from hasten.model.fused_experts import NO_MLP, NO_ROUTING, experts_call, routing_of, shared_mlp
@@ -31,17 +31,16 @@ from hasten.model.fused_linear import (
     norm_fields,
     packed,
     replace_linears,
-    weight_fields,
     weight_plan,
 )
-from hasten.model.interfaces import Context
 from hasten.model.lora import AdapterChoice
 from hasten.model.mlp import MLP
 from hasten.model.rope import Rotation
 from hasten.model.sharded import ShardedTransformer, SumOfRanks
 from hasten.model.transformer import Block, Transformer
-from hasten.ops.attention.spec import LARGEST_HEAD
-from hasten.ops.calls import BlocksCall, NormLinearCall
+from hasten.ops.attention.spec import LARGEST_NATIVE
+from hasten.ops.attention.view import KVView
+from hasten.ops.calls import BlocksCall
 from hasten.ops.linear import BFLOAT16, PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in, native_unsupported
 from hasten.ops.linear.weights import PLAIN
@@ -52,9 +51,10 @@ from hasten.ops.pages import SharedPages, return_freed_memory
 HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
 # Fields that the native steps support, of those that `unknown_parts` looks at.
-_OF_ATTENTION = ("qk_norm", "rope", "query_beta", "rope_pairs", "sinks", "delta", "attention_gate")
-_BESIDE_EXPERTS = (*_OF_ATTENTION, "norm", "pre_norms", "residual_scale", "activation")
-_KNOWN = (*_BESIDE_EXPERTS, "parallel")
+_OF_HEADS = ("qk_norm", "rope", "query_beta", "rope_pairs", "sinks", "mixed_heads", "shared_keys", "value_norm")
+_OF_ATTENTION = (*_OF_HEADS, "delta", "attention_gate")
+_BESIDE_EXPERTS = (*_OF_ATTENTION, "norm", "pre_norms", "residual_scale", "activation", "expert_norms", "block_scales")
+_KNOWN = (*_BESIDE_EXPERTS, "parallel", "token_features")
 
 
 def native_refusal(model: Transformer) -> str | None:
@@ -83,8 +83,9 @@ def _unsupported(request: LinearRequest) -> str | None:
 
 def native_shape_refusal(config: ModelConfig) -> str | None:
     """Why the native steps cannot run a model of this shape, or None."""
-    if config.head_dim > LARGEST_HEAD:
-        return f"the head size is {config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
+    size = max((config.head_dim_of(layer) for layer in config.layers if not layer.delta), default=0)
+    if size > LARGEST_NATIVE:
+        return f"the head size is {size}; the fused steps go up to {LARGEST_NATIVE}"
     experts = {layer.experts for layer in config.layers}
     known = _BESIDE_EXPERTS if True in experts else _KNOWN
     part = unknown_parts(config, known=known if False in experts else (*known, "swiglu"))
@@ -110,6 +111,8 @@ class FusedBlock(FusedSteps):
     gate: PackedLinear  # else, as up
     up: PackedLinear
     down: PackedLinear
+    reduce: PackedLinear  # those of the token gate, where there is one
+    expand: PackedLinear
     cache_dtype = torch.bfloat16  # of keys and values
 
     def __init__(self, block: Block, pages: SharedPages) -> None:
@@ -129,25 +132,32 @@ class FusedBlock(FusedSteps):
             else:
                 self.inner = settled(packed(up) if gate is None else interleave_gate_up(gate, up), pages)
             self.down = settled(packed(block.mlp.down), pages)
+        if block.token_gate is not None:
+            for name in self._token_gate():
+                setattr(self, name, settled(packed(getattr(block.token_gate, name)), pages))
         return_freed_memory()
         self.bind()
 
     def _mixing(self) -> dict[str, str]:
         """Our layers of attention, or of Gated DeltaNet, and where each is in a readable block; the last is output."""
         if self.delta is None:
-            return {name: f"attention.{name}" for name in ("q", "k", "v", "output")}
+            return {name: f"attention.{name}" for name in (*self.projections, "output")}
         return {name: f"delta.{name}" for name in DELTA_INPUTS} | {"output": "delta.out"}
 
     def rows(self) -> dict[str, dict[str, Tensor]]:
         alone = self._mixing()
         if self.experts is None:
             alone |= {name: f"mlp.{name}" for name in ("gate", "up", "down") if hasattr(self, name)}
+        alone |= {name: f"token_gate.{name}" for name in self._token_gate()}
         found = {name: {ours: torch.arange(getattr(self, name).out_features)} for name, ours in alone.items()}
         if hasattr(self, "inner"):
             gate, up = gate_up_rows(self.inner_size)
             parts = {"mlp.gate": gate, "mlp.up": up} if self.gated else {"mlp.up": torch.arange(self.inner_size)}
             found["inner"] = parts
         return found
+
+    def _token_gate(self) -> tuple[str, ...]:
+        return () if self.token_norm is None else ("reduce", "expand")
 
     def runs_on(self, place: Tensor) -> bool:
         return place.device.type == "cpu" and place.dtype == self._like.dtype
@@ -181,6 +191,9 @@ class FusedBlock(FusedSteps):
             down_norm_weight=None if apart else down_norm[0],
             down_norm_bias=None if apart else down_norm[1],
             ranks=sums.group.plan if isinstance(sums, SumOfRanks) else None,
+            **{name: self._plan(name) if name in self._token_gate() else None for name in ("reduce", "expand")},
+            token_norm_weight=_factors(self.token_norm)[0],
+            block_scale=1.0 if apart or self.scale is None else self.scale.item(),
             **(routing or NO_ROUTING),
         )
         self._bound = SimpleNamespace(
@@ -191,7 +204,7 @@ class FusedBlock(FusedSteps):
         """What mixes the tokens, as `plan_block` takes it: attention, or Gated DeltaNet."""
         if self.delta is not None:
             return NO_ATTENTION | {"delta": self.delta.plan()}
-        spec = self.spec
+        spec, offset = self.spec, norm_arguments(self.attention_norm)[3]
         return {
             "heads": spec.heads,
             "kv_heads": spec.kv_heads,
@@ -206,6 +219,9 @@ class FusedBlock(FusedSteps):
             "sinks": None if self.sinks is None else self.sinks.detach().float(),
             "attention_gate": self.attention_gate,
             "delta": None,
+            # Norms have factors here, and values' are none: one, less what is added to it.
+            "v_norm": torch.full((spec.head_dim,), 1 - offset) if self.normalises_values else None,
+            "written": len(self.projections) - 1,
         }
 
     def _plan(self, name: str) -> Tensor:
@@ -227,7 +243,7 @@ class FusedBlock(FusedSteps):
             each = tuple(self.experts.experts.modules())
             return found | {"routing": tuple(set(self.experts.modules()) - set(each)), "experts": each}
         inner = tuple(getattr(self, name) for name in ("inner", "gate", "up") if hasattr(self, name))
-        return found | {"inner": inner, "down": (self.down,)}
+        return found | {"inner": inner, "down": tuple(getattr(self, name) for name in ("down", *self._token_gate()))}
 
     def _mlp(self) -> dict[str, Any]:
         """The block's MLP as `plan_block` takes it, or the one beside its experts."""
@@ -244,13 +260,26 @@ class FusedBlock(FusedSteps):
             "down": self._plan("down"),
         }
 
-    def forward(self, x: Tensor, rope: Rotation | None, layer: Any) -> Tensor:
-        """x (B, T, C) -> (B, T, C) in float32. layer: the context of this kind of layer."""
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rotation | None,
+        layer: Any,
+        features: Tensor | None = None,
+        shared: KVView | None = None,
+    ) -> Any:
+        """x (B, T, C) -> (B, T, C) in float32, with the cache of the layer where it lends its keys and values.
+
+        layer: the context of this kind of layer. features (B, T, P): what the tokens bring. shared: the cache of the
+        layer whose keys it uses.
+        """
         bound, x = self._bound, x.float()
         batch, tokens, _ = x.shape
+        view: Any = None
         if self.delta is None:
             spec = self.spec
             view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
+            view = view if shared is None else view._replace(k=shared.k, v=shared.v)
             metadata, seen = view.metadata, view.seen
             held: dict[str, Any] = {"k": [view.k], "v": [view.v], "seen": () if seen is None else (seen,)}
         else:
@@ -272,84 +301,20 @@ class FusedBlock(FusedSteps):
             rotated=metadata.rows.rotated,
             plans=[bound.plan],
             adapters=None if self.choice is None else self.choice.of(batch * tokens),
+            features=None if features is None else features.float().reshape(1, batch * tokens, -1),
             **held,
         )
         x = bound.blocks(*call)
-        if not bound.apart:
-            return x
-        experts: Any = bound.experts or self.experts
-        return x + self.residual_scale * self.mlp_post_norm(experts(self.mlp_norm(x)))
+        x = self._with_experts(x) if bound.apart else x
+        return (x, view) if self.delta is None and self.lends_keys else x
 
-
-class FusedStack:
-    """All blocks of a fused model in one native call, and its last norm and head in another.
-
-    Separate calls cost more, because between them the weights evict Python's own data from the caches.
-
-    times: None, or int64 (1 + 5·blocks): each call writes when the blocks began and when each of a block's parts
-    ended (`FusedBlock.parts`), in nanoseconds of the steady clock.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.times: Tensor | None = None
-        self.rope_index = [-1 if layer.rope is None else layer.rope for layer in config.layers]
-        self._scores: NormLinearCall | None = None  # of the model's norm and head, without x
-        self._norm_linear: Any = None  # its operator
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State without prepared arguments; a copy makes its own."""
-        return self.__dict__ | {"_scores": None, "_norm_linear": None}
-
-    def run(self, model: Transformer, x: Tensor, ropes: Sequence[Rotation], context: Context) -> Tensor:
-        """x (B, T, C) -> (B, T, C) in float32. Blocks that were hooked, replaced or patched are called one by one."""
-        step, bound = context.metadata, self.bound(model)
-        if step is None or bound is None:
-            return model.each_block(x, ropes, context.layers)
-        states = [own for own in context.states if own is not None]
-        call = BlocksCall(
-            x=x.float(),
-            cos=[rope[0] for rope in ropes],
-            sin=[rope[1] for rope in ropes],
-            query_factors=[factor for rope in ropes for factor in rope[2:]],
-            rope_index=self.rope_index,
-            k=context.k,
-            v=context.v,
-            slot_mapping=step.slot_mapping,
-            query_start_loc=step.query_start_loc,
-            seq_lens=step.seq_lens,
-            first_slots=step.first_slots,
-            block_table=step.block_table,
-            block_size=step.block_size,
-            rotated=step.rows.rotated,
-            plans=[one.plan for one in bound],
-            adapters=None if model.adapters is None else model.adapters.of(x.shape[0] * x.shape[1]),
-            times=self.times,
-            seen=context.seen,
-            inputs=[own.inputs for own in states],
-            matrices=[own.matrix for own in states],
-            state_slots=context.state_slots,
-            certain=context.certain,
-        )
-        return bound[0].blocks(*call)
-
-    def bound(self, model: Transformer) -> list[Any] | None:
-        """The arguments each block prepared; None if one was hooked, replaced or patched and must be called itself."""
-        found = []
-        for block in model.blocks:
-            own = type(block) is FusedBlock and "forward" not in block.__dict__
-            if not own or block._forward_hooks or block._forward_pre_hooks:
-                return None
-            found.append(block._bound)
-        return found
-
-    def scores(self, model: Transformer, x: Tensor) -> Tensor:
-        """x (…, C) before the last norm -> logits (…, out features of the head) in float32."""
-        norm, head, call = model.norm, model.head, self._scores
-        if call is None or call.data is not head.data or call.norm_weight is not norm.weight:
-            fields = {**norm_fields(norm), **weight_fields(head), "out_features": head.out_features}
-            self._scores = call = NormLinearCall(x=x.new_empty(0), **fields)
-            self._norm_linear = native_ops().norm_linear.default
-        return self._norm_linear(x, *call[1:])
+    def _with_experts(self, x: Tensor) -> Tensor:
+        """The second half of a block whose experts are called apart."""
+        experts: Any = self._bound.experts or self.experts
+        normal = self.mlp_norm(x)
+        found = experts(normal, x) if isinstance(self.experts, NormedExperts) else experts(normal)
+        x = x + self.residual_scale * self.mlp_post_norm(found)
+        return x if self.scale is None else x * self.scale
 
 
 def _factors(norm: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:

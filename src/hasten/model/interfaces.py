@@ -100,7 +100,17 @@ class Context(Protocol):
 class Stack(Protocol):
     """All blocks at once, and the last norm with the head. The model has it, and is given: a cycle would outlive it."""
 
-    def run(self, model: "Transformer", x: Tensor, ropes: Sequence[Rotation], context: Context) -> Tensor: ...
+    def run(
+        self,
+        model: "Transformer",
+        x: Tensor,
+        ropes: Sequence[Rotation],
+        context: Context,
+        features: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C), or of some rows (1, R, C); features and rows as in `Transformer.each_block`."""
+        ...
 
     def scores(self, model: "Transformer", x: Tensor) -> Tensor: ...
 

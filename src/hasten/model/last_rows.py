@@ -15,6 +15,7 @@ from torch import Tensor
 from hasten.model.interfaces import LayerContext
 from hasten.model.rope import Rotation
 from hasten.ops.attention import LayerAttention
+from hasten.ops.calls import BlocksCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +67,35 @@ def of_rows(
     features = None if features is None else features.flatten(1, 2)[:, None, rows]
     every: list[LayerContext] = [LayerOfRows(layer, rows, shape) for layer in layers]
     return own(x), [tuple(map(own, rope)) for rope in ropes], every, features
+
+
+def blocks_of(call: BlocksCall, layers: slice, *, parts: int) -> BlocksCall:
+    """The call of some of a call's blocks, which all have attention. parts: of a block, whose times are written."""
+    first, last, _ = layers.indices(len(call.plans))
+    own = {name: getattr(call, name)[layers] for name in ("plans", "rope_index", "k", "v", "seen")}
+    features = None if call.features is None else call.features[layers]
+    times = None if call.times is None else call.times[parts * first : parts * last + 1]
+    return call._replace(**own, features=features, times=times)
+
+
+def call_of_rows(call: BlocksCall, rows: Tensor) -> BlocksCall:
+    """The call for rows int64 (R,) of its flattened tokens alone, which write no keys: x (1, R, C).
+
+    Each row is a sequence of its own, whose last token it is: the native attention gives it the same bits so.
+    """
+    ends = call.query_start_loc[1:]
+    sequence = torch.searchsorted(ends, rows, right=True)  # (R,)
+    own: dict[str, Any] = {
+        name: [part.flatten(0, part.dim() - 2)[rows] for part in getattr(call, name)] for name in ("cos", "sin")
+    }
+    return call._replace(
+        **own,
+        x=call.x.flatten(0, -2)[rows][None],
+        query_factors=[part.flatten()[rows] for part in call.query_factors],
+        slot_mapping=call.slot_mapping[rows],
+        query_start_loc=torch.arange(len(rows) + 1),
+        seq_lens=call.seq_lens[sequence] - (ends[sequence] - 1 - rows),
+        first_slots=None if call.first_slots is None else call.first_slots[sequence],
+        block_table=None if call.block_table is None else call.block_table[sequence],
+        features=None if call.features is None else call.features[:, rows],
+    )

@@ -14,6 +14,7 @@ from hasten.model.activations import ACTIVATIONS
 from hasten.model.config import ModelConfig
 from hasten.model.mlp import Linear
 from hasten.model.norms import norm_of
+from hasten.ops.linear import PackedLinear
 
 
 class TokenFeatures(nn.Module):
@@ -35,6 +36,8 @@ class TokenFeatures(nn.Module):
         """Features (L, B, T, P) of tokens (B, T) and their embeddings x (B, T, C)."""
         own = self.embedding(tokens)
         own = own * torch.tensor(self.size**0.5, dtype=self.embedding.weight.dtype)  # rounded, as Gemma was trained
+        wide = isinstance(self.projection, PackedLinear) and self.projection.request.dtype == torch.float32
+        x = x.float() if wide else x  # of float16 weights, in a fused model
         seen = self.norm((self.projection(x) * self.factor).unflatten(-1, (self.layers, self.size)))
         both = (seen + own.unflatten(-1, (self.layers, self.size)).to(seen.dtype)) * 2**-0.5  # (B, T, L, P)
         return both.movedim(-2, 0)

@@ -192,9 +192,9 @@ class Transformer(nn.Module):
             self.bind_once()
         x = self.embed(tokens, positions)
         ropes = [table(positions, context.stretched) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
-        if self.stack is not None and block_scales is None:
-            return self.stack.run(self, x, ropes, context)
         features = None if self.token_features is None else self.token_features(tokens, x)
+        if self.stack is not None and block_scales is None:
+            return self.stack.run(self, x, ropes, context, features, rows)
         return self.each_block(x, ropes, context.layers, block_scales, features, rows)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ class BlocksCall(NamedTuple):
     of plan_pattern; empty: all. query_factors float32 (rows,): of each rotary table, what its queries are multiplied
     by; empty: nothing. inputs, matrices: the states of the layers with Gated DeltaNet; state_slots int64 (B,): the
     place of each sequence in them; certain int64 (B,): after how many of its tokens it is kept, None: after all.
+    features float32 (blocks or more, rows, P): what the rows bring to the token gate of each block.
     """
 
     x: Tensor
@@ -46,6 +47,7 @@ class BlocksCall(NamedTuple):
     matrices: Sequence[Tensor] = ()
     state_slots: Tensor | None = None
     certain: Tensor | None = None
+    features: Tensor | None = None
 
 
 class NormLinearCall(NamedTuple):

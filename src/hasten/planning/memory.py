@@ -365,12 +365,14 @@ def calibration_memory(
     inner = max(experts if layer.experts else config.inner_of(layer) for layer in config.layers)
     q = _widths(config)[1]
     widest = max(config.hidden_size, q, inner)
+    lent = sum(2 * config.kv_heads_of(layer) * config.head_dim_of(layer) for layer in config.layers if layer.lends_keys)
     chosen = config.experts_per_token * max(layer.experts for layer in config.layers)
     parts = {
         "rounded blocks": (4 if moved else 2) * max(block, parameters(config).embedding),
         "sums over the samples": int(4 * squares * widest**2),
         "passes": step * (6 * config.hidden_size + 3 * inner + 4 * q),
         "states": walks * states * ((not spill) + (config.token_features > 0)),  # and the embeddings of the tokens
+        "lent keys and values": walks * states * lent // config.hidden_size,
         "inputs of experts": chosen * states,
     }
     return Memory(parts=parts, moments={"in a block": tuple(parts)})

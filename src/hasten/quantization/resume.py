@@ -101,8 +101,8 @@ class WorkFolder:
 
     It holds settings.json, which identifies the run; lock, which one process holds; block-00000.safetensors and so on,
     a file for each block's integers, scales and zeros; states.safetensors: the inputs of the block after the finished
-    ones; states.spill and before.spill: the samples' states of a run that spills them; calibration.safetensors: the
-    text of `KeptText`.
+    ones, and the keys and values that these lend; states.spill and before.spill: the samples' states of a run that
+    spills them; calibration.safetensors: the text of `KeptText`.
     """
 
     def __init__(self, path: Path, formats: dict[str, LayerFormat]) -> None:
@@ -151,15 +151,19 @@ class WorkFolder:
         with safe_open(file, "pt") as states:
             return int(states.metadata()["blocks"])
 
-    def states(self) -> list[Tensor]:
-        """The inputs of the block after the finished ones: a tensor for each walk."""
+    def kept(self) -> list[dict[str, Tensor]]:
+        """What the block after the finished ones needs, by names: of each walk."""
+        found: dict[int, dict[str, Tensor]] = {}
         with safe_open(self.path / "states.safetensors", "pt") as file:
-            return [file.get_tensor(name) for name in sorted(file.keys())]
+            for name in file.keys():  # noqa: SIM118
+                own, _, walk = name.rpartition(".")
+                found.setdefault(int(walk), {})[own] = file.get_tensor(name)
+        return [found[walk] for walk in sorted(found)]
 
-    def save(self, index: int, result: BlockResult, states: Sequence[Tensor]) -> None:
-        """Write a block and its outputs. The outputs come last: they mark the block as finished."""
+    def save(self, index: int, result: BlockResult, kept: Sequence[Mapping[str, Tensor]]) -> None:
+        """Write a block, and what the next needs of each walk. That comes last: it marks the block as finished."""
         self.keep(index, result)
-        named = {f"states.{i}": tensor for i, tensor in enumerate(states)}
+        named = {f"{name}.{i}": tensor for i, own in enumerate(kept) for name, tensor in own.items()}
         self._write("states", named, {"blocks": str(index + 1)})
 
     def keep(self, index: int, result: BlockResult) -> None:

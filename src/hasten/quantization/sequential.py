@@ -42,13 +42,11 @@ def quantize_blocks(
         walks = [CalibrationWalk(model, tokens, device=device, spill=files[0])]
     if method.gptaq:
         walks.append(CalibrationWalk(model, tokens, device=device, spill=files[1]))
-    if model.config.shares_keys:
-        saved = None  # keys and values that blocks lend to later ones would be missing: such a run begins again
     done = 0 if saved is None else saved.blocks()
     if done:
         assert saved is not None
-        for walk, states in zip(walks, saved.states(), strict=True):
-            walk.states.copy_(states)
+        for walk, kept in zip(walks, saved.kept(), strict=True):
+            walk.go_on(kept)
 
     def finished(index: int | None) -> BlockTask:
         task = _task(model, index, formats, walks, search)
@@ -69,7 +67,7 @@ def quantize_blocks(
         result = task.result().to(model.device)
         del task, module  # before the next block is copied
         if saved is not None:
-            saved.save(index, result, [walk.states for walk in walks])
+            saved.save(index, result, [walk.kept() for walk in walks])
         yield result
     if "head" in formats:
         yield finished(None).result().to(model.device)

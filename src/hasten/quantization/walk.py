@@ -3,7 +3,7 @@
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -50,7 +50,7 @@ class CalibrationWalk:
             self.states = _mapped(spill, (*tokens.shape, model.config.hidden_size), self.dtype)
             for room, part in zip(self.states.split(self.step), parts, strict=True):
                 room.copy_(part)
-        self._tokens, self._lent = tokens.to(model.device), dict[int, KeysValues]()  # by the layer whose they are
+        self._tokens, self._lent = tokens.to(model.device), dict[int, KeysValues]()  # of all samples, by their layer
         self._embedded = self.states if model.token_features is None else self.states.clone()
 
     def here(self, module: nn.Module) -> nn.Module:
@@ -78,14 +78,16 @@ class CalibrationWalk:
     def advance(self, index: int, block: nn.Module) -> None:
         """Replace the states by the block's outputs. block: on the walk's device."""
         found = passes(block, self.calls(index), lambda call: call(block))
-        lent: list[KeysValues] = []
-        for part, new in zip(self.states.split(self.step), found, strict=True):
+        for start, new in zip(range(0, len(self.states), self.step), found, strict=True):
+            samples = slice(start, start + self.step)
             if isinstance(new, tuple):
-                new, keys = new
-                lent.append(keys)
-            part.copy_(new)
-        if lent:
-            self._lent[index] = torch.cat([k for k, _ in lent]), torch.cat([v for _, v in lent])
+                new, (k, v) = new
+                if not start:
+                    shape = (len(self.states), *k.shape[1:])
+                    self._lent[index] = k.new_empty(shape), v.new_empty(shape)
+                for every, own in zip(self._lent[index], (k, v), strict=True):
+                    every[samples] = own
+            self.states[samples] = new
 
     def _beside(self, index: int, samples: slice) -> dict[str, Any]:
         """What a block gets beside the states, where its model has it: see `Block.forward`."""
@@ -96,6 +98,17 @@ class CalibrationWalk:
         if (source := self.model.config.layers[index].keys_of) is not None:
             found["shared"] = tuple(part[samples] for part in self._lent[source])
         return found
+
+    def kept(self) -> dict[str, Tensor]:
+        """What the next blocks need of those before: the states, and the keys and values that these lend."""
+        lent = {f"{part}.{layer}": own[i] for layer, own in self._lent.items() for i, part in enumerate("kv")}
+        return {"states": self.states} | lent
+
+    def go_on(self, kept: Mapping[str, Tensor]) -> None:
+        """Go on from what `kept` returned behind some block."""
+        self.states.copy_(kept["states"])
+        for layer in (int(name[2:]) for name in kept if name.startswith("k.")):
+            self._lent[layer] = kept[f"k.{layer}"].to(self.device), kept[f"v.{layer}"].to(self.device)
 
     def whole_calls(self) -> list[Call]:
         """Calls that run the norm and the head after the last block."""

@@ -24,7 +24,8 @@ class Architecture:
     neighbouring elements of a head, and the family elements i and i + D/2, so the rows of q and k are stored in another
     order. tiled: the value heads of Gated DeltaNet are stored in turn for each key head, not after each other.
     alternating: parts of one tensor whose rows are grouped by key head. layer_norm: the field of a LayerNorm's epsilon,
-    where the norms are no RMSNorms. experts: layers may have experts.
+    where the norms are no RMSNorms. experts: layers may have experts. lists: metadata that may be a number for each
+    layer. proportional: the factors of rotary frequencies say how many pairs of a global head are turned.
 
     What llama.cpp loads (`why_not_loaded`), square: only heads that have the hidden size together; equal_heads: only as
     many of keys as of queries; partial: rotary positions of a part of each head; head: only one that is the embedding
@@ -40,6 +41,8 @@ class Architecture:
     tiled: bool = False
     alternating: tuple[str, ...] = ()
     layer_norm: str | None = None
+    lists: tuple[str, ...] = ()
+    proportional: bool = False
     experts: bool = False
     square: bool = False
     equal_heads: bool = False
@@ -53,6 +56,8 @@ class Architecture:
         width, turned = config.heads * config.head_dim, {rope.dim for rope in config.ropes}
         tied = "tied" if config.tie_embeddings else "own"
         sizes = (0, 0) if config.delta is None else (config.delta.key_dim, config.delta.value_dim)
+        own = config.first_without_keys  # llama.cpp: the last one's keys for global layers, those before it for others
+        lenders = {own - (1 if layer.window is None else 2): layer.keys_of for layer in config.layers[own:]}
         found = {
             f"heads of {width} elements in all, with a hidden size of {config.hidden_size}": (
                 self.square and width != config.hidden_size
@@ -66,9 +71,20 @@ class Architecture:
             "biases of the attention's output": config.output_bias and "output" not in self.biases,
             "a window in no layer": self.windowed and all(layer.window is None for layer in config.layers),
             "biases of the MLPs": config.mlp_bias and "mlp" not in self.biases,
+            "layers that use the keys of other ones than the last two": any(a != b for a, b in lenders.items()),
             f"heads of {sizes[0]} elements of a key and {sizes[1]} of a value": sizes[0] != sizes[1],
         }
         return next((why for why, there in found.items() if there), None)
+
+
+def windows(config: ModelConfig) -> Values:
+    """The window, and which layers have it."""
+    windowed = [layer.window for layer in config.layers]
+    most = max(filter(None, windowed), default=0)
+    return {
+        "attention.sliding_window": most,
+        "attention.sliding_window_pattern": [window is not None for window in windowed],
+    }
 
 
 def kinds_of_layers(own: Own, found: Values, every: int) -> list[str]:

@@ -17,21 +17,13 @@ from hasten.checkpoints.gguf.architecture import (
     Values,
     kinds_of_layers,
     layers_read,
+    windows,
 )
+from hasten.checkpoints.gguf.gemma4 import GEMMA4
 from hasten.checkpoints.gguf.hybrids import HYBRIDS
 from hasten.model.config import ModelConfig
 
 SIGMOID = 2  # llama.cpp's number of the function that scores experts
-
-
-def windows(config: ModelConfig) -> Values:
-    """The window, and which layers have it."""
-    windowed = [layer.window for layer in config.layers]
-    most = max(filter(None, windowed), default=0)
-    return {
-        "attention.sliding_window": most,
-        "attention.sliding_window_pattern": [window is not None for window in windowed],
-    }
 
 
 def first_experts(config: ModelConfig) -> int:
@@ -230,6 +222,7 @@ ARCHITECTURES = {
     "gemma": Architecture(family="gemma", partial=True, head="tied"),
     "gemma2": Architecture(family="gemma2", read=gemma_read(46), write=gemma_write, partial=True, head="tied"),
     "gemma3": Architecture(family="gemma3_text", read=gemma_read(62), write=gemma_write, partial=True, windowed=True),
+    "gemma4": GEMMA4,
     "granite": Architecture(
         family="granite",
         numbers=GRANITE_NUMBERS,

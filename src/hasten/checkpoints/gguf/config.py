@@ -20,8 +20,9 @@ RMS_NORM, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm
 _NUMBERS = (*FIELDS, "rope.dimension_count", "rope.scaling.attn_factor", "rope.scale_linear", "rope.scaling.factor")
 _NUMBERS += tuple(f"rope.scaling.{key}" for key in ("original_context_length", "yarn_beta_fast", "yarn_beta_slow"))
 _NUMBERS += ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale", LAYER_NORM)
-_NUMBERS += ("expert_gating_func", "nextn_predict_layers", "ssm.inner_size")
+_NUMBERS += ("rope.dimension_count_swa", "expert_gating_func", "nextn_predict_layers", "ssm.inner_size")
 _NUMBERS += tuple({key for row in ARCHITECTURES.values() for key in row.numbers})
+UNTURNED = 1e20  # by which, or more, frequencies are divided of pairs that do not turn; llama.cpp writes 1e30
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -36,15 +37,15 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     scaling = own.get("rope.scaling.type", "none")
     if not isinstance(scaling, str):
         raise CheckpointError(f"{file.path}: {architecture}.rope.scaling.type must be a text; found {scaling!r:.60}")
+    row = ARCHITECTURES[architecture]
     for key in _NUMBERS:
         value = own.get(key, 0)
-        listed = key == "attention.sliding_window_pattern" and isinstance(value, list | np.ndarray)
+        listed = key in ("attention.sliding_window_pattern", *row.lists) and isinstance(value, list | np.ndarray)
         if not listed and (type(value) not in (int, float) or not math.isfinite(value)):
             raise CheckpointError(f"{file.path}: {architecture}.{key} must be a number; found {value!r:.60}")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path} has no token_embd.weight: it is no whole model; download the model itself")
-    row = ARCHITECTURES[architecture]
     if own.get("expert_count") and not row.experts:
         known = ", ".join(name for name, one in ARCHITECTURES.items() if one.experts)
         raise CheckpointError(f"{file.path}: experts are read of {known}; found {architecture}")
@@ -59,7 +60,8 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     head: Any = found.get("head_dim")
     if "partial_rotary_factor" in FAMILIES[row.family].defaults:
         found["partial_rotary_factor"] = 1.0
-    found |= _partial(own.get("rope.dimension_count", head), head, f"{file.path}: {architecture}.rope.dimension_count")
+    where = f"{file.path}: {architecture}.rope.dimension_count"
+    found |= {} if row.proportional else _partial(own.get("rope.dimension_count", head), head, where)
     if not found.get("sliding_window", 1):  # 0: none
         found["sliding_window"] = None
     found = {"model_type": row.family, "rope_theta": 10_000.0} | found
@@ -72,7 +74,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     if isinstance(found.get("sliding_window_pattern"), list | np.ndarray):  # which says it of each layer
         del found["sliding_window_pattern"]
     found |= row.read(own, found, file.tensors)
-    return found | _scaling(own, found, file)
+    return found | (_proportional if row.proportional else _scaling)(own, found, file)
 
 
 def _partial(turned: Any, head: Any, where: str) -> dict[str, Any]:
@@ -83,6 +85,27 @@ def _partial(turned: Any, head: Any, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where} is {turned!r:.40}; it must be even, and at most the {head} elements of a head")
     share = turned / head
     return {"partial_rotary_factor": share if int(head * share) == turned else (turned + 0.5) / head}
+
+
+def _proportional(own: Mapping[str, Any], found: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
+    """`rope_parameters` of local and of global layers; of these only the pairs turn whose factors are small."""
+    size: Any = found.get("global_head_dim")
+    local: Any = found.get("head_dim")
+    for key, wanted in {"rope.dimension_count": size, "rope.dimension_count_swa": local}.items():
+        if own.get(key, wanted) != wanted:
+            raise CheckpointError(f"{file.path}: {key} is {own[key]!r:.40}; heads of {wanted} elements turn as a whole")
+    whole = {"rope_type": "proportional", "rope_theta": found["rope_theta"], "partial_rotary_factor": 0.25}
+    if (tensor := file.tensors.get(FREQUENCIES)) is not None:
+        fits = tensor.type.name == "F32" and type(size) is int and tensor.shape == (size // 2,)
+        factors = file.raw(FREQUENCIES).flatten().view(torch.float32) if fits else torch.zeros(0)
+        turned = int((factors < UNTURNED).sum())
+        if not turned or factors[0] <= 0 or (factors[:turned] != factors[0]).any():
+            raise CheckpointError(f"{file.path}: {FREQUENCIES} is not as Gemma 4 scales rotary frequencies")
+        share = 2 * turned / size
+        share = share if int(share * size // 2) == turned else (2 * turned + 0.5) / size
+        whole |= {"partial_rotary_factor": share, "factor": shortest(factors[0].item())}
+    plain = {"rope_type": "default", "rope_theta": own.get("rope.freq_base_swa", 10_000.0)}
+    return {"rope_parameters": {"full_attention": whole, "sliding_attention": plain}}
 
 
 def _scaling(own: Mapping[str, Any], found: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hasten.checkpoints.gguf.architecture import Architecture
 from hasten.checkpoints.gguf.architectures import ARCHITECTURES, OF_FAMILY
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES
@@ -50,7 +51,8 @@ PARTS |= {"delta.beta": "ssm_beta", "delta.decay": "ssm_alpha", "delta.conv": "s
 PARTS |= {"delta.value_norm": "ssm_norm", "delta.out": "ssm_out"}
 # Vectors that are parameters of a part itself.
 VECTORS = {"attention.sinks": "attn_sinks.weight", "mlp.choice_bias": "exp_probs_b.bias"}
-VECTORS |= {"delta.log_rate": "ssm_a", "delta.rate_bias": "ssm_dt.bias"}
+VECTORS |= {"delta.log_rate": "ssm_a", "delta.rate_bias": "ssm_dt.bias", ".scale": "layer_output_scale.weight"}
+VECTORS |= {"mlp.router_scale": "ffn_gate_inp.scale", "mlp.expert_scale": "ffn_down_exps.scale"}
 # Numbers that are no tensors in a file but metadata, a list with one of each layer.
 LISTED = {"mlp.activation.alpha_p": "xielu.alpha_p", "mlp.activation.alpha_n": "xielu.alpha_n"}
 
@@ -59,7 +61,8 @@ class Place(NamedTuple):
     """Where one of our tensors is in a GGUF file.
 
     order: of our rows, those that are stored first, second, …; None: as they are. columns: the same of our columns.
-    offset: what is added to each number. expert: which matrix of a stack of all experts'. one_row: the Hugging Face
+    offset: what is added to each number. expert: which matrix of a stack of all experts'. half: which half of that
+    matrix's rows; None: all. one_row: the Hugging Face
     folder has a matrix of one row, the file a vector. depthwise: a convolution of each channel, (C, 1, K), is (C, K) in
     the file. rate: the logarithm x of a rate is stored as -e^x. groups: the rows of a tensor's parts are in this many
     groups, each of which has rows of all parts. layer: the name is that of metadata, a list of which this is a number.
@@ -75,6 +78,7 @@ class Place(NamedTuple):
     rate: bool = False
     groups: int = 1
     layer: int | None = None
+    half: int | None = None
 
     def in_file(self, tensor: Tensor) -> Tensor:
         """A plain tensor of ours as the file has it."""
@@ -107,6 +111,11 @@ class Place(NamedTuple):
         return rows.unflatten(1, (len(order), -1))[:, order.argsort() if back else order].flatten(1)
 
 
+def joins_experts(architecture: Architecture) -> bool:
+    """Whether gate and up of an expert are one matrix."""
+    return "mlp.experts.up" in architecture.parts
+
+
 def place_of(ours: str, config: ModelConfig) -> Place:
     """The place of a tensor of ours, such as "blocks.0.attention.q.weight".
 
@@ -116,7 +125,8 @@ def place_of(ours: str, config: ModelConfig) -> Place:
     consecutive ones: what belongs to value heads is stored in its order.
     """
     module, _, leaf = ours.rpartition(".")
-    _, index, part = module.split(".", 2) if module.startswith("blocks.") else ("", "", module)
+    _, index, part = f"{module}.".split(".", 2) if module.startswith("blocks.") else ("", "", module)
+    part = part.removesuffix(".")  # of a block's own parameter nothing is left
     if (listed := LISTED.get(f"{part}.{leaf}")) is not None:
         return Place(listed, layer=int(index))
     architecture = ARCHITECTURES[OF_FAMILY[config.family]]
@@ -138,6 +148,8 @@ def place_of(ours: str, config: ModelConfig) -> Place:
     if part in architecture.alternating and config.delta is not None:
         place = place._replace(groups=config.delta.key_heads)
     place = place._replace(one_row=part == "mlp.shared_gate", depthwise=part == "delta.conv")
+    if expert is not None and joins_experts(architecture) and not part.endswith("down"):
+        place = place._replace(half=int(part.endswith("up")))
     tiled = architecture.tiled and part.startswith("delta.")
     return _tiled(place, part.removeprefix("delta."), config) if tiled else place
 

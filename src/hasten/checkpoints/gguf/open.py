@@ -89,7 +89,7 @@ class GGUFWeights(QuantizedFolder):
         layers = [i for i, layer in enumerate(self.config.layers) if layer.experts]
         kinds = [("weight", 3, "matrices"), ("bias", 2, "biases")][: 1 + self.config.mlp_bias]
         for i, part, (leaf, sizes, words) in product(layers, ("gate", "up", "down"), kinds):
-            name = f"blk.{i}.ffn_{part}_exps.{leaf}"
+            name = place_of(f"blocks.{i}.mlp.experts.0.{part}.{leaf}", self.config).name
             tensor = self.file.tensors.get(name)
             if tensor is None or len(tensor.shape) != sizes or tensor.shape[0] != self.config.experts:
                 found = "none" if tensor is None else list(tensor.shape)
@@ -140,7 +140,7 @@ class GGUFWeights(QuantizedFolder):
         """The shape of one tensor of ours."""
         shape = self.file.tensors[place.name].shape
         if place.expert is not None:
-            return shape[1:]
+            return shape[1:] if place.half is None else (shape[1] // 2, *shape[2:])
         if place.depthwise and len(shape) == 2:
             return (shape[0], 1, shape[1])
         return (1, *shape) if place.one_row and len(shape) == 1 else shape
@@ -171,7 +171,8 @@ class GGUFWeights(QuantizedFolder):
     def _raw(self, place: Place) -> Tensor:
         """The bytes of a place: of an expert, its rows alone."""
         rows = self.file.raw(place.name)
-        return rows if place.expert is None else rows.chunk(self.config.experts)[place.expert]
+        rows = rows if place.expert is None else rows.chunk(self.config.experts)[place.expert]
+        return rows if place.half is None else rows.chunk(2)[place.half]
 
     def int4_words(self, module: QuantizedModule) -> QuantizedWeight | None:
         """The nibbles of Q4_0, which has the values 0 to 15 of a block in its low ones, in the order of the words."""
@@ -209,7 +210,8 @@ class GGUFWeights(QuantizedFolder):
     def _dequantized(self, tensor: GGUFTensor, rows: Tensor) -> QuantizedWeight:
         """The integers of some rows of a tensor, and their scales."""
         weight = tensor.type.weight(rows)
-        if (scale := self.file.tensors.get(_scales_of(tensor.name)[0])) is not None:
+        scale = self.file.tensors.get(_scales_of(tensor.name)[0])
+        if tensor.type.name == "NVFP4" and scale is not None:
             weight = replace(weight, scales=weight.scales * self.file.raw(scale.name).view(torch.float32).item())
         return weight
 

@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file's metadata: as the `tokenizers` library runs it, and such a one as metadata.
 
 `tokenizer.ggml.model` "gpt2" is byte-level BPE whose split into words `tokenizer.ggml.pre` names; "llama" is
-sentencepiece's BPE, whose merges follow from its scores.
+sentencepiece's BPE, whose merges follow from its scores; "gemma4" is the same with merges that are stated.
 """
 
 import json
@@ -149,8 +149,8 @@ def stored_tokenizer(file: GGUFFile) -> StoredTokenizer | None:
             raise CheckpointError(f"{where}: {key} is {file.metadata[key]!r:.60}, and no {kind.__name__}")
     if model in (None, "no_vocab", "none"):
         return None
-    if model not in ("gpt2", "llama"):
-        raise CheckpointError(f"{where}: tokenizer.ggml.model is {model!r:.60}; gpt2 and llama are read")
+    if model not in ("gpt2", "llama", "gemma4"):
+        raise CheckpointError(f"{where}: tokenizer.ggml.model is {model!r:.60}; gpt2, llama and gemma4 are read")
     tokens: Any = own.get("tokens")
     if not isinstance(tokens, list) or not tokens:
         raise CheckpointError(f"{where}: tokenizer.ggml.tokens must be a list of texts, none of them twice")
@@ -188,20 +188,25 @@ def _split(own: _Entries, where: Path) -> Split:
 
 
 def _byte_level(own: _Entries, vocabulary: dict[str, int], where: Path) -> tokenizers.Tokenizer:
-    split, merges = _split(own, where), own.get("merges", [])
+    split = _split(own, where)
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, _merges(own, where), ignore_merges=split.ignore_merges))
+    split.apply(backend)
+    return backend
+
+
+def _merges(own: _Entries, where: Path) -> list[tuple[str, str]]:
+    merges = own.get("merges", [])
     pairs = [tuple(merge.split(" ")) for merge in merges] if isinstance(merges, list) else None
     if pairs is None or any(len(pair) != 2 for pair in pairs):
         raise CheckpointError(f"{where}: tokenizer.ggml.merges must be a list of two tokens each")
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=split.ignore_merges))
-    split.apply(backend)
-    return backend
+    return [(first, second) for first, second in pairs]
 
 
 def _sentencepiece(own: _Entries, vocabulary: dict[str, int], where: Path) -> tokenizers.Tokenizer:
     scores = _numbers(own, "scores", len(vocabulary), where, default=0)
     unknown = _id(own, "unknown_token_id", len(vocabulary), where)
     named = {} if unknown is None else {"unk_token": own["tokens"][unknown]}
-    merges = merges_of(vocabulary, scores)
+    merges = _merges(own, where) if own["model"] == "gemma4" else merges_of(vocabulary, scores)  # Gemma 4's are stated
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True, **named))
     # As llama.cpp: a space before a text, and after every special token.
     prefix = own.get("add_space_prefix") is not False

@@ -171,6 +171,8 @@ def _factors(rope: RopeConfig) -> dict[str, Tensor]:
         return {FREQUENCIES: frequencies(RopeConfig(theta=rope.theta, dim=rope.dim)) / frequencies(rope)}
     if rope.scaling == "longrope":
         return dict(zip(LONG_ROPE, map(torch.tensor, (rope.short_factor, rope.long_factor)), strict=True))
+    if rope.scaling == "proportional":
+        return {FREQUENCIES: torch.tensor([rope.factor] * rope.turned + [1e30] * (rope.dim // 2 - rope.turned))}
     return {}
 
 
@@ -185,7 +187,7 @@ def _items(model: Transformer, kind: Kind | None) -> list[Item]:
         factors.append(Item(GGUFTensor(name, TYPES["F32"], tuple(tensor.shape), begin), tensor.numpy))
         begin += tensor.nbytes
     parts: dict[str, list[Item]] = {}
-    stacks: set[str] = set()
+    stacks: dict[str, int] = {}  # matrices of an expert in a stack's
     groups: dict[str, int] = {}
     rounded, lost = [], []
     shape: tuple[int, ...]
@@ -222,7 +224,7 @@ def _items(model: Transformer, kind: Kind | None) -> list[Item]:
         shape = (config.vocab_size, *shape[1:]) if owner in ("embedding", "head") else shape
         shape = shape[1:] if place.one_row and len(shape) > 1 else shape
         shape = (shape[0], shape[2]) if place.depthwise else shape
-        stacks |= {place.name} if place.expert is not None else set()
+        stacks |= {place.name: 1 if place.half is None else 2} if place.expert is not None else {}
         groups[place.name] = place.groups
         parts.setdefault(place.name, []).append(Item(GGUFTensor(place.name, TYPES[type_name], shape), make))
     if rounded:
@@ -239,7 +241,7 @@ def _items(model: Transformer, kind: Kind | None) -> list[Item]:
             HastenWarning,
             stacklevel=4,
         )
-    return factors + [_joined(own, stack=name in stacks, groups=groups[name]) for name, own in parts.items()]
+    return factors + [_joined(own, stack=stacks.get(name, 0), groups=groups[name]) for name, own in parts.items()]
 
 
 def _listed(model: Transformer) -> dict[str, list[float]]:
@@ -253,17 +255,18 @@ def _listed(model: Transformer) -> dict[str, list[float]]:
     return found
 
 
-def _joined(parts: list[Item], *, stack: bool, groups: int = 1) -> Item:
+def _joined(parts: list[Item], *, stack: int, groups: int = 1) -> Item:
     """One tensor of several, their rows after each other, or in turn in each of several groups of rows.
 
-    stack: as matrices of a first dimension.
+    stack: how many follow each other in each matrix of a first dimension; 0: there is no such dimension.
     """
     if len(parts) == 1 and not stack:
         return parts[0]
     first = parts[0].tensor
     if len({part.tensor.type for part in parts}) > 1:
         raise ConfigError(f"{first.name} is one tensor in a GGUF file, and here its parts are quantized differently")
-    shape = (len(parts), *first.shape) if stack else (sum(p.tensor.shape[0] for p in parts), *first.shape[1:])
+    stacked = (len(parts) // max(1, stack), stack * first.shape[0], *first.shape[1:])
+    shape = stacked if stack else (sum(p.tensor.shape[0] for p in parts), *first.shape[1:])
     if groups == 1:
         return Item(replace(first, shape=shape), lambda: np.concatenate([part.make() for part in parts]))
 

@@ -8,7 +8,7 @@ namespace hasten {
 
 constexpr int64_t SCALE_BYTES = 4;                   // of an int8 row: a float32, at any address
 constexpr int64_t GROUP = 32, GROUP_BYTES = 16;      // of an int4 row: values that share a bf16 scale
-constexpr int64_t LARGEST_ROW = 256;                 // values
+constexpr int64_t LARGEST_ROW = 512;                 // values
 
 enum class RowFormat { bf16, int8, int4 };
 
@@ -42,13 +42,14 @@ INLINE V butterfly(V x, std::integer_sequence<int, I...>) {
   return shuffle<(I ^ H)...>(x, x) + x * V{(I & H ? -1.0f : 1.0f)...};
 }
 
-// x, at most 256 values, times the Hadamard matrix of the largest power of two that divides their number, divided by its
-// root: `turn` in cache_rows.py, bit by bit on every instruction set, since sums of two are all that is rounded.
+// x, at most LARGEST_ROW values, times the Hadamard matrix of the largest power of two that divides their number, divided
+// by its root: `turn` in cache_rows.py, bit by bit on every instruction set, since sums of two are all that is rounded.
 inline void turn(float* x, int64_t size) {
   typedef Native<float>::type V;
   const int64_t order = size & -size, count = (size + NATIVE - 1) / NATIVE;
   constexpr auto lanes = std::make_integer_sequence<int, NATIVE>{};
-  V v[LARGEST_ROW / NATIVE] = {};
+  V v[LARGEST_ROW / NATIVE];
+  v[count - 1] = V{};  // what is behind x is zeros
   std::memcpy(v, x, size * sizeof(float));
   for (int64_t i = 0; i < count; i++) {
     if (order > 1) v[i] = butterfly<1>(v[i], lanes);
@@ -73,12 +74,18 @@ INLINE float scale_of(const uint8_t* row, int64_t size) {
   return scale;
 }
 
-// x (size values, at most 256) -> an int8 row. With a NaN or an infinity among them the scale is NaN. Values that are all below
-// 1e-34 count as zeros: the scale's inverse would overflow.
-inline void store_int8_row(const float* x, int64_t size, uint8_t* row) {
-  alignas(64) float padded[256] = {};
-  alignas(16) int8_t values[256];
+// size values of x with zeros behind them, up to a multiple of `unit`; padded: room for LARGEST_ROW.
+INLINE void pad(const float* x, int64_t size, int64_t unit, float* padded) {
   std::memcpy(padded, x, size * sizeof(float));
+  std::memset(padded + size, 0, (round_up(size, unit) - size) * sizeof(float));
+}
+
+// x (size values, at most LARGEST_ROW) -> an int8 row. With a NaN or an infinity among them the scale is NaN. Values that
+// are all below 1e-34 count as zeros: the scale's inverse would overflow.
+inline void store_int8_row(const float* x, int64_t size, uint8_t* row) {
+  alignas(64) float padded[LARGEST_ROW];
+  alignas(16) int8_t values[LARGEST_ROW];
+  pad(x, size, LANES, padded);
   const float top = largest_magnitude(padded, round_up(size, LANES));
   const bool finite = std::isfinite(top), any = finite && top > 1e-34f;
   const float scale = any ? top / 127.0f : finite ? 0.0f : __builtin_nanf("");
@@ -104,10 +111,10 @@ inline void store_int8_row(const float* x, int64_t size, uint8_t* row) {
   std::memcpy(row + size, &scale, SCALE_BYTES);
 }
 
-// x (size values, at most 256) -> an int4 row. What is not finite makes its group's scale NaN, as in int8 rows.
+// x (size values, at most LARGEST_ROW) -> an int4 row. What is not finite makes its group's scale NaN, as in int8 rows.
 inline void store_int4_row(const float* x, int64_t size, uint8_t* row) {
-  alignas(64) float padded[LARGEST_ROW] = {};
-  std::memcpy(padded, x, size * sizeof(float));
+  alignas(64) float padded[LARGEST_ROW];
+  pad(x, size, GROUP, padded);
   const int64_t groups = (size + GROUP - 1) / GROUP;
   uint8_t* scales = row + groups * GROUP_BYTES;
   for (int64_t g = 0; g < groups; g++) {

@@ -42,7 +42,7 @@ AttentionPhases::AttentionPhases(Arena& arena, const void* q, void* out, Type ty
   STD_TORCH_CHECK(!pattern || pattern->heads == 1 || pattern->heads == heads, "the pattern is not of ", heads, " heads");
   group = heads / kv.kv_heads;
   padded = round_up(head_dim, PANEL);
-  STD_TORCH_CHECK(padded <= LARGEST_ROW, "head sizes up to 256");
+  STD_TORCH_CHECK(padded <= LARGEST_ROW, "head sizes up to ", LARGEST_ROW);
   const int64_t* start = static_cast<const int64_t*>(query_start_loc.const_data_ptr());
   const int64_t* length = static_cast<const int64_t*>(seq_lens.const_data_ptr());
   int64_t together = LINES;  // half of them where threads would have too few pieces

@@ -8,7 +8,7 @@ from torch import Tensor
 from hasten.ops.attention.block_mask import tiles_refusal
 from hasten.ops.attention.inputs import PLAIN, AttentionInputs
 from hasten.ops.attention.sdpa import sdpa
-from hasten.ops.attention.spec import AttentionRequest, AttentionSpec
+from hasten.ops.attention.spec import LARGEST_NATIVE, AttentionRequest, AttentionSpec
 from hasten.ops.attention.train import DTYPES, native
 from hasten.ops.build import is_built
 from hasten.ops.native import MISSING, choose_isa, library, obtainable, slower_than_pytorch
@@ -79,7 +79,7 @@ def flex_opt_in(request: AttentionRequest) -> str | None:
 def _unsupported(request: AttentionRequest) -> str | None:
     if request.device.type != "cpu":
         return f"it runs on a CPU, the tensors are on {request.device}"
-    if (reason := request.outside(*DTYPES)) is not None:
+    if (reason := request.outside(*DTYPES, largest=LARGEST_NATIVE)) is not None:
         return reason
     if (found := request.given(*BESIDE_BLOCKS)) is not None:
         return f"it takes no {found}"

@@ -17,7 +17,7 @@ from torch import Tensor
 from hasten.ops import triton_support
 from hasten.ops.attention.cache_rows import SCALE_BYTES, turn
 from hasten.ops.attention.inputs import visible
-from hasten.ops.attention.spec import HALVES, AttentionRequest, AttentionSpec
+from hasten.ops.attention.spec import HALVES, LARGEST_NATIVE, AttentionRequest, AttentionSpec
 from hasten.ops.attention.view import KVView
 from hasten.ops.native import missing_library, native_ops
 from hasten.ops.picker import Kernel
@@ -97,7 +97,7 @@ def triton(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) ->
 def _native_unsupported(request: AttentionRequest) -> str | None:
     if request.device.type != "cpu":
         return f"it runs on a CPU, the cache is on {request.device}"
-    return request.outside(torch.bfloat16) or missing_library()
+    return request.outside(torch.bfloat16, largest=LARGEST_NATIVE) or missing_library()
 
 
 def _triton_unsupported(request: AttentionRequest) -> str | None:

@@ -8,6 +8,7 @@ from hasten.ops.triton_support import compute_capability
 
 HALVES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256  # elements, of every kernel that has a limit
+LARGEST_NATIVE = 512  # of those in C++
 # The flags of a request in words, in the order in which a refusal names them.
 GIVEN = {
     "softcap": "soft-capping of scores",
@@ -103,12 +104,12 @@ class AttentionRequest:
         """The first of these flags (of GIVEN, in its order) that is set, in words."""
         return next((words for flag, words in GIVEN.items() if flag in flags and getattr(self, flag)), None)
 
-    def outside(self, *dtypes: torch.dtype) -> str | None:
-        """Why a kernel of these dtypes, whose heads go up to LARGEST_HEAD, cannot serve it."""
+    def outside(self, *dtypes: torch.dtype, largest: int = LARGEST_HEAD) -> str | None:
+        """Why a kernel of these dtypes, whose heads go up to `largest`, cannot serve it."""
         if self.dtype not in dtypes:
             return f"it takes {' and '.join(str(d).removeprefix('torch.') for d in dtypes)}, not {self.dtype_name}"
-        if self.spec.head_dim > LARGEST_HEAD:
-            return f"the head size is {self.spec.head_dim}; it goes up to {LARGEST_HEAD}"
+        if self.spec.head_dim > largest:
+            return f"the head size is {self.spec.head_dim}; it goes up to {largest}"
         return None
 
     def compute_capability(self) -> tuple[int, int]:

@@ -116,7 +116,7 @@ struct TileRows {
   const uint8_t *k[TILE_KEYS], *v[TILE_KEYS];
   int64_t head_dim, row_bytes;
   void find(const KeyValues& kv, int64_t sequence, int64_t head, int64_t begin, int64_t end) {
-    alignas(64) static const uint8_t zeros[512] = {};
+    alignas(64) static const uint8_t zeros[2 * LARGEST_ROW] = {};
     head_dim = kv.head_dim;
     row_bytes = kv.row_bytes;
     const int64_t row = kv.slot_bytes, own = head * kv.head_bytes;

@@ -358,7 +358,7 @@ static Problem problem(const Tensor& q, const Tensor& k, const Tensor& v, const 
   for (int i = 0; i < 4; i++) STD_TORCH_CHECK(k.size(i) == v.size(i), "k and v must be of one shape");
   STD_TORCH_CHECK(k.size(0) == q.size(0) && k.size(3) == q.size(3) && k.size(2) > 0 && q.size(2) % k.size(2) == 0,
                   "q and k do not fit");
-  STD_TORCH_CHECK(q.size(3) > 0 && q.size(3) <= 256, "head sizes from 1 to 256");
+  STD_TORCH_CHECK(q.size(3) > 0 && q.size(3) <= LARGEST_ROW, "head sizes from 1 to ", LARGEST_ROW);
   STD_TORCH_CHECK(k.size(1) >= q.size(1) || (!causal && !window && !starts), "more queries than keys");
   Dropout dropped;
   if (dropout > 0)

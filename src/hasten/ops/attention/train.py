@@ -50,7 +50,7 @@ def native_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of q (B, T, H, D) over k, v (B, S, Hkv, D): the output (B, T, H, D) and the log-sum-exp (B, H, T).
 
-    float32 or bfloat16, on the CPU, D up to 256; both results have gradients. The T queries are the last of the S
+    float32 or bfloat16, on the CPU, D up to 512; both results have gradients. The T queries are the last of the S
     positions. A query sees the keys that all of these allow: `causal`, the last `window` keys, its interval
     low … high (int32 (B, T), both included), and the block mask, which brings its own causality. A query that sees
     nothing gives zeros and a log-sum-exp of -inf. Sums run in an order that only the shapes decide: the same bits on

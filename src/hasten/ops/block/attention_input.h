@@ -11,7 +11,7 @@ enum class HeadNorm { head, rotated_head, projection };
 
 inline void normalize_head(float* x, int64_t size, const Norm& norm) {
   if (!norm.weight) return;
-  alignas(64) float copy[256 + LANES];
+  alignas(64) float copy[LARGEST_ROW + LANES];
   std::memcpy(copy, x, size * sizeof(float));
   widen(copy, Type::f32, 0, size, size, norm, x);
 }
@@ -41,22 +41,27 @@ inline void turn_head(float* x, const float* cos, const float* sin, int64_t half
 
 // norm + q, k, v + head norms + rotary turn + cache write. x (R, C), cos and sin (R, dim/2) -> q (R, H, D) in x's
 // dtype; k, v go into row slot_mapping[r] of the caches (slots, Hkv, …), as attention/cache_rows.h says, rotated or not;
-// -1 is the last row, which nobody reads. gated: each head of q is followed by its gate in the product.
+// -1 is the last row, which nobody reads. gated: each head of q is followed by its gate in the product. written: what the
+// product has beside q: 2, keys and values; 1, keys, which are the values too, before norm and turn; 0, neither: the caches
+// are those of an earlier layer.
 struct AttentionInput {
   AttentionInput(Arena& arena, const void* x, Type type, int64_t rows, void* q, const Norm& norm,
                  const Few<PackedWeight>& weights, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm,
                  const Maybe& cos, const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache,
                  const Tensor& slot_mapping, bool rotated, const int64_t* chosen = nullptr,
-                 HeadNorm place = HeadNorm::head, bool pairs = false, const Maybe& query_factors = {}, bool gated = false)
-      : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type), place(place), pairs(pairs),
-        query_size(head_dim * (1 + gated)), q_norm(q_norm), k_norm(k_norm),
+                 HeadNorm place = HeadNorm::head, bool pairs = false, const Maybe& query_factors = {}, bool gated = false,
+                 const Norm& v_norm = {}, int64_t written = 2)
+      : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), written(written), q(q), type(type), place(place),
+        pairs(pairs), query_size(head_dim * (1 + gated)), q_norm(q_norm), k_norm(k_norm), v_norm(v_norm),
         linear(arena, x, type, rows, norm, weights, chosen),
         values(arena.take<float>(rows * linear.n)), last(k_cache.size(0) - 1),
         slot_stride(k_cache.stride(0)), head_stride(k_cache.stride(1)), half(cos ? cos->size(-1) : 0),
         rotated(rotated), held(row_format(k_cache, head_dim)), value_bytes(held == RowFormat::bf16 ? 2 : 1) {
-    STD_TORCH_CHECK(linear.n == heads * query_size + 2 * kv_heads * head_dim, "the weights of q, k and v do not fit the cache");
-    STD_TORCH_CHECK(head_dim <= LARGEST_ROW, "head sizes up to 256");
-    STD_TORCH_CHECK(!gated || place != HeadNorm::projection, "queries with gates are normalised head by head");
+    STD_TORCH_CHECK(linear.n == heads * query_size + written * kv_heads * head_dim,
+                    "the weights of q, k and v do not fit the cache");
+    STD_TORCH_CHECK(head_dim <= LARGEST_ROW, "head sizes up to ", LARGEST_ROW);
+    STD_TORCH_CHECK((!gated && written == 2) || place != HeadNorm::projection,
+                    "queries with gates, or without values of their own, are normalised head by head");
     STD_TORCH_CHECK(row_format(v_cache, head_dim) == held && lie_alike(k_cache, v_cache),
                     "the fused step writes caches of one dtype that lie alike, each head's rows in one piece");
     STD_TORCH_CHECK(slot_mapping.scalar_type() == ScalarType::Long && slot_mapping.is_contiguous() &&
@@ -88,7 +93,7 @@ struct AttentionInput {
         widen(x, Type::f32, 0, size, size, key ? k_norm : q_norm, x);
       });
     // The heads of few rows are shared out too; of many, whole rows.
-    const int64_t all = heads + 2 * kv_heads, step = linear.rows <= 4 ? kv_heads : all;
+    const int64_t all = heads + written * kv_heads, step = linear.rows <= 4 ? kv_heads : all;
     worker.each(linear.rows * (all / step), [&](int64_t item) {
       const int64_t r = item / (all / step), from = item % (all / step) * step;
       for (int64_t h = from; h < from + step; h++) one(r, h);
@@ -110,6 +115,11 @@ struct AttentionInput {
  private:
   void one(int64_t r, int64_t h) const {
     float* x = values + r * linear.n + (h < heads ? h * query_size : heads * query_size + (h - heads) * head_dim);
+    if (h >= heads && written == 1) {
+      alignas(64) float value[LARGEST_ROW];
+      std::memcpy(value, x, head_dim * sizeof(float));
+      keep_value(r, h - heads, value);
+    }
     if (h < heads + kv_heads) {
       const Norm& norm = h < heads ? q_norm : k_norm;
       if (place == HeadNorm::head) normalize_head(x, head_dim, norm);
@@ -119,19 +129,25 @@ struct AttentionInput {
     if (h < heads && factors)
       for (int64_t i = 0; i < head_dim; i++) x[i] *= factors[r];
     if (h < heads) return store_row(q, type, (r * heads + h) * head_dim, x, head_dim);
-    const bool key = h < heads + kv_heads;
-    const int64_t own = h - heads - (key ? 0 : kv_heads);
-    const int64_t to = (slot[r] < 0 ? last : slot[r]) * slot_stride + own * head_stride;
-    store_cached(held, rotated, x, head_dim, (key ? k_out : v_out) + to * value_bytes);
+    if (h < heads + kv_heads) return store_cached(held, rotated, x, head_dim, k_out + row_at(r, h - heads));
+    keep_value(r, h - heads - kv_heads, x);
+  }
+  void keep_value(int64_t r, int64_t head, float* x) const {
+    normalize_head(x, head_dim, v_norm);
+    store_cached(held, rotated, x, head_dim, v_out + row_at(r, head));
+  }
+  // Where a head's row is in its cache, in bytes.
+  int64_t row_at(int64_t r, int64_t head) const {
+    return ((slot[r] < 0 ? last : slot[r]) * slot_stride + head * head_stride) * value_bytes;
   }
 
-  const int64_t heads, kv_heads, head_dim;
+  const int64_t heads, kv_heads, head_dim, written;
   void* const q;
   const Type type;
   const HeadNorm place;
   const bool pairs;
   const int64_t query_size;  // of a head with its gate
-  const Norm q_norm, k_norm;
+  const Norm q_norm, k_norm, v_norm;
   const Linear linear;
   float* const values;
   const int64_t last, slot_stride, head_stride, half;

@@ -2,8 +2,9 @@
 #include "../attention/phases.h"
 #include "../delta/phases.h"
 #include "attention_input.h"
-#include "experts.h"
 #include "part_times.h"
+#include "routed.h"
+#include "token_gate.h"
 
 namespace hasten {
 
@@ -85,28 +86,6 @@ Tensor norm_linear(NormLinearCall call) {
   return out;
 }
 
-struct Plan {
-  static constexpr const char* name = "a block";
-  const Plan* self;
-  int64_t c, heads, head_dim, window, inner;
-  double scale, softcap, residual_scale;
-  bool gated, rope_pairs, parallel, attention_gate;
-  Activation kind;
-  float positive, negative;  // of xIELU
-  HeadNorm head_norm;
-  Norm attention_norm, q_norm, k_norm, output_norm, mlp_norm, down_norm;
-  Few<PackedWeight> qkv, mlp;
-  PackedWeight output, down;
-  const DeltaPlan* delta;      // in the place of attention, or nullptr
-  const ExpertsPlan* experts;  // or nullptr
-  PackedWeight router, shared_gate;
-  Routing routing;
-  Ranks* ranks;    // with which the sums of output and down are shared, or nullptr
-  PlanBlockCall held;  // what the pointers point to
-  int64_t mixed() const { return delta ? delta->values() : heads * head_dim; }  // features that attention gives
-  bool ends_early() const { return !experts && !down.k; }  // behind attention
-};
-
 // Whether the experts of a block fit it.
 static void check_routing(const RoutingFields& to, const ExpertsPlan& experts, int64_t c, const PlanBlockCall& call) {
   const int64_t count = experts.count(), size = to.expert_groups > 0 ? count / to.expert_groups : 0;
@@ -117,8 +96,15 @@ static void check_routing(const RoutingFields& to, const ExpertsPlan& experts, i
   STD_TORCH_CHECK(!to.choice_bias || (to.choice_bias->scalar_type() == ScalarType::Float &&
                                       to.choice_bias->is_contiguous() && to.choice_bias->numel() == count),
                   "each expert needs its bias, float32");
-  STD_TORCH_CHECK(!call.ranks && !call.down_norm_weight && !call.parallel,
-                  "a block with experts has no ranks, no norm behind its MLP, and attention before it");
+  const bool normed = to.shared_post_norm.has_value();
+  for (const Maybe& norm : {to.router_norm, to.expert_norm, to.expert_post_norm})
+    STD_TORCH_CHECK(norm.has_value() == normed && (!norm || norm->numel() == c), "experts have all norms or none");
+  STD_TORCH_CHECK(!to.expert_scale || (to.expert_scale->scalar_type() == ScalarType::Float &&
+                                       to.expert_scale->is_contiguous() && to.expert_scale->numel() == count),
+                  "each expert needs its scale, float32");
+  STD_TORCH_CHECK(!call.ranks && !call.parallel && !call.reduce, "a block with experts has no ranks, and attention before it");
+  STD_TORCH_CHECK(normed ? call.down.has_value() : !call.down_norm_weight && call.block_scale == 1,
+                  "a norm or a scale behind experts wants norms of their own, and an MLP beside them");
 }
 
 Tensor plan_block(PlanBlockCall call) {
@@ -126,7 +112,7 @@ Tensor plan_block(PlanBlockCall call) {
   const int64_t c = plan_in<WeightPlan>(call.qkv[0]).weight.k, q_size = call.heads * call.head_dim;
   const DeltaPlan* delta = call.delta ? &plan_in<DeltaPlan>(*call.delta) : nullptr;
   const int64_t features = delta ? delta->features()
-                                 : q_size * (1 + call.attention_gate) + 2 * call.kv_heads * call.head_dim;
+                                 : q_size * (1 + call.attention_gate) + call.written * call.kv_heads * call.head_dim;
   auto weights = [](const std::vector<Tensor>& plans, int64_t n, int64_t k) {
     const Few<PackedWeight> found = parts_of(plans, k);
     int64_t rows = 0;
@@ -144,91 +130,49 @@ Tensor plan_block(PlanBlockCall call) {
   if (experts) check_routing(to, *experts, c, call);
   const bool learned = Activation(call.activation) == Activation::xielu;
   STD_TORCH_CHECK(call.xielu.size() == size_t(2 * learned), "xIELU has two factors, and no other activation has any");
+  STD_TORCH_CHECK(call.written >= 0 && call.written <= 2, "a block writes keys and values, keys that are both, or neither");
+  const int64_t features_of_a_token = call.reduce ? plan_in<WeightPlan>(*call.reduce).weight.w.n : 0;
+  STD_TORCH_CHECK(call.reduce.has_value() == call.expand.has_value() && (!call.reduce || dense),
+                  "a token gate has both products, behind an MLP");
+  const Norm mlp_norm = call.norm.like(call.mlp_norm_weight, call.mlp_norm_bias);
+  auto own_or_mlp = [&](const Maybe& weight) { return weight ? call.norm.like(weight) : mlp_norm; };
   auto plan = std::make_unique<Plan>(Plan{
-      .c = c, .heads = call.heads, .head_dim = call.head_dim, .window = call.window, .inner = call.inner_size,
-      .scale = call.scale, .softcap = call.softcap, .residual_scale = call.residual_scale, .gated = call.gated,
+      .c = c, .heads = call.heads, .head_dim = call.head_dim, .written = call.written, .window = call.window,
+      .inner = call.inner_size, .scale = call.scale, .softcap = call.softcap, .residual_scale = call.residual_scale,
+      .block_scale = call.block_scale, .gated = call.gated,
       .rope_pairs = call.rope_pairs, .parallel = call.parallel, .attention_gate = call.attention_gate,
       .kind = Activation(call.activation),
       .positive = learned ? float(call.xielu[0]) : 0.0f, .negative = learned ? float(call.xielu[1]) : 0.0f,
       .head_norm = HeadNorm(call.head_norm),
       .attention_norm = call.norm.norm(), .q_norm = call.norm.like(call.q_norm), .k_norm = call.norm.like(call.k_norm),
+      .v_norm = call.norm.like(call.v_norm),
       .output_norm = call.norm.like(call.output_norm_weight, call.output_norm_bias),
-      .mlp_norm = call.norm.like(call.mlp_norm_weight, call.mlp_norm_bias),
-      .down_norm = call.norm.like(call.down_norm_weight, call.down_norm_bias),
+      .mlp_norm = mlp_norm, .down_norm = call.norm.like(call.down_norm_weight, call.down_norm_bias),
+      .token_norm = call.norm.like(call.token_norm_weight), .router_norm = own_or_mlp(to.router_norm),
+      .expert_norm = own_or_mlp(to.expert_norm), .expert_post_norm = call.norm.like(to.expert_post_norm),
+      .shared_post_norm = call.norm.like(to.shared_post_norm),
       .qkv = weights(call.qkv, features, c),
       .mlp = dense ? MlpInput::checked(parts_of(call.mlp, c), call.inner_size, call.gated) : Few<PackedWeight>(),
       .output = weights({call.output}, c, delta ? delta->values() : q_size)[0],
       .down = one(call.down, c, call.inner_size),
+      .reduce = one(call.reduce, features_of_a_token, c),
+      .expand = one(call.expand, c, features_of_a_token),
       .delta = delta,
       .experts = experts,
       .router = one(to.router, experts ? experts->count() : 0, c),
       .shared_gate = one(to.shared_gate, 1, c),
       .routing = {.top = to.top_experts, .groups = to.expert_groups, .kept_groups = to.kept_groups,
                   .sigmoid = to.sigmoid_scores, .normalize = to.normalize_shares, .sum_floor = float(to.share_floor),
-                  .scale = float(to.share_scale * call.residual_scale),
-                  .choice_bias = to.choice_bias ? static_cast<const float*>(to.choice_bias->const_data_ptr()) : nullptr},
+                  .scale = float(to.share_scale * (to.shared_post_norm ? 1 : call.residual_scale)),
+                  .choice_bias = to.choice_bias ? static_cast<const float*>(to.choice_bias->const_data_ptr()) : nullptr,
+                  .expert_scale = to.expert_scale ? static_cast<const float*>(to.expert_scale->const_data_ptr()) : nullptr},
       .ranks = call.ranks ? &mutable_plan<Ranks>(*call.ranks) : nullptr});
   plan->held = std::move(call);
   return as_bytes(std::move(plan));
 }
 
-// The second half of a block with experts: out = x + what they give of norm(x), and what an MLP beside them gives, if
-// there is one, both scaled as the block's branches are. x and out (rows, C) float32.
-struct RoutedPhases {
-  RoutedPhases(Arena& arena, const Plan& p, const float* x, float* out, int64_t rows)
-      : routing(p.routing), rows(rows), count(p.experts->count()), inner(p.inner), logits(arena.take<float>(rows * count)),
-        shares(arena.take<float>(rows * p.routing.top)), act(arena.take<float>(p.mlp.count ? rows * p.inner : 0)),
-        gates(arena.take<float>(p.shared_gate.k ? rows : 0)), chosen(arena.take<int64_t>(rows * p.routing.top)),
-        router(arena, x, Type::f32, rows, p.mlp_norm, p.router) {
-    if (p.mlp.count) {
-      mlp.emplace(arena, x, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind);
-      down.emplace(arena, act, Type::f32, rows, p.down, x, out, Type::f32, Norm{}, nullptr, nullptr,
-                   float(p.residual_scale));
-    }
-    if (p.shared_gate.k) gate.emplace(arena, x, Type::f32, rows, p.mlp_norm, p.shared_gate);
-    const float* base = p.mlp.count ? out : x;
-    const int64_t c = p.c, top = p.routing.top;
-    const Arena::Mark mark = arena.mark();
-    for (int64_t r = 0; r < rows; r += ROWS_AT_ONCE) {
-      arena.back_to(mark);  // they run after each other
-      experts.emplace_back(arena, *p.experts, x + r * c, std::min(ROWS_AT_ONCE, rows - r), p.mlp_norm, top,
-                           chosen + r * top, shares + r * top, base + r * c, out + r * c);
-    }
-  }
-  // Chooses the experts, and adds the MLP beside them.
-  void choose(Worker& worker) const {
-    router.run_into(worker, logits);
-    worker.each(rows, [&](int64_t r) {
-      routing.choose(logits + r * count, count, chosen + r * routing.top, shares + r * routing.top);
-    });
-    if (!mlp) return;
-    mlp->run(worker);
-    if (gate) {
-      gate->run_into(worker, gates);
-      worker.each(rows, [&](int64_t r) {
-        const float factor = 1.0f / (1.0f + std::exp(-gates[r]));
-        for (int64_t i = 0; i < inner; i++) act[r * inner + i] *= factor;
-      });
-    }
-    down->run(worker);
-  }
-  void run(Worker& worker) const {
-    for (const ExpertsPhases& some : experts) some.run(worker);
-  }
-
-  const Routing routing;
-  const int64_t rows, count, inner;
-  float *logits, *shares, *act, *gates;
-  int64_t* chosen;
-  const Linear router;
-  std::optional<MlpInput> mlp;
-  std::optional<LinearAdd> down;
-  std::optional<Linear> gate;
-  std::vector<ExpertsPhases> experts;
-};
-
 // One block of a stack: attention_input and attention, or gated_delta behind its product; linear_add; and mlp_input and
-// linear_add, or experts.
+// linear_add, or experts; and a token gate, if it has one.
 struct BlockPhases {
   // Block i of a call, whose cache or state is the one in `place`. x and out (rows, C) float32.
   BlockPhases(Arena& arena, const BlocksCall& call, int64_t i, int64_t place, const Plan& p, const float* x, float* out,
@@ -250,10 +194,19 @@ struct BlockPhases {
       routed.emplace(arena, p, middle, out, rows);
       return;
     }
+    float* behind = p.reduce.k ? arena.take<float>(rows * p.c) : out;
     mlp.emplace(arena, p.parallel ? x : middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind, chosen,
                 p.positive, p.negative);
-    down.emplace(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm, chosen, p.ranks,
-                 float(p.residual_scale));
+    down.emplace(arena, act, Type::f32, rows, p.down, middle, behind, Type::f32, p.down_norm, chosen, p.ranks,
+                 float(p.residual_scale), p.reduce.k ? 1 : float(p.block_scale));
+    if (p.reduce.k) token_gate.emplace(arena, p, behind, features_of(call, i, rows, p.reduce.w.n), out, rows, chosen);
+  }
+  static const float* features_of(const BlocksCall& call, int64_t i, int64_t rows, int64_t size) {
+    const Maybe& all = call.features;
+    STD_TORCH_CHECK(all && all->scalar_type() == ScalarType::Float && all->is_contiguous() && all->dim() == 3 &&
+                        all->size(0) > i && all->size(1) == rows && all->size(2) == size,
+                    "the token gate of block ", i, " wants features float32 (blocks, ", rows, ", ", size, ")");
+    return static_cast<const float*>(all->const_data_ptr()) + i * rows * size;
   }
 
   void attend(Arena& arena, const BlocksCall& call, int64_t rope, int64_t place, const Plan& p, const float* x, int64_t rows,
@@ -262,7 +215,8 @@ struct BlockPhases {
     const Tensor &k = call.k[place], &v = call.v[place];
     input.emplace(arena, x, Type::f32, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm,
                   table(call.cos, rope), table(call.sin, rope), k, v, call.slot_mapping, call.rotated, chosen, p.head_norm,
-                  p.rope_pairs, call.query_factors.empty() ? Maybe() : table(call.query_factors, rope), gated);
+                  p.rope_pairs, call.query_factors.empty() ? Maybe() : table(call.query_factors, rope), gated, p.v_norm,
+                  p.written);
     attention.emplace(arena, q, mixed, Type::f32, rows, p.heads, p.head_dim, k, v, call.query_start_loc, call.seq_lens,
                       call.first_slots, call.block_table, call.block_size, call.rotated, p.scale, p.window, p.softcap,
                       call.seen.empty() ? nullptr : &plan_in<Pattern>(call.seen[place]), p.held.sinks);
@@ -287,6 +241,7 @@ struct BlockPhases {
     ended(3);
     if (routed) routed->run(worker);
     if (down) down->run(worker);
+    if (token_gate) token_gate->run(worker);
     ended(4);
   }
 
@@ -300,6 +255,7 @@ struct BlockPhases {
   std::optional<MlpInput> mlp;
   std::optional<LinearAdd> down;
   std::optional<RoutedPhases> routed;
+  std::optional<TokenGate> token_gate;
 };
 
 Tensor blocks(BlocksCall call) {
@@ -331,7 +287,8 @@ Tensor blocks(BlocksCall call) {
     const Plan& p = plan_in<Plan>(call.plans[i]);
     STD_TORCH_CHECK(p.c == c, "a block of size ", p.c, " cannot take x (…, ", c, ")");
     if (own)
-      for (const Few<PackedWeight>& parts : {p.qkv, Few<PackedWeight>(p.output), p.mlp, Few<PackedWeight>(p.down)})
+      for (const Few<PackedWeight>& parts : {p.qkv, p.mlp, Few<PackedWeight>(p.output), Few<PackedWeight>(p.down),
+                                             Few<PackedWeight>(p.reduce), Few<PackedWeight>(p.expand)})
         for (const PackedWeight& weight : parts)
           for (int64_t r = 0; weight.adapters.a && r < rows; r++)
             STD_TORCH_CHECK(own[r] < weight.adapters.count, "there is no adapter ", own[r]);

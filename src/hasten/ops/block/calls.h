@@ -65,15 +65,17 @@ struct WeightPlan {
 };
 
 // How rows are sent to experts; all empty for a block without. experts: of plan_experts. router: the plan of a weight (E, C).
-// shared_gate: that of a weight (1, C), whose product's sigmoid multiplies what the MLP beside the experts gives. The others:
-// see Routing.
+// shared_gate: that of a weight (1, C), whose product's sigmoid multiplies what the MLP beside the experts gives. The norms,
+// all or none: of what the router and the experts read, instead of the MLP's, and of what experts and MLP give. expert_scale
+// float32 (E,): multiplies the shares of each expert. The others: see Routing.
 struct RoutingFields {
-  Maybe experts, router, choice_bias, shared_gate;
+  Maybe experts, router, choice_bias, shared_gate, router_norm, expert_norm, expert_post_norm, shared_post_norm, expert_scale;
   int64_t top_experts = 0, expert_groups = 1, kept_groups = 1;
   bool sigmoid_scores = false, normalize_shares = false;
   double share_floor = 0, share_scale = 1;
-  HASTEN_FIELDS(experts, router, choice_bias, shared_gate, top_experts, expert_groups, kept_groups, sigmoid_scores,
-                normalize_shares, share_floor, share_scale)
+  HASTEN_FIELDS(experts, router, choice_bias, shared_gate, router_norm, expert_norm, expert_post_norm, shared_post_norm,
+                expert_scale, top_experts, expert_groups, kept_groups, sigmoid_scores, normalize_shares, share_floor,
+                share_scale)
 };
 
 // A block of plans of weights: those of q, k and v, that of gate and up or both. With experts, mlp and down are those of an
@@ -82,7 +84,9 @@ struct RoutingFields {
 // attention_gate: each head of q is followed by its gate. delta: of plan_delta, in the place of attention; qkv then are the
 // plans of query, key, value, z, strength and decay, and heads are none. residual_scale:
 // a factor of what output and down add. parallel: the MLP reads x, as attention does. ranks: with which the sums of output
-// and down are shared. sinks: as in AttentionPhases. xielu: the two factors of xIELU, where it is the activation.
+// and down are shared. sinks: as in AttentionPhases. xielu: the two factors of xIELU, where it is the activation. v_norm: of
+// each head of the values. written: see AttentionInput. reduce, expand: the plans of a TokenGate, with the norm behind it;
+// block_scale: multiplies what the block returns.
 struct PlanBlockCall {
   NormFields norm;
   std::vector<Tensor> qkv;
@@ -106,10 +110,14 @@ struct PlanBlockCall {
   bool attention_gate = false;
   Maybe delta;
   std::vector<double> xielu;
+  Maybe v_norm;
+  int64_t written = 2;
+  Maybe reduce, expand, token_norm_weight;
+  double block_scale = 1;
   HASTEN_FIELDS(norm, qkv, heads, kv_heads, head_dim, q_norm, k_norm, head_norm, rope_pairs, residual_scale, parallel,
                 scale, window, softcap, output, output_norm_weight, output_norm_bias, mlp_norm_weight, mlp_norm_bias, mlp,
                 inner_size, gated, activation, down, down_norm_weight, down_norm_bias, ranks, sinks, routing, attention_gate,
-                delta, xielu)
+                delta, xielu, v_norm, written, reduce, expand, token_norm_weight, block_scale)
 };
 
 // Blocks after each other, x (…, C) float32 -> the same, the threads started once. cos, sin: of each rotary table;
@@ -120,7 +128,7 @@ struct PlanBlockCall {
 // adapters int64 (rows,): the one that each row takes, -1 for none. times int64 (1 + 5·blocks,): where somebody wants to
 // know, when the blocks began and when each part of each ended, in nanoseconds of the steady clock. seen: what each layer with
 // attention sees, of plan_pattern; empty: all. query_factors float32 (rows,): of each rotary table, what queries are multiplied
-// by; empty: nothing.
+// by; empty: nothing. features float32 (blocks or more, rows, P): what the rows bring to the token gates of the blocks.
 struct BlocksCall {
   Tensor x;
   std::vector<Tensor> cos, sin;
@@ -133,10 +141,10 @@ struct BlocksCall {
   std::vector<Tensor> plans;
   Maybe adapters, times;
   std::vector<Tensor> seen, query_factors, inputs, matrices;
-  Maybe state_slots, certain;
+  Maybe state_slots, certain, features;
   HASTEN_FIELDS(x, cos, sin, rope_index, k, v, slot_mapping, query_start_loc, seq_lens, first_slots, block_table, block_size,
                 rotated, plans, adapters, times, seen, query_factors, inputs, matrices, state_slots,
-                certain)
+                certain, features)
   HASTEN_WRITTEN(k, v, times, inputs, matrices)
 };
 Tensor blocks(BlocksCall call);

@@ -28,11 +28,12 @@ struct ExpertsPlan {
 
 // How a row chooses experts by its logits, one for each (model/experts.py, `route`). groups: of consecutive experts, of which
 // those are kept whose two best scores sum highest. choice_bias: is added to the scores that choose, not to those that weigh.
+// expert_scale: multiplies the shares of each expert.
 struct Routing {
   int64_t top = 0, groups = 1, kept_groups = 1;
   bool sigmoid = false, normalize = false;
   float sum_floor = 0, scale = 1;
-  const float* choice_bias = nullptr;
+  const float *choice_bias = nullptr, *expert_scale = nullptr;
 
   // The numbers of the chosen experts and their shares, the best first.
   void choose(const float* logits, int64_t experts, int64_t* chosen, float* shares) const {
@@ -58,7 +59,10 @@ struct Routing {
       shares[j] = score[best];
       total += shares[j];
     }
-    for (int64_t j = 0; j < top; j++) shares[j] = (normalize ? shares[j] / std::max(total, sum_floor) : shares[j]) * scale;
+    for (int64_t j = 0; j < top; j++) {
+      shares[j] = (normalize ? shares[j] / std::max(total, sum_floor) : shares[j]) * scale;
+      if (expert_scale) shares[j] *= expert_scale[chosen[j]];
+    }
   }
 
  private:

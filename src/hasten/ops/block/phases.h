@@ -142,14 +142,14 @@ struct Linear {
   Few<float*> narrow;  // A·x of each part's adapters, or null
 };
 
-// residual + scale·norm(x·Wᵀ + b), the norm being optional. x (R, K), residual and out (R, N). ranks: those whose products
-// are parts of one sum, which the norm and the residual wait for.
+// whole·(residual + scale·norm(x·Wᵀ + b)), the norm being optional. x (R, K), residual and out (R, N). ranks: those whose
+// products are parts of one sum, which the norm and the residual wait for.
 struct LinearAdd {
   LinearAdd(Arena& arena, const void* x, Type x_type, int64_t rows, const PackedWeight& weight, const void* residual,
             void* out, Type type, const Norm& norm, const int64_t* chosen = nullptr,
-            Ranks* ranks = nullptr, float scale = 1)
+            Ranks* ranks = nullptr, float scale = 1, float whole = 1)
       : linear(arena, x, x_type, rows, Norm{}, weight, chosen), norm(norm), residual(residual), out(out), type(type),
-        scale(scale), ranks(ranks), values(norm.weight || ranks ? arena.take<float>(rows * linear.n) : nullptr) {}
+        scale(scale), whole(whole), ranks(ranks), values(norm.weight || ranks ? arena.take<float>(rows * linear.n) : nullptr) {}
 
   Prefetcher beginning(const Worker& worker) const { return hasten::beginning(worker, linear.weights, linear.rows); }
   void run(Worker& worker) const {
@@ -178,12 +178,12 @@ struct LinearAdd {
     for (; i + LANES <= count; i += LANES) {
       F32 v = load(values + i) * scale + load_as(residual, type, at + i);
       if (b) v += load_as(b, bias_type, n0 + i) * scale;
-      store_as(out, type, at + i, v);
+      store_as(out, type, at + i, v * whole);
     }
     for (; i < count; i++)
       store_one(out, type, at + i,
-                values[i] * scale + load_one(residual, type, at + i) +
-                    (b ? load_one(b, bias_type, n0 + i) * scale : 0.0f));
+                (values[i] * scale + load_one(residual, type, at + i) +
+                 (b ? load_one(b, bias_type, n0 + i) * scale : 0.0f)) * whole);
   }
 
   const Linear linear;
@@ -191,7 +191,7 @@ struct LinearAdd {
   const void* const residual;
   void* const out;
   const Type type;
-  const float scale;
+  const float scale, whole;
   Ranks* const ranks;
   float* const values;
 };
