@@ -94,8 +94,9 @@ COMMANDS: dict[str, str] = {
     # kernels
     "experts": f"{AVX2}benchmarks/compare.py shape --kinds BF16 Q8_0",
     "experts-one-call": f"{AVX2}benchmarks/compare.py shape --kinds Q4_0",
-    "experts-ik": f"{AVX2}benchmarks/compare.py shape --beside ik_llama.cpp --kinds Q8_0 Q4_0 --rounds 2",
-    "shape-hybrid": f"{AVX2}benchmarks/compare.py shape --shape hybrid --rounds 2",
+    "experts-ik": "benchmarks/compare.py shape --beside ik_llama.cpp --kinds Q8_0 Q4_0",
+    "shape-dense": "benchmarks/compare.py shape --shape dense",
+    "shape-hybrid": "benchmarks/compare.py shape --shape hybrid --rounds 2",
     "linear": "benchmarks/products.py linear",
     "weight-formats": "benchmarks/products.py formats",
     "weight-formats-avx2": f"{AVX2}benchmarks/products.py formats",
@@ -113,6 +114,7 @@ COMMANDS: dict[str, str] = {
     "format-speeds": "benchmarks/speeds.py formats --model runs/code-25m/model --gptq runs/code-25m-gptq --rounds 12 "
     "--text runs/held-out.jsonl --picture",
     "quantize-memory": "benchmarks/memory.py quantize",
+    "quantize-rounding": "benchmarks/quantize_versions.py rounding",
     "quantize-perplexity": "benchmarks/precision.py schemes",
     "real-precision": "benchmarks/precision.py published --samples 64 --length 512",
     "load-memory": "benchmarks/memory.py load",
