@@ -192,9 +192,11 @@ def test_weights_of_3_and_2_bits_run_as_int4_and_are_stored_in_their_own(tmp_pat
     assert torch.equal(layer.dequantize(), exact)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored["model.layers.0.self_attn.q_proj.weight_packed"].nbytes == 64 * 64 * kind.bits // 8
-    hasten.save(model, tmp_path / "saved")
-    saved = load_file(tmp_path / "saved" / "model.safetensors")
-    assert {name for name, tensor in stored.items() if not torch.equal(saved[name], tensor)} == set()
+    assert again.quantization == model.quantization
+    for name, one in (("saved", model), ("saved again", again)):
+        hasten.save(one, tmp_path / name)
+        saved = load_file(tmp_path / name / "model.safetensors")
+        assert {key for key, tensor in stored.items() if not torch.equal(saved[key], tensor)} == set()
 
 
 def test_the_blocks_of_another_run_are_neither_gone_on_with_nor_lost(tmp_path, before_block):

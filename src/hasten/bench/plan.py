@@ -81,7 +81,6 @@ class PlanOptions(Wanted):
         Reads(*BETWEEN_RANKS, "offload", "policy", by="a plan"),
         TRAINS,
         Unless("devices", 1, but=("offload", "policy")),
-        Needs(KIND, "cuda", but=(*BETWEEN_RANKS, "policy")),
     ] = field(default_factory=Parallel)
 
     EFFECTS: ClassVar = {name: Needs("goal") for name in ("token_ms", "price")}

@@ -76,23 +76,22 @@ def fill_quantized(
             stored_bytes += folder.values(module).nbytes * place.weight.numel() / whole.numel()
             plain.append(f"{module.name} ({module.type or module.stored})")
             packed = None
-        elif name == "embedding":
-            layers[name] = replace(module.layer, activations="none")
-            blocks = folder.blocks(module) if whole_rows else None
-            if blocks is None:
-                model.embedding = PackedEmbedding.from_weight(own(read(module)), dtype=dtype)
-            else:  # to panels, whose rows one native call reads
-                blocks = replace(blocks, rows=piece.of(blocks.rows))
-                model.embedding = PackedEmbedding(
-                    PackedLinear.from_blocks(blocks, activations="float", dtype=dtype), own=True
-                )
-            name, packed = "embedding.table", model.embedding.table
         else:
-            layers[name] = module.layer
+            layers[name], rows = _written_as(module), None
             options: dict[str, Any] = {"activations": module.layer.activations, "dtype": dtype}
-            blocks, rows = folder.blocks(module) if whole_rows else None, None
+            blocks = folder.blocks(module) if whole_rows else None
             if blocks is not None:
-                packed = PackedLinear.from_blocks(replace(blocks, rows=piece.of(blocks.rows)), place.bias, **options)
+                blocks = replace(blocks, rows=piece.of(blocks.rows))
+            if name == "embedding":
+                layers[name] = replace(layers[name], activations="none")
+                if blocks is None:
+                    model.embedding = PackedEmbedding.from_weight(own(read(module)), dtype=dtype)
+                else:  # to panels, whose rows one native call reads
+                    table = PackedLinear.from_blocks(blocks, activations="float", dtype=dtype)
+                    model.embedding = PackedEmbedding(table, own=True)
+                name, packed = "embedding.table", model.embedding.table
+            elif blocks is not None:
+                packed = PackedLinear.from_blocks(blocks, place.bias, **options)
             elif (words := folder.int4_words(module)) is None:
                 held = own(read(module))
                 rows = cut.rows if cut is not None and cut.takes_rows(held) else None
@@ -100,7 +99,8 @@ def fill_quantized(
             else:
                 options["in_features"] = place.in_features
                 packed = PackedLinear.from_int4_words(own(words), place.bias, **options)
-            model.set_submodule(name, packed.eval() if rows is None else RowsOfRank(packed, rows, place))
+            if name != "embedding.table":
+                model.set_submodule(name, packed.eval() if rows is None else RowsOfRank(packed, rows, place))
         # Release the file's pages, unless the layer's kernel reads the mapping itself. (`values` maps them again: were
         # it ever a copy instead, nobody else would hold it.)
         mapped, data = folder.values(module), place.weight if packed is None else packed.data
@@ -129,6 +129,13 @@ def fill_quantized(
             HastenWarning,
             stacklevel=5,
         )
+
+
+def _written_as(module: QuantizedModule) -> LayerFormat:
+    """The format that a layer is saved in again: as its kernel holds it, but 3 and 2 bits, held as 4, as they were."""
+    assert module.layer is not None
+    few = module.stored.bits < module.layer.weight.bits and not module.stored.permuted
+    return replace(module.layer, weight=module.stored) if few else module.layer
 
 
 def _own(

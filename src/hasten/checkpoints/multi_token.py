@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from hasten.checkpoints.formats.file_format import QuantizedFolder
 from hasten.checkpoints.formats.registry import read_quantization
 from hasten.checkpoints.hub import resolve_model
 from hasten.checkpoints.load import check_pieces, fill_pieces
-from hasten.errors import CheckpointError, ConfigError, HastenError
+from hasten.errors import CheckpointError, ConfigError, HastenError, HastenWarning
 from hasten.machine.regular_files import read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES
@@ -73,7 +74,10 @@ def load_head(model: Transformer) -> MultiTokenHead:
 
 
 def stored_head(model: Transformer) -> StoredTensors:
-    """The plain tensors of the multi-token head beside the model in its folder, by their names there; empty: none."""
+    """The plain tensors of the multi-token head beside the model in its folder, by their names there; empty: none.
+
+    A head that is stored in another way is left out, with a HastenWarning.
+    """
     if FAMILIES[model.config.family].multi_token is None or model.origin is None:
         return StoredTensors()
     with suppress(HastenError):  # the folder may be gone by now
@@ -83,6 +87,13 @@ def stored_head(model: Transformer) -> StoredTensors:
         pieces = _plain_pieces(model.config, stored)
         if pieces is not None and {piece.name for piece in pieces.values()} == set(stored):
             return stored
+        if stored:
+            warnings.warn(
+                f"{folder}: its multi-token head is quantized or not of one block, and is not written again; keep the "
+                "folder to draft with it",
+                HastenWarning,
+                stacklevel=4,
+            )
     return StoredTensors()
 
 

@@ -46,7 +46,8 @@ def in_large_pages(tensor: Tensor, *, taken: bool = False) -> Tensor:
 class SharedPages:
     """Large pages for tensors that are too small for pages of their own, one behind the other as they are moved there.
 
-    Such memory goes back to the system when the last tensor in it dies.
+    Such memory goes back to the system when the last tensor in it dies; copy.deepcopy and pickle of one tensor copy it
+    all.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ class _States:
                 self._pieces.append(last[: start - self.end])
                 self.end = start
         self.end += len(states)
-        if len(states) > 1:  # not the whole step's
+        if len(states) > 1:  # not the whole step's; a single one may be a view of a step of single ones
             states = states[-most:].clone()
         if len(states) == most:
             self._pieces.clear()
@@ -75,7 +75,10 @@ class MultiTokenDraft(DraftModel):
         at = 0
         for number, start, tokens in rows:
             own = self._states.pop(number, None) or _States()
-            own.take(start, states[at : at + tokens], most=self.read_tokens)
+            piece = states[at : at + tokens]
+            if tokens == 1 < len(states) / len(rows):  # it would keep the states of prompts beside it
+                piece = piece.clone()
+            own.take(start, piece, most=self.read_tokens)
             self._states[number] = own
             at += tokens
         while len(self._states) > 2 * len(rows) + _ABSENT:

@@ -69,7 +69,7 @@ _TOWERS = {
     "embed_audio": "projector",
     "connector": "projector",
     "image_newline": "projector",
-    "mtp": "multi-token prediction head (--draft mtp reads it)",
+    "mtp": "multi-token prediction head",
 }
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
