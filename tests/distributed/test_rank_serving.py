@@ -18,7 +18,7 @@ FULL = 60  # tokens of its full blocks of 4
 GREEDY = {"temperature": 0.0, "max_new_tokens": 9, "ignore_eos": True}
 
 WORKER = """
-import asyncio, json, sys
+import asyncio, json, sys, threading
 from pathlib import Path
 import torch
 import hasten
@@ -34,7 +34,15 @@ from hasten.checkpoints.load import load
 torch.set_num_threads(1)
 root, prompt, greedy = Path(sys.argv[1]), *map(json.loads, sys.argv[2:4])
 said = {}
-read_adapter, read = following.read_adapter, BlockFiles.read
+read_adapter, read, logits = following.read_adapter, BlockFiles.read, following.ModelRunner._scores
+stepped = threading.Event()
+def slow(*given):  # until this rank has computed six steps
+    return stepped.wait(20) and read(*given)
+def counted(self, *given):
+    steps.append(1)
+    if len(steps) > 5:
+        stepped.set()
+    return logits(self, *given)
 def refusing(model, folder):
     if folder.name == "refused":
         raise ResourceError("no memory")
@@ -61,16 +69,25 @@ with joined() as ranks, tensor_parallel(ranks) as group:
         model = fuse_where_it_fits(load(root / name, dtype="stored", group=group))
         own = {"block_size": 4, "prefix_cache": root / f"cache-{name}", "max_sequences": 4}
         found = []
-        for turn in range(4):
-            if ranks.rank and turn == 2:  # one rank has lost its parts of the blocks
+        for turn in range(6):
+            if turn == 2 + ranks.rank:  # one rank has lost its parts of the blocks
                 BlockFiles.read = lambda *given: False
+            if turn == 4 and ranks.rank:
+                BlockFiles.read, steps = slow, []
+                following.ModelRunner._scores = counted
+                stepped.clear()
             if ranks.first:
                 llm = hasten.LLM(model, **own)
-                found.append((*answered(llm), llm.stats().disk_hits))
+                if turn == 4:  # beside a text that runs
+                    settings = hasten.SamplingParams(**greedy)
+                    answer = llm.generate([prompt[:2], prompt], settings)[1]
+                    found.append((answer.tokens, answer.cached_tokens, llm.stats().disk_hits))
+                else:
+                    found.append((*answered(llm), llm.stats().disk_hits))
                 llm.close()
             else:
                 follow(model, EngineSettings(**own))
-            BlockFiles.read = read
+            BlockFiles.read, following.ModelRunner._scores = read, logits
         own = {"block_size": 4}
         if ranks.first:
             llm = hasten.LLM(model, **own)
@@ -110,10 +127,11 @@ def said(root):
 def test_a_block_on_disk_is_found_where_every_rank_has_its_part(name, said, root):
     first, *later = said[name]["disk"]
     assert first[1:] == [0, 0]
-    assert [tokens for tokens, _, _ in later] == [first[0]] * 3
-    assert [found for _, *found in later] == [[FULL, FULL], [0, 0], [FULL, FULL]]
+    assert [tokens for tokens, _, _ in later] == [first[0]] * 5
+    assert [found for _, *found in later] == [[FULL, FULL], [0, 0], [0, 0], [FULL, FULL], [FULL, FULL]]
     files = {path.name for path in (root / f"cache-{name}").glob("??/*.kv")}
-    assert len(files) == 2 * ((len(PROMPT) + GREEDY["max_new_tokens"] - 1) // 4), "each rank has written its part"
+    blocks = sum((tokens + GREEDY["max_new_tokens"] - 1) // 4 for tokens in (len(PROMPT), 2))
+    assert len(files) == 2 * blocks, "each rank has written its part"
     llm = hasten.LLM(root / name, dtype="stored", block_size=4, prefix_cache=root / f"cache-{name}")
     (alone,) = llm.generate([PROMPT], SamplingParams(**GREEDY))
     llm.close()

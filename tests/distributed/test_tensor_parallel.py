@@ -337,9 +337,15 @@ def test_heads_of_states_are_divided_with_the_keys_that_they_use(size):
     assert covered == list(range(32))
 
 
-def test_layers_that_would_be_divided_differently_are_refused():
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "num_global_key_value_heads": 3}
-    config = read_config(dict(tiny_llama().config.source) | FEW_KEYS | heads)
-    assert len(shares(config, 1)) == 1
-    with pytest.raises(ConfigError, match=r"--tensor-parallel is 2; the layers of this gemma4_text have different"):
-        shares(config, 2)
+@pytest.mark.parametrize(("heads", "able"), [((12, 4, 3), [1, 12]), ((8, 4, 1), [1, 2, 4, 8])])
+def test_layers_that_would_be_divided_differently_are_refused_with_the_sizes_that_do(heads, able):
+    names = ("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads")
+    config = read_config(dict(tiny_llama().config.source) | FEW_KEYS | dict(zip(names, heads, strict=True)))
+    advice = f"take {', '.join(map(str, able[:-1]))} or {able[-1]}$"
+    for size in range(1, heads[0] + 2):
+        if size in able:
+            assert len(shares(config, size)) == size
+            continue
+        reason = "gemma4_text have different numbers" if size <= heads[0] else "can be shared by 1"
+        with pytest.raises(ConfigError, match=rf"--tensor-parallel is {size}; .*{reason}.*: {advice}"):
+            shares(config, size)

@@ -20,6 +20,9 @@ from hasten.engine import block_threads, disk_cache
 from hasten.engine import cache as cache_module
 from hasten.engine.block_files import HEADER_BYTES, BlockFiles
 from hasten.engine.cache import KVCache, LayerShape, row_format
+from hasten.engine.rank_disk import LeadingDisk
+from hasten.engine.rank_messages import DROP, SEEK, TAKE
+from hasten.engine.runner import ModelRunner
 from hasten.errors import ConfigError, ResourceError
 from hasten.model.fused import is_fused
 from hasten.model.lora import new_adapter
@@ -64,7 +67,7 @@ def kept(folder):
 
 
 def read_always(monkeypatch):
-    monkeypatch.setattr(disk_cache.DiskCache, "_pays", lambda self, blocks: True)
+    monkeypatch.setattr(disk_cache.DiskCache, "_pays", lambda self: True)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int4", "int8-plain", "int4-plain"])
@@ -275,7 +278,7 @@ def test_blocks_whose_files_were_removed_are_written_again(model, folder, monkey
 
     wanted, there = answered(), kept(folder)
     with monkeypatch.context() as patched:
-        patched.setattr(disk_cache.DiskCache, "_pays", lambda self, blocks: False)
+        patched.setattr(disk_cache.DiskCache, "_pays", lambda self: False)
         engine.blocks.forget()
         assert answered() == wanted
     for path in there:
@@ -320,9 +323,9 @@ def test_copies_of_blocks_are_let_go(model, folder, monkeypatch):
     """Of those that were read, and of those that wait to be written: neither thread holds the last ones."""
     take, read_blocks, copies = disk_cache.DiskCache._take, KVCache.read_blocks, []
 
-    def taken(self, load):
+    def taken(self, load, found):
         copies.append(weakref.ref(load.contents))
-        take(self, load)
+        take(self, load, found)
 
     def copied(self, blocks):
         contents = read_blocks(self, blocks)
@@ -432,6 +435,63 @@ def test_reading_stops_when_its_request_is_given_up(model, folder, slow_disk):
     assert len(load.found) <= 1
     run(engine)
     assert answer(model, engine=engine) == (wanted, FULL, FULL)
+    engine.close()
+
+
+class FirstRank:
+    """Records what the first of two ranks sends about reading; if `done`, the other one has read the same blocks."""
+
+    size = 2
+
+    def __init__(self):
+        self.sent, self.done = [], False
+
+    def of_first(self, numbers):
+        self.sent += {numbers[0]} & {SEEK, TAKE, DROP}
+
+    def sum(self, x):
+        return x * 2 if self.done else x
+
+
+def test_other_ranks_are_not_waited_for_and_release_what_is_not_taken(model, folder, monkeypatch):
+    wanted, group = answer(model, prefix_cache=folder)[0], FirstRank()
+    monkeypatch.setattr(
+        ModelRunner, "disk_cache", lambda own, *given: LeadingDisk(given[0], own.cache, given[1], group=group)
+    )
+    engine = make_engine(model, prefix_cache=folder)
+    engine.add(request("running", [1, 2, 3], max_new_tokens=40))
+    engine.step()
+
+    def ask():
+        """Ask for PROMPT while the other text runs; what was sent in 12 steps."""
+        del group.sent[:]
+        engine.add(request("reads", PROMPT, max_new_tokens=9, logprobs=0))
+        pieces = []
+        for _ in range(12):
+            if engine.disk._load is not None:
+                assert engine.disk._load.done.wait(10)
+            pieces += engine.step()
+        return pieces
+
+    assert {piece.request_id for piece in ask()} == {"running"}
+    assert group.sent[:2] == [SEEK, TAKE]
+    assert set(group.sent[2:]) == {TAKE}, "it is asked again"
+    engine.abort("reads")
+    assert group.sent[-1] == DROP
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockFiles, "read", lambda *own: False)
+        assert {piece.request_id for piece in ask()} == {"running", "reads"}
+        assert group.sent[:2] == [SEEK, DROP], "this rank has not read what the others may have"
+    run(engine)
+    engine.blocks.forget()
+    engine.disk.reading.seconds, engine.disk.prefill.seconds = 1.0, 1e-9
+    engine.add(request("computed", PROMPT, max_new_tokens=9))
+    del group.sent[:]
+    run(engine)
+    assert SEEK not in group.sent, "others would read what is computed"
+    engine.blocks.forget()
+    group.done, engine.disk.reading.seconds = True, None
+    assert answer(model, engine=engine)[:2] == (wanted, FULL)
     engine.close()
 
 

@@ -58,7 +58,43 @@ def test_a_replica_of_ranks(tiny_folder, tmp_path):
     alone = hasten.generate(model, PROMPT, temperature=0, max_new_tokens=8, ignore_eos=True)[0]
     assert said["tokens"] == alone.tokens
     assert said["ended"] == "rank 1 of the replica has ended"
+    assert_ends(said["left"])
+
+
+LEADER = """
+import functools, sys, threading, time
+from hasten.replicas import ranks
+
+def started():
+    print(ranks._processes[0].pid, flush=True)
+
+if __name__ == "__main__":
+    follow = functools.partial(time.sleep, 600)  # a rank that exchanges nothing notices nothing
+    thread = threading.Thread(target=ranks.lead, args=(started,), kwargs={"follow": follow, "ranks": 2})
+    thread.start()
+    thread.join()
+    time.sleep(0.5)
+    print(ranks.dead_ranks(), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.slow  # two processes that import torch
+def test_the_other_ranks_end_with_the_first_one_and_not_with_its_thread(tmp_path):
+    (tmp_path / "leader.py").write_text(LEADER)
+    command = [sys.executable, str(tmp_path / "leader.py")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        other, dead = int(process.stdout.readline()), process.stdout.readline()
+    finally:
+        process.kill()
+    assert dead == "[]\n"
+    assert_ends(other)
+
+
+def assert_ends(pid):
+    """Wait until a process has ended."""
     end = time.monotonic() + 30
-    while psutil.pid_exists(said["left"]) and psutil.Process(said["left"]).status() != psutil.STATUS_ZOMBIE:
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end, "a rank outlives the first one"
         time.sleep(0.1)

@@ -224,7 +224,7 @@ class BlockThreads:
 
     def _read(self, load: BlockLoad) -> None:
         wanted = self._wanted(load)
-        if not wanted or not self._pays(len(wanted)):
+        if not wanted:
             return
         started = time.perf_counter()
         load.contents = torch.empty(len(wanted), self.block_bytes, dtype=torch.uint8)
@@ -251,7 +251,3 @@ class BlockThreads:
         count = usable_blocks(there, block_size=size, reach=reach)
         first = passed_blocks(count * size, block_size=size, reach=reach)
         return [key for key in load.keys[first:count] if key not in load.in_memory][: load.most]
-
-    def _pays(self, blocks: int) -> bool:
-        """Whether reading blocks is worth it."""
-        return True

@@ -72,20 +72,23 @@ class DiskCache(BlockThreads):
             return True
         load = self._load
         if load is not None and load.sequence is not sequence:
-            load.given_up, load = True, None
+            self.let_go(load)
+            load = None
         if load is None:
             load = self._load = self._begin(sequence, keys())
-        if not load.done.is_set():
+        found = self.read_by_all(load) if load.done.is_set() else None
+        if found is None:
             return False
         self._load, sequence.sought = None, True
-        self._take(load)
+        self._take(load, found)
         self._used(load.keys)
         return True
 
     def give_up(self, sequence: TextSequence) -> None:
         """Stop reading for a sequence that ended before it began."""
         if self._load is not None and self._load.sequence is sequence:
-            self._load.given_up, self._load = True, None
+            self.let_go(self._load)
+            self._load = None
 
     def wait(self) -> None:
         """Wait a moment if a sequence's blocks are being read: for an engine that has nothing else to do."""
@@ -105,28 +108,33 @@ class DiskCache(BlockThreads):
         super().close()
 
     def _begin(self, sequence: TextSequence, keys: list[bytes]) -> _SequenceLoad:
-        """Start reading a sequence's beginning; it is done at once where there is nothing to read."""
+        """Start reading a sequence's beginning; it is done at once where nothing is to be read."""
         in_memory = {key for key in keys if self.blocks.finds(key)}
         load = _SequenceLoad(keys, in_memory, self.blocks.free, sequence=sequence)
         missing = next((key for key in keys if key not in in_memory), None)
-        if sequence.private or missing is None or (self.blocks.reach is None and not self.files.has(missing)):
+        none = sequence.private or missing is None or (self.blocks.reach is None and not self.files.has(missing))
+        if none or not self._pays():
             load.done.set()
         else:
             self.read_soon(load)
         return load
 
-    def _take(self, load: BlockLoad) -> None:
-        """Put the blocks that were read into free blocks of the cache."""
-        if load.contents is None or not load.found:
+    def _take(self, load: BlockLoad, found: Collection[bytes]) -> None:
+        """Put the blocks that were read, those in `found`, into free blocks of the cache."""
+        if not found:
             return
-        adopted = self.blocks.adopt(load.keys, self.read_by_all(load))
+        adopted = self.blocks.adopt(load.keys, found)
         self.fill(load, adopted)
         self._note([key for key, _ in adopted], time.monotonic())
         self._stats.disk_hits += len(adopted) * self.block_size
 
-    def read_by_all(self, load: BlockLoad) -> Collection[bytes]:
-        """The keys of the blocks that were read, by every rank that holds the model."""
+    def read_by_all(self, load: BlockLoad) -> Collection[bytes] | None:
+        """Keys of the blocks that every rank has read, once `load` is done here; None while another rank reads."""
         return {*load.found}
+
+    def let_go(self, load: BlockLoad) -> None:
+        """Stop reading blocks that no sequence waits for."""
+        load.given_up = True
 
     def _used(self, keys: Sequence[bytes]) -> None:
         """Record that blocks are used in memory; those that are not on the disk are written."""
@@ -144,12 +152,11 @@ class DiskCache(BlockThreads):
         if len(self._known) > 2 * self.blocks.blocks + _MOST_FORGOTTEN:
             self._known = {key: then for key, then in self._known.copy().items() if self.blocks.finds(key)}
 
-    def _pays(self, blocks: int) -> bool:
-        """Whether reading blocks is faster than computing them. Before both were measured, it is tried."""
+    def _pays(self) -> bool:
+        """Whether reading a block is faster than computing it. Before both were measured, it is tried."""
         if self.reading.seconds is None or self.prefill.seconds is None:
             return True
-        read = blocks * self.block_bytes * self.reading.seconds
-        if read < blocks * self.block_size * self.prefill.seconds:
+        if self.block_bytes * self.reading.seconds < self.block_size * self.prefill.seconds:
             return True
         self.reading.seconds *= _TRY_AGAIN
         return False

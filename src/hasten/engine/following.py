@@ -26,6 +26,7 @@ from hasten.engine.rank_messages import (
     ADAPTER,
     COPY,
     COPY_STATES,
+    DROP,
     END,
     KEEP,
     NEXT,
@@ -193,8 +194,14 @@ def follow(
             number, *path = message
             _place_on_all(model, number, partial(_adapter_in, model, bytes(path)))
             continue
-        if disk is not None and kind in (KEEP, TOUCH, SEEK, TAKE):
-            own: dict[int, Any] = {KEEP: disk.keep, TOUCH: disk.touch, SEEK: disk.seek, TAKE: disk.take}
+        if disk is not None and kind in (KEEP, TOUCH, SEEK, TAKE, DROP):
+            own: dict[int, Any] = {
+                KEEP: disk.keep,
+                TOUCH: disk.touch,
+                SEEK: disk.seek,
+                TAKE: disk.take,
+                DROP: disk.drop,
+            }
             own[kind](*message)
             continue
         tokens, chosen, wanted = _several(rest), _several(rest), _several(rest)

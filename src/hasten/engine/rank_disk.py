@@ -1,14 +1,17 @@
 """The prefix cache on disk of a model that several ranks hold: each rank keeps its part of every block.
 
 The first rank decides which blocks are written and read, and tells the others. A block counts as read where every rank
-has read its part; what only some have is computed, and written again. The names of a rank's files are its own, so all
+has read its part; what only some have is computed, and written again. A sequence begins when all ranks are done; the
+first asks before each step, and no step waits for the disk of another. The names of a rank's files are its own, so all
 ranks may use one folder.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -18,7 +21,7 @@ from hasten.engine.block_threads import BlockLoad, BlockThreads
 from hasten.engine.blocks import BlockManager
 from hasten.engine.cache import KVCache
 from hasten.engine.disk_cache import DiskCache
-from hasten.engine.rank_messages import KEEP, SEEK, TAKE, TOUCH
+from hasten.engine.rank_messages import DROP, KEEP, SEEK, TAKE, TOUCH
 from hasten.ops.collective import RankGroup
 
 _KEY_BYTES = 16  # two numbers of a message
@@ -37,6 +40,7 @@ class LeadingDisk(DiskCache):
     def __init__(self, files: BlockFiles, cache: KVCache, blocks: BlockManager, *, group: RankGroup) -> None:
         super().__init__(files, cache, blocks)
         self.group = group
+        self._sought: BlockLoad | None = None  # what the other ranks read
 
     def write_later(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         self.group.of_first([KEEP, len(blocks), *blocks, *_numbers(keys)])
@@ -49,11 +53,31 @@ class LeadingDisk(DiskCache):
     def read_soon(self, load: BlockLoad) -> None:
         held = [int(key in load.in_memory) for key in load.keys]
         self.group.of_first([SEEK, load.most, len(held), *held, *_numbers(load.keys)])
+        self._sought = load
         super().read_soon(load)
 
-    def read_by_all(self, load: BlockLoad) -> Collection[bytes]:
+    def read_by_all(self, load: BlockLoad) -> Collection[bytes] | None:
+        if load is not self._sought:
+            return ()
+        if not load.found:
+            self.let_go(load)
+            return ()
         self.group.of_first([TAKE])
-        return _read_by_all(self.group, load)
+        found = _read_by_all(self.group, load)
+        if found is not None:
+            self._sought = None
+        return found
+
+    def let_go(self, load: BlockLoad) -> None:
+        super().let_go(load)
+        if load is self._sought:
+            self._sought = None
+            with suppress(RuntimeError):  # a rank has died: the next step reports it
+                self.group.of_first([DROP])
+
+    def wait(self) -> None:
+        if self._load is not None and self._load.done.wait(0.005):
+            time.sleep(0.001)  # another rank still reads
 
     def fill(self, load: BlockLoad, adopted: Sequence[tuple[bytes, int]]) -> None:
         places = {key: place for place, key in enumerate(load.keys)}
@@ -83,22 +107,29 @@ class FollowingDisk(BlockThreads):
         self.touch_later(self._own(keys))
 
     def seek(self, most: int, count: int, *rest: int) -> None:
-        """Read the blocks of a beginning soon, instead of those that were asked for before."""
-        if self._load is not None:
-            self._load.given_up = True
+        """Read the blocks of a beginning soon."""
+        assert self._load is None, "what was sought before is taken or dropped first"
         keys = self._own(rest[count:])
         held = {key for key, there in zip(keys, rest[:count], strict=True) if there}
         self._load = BlockLoad(keys, held, most)
         self.read_soon(self._load)
 
     def take(self) -> None:
-        """Put what every rank has read into the blocks that the first rank names."""
-        load, self._load = self._load, None
+        """Put what every rank has read into the blocks that the first rank names; nothing while a rank still reads."""
+        load = self._load
         assert load is not None, "nothing was sought"
-        load.done.wait()
-        _read_by_all(self.group, load)
-        _, *pairs = self.group.of_first()
-        self.fill(load, [(load.keys[place], block) for place, block in zip(pairs[::2], pairs[1::2], strict=True)])
+        found = _read_by_all(self.group, load)
+        if found is None:
+            return
+        self._load = None
+        if found:
+            _, *pairs = self.group.of_first()
+            self.fill(load, [(load.keys[place], block) for place, block in zip(pairs[::2], pairs[1::2], strict=True)])
+
+    def drop(self) -> None:
+        """Stop reading, and release what was read."""
+        assert self._load is not None, "nothing was sought"
+        self._load.given_up, self._load = True, None
 
     def _own(self, numbers: Sequence[int]) -> list[bytes]:
         """This rank's names of the blocks whose keys are in a message."""
@@ -112,8 +143,11 @@ def _numbers(keys: Sequence[bytes]) -> list[int]:
     return np.frombuffer(b"".join(keys), dtype=np.int64).tolist()
 
 
-def _read_by_all(group: RankGroup, load: BlockLoad) -> set[bytes]:
-    """The keys of the blocks of which every rank has read its part. All ranks call this."""
-    found = set(load.found)
-    ranks = group.sum(torch.tensor([float(key in found) for key in load.keys]))
-    return {key for key, count in zip(load.keys, ranks.tolist(), strict=True) if count == group.size}
+def _read_by_all(group: RankGroup, load: BlockLoad) -> set[bytes] | None:
+    """Keys of the blocks of which every rank has read its part; None while a rank reads. All ranks call this."""
+    found = set(load.found) if load.done.is_set() else None
+    flags = [float(found is not None), *(float(found is not None and key in found) for key in load.keys)]
+    done, *ranks = group.sum(torch.tensor(flags)).tolist()
+    if done < group.size:
+        return None
+    return {key for key, count in zip(load.keys, ranks, strict=True) if count == group.size}

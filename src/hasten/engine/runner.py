@@ -130,7 +130,8 @@ class ModelRunner:
     def place_adapter(self, number: int, adapter: Adapter | None, folder: Path | None = None) -> None:
         """Put an adapter into a place of the model (`hasten.checkpoints.adapters.place_adapter`), between two steps.
 
-        folder: where other ranks that hold the model read their shares of it.
+        folder: where other ranks that hold the model read their shares of it. No text may use the place: where one rank
+        cannot take the adapter, the others empty it.
         """
         place_adapter(self.model, number, adapter)
 

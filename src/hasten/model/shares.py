@@ -194,7 +194,7 @@ def whole_groups(formats: Iterable[WeightFormat]) -> int:
 def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) -> list[Share]:
     """Each rank's share for `size` ranks. output, down: smallest number of columns that can be split off these weights.
 
-    Raises ConfigError if the model cannot be split that way; it names the largest size that can.
+    Raises ConfigError if the model cannot be split that way; it names the sizes that can.
     """
     dense = {config.inner_of(layer) for layer in config.layers if not layer.experts}
     sizes = [*dense, *[config.expert_size] * any(layer.experts for layer in config.layers)]
@@ -206,18 +206,22 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
     values = None if delta is None else _Heads(delta.value_heads, delta.key_heads, delta.value_dim)
     kept = [*every.values(), *([] if values is None else [values])]
     most = min(config.padded_vocab_size, *(max(one.most(output)) for one in kept), *(-(-one // down) for one in sizes))
-    if not 1 <= size <= most:
+    fits = 1 <= size <= most
+    if not fits or not _same_queries(every.values(), size, output):
+        able = [one for one in range(1, most + 1) if _same_queries(every.values(), one, output)]
+        every_size = len(able) == most
+        can, advice = (f"1 to {most}", f"at most {most}") if every_size else (_listed(able), _listed(able))
+        if fits:
+            raise ConfigError(
+                f"--tensor-parallel is {size}; the layers of this {config.family} have different numbers of key/value "
+                f"heads, which {size} ranks would divide differently: take {advice}"
+            )
         groups = f", in whole groups of {max(output, down)} columns," if max(output, down) > 8 else ""
         raise ConfigError(
             f"--tensor-parallel is {size}; a model of {config.heads} heads ({config.kv_heads} of keys and values) and "
-            f"{min(sizes):,} inner features{groups} can be shared by 1 to {most} ranks: take at most {most}"
+            f"{min(sizes):,} inner features{groups} can be shared by {can} ranks: take {advice}"
         )
     heads = {kind: one.of_ranks(size, output) for kind, one in every.items()}
-    if len({tuple(own for own, _ in ranks) for ranks in heads.values()}) > 1:
-        raise ConfigError(
-            f"--tensor-parallel is {size}; the layers of this {config.family} have different numbers of key/value "
-            f"heads, which {size} ranks would divide differently: run it in one process"
-        )
     states = [(range(0), range(0))] * size if values is None else values.of_ranks(size, output)
     inner = {one: _shared(one, _in_tiles(one, down, size), size) for one in {*dense, config.intermediate_size}}
     widths = config.expert_size, config.shared_size
@@ -240,6 +244,16 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
         )
         for rank in range(size)
     ]
+
+
+def _same_queries(kinds: Iterable["_Heads"], size: int, output: int) -> bool:
+    """Whether ranks have the same query heads in all layers, whatever number of key/value heads these have."""
+    return len({tuple(own for own, _ in one.of_ranks(size, output)) for one in kinds}) == 1
+
+
+def _listed(sizes: list[int]) -> str:
+    *others, last = map(str, sizes)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _shared(count: int, unit: int, size: int) -> list[range]:

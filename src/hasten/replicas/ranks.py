@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from multiprocessing.context import SpawnProcess
@@ -51,9 +52,21 @@ def _leading(follow: Callable[[], object], ranks: int) -> Iterator[None]:
 
 
 def _run(follow: Callable[[], object], environment: Mapping[str, str]) -> None:
+    threading.Thread(target=_end_with_leader, daemon=True).start()
     os.environ.update(environment)
     with _in_group():
         follow()
+
+
+def _end_with_leader() -> None:
+    """End this process when the one that started it has ended, also while it loads and exchanges nothing.
+
+    The signal of `end_with_parent` would come when the thread that started it ends, which may be one of Ray's.
+    """
+    leader = multiprocessing.parent_process()
+    assert leader is not None
+    leader.join()
+    os._exit(2)
 
 
 @contextmanager
