@@ -137,8 +137,8 @@ class Experts(nn.Module):
         if self._bound is None or not self._bound.current:
             self._bound = BoundExperts(self.experts)
 
-    # Called while a compiler traces, instead of traced. torch.compiler.assume_constant_result sets this too, and imports
-    # the compiler.
+    # A compiler calls it instead of tracing it. torch.compiler.assume_constant_result sets this too, but imports the
+    # compiler.
     _bind._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def request(self, device: torch.device | None = None) -> ExpertsRequest:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -30,20 +31,23 @@ class BoundExperts:
         self.request = experts_request(each)
         kernel = pick(KERNELS, self.request)
         self.run: Grouped | None = None if kernel.name == "readable" else kernel.run(weights_of(each))
-        self._places = list(_places(experts))
-        self._modules = list(experts.modules())
-        self._watched = _watched(self._modules)
+        self._owners, self._names, self._held = zip(*_places(experts), strict=True)
+        self._hooks = list(_hooks(each))
+        self._hooked = any(self._hooks)
         # Only a kernel reads them by their addresses, which `parameter.data = …` changes.
-        self._tensors = [] if self.run is None else [held for *_, held in self._places if isinstance(held, Tensor)]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._tensors = [] if self.run is None else [held for held in self._held if isinstance(held, Tensor)]
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
 
     @property
     def current(self) -> bool:
-        """Whether the experts are the same modules with the same tensors, and have hooks only if they had some."""
+        """Whether the experts are the same modules with the same tensors, and have hooks only if they had some.
+
+        Asked before each call that is not captured, of some hundred experts: without a loop in Python.
+        """
         return (
-            all(own.get(name) is held for own, name, held in self._places)
-            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
-            and _watched(self._modules) == self._watched
+            all(map(is_, map(dict.get, self._owners, self._names), self._held))
+            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and any(self._hooks) == self._hooked
         )
 
     @property
@@ -86,7 +90,7 @@ def _unusual(experts: Sequence[nn.Module]) -> str | None:
             return reason
         if len(kinds) > 1:
             return "its experts' weights differ in their formats"
-    if _watched(chain.from_iterable(one.modules() for one in experts)):
+    if any(_hooks(experts)) or any("forward" in one.__dict__ for one in _modules(experts)):
         return "its experts have a hook, or a forward of their own"
     return None
 
@@ -125,18 +129,25 @@ def _operands(linear: nn.Linear | PackedLinear) -> Operands:
 
 
 def _places(experts: nn.ModuleList) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Where experts, their layers and weights are held, by which names, and which they are."""
+    """Where experts, their layers, weights and own forwards are held, by which names, and which they are."""
     for number, one in experts._modules.items():
         yield experts._modules, number, one
         for name in PRODUCTS:
             linear = getattr(one, name)
-            yield one._modules, name, linear  # type: ignore[union-attr]
+            yield one._modules, name, linear
             for own in () if linear is None else (linear._parameters, linear._buffers):
                 for kept in ("weight", "data", "scales", "zeros"):
                     if kept in own:
                         yield own, kept, own[kept]
+    for module in _modules(experts):
+        yield module.__dict__, "forward", module.__dict__.get("forward")
 
 
-def _watched(modules: Iterable[nn.Module]) -> bool:
-    """Whether a call of one of these modules does more than its class says."""
-    return any(one._forward_hooks or one._forward_pre_hooks or "forward" in one.__dict__ for one in modules)
+def _hooks(experts: Iterable[nn.Module]) -> Iterator[dict[Any, Any]]:
+    for module in _modules(experts):
+        yield module._forward_hooks
+        yield module._forward_pre_hooks
+
+
+def _modules(experts: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    return chain.from_iterable(one.modules() for one in experts)

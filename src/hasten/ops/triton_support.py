@@ -54,7 +54,7 @@ def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | No
 
 
 def failed(error: BaseException) -> bool:
-    """Whether Triton raised this, because it could not compile or launch a kernel. It has no class for all it raises."""
+    """Whether Triton raised this: it could not compile or launch a kernel. Not all of them are a TritonError."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__", "").startswith("triton.") for frame, _ in frames)
 
