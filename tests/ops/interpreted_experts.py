@@ -1,16 +1,25 @@
 """Triton's kernels of experts in its interpreter; run by test_triton_experts.py in a process of its own."""
 
+import copy
+import functools
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expert_cases import FORMATS, PLAIN, ExpertCase
+from hasten.engine.compiled import compile_blocks
+from hasten.errors import HastenWarning
+from hasten.model.context import TrainingContext
 from hasten.model.experts import Experts
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.ops.experts.triton_experts import ExpertsCut, TritonExperts, launch, operator
 from hasten.ops.experts.triton_kernels import sort_pairs
+from hasten.ops.linear import PackedLinear
+from linear_cases import make_weight
 from references import values_of
 
 ALONE, TILES = ExpertsCut(0, 16, k=128), ExpertsCut(16, 16, k=32)
@@ -123,7 +132,7 @@ def test_a_layer_takes_them_until_somebody_watches_its_experts():
     handle = experts.experts[int(routing[1][0, 0])].register_forward_pre_hook(lambda *_: called.append(1))
     assert torch.equal(experts(x).flatten(0, 1), plain)
     assert called
-    assert experts.why_one_by_one() == "a hook watches its experts"
+    assert experts.why_one_by_one() == "its experts have a hook, or a forward of their own"
     handle.remove()
     assert torch.equal(experts(x).flatten(0, 1), found)
 
@@ -143,18 +152,128 @@ def test_a_replaced_weight_is_the_one_that_is_multiplied():
     assert not torch.equal(experts(x), before)
 
 
-def test_gradients_go_through_the_readable_experts():
-    experts, config = layer()
-    x = torch.randn(1, 9, config.hidden_size).bfloat16().requires_grad_()
-    experts(x).float().square().sum().backward()
-    assert all(one.up.weight.grad is not None for one in experts.experts if one.up.weight.grad is not None)
-    assert x.grad.any()
+def other_experts(experts):
+    for i, one in enumerate(experts.experts):
+        experts.experts[i] = copy.deepcopy(one)
+
+
+def other_storage(experts):
+    for one in experts.experts:
+        one.down.weight.data = one.down.weight.detach().clone()
+
+
+def own_forward(experts):
+    for one in experts.experts:
+        one.down.forward = lambda x, weight=one.down.weight: x @ weight.t()
 
 
 @torch.no_grad()
-def test_a_compiled_layer_has_no_graph_break():
+@pytest.mark.parametrize("change", [other_experts, other_storage, own_forward])
+def test_what_is_replaced_is_noticed(change):
+    """The first kernel's weights stay as they are, so an output of zeros comes from the new ones."""
+    experts, config = layer()
+    x = torch.randn(1, 3, config.hidden_size).bfloat16()
+    assert experts(x).any()
+    change(experts)
+    for one in experts.experts:
+        one.down.weight.zero_()
+    assert not experts(x).any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["data", "scales", "zeros"])
+def test_replaced_parts_of_a_packed_weight_are_noticed(name):
+    experts, _ = layer()
+    for one in experts.experts:
+        weight = make_weight(64, 96, format="int4", group_size=32, symmetric=False)
+        one.down = PackedLinear.from_weight(weight, activations="float")
+    first = experts.bound()
+    assert first.run is not None
+    assert experts.bound() is first
+    down = experts.experts[1].down
+    setattr(down, name, getattr(down, name).clone())
+    assert experts.bound() is not first
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_go_through_the_readable_experts(frozen):
+    """Also where x, the router and the first expert have none."""
+    experts, config = layer()
+    x = torch.randn(1, 2, config.hidden_size).bfloat16().requires_grad_(not frozen)
+    expected = set(experts.route(x[0])[1].flatten().tolist())
+    if frozen:
+        experts.router.requires_grad_(False)
+        experts.experts[0].requires_grad_(False)
+        expected -= {0}
+    experts(x).float().square().sum().backward()
+    found = {i for i, one in enumerate(experts.experts) if one.up.weight.grad is not None}
+    assert found == expected
+    assert frozen or x.grad.any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_compiled_layer_has_no_graph_break(called_before):
+    """Also if it was not called before, or has other weights since."""
+    torch.compiler.reset()
     experts, config = layer()
     x = torch.randn(1, 9, config.hidden_size).bfloat16()
-    expected = experts(x)
+    if called_before:
+        experts(x)
+    for one in experts.experts:
+        one.down.weight = torch.nn.Parameter(2 * one.down.weight)
     compiled = torch.compile(experts, fullgraph=True, dynamic=False, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), expected)
+    found = compiled(x)
+    torch.testing.assert_close(found, copy.deepcopy(experts)(x))
+
+
+@torch.no_grad()
+def test_compiled_blocks_take_replaced_weights(monkeypatch):
+    """One graph serves all blocks, each with its own weights."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr("hasten.engine.compiled.swap_kinds", lambda *_: None)  # the linear layers of a CPU
+    torch.compiler.reset()
+    config = read_config(values_of("mixtral"))
+    model = initialize(replace(config, layers=config.layers[:2]), seed=1).to(torch.bfloat16)
+    other = copy.deepcopy(model)
+    without_output(other)
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    place = torch.zeros(1, 1, dtype=torch.int64)
+    for one in (model, other):
+        compile_blocks(one)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        before, expected = (one(place + 5, place, context) for one in (model, other))
+        assert not torch.equal(before, expected)
+        assert all(block.mlp.bound().run is not None for block in model.blocks)
+        without_output(model)
+        assert torch.equal(model(place + 5, place, context), expected)
+
+
+def without_output(model):
+    for block in model.blocks:
+        for one in block.mlp.experts:
+            one.down.weight = torch.nn.Parameter(torch.zeros_like(one.down.weight))
+
+
+@torch.no_grad()
+def test_what_triton_cannot_compile_is_not_called_again_on_its_device(monkeypatch):
+    monkeypatch.setattr(Experts, "failed", {})
+    experts, config = layer()
+    x = torch.randn(1, 9, config.hidden_size).bfloat16()
+    rows = x.flatten(0, 1)
+    expected = experts.one_by_one(rows, *experts.route(rows)).view_as(x)
+
+    def fail(*given):
+        raise RuntimeError("a caller's mistake")
+
+    monkeypatch.setattr(experts.bound(), "run", fail)
+    with pytest.raises(RuntimeError, match="a caller's mistake"):
+        experts(x)
+    assert not Experts.failed
+
+    monkeypatch.setattr(experts.bound(), "run", lambda *given: sort_pairs[(1,)]("of no use"))
+    with pytest.warns(HastenWarning, match="experts are called one by one"):
+        assert torch.equal(experts(x), expected)
+    assert torch.equal(experts(x), expected)  # without a warning
+    assert "it failed in an earlier call" in experts.why_one_by_one()
+    assert list(Experts.failed) == [x.device]

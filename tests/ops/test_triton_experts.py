@@ -8,6 +8,7 @@ import torch
 from expert_cases import FORMATS, PLAIN, ExpertCase
 from hasten.model.experts import Experts, experts_of
 from hasten.model.families import read_config
+from hasten.model.grouped_experts import weights_of
 from hasten.model.initialize import initialize
 from hasten.ops.experts import KERNELS, ExpertsRequest
 from hasten.ops.linear import BFLOAT16, INT8, LinearRequest, int4_format
@@ -55,6 +56,16 @@ def test_is_taken_on_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for format in (BFLOAT16, INT8, int4_format(32)):
         assert explain(KERNELS, request(format=format)).kernel == "triton"
+
+
+@torch.no_grad()
+def test_the_readable_kernel_computes_what_a_layer_does_one_by_one():
+    config = read_config(values_of("mixtral"))
+    experts = next(one for one in map(experts_of, initialize(config, seed=0).blocks) if one is not None)
+    rows = torch.randn(9, config.hidden_size)
+    routing = experts.route(rows)
+    found = KERNELS[-1].run(weights_of(list(experts.experts)))(rows, *routing)
+    torch.testing.assert_close(found, experts.one_by_one(rows, *routing))
 
 
 def why(family, change=lambda experts: None, **values):

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError
+from hasten.model.experts import experts_of
 from hasten.model.fused import CudaBlock
+from hasten.model.grouped_experts import could_run
 from hasten.model.last_rows import LayerOfRows
 from hasten.model.sharded import NormOfRanks, RowsOfRank, ShardedTransformer, SumOfRanks
 from hasten.model.swap import replace_modules, swap_kinds, take_over
@@ -42,6 +44,8 @@ class CompiledForOneToken(nn.Module):
     def forward(self, x: Tensor, *rest: Any, **more: Any) -> Any:
         """x (B, T, C), or the (R, C) rows that the head scores."""
         one = x.dim() == 3 and x.shape[1] == 1 and not any(isinstance(given, LayerOfRows) for given in rest)
+        if one and could_run(x.device) and (experts := experts_of(self)) is not None:
+            experts.bound()  # a graph takes the kernel that is chosen, and looks for no replaced weight
         return (self.compiled if one else super().forward)(x, *rest, **more)
 
 

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,6 +13,7 @@ from hasten.errors import HastenWarning
 from hasten.model.config import ModelConfig
 from hasten.model.grouped_experts import BoundExperts, could_run, experts_request
 from hasten.model.norms import norm_of, over_rms
+from hasten.ops import triton_support
 from hasten.ops.experts import KERNELS, ExpertsRequest, Grouped
 
 
@@ -63,7 +65,7 @@ class Experts(nn.Module):
     make: creates an MLP with this number of inner features.
     """
 
-    failed: ClassVar[str | None] = None  # why the kernel of all experts is not used: an error of an earlier call
+    failed: ClassVar[dict[torch.device, str]] = {}  # why no kernel of all experts is used there: an earlier error
 
     def __init__(self, config: ModelConfig, make: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -93,11 +95,13 @@ class Experts(nn.Module):
             return grouped(rows, shares, chosen)
         try:
             return grouped(rows, shares, chosen)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
-            Experts.failed = f"it failed in an earlier call: {type(error).__name__}: {error}"[:300]
-            message = f"experts are called one by one, which is slower; the kernel of all at once: {Experts.failed}"
+            capturing = rows.is_cuda and torch.cuda.is_current_stream_capturing()  # which ends with any error
+            if capturing or not triton_support.failed(error):
+                raise
+            reason = f"it failed in an earlier call: {type(error).__name__}: {error}"[:300]
+            Experts.failed[rows.device] = reason
+            message = f"experts are called one by one, which is slower; the kernel of all at once: {reason}"
             warnings.warn(message, HastenWarning, stacklevel=2)
             return self.one_by_one(rows, shares, chosen)
 
@@ -111,26 +115,37 @@ class Experts(nn.Module):
 
     def _grouped(self, rows: Tensor, shares: Tensor) -> Grouped | None:
         """The kernel of all experts at once, where it can compute this call: there are no gradients."""
-        if self.all_take_part or Experts.failed is not None or not could_run(rows.device):
+        if self.all_take_part or not could_run(rows.device) or rows.device in Experts.failed:
             return None
-        trained = (rows, shares, *self.experts[0].parameters())
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained):
-            return None
+        if torch.is_grad_enabled():
+            trained = chain((rows, shares), self.experts.parameters())
+            if any(tensor.requires_grad for tensor in trained):
+                return None
         bound = self.bound()
-        return bound.run if bound is not None and rows.dtype == bound.request.inner.dtype else None
+        return bound.run if rows.dtype == bound.request.inner.dtype else None
 
-    def bound(self) -> BoundExperts | None:
-        """The kernel, chosen at the first call; None while that call is being compiled."""
-        if torch.compiler.is_compiling():
-            return self._bound
-        if self._bound is None or not self._bound.current:
-            self._bound = BoundExperts(list(self.experts))
+    def bound(self) -> BoundExperts:
+        """The kernel, chosen at the first call and when a weight was replaced.
+
+        A compiler calls this while it traces a layer; its graph takes the layer's kernel without looking at weights.
+        """
+        self._bind()
+        assert self._bound is not None
         return self._bound
+
+    def _bind(self) -> None:
+        if self._bound is None or not self._bound.current:
+            self._bound = BoundExperts(self.experts)
+
+    # A compiler calls it instead of tracing it. torch.compiler.assume_constant_result sets this too, but imports the
+    # compiler.
+    _bind._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def request(self, device: torch.device | None = None) -> ExpertsRequest:
         """The request to a kernel, for `explain`. device: of the weights, if they are still on the meta device."""
         found = experts_request(list(self.experts), device)
-        return found if Experts.failed is None else replace(found, unusual=Experts.failed)
+        reason = Experts.failed.get(found.inner.device)
+        return found if reason is None else replace(found, unusual=reason)
 
     def why_one_by_one(self, device: torch.device | None = None) -> str | None:
         """Why no kernel computes all experts at once, or None. device: as in `request`."""

@@ -261,7 +261,7 @@ class CudaStack:
         counters: Any = [block._bound.counters for block in model.blocks]  # type: ignore[union-attr]
         own = [] if self._decode is None else [self._decode.counter]
         bound = [experts.bound() for experts in filter(None, map(experts_of, model.blocks))]
-        tables = [one.addresses for one in bound if one is not None and one.addresses is not None]
+        tables = [one.addresses for one in bound if one.addresses is not None]
         held = chain(model.parameters(), model.buffers(), counters, own, tables)
         return tuple(tensor.data_ptr() for tensor in held)
 
@@ -274,14 +274,12 @@ class CudaStack:
         features: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """x (B, T, C) -> (B, T, C) in float32. Of models with features, or without keys in layers, it runs none."""
-        assert features is None, "such models are not fused here"
-        assert rows is None, "such models are not fused here"
+        """See `Stack`; in float32."""
         x = x.float()
-        single = x.shape[0] * x.shape[1] == 1 and not triton_support.recorded()
+        single = x.shape[0] * x.shape[1] == 1 and features is None and rows is None and not triton_support.recorded()
         if single and self.one_launch and self._run_at_once(model, x, ropes, context):
             return x
-        return model.each_block(x, ropes, context.layers)
+        return model.each_block(x, ropes, context.layers, features=features, rows=rows)
 
     def _run_at_once(self, model: Transformer, x: Tensor, ropes: Sequence[Rotation], context: Context) -> bool:
         """Run all blocks on x (1, 1, C) in place by one launch, or return False."""

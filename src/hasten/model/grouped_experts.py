@@ -1,8 +1,9 @@
 """The kernel of all experts of a layer: chosen from its MLPs, and again when one of their weights was replaced."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,19 +26,29 @@ class BoundExperts:
     run: computes all experts of its rows; None: they are called one by one.
     """
 
-    def __init__(self, experts: Sequence[nn.Module]) -> None:
-        self.request = experts_request(experts)
+    def __init__(self, experts: nn.ModuleList) -> None:
+        each = list(experts)
+        self.request = experts_request(each)
         kernel = pick(KERNELS, self.request)
-        self.run: Grouped | None = None if kernel.name == "readable" else kernel.run(_weights(experts))
-        self._places = list(_places(experts))
-        self._hooks = list(_hooks(experts))
+        self.run: Grouped | None = None if kernel.name == "readable" else kernel.run(weights_of(each))
+        self._owners, self._names, self._held = zip(*_places(experts), strict=True)
+        self._hooks = list(_hooks(each))
         self._hooked = any(self._hooks)
+        # Only a kernel reads them by their addresses, which `parameter.data = …` changes.
+        self._tensors = [] if self.run is None else [held for held in self._held if isinstance(held, Tensor)]
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
 
     @property
     def current(self) -> bool:
-        """Whether the experts still hold the same tensors, and nobody watches their calls since."""
-        same = all(own.get(name) is held for own, name, held in self._places)
-        return same and any(self._hooks) == self._hooked
+        """Whether the experts are the same modules with the same tensors, and have hooks only if they had some.
+
+        Asked before each call that is not captured, of some hundred experts: without a loop in Python.
+        """
+        return (
+            all(map(is_, map(dict.get, self._owners, self._names), self._held))
+            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and any(self._hooks) == self._hooked
+        )
 
     @property
     def addresses(self) -> Tensor | None:
@@ -79,7 +90,9 @@ def _unusual(experts: Sequence[nn.Module]) -> str | None:
             return reason
         if len(kinds) > 1:
             return "its experts' weights differ in their formats"
-    return "a hook watches its experts" if any(_hooks(experts)) else None
+    if any(_hooks(experts)) or any("forward" in one.__dict__ for one in _modules(experts)):
+        return "its experts have a hook, or a forward of their own"
+    return None
 
 
 def _kind(linear: nn.Module) -> str | tuple[Any, ...]:
@@ -102,7 +115,8 @@ def _kind(linear: nn.Module) -> str | tuple[Any, ...]:
     return nn.Linear, weight.dtype, weight.device, weight.shape
 
 
-def _weights(experts: Sequence[Any]) -> ExpertWeights:
+def weights_of(experts: Sequence[Any]) -> ExpertWeights:
+    """The weights of MLPs with gates, as kernels take them."""
     each = {name: [_operands(getattr(one, name)) for one in experts] for name in PRODUCTS}
     return ExpertWeights(**each, activation=experts[0].activation_name)
 
@@ -114,19 +128,26 @@ def _operands(linear: nn.Linear | PackedLinear) -> Operands:
     return Operands(weight, None, None, None, None, len(weight), request_of(linear).format)
 
 
-def _places(experts: Sequence[Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Where the experts' layers and weights are held, by which names, and which they are."""
-    for one in experts:
+def _places(experts: nn.ModuleList) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Where experts, their layers, weights and own forwards are held, by which names, and which they are."""
+    for number, one in experts._modules.items():
+        yield experts._modules, number, one
         for name in PRODUCTS:
             linear = getattr(one, name)
             yield one._modules, name, linear
             for own in () if linear is None else (linear._parameters, linear._buffers):
-                for kept in ("weight", "data"):
+                for kept in ("weight", "data", "scales", "zeros"):
                     if kept in own:
                         yield own, kept, own[kept]
+    for module in _modules(experts):
+        yield module.__dict__, "forward", module.__dict__.get("forward")
 
 
-def _hooks(experts: Sequence[Any]) -> Iterator[dict[Any, Any]]:
-    for module in chain.from_iterable(one.modules() for one in experts):
+def _hooks(experts: Iterable[nn.Module]) -> Iterator[dict[Any, Any]]:
+    for module in _modules(experts):
         yield module._forward_hooks
         yield module._forward_pre_hooks
+
+
+def _modules(experts: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    return chain.from_iterable(one.modules() for one in experts)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -50,6 +51,12 @@ def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | No
         name = torch.cuda.get_device_name(device) if capability is None else str(device)
         return f"it needs compute capability 8.0 or later, {name} has {'.'.join(map(str, found))}"
     return None
+
+
+def failed(error: BaseException) -> bool:
+    """Whether Triton raised this: it could not compile or launch a kernel. Not all of them are a TritonError."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__", "").startswith("triton.") for frame, _ in frames)
 
 
 def starts_early(device: torch.device) -> bool:

@@ -82,7 +82,8 @@ def _triton(weights: ExpertWeights) -> Grouped:
     return TritonExperts(weights)
 
 
-# `run` takes the weights, once, when a layer is bound.
+# `run` takes the weights, once, when a layer is bound. In the place of "readable" a layer calls its own modules, which
+# may be of any kind (`Experts.one_by_one`).
 KERNELS: tuple[Kernel[ExpertsRequest], ...] = (
     Kernel("triton", _triton, _triton_unsupported),
     Kernel("readable", lambda weights: partial(reference, weights=weights), lambda request: None),
