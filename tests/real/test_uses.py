@@ -77,7 +77,8 @@ def test_server_and_llm_give_the_commands_text(smollm2, model):
     engine.thread.close()
 
 
-def test_the_readmes_python_runs_fused(smollm2, capsys):
+def test_the_readmes_python_runs_fused(smollm2, capsys, monkeypatch):
+    monkeypatch.setattr("secrets.randbits", lambda bits: 7)  # some texts that are drawn end soon
     _, _, rest = (Path(__file__).parents[2] / "README.md").read_text().partition("\n    import hasten\n")
     lines = [line.removeprefix("    ") for line in rest.partition("\n\n")[0].splitlines()]
     code = "\n".join(lines).replace("folder-or-hub-id", str(smollm2.file))
