@@ -14,6 +14,7 @@ from hasten.model.initialize import initialize
 from hasten.model.transformer import Transformer
 from hasten.planning.shapes import shape_config
 from instruction_sets import needs_native
+from references import make_reference
 
 # how the model is made -> graphs: one for all blocks, one for the head; of fused blocks the first takes the
 # embedding's bfloat16, the others the float32 that flows between them
@@ -89,3 +90,13 @@ def test_models_of_one_kind_share_their_graphs() -> None:
         compile_blocks(model)
     assert type(ours.blocks[0]) is type(another.blocks[1])
     assert type(ours.head) is type(another.head)
+
+
+@pytest.mark.slow
+def test_blocks_with_experts_compile_around_those_that_are_taken():
+    prompt, params = [5, 6, 7, 8], {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    plain, compiled = (hasten.load(make_reference("mixtral"), dtype="float32") for _ in range(2))
+    (expected,), (found,) = (
+        hasten.generate(model, prompt, compiled=model is compiled, **params) for model in (plain, compiled)
+    )
+    assert found.tokens == expected.tokens

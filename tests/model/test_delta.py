@@ -160,7 +160,7 @@ def test_a_head_for_further_tokens_is_skipped_in_one_line(family, tmp_path):
     state = load_file(tmp_path / "model.safetensors")
     more = {"mtp.fc.weight": torch.zeros(4, 8), "mtp.norm.weight": torch.zeros(4)}
     save_file(state | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.warns(HastenWarning, match="skipped 2 tensors of the multi-token prediction head"):
+    with pytest.warns(HastenWarning, match="without 2 tensors of the multi-token prediction head"):
         model = hasten.load(tmp_path, dtype="float32")
     assert_same(model, reference)
 

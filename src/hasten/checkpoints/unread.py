@@ -35,7 +35,7 @@ def warn_of_unused(
 def warn_of_towers(towers: Mapping[str, int], where: str) -> None:
     """Say in one line which towers are skipped."""
     if towers:
-        text = f"{where}: skipped {skipped_towers(towers)}; hasten runs the text model"
+        text = f"{where}: the text model is read, without {skipped_towers(towers)}"
         warnings.warn(text, HastenWarning, stacklevel=4)
 
 

@@ -78,7 +78,8 @@ def compile_blocks(model: Transformer) -> None:
             module.summed = torch.compiler.disable(module.group.sum)
         elif isinstance(module, RowsOfRank):
             module.gathered = torch.compiler.disable(module.gathered)
-    whole = not isinstance(model, ShardedTransformer)
+    one_by_one = model.config.experts and model.device.type == "cpu"  # the experts that are taken break a graph
+    whole = not isinstance(model, ShardedTransformer) and not one_by_one
     new = {part: take_over(_compiled_kind(type(part)), part) for part in parts}  # type: ignore[arg-type]
     for part in new.values():
         part.compiled = torch.compile(

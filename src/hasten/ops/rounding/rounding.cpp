@@ -62,6 +62,14 @@ static INLINE F32 square_root(F32 v) {
 static INLINE F32 whole(F32 v) { return v + 12582912.0f - 12582912.0f; }
 static INLINE F32 clamp(F32 v, F32 low, F32 high) { return min(max(v, low), high); }
 
+// A product that is not fused with what follows: its last bit may decide whether a scale is rounded up.
+static INLINE F32 rounded(F32 product) {
+  alignas(64) float own[LANES];
+  store(own, product);
+  asm volatile("" : : "r"(own) : "memory");
+  return load(own);
+}
+
 // A positive scale as its dtype holds it, rounded up; never zero, and infinite where it is too large.
 static INLINE F32 stored(F32 scale, ScalarType type) {
   if (type == ScalarType::Half) {
@@ -111,7 +119,7 @@ static INLINE GroupScale choose(const IntegerGrid& grid, int64_t count, const Va
       const F32 scale = stored(max(-low, high) * float(factor / grid.middle), grid.type);
       now = {select(high > -low, -scale, scale), splat(grid.middle)};
     } else {
-      now = range(low * float(factor), high * float(factor));
+      now = range(rounded(low * float(factor)), rounded(high * float(factor)));
     }
     const F32 found = error(now);
     const auto better = found < least;
