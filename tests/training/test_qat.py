@@ -12,6 +12,7 @@ import hasten
 from hasten.checkpoints.load import open_checkpoint
 from hasten.cli.train import summary
 from hasten.errors import ConfigError, HastenError
+from hasten.ops.linear import PackedLinear
 from hasten.ops.native import library
 from hasten.quantization import GPTQ, Int3, Int4, quantize_to_folder
 from hasten.quantization.qat import fake_layers, set_bits
@@ -30,9 +31,21 @@ CASES = {
     "int4 by row": Qat(bits=4, group_size=0),
     "int8": Qat(bits=8),
     "three bits": Qat(bits=3, group_size=0),
+    "three bits of weights alone": Qat(bits=3, group_size=0, activations="float"),
     "two bits": Qat(bits=2, head="same"),
     "moq": Qat(bits=4, learned_scales=False, start_bits=6, period=4, mixing_steps=2, stochastic=True),
 }
+
+
+def dequantized(model):
+    """The model with plain layers of the numbers that its packed ones hold, which no kernel rounds."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, PackedLinear):
+            plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            plain.weight = torch.nn.Parameter(layer.dequantize())
+            plain.bias = None if layer.bias is None else torch.nn.Parameter(layer.bias.float())
+            model.set_submodule(name, plain)
+    return model
 
 
 def wide(recipe, **changes):
@@ -58,6 +71,9 @@ def test_the_folder_has_the_loss_that_was_trained(recipe, name):
     # Activations that are rounded may fall to the other side of a tie.
     assert loss == pytest.approx(result.validation_loss, abs=2e-4)
     assert set(model.quantization or {}) == kept(CASES[name])
+    if CASES[name].bits == 3 and CASES[name].activations == "float":
+        loss = validation.loss(TrainStep(dequantized(model), None, Precision("float32", torch.device("cpu"))))
+        assert loss == pytest.approx(result.validation_loss, abs=1e-5)
     # Scales, and the embedding where it is not the head, in 16 or 32 bits; this model is small, its headers are not.
     assert max(4, CASES[name].bits) < result.bits_per_weight < 32
     assert f"{result.bits_per_weight:.2f} bits a weight as stored" in summary(result)
@@ -106,6 +122,8 @@ def test_an_adapter_is_rounded_with_the_weights_it_stands_beside(recipe, tmp_pat
     before = hasten.load(base, dtype="stored").blocks[0].attention
     after = loaded.blocks[0].attention.q.dequantize()
     assert torch.unique(after[0, :32]).numel() <= 8
+    exact = validation.loss(TrainStep(dequantized(loaded), None, Precision("float32", torch.device("cpu"))))
+    assert exact == pytest.approx(result.validation_loss, abs=1e-5)
     assert not torch.equal(after, before.q.weight.float())
     alone = recipe(name="alone", init=str(base), qat=Qat(bits=4), steps=10, learning_rate=1e-3, export="last")
     rounded = hasten.quantize(

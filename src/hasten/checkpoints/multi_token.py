@@ -89,8 +89,8 @@ def stored_head(model: Transformer) -> StoredTensors:
             return stored
         if stored:
             warnings.warn(
-                f"{folder}: its multi-token head is quantized or not of one block, and is not written again; keep the "
-                "folder to draft with it",
+                f"{folder}: its multi-token head is not written again: hasten copies heads of one whole block in plain "
+                "tensors only",
                 HastenWarning,
                 stacklevel=4,
             )
