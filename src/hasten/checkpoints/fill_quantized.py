@@ -12,13 +12,13 @@ from torch import nn
 
 from hasten.checkpoints.formats.file_format import QuantizedFolder, QuantizedModule
 from hasten.errors import HastenWarning
+from hasten.machine.pages import release_pages, return_freed_memory
 from hasten.model.families.slices import TensorSlice
 from hasten.model.layer_format import LayerFormat
 from hasten.model.sharded import RowsOfRank
 from hasten.model.shares import Cut, Share
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
-from hasten.ops.pages import release_pages, return_freed_memory
 
 OnPacked = Callable[[str, PackedLinear], None]  # is given the name of a layer and the layer, which is in its place
 NO_KERNEL = "no kernel takes a quantized weight"  # how the warning about them begins

@@ -23,6 +23,7 @@ from hasten.checkpoints.unread import check_constants, warn_of_towers, warn_of_u
 from hasten.checkpoints.upload import Upload
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine.device import resolve_device, resolve_dtype
+from hasten.machine.pages import release_pages
 from hasten.model.config import ModelConfig
 from hasten.model.experts import kept_dtype
 from hasten.model.families import FAMILIES, family_of, read_config
@@ -36,7 +37,6 @@ from hasten.model.sharded import connect
 from hasten.model.shares import Share, shares, whole_groups
 from hasten.model.transformer import Transformer
 from hasten.ops.collective import RankGroup
-from hasten.ops.pages import release_pages
 
 __all__ = ["load", "open_checkpoint", "resolve_folder", "resolve_model"]
 

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 from hasten.checkpoints.checkpoint import check_finite
 from hasten.checkpoints.load import own_dtype, planned
 from hasten.checkpoints.source import ModelSource
+from hasten.machine.pages import release_pages
 from hasten.model.initialize import Put, Weights
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedLinear
-from hasten.ops.pages import release_pages
 
 
 def unfilled_model(checkpoint: ModelSource) -> tuple[Transformer, Weights]:

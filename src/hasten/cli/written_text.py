@@ -27,7 +27,7 @@ def written_text(command: Any, model: Transformer, output: Path, wanted: Mapping
     from hasten.checkpoints.load import load, open_checkpoint
     from hasten.cli.room import use_of
     from hasten.engine.own_text import BATCH, check_wanted, own_text
-    from hasten.ops.pages import return_freed_memory
+    from hasten.machine.pages import return_freed_memory
     from hasten.planning.memory import inference_memory
     from hasten.quantization.resume import KeptText
 

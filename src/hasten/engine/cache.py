@@ -22,6 +22,7 @@ from hasten.engine.sparse import SparseMasks
 from hasten.engine.states import StateShape, groups_of_texts
 from hasten.engine.step import KVStep
 from hasten.errors import ConfigError
+from hasten.machine.pages import zeros_in_large_pages
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec
 from hasten.ops.attention.block_mask import BlockMask
@@ -31,7 +32,6 @@ from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup
 from hasten.ops.attention.view import AttentionMetadata
 from hasten.ops.delta import SequenceGroup
 from hasten.ops.native import library
-from hasten.ops.pages import zeros_in_large_pages
 from hasten.ops.picker import Kernel, pick
 
 # A step that reads texts side by side reads them up to the next multiple of this, so that a short text does not pay for

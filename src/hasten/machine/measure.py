@@ -35,10 +35,12 @@ def read_bandwidth(*, device: str | torch.device = "cpu", seconds: float = 0.5) 
     """Memory bandwidth in bytes/s: the median of as many passes as fit in `seconds` (at least 3).
 
     CPU: summing a float32 buffer of at least 512 MiB and 4 times the last-level caches, but at most a quarter of the
-    free memory (with fewer threads: under `limited_threads`). CUDA: copying within the device, the read and the write
-    both counted.
+    free memory (with fewer threads: under `limited_threads`), in large pages, as weights are. CUDA: copying
+    within the device, the read and the write both counted.
     """
     import torch
+
+    from hasten.machine.pages import empty_in_large_pages
 
     size = min(max(SMALLEST_BUFFER, 4 * last_level_cache_bytes()), available_memory(device) // 4)
     if str(device) != "cpu":
@@ -46,11 +48,12 @@ def read_bandwidth(*, device: str | torch.device = "cpu", seconds: float = 0.5) 
         size = min(1 << 30, available_memory(device) // 4)
     if size < 1 << 20:
         raise ResourceError(f"{available_memory(device)} bytes are free on {device}: too few to measure the bandwidth")
-    source = torch.ones(size // 4, dtype=torch.float32, device=device)  # written, so that every page exists
-    if str(device) != "cpu":
-        target = torch.empty_like(source)
-        return 2 * size / median(_times(lambda: target.copy_(source), device=device, seconds=seconds))
-    return size / median(_times(source.sum, device=device, seconds=seconds))
+    if str(device) == "cpu":
+        source = empty_in_large_pages((size // 4,), dtype=torch.float32).fill_(1)  # written, so that every page exists
+        return size / median(_times(source.sum, device=device, seconds=seconds))
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / median(_times(lambda: target.copy_(source), device=device, seconds=seconds))
 
 
 def matrix_rate(dtype: str | torch.dtype, *, device: str | torch.device = "cpu", seconds: float = 0.5) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, HastenWarning
+from hasten.machine.pages import SharedPages, mapped_files, release_file_pages, return_freed_memory
 from hasten.model.fused_block import FusedSteps
 from hasten.model.fused_cuda import CudaBlock, CudaStack, cuda_refusal, runs_triton
 from hasten.model.fused_linear import packed, plain
@@ -22,7 +23,6 @@ from hasten.model.wide import narrow
 from hasten.ops.linear import PackedLinear
 from hasten.ops.linear.weights import PLAIN
 from hasten.ops.native import choose_isa, library
-from hasten.ops.pages import SharedPages, mapped_files, release_file_pages, return_freed_memory
 
 __all__ = [
     "CudaBlock",

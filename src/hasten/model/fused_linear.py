@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from hasten.machine.pages import empty_in_large_pages
 from hasten.model.attention import Attention
 from hasten.model.initialize import unfilled
 from hasten.model.lora import LoRALinear
@@ -18,7 +19,6 @@ from hasten.ops.linear import PackedLinear, QuantizedWeight, request_of
 from hasten.ops.linear.layouts import Packed
 from hasten.ops.linear.operator import LinearRequest, native_unsupported
 from hasten.ops.native import native_ops
-from hasten.ops.pages import empty_in_large_pages
 from hasten.ops.panels import PANEL
 
 # In the order of the enum in ops/block/phases.h.

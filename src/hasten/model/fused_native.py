@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.machine.pages import SharedPages, return_freed_memory
 from hasten.model.activations import XIELU
 from hasten.model.config import ModelConfig
 from hasten.model.experts import Experts, NormedExperts
@@ -45,7 +46,6 @@ from hasten.ops.linear import BFLOAT16, PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in, native_unsupported
 from hasten.ops.linear.weights import PLAIN
 from hasten.ops.native import library, native_ops
-from hasten.ops.pages import SharedPages, return_freed_memory
 
 # In the order of the enum in ops/block/phases.h.
 HEAD_NORM_ORDER = ("head", "rotated_head", "projection")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.machine.pages import return_freed_memory
 from hasten.ops.linear import QuantizedWeight, empty_weight
-from hasten.ops.pages import return_freed_memory
 from hasten.quantization.block_task import BlockTask
 from hasten.quantization.blocks import TILE, add_product, each_slice, on_one_thread, root_of_shares
 from hasten.quantization.rounding import Grid, check_matrix, native_rounding

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError
+from hasten.machine.pages import return_freed_memory
 from hasten.model.layer_format import LayerFormat
 from hasten.model.transformer import Transformer
-from hasten.ops.pages import return_freed_memory
 from hasten.quantization.block_task import BlockResult, BlockTask, served
 from hasten.quantization.gptq import GPTQ
 from hasten.quantization.resume import WorkFolder

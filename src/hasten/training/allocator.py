@@ -11,7 +11,7 @@ import ctypes
 import sys
 
 from hasten.machine import available_memory
-from hasten.ops.pages import LARGE_PAGE
+from hasten.machine.pages import LARGE_PAGE
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _NEVER = -1  # as a size_t: the largest one

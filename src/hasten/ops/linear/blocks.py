@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hasten.machine.pages import empty_in_large_pages
 from hasten.ops.linear.layouts import Packed
 from hasten.ops.linear.weights import SUPER_BLOCK, TABLES, QuantizedWeight, WeightFormat
 from hasten.ops.native import native_ops
-from hasten.ops.pages import empty_in_large_pages
 from hasten.ops.panels import PANEL, panel_shape
 
 # ggml's numbers of the types that `pack_blocks` takes.

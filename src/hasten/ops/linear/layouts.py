@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
+from hasten.machine.pages import joined_in_large_pages
 from hasten.ops.linear.weights import MXFP4, TABLES, VALUE_DTYPES, QuantizedWeight, WeightFormat
 from hasten.ops.native import native_ops
-from hasten.ops.pages import joined_in_large_pages
 from hasten.ops.panels import PADDING, PANEL, steps
 
 PIECE = 1 << 20  # values that are looked up at a time

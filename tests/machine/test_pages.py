@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from hasten.machine.pages import LARGE_PAGE, SHARED_PAGES, SharedPages, in_large_pages, joined_in_large_pages
 from hasten.ops.linear import layouts
 from hasten.ops.linear.layouts import PANELS
 from hasten.ops.linear.weights import INT8, K_QUANTS, QuantizedWeight, group_format
 from hasten.ops.native import library
-from hasten.ops.pages import LARGE_PAGE, SHARED_PAGES, SharedPages, in_large_pages, joined_in_large_pages
 
 
 @pytest.mark.parametrize("rows", [1, 3000])
