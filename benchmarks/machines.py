@@ -70,6 +70,7 @@ class Busy(Script):
         one, two = (Worker(name, child_command(__file__, "generate", self.model, name)) for _ in range(2))
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         try:
+            two.ask("2 1")  # what a first text prepares is no part of a round
             rounds = [self._round(one, two, cores) for _ in range(self.rounds)]
         finally:
             one.close()
