@@ -13,8 +13,11 @@ from hasten.checkpoints.load import open_checkpoint
 from hasten.cli.generate import Generate
 from hasten.cli.main import main
 from hasten.cli.room import use_of
+from hasten.engine import admission
+from hasten.engine.settings import EngineSettings
 from hasten.engine.speculation import make_speculator
 from hasten.errors import CheckpointError, ConfigError
+from hasten.planning.memory import inference_memory
 from hasten.quantization import Int8, quantize_to_folder
 from instruction_sets import needs_native
 from multi_token_head import FAMILIES, drafted, write_with_head
@@ -179,10 +182,25 @@ def test_its_memory_is_counted_where_it_drafts(tmp_path):
     _, head = write_with_head(tmp_path, "qwen3_5_text")
     source = open_checkpoint(tmp_path)
     uses = [
-        use_of(Generate(model="", prompt_ids=(1,), dtype="float32", draft=draft), source, "cpu").weights
+        use_of(Generate(model="", prompt_ids=(1,), dtype="float32", draft=draft), source, "cpu")
         for draft in ("none", "mtp")
     ]
-    assert uses[1] - uses[0] == sum(tensor.nbytes for tensor in head.values())
+    assert uses[1].weights - uses[0].weights == sum(tensor.nbytes for tensor in head.values())
+    kept = [inference_memory(source.config, use).parts["states for drafts"] for use in uses]
+    assert kept == [0, 128 * source.config.hidden_size * 4]
+
+
+def test_a_cache_leaves_room_for_the_states_that_it_reads(tmp_path, monkeypatch):
+    write_with_head(tmp_path, "qwen3_5_text")
+    model = hasten.load(tmp_path, dtype="float32")
+    monkeypatch.setattr(admission, "available_memory", lambda device: 1 << 30)
+    settings = EngineSettings(max_sequences=3, fit=True)
+    free = [
+        admission.cache_memory(model, settings, head_states=states)[0]
+        for states in (0, make_speculator(model, "mtp").head_states)
+    ]
+    assert free[0] - free[1] == 3 * 128 * model.config.hidden_size * 4
+    assert make_speculator(model, "suffix").head_states == 0
 
 
 def test_the_command_line_takes_it(tmp_path, capsys):

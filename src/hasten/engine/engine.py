@@ -67,8 +67,9 @@ class Engine:
     ) -> None:
         settings = settings_on_device(settings, model)
         if runner is None:
-            settings = with_room_for_states(settings, model)
-            runner = runner_of(model, settings)
+            head_states = 0 if speculator is None else speculator.head_states
+            settings = with_room_for_states(settings, model, head_states=head_states)
+            runner = runner_of(model, settings, head_states=head_states)
         self.model, self.tokenizer, self.settings, self.runner = model, tokenizer, settings, runner
         # Where sequences do not choose theirs, all have the one that the model has for all.
         choice = None if runner.chooses_adapters else model.adapters

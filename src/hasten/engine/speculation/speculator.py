@@ -136,6 +136,11 @@ class Speculator:
         self._sequences = self._taken = self._checked = 0  # of this step: the latter two are tokens
 
     @property
+    def head_states(self) -> int:
+        """Positions of each text whose states are kept for the proposer; 0: it reads none."""
+        return 0 if self.reader is None else self.reader.read_tokens
+
+    @property
     def asks(self) -> bool:
         """Whether the next step may have drafts; where not, `propose` need not be called."""
         if self.always:
