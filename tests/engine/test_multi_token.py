@@ -16,7 +16,7 @@ from hasten.cli.room import use_of
 from hasten.engine import admission
 from hasten.engine.settings import EngineSettings
 from hasten.engine.speculation import make_speculator
-from hasten.errors import CheckpointError, ConfigError
+from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.planning.memory import inference_memory
 from hasten.quantization import Int8, quantize_to_folder
 from instruction_sets import needs_native
@@ -201,6 +201,15 @@ def test_a_cache_leaves_room_for_the_states_that_it_reads(tmp_path, monkeypatch)
     ]
     assert free[0] - free[1] == 3 * 128 * model.config.hidden_size * 4
     assert make_speculator(model, "suffix").head_states == 0
+
+
+def test_a_head_that_cannot_be_read_again_is_not_left_out_in_silence(tmp_path):
+    write_with_head(tmp_path / "model", "qwen3_5_text")
+    model = hasten.load(tmp_path / "model", dtype="float32")
+    (tmp_path / "model").rename(tmp_path / "moved")
+    with pytest.warns(HastenWarning, match=r"a multi-token head, if .*model had one, is not written again: .*model"):
+        hasten.save(model, tmp_path / "saved")
+    assert not any(name.startswith("mtp.") for name in load_file(tmp_path / "saved" / "model.safetensors"))
 
 
 def test_the_command_line_takes_it(tmp_path, capsys):
