@@ -177,7 +177,12 @@ def test_eval_json(tiny_folder, tmp_path, capfd, options):
             ["generate", "FOLDER", "--prompt", "x", "--draft", "suffix", "--accept", "distribution"],
             "with --draft suffix",
         ),
+        (
+            ["generate", "FOLDER", "--prompt", "x", "--draft", "SUFFIX", "--accept", "distribution"],
+            "with --draft suffix",
+        ),
         (["generate", "FOLDER", "--prompt", "x", "--quantize", "int4", "--draft", "self:int4"], "in int4 itself"),
+        (["generate", "FOLDER", "--prompt", "x", "--quantize", "int4", "--draft", "SELF:INT4"], "in int4 itself"),
         (
             ["generate", "FOLDER", "--prompt", "x", "--chat-template-kwargs", "{}"],
             "--chat-template-kwargs has no effect without --chat",

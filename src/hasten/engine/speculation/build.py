@@ -14,7 +14,7 @@ from torch import nn
 from hasten.checkpoints.load import load_quietly, open_checkpoint, planned
 from hasten.checkpoints.multi_token import load_head
 from hasten.checks import whole
-from hasten.engine.params import SamplingParams
+from hasten.engine.params import SamplingParams, draft_name
 from hasten.engine.speculation.draft_model import DraftModel
 from hasten.engine.speculation.multi_token import MultiTokenDraft
 from hasten.engine.speculation.price import Price
@@ -61,6 +61,7 @@ def make_speculator(
     Of several ranks that hold a model the first one proposes, alone; all of them call this.
     Raises ConfigError for a draft that does not fit, CheckpointError for a folder that cannot be read.
     """
+    draft = draft if isinstance(draft, Transformer) else draft_name(str(draft))
     draft = automatic(model) if draft == "auto" else draft
     most = MOST if speculate is None else whole("speculate", speculate, low=1, high=LIMIT)
     if accept not in get_args(Accept):
@@ -111,11 +112,11 @@ def automatic(model: Transformer) -> str:
     return "suffix" if exact and model.device.type == "cpu" else "none"
 
 
-def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, accept: Accept) -> Proposer | None:
+def _proposer(model: Transformer, draft: str | Transformer, tokens: int, accept: Accept) -> Proposer | None:
     if isinstance(draft, Transformer):
         check_vocabulary(draft, model, name="the draft model")
         return DraftModel(fuse_where_it_fits(draft), tokens=tokens, accept=accept)
-    name = str(draft)
+    name = draft
     if not name:
         raise ConfigError("draft is empty; give suffix, none, mtp, self:int4, self:N-layers or a model's folder")
     if name == "none":
