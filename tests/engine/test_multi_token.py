@@ -212,10 +212,30 @@ def test_a_head_that_cannot_be_read_again_is_not_left_out_in_silence(tmp_path):
     assert not any(name.startswith("mtp.") for name in load_file(tmp_path / "saved" / "model.safetensors"))
 
 
+def test_a_draft_of_its_own_layers_points_to_it(tmp_path):
+    write_with_head(tmp_path / "with", "qwen3_5_text")
+    make_reference("qwen3_5_text").save_pretrained(tmp_path / "without")
+    for name, instead in (("with", "take mtp, the multi-token head"), ("without", "take suffix, or a model")):
+        model = hasten.load(tmp_path / name, dtype="float32")
+        with pytest.raises(
+            ConfigError, match=f"keep states, from which rejected tokens cannot be taken back; {instead}"
+        ):
+            make_speculator(model, "self:2-layers")
+
+
+def test_the_command_line_refuses_its_own_layers_before_they_are_loaded_again(tmp_path, capsys, monkeypatch):
+    write_with_head(tmp_path, "qwen3_5_text")
+    monkeypatch.setattr(Generate, "in_int4", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(SystemExit):
+        main(["generate", str(tmp_path), "--prompt-ids", "3", "--dtype", "float32", "--draft", "self:int4"])
+    assert "self:int4: this model is a qwen3_5_text" in (said := capsys.readouterr().err)
+    assert "take mtp, the multi-token head of its checkpoint" in said
+
+
 def test_the_command_line_takes_it(tmp_path, capsys):
     write_with_head(tmp_path, "qwen3_5_text")
     said = []
-    for draft in ("none", "mtp"):
+    for draft in ("none", "MTP"):
         options = ["--temperature", "0", "--ignore-eos", "--max-new-tokens", "12", "--dtype", "float32", "--json", "-"]
         main(["generate", str(tmp_path), "--prompt-ids", *map(str, PROMPTS[1]), *options, "--draft", draft])
         said.append(json.loads(capsys.readouterr().out)["tokens"])

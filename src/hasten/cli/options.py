@@ -201,7 +201,7 @@ class DraftOptions:
     def drafting(self, model: Transformer) -> dict[str, Any]:
         """The options as keyword arguments of the library's functions."""
         from hasten.distributed.tensor_parallel import current_group, without_group
-        from hasten.engine.speculation.build import automatic
+        from hasten.engine.speculation.build import automatic, refuse_states
 
         draft: str | Transformer = self.draft
         if draft == "auto" and self.speculate is not None and automatic(model) == "none":
@@ -212,6 +212,7 @@ class DraftOptions:
         group = current_group()
         if draft == "self:int4" and (group is None or group.rank == 0):  # of several ranks the first one drafts
             assert isinstance(self, LoadOptions)
+            refuse_states(model.config, model)
             with without_group():
                 draft = self.in_int4(model)
         return {"draft": draft, "speculate": self.speculate, "accept": self.accept}
