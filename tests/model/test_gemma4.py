@@ -150,7 +150,7 @@ def test_a_quantized_model_computes_with_the_numbers_that_it_holds(name, scheme,
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_calibration_gives_each_block_what_it_has_in_the_model(name):
+def test_calibration_gives_each_block_what_it_has_in_the_model(name, monkeypatch):
     model = hasten.load(make_reference(name))
     tokens = torch.randint(3, 100, (3, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -161,8 +161,25 @@ def test_calibration_gives_each_block_what_it_has_in_the_model(name):
         context = TrainingContext([layer.window for layer in model.config.layers])
         expected = model.states(tokens, torch.arange(20).expand(3, -1), context)
     torch.testing.assert_close(walk.states, expected, rtol=1e-4, atol=1e-4)
+    if model.token_features is not None:  # each block's own are computed, and no others
+        monkeypatch.setattr(type(model.token_features), "forward", lambda *_: pytest.fail("those of all layers"))
     hasten.quantize(model, hasten.Int8(), method=hasten.GPTQ(), calibration=tokens)
     assert set(model.quantization) == set(layers_to_quantize(hasten.load(make_reference(name))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layers_own_features_are_its_part_of_all(dtype):
+    model = hasten.load(make_reference(SHARED), dtype=dtype)
+    features = model.token_features
+    assert features is not None
+    tokens = torch.arange(3, 13).view(2, 5)
+    with torch.no_grad():
+        x = model.embed(tokens, torch.arange(5).expand(2, -1))
+        every = features(tokens, x)
+        for layer, expected in enumerate(every):
+            own = features.of_layer(layer, tokens, x)
+            assert own.dtype == expected.dtype
+            torch.testing.assert_close(own, expected, rtol=1e-5 if dtype == "float32" else 0.02, atol=1e-5)
 
 
 @needs_native
