@@ -40,8 +40,8 @@ def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | No
     capability: the compute capability, if the device is not present.
     """
     if device.type != ("cpu" if interpreted() else "cuda"):
-        where = "the CPU (TRITON_INTERPRET=1 is set)" if interpreted() else "CUDA"
-        return f"it runs on {where}, the layer is on {device}"
+        where = "a CPU (TRITON_INTERPRET=1 is set)" if interpreted() else "a CUDA GPU"
+        return f"it needs {where}; the layer is on {device}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if interpreted():
