@@ -4,6 +4,7 @@ import importlib.util
 import os
 import traceback
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,9 +55,16 @@ def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | No
 
 
 def failed(error: BaseException) -> bool:
-    """Whether Triton raised this: it could not compile or launch a kernel. Not all of them are a TritonError."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__", "").startswith("triton.") for frame, _ in frames)
+    """Whether Triton could not compile or launch a kernel (a RuntimeError where the GPU has no room for all programs of
+    a cooperative launch), or lacks what the kernel's file imports. Its errors have no class of their own in common.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    lacking = error.name if isinstance(error, ImportError) else None
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        lacking = error.obj.__name__
+    frames = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any((name or "").partition(".")[0] == "triton" for name in (lacking, *frames))
 
 
 def starts_early(device: torch.device) -> bool:
