@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -22,6 +23,19 @@ from hasten.ops.linear.layouts import CHUNKS, Operands
 from linear_cases import make_weight, rms
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+
+
+def raised_by_triton(error: Exception) -> NoReturn:
+    """Raise an error as Triton's launcher would, from a module of Triton's."""
+    own: dict[str, Any] = {"__name__": "triton.backends.nvidia.driver"}
+    exec("def launch(error):\n    raise error", own)
+    own["launch"](error)
+    raise AssertionError
+
+
+def no_room() -> RuntimeError:
+    """What Triton raises where the GPU has no room for all programs of a cooperative launch at once."""
+    return RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
 
 
 def run_interpreted(file: str) -> None:

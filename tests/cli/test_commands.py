@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -177,7 +178,12 @@ def test_eval_json(tiny_folder, tmp_path, capfd, options):
             ["generate", "FOLDER", "--prompt", "x", "--draft", "suffix", "--accept", "distribution"],
             "with --draft suffix",
         ),
+        (
+            ["generate", "FOLDER", "--prompt", "x", "--draft", "SUFFIX", "--accept", "distribution"],
+            "with --draft suffix",
+        ),
         (["generate", "FOLDER", "--prompt", "x", "--quantize", "int4", "--draft", "self:int4"], "in int4 itself"),
+        (["generate", "FOLDER", "--prompt", "x", "--quantize", "int4", "--draft", "SELF:INT4"], "in int4 itself"),
         (
             ["generate", "FOLDER", "--prompt", "x", "--chat-template-kwargs", "{}"],
             "--chat-template-kwargs has no effect without --chat",
@@ -323,6 +329,18 @@ def test_generate_with_drafts_says_the_same(tiny_folder, capfd, monkeypatch):
     for accept in ("exact", "distribution"):
         main([*arguments, "--draft", str(tiny_folder), "--accept", accept, "--temperature", "0.8", "--ignore-eos"])
         assert " proposed tokens were taken (" in capfd.readouterr().err
+
+
+def test_drafts_that_were_not_worth_it_are_counted(tiny_folder, monkeypatch, capsys):
+    monkeypatch.setattr(Speculator, "_paying", lambda self, drafts, *_: [draft.first(0) for draft in drafts])
+    arguments = ["generate", str(tiny_folder), "--prompt", "def", "--temperature", "0", "--max-new-tokens", "40"]
+    for draft, count in (("self:1-layers", 1), ("auto", 0)):
+        main([*arguments, "--ignore-eos", "--draft", draft])
+        said = re.findall(
+            r"\[drafts were made before (\d+) of 40 steps; none was worth checking\]", capsys.readouterr().err
+        )
+        assert len(said) == count
+        assert all(0 < int(tries) < 40 for tries in said)
 
 
 def test_chat_with_drafts_says_the_same(tiny_folder, monkeypatch, capsys):

@@ -1,6 +1,8 @@
 """`hasten quantize --format gguf`: the integers of the folder, in a file; nothing is lost where that fails."""
 
 import json
+import re
+import shlex
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import hasten
 from hasten.checkpoints.gguf.header import read_gguf
 from hasten.cli.main import main
 from hasten.ops.linear import PackedLinear
+from tiny_model import tiny_llama
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.filterwarnings("ignore:1 int8 layers become Q8_0")  # the head
@@ -61,6 +64,33 @@ def test_what_would_fail_is_refused_before_any_work(tiny_folder, tmp_path, capfd
     (tmp_path / "tiny.gguf.folder").rmdir()
     file.mkdir()
     refused(capfd, file, call=(tiny_folder, file, *INT4, "--overwrite"))
+
+
+@pytest.mark.filterwarnings("ignore:hasten reads this quantized model; transformers does not")
+@pytest.mark.parametrize(("scheme", "stored"), [("int4", "Q4_0"), ("int8", "Q8_0")])
+def test_rows_that_no_block_divides_get_advice_that_works(scheme, stored, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hasten.save(tiny_llama(intermediate_size=144), "odd")
+    quantize("odd", "packed", "--scheme", scheme, format="compressed-tensors")
+    capfd.readouterr()
+    exported = f"odd-{stored}.gguf", f"packed-plain-{stored}.gguf"
+    calls = (
+        ["quantize", "odd", "--output", "odd.gguf", "--format", "gguf", "--scheme", scheme],
+        ["export", "packed", "packed.gguf"],
+    )
+    for call, file in zip(calls, exported, strict=True):
+        with pytest.raises(SystemExit):
+            main(call)
+        said = capfd.readouterr().err
+        found = re.search(
+            r"down.weight has rows of 144 weights, .*: take (hasten .*), which writes such rows in float16", said
+        )
+        for command in found[1].split(", then "):
+            main(shlex.split(command)[1:])
+        types = {tensor.name: tensor.type.name for tensor in read_gguf(tmp_path / file).tensors.values()}
+        assert types["blk.0.ffn_down.weight"] == "F16"
+        assert types["blk.0.ffn_up.weight"] == stored
+        assert hasten.load(file).config.intermediate_size == 144
 
 
 def test_a_file_is_replaced_only_if_asked_and_never_the_model(tiny_folder, tmp_path, capfd):

@@ -13,8 +13,11 @@ from hasten.checkpoints.load import open_checkpoint
 from hasten.cli.generate import Generate
 from hasten.cli.main import main
 from hasten.cli.room import use_of
+from hasten.engine import admission
+from hasten.engine.settings import EngineSettings
 from hasten.engine.speculation import make_speculator
-from hasten.errors import CheckpointError, ConfigError
+from hasten.errors import CheckpointError, ConfigError, HastenWarning
+from hasten.planning.memory import inference_memory
 from hasten.quantization import Int8, quantize_to_folder
 from instruction_sets import needs_native
 from multi_token_head import FAMILIES, drafted, write_with_head
@@ -179,16 +182,60 @@ def test_its_memory_is_counted_where_it_drafts(tmp_path):
     _, head = write_with_head(tmp_path, "qwen3_5_text")
     source = open_checkpoint(tmp_path)
     uses = [
-        use_of(Generate(model="", prompt_ids=(1,), dtype="float32", draft=draft), source, "cpu").weights
+        use_of(Generate(model="", prompt_ids=(1,), dtype="float32", draft=draft), source, "cpu")
         for draft in ("none", "mtp")
     ]
-    assert uses[1] - uses[0] == sum(tensor.nbytes for tensor in head.values())
+    assert uses[1].weights - uses[0].weights == sum(tensor.nbytes for tensor in head.values())
+    kept = [inference_memory(source.config, use).parts["states for drafts"] for use in uses]
+    assert kept == [0, 128 * source.config.hidden_size * 4]
+
+
+def test_a_cache_leaves_room_for_the_states_that_it_reads(tmp_path, monkeypatch):
+    write_with_head(tmp_path, "qwen3_5_text")
+    model = hasten.load(tmp_path, dtype="float32")
+    monkeypatch.setattr(admission, "available_memory", lambda device: 1 << 30)
+    settings = EngineSettings(max_sequences=3, fit=True)
+    free = [
+        admission.cache_memory(model, settings, head_states=states)[0]
+        for states in (0, make_speculator(model, "mtp").head_states)
+    ]
+    assert free[0] - free[1] == 3 * 128 * model.config.hidden_size * 4
+    assert make_speculator(model, "suffix").head_states == 0
+
+
+def test_a_head_that_cannot_be_read_again_is_not_left_out_in_silence(tmp_path):
+    write_with_head(tmp_path / "model", "qwen3_5_text")
+    model = hasten.load(tmp_path / "model", dtype="float32")
+    (tmp_path / "model").rename(tmp_path / "moved")
+    with pytest.warns(HastenWarning, match=r"a multi-token head, if .*model had one, is not written again: .*model"):
+        hasten.save(model, tmp_path / "saved")
+    assert not any(name.startswith("mtp.") for name in load_file(tmp_path / "saved" / "model.safetensors"))
+
+
+def test_a_draft_of_its_own_layers_points_to_it(tmp_path):
+    write_with_head(tmp_path / "with", "qwen3_5_text")
+    make_reference("qwen3_5_text").save_pretrained(tmp_path / "without")
+    for name, instead in (("with", "take mtp, the multi-token head"), ("without", "take suffix, or a model")):
+        model = hasten.load(tmp_path / name, dtype="float32")
+        with pytest.raises(
+            ConfigError, match=f"keep states, from which rejected tokens cannot be taken back; {instead}"
+        ):
+            make_speculator(model, "self:2-layers")
+
+
+def test_the_command_line_refuses_its_own_layers_before_they_are_loaded_again(tmp_path, capsys, monkeypatch):
+    write_with_head(tmp_path, "qwen3_5_text")
+    monkeypatch.setattr(Generate, "in_int4", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(SystemExit):
+        main(["generate", str(tmp_path), "--prompt-ids", "3", "--dtype", "float32", "--draft", "self:int4"])
+    assert "self:int4: this model is a qwen3_5_text" in (said := capsys.readouterr().err)
+    assert "take mtp, the multi-token head of its checkpoint" in said
 
 
 def test_the_command_line_takes_it(tmp_path, capsys):
     write_with_head(tmp_path, "qwen3_5_text")
     said = []
-    for draft in ("none", "mtp"):
+    for draft in ("none", "MTP"):
         options = ["--temperature", "0", "--ignore-eos", "--max-new-tokens", "12", "--dtype", "float32", "--json", "-"]
         main(["generate", str(tmp_path), "--prompt-ids", *map(str, PROMPTS[1]), *options, "--draft", draft])
         said.append(json.loads(capsys.readouterr().out)["tokens"])

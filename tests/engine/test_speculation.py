@@ -82,6 +82,14 @@ def test_the_text_is_the_same_with_any_draft(model, settings):
     assert texts_of(model, params, Speculator(SuffixProposer(), always=True)) == plain
 
 
+def test_drafts_are_named_in_any_case(model):
+    assert make_speculator(model, "None") is None
+    assert make_speculator(model, "SUFFIX").proposer.name == "suffix"
+    assert make_speculator(model, "Self:1-Layers").proposer.name == "self:1-layers"
+    with pytest.raises(ConfigError, match="the draft mtp is for models with a multi-token head"):
+        make_speculator(model, "MTP")
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_the_text_is_the_same_where_layers_have_windows(family):
     """Of 6 or 7 tokens: what was rejected may not have pushed out what the window still sees."""

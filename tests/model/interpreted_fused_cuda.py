@@ -20,6 +20,7 @@ from hasten.model.binding import ONE_ROW, explain, kernels
 from hasten.model.fused import CudaBlock, fuse, is_fused, refusal, unfuse
 from references import make_reference
 from tiny_model import tiny_llama
+from triton_cases import no_room, raised_by_triton
 
 
 @pytest.fixture(autouse=True)
@@ -229,6 +230,48 @@ def test_a_copy_has_no_weights_but_its_own(launches, again):
     other = again(model)
     assert (other.stack._decode, other.stack._bound_to) == (None, [])
     assert torch.equal(states(other), expected)
+
+
+def test_all_blocks_go_on_one_by_one_where_the_launch_of_all_is_refused(launches, monkeypatch):
+    from hasten.model.fused_cuda import CudaStack
+    from hasten.ops.block.decode import DecodeLayers
+
+    model = fuse(small(**SERVED))
+    expected = states(model)
+
+    def mistaken(self, *arguments, **known):
+        raise RuntimeError("a caller's mistake")
+
+    monkeypatch.setattr(DecodeLayers, "launch", mistaken)
+    with pytest.raises(RuntimeError, match="a caller's mistake"):
+        states(model)
+    assert CudaStack.one_launch
+    monkeypatch.setattr(DecodeLayers, "launch", lambda *_, **__: raised_by_triton(no_room()))
+    with pytest.warns(HastenWarning, match="one launch for all failed: .*too many blocks in cooperative launch"):
+        found = states(model)
+    assert not CudaStack.one_launch
+    assert (found - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_attention_goes_on_in_two_launches_where_one_is_refused(monkeypatch):
+    model = fuse(small())
+    expected = states(model)
+    monkeypatch.setattr(CudaBlock, "one_launch", True)
+
+    def mistaken(*given):
+        raise RuntimeError("a caller's mistake")
+
+    for block in model.blocks:
+        monkeypatch.setattr(block._bound, "decode_step", mistaken)
+    monkeypatch.setattr(CudaBlock, "bind", lambda self: None)  # which would take the kernel again
+    with pytest.raises(RuntimeError, match="a caller's mistake"):
+        states(model)
+    for block in model.blocks:
+        monkeypatch.setattr(block._bound, "decode_step", lambda *_: raised_by_triton(no_room()))
+    with pytest.warns(HastenWarning, match="one launch more in each layer: .*too many blocks"):
+        found = states(model)
+    assert not CudaBlock.one_launch
+    assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
 def test_a_fused_model_is_gone_as_soon_as_nothing_refers_to_it(launches):

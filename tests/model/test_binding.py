@@ -208,7 +208,7 @@ def test_the_reason_against_a_gpu_kernel_is_the_device_first():
     for quantized in (False, True):
         if quantized:
             hasten.quantize(model, hasten.Int4(group_size=32))
-        with pytest.raises(ConfigError, match="it runs on CUDA, the layer is on cpu"):
+        with pytest.raises(ConfigError, match="it needs a CUDA GPU; the layer is on cpu"):
             kernels(model, linear="triton").__enter__()
 
 

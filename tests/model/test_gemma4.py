@@ -136,6 +136,7 @@ def test_files_may_hold_keys_of_layers_that_use_those_of_others(tmp_path):
     assert torch.equal(our_logits(model, PROMPTS[0]), our_logits(hasten.load(reference), PROMPTS[0]))
 
 
+@pytest.mark.filterwarnings("ignore:hasten reads this quantized model; transformers does not")
 @pytest.mark.parametrize("scheme", [hasten.Int8(lm_head="none"), hasten.Int4(group_size=32, lm_head="none")], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_a_quantized_model_computes_with_the_numbers_that_it_holds(name, scheme, tmp_path):
@@ -144,13 +145,12 @@ def test_a_quantized_model_computes_with_the_numbers_that_it_holds(name, scheme,
     hasten.save(model, tmp_path / "plain", dequantize=True)
     plain = our_logits(hasten.load(tmp_path / "plain", dtype="float32"), PROMPTS[0])
     assert (found - plain).abs().max() <= (1e-3 if isinstance(scheme, hasten.Int8) else 0.2) * plain.abs().max()
-    if name != CASES[2]:  # a folder has a layer's experts in one tensor, which no layout holds quantized
-        hasten.save(model, tmp_path / "quantized")
-        assert torch.equal(our_logits(hasten.load(tmp_path / "quantized", dtype="float32"), PROMPTS[0]), found)
+    hasten.save(model, tmp_path / "quantized")
+    assert torch.equal(our_logits(hasten.load(tmp_path / "quantized", dtype="float32"), PROMPTS[0]), found)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_calibration_gives_each_block_what_it_has_in_the_model(name):
+def test_calibration_gives_each_block_what_it_has_in_the_model(name, monkeypatch):
     model = hasten.load(make_reference(name))
     tokens = torch.randint(3, 100, (3, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -161,8 +161,25 @@ def test_calibration_gives_each_block_what_it_has_in_the_model(name):
         context = TrainingContext([layer.window for layer in model.config.layers])
         expected = model.states(tokens, torch.arange(20).expand(3, -1), context)
     torch.testing.assert_close(walk.states, expected, rtol=1e-4, atol=1e-4)
+    if model.token_features is not None:  # each block's own are computed, and no others
+        monkeypatch.setattr(type(model.token_features), "forward", lambda *_: pytest.fail("those of all layers"))
     hasten.quantize(model, hasten.Int8(), method=hasten.GPTQ(), calibration=tokens)
     assert set(model.quantization) == set(layers_to_quantize(hasten.load(make_reference(name))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layers_own_features_are_its_part_of_all(dtype):
+    model = hasten.load(make_reference(SHARED), dtype=dtype)
+    features = model.token_features
+    assert features is not None
+    tokens = torch.arange(3, 13).view(2, 5)
+    with torch.no_grad():
+        x = model.embed(tokens, torch.arange(5).expand(2, -1))
+        every = features(tokens, x)
+        for layer, expected in enumerate(every):
+            own = features.of_layer(layer, tokens, x)
+            assert own.dtype == expected.dtype
+            torch.testing.assert_close(own, expected, rtol=1e-5 if dtype == "float32" else 0.02, atol=1e-5)
 
 
 @needs_native

@@ -249,6 +249,24 @@ def test_compiled_blocks_take_replaced_weights(monkeypatch):
         assert torch.equal(model(place + 5, place, context), expected)
 
 
+@torch.no_grad()
+def test_a_layer_that_its_user_compiled_takes_replaced_weights_once_it_is_bound():
+    """As docs/in-depth/gpu-kernels.md says: its graph has the table of the latest binding, and looks at no weight."""
+    torch.compiler.reset()
+    experts, config = layer()
+    x = torch.randn(1, 9, config.hidden_size).bfloat16()
+    compiled = torch.compile(experts, fullgraph=True, dynamic=False, backend="aot_eager")
+    before = compiled(x)
+    for one in experts.experts:
+        one.down.weight = torch.nn.Parameter(2 * one.down.weight)
+    assert torch.equal(compiled(x), before)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        experts.bound()
+        found = compiled(x)
+    torch.testing.assert_close(found, copy.deepcopy(experts)(x))
+    assert not torch.equal(found, before)
+
+
 def without_output(model):
     for block in model.blocks:
         for one in block.mlp.experts:

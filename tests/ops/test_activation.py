@@ -124,4 +124,4 @@ def test_what_does_not_fit_is_refused():
         bias_gelu(torch.zeros(2, 3, dtype=torch.float16), kernel="native")
     assert bias_gelu(torch.zeros(2, 3, dtype=torch.float16)).dtype == torch.float16
     choice = explain(KERNELS, ActivationRequest(device=torch.device("cuda"), dtype=torch.bfloat16))
-    assert dict(choice.others)["native"] == "it runs on a CPU, the tensors are on cuda"
+    assert dict(choice.others)["native"] == "it needs a CPU; the tensors are on cuda"

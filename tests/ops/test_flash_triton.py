@@ -78,7 +78,7 @@ def test_what_needs_the_same_bits_every_time_does_not_take_cudnn(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device": torch.device("cpu")}, "it runs on CUDA, the layer is on cpu"),
+        ({"device": torch.device("cpu")}, "it needs a CUDA GPU; the layer is on cpu"),
         ({"dtype": torch.float32}, "it takes bfloat16 and float16, not float32"),
         ({"spec": {"head_dim": 320}}, "the head size is 320; it goes up to 256"),
         ({"spec": {"scale": -1.0}}, "it wants a scale above zero; this one is -1.0"),

@@ -5,14 +5,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hasten.ops.linear.layouts import CHUNKS, Operands
 from hasten.ops.linear.triton_choice import choose_many_rows, many_rows
+from hasten.ops.linear.weights import int4_format
 from linear_cases import make_weight, rms
-from triton_cases import FUSED_CASES, check_fused, needs_gpu, plain_linear
+from triton_cases import FUSED_CASES, check_fused, needs_gpu, no_room, plain_linear, raised_by_triton
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 if sys.platform != "linux":
@@ -45,6 +47,38 @@ def test_words_lie_where_the_product_takes_them(kernels, bits, r):
         found = torch.cat((low, high), 1)
         stored = weight.values.view(torch.uint8).int() ^ (128 if bits == 8 else 0)
         assert torch.equal(found, stored[n, 64 * part : 64 * part + 64])
+
+
+def test_a_launch_that_is_refused_is_not_tried_again(monkeypatch):
+    from hasten.errors import HastenWarning
+    from hasten.ops.linear import gemm_hopper, triton_linear
+
+    def mistaken(error):
+        raise error
+
+    class Refusing:
+        refuse = staticmethod(mistaken)
+
+        def __getitem__(self, grid):
+            self.refuse(no_room())
+
+    monkeypatch.setattr(gemm_hopper, "_failed", failed := [])
+    monkeypatch.setattr(gemm_hopper, "_multiprocessors", lambda device: 8)
+    monkeypatch.setattr(gemm_hopper.importlib, "import_module", lambda name: SimpleNamespace(many_rows=Refusing()))
+    weight = CHUNKS.pack(make_weight(256, 256, format="int4", group_size=32, symmetric=True))
+    operands = Operands(weight.data, weight.scales, weight.zeros, None, None, 256, int4_format(32))
+
+    def multiply():
+        x = torch.zeros(64, 256, dtype=torch.bfloat16)
+        return gemm_hopper.multiply(x, operands, triton_linear.Beside(torch.bfloat16), lambda *_: None)
+
+    with pytest.raises(RuntimeError, match="too many blocks"):  # of hasten's own code: no failure of Triton's
+        multiply()
+    assert not failed
+    monkeypatch.setattr(Refusing, "refuse", staticmethod(raised_by_triton))
+    with pytest.warns(HastenWarning, match="Triton cannot run it: .*too many blocks"):
+        assert multiply() is None
+    assert len(failed) == 1
 
 
 @pytest.mark.parametrize("r", [1, 2])

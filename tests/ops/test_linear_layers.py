@@ -162,7 +162,7 @@ def test_moving_packs_for_the_kernel_of_the_new_device(format, group_size, activ
     """ "meta" stands in for a GPU: the native kernel refuses it as it does "cuda", and the layout must follow."""
 
     def refuses(request):
-        return "it runs on a CPU" if request.device.type == "meta" else None
+        return "it needs a CPU" if request.device.type == "meta" else None
 
     native = replace(KERNELS[0], unsupported_reason=refuses)
     others = tuple(kernel for kernel in KERNELS if kernel.name in ("pytorch", "reference"))

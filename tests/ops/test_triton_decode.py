@@ -23,7 +23,7 @@ def request(*, head_dim=64, device="cuda", dtype=torch.bfloat16):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device": "cpu"}, "it runs on CUDA, the layer is on cpu"),
+        ({"device": "cpu"}, "it needs a CUDA GPU; the layer is on cpu"),
         ({"dtype": torch.float32}, "not float32"),
         ({"head_dim": 320}, "the head size is 320; it goes up to 256"),
     ],

@@ -33,7 +33,7 @@ def request(*, format=BFLOAT16, down=None, inner_features=64, activation="silu",
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device": torch.device("cpu")}, "it runs on CUDA, the layer is on cpu"),
+        ({"device": torch.device("cpu")}, "it needs a CUDA GPU; the layer is on cpu"),
         ({"dtype": torch.float32}, "it takes bfloat16 and float16 activations, not float32"),
         ({"dtype": torch.float16}, "its experts hold bfloat16 weights, and their activations are float16"),
         ({"activation": "quick_gelu"}, "it computes silu, gelu, gelu_tanh, relu, not quick_gelu"),

@@ -25,7 +25,7 @@ def request(**changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device": torch.device("cpu")}, "it runs on CUDA, the layer is on cpu"),
+        ({"device": torch.device("cpu")}, "it needs a CUDA GPU; the layer is on cpu"),
         ({"dtype": torch.float32}, "not float32"),
         ({"format": int4_format(48)}, "its groups are 32, 64, 128, 256, not 48"),
         ({"format": BFLOAT16}, "PyTorch's own product"),
@@ -43,7 +43,7 @@ def test_is_taken_on_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     choice = explain(KERNELS, request())
     assert choice.kernel == "triton"
-    assert "it runs on a CPU" in dict(choice.others)["native"]
+    assert "it needs a CPU" in dict(choice.others)["native"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old GPU")
     assert "an old GPU has 7.5" in triton_support.refusal(torch.device("cuda"))

@@ -1,9 +1,13 @@
 """Operators that are called through PyTorch's dispatcher only where calls are recorded."""
 
+from types import ModuleType
+
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hasten.ops.triton_support import registered
+from hasten.ops.triton_support import failed, registered
+from triton_cases import no_room, raised_by_triton
 
 
 @registered("hasten_test::doubled")
@@ -46,3 +50,27 @@ def test_a_compiled_graph_holds_the_operator():
     x = torch.arange(3.0)
     assert torch.equal(torch.compile(lambda x: doubled(x) + 1, backend=keep, fullgraph=True)(x), 2 * x + 1)
     assert "hasten_test.doubled.default" in graphs[0]
+
+
+def mistaken():
+    raise no_room()
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (lambda: raised_by_triton(no_room()), True),
+        (mistaken, False),
+        (lambda: raised_by_triton(torch.OutOfMemoryError("CUDA out of memory")), False),
+        (lambda: ModuleType("triton.experimental.gluon").no_such_part, True),
+        (lambda: ModuleType("numpy").no_such_part, False),
+        (lambda: __import__("triton.no_such_module"), True),
+        (lambda: __import__("no_such_module"), False),
+        (lambda: object().no_such_part, False),
+    ],
+    ids=["launch", "mistake", "memory", "part of Triton", "part of another", "Triton's module", "module", "attribute"],
+)
+def test_what_triton_cannot_do_is_known_from_other_errors(work, expected):
+    with pytest.raises((RuntimeError, ImportError, AttributeError)) as found:
+        work()
+    assert failed(found.value) == expected

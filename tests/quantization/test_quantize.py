@@ -9,13 +9,14 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import hasten
 from full_disk import full_disk
 from hasten.cli.main import main
 from hasten.cli.options import ModelOptions
-from hasten.errors import CheckpointError, ConfigError
+from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.model.context import TrainingContext
 from hasten.model.fused import refusal
 from hasten.ops.linear import PackedLinear
@@ -176,10 +177,30 @@ def test_streaming_writes_what_quantizing_in_memory_and_saving_writes(name, sche
         assert (tmp_path / "streamed" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes()
 
 
-@pytest.mark.parametrize(("family", "stack"), [("granitemoe", "input_linear.weight"), ("gpt_oss", "gate_up_proj")])
-def test_stacked_experts_are_not_written_quantized(family, stack, tmp_path):
+@pytest.mark.parametrize("scheme", [Int8(), Int4(group_size=32)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "place"),
+    [("granitemoe", "model.layers.0.block_sparse_moe.experts"), ("gemma4_text-experts", "model.layers.0.experts")],
+)
+def test_stacked_experts_are_written_as_modules_of_their_own(family, place, scheme, tmp_path):
     model = hasten.load(make_reference(family))
-    said = pytest.raises(ConfigError, match=rf"experts in one tensor .*{stack}.*--quantize int8")
+    with pytest.warns(HastenWarning, match="transformers does not: it has a layer's experts in one tensor"):
+        quantize_to_folder(model, scheme, tmp_path / "streamed")
+    expected = logits(quantize(model, scheme))
+    assert torch.equal(logits(hasten.load(tmp_path / "streamed", dtype="float32")), expected)
+    with pytest.warns(HastenWarning, match="transformers does not"):
+        hasten.save(model, tmp_path / "saved")
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    assert stored.keys() == load_file(tmp_path / "streamed" / "model.safetensors").keys()
+    for part in ("gate", "up", "down"):
+        assert f"{place}.1.{part}_proj.weight_scale" in stored
+    hasten.save(model, tmp_path / "plain", dequantize=True)  # where they are stacked again
+    assert not any(".experts.0." in name for name in load_file(tmp_path / "plain" / "model.safetensors"))
+
+
+def test_stacked_experts_with_biases_are_not_written_quantized(tmp_path):
+    model = hasten.load(make_reference("gpt_oss"))
+    said = pytest.raises(ConfigError, match=r"experts in one tensor .*gate_up_proj.*--quantize int8")
     with said:
         quantize_to_folder(model, Int8(), tmp_path)
     quantize(model, Int8())

@@ -55,6 +55,20 @@ def test_whoever_asks_whether_a_server_listens_is_answered(tokenizer):
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), (CHAT, TALK)])
+@pytest.mark.parametrize("asked", [{"n": 2, "use_beam_search": True}, {"n": 1, "best_of": 2}])
+def test_texts_that_are_seen_at_the_end_have_no_timings(client, path, body, asked):
+    answer = client.post(path, json=body | asked)
+    assert answer.status_code == 200
+    assert "timings" not in answer.json()
+    assert answer.json()["usage"]["completion_tokens"] > 0
+    if "best_of" not in asked:
+        text = client.post(path, json=body | asked | {"stream": True, "stream_options": {"include_usage": True}}).text
+        assert '"usage":{' in text
+        assert "timings" not in text
+    assert "timings" in client.post(path, json=body | {"n": 2}).json()
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), (CHAT, TALK)])
 @pytest.mark.parametrize("options", [None, {"include_usage": True}, {"continuous_usage_stats": True}])
 def test_timings_are_llamacpps(client, path, body, options):
     whole = client.post(path, json=body).json()

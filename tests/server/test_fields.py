@@ -269,6 +269,21 @@ def test_a_model_is_its_exact_name(client):
     assert client.get("/v1/models/..%2F..%2Fetc%2Fpasswd").status_code == 404
 
 
+def test_without_a_name_a_request_is_for_the_served_model(client):
+    prompt, talk = ({name: value for name, value in body.items() if name != "model"} for body in (PROMPT, TALK))
+    for path, body in ((COMPLETIONS, prompt), (CHAT, talk), (CHAT, TALK | {"model": None})):
+        answer = client.post(path, json=body)
+        assert (answer.status_code, answer.json()["model"]) == (200, "tiny")
+    assert client.post("/v1/messages", json=talk).json()["model"] == "tiny"
+    assert client.post("/v1/responses", json={"input": "hi"}).json()["model"] == "tiny"
+
+
+def test_what_is_missing_is_named(client):
+    error = refused(client, CHAT, {"model": "tiny"}, "messages")
+    assert error["message"] == "messages is missing; this request needs it"
+    assert error["code"] == "missing_required_parameter"
+
+
 def test_a_folder_recommends_what_a_request_leaves_out(engine):
     folder = {"temperature": 0.25, "top_k": 5, "min_p": None, "do_sample": True, "eos_token_id": [2]}
     with TestClient(app_of(engine, defaults=folder)) as client:

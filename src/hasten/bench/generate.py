@@ -29,7 +29,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from hasten.bench.gptq_folder import gptq_folder
 from hasten.bench.models import BenchmarkModel, check_fits, choose_rungs, folder_name
 from hasten.effects import Holds
-from hasten.engine.params import KVCacheDtype
+from hasten.engine.params import KVCacheDtype, draft_name
 from hasten.errors import ConfigError
 from hasten.machine import emulated, resolve_device, resolve_dtype
 from hasten.measure.ladder import Ladder
@@ -148,10 +148,10 @@ class GenerateLadder(Ladder):
     def settled(self) -> Self:
         """The ladder with the defaults that depend on the model."""
         if not self.source.is_gguf():
-            return replace(self, draft=self.draft or "none")
+            return replace(self, draft=draft_name(self.draft or "none"))
         from hasten.data.book import TEXTS
 
-        return replace(self, text=self.text or TEXTS, draft=self.draft or "suffix")
+        return replace(self, text=self.text or TEXTS, draft=draft_name(self.draft or "suffix"))
 
     @property
     def drafts(self) -> bool:

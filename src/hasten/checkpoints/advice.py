@@ -27,6 +27,14 @@ def plain_folder(source: str | Path) -> str:
     return re.sub(r"[^\w.-]", "-", name.removesuffix(".gguf")) + "-plain"
 
 
+def export_gguf(source: str | Path | None, type_name: str) -> str:
+    """The command that writes a plain model as a GGUF file, its matrices in a type. source: as of `export_plain`."""
+    if source is None:
+        return f"hasten export FOLDER FILE.gguf --gguf {type_name}"
+    file = plain_folder(source).removesuffix("-plain") + f"-{type_name}.gguf"
+    return f"hasten export {shlex.quote(asked_as(source))} {file} --gguf {type_name}"
+
+
 def export_plain(source: str | Path | None) -> str:
     """The command that writes the plain weights of a quantized model. source: what it was loaded from, if anything."""
     if source is None:

@@ -25,6 +25,7 @@ from hasten.machine.files import locked, save_json
 from hasten.model.binding import kernels
 from hasten.model.experts import kept_dtype
 from hasten.model.families import FAMILIES
+from hasten.model.families.family import Family
 from hasten.model.families.slices import TensorSlice, join
 from hasten.model.layer_format import LayerFormat, as_stored, is_w8a8, of_integers, written_activations
 from hasten.model.sharded import ShardedTransformer
@@ -133,18 +134,27 @@ def check_layers(model: Transformer, layers: Mapping[str, LayerFormat], format: 
     except ConfigError as error:
         raise ConfigError(f"{error}; {export_plain(model.origin)} writes plain weights") from None
     fused: dict[str, list[str]] = {}
-    for ours, piece in FAMILIES[model.config.family].places(model.config):
+    for ours, piece in _family(model, layers).places(model.config):
         if piece.expert is not None and ours.removesuffix(".weight") in layers:
             raise ConfigError(
-                f"a {model.config.family} folder has a layer's experts in one tensor ({piece.name}), which no layout "
-                f"holds quantized; quantize the model where it is used (--quantize int8), or keep it plain: "
-                f"{export_plain(model.origin)}"
+                f"a {model.config.family} folder has a layer's experts in one tensor ({piece.name}), their biases in "
+                "another, which no layout holds quantized; quantize the model where it is used (--quantize int8), or "
+                f"keep it plain: {export_plain(model.origin)}"
             )
         if ours.endswith(".weight"):
             fused.setdefault(piece.name, []).append(ours.removesuffix(".weight"))
     for name, parts in fused.items():
         if len({layers.get(part) for part in parts}) > 1 and not {"embedding", "head"} & set(parts):
             raise ConfigError(f"{', '.join(parts)} are one tensor in the file ({name}) and need one format")
+
+
+def _family(model: Transformer, layers: Mapping[str, LayerFormat]) -> Family:
+    """The family, as a folder is written in which these layers are quantized: experts are then modules of their own, as
+    llm-compressor writes them, where plain ones are stacked.
+    """
+    family = FAMILIES[model.config.family]
+    apart = family.stacks is not None and not model.config.mlp_bias and any(".experts." in name for name in layers)
+    return replace(family, stacks=None) if apart else family
 
 
 def exported_config(model: Transformer, dtype: torch.dtype, *, tied: bool) -> dict[str, Any]:
@@ -199,10 +209,12 @@ class _Plan:
         # others read plain int8 only as W8A8, of no experts and no embedding
         plain = is_w8a8(self.layers.values()) and not model.config.experts and self.embedding is None
         self.format = writer(format, pack_int8=not plain)
-        self.constants = FAMILIES[model.config.family].constants(model.config)
+        family = _family(model, self.layers)
+        self.split = family != FAMILIES[model.config.family]
+        self.constants = family.constants(model.config)
         self.multi_token = stored_head(model)  # which drafts for it: as it is in the model's own folder
         self.parts: dict[str, list[tuple[TensorSlice, str]]] = {}
-        self.places = dict(FAMILIES[model.config.family].places(model.config))
+        self.places = dict(family.places(model.config))
         for ours, piece in self.places.items():
             if not (ours == "head.weight" and self.tied):
                 self.parts.setdefault(piece.name, []).append((piece, ours))
@@ -274,6 +286,8 @@ class _Plan:
                 reason = f"{name}.weight is no Linear there but a Conv1D, which compressed-tensors does not know"
             elif layer.weight.permuted:
                 reason = f"{name}.weight has its columns in the order of activation, which it no longer reads"
+            elif self.split:
+                reason = "it has a layer's experts in one tensor, and reads none that are modules of their own"
             elif size and k % size:
                 reason = f"{name}.weight has {k} input features, no multiple of the group size {size}"
             elif not layer.weight.symmetric and self.model.config.experts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,25 +75,41 @@ def load_head(model: Transformer) -> MultiTokenHead:
 def stored_head(model: Transformer) -> StoredTensors:
     """The plain tensors of the multi-token head beside the model in its folder, by their names there; empty: none.
 
-    A head that is stored in another way is left out, with a HastenWarning.
+    A head that is stored in another way is left out, and so is any where the folder is gone; a HastenWarning says so.
     """
     if FAMILIES[model.config.family].multi_token is None or model.origin is None:
         return StoredTensors()
-    with suppress(HastenError):  # the folder may be gone by now
+    try:
         folder = resolve_model(model.origin)
         tensors = read_headers(folder) if folder.is_dir() else StoredTensors()
-        stored = tensors.renamed(multi_token_tensors(tensors))
-        pieces = _plain_pieces(model.config, stored)
-        if pieces is not None and {piece.name for piece in pieces.values()} == set(stored):
-            return stored
-        if stored:
-            warnings.warn(
-                f"{folder}: its multi-token head is not written again: hasten copies heads of one whole block in plain "
-                "tensors only",
-                HastenWarning,
-                stacklevel=4,
-            )
+    except HastenError as error:
+        _warn_left_out(f"a multi-token head, if {model.origin} had one, is not written again: {error}")
+        return StoredTensors()
+    stored = tensors.renamed(multi_token_tensors(tensors))
+    pieces = _plain_pieces(model.config, stored)
+    if pieces is not None and {piece.name for piece in pieces.values()} == set(stored):
+        return stored
+    if stored:
+        _warn_left_out(
+            f"{folder}: its multi-token head is not written again: hasten copies heads of one whole block in plain "
+            "tensors only"
+        )
     return StoredTensors()
+
+
+def _warn_left_out(text: str) -> None:
+    warnings.warn(text, HastenWarning, stacklevel=5)
+
+
+def has_head(model: Transformer) -> bool:
+    """Whether there is a multi-token head in the checkpoint that a model was loaded from."""
+    if FAMILIES[model.config.family].multi_token is None or model.origin is None:
+        return False
+    try:
+        folder = resolve_model(model.origin)
+        return folder.is_dir() and bool(multi_token_tensors(read_headers(folder)))
+    except HastenError:  # it may be gone by now
+        return False
 
 
 def _located(

@@ -104,7 +104,8 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, RankOpti
                 f"first after {timing.first_token:.2f} s]",
                 file=sys.stderr,
             )
-        if show and speculator is not None and speculator.stats.draft_tokens:
+        # What drafts by themselves (auto) and finds nothing has nothing to say.
+        if show and speculator is not None and (speculator.stats.draft_tokens or self.draft != "auto"):
             print(speculator.stats, file=sys.stderr)
         self.write((results[0] if len(results) == 1 else {"outputs": results}) | speeds)
         if any(result["finish_reason"] == "interrupted" for result in results):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import tyro
 
 from hasten.effects import ON_CPU, ON_CUDA, Needs, Unless
-from hasten.engine.params import KVCacheDtype, SamplingParams, recommended
+from hasten.engine.params import KVCacheDtype, SamplingParams, draft_name, recommended
 from hasten.engine.settings import EngineSettings
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import configure, resolve_device
@@ -172,11 +172,23 @@ class LoadOptions:
         return load(source, dtype=self.dtype, device=device, group=group)
 
 
+DraftName = Annotated[
+    str,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="STR",
+        instance_from_str=lambda words: draft_name(words[0]),
+        is_instance=lambda value: isinstance(value, str),
+        str_from_instance=lambda value: [value],
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
     """Speculative decoding: the same text, faster."""
 
-    draft: str = "auto"
+    draft: DraftName = "auto"
     """What proposes tokens for the model to verify: suffix (what followed the same words before), mtp (the multi-token
     head of its checkpoint), a FOLDER with a smaller model of the same vocabulary, self:N-layers (its own first layers),
     self:int4, or none. auto is suffix where the text stays the same, bit for bit or in float32: on a CPU."""
@@ -189,7 +201,7 @@ class DraftOptions:
     def drafting(self, model: Transformer) -> dict[str, Any]:
         """The options as keyword arguments of the library's functions."""
         from hasten.distributed.tensor_parallel import current_group, without_group
-        from hasten.engine.speculation.build import automatic
+        from hasten.engine.speculation.build import automatic, refuse_states
 
         draft: str | Transformer = self.draft
         if draft == "auto" and self.speculate is not None and automatic(model) == "none":
@@ -200,6 +212,7 @@ class DraftOptions:
         group = current_group()
         if draft == "self:int4" and (group is None or group.rank == 0):  # of several ranks the first one drafts
             assert isinstance(self, LoadOptions)
+            refuse_states(model.config, model)
             with without_group():
                 draft = self.in_int4(model)
         return {"draft": draft, "speculate": self.speculate, "accept": self.accept}

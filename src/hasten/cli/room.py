@@ -71,8 +71,12 @@ def use_of(
 
         converted = 0 if kept == own else weights
         weights = weight_bytes(source.config, quantize) + converted
+    head_states = 0
     if getattr(command, "draft", "") == "mtp":
+        from hasten.engine.speculation import MultiTokenDraft
+
         weights += source.head_bytes * kept.itemsize // own.itemsize
+        head_states = MultiTokenDraft.read_tokens
     texts = [len(text.encode()) // 4 for text in getattr(command, "prompt", ()) if text != "-"]
     prompt = max([len(getattr(command, "prompt_ids", ())), *texts], default=0) or PROMPT
     new, batch = getattr(command, "max_new_tokens", 1), max(1, len(texts))
@@ -88,4 +92,5 @@ def use_of(
         row_bytes=row_format(cache).bytes(source.config.head_dim, kept),
         table=table,
         mapped=kept == own and torch.device(device).type == "cpu",
+        head_states=head_states,
     )

@@ -75,15 +75,15 @@ def settings_on_device(settings: EngineSettings, model: Transformer) -> EngineSe
     return settings.on(model.device.type, weights=parameters(model.config).active)
 
 
-def with_room_for_states(settings: EngineSettings, model: Transformer) -> EngineSettings:
+def with_room_for_states(settings: EngineSettings, model: Transformer, *, head_states: int = 0) -> EngineSettings:
     """The settings with as many sequences as have room for the states of layers, in half of the cache's memory.
 
-    Raises ResourceError where not even one has.
+    head_states: as in `InferenceUse`. Raises ResourceError where not even one has.
     """
     each = bytes_of_states(model, dataclasses.replace(settings, max_sequences=1))
     if not each:
         return settings
-    allowed, whence = cache_memory(model, settings)
+    allowed, whence = cache_memory(model, settings, head_states=head_states)
     fits = allowed // 2 // each
     if not fits:
         raise ResourceError(
@@ -149,11 +149,14 @@ def _check_beams(request: Request) -> None:
         raise ConfigError("beam search ends texts at token ids: leave stop out, or use stop_token_ids")
 
 
-def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: int) -> int:
-    """How many blocks the cache gets: what all sequences could need, or as many as the memory allows."""
+def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: int, head_states: int = 0) -> int:
+    """How many blocks the cache gets: what all sequences could need, or as many as the memory allows.
+
+    head_states: as in `InferenceUse`.
+    """
     size, states = bytes_per_block(model, settings), bytes_of_states(model, settings)
     most = settings.max_sequences * most_blocks(model, settings, max_length)
-    allowed, whence = cache_memory(model, settings)
+    allowed, whence = cache_memory(model, settings, head_states=head_states)
     if allowed - states < size:
         beside = f" beside {states:,} of states" if states else ""
         raise ResourceError(
@@ -162,8 +165,8 @@ def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: in
     return min(most, (allowed - states) // size)
 
 
-def cache_memory(model: Transformer, settings: EngineSettings) -> tuple[int, str]:
-    """Bytes that the cache may take, and which limit that is."""
+def cache_memory(model: Transformer, settings: EngineSettings, *, head_states: int = 0) -> tuple[int, str]:
+    """Bytes that the cache may take, and which limit that is. head_states: as in `InferenceUse`."""
     if settings.cache_bytes is not None:
         return settings.cache_bytes, "cache_bytes"
     release(model)
@@ -173,7 +176,9 @@ def cache_memory(model: Transformer, settings: EngineSettings) -> tuple[int, str
     from hasten.planning.memory import InferenceUse, inference_memory  # only here: it takes a while to import
 
     step = settings.budget
-    use = InferenceUse(batch_size=settings.max_sequences, length=step, step=step, weights=0, row_bytes=0)
+    use = InferenceUse(
+        batch_size=settings.max_sequences, length=step, step=step, weights=0, row_bytes=0, head_states=head_states
+    )
     captured = _CAPTURED if settings.capture and model.device.type == "cuda" else 0
     # A step's memory counts the states, which are the cache's own.
     states = settings.max_sequences * KVCache.bytes_per_sequence(model.config, model.compute_dtype)

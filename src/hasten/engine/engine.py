@@ -67,8 +67,9 @@ class Engine:
     ) -> None:
         settings = settings_on_device(settings, model)
         if runner is None:
-            settings = with_room_for_states(settings, model)
-            runner = runner_of(model, settings)
+            head_states = 0 if speculator is None else speculator.head_states
+            settings = with_room_for_states(settings, model, head_states=head_states)
+            runner = runner_of(model, settings, head_states=head_states)
         self.model, self.tokenizer, self.settings, self.runner = model, tokenizer, settings, runner
         # Where sequences do not choose theirs, all have the one that the model has for all.
         choice = None if runner.chooses_adapters else model.adapters
@@ -300,7 +301,8 @@ class Engine:
         if speculator is not None and (speculator.asks or self.runner.in_step):
             self._table.propose(speculator, self.scheduler, self.runner)
         run, self._run = self._run, None
-        if run is not None and (gone_on := self._go_on(run)) is not None:
+        if run is not None and (gone_on := run.next_step(self.runner, self.continuations)) is not None:
+            self._run = run
             return gone_on
         plan = self.scheduler.plan(begin=ahead is None or not ahead.patient)
         if not plan:
@@ -340,40 +342,6 @@ class Engine:
             speculator.stepped(sum(entry.count for entry in plan), time.perf_counter() - started)
         if self.ahead is None:
             self._run = run_after(plan, list(growing), self.continuations.sampler, self.scheduler, table)
-        return found
-
-    def _go_on(self, run: DecodeRun) -> list[RequestOutput] | None:
-        """The next step of a run; None where it has to be planned."""
-        speculator = self.continuations.speculator
-        if (speculator is not None and run.drafted) or (entered := run.enter()) is None:
-            return None
-        started = time.perf_counter()
-        if self.model.adapters is not None and self.runner.chooses_adapters:
-            self.model.adapters.choose(run.adapters, self.model.device)
-        logits = self.runner.next_logits([text[-1] for text in run.texts], entered)
-        if logits is None:
-            return None
-        if speculator is not None:
-            speculator.take_states([(one.number, one.computed, 1) for one in run.outputs], self.runner.last_states)
-        counts = self.continuations.counts
-        counts.model_seconds += time.perf_counter() - started
-        counts.steps += 1
-        counts.computed_tokens += len(run.texts)
-        run.computed()
-        if speculator is None and run.only_ids_end_it:
-            steps = [len(text) - prompt for text, prompt in zip(run.texts, run.prompt_lengths, strict=True)]
-            tokens = run.sampler.next_tokens(logits, steps=steps).tolist()
-            taken = run.take(tokens) if run.steps else None
-            if taken is None:  # one of them may end
-                taken = self.continuations.take_each(run.outputs, tokens)
-            else:
-                counts.generated_tokens += len(tokens)
-            found = taken
-        else:
-            found = self.continuations.grow(logits, {one: row for row, one in enumerate(run.outputs)})
-        if speculator is not None:
-            speculator.stepped(len(run.texts), time.perf_counter() - started)
-        self._run = run
         return found
 
     def _launch_behind(self, ahead: Ahead, flight: Flight) -> list[RequestOutput]:

@@ -119,10 +119,10 @@ class LeadingRunner(ModelRunner):
             self.group.of_first([END])
 
 
-def runner_of(model: Transformer, settings: EngineSettings) -> ModelRunner:
-    """What computes a server's steps, over a cache of the size in `settings`."""
+def runner_of(model: Transformer, settings: EngineSettings, *, head_states: int = 0) -> ModelRunner:
+    """What computes a server's steps, over a cache of the size in `settings`. head_states: as in `InferenceUse`."""
     max_length = longest(model, settings)
-    blocks = cache_blocks(model, settings, max_length=max_length)
+    blocks = cache_blocks(model, settings, max_length=max_length, head_states=head_states)
     kind = LeadingRunner if isinstance(model, ShardedTransformer) else ModelRunner
     runner = kind(model, _cache(model, settings, blocks, state_places(settings)))
     runner.max_length = max_length

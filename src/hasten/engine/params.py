@@ -1,6 +1,7 @@
 """What a caller may ask of generation. Free of torch, so that the command line can show it at once."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,6 +11,14 @@ from hasten.errors import ConfigError
 
 # How a cache keeps keys and values (hasten.engine.cache.ROW_FORMATS); -plain: not rotated.
 KVCacheDtype = Literal["auto", "int8", "int4", "int8-plain", "int4-plain"]
+# What `make_speculator` knows by a word; anything else is the folder or hub id of a model.
+_DRAFT_WORDS = re.compile("auto|none|suffix|mtp|self:.*", re.IGNORECASE)
+
+
+def draft_name(draft: str) -> str:
+    """A draft by its name: words such as "MTP" in lower case, the folder or hub id of a model as it is."""
+    return draft.lower() if _DRAFT_WORDS.fullmatch(draft) else draft
+
 
 _RANGES: dict[tuple[str, str], tuple[float, float]] = {
     ("temperature", "repetition_penalty"): (0, math.inf),

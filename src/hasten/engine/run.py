@@ -6,7 +6,9 @@ block, fills one, or ends) is known ahead, so that a step costs the host little 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hasten.engine.blocks import OutOfBlocks
 from hasten.engine.request import RequestOutput
@@ -14,6 +16,10 @@ from hasten.engine.request_state import RequestTable
 from hasten.engine.sampler import Sampler
 from hasten.engine.scheduler import Scheduler
 from hasten.engine.sequence import ScheduledTokens, TextSequence
+
+if TYPE_CHECKING:
+    from hasten.engine.continuations import Continuations
+    from hasten.engine.runner import ModelRunner
 
 
 class Group:
@@ -48,8 +54,8 @@ class Group:
 class DecodeRun(Group):
     """The steps of a group whose tokens the host reads one step after the other.
 
-    Begun after a step that computed one token of each of these sequences, in this order. Of each step: `enter`, the
-    computation, `computed`. It is over when a sequence ends, another one may begin, or `enter` returns None.
+    Begun after a step that computed one token of each of these sequences, in this order. It is over when a sequence
+    ends, another one may begin, or `next_step` returns None.
     """
 
     def __init__(
@@ -76,6 +82,36 @@ class DecodeRun(Group):
     def drafted(self) -> bool:
         """Whether a sequence has a draft to be checked."""
         return any(one.drafts for one in self.outputs)
+
+    def next_step(self, runner: ModelRunner, continuations: Continuations) -> list[RequestOutput] | None:
+        """Compute the next token of each sequence; what that adds. None where the step has to be planned."""
+        speculator, counts = continuations.speculator, continuations.counts
+        if (speculator is not None and self.drafted) or (entered := self.enter()) is None:
+            return None
+        started = time.perf_counter()
+        if runner.model.adapters is not None and runner.chooses_adapters:
+            runner.model.adapters.choose(self.adapters, runner.model.device)
+        logits = runner.next_logits([text[-1] for text in self.texts], entered)
+        if logits is None:
+            return None
+        if speculator is not None:
+            speculator.take_states([(one.number, one.computed, 1) for one in self.outputs], runner.last_states)
+        counts.model_seconds += time.perf_counter() - started
+        counts.steps += 1
+        counts.computed_tokens += len(self.texts)
+        self.computed()
+        if speculator is None and self.only_ids_end_it:
+            steps = [len(text) - prompt for text, prompt in zip(self.texts, self.prompt_lengths, strict=True)]
+            tokens = self.sampler.next_tokens(logits, steps=steps).tolist()
+            found = self.take(tokens) if self.steps else None
+            if found is None:  # one of them may end
+                return continuations.take_each(self.outputs, tokens)
+            counts.generated_tokens += len(tokens)
+            return found
+        found = continuations.grow(logits, {one: row for row, one in enumerate(self.outputs)})
+        if speculator is not None:
+            speculator.stepped(len(self.texts), time.perf_counter() - started)
+        return found
 
     def enter(self) -> list[tuple[int, int]] | None:
         """Get ready for the next step; returns (row, block) of each sequence that enters a block.

@@ -127,7 +127,8 @@ class Experts(nn.Module):
     def bound(self) -> BoundExperts:
         """The kernel, chosen at the first call and when a weight was replaced.
 
-        A compiler calls this while it traces a layer; its graph takes the layer's kernel without looking at weights.
+        A compiler calls this while it traces a layer; its graph takes the layer's kernel as it was bound last, without
+        looking at weights: call this after one was replaced (`hasten.engine.compiled` does, before each step).
         """
         self._bind()
         assert self._bound is not None

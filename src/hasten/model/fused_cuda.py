@@ -202,9 +202,9 @@ class CudaBlock(FusedSteps):
         given = (qkv, *tables, q_weight, k_weight, step.slot_mapping, view.k, view.v, *places, longest)
         try:
             return bound.decode_step(*given, spec.heads, eps, offset, *scores)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if not triton_support.failed(error):
+                raise
             CudaBlock.one_launch = False
             reason = f"{type(error).__name__}: {error}"[:300]
             warnings.warn(f"a decode step has one launch more in each layer: {reason}", HastenWarning, stacklevel=2)
@@ -301,9 +301,9 @@ class CudaStack:
         cos, sin = (table.flatten() for table in ropes[0])
         try:
             return decode(x.flatten(), cos, sin, context.views)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if not triton_support.failed(error):
+                raise
             CudaStack.one_launch = False
             reason = f"{type(error).__name__}: {error}"[:300]
             message = "decode steps of one sequence are launched layer by layer, slower; one launch for all failed"

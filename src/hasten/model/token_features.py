@@ -15,6 +15,7 @@ from hasten.model.config import ModelConfig
 from hasten.model.mlp import Linear
 from hasten.model.norms import norm_of
 from hasten.ops.linear import PackedLinear
+from hasten.ops.linear.wide import wide_linear
 
 
 class TokenFeatures(nn.Module):
@@ -34,13 +35,22 @@ class TokenFeatures(nn.Module):
 
     def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
         """Features (L, B, T, P) of tokens (B, T) and their embeddings x (B, T, C)."""
-        own = self.embedding(tokens)
-        own = own * torch.tensor(self.size**0.5, dtype=self.embedding.weight.dtype)  # rounded, as Gemma was trained
         wide = isinstance(self.projection, PackedLinear) and self.projection.request.dtype == torch.float32
         x = x.float() if wide else x  # of float16 weights, in a fused model
-        seen = self.norm((self.projection(x) * self.factor).unflatten(-1, (self.layers, self.size)))
-        both = (seen + own.unflatten(-1, (self.layers, self.size)).to(seen.dtype)) * 2**-0.5  # (B, T, L, P)
-        return both.movedim(-2, 0)
+        return self._joined(self.embedding(tokens), self.projection(x)).movedim(-2, 0)
+
+    def of_layer(self, layer: int, tokens: Tensor, x: Tensor) -> Tensor:
+        """The features (B, T, P) of one layer, without the products of the others. The projection is not packed."""
+        assert isinstance(self.projection, nn.Linear), "packed rows are not taken apart"
+        own = slice(layer * self.size, (layer + 1) * self.size)
+        seen = wide_linear(x, self.projection.weight[own], None)
+        return self._joined(self.embedding(tokens)[..., own], seen).squeeze(-2)
+
+    def _joined(self, own: Tensor, seen: Tensor) -> Tensor:
+        """Rows of the table and products of the embedding, (…, k·P) of k layers each, as features (…, k, P)."""
+        own = own * torch.tensor(self.size**0.5, dtype=self.embedding.weight.dtype)  # rounded, as Gemma was trained
+        seen = self.norm((seen * self.factor).unflatten(-1, (-1, self.size)))
+        return (seen + own.unflatten(-1, (-1, self.size)).to(seen.dtype)) * 2**-0.5
 
 
 class TokenGate(nn.Module):

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import traceback
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | No
     capability: the compute capability, if the device is not present.
     """
     if device.type != ("cpu" if interpreted() else "cuda"):
-        where = "the CPU (TRITON_INTERPRET=1 is set)" if interpreted() else "CUDA"
-        return f"it runs on {where}, the layer is on {device}"
+        where = "a CPU (TRITON_INTERPRET=1 is set)" if interpreted() else "a CUDA GPU"
+        return f"it needs {where}; the layer is on {device}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if interpreted():
@@ -54,9 +55,16 @@ def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | No
 
 
 def failed(error: BaseException) -> bool:
-    """Whether Triton raised this: it could not compile or launch a kernel. Not all of them are a TritonError."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__", "").startswith("triton.") for frame, _ in frames)
+    """Whether Triton could not compile or launch a kernel (a RuntimeError where the GPU has no room for all programs of
+    a cooperative launch), or lacks what the kernel's file imports. Its errors have no class of their own in common.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    lacking = error.name if isinstance(error, ImportError) else None
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        lacking = error.obj.__name__
+    frames = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any((name or "").partition(".")[0] == "triton" for name in (lacking, *frames))
 
 
 def starts_early(device: torch.device) -> bool:

@@ -110,7 +110,8 @@ class InferenceUse:
     step: tokens computed at once. weights: bytes of all weights. dtype: of the matrix products. integers: products
     multiply integers. row_bytes: bytes of one token's key or value in one head. block_size: tokens in a block of a
     paged cache. degree: devices that share the model (tensor parallelism). table: bytes of per-layer embeddings among
-    the weights; mapped: these stay in their file, of which a step reads a few rows.
+    the weights; mapped: these stay in their file, of which a step reads a few rows. head_states: positions of each
+    sequence whose states are kept for a multi-token head that drafts.
     """
 
     batch_size: int = 1
@@ -125,6 +126,7 @@ class InferenceUse:
     degree: int = 1
     table: int = 0
     mapped: bool = False
+    head_states: int = 0
 
 
 def memory_of(config: ModelConfig, use: TrainingUse | InferenceUse) -> Memory:
@@ -320,6 +322,7 @@ def inference_memory(config: ModelConfig, use: InferenceUse) -> Memory:
         "weights": (use.weights - use.table) // use.degree,
         "per-layer embeddings": use.table,
         "cache": use.batch_size * cache_bytes(config, use),
+        "states for drafts": use.batch_size * use.head_states * hidden * 4,
         "activations": use.step * (6 * hidden + 3 * inner + max(4 * q, _delta_numbers(config, kept=False))) * 4,
         "logits": 2 * use.batch_size * config.padded_vocab_size * 4,
         "kernels' scratch": SCRATCH,

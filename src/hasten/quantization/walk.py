@@ -93,8 +93,8 @@ class CalibrationWalk:
         """What a block gets beside the states, where its model has it: see `Block.forward`."""
         found: dict[str, Any] = {}
         if self.model.token_features is not None:
-            every = self.model.token_features(self._tokens[samples], self._embedded[samples])
-            found["features"] = every[index].to(self.device, self.dtype)
+            own = self.model.token_features.of_layer(index, self._tokens[samples], self._embedded[samples])
+            found["features"] = own.to(self.device, self.dtype)
         if (source := self.model.config.layers[index].keys_of) is not None:
             found["shared"] = tuple(part[samples] for part in self._lent[source])
         return found

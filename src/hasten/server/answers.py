@@ -143,16 +143,20 @@ class ChoiceBuilder(AnswerBuilder[Body]):
         for part in parts:
             own.setdefault(part["index"], []).append(part)
         choices = [self.join(i, own[i]) | {"finish_reason": own[i][-1]["finish_reason"]} for i in sorted(own)]
-        return self._envelope(self.kind, choices) | {"usage": self._usage(), "timings": self._timings()}
+        return self._envelope(self.kind, choices) | {"usage": self._usage()} | self._timings()
 
     def _timings(self) -> Json:
-        return self.stopwatch.timings(self.prompt_tokens, self.cached_tokens, self.completion_tokens)
+        """The field `timings`; none of ranked texts, whose first tokens are seen at the end."""
+        if self.samples.ranked:
+            return {}
+        counts = self.prompt_tokens, self.cached_tokens, self.completion_tokens
+        return {"timings": self.stopwatch.timings(*counts)}
 
     async def _chunks(self, first: Json, parts: AsyncIterator[Json]) -> AsyncIterator[Json]:
         async for part in after(first, parts):
             yield self._chunk(part)
         if self.usage_at_end:
-            yield self._envelope(self.chunk_kind, []) | {"usage": self._usage(), "timings": self._timings()}
+            yield self._envelope(self.chunk_kind, []) | {"usage": self._usage()} | self._timings()
 
     def _chunk(self, part: Json) -> Json:
         chunk = self._envelope(self.chunk_kind, [part])
@@ -160,7 +164,7 @@ class ChoiceBuilder(AnswerBuilder[Body]):
             chunk["usage"] = self._usage() if self.usage_always else None
         self._unfinished -= part["finish_reason"] is not None
         if not self._unfinished and not self.usage_at_end:
-            chunk["timings"] = self._timings()
+            chunk |= self._timings()
         return chunk
 
     def _usage(self) -> Json:
@@ -295,7 +299,7 @@ class Stopwatch:
             count = self._tokens.get(key, 0)
             self._metrics.answers.observe(count)
             self._metrics.finished.labels(self._metrics.model_name, finish_reason).inc()
-            if count > 1:
+            if count > max(1, tokens):  # not all at once
                 self._metrics.each.observe((now - self._first[key]) / (count - 1))
 
     def timings(self, prompt: int, cached: int, answered: int) -> Json:

@@ -100,9 +100,9 @@ class ResponseFormat(Body):
 
 
 class ModelBody(RequestBody):
-    """A request that the model computes."""
+    """A request that the model computes. Without a name it is for the served one: `Service.check_in` puts that in."""
 
-    model: Annotated[str, Field(max_length=512)]
+    model: Annotated[str, Field(max_length=512)] = ""
     user: Annotated[str, Field(max_length=512)] | None = None  # in the log of the request
     add_special_tokens: bool | None = None
 

@@ -31,6 +31,11 @@ class Samples:
     length_penalty: float = 1.0
     early_stopping: bool = False
 
+    @property
+    def ranked(self) -> bool:
+        """Whether texts are compared with each other, and so come all at once, when all are complete."""
+        return self.beam_width > 0 or (self.best_of or self.n) > self.n
+
 
 def build_request(
     body: SamplingBody,

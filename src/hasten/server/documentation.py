@@ -62,7 +62,7 @@ class Answered(BaseModel):
     created: int
     model: str
     usage: Usage
-    timings: Timings
+    timings: Timings | None = None  # not of beams, nor of the best of more samples
 
 
 class Completion(Answered):

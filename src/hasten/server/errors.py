@@ -133,9 +133,10 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError("the body is not JSON", code="invalid_json")
     if first["type"] == "extra_forbidden":
         return ApiError(f"{param}: there is no such field", param=param, code="unknown_parameter")
-    code = "unsupported_parameter" if first["type"] == "unsupported" else "invalid_value"
     if first["type"] == "missing":
-        code = "missing_required_parameter"
+        message = f"{param or 'the body'} is missing; this request needs it"
+        return ApiError(message, param=param, code="missing_required_parameter")
+    code = "unsupported_parameter" if first["type"] == "unsupported" else "invalid_value"
     message = first["msg"] if first["type"] == "unsupported" else f"{param or 'body'}: {first['msg']}"
     return ApiError(message, param=param, code=code)
 

@@ -151,6 +151,8 @@ class Service:
     def check_in(self, body: ModelBody, http: HttpRequest, *, without_effect: Sequence[str] = ()) -> None:
         """Check the fields, the model's name and the engine at the start of a request; note the user for its log."""
         self.note_ignored(body, http, without_effect=without_effect)
+        if "model" not in body.model_fields_set:
+            body.model = self.model_name
         self.check_model(body.model)
         if not self.engine.healthy:
             raise overloaded(f"the engine has failed: {self.engine.error}", seconds=30)

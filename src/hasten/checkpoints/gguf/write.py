@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hasten.checkpoints.advice import export_plain
+from hasten.checkpoints.advice import export_gguf, export_plain, plain_folder
 from hasten.checkpoints.checkpoint import check_finite
 from hasten.checkpoints.formats.file_format import BLOCK_ELEMENTS
 from hasten.checkpoints.gguf.architectures import ARCHITECTURES, OF_FAMILY
@@ -102,7 +102,7 @@ def check_gguf(model: Transformer, layers: Mapping[str, LayerFormat], path: Path
         module: Any = model.get_submodule(name)
         place = place_of(f"{name}.weight", model.config)
         size = module.weight.shape[1]
-        _type_of(f"{name}.weight", place, layer.weight, size, ordered=False, origin=model.origin)
+        _type_of(f"{name}.weight", place, layer.weight, size, packed=False, ordered=False, origin=model.origin)
 
 
 def has_plain_matrices(model: Transformer) -> bool:
@@ -202,9 +202,9 @@ def _items(model: Transformer, kind: Kind | None) -> list[Item]:
             continue  # metadata
         rows: Any = slice(config.vocab_size if owner in ("embedding", "head") else None)
         if isinstance(module, PackedLinear) and leaf == "weight":
-            shape, ordered = (module.out_features, module.in_features), module.order is not None
-            size = module.in_features
-            type_name = _type_of(ours, place, module.format, size, ordered=ordered, origin=model.origin)
+            shape, size = (module.out_features, module.in_features), module.in_features
+            given: dict[str, Any] = {"packed": True, "ordered": module.order is not None, "origin": model.origin}
+            type_name = _type_of(ours, place, module.format, size, **given)
             rounded += [ours] * (module.format == INT8)
             rows = rows if place.order is None else place.order
             make = partial(_blocks, module, rows, place, type_name, ours=ours, origin=model.origin)
@@ -280,15 +280,24 @@ def _joined(parts: list[Item], *, stack: int, groups: int = 1) -> Item:
 
 
 def _type_of(
-    ours: str, place: Place, stored: WeightFormat, in_features: int, *, ordered: bool, origin: str | None
+    ours: str, place: Place, stored: WeightFormat, in_features: int, *, packed: bool, ordered: bool, origin: str | None
 ) -> str:
-    """The type whose blocks hold a quantized layer's numbers."""
+    """The type whose blocks hold a quantized layer's numbers. packed: it is quantized already."""
     plain = f"write its plain weights ({export_plain(origin)}), then those as a file"
     if ordered:
         raise ConfigError(f"{ours}: its columns are in the order of activation, which GGUF cannot state: {plain}")
+    if in_features % 32:
+        type_name = "Q8_0" if stored.element == "int8" else "Q4_0"
+        export = export_gguf(origin, type_name)
+        if packed:
+            export = f"{export_plain(origin)}, then {export_gguf(origin and plain_folder(origin), type_name)}"
+        raise ConfigError(
+            f"{ours} has rows of {in_features} weights, which the blocks of {type_name}, of 32, do not divide: take "
+            f"{export}, which writes such rows in float16"
+        )
     name = _OF_FORMAT.get(stored)
     if name is None or in_features % TYPES[name].elements:
-        uneven = stored.group_size % 32 or in_features % 32 or not stored.symmetric or len(stored.scales) > 1
+        uneven = stored.group_size % 32 or not stored.symmetric or len(stored.scales) > 1
         name = None if uneven else {"int4": "Q4_0", "int8": "Q8_0"}.get(stored.element)
     if name is not None and not place.whole_blocks(TYPES[name].elements):
         raise ConfigError(f"{ours}: llama.cpp has its columns in another order, which {name} does not hold: {plain}")

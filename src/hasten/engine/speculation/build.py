@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from hasten.checkpoints.load import load_quietly, open_checkpoint, planned
-from hasten.checkpoints.multi_token import load_head
+from hasten.checkpoints.multi_token import has_head, load_head
 from hasten.checks import whole
-from hasten.engine.params import SamplingParams
+from hasten.engine.params import SamplingParams, draft_name
 from hasten.engine.speculation.draft_model import DraftModel
 from hasten.engine.speculation.multi_token import MultiTokenDraft
 from hasten.engine.speculation.price import Price
@@ -61,6 +61,7 @@ def make_speculator(
     Of several ranks that hold a model the first one proposes, alone; all of them call this.
     Raises ConfigError for a draft that does not fit, CheckpointError for a folder that cannot be read.
     """
+    draft = draft if isinstance(draft, Transformer) else draft_name(str(draft))
     draft = automatic(model) if draft == "auto" else draft
     most = MOST if speculate is None else whole("speculate", speculate, low=1, high=LIMIT)
     if accept not in get_args(Accept):
@@ -111,11 +112,11 @@ def automatic(model: Transformer) -> str:
     return "suffix" if exact and model.device.type == "cpu" else "none"
 
 
-def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, accept: Accept) -> Proposer | None:
+def _proposer(model: Transformer, draft: str | Transformer, tokens: int, accept: Accept) -> Proposer | None:
     if isinstance(draft, Transformer):
         check_vocabulary(draft, model, name="the draft model")
         return DraftModel(fuse_where_it_fits(draft), tokens=tokens, accept=accept)
-    name = str(draft)
+    name = draft
     if not name:
         raise ConfigError("draft is empty; give suffix, none, mtp, self:int4, self:N-layers or a model's folder")
     if name == "none":
@@ -177,6 +178,7 @@ def first_layers_of_whole(model: ShardedTransformer, count: int) -> Transformer:
     assert model.origin is not None, "ranks load their shares from files"
     source = open_checkpoint(model.origin)
     _check_count(source.config, count)
+    refuse_states(source.config, model, count)
     all_layers = source.config.token_features > 0  # a row of their table is for all layers
     own = source if all_layers else replace(source, config=replace(source.config, layers=source.config.layers[:count]))
     with warnings.catch_warnings():
@@ -198,6 +200,20 @@ def _check_count(config: ModelConfig, count: int) -> None:
         raise ConfigError(f"self:{count}-layers: this model has {layers} layers; take from 1 to {layers - 1}")
 
 
+def refuse_states(config: ModelConfig, model: Transformer, count: int | None = None) -> None:
+    """Raise ConfigError where layers of the model's own that are to draft keep states.
+
+    config: that of the whole model. count: the first layers; None: all, in int4.
+    """
+    if replace(config, layers=config.layers[:count]).keeps_states:
+        head = not isinstance(model, ShardedTransformer) and has_head(model)
+        instead = "mtp, the multi-token head of its checkpoint" if head else "suffix, or a model of another kind"
+        raise ConfigError(
+            f"self:{'int4' if count is None else f'{count}-layers'}: this model is a {config.family}, whose layers "
+            f"keep states, from which rejected tokens cannot be taken back; take {instead}"
+        )
+
+
 def _refuse_adapters(model: Transformer, draft: str) -> None:
     if model.adapters is not None:
         raise ConfigError(f"{draft} drafts with layers that have adapters, which is not supported; take suffix")
@@ -208,6 +224,7 @@ def first_layers(model: Transformer, count: int) -> Transformer:
     layers = model.config.layers
     _refuse_adapters(model, "self:N-layers")
     _check_count(model.config, count)
+    refuse_states(model.config, model, count)
     with torch.device("meta"):
         short = Transformer(replace(model.config, layers=layers[:count])).eval()
     for name, part in model.named_children():

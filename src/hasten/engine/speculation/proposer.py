@@ -71,7 +71,12 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class ReadsStates(Protocol):
-    """A proposer that also reads what the model computed of each token."""
+    """A proposer that also reads what the model computed of each token.
+
+    read_tokens: of a text, whose states it keeps at most.
+    """
+
+    read_tokens: int
 
     def take_states(self, rows: Sequence[tuple[int, int, int]], states: Tensor) -> None:
         """Take the states (N, C) of a step's tokens, after the last block and before the last norm.

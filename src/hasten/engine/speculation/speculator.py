@@ -38,7 +38,8 @@ _LATEST = 16  # steps over which `active` is averaged
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """drafts: sequences in steps that had one; draft_tokens and accepted_tokens of them, accepted also by position.
+    """tries: steps before which drafts were made, to be checked or not. drafts: sequences in steps that had one;
+    draft_tokens and accepted_tokens of them, accepted also by position.
 
     tokens: all that were taken, in `steps` of the target, plain ones included; rows: the number of steps by their rows.
     seconds: of proposing; step_seconds: of the steps that read no prompts; plain_seconds: what plain steps would have
@@ -46,6 +47,7 @@ class SpeculationStats:
     none pays.
     """
 
+    tries: int = 0
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
@@ -59,6 +61,8 @@ class SpeculationStats:
     active: float = 0.0
 
     def __str__(self) -> str:
+        if not self.draft_tokens:
+            return f"[drafts were made before {self.tries} of {self.steps} steps; none was worth checking]"
         return (
             f"[{self.accepted_tokens} of {self.draft_tokens} proposed tokens were taken ({self.acceptance:.0%}), "
             f"{self.tokens_per_step:.2f} tokens a pass of the model, about {self.speedup:.2f} times as fast as without]"
@@ -136,6 +140,11 @@ class Speculator:
         self._sequences = self._taken = self._checked = 0  # of this step: the latter two are tokens
 
     @property
+    def head_states(self) -> int:
+        """Positions of each text whose states are kept for the proposer; 0: it reads none."""
+        return 0 if self.reader is None else self.reader.read_tokens
+
+    @property
     def asks(self) -> bool:
         """Whether the next step may have drafts; where not, `propose` need not be called."""
         if self.always:
@@ -158,6 +167,7 @@ class Speculator:
             return [[] for _ in texts]
         for text in texts:
             text.room = min(text.room, self.most if self.always else _TRIED if trying else self._reach)
+        self.stats.tries += 1
         drafts = self.proposer.propose(texts, floor=floor, chance=self.acceptance.chance)
         longest = max(1, *(len(draft.tokens) for draft in drafts))
         self.drafting.learn(longest, self._clock() - started)

@@ -72,7 +72,7 @@ _ready = with_gradients(_register)  # the namespace of one instruction set's ope
 
 def _native_unsupported(request: ActivationRequest) -> str | None:
     if request.device.type != "cpu":
-        return f"it runs on a CPU, the tensors are on {request.device}"
+        return f"it needs a CPU; the tensors are on {request.device}"
     if request.dtype not in DTYPES:
         return f"it takes float32 and bfloat16, not {str(request.dtype).removeprefix('torch.')}"
     return missing_library("training")

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 from torch import Tensor
-from triton.errors import TritonError
 
 from hasten.errors import HastenWarning
 from hasten.ops.attention import flash_triton_backward
 from hasten.ops.attention.spec import HALVES
-from hasten.ops.triton_support import compute_capability
+from hasten.ops.triton_support import compute_capability, failed
 
 if TYPE_CHECKING:
     from hasten.ops.attention.flash_launch import Problem
@@ -29,7 +28,7 @@ BACKWARD_QUERIES = {64: (128, 2), 128: (64, 2)}
 BACKWARD_KEYS = {64: (64, 3, True), 128: (64, 2, True)}
 LAUNCH = {"num_warps": 4, "maxnreg": 168}  # of the first warp group; registers of a thread before they are shared out
 ROWS = 64  # of a program that computes what the backward pass needs of each row
-_failed: list[str] = []  # why Triton cannot compile them
+_failed: list[str] = []  # why Triton cannot run them
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, problem: "Problem") -> bool:
@@ -120,13 +119,15 @@ def _known(q: Tensor, k: Tensor, problem: "Problem") -> dict[str, Any]:
 
 
 def _compiled(run: Callable[[], None], q: Tensor) -> bool:
-    """Whether `run` could be compiled, and ran; if not, with a warning, they serve nothing any more."""
+    """Whether `run` could be compiled and launched; if not, with a warning, they serve nothing any more."""
     try:
         with torch.cuda.device_of(q):
             run()
-    except (ImportError, AttributeError, TritonError) as error:
+    except Exception as error:
+        if not failed(error):
+            raise
         _failed.append(" ".join(str(error).split())[-200:])
-        message = "flash attention runs without its kernels for Hopper GPUs, slower; Triton cannot compile them: "
+        message = "flash attention runs without its kernels for Hopper GPUs, slower; Triton cannot run them: "
         warnings.warn(message + _failed[0], HastenWarning, stacklevel=3)
         return False
     return True

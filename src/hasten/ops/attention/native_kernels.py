@@ -63,7 +63,7 @@ def flex_unsupported(request: AttentionRequest) -> str | None:
     if request.block_size is None:
         return "it is for block masks of hasten.ops.attention.block_mask (BlockMask.of makes one)"
     if request.device.type not in ("cuda", "cpu"):
-        return f"it runs on CUDA, the tensors are on {request.device}"
+        return f"it needs a CUDA GPU; the tensors are on {request.device}"
     if request.device.type == "cpu" and request.gradient:
         return "flex_attention has no backward pass on a CPU"
     if (found := request.given(*BESIDE_BLOCKS, "key_lengths", "documents", "dropout", "sinks")) is not None:
@@ -78,7 +78,7 @@ def flex_opt_in(request: AttentionRequest) -> str | None:
 
 def _unsupported(request: AttentionRequest) -> str | None:
     if request.device.type != "cpu":
-        return f"it runs on a CPU, the tensors are on {request.device}"
+        return f"it needs a CPU; the tensors are on {request.device}"
     if (reason := request.outside(*DTYPES, largest=LARGEST_NATIVE)) is not None:
         return reason
     if (found := request.given(*BESIDE_BLOCKS)) is not None:

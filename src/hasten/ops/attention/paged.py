@@ -96,7 +96,7 @@ def triton(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) ->
 
 def _native_unsupported(request: AttentionRequest) -> str | None:
     if request.device.type != "cpu":
-        return f"it runs on a CPU, the cache is on {request.device}"
+        return f"it needs a CPU; the cache is on {request.device}"
     return request.outside(torch.bfloat16, largest=LARGEST_NATIVE) or missing_library()
 
 

@@ -56,7 +56,7 @@ def flash(request: AttentionRequest) -> str | None:
             return "on a CPU it has no dropout"
         return "on a CPU it gives a bias no gradient" if request.bias_gradient else None
     if request.device.type != "cuda":
-        return f"it runs on CUDA and on a CPU, the tensors are on {request.device}"
+        return f"it needs a CUDA GPU or a CPU; the tensors are on {request.device}"
     if (reason := request.outside(*HALVES) or _too_old(request)) is not None:
         return reason
     if (name := masked(request)) is not None:
@@ -150,7 +150,7 @@ def never_first(request: AttentionRequest) -> str | None:
 
 
 def _on_cuda(request: AttentionRequest) -> str | None:
-    return None if request.device.type == "cuda" else f"it runs on CUDA, the tensors are on {request.device}"
+    return None if request.device.type == "cuda" else f"it needs a CUDA GPU; the tensors are on {request.device}"
 
 
 def _too_old(request: AttentionRequest, what: str = "it") -> str | None:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 from torch import Tensor
-from triton.errors import TritonError
 
 from hasten.errors import HastenWarning
 from hasten.ops.linear.layouts import CHUNK_ROWS, Operands
 from hasten.ops.linear.triton_choice import ManyRows, choose_many_rows
 from hasten.ops.linear.triton_norm import rounded_rows
-from hasten.ops.triton_support import compute_capability, early_start
+from hasten.ops.triton_support import compute_capability, early_start, failed
 
 if TYPE_CHECKING:
     from hasten.ops.linear.triton_linear import Beside
@@ -24,7 +23,7 @@ HOPPER = (9, 0)
 # Registers of a thread, by the number of multiplying warp groups and of programs per multiprocessor: before they are
 # redistributed, and then in the multiplying groups. The compiler counts warps in fours.
 REGISTERS = {(2, 1): (168, 240), (3, 1): (128, 160), (2, 2): (80, 104)}
-_failed: list[str] = []  # why Triton cannot compile it
+_failed: list[str] = []  # why Triton cannot run it
 
 
 def launch_options(config: ManyRows) -> dict[str, int]:
@@ -62,7 +61,7 @@ def multiply(
     counters: Callable[[torch.device, int], Tensor | None],
     config: ManyRows | None = None,
 ) -> Tensor | None:
-    """x (R, K) -> (R, outputs), as `multiply_rows`; None, with a warning, where the kernel cannot be compiled.
+    """x (R, K) -> (R, outputs), as `multiply_rows`; None, with a warning, where the kernel cannot run.
 
     Where x is rounded, the norm of `beside` comes before that; else it has been applied. counters: give zeros for the
     tiles whose K is split. `config` is for tuning.
@@ -107,10 +106,12 @@ def multiply(
             **early_start(x.device, config.early and weight.data.is_contiguous()),
             **launch_options(config),
         )
-    except (ImportError, AttributeError, TritonError) as error:
+    except Exception as error:
+        if not failed(error):
+            raise
         _failed.append(" ".join(str(error).split())[-200:])
         message = "int8 and int4 products of many rows run without their kernel for Hopper GPUs, slower; Triton cannot "
-        warnings.warn(f"{message}compile it: {_failed[0]}", HastenWarning, stacklevel=2)
+        warnings.warn(f"{message}run it: {_failed[0]}", HastenWarning, stacklevel=2)
         return None
     return out
 

@@ -75,7 +75,7 @@ def _dequantized(x: Tensor, weight: Operands, dtype: torch.dtype) -> Tensor:
 def native_unsupported(request: LinearRequest) -> str | None:
     """Why the native kernel cannot serve a layer, or None."""
     if request.device.type not in ("cpu", "meta"):
-        return f"it runs on a CPU, the layer is on {request.device}"
+        return f"it needs a CPU; the layer is on {request.device}"
     if request.dtype not in NATIVE_DTYPES:
         return f"it takes bfloat16 and float32 activations, not {str(request.dtype).removeprefix('torch.')}"
     if request.format.group_size % PADDING and len(request.format.scales) < 2:

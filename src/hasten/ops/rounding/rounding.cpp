@@ -1,7 +1,8 @@
 // Weights rounded to integers: the search of a group's scale, rounding to nearest, and GPTQ's columns.
 //
 // hasten/quantization/rounding.py and gptq.py are the reference and explain the method. Here 16 rows of the weight are
-// the lanes of a vector, so each row has its own sums, whatever rows are beside it and however many threads there are.
+// the lanes of a vector, so each row has its own sums, whatever rows are beside it. A call is one thread's: Python gives
+// each thread slices of the rows (hasten/quantization/blocks.py).
 // The arithmetic is the reference's; only sums are in another order. Numbers that are not finite are left to the
 // reference, which raises the error.
 #include "../tensors.h"
@@ -197,12 +198,11 @@ bool round_groups(Tensor w, int64_t group_size, bool by_size, int64_t bits, std:
   const IntegerGrid grid(values, scales, !zeros, bits, std::move(factors));
   const Rounded target(grid, values, scales, zeros, rows, k, groups);
   const float* from = static_cast<const float*>(w.const_data_ptr());
-  std::atomic<bool> good{true};
-  for_chunks((rows + LANES - 1) / LANES, [&](int64_t strip) {
-    const int64_t row = strip * LANES, count = std::min<int64_t>(LANES, rows - row);
-    float* own = scratch<float, 60>(group_size * LANES);
-    float* weights = scratch<float, 61>(group_size * LANES);
-    F32 poison{};
+  float* own = scratch<float, 60>(group_size * LANES);
+  float* weights = scratch<float, 61>(group_size * LANES);
+  F32 poison{};
+  for (int64_t row = 0; row < rows; row += LANES) {
+    const int64_t count = std::min<int64_t>(LANES, rows - row);
     for (int64_t group = 0; group < groups; group++) {
       const int64_t first = group * group_size, size = std::min(group_size, k - first);
       if (size < group_size || count < LANES) std::fill(own, own + group_size * LANES, 0.0f);
@@ -223,9 +223,8 @@ bool round_groups(Tensor w, int64_t group_size, bool by_size, int64_t bits, std:
       for (int64_t j = 0; j < size; j++)
         target.put(row, count, first + j, steps_of(grid, value(j), found) + found.zero);
     }
-    if (!finite(poison)) good.store(false, std::memory_order_relaxed);
-  });
-  return good;
+  }
+  return finite(poison);
 }
 
 // The columns in the order they are rounded in: U's transpose (K, K), their places, and the columns of each group.
@@ -364,13 +363,12 @@ bool round_columns(Tensor w, Tensor lower, Tensor order, int64_t group_size, int
   const IntegerGrid grid(values, scales, !zeros, bits, std::move(factors));
   const Rounded target(grid, values, scales, zeros, rows, k, int64_t(columns.members.size()));
   const float* from = static_cast<const float*>(w.const_data_ptr());
-  std::atomic<bool> good{true};
-  for_chunks((rows + TILE_ROWS - 1) / TILE_ROWS, [&](int64_t chunk) {
-    const int64_t row = chunk * TILE_ROWS, count = std::min(TILE_ROWS, rows - row);
+  for (int64_t row = 0; row < rows; row += TILE_ROWS) {
+    const int64_t count = std::min(TILE_ROWS, rows - row);
     RowTile tile(columns, from + row, rows, count);
-    if (!round_tile(columns, target, tile, row, count)) good.store(false, std::memory_order_relaxed);
-  });
-  return good;
+    if (!round_tile(columns, target, tile, row, count)) return false;
+  }
+  return true;
 }
 
 }  // namespace hasten
