@@ -29,7 +29,7 @@ QWEN3_MOE = {
     "model_type": "qwen3_moe",
     "num_experts": 8,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
+    "moe_intermediate_size": 32,
     "norm_topk_prob": True,
     "head_dim": 16,
     "initializer_range": 0.05,
