@@ -255,8 +255,8 @@ CASES += [{"zero": zero, "policy": "float32-masters"} for zero in (0, 3)]
 CASES += [{"zero": 3, "offload": "optimizer"}, {"zero": 3, "offload": "all"}, {"zero": 3, "replicas": 2}]
 # A model with experts, of which 2 are chosen for each token; ranks divide all weights alike, or the experts.
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-EXPERTS |= {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
-EXPERTS |= {"head_dim": 64, "tie_word_embeddings": True, "max_position_embeddings": 16}
+EXPERTS |= {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2}
+EXPERTS |= {"num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True, "max_position_embeddings": 16}
 EXPERT_CASES: list[dict[str, Any]] = [{"zero": 3, "experts": 1}]
 EXPERT_CASES += [{"zero": zero, "experts": 2} for zero in (0, 1, 2, 3)]
 EXPERT_CASES += [{"zero": 3, "experts": 2, "accumulation": 4}]
@@ -307,12 +307,11 @@ def counted_case(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> 
     assert result is not None
     count, stage = parameters(config).total, own["zero"]
     shards = ranks.size // own.get("replicas", 1)
-    experts, itemsize = own.get("experts", 1), 2 if masters else 4
+    experts, itemsize = case.get("experts", 1), 2 if masters else 4
     about = {"stage": stage, "ranks": shards, "accumulation": accumulation, "experts": experts}
     formula = fsdp_bytes(config, **about, masters=masters, copies=own.get("offload") == "optimizer")
-    predicted = sent_bytes(config, **about, itemsize=itemsize, replicas=own.get("replicas", 1))
-    if experts > 1:
-        predicted += exchanged_bytes(config, tokens=result.tokens // ranks.size, experts=experts, itemsize=itemsize)
+    exchanged = exchanged_bytes(config, tokens=result.tokens // ranks.size, experts=experts, itemsize=itemsize)
+    predicted = exchanged + sent_bytes(config, **about, itemsize=itemsize, replicas=own.get("replicas", 1))
     apart = {}
     if "offload" in own:  # the host has the optimizer's shares of weights and gradients, and its states
         share, blocks = count / shards, len(config.layers)
@@ -331,6 +330,7 @@ def counted_case(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> 
         "paper": paper_bytes(count, stage=stage, ranks=shards, masters=masters),
         "sent": dict(counter.sent),
         "sent_formula": predicted,
+        **({"exchanged_formula": exchanged} if experts > 1 else {}),
         "order": counter.order,
     }
 
@@ -348,7 +348,8 @@ def bytes_table(report: Report) -> str:
 
         held = [a_parameter(row["held"][moment]) for moment in ("start", "backward", "peak")]
         sent = [a_parameter(sum(row["sent"].values())), a_parameter(row["sent_formula"])]
-        own = [*held, a_parameter(row["formula"]["peak"]), a_parameter(row["paper"]), *sent]
+        paper = "" if row.get("experts", 1) > 1 else a_parameter(row["paper"])
+        own = [*held, a_parameter(row["formula"]["peak"]), paper, *sent]
         rows.append([str(row["ranks"]), name, *own])
     head = ["ranks", "layout", "weights", "after a backward pass", "peak", "FSDP2's formula for the peak"]
     return markdown([*head, "the paper's formula", "sent in a step", "its formula"], rows, left=2)

@@ -3,16 +3,14 @@
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import hasten
 import ranks
 from hasten.checkpoints.export import export_model
-from hasten.distributed.expert_parallel import apply_expert_parallel, check_experts
+from hasten.distributed.expert_parallel import check_experts
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
-from hasten.model.experts import Experts
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.training.journal import read
@@ -43,7 +41,8 @@ CASES = {
         SHORT,
         [{"zero": zero} for zero in range(4)]
         + [{"zero": 0, "offload": "optimizer"}, {"zero": 3, "offload": "optimizer"}]
-        + [{"zero": zero, "checkpointing": kind} for zero in (0, 3) for kind in ("full", "selective", "offload")],
+        + [{"zero": 0, "checkpointing": "full"}, {"zero": 0, "checkpointing": "selective"}]
+        + [{"zero": 3, "checkpointing": "full"}, {"zero": 3, "checkpointing": "offload"}],
     ),
     "lamb": ({"kind": "lamb", **FEW}, [{"zero": 0}, {"zero": 1}]),
     "muon": ({"kind": "muon", **FEW}, [{"zero": 0}, {"zero": 3}]),
@@ -115,7 +114,7 @@ def test_four_ranks_in_pairs_or_all_together(runs, recipe_of_module):
         (None, (4, {"zero": 3, "experts": 4})),
         ((2, {"zero": 0, "experts": 2}), None),
         ((2, {"zero": 3, "experts": 2}), (4, {"zero": 1, "experts": 4})),
-        ((4, {"zero": 2, "experts": 2, "background_checkpoints": True, "checkpoint_every": 3}), (2, {"zero": 3})),
+        ((4, {"zero": 2, "experts": 2, "background_checkpoints": True, "checkpoint_every": 3}), (2, {"zero": 0})),
     ],
 )
 def test_any_number_of_ranks_goes_on_from_what_any_has_written(runs, recipe_of_module, first, then):
@@ -160,5 +159,5 @@ def test_what_experts_cannot_be_divided_with_is_refused(recipe):
         train(recipe(experts=2), progress=False)
     with pytest.raises(ConfigError, match="the model has no experts; leave it at 1"):
         check_experts(tiny_llama().config, 2)
-    with pytest.raises(ConfigError, match="parallel.experts is 3, which the model's 8 experts cannot be divided by"):
+    with pytest.raises(ConfigError, match=r"parallel.experts is 3, which the model's 8 experts cannot be divided by"):
         check_experts(config, 3)

@@ -220,9 +220,7 @@ def settled(
     options.recipe().check()
     groups, what = groups_of(options.parallel)
     if options.training and options.ranks % groups:
-        raise ConfigError(
-            f"--ranks (with --goal: --gpus) is {options.ranks}, which {what} ({groups}) does not divide"
-        )
+        raise ConfigError(f"--ranks (with --goal: --gpus) is {options.ranks}, which {what} ({groups}) does not divide")
     if not options.training and options.new_tokens >= length:
         raise ConfigError(f"--new-tokens ({options.new_tokens}) must be below --length ({length})")
     return Subject(name=name, config=config, checkpoint=checkpoint, options=options, device=device, own=own)

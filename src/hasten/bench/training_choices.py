@@ -1,4 +1,4 @@
-"""Ways to train a model on several devices, predicted: ZeRO stage, experts, offload, recomputation, masters, batches."""
+"""Ways to train a model on several devices, predicted: ZeRO stage, experts, offload, recomputing, masters, rows."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hasten.errors import ResourceError
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.planning.cost import expert_weights, keeping_layers, key_numbers, matrices, parameters, state_bytes
-from hasten.planning.sharing import fsdp_bytes, gathered_weights, held_weights
+from hasten.planning.sharing import fsdp_bytes, gathered_weights, held_share
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs
@@ -74,10 +74,11 @@ class TrainingUse:
     masters. joined: one product for queries, keys and values. explicit_attention: score matrices are kept. loss: name
     of its kernel. recompute: none, selective, full, or offload (as full, with the kept inputs on the host). zero: ZeRO
     stage; ranks: processes that share one model; replicas: groups of that size; tensor: neighbours among the ranks that
-    split every block and row; experts: neighbours that divide the experts. copies: the optimizer has float32 copies of float32 weights. offload: these (or its
-    masters) and its states are on the host, which is another device. adapter: number of LoRA weights, the only ones
-    that are trained; base: bytes of the model they adapt, which zero 3 divides. rounded: number of weights that are
-    rounded while they train (QAT). keeps_freed: the allocator keeps freed blocks, as in training on a CPU.
+    split every block and row; experts: those that divide the experts. copies: the optimizer has float32 copies of
+    float32 weights. offload: these (or its masters) and its states are on the host, which is another device. adapter:
+    number of LoRA weights, the only ones that are trained; base: bytes of the model they adapt, which zero 3 divides.
+    rounded: number of weights that are rounded while they train (QAT). keeps_freed: the allocator keeps freed blocks,
+    as in training on a CPU.
     """
 
     batch_size: int
@@ -141,7 +142,7 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     trained = use.adapter is None
     narrow = size if size < 4 and not (use.masters and trained) else 0  # bytes of a weight's copy beside a float32 one
     parts = _states(config, use) | _activations(config, use, narrow)
-    copied = int(held_weights(config, ranks=1, experts=use.experts))
+    copied = int(count.total * held_share(config, ranks=1, experts=use.experts))
     copied -= count.table + (count.embedding if count.head else 0)  # all but what is only looked up
     if use.zero == 3 and use.recompute != "none":  # of a block that is being recomputed, and the root's
         apart = expert_weights(config) / use.experts if use.experts > 1 else 0
@@ -184,13 +185,10 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
     if use.optimizer.startswith("onebit"):
         states += 4 * count + 4 * count // use.ranks  # compression errors of the own tensor and of the own piece
 
-    def share(size: int, *, divided: bool) -> int:
-        """Bytes of a rank: its shards if ZeRO has divided them, and its experts."""
-        held = held_weights(config, ranks=use.ranks if divided else 1, experts=use.experts)
-        return int(size * held / parameters(config).total)
-
+    # Shares of a rank of all that has as many numbers as the weights: undivided by ZeRO, and divided.
+    whole, shard = (held_share(config, ranks=count, experts=use.experts) for count in (1, use.ranks))
     parts = {"weights": size * count, "gradients": size * count, "masters": own * count, "optimizer": states}
-    parts = {name: share(whole, divided=use.zero > 0) for name, whole in parts.items()}
+    parts = {name: int(size * (shard if use.zero else whole)) for name, size in parts.items()}
     parts |= {"gathered": 0, "update": 0}
     if use.zero and use.ranks > 1:
         shared = fsdp_bytes(
@@ -209,13 +207,13 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
                 part = gathered_weights(config, use.experts) / parameters(config).total
                 parts["gathered"] += int(use.base * part)
     elif use.optimizer.endswith("lamb"):
-        parts["update"] = 12 * share(count, divided=False)  # steps and their divisors, of all tensors of a group at once
+        parts["update"] = int(12 * count * whole)  # steps and their divisors, of all tensors of a group at once
     elif use.optimizer == "muon":
         parts["update"] = MUON_STACKS
-    parts["weights"] += share(use.base, divided=use.zero == 3)
+    parts["weights"] += int(use.base * (shard if use.zero == 3 else whole))
     if use.masters and not use.offload and not parts["gathered"]:
         # The masters' gradients are float32. A heap that keeps freed blocks has no place for them in those of 16 bits.
-        parts["update"] += (4 if use.keeps_freed else 2) * share(count, divided=False)
+        parts["update"] += int((4 if use.keeps_freed else 2) * count * whole)
     if use.offload:
         parts |= {"masters": 0, "optimizer": 0}
     return parts

@@ -12,7 +12,7 @@ from hasten.model.config import ModelConfig
 from hasten.planning import cost
 from hasten.planning.devices import HOST_LINK, HOST_MEMORY, REACHED, Device
 from hasten.planning.memory import ITEMSIZE, InferenceUse, Memory, TrainingUse, largest, memory_of
-from hasten.planning.sharing import exchanged_bytes, held_weights, sent_bytes
+from hasten.planning.sharing import exchanged_bytes, held_share, sent_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
     activations = sum(size for name, size in every.items() if name.startswith(("activations", "logits")))
     states = sum(parts[name] for name in ("gradients", "masters", "optimizer"))
     # A micro-batch writes and reads its activations, and reads all weights twice; the update reads and writes states.
-    weights = int(ITEMSIZE[use.dtype] * held_weights(config, ranks=1, experts=use.experts)) // use.tensor
+    weights = int(ITEMSIZE[use.dtype] * count * held_share(config, ranks=1, experts=use.experts)) // use.tensor
     moved = use.accumulation * (2 * activations + 2 * weights + parts["gradients"]) + 2 * states
     itemsize = 2 if use.masters else 4
     shards, split = use.ranks // use.tensor, use.tensor
@@ -176,10 +176,11 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
     update = cost.muon_flops(config) if use.optimizer == "muon" and use.adapter is None else 0.0
     if update and use.zero:  # every rank gathers the momentum of whole matrices
         inside = sum(cost.matrices(config, layer)[0] for layer in config.layers)
+        inside -= cost.expert_weights(config) if use.experts > 1 else 0
         sent += 4 * inside * (use.ranks - 1) / use.ranks
     trained = count if use.adapter is None else use.adapter
-    share = held_weights(config, ranks=use.ranks if use.zero else split, experts=use.experts) / count
-    own = trained * share  # weights that a rank's optimizer updates
+    # Weights that a rank's optimizer updates.
+    own = trained * held_share(config, ranks=use.ranks if use.zero else split, experts=use.experts)
     # Gradients go to the host and weights come back; AdamW there reads four numbers of each weight and writes three.
     host = 2 * itemsize * own / HOST_LINK + 28 * own * use.ranks * use.replicas / HOST_MEMORY
     exchanges = 2 * layers * (shards * use.replicas > 1) + 4 * (passes * layers + 1) * (split > 1)

@@ -60,10 +60,12 @@ def fsdp_bytes(
     return RankBytes(start=start, backward=backward, peak=max(kept + peak, kept + update))
 
 
-def held_weights(config: ModelConfig, *, ranks: int, experts: int = 1) -> float:
-    """Number of weights that a rank's optimizer updates: a share of all, or of experts those that it has."""
-    apart = expert_weights(config) if experts > 1 else 0
-    return (parameters(config).total - apart) / ranks + apart / experts
+def held_share(config: ModelConfig, *, ranks: int, experts: int = 1) -> float:
+    """Share of all weights that one of `ranks` ranks has: of experts that ranks divide those that are its own."""
+    if experts == 1:
+        return 1 / ranks
+    apart = expert_weights(config) / parameters(config).total
+    return (1 - apart) / ranks + apart / experts
 
 
 def gathered_weights(config: ModelConfig, experts: int = 1) -> float:
@@ -97,7 +99,9 @@ def sent_bytes(
     return micro * itemsize * (volumes + 2 * count / ranks * (replicas - 1) / replicas) + same
 
 
-def exchanged_bytes(config: ModelConfig, *, tokens: int, experts: int, itemsize: int, recomputed: bool = False) -> float:
+def exchanged_bytes(
+    config: ModelConfig, *, tokens: int, experts: int, itemsize: int, recomputed: bool = False
+) -> float:
     """Bytes that a rank sends with `tokens` tokens of its own in a step, to the `experts` ranks that divide experts.
 
     Every layer with experts sends its inputs there and results back, gradients of both, and when its activations are
@@ -111,7 +115,8 @@ def exchanged_bytes(config: ModelConfig, *, tokens: int, experts: int, itemsize:
 def _parts(config: ModelConfig, experts: int = 1) -> tuple[int, int, float, int]:
     """Numbers of weights: all; outside the blocks; in a block; in a head that is not tied.
 
-    Without experts, if several ranks divide them. A tied head's gradient is a temporary of autograd until it is added to the embedding's, and is not counted.
+    Without those in experts, if several ranks divide them. A tied head's gradient is a temporary of autograd until it
+    is added to the embedding's, and is not counted.
     """
     count, rest = parameters(config), parameters(replace(config, layers=()))
     root = rest.total + count.table

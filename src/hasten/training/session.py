@@ -217,7 +217,7 @@ def _restore(stored: checkpoints.Checkpoint, setup: Setup, folder: RunFolder) ->
 def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> float | None:
     """Write the model or adapter folder, from the best weights if they are stored and wanted, else the last ones.
 
-    A model that ranks divide is read from a checkpoint. Returns the stored bits per weight of a model trained while rounded.
+    What ranks divide is read from a checkpoint. Returns the stored bits per weight of a model trained while rounded.
     """
     # While bits are lowered, an earlier loss says nothing about the final ones.
     wanted = recipe.run.export == "best" and recipe.qat.start_bits is None
