@@ -56,7 +56,7 @@ class ZeroBytes(Script):
     result = "zero-bytes"
 
     def measure(self) -> Report:
-        rows = counted_on(2, [*CASES, *EXPERT_CASES]) + counted_on(4, [*CASES[:4], CASES[-1], *EXPERT_CASES])
+        rows = counted_on(2, [*CASES, *EXPERT_CASES]) + counted_on(4, [*CASES[:4], CASES[-1], *EXPERT_CASES, *ON_FOUR])
         for row in rows:
             del row["order"]
         return {"kind": "zero", "shape": SHAPE, "experts": EXPERTS, "rows": rows}
@@ -260,6 +260,7 @@ EXPERTS |= {"num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": Tru
 EXPERT_CASES: list[dict[str, Any]] = [{"zero": 3, "experts": 1}]
 EXPERT_CASES += [{"zero": zero, "experts": 2} for zero in (0, 1, 2, 3)]
 EXPERT_CASES += [{"zero": 3, "experts": 2, "accumulation": 4}]
+ON_FOUR: list[dict[str, Any]] = [{"zero": zero, "experts": 4} for zero in (0, 3)]
 
 
 def paper_bytes(count: int, *, stage: int, ranks: int, masters: bool = False) -> float:
@@ -394,9 +395,9 @@ WAYS: dict[str, tuple[dict[str, Any] | None, str, str, str]] = {
     "tensor M": (None, "M neighbours split every block and row", "exchanges in each block", "Muon, LoRA, QAT, dropout"),
     "experts N": (
         {"zero": 3, "experts": 2},
-        "N neighbours divide each layer's experts; tokens travel",
-        "exchanges in each block",
-        "`offload all`, `replicas`, `tensor`, 1-bit optimizers",
+        "N neighbours divide the experts",
+        "tokens travel",
+        "`offload all`, `replicas`, 1-bit optimizers",
     ),
     "prefetch N": (None, "requests the next N blocks early (zero 3)", "N blocks of memory", "layer dropping"),
 }

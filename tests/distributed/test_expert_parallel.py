@@ -5,7 +5,10 @@ import textwrap
 
 import pytest
 
+import hasten
 import ranks
+from hasten.model.families import read_config
+from hasten.model.initialize import initialize
 
 # Of three rows of inputs, in each case: the rows of each rank, and the experts to which all of them are sent.
 LAYER = textwrap.dedent("""
@@ -112,24 +115,38 @@ def test_a_divided_layer_computes_what_a_whole_one_does(count, cases):
         assert said.count("compared") == len(cases)
 
 
-# The adapter of a model whose every target is in an expert: no layer is left whose gradients DDP averages.
-ONLY_EXPERTS = textwrap.dedent("""
+# A model that is made without memory, and weights that are drawn, or read from a folder, one at a time (`zero 3`).
+START = textwrap.dedent("""
     import json, sys
-    import pytest
-    from hasten.distributed.expert_parallel import apply_expert_parallel
+    import torch
+    from hasten.checkpoints.load import open_checkpoint
     from hasten.distributed.launch import joined
-    from hasten.errors import ConfigError
     from hasten.model.families import read_config
     from hasten.model.initialize import initialize
+    from hasten.training import build
+    from hasten.training.recipe import Parallel, Recipe, Techniques
     with joined() as ranks:
-        model = initialize(read_config(json.loads(sys.argv[1])), seed=0)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".experts." in name)
-        with pytest.raises(ConfigError, match="nothing else is trained; train a layer outside .* all-linear"):
-            apply_expert_parallel(model, ranks, 2)
+        config = read_config(json.loads(sys.argv[1]))
+        whole = initialize(config, seed=0)
+        techniques = Techniques(precision="float32", compile=False)
+        recipe = Recipe(name="start", techniques=techniques, parallel=Parallel(zero=3, experts=2))
+        for source in (None, open_checkpoint(sys.argv[2])):
+            model, weights = build.model_and_weights(source, config, recipe, device=torch.device("cpu"))
+            assert all(one.is_meta for one in model.parameters())
+            placement = build.training_step(model, recipe, ranks=ranks, weights=weights).where
+            experts = 0
+            for name, one in placement.parameters.items():
+                own = one.full_tensor() if hasattr(one, "full_tensor") else one
+                assert torch.equal(own.detach(), whole.get_parameter(name).detach()), name
+                experts += ".experts." in name
+                assert hasattr(one, "full_tensor") == (".experts." not in name)
+            assert experts == 4 * 3, "half of them"
+            assert not placement.has_whole_model
+            assert placement.everywhere.keys() == dict(whole.named_parameters()).keys()
 """)
 
 
-def test_experts_alone_are_not_trained_divided():
-    for status, _, errors in ranks.run(ONLY_EXPERTS, json.dumps(CONFIG)):
+def test_each_rank_makes_or_reads_its_own_experts(tmp_path):
+    hasten.save(initialize(read_config(CONFIG), seed=0), tmp_path)
+    for status, _, errors in ranks.run(START, json.dumps(CONFIG), tmp_path):
         assert status == 0, errors

@@ -13,6 +13,7 @@ from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
+from hasten.quantization import Int4, quantize
 from hasten.training.journal import read
 from hasten.training.rank_checks import check_ranks, check_shares
 from hasten.training.recipe import Lora, Qat
@@ -21,7 +22,7 @@ from rank_runs import assert_same, stop_after
 from references import values_of
 from tiny_model import tiny_llama
 
-pytestmark = pytest.mark.slow(minutes=2)  # trains thirty runs, which its tests share
+pytestmark = pytest.mark.slow(minutes=4)  # trains fifty runs, which its tests share
 
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
@@ -51,11 +52,12 @@ CASES = {
     "bf16": ({"precision": "bfloat16", **FEW}, [{"zero": 0}, {"zero": 3}]),
     "masters": ({"policy": "float32-masters", "precision": "bfloat16", **FEW}, [{"zero": 0}, {"zero": 3}]),
     "lora": ({"lora": Lora(rank=4), "learning_rate": 3e-2, **FEW}, [{"zero": zero} for zero in (0, 2, 3)]),
+    "lora-int4": ({"lora": Lora(rank=4), "learning_rate": 3e-2, **FEW}, [{"zero": 0}, {"zero": 3}]),
     "qat": ({"qat": Qat(bits=4), **FEW}, [{"zero": 0}, {"zero": 3}]),
     "compiled": (FEW, [{"zero": 0, "compile": True}, {"zero": 3, "compile": True, "checkpointing": "full"}]),
     "shared": (FEW, [{"zero": 0}, {"zero": 3}]),  # an MLP beside the experts, and a bias that chooses among them
 }
-HALF = ("half", "bf16", "masters", "qat")
+HALF = ("half", "bf16", "masters", "qat", "lora-int4")
 
 
 def named(name, way):
@@ -72,9 +74,11 @@ def runs(recipe_of_module):
         made = initialize(read_config((base.config.source | values) | keep), seed=1)
         made.tokenizer = base.tokenizer
         export_model(made, folder / name)
-    cases = []
+        if name == "experts":
+            export_model(quantize(made, Int4(group_size=32)), folder / "int4-experts")
+    cases, inits = [], {"shared": "shared-experts", "lora-int4": "int4-experts"}
     for name, (fields, ways) in CASES.items():
-        fields = {"init": str(folder / ("shared-experts" if name == "shared" else "experts")), **fields}
+        fields = {"init": str(folder / inits.get(name, "experts")), **fields}
         train(recipe_of_module(name=name, **fields), progress=False)
         cases += [recipe_of_module(name=named(name, way), **(fields | TWO | way)).to_json() for way in ways]
     ranks.train_all(cases, folder.parent)

@@ -108,11 +108,6 @@ def apply_expert_parallel(model: Transformer, ranks: Ranks, degree: int) -> Held
         module.experts = held
         # A compiled block's graph ends here and goes on behind it: how many rows travel is known only when they do.
         module.exchange = torch.compiler.disable(ExpertExchange(group))
-    if all(name in own for name, one in model.named_parameters() if one.requires_grad):
-        raise ConfigError(
-            "parallel.experts divides experts, and nothing else is trained; train a layer outside of them, too "
-            "(--lora.targets all-linear), or leave it at 1"
-        )
     return HeldExperts(frozenset(own), elsewhere, frozenset(absent), group, same)
 
 
