@@ -34,13 +34,14 @@ from hasten.measure.counted import Counted
 from hasten.measure.process import Rung, RungRun
 from hasten.measure.script import Report, Script, Table, main, markdown
 from hasten.measure.workers import child_command, last_json, on_ranks
+from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.planning.cost import parameters
 from hasten.planning.devices import REACHED, known_device
 from hasten.planning.memory import TrainingUse
 from hasten.planning.plan import training_phase
 from hasten.planning.shapes import shape_config
-from hasten.planning.sharing import fsdp_bytes, sent_bytes
+from hasten.planning.sharing import exchanged_bytes, fsdp_bytes, sent_bytes
 from hasten.training import build
 from hasten.training.recipe import Data, Parallel, Recipe, Run, Shape, Techniques
 
@@ -55,10 +56,10 @@ class ZeroBytes(Script):
     result = "zero-bytes"
 
     def measure(self) -> Report:
-        rows = counted_on(2, CASES) + counted_on(4, [*CASES[:4], CASES[-1]])
+        rows = counted_on(2, [*CASES, *EXPERT_CASES]) + counted_on(4, [*CASES[:4], CASES[-1], *EXPERT_CASES, *ON_FOUR])
         for row in rows:
             del row["order"]
-        return {"kind": "zero", "shape": SHAPE, "rows": rows}
+        return {"kind": "zero", "shape": SHAPE, "experts": EXPERTS, "rows": rows}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +253,14 @@ CASES: list[dict[str, Any]] = [{"zero": zero} for zero in (0, 1, 2, 3)]
 CASES += [{"zero": zero, "accumulation": 4} for zero in (0, 1, 2, 3)]
 CASES += [{"zero": zero, "policy": "float32-masters"} for zero in (0, 3)]
 CASES += [{"zero": 3, "offload": "optimizer"}, {"zero": 3, "offload": "all"}, {"zero": 3, "replicas": 2}]
+# A model with experts, of which 2 are chosen for each token; ranks divide all weights alike, or the experts.
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+EXPERTS |= {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2}
+EXPERTS |= {"num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True, "max_position_embeddings": 16}
+EXPERT_CASES: list[dict[str, Any]] = [{"zero": 3, "experts": 1}]
+EXPERT_CASES += [{"zero": zero, "experts": 2} for zero in (0, 1, 2, 3)]
+EXPERT_CASES += [{"zero": 3, "experts": 2, "accumulation": 4}]
+ON_FOUR: list[dict[str, Any]] = [{"zero": zero, "experts": 4} for zero in (0, 3)]
 
 
 def paper_bytes(count: int, *, stage: int, ranks: int, masters: bool = False) -> float:
@@ -272,6 +281,8 @@ def counted_case(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> 
     data = Data(batch_size=ROWS, context=CONTEXT, accumulation=accumulation)
     recipe = Recipe(name="zero", model=Shape(**shape), data=data, techniques=techniques, parallel=Parallel(**own))
     config = build.shape_config(recipe.model, vocab_size=VOCABULARY, positions=CONTEXT)
+    if "experts" in own:
+        config = read_config(EXPERTS | {"vocab_size": VOCABULARY})
     step = build.training_step(initialize(config, seed=0), recipe, ranks=ranks)
     held: dict[str, int] = {}
     collect = step.where.collect
@@ -297,9 +308,11 @@ def counted_case(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> 
     assert result is not None
     count, stage = parameters(config).total, own["zero"]
     shards = ranks.size // own.get("replicas", 1)
-    about = {"stage": stage, "ranks": shards, "accumulation": accumulation}
+    experts, itemsize = case.get("experts", 1), 2 if masters else 4
+    about = {"stage": stage, "ranks": shards, "accumulation": accumulation, "experts": experts}
     formula = fsdp_bytes(config, **about, masters=masters, copies=own.get("offload") == "optimizer")
-    itemsize = 2 if masters else 4
+    exchanged = exchanged_bytes(config, tokens=result.tokens // ranks.size, experts=experts, itemsize=itemsize)
+    predicted = exchanged + sent_bytes(config, **about, itemsize=itemsize, replicas=own.get("replicas", 1))
     apart = {}
     if "offload" in own:  # the host has the optimizer's shares of weights and gradients, and its states
         share, blocks = count / shards, len(config.layers)
@@ -317,7 +330,8 @@ def counted_case(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> 
         "formula": {"start": formula.start, "backward": formula.backward, "peak": formula.peak},
         "paper": paper_bytes(count, stage=stage, ranks=shards, masters=masters),
         "sent": dict(counter.sent),
-        "sent_formula": sent_bytes(config, **about, itemsize=itemsize, replicas=own.get("replicas", 1)),
+        "sent_formula": predicted,
+        **({"exchanged_formula": exchanged} if experts > 1 else {}),
         "order": counter.order,
     }
 
@@ -327,7 +341,7 @@ def bytes_table(report: Report) -> str:
     rows = []
     for row in report["rows"]:
         options = [f"{row['accumulation']} micro-batches"] if "accumulation" in row else []
-        options += [f"{key} {row[key]}" for key in ("policy", "offload", "replicas") if key in row]
+        options += [f"{key} {row[key]}" for key in ("experts", "policy", "offload", "replicas") if key in row]
         name = ", ".join([f"zero {row['zero']}", *options])
 
         def a_parameter(value: float, row: dict[str, Any] = row) -> str:
@@ -335,7 +349,8 @@ def bytes_table(report: Report) -> str:
 
         held = [a_parameter(row["held"][moment]) for moment in ("start", "backward", "peak")]
         sent = [a_parameter(sum(row["sent"].values())), a_parameter(row["sent_formula"])]
-        own = [*held, a_parameter(row["formula"]["peak"]), a_parameter(row["paper"]), *sent]
+        paper = "" if row.get("experts", 1) > 1 else a_parameter(row["paper"])
+        own = [*held, a_parameter(row["formula"]["peak"]), paper, *sent]
         rows.append([str(row["ranks"]), name, *own])
     head = ["ranks", "layout", "weights", "after a backward pass", "peak", "FSDP2's formula for the peak"]
     return markdown([*head, "the paper's formula", "sent in a step", "its formula"], rows, left=2)
@@ -378,6 +393,12 @@ WAYS: dict[str, tuple[dict[str, Any] | None, str, str, str]] = {
     ),
     "replicas R": ({"zero": 3, "replicas": 2}, "R groups that each hold the model (HSDP)", "R times the shards", ""),
     "tensor M": (None, "M neighbours split every block and row", "exchanges in each block", "Muon, LoRA, QAT, dropout"),
+    "experts N": (
+        {"zero": 3, "experts": 2},
+        "N neighbours divide the experts",
+        "tokens travel",
+        "`offload all`, `replicas`, 1-bit optimizers",
+    ),
     "prefetch N": (None, "requests the next N blocks early (zero 3)", "N blocks of memory", "layer dropping"),
 }
 
@@ -388,7 +409,8 @@ def ways_table(report: Report) -> str:
     for name, (fields, what, costs, without) in WAYS.items():
         cells = ["", "", ""]
         for row in report["rows"]:
-            own = {key: row[key] for key in ("zero", "policy", "offload", "replicas", "accumulation") if key in row}
+            kinds = ("zero", "experts", "policy", "offload", "replicas", "accumulation")
+            own = {key: row[key] for key in kinds if key in row}
             if row["ranks"] == 2 and own == fields:
                 sizes = row["formula"]["peak"], row["held"]["peak"], sum(row["sent"].values())
                 cells = [f"{size / row['parameters']:.1f}" for size in sizes]

@@ -33,7 +33,7 @@ def stacked(axes: Axes, stage: int, weights: float, states: float, peak: float) 
 def draw_measured(axes: Axes) -> None:
     """Bytes a parameter of the model that was measured."""
     for row in json.loads(RESULT.read_text())["rows"]:
-        if row["ranks"] != RANKS or {"accumulation", "policy", "offload", "replicas"} & set(row):
+        if row["ranks"] != RANKS or {"accumulation", "policy", "offload", "replicas", "experts"} & set(row):
             continue
         stage, count, formula = row["zero"], row["parameters"], row["formula"]
         states = 8 / (RANKS if stage else 1)

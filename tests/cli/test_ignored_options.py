@@ -105,7 +105,7 @@ data.context data.fit_context data.batch_size data.accumulation data.separate_do
 optimizer.learning_rate optimizer.beta1 optimizer.beta2 optimizer.epsilon optimizer.weight_decay optimizer.groups
 optimizer.clip schedule.kind schedule.warmup_steps techniques.precision techniques.attention techniques.loss
 techniques.layer_drop techniques.checkpointing techniques.compile techniques.fp8 techniques.fused_optimizer lora.rank
-qat.bits parallel.zero parallel.offload parallel.policy run.steps run.epochs run.minutes run.folder
+qat.bits parallel.zero parallel.experts parallel.offload parallel.policy run.steps run.epochs run.minutes run.folder
 run.export_dtype run.checkpoint_every run.background_checkpoints run.device run.threads run.seed run.fit run.tensorboard
 """
 # The same of the commands. Among them are what is refused by its own error where it cannot be (--tensor-parallel of a

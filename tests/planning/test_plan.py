@@ -24,11 +24,12 @@ from hasten.errors import ConfigError
 from hasten.machine.limits import Limits
 from hasten.model.families import read_config
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
-from hasten.planning.cost import kv_bytes_per_token, parameters, training_flops_per_token
+from hasten.planning.cost import expert_weights, kv_bytes_per_token, parameters, training_flops_per_token
 from hasten.planning.devices import DEVICES
 from hasten.planning.memory import InferenceUse, TrainingUse, largest, memory_of
-from hasten.planning.plan import inference_phases
+from hasten.planning.plan import inference_phases, training_phase
 from hasten.planning.shapes import SHAPES, shape_config
+from hasten.planning.sharing import exchanged_bytes
 from hasten.training.memory import training_use
 from hasten.training.recipe import Lora, Optimizer, Parallel, Techniques
 from tiny_model import tiny_llama
@@ -347,3 +348,30 @@ def test_a_plan_has_the_dtypes_of_the_path_that_generates(tmp_path, monkeypatch)
     assert usual["weights"] == readable["weights"] == wide["weights"] // 2
     asked = hasten.load(tmp_path / "model", dtype="float32")
     assert wide["weights"] == sum(parameter.nbytes for parameter in asked.parameters())
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_experts_that_ranks_divide_are_counted_once_in_all(zero):
+    """Each of 4 ranks has a quarter of the experts, with gradients and states, and of the rest what ZeRO leaves it."""
+    values = SHAPES["tiny"] | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    config = read_config(values | {"moe_intermediate_size": 64, "head_dim": 32})
+    use = TrainingUse(batch_size=1, length=16, dtype="float32", zero=zero, ranks=4)
+
+    def held(experts):
+        parts = memory_of(config, replace(use, experts=experts)).parts
+        return sum(parts[name] for name in ("weights", "gradients", "optimizer"))
+
+    apart, total = expert_weights(config), parameters(config).total
+    assert 0.3 * total < apart < 0.95 * total
+    rest = (total - apart) / (4 if zero else 1)
+    for experts in (2, 4):
+        assert held(experts) == pytest.approx(16 * (rest + apart / experts), rel=1e-6)
+    gathered = [memory_of(config, replace(use, experts=experts)).parts["gathered"] for experts in (1, 4)]
+    assert gathered[1] < gathered[0] if zero else gathered == [0, 0]
+    phases = [training_phase(config, replace(use, experts=experts)) for experts in (1, 4)]
+    tokens = exchanged_bytes(config, tokens=16, experts=4, itemsize=4)
+    assert tokens == 16 * len(config.layers) * 4 * 2 * config.hidden_size * 4 * 3 / 4
+    assert phases[1].sent > tokens
+    assert phases[1].exchanges == phases[0].exchanges + 4 * len(config.layers)
+    again = [training_phase(config, replace(use, experts=4, recompute=kind)).sent for kind in ("none", "full")]
+    assert again[1] - again[0] == pytest.approx(tokens / 2)

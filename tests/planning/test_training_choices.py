@@ -159,3 +159,46 @@ def test_where_nothing_fits_the_smallest_is_named():
     with pytest.raises(ResourceError) as error:
         choose_training("llama-70b", replace(H100S, use="lora", device="rtx4090", gpus=2))
     assert "--use lora" not in str(error.value)
+
+
+# About Qwen3-30B-A3B, of 8 layers.
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 4096,
+}
+
+
+def test_ways_divide_experts_where_a_model_has_them(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    found = choose_training(str(tmp_path), H100S)
+    divided = [way for way in found.rows if asked(way).get("parallel.experts") == "8"]
+    assert divided
+    assert {way.use.experts for way in found.rows} <= {1, 8}
+    way = divided[0]
+    policy = "float32-masters" if way.use.masters else "float32-weights"
+    parallel = Parallel(zero=way.use.zero, policy=policy, experts=8)
+    options = replace(H100S, goal=None, gpus=None, ranks=8, parallel=parallel, batch_size=way.use.batch_size)
+    techniques = replace(H100S.techniques, precision="bfloat16", checkpointing=way.use.recompute)
+    options = replace(options, accumulation=way.use.accumulation, techniques=techniques)
+    assert make_plan(str(tmp_path), options).memory.peak == way.plan.memory.peak
+    asked_for = choose_training(str(tmp_path), replace(H100S, parallel=Parallel(experts=4)))
+    assert {way.use.experts for way in asked_for.rows} == {4}
+    assert all("--parallel.experts 4" in way.kept for way in asked_for.rows)
+
+
+def test_devices_that_experts_cannot_be_divided_among_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    with pytest.raises(ConfigError, match=r"is 8, which parallel.experts \(3\) does not divide"):
+        choose_training(str(tmp_path), replace(H100S, parallel=Parallel(experts=3)))
+    with pytest.raises(ConfigError, match=r"parallel.experts is 8, and the model has no experts; leave it at 1"):
+        choose_training("llama-7b", replace(H100S, parallel=Parallel(experts=8)))

@@ -33,7 +33,7 @@ TRAINING = ("train", "finetune", "lora")
 TRAINS, ANSWERS = Needs("use", *TRAINING), Needs("use", "generate", "serve")
 # What of a recipe decides its bytes, FLOPs and time.
 TECHNIQUES = ("precision", "attention", "joined_projections", "loss", "layer_drop", "checkpointing", "compile")
-BETWEEN_RANKS = ("zero", "tensor", "replicas")
+BETWEEN_RANKS = ("zero", "tensor", "experts", "replicas")
 Weights = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int4-g64", "int4-g128"]
 
 
@@ -218,15 +218,19 @@ def settled(
         device = replace(device, memory=int(options.memory * 1e9))
     options = replace(options, techniques=replace(options.techniques, precision=precision))
     options.recipe().check()
-    groups = options.parallel.replicas * options.parallel.tensor
+    groups, what = groups_of(options.parallel)
     if options.training and options.ranks % groups:
-        raise ConfigError(
-            f"--ranks (with --goal: --gpus) is {options.ranks}, which parallel.replicas times parallel.tensor "
-            f"({groups}) does not divide"
-        )
+        raise ConfigError(f"--ranks (with --goal: --gpus) is {options.ranks}, which {what} ({groups}) does not divide")
     if not options.training and options.new_tokens >= length:
         raise ConfigError(f"--new-tokens ({options.new_tokens}) must be below --length ({length})")
     return Subject(name=name, config=config, checkpoint=checkpoint, options=options, device=device, own=own)
+
+
+def groups_of(parallel: Parallel) -> tuple[int, str]:
+    """What the number of ranks must be a multiple of, and the fields that say so."""
+    if parallel.experts > 1:  # without the others
+        return parallel.experts, "parallel.experts"
+    return parallel.replicas * parallel.tensor, "parallel.replicas times parallel.tensor"
 
 
 def _generated_in(config: ModelConfig, own: str, options: PlanOptions) -> str:

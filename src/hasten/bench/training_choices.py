@@ -1,4 +1,4 @@
-"""Ways to train a model on several devices, predicted: ZeRO stage, offload, recomputation, masters, micro-batches."""
+"""Ways to train a model on several devices, predicted: ZeRO stage, experts, offload, recomputing, masters, rows."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-from hasten.bench.plan import PlanOptions, Subject, config_of, settle, settled, training_plan
+from hasten.bench.plan import PlanOptions, Subject, config_of, groups_of, settle, settled, training_plan
 from hasten.errors import ConfigError, ResourceError
 from hasten.planning.devices import ONE_SOCKET
 from hasten.planning.memory import TrainingUse
@@ -139,7 +139,7 @@ def choose_for_recipe(recipe: Recipe, *, kept: Collection[str] = (), processes: 
     if recipe.teacher is not None:
         raise ConfigError("a plan does not count a teacher's memory; leave out --devices auto, or --teacher")
     subject = _subject_of(recipe, processes or 1)
-    count, groups = processes or _devices_here(subject), recipe.parallel.replicas * recipe.parallel.tensor
+    count, groups = processes or _devices_here(subject), groups_of(recipe.parallel)[0]
     rows = recipe.data.batch_size * recipe.parallel.tensor
     counts = [number for number in range(count, 0, -1) if rows % number == 0 and number % groups == 0][:1]
     if processes and counts != [processes]:
@@ -165,7 +165,7 @@ def _subject_of(recipe: Recipe, ranks: int) -> Subject:
         batch_size=data.batch_size,
         accumulation=data.accumulation,
         length=data.context,
-        ranks=max(ranks, recipe.parallel.replicas * recipe.parallel.tensor),
+        ranks=max(ranks, groups_of(recipe.parallel)[0]),
         techniques=recipe.techniques,
         optimizer=recipe.optimizer,
         lora=recipe.lora,
@@ -196,15 +196,15 @@ def _best(
 ) -> Ways:
     """The ways on these numbers of devices, the best first. rows: of a micro-batch, of all ranks together."""
     parallel, most, note = subject.options.parallel, max(counts), ""
-    divided = parallel.zero or parallel.tensor > 1 or "processes" in kept
+    divided = parallel.zero or parallel.tensor > 1 or parallel.experts > 1 or "processes" in kept
     if subject.shares_cores and most > 1 and not divided:
         counts, note = [1], ONE_SOCKET
-    groups = parallel.replicas * parallel.tensor
+    groups, what = groups_of(parallel)
     counts = [number for number in counts if number % groups == 0]
     ways = [way for number in counts for way in _ways(subject, number, kept, rows)]
     if not ways:
         training_plan(subject)  # raises what is wrong with each of them, if it is not their number
-        raise ConfigError(f"{most} devices are no multiple of parallel.replicas times parallel.tensor ({groups})")
+        raise ConfigError(f"{most} devices are no multiple of {what} ({groups})")
     fitting = [way for way in ways if way.fits]
     if not fitting:
         raise _nothing_fits(ways, subject.options, divides=not GIVEN_ROWS & {*kept})
@@ -251,13 +251,17 @@ def _ways(subject: Subject, devices: int, kept: Collection[str], rows: int | Non
     splits = [count for count in (1 << i for i in range(rows.bit_length())) if rows % count == 0]
     if GIVEN_ROWS & {*kept}:
         splits = [1]
-    for zero, offload, policy, checkpointing, split in product(stages, offloads, policies, recomputed, splits):
+    divisors = [parallel.experts]  # ranks that divide the experts: all of them, or none
+    if devices > 1 and subject.config.experts and free("parallel.experts", parallel.experts == 1):
+        divisors = [1, devices]
+    ways = product(stages, divisors, offloads, policies, recomputed, splits)
+    for zero, experts, offload, policy, checkpointing, split in ways:
         own = subject.having(
             ranks=devices,
             batch_size=rows // split,
             accumulation=options.accumulation * split,
             measure=False,
-            parallel=replace(parallel, zero=zero, offload=offload, policy=policy),
+            parallel=replace(parallel, zero=zero, experts=experts, offload=offload, policy=policy),
             techniques=replace(techniques, checkpointing=checkpointing),
         )
         try:
@@ -267,6 +271,7 @@ def _ways(subject: Subject, devices: int, kept: Collection[str], rows: int | Non
             continue
         changes = [f"--processes {devices}"] if devices > 1 or zero else []
         changes += [f"--parallel.zero {zero}"] * (zero != parallel.zero)
+        changes += [f"--parallel.experts {experts}"] * (experts != parallel.experts)
         changes += [f"--parallel.offload {offload}"] * (offload != parallel.offload)
         if policy != parallel.policy:
             changes += [f"--parallel.policy {policy} --techniques.precision {techniques.precision}"]
@@ -282,7 +287,7 @@ def _ways(subject: Subject, devices: int, kept: Collection[str], rows: int | Non
 def _asked_for(options: PlanOptions) -> Iterator[str]:
     """The options, of those that ways are made of, that were given."""
     usual, parallel = Parallel(), options.parallel
-    for name in ("zero", "offload", "policy", "tensor", "replicas"):
+    for name in ("zero", "offload", "policy", "tensor", "experts", "replicas"):
         if getattr(parallel, name) != getattr(usual, name):
             yield f"--parallel.{name} {getattr(parallel, name)}"
     if parallel.policy != usual.policy:

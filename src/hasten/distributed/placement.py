@@ -4,6 +4,9 @@
     Replicated    whole on every rank, gradients averaged (DistributedDataParallel)
     Sharded       a shard on every rank: ZeRO 1-3 (arXiv 1910.02054) and HSDP, by FSDP2's `fully_shard`
 
+Beside both, experts may be divided among ranks (`expert_parallel`): each has some of them whole, and only their
+gradients, and nothing of the others.
+
 The optimizer updates plain tensors, `optimizer_params`: the parameters, this rank's shards of them, or float32 copies
 (masters of 16-bit weights, or weights offloaded to the host). So one optimizer serves every placement. What it cannot
 compute from its own rows, the norm of a whole tensor (LAMB) or a whole matrix (Muon), it gets from the placement.
@@ -11,8 +14,8 @@ compute from its own rows, the norm of a whole tensor (LAMB) or a whole matrix (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +27,9 @@ from hasten.distributed.ranks import ALONE, Ranks
 from hasten.model.initialize import Put, Weights
 from hasten.ops.linear.modules import PackedLinear
 
+if TYPE_CHECKING:
+    from hasten.distributed.expert_parallel import HeldExperts
+
 
 class Parts:
     """Access to whole tensors for an optimizer that updates parts of them. In this base class the parts are whole."""
@@ -31,6 +37,10 @@ class Parts:
     def shape(self, part: Tensor) -> torch.Size:
         """Shape of the whole tensor."""
         return part.shape
+
+    def divided(self, part: Tensor) -> bool:
+        """Whether other ranks have the rest of the tensor."""
+        return False
 
     def norms(self, parts: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
         """Norms (N,) of whole tensors, from this rank's parts. of: the optimizer's parameter for each part."""
@@ -53,14 +63,15 @@ class Placement(Parts):
 
     module: what the step calls. parameters: what is trained, by name. optimizer_params: the tensors that the optimizer
     updates, by the same names. copies: the device of the optimizer's float32 copies of the weights, None for no copies.
+    experts: those that this rank has, where ranks divide them.
     """
 
     ranks: Ranks = ALONE
     module: nn.Module
 
-    def __init__(self, model: Any, *, copies: torch.device | None = None) -> None:
+    def __init__(self, model: Any, *, copies: torch.device | None = None, experts: HeldExperts | None = None) -> None:
         self.module = model
-        self.copies = copies
+        self.copies, self.experts = copies, experts
         # Frozen parameters are neither updated nor stored.
         self.parameters: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.optimizer_params = {name: self._optimizer_param(p) for name, p in self.parameters.items()}
@@ -70,6 +81,33 @@ class Placement(Parts):
             for n, p in self.parameters.items()
             if self.optimizer_params.get(n, p) is not p
         ]
+        names = frozenset[str]() if experts is None else experts.own & self.parameters.keys()
+        self._of_experts = {self.optimizer_params[name] for name in names}
+
+    @property
+    def has_whole_model(self) -> bool:
+        """Whether this rank has every weight whole."""
+        return self.experts is None
+
+    @property
+    def everywhere(self) -> dict[str, Tensor]:
+        """What is trained on any rank, by name: `parameters`, and those of others' experts on the meta device."""
+        return self.parameters if self.experts is None else {**self.parameters, **self.experts.elsewhere}
+
+    def gradient_norm(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+        """Norm of all gradients of all ranks, from this rank's: {the optimizer's parameter: its gradient}."""
+        others = {one: found for one, found in gradients.items() if one not in self._of_experts}
+        norm = torch.linalg.vector_norm(self.norms(list(others.values()), list(others)))
+        if self.experts is None:
+            return norm
+        own = [found for one, found in gradients.items() if one in self._of_experts]
+        squares = torch.stack(torch._foreach_norm(own)).square().sum() if own else torch.zeros_like(norm)
+        return (norm.square() + self.experts.sum(squares)).sqrt()
+
+    def _average_experts(self) -> None:
+        """Average the gradients of experts over the ranks that have the same ones."""
+        if self.experts is not None:
+            self.experts.average(one for name, one in self.parameters.items() if name in self.experts.own)
 
     def _optimizer_param(self, parameter: nn.Parameter) -> nn.Parameter:
         if self.copies is None:
@@ -85,7 +123,8 @@ class Placement(Parts):
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Move the gradients to the optimizer's tensors."""
+        """Complete the gradients and move them to the optimizer's tensors."""
+        self._average_experts()
         for parameter, own in self._separate:
             if self.copies is None:  # its storage may have moved
                 own.data = self.local(parameter)
@@ -130,14 +169,25 @@ class Replicated(Placement):
     """The whole model on every rank; gradients are averaged bucket by bucket during the backward pass (DDP).
 
     unused: a parameter may have no gradient in a step (layer dropping, experts); finding out costs a walk of the graph.
-    averages: whether the gradients are averaged; False leaves each rank its own.
+    averages: whether the gradients are averaged; False leaves each rank its own. Experts that ranks divide are left to
+    the base class.
     """
 
-    def __init__(self, model: nn.Module, *, ranks: Ranks, unused: bool, copies: torch.device | None = None) -> None:
-        super().__init__(model, copies=copies)
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        ranks: Ranks,
+        unused: bool,
+        copies: torch.device | None = None,
+        experts: HeldExperts | None = None,
+    ) -> None:
+        super().__init__(model, copies=copies, experts=experts)
         # It would split compiled graphs at the ends of buckets; blocks are smaller, and it knows no checkpointing.
         torch._dynamo.config.optimize_ddp = False
         self.ranks = ranks
+        if experts is not None:
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts.own)
         self._ddp = nn.parallel.DistributedDataParallel(
             model, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=unused
         )
@@ -161,10 +211,16 @@ class Replicated(Placement):
 
     @torch.no_grad()
     def collect(self) -> None:
+        self._average_experts()
         for parameter, own in self._separate:
             own.grad = None if parameter.grad is None else parameter.grad.to(own.device, own.dtype)
+            if own in self._of_experts:
+                parameter.grad = None
 
     def zero_grad(self) -> None:
+        if self.experts is not None:
+            for name in self.experts.own & self.parameters.keys():
+                self.parameters[name].grad = self.optimizer_params[name].grad = None
         # The gradients are views of the buckets and are zeroed in place: new ones would be summed outside the buckets.
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if self._unused or not gradients:
@@ -185,7 +241,8 @@ class Sharded(Placement):
     in between. 1: they also stay gathered between micro-batches, gradients are accumulated whole, and only the last
     micro-batch's backward pass scatters them. replicas: groups of size/replicas ranks that each hold all shards;
     gradients are averaged over them (HSDP). offload: shards, gradients and optimizer states are on the host, weights on
-    the device while they are used. prefetch: blocks whose weights are gathered ahead of the one that runs.
+    the device while they are used. prefetch: blocks whose weights are gathered ahead of the one that runs. experts:
+    of ranks that divide them; these are whole.
     """
 
     def __init__(
@@ -198,12 +255,13 @@ class Sharded(Placement):
         offload: bool = False,
         prefetch: int = 0,
         copies: torch.device | None = None,
+        experts: HeldExperts | None = None,
         weights: Weights | None = None,
     ) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         device = model.device.type
-        self.ranks, self.stage = ranks, stage
+        self.ranks, self.stage, self.experts = ranks, stage, experts
         self._meshes = {kind: mesh_of(kind, ranks, replicas) for kind in (device, "cpu")}
         mesh = self._meshes[device]
         if ranks.tensor > 1:
@@ -217,6 +275,8 @@ class Sharded(Placement):
                     module.hold_as_parameters()
         # At stages 1 and 2 a shard of a frozen weight would only be kept beside the gathered one.
         whole = {parameter for parameter in model.parameters() if not parameter.requires_grad and stage < 3}
+        if experts is not None:
+            whole |= {parameter for name, parameter in model.named_parameters() if name in experts.own}
 
         def shard(module: Any, *, reshard: bool) -> Any:
             return fully_shard(
@@ -235,30 +295,36 @@ class Sharded(Placement):
             place = torch.device("cpu") if offload else model.device
             model._apply(lambda one: torch.empty_like(one, device=place) if one.is_meta else one)
             weights(self._rows_into(model))
-        super().__init__(model, copies=copies)
+        super().__init__(model, copies=copies, experts=experts)
         self._shapes: dict[Tensor, torch.Size] = {
             own: self.parameters[name].shape for name, own in self.optimizer_params.items()
         }
         # A factor on squared norms: tensors that all tensor-parallel neighbours hold whole are counted once in total.
-        self._counted: dict[Tensor, Tensor] = {
-            own: torch.tensor(1.0 if self.parameters[name].placements[-1].is_shard() else 1 / ranks.tensor).to(
-                own.device
-            )
-            for name, own in self.optimizer_params.items()
-        }
+        self._counted: dict[Tensor, Tensor] = {}
+        for name, own in self.optimizer_params.items() if ranks.tensor > 1 else ():
+            split = self.parameters[name].placements[-1].is_shard()
+            self._counted[own] = torch.tensor(1.0 if split else 1 / ranks.tensor).to(own.device)
+
+    @property
+    def has_whole_model(self) -> bool:
+        return False
 
     def _rows_into(self, model: nn.Module) -> Put:
         """A function that puts this rank's rows of a whole tensor into a parameter, and returns them.
 
-        Rows that the parameter has beyond the tensor's, of a padded vocabulary, become zero.
+        Rows that the parameter has beyond the tensor's, of a padded vocabulary, become zero. Of experts that ranks
+        divide, all rows are this rank's, or none.
         """
 
         @torch.no_grad()
         def put(name: str, whole: Tensor) -> Tensor:
+            if self.experts is not None and self.experts.lacks(name):
+                return whole[:0]
             owner, _, leaf = name.rpartition(".")
             module = model.get_submodule(owner)
             parameter = getattr(getattr(module, "base", module), leaf)  # of a layer with an adapter, the frozen one's
-            local, first = self.local(parameter), -(-parameter.shape[0] // self._shards) * self._index
+            local = self.local(parameter)
+            first = 0 if local is parameter else -(-parameter.shape[0] // self._shards) * self._index
             rows = whole[first : first + len(local)]
             local[: len(rows)].copy_(rows)
             local[len(rows) :].zero_()
@@ -269,11 +335,12 @@ class Sharded(Placement):
     def _optimizer_param(self, parameter: nn.Parameter) -> nn.Parameter:
         if self.copies is not None:
             return super()._optimizer_param(parameter)
-        return nn.Parameter(self.local(parameter))
+        part = self.local(parameter)
+        return parameter if part is parameter else nn.Parameter(part)
 
     @torch.no_grad()
     def local(self, tensor: Tensor) -> Tensor:
-        part: Tensor = cast(Any, tensor).to_local()
+        part: Tensor = cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
         return part
 
     def micro_batch(self, *, last: bool) -> None:
@@ -288,8 +355,16 @@ class Sharded(Placement):
     def shape(self, part: Tensor) -> torch.Size:
         return self._shapes[part]
 
+    def divided(self, part: Tensor) -> bool:
+        return part not in self._of_experts
+
     def norms(self, parts: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
         squares = super().norms(parts, of).square()
+        if self._of_experts:
+            split = torch.tensor([self.divided(one) for one in of], device=squares.device)
+            summed = squares[split]
+            torch.distributed.all_reduce(summed, group=self._group)
+            return squares.masked_scatter(split, summed).sqrt()
         torch.distributed.all_reduce(squares, group=self._group)
         if self.ranks.tensor > 1:
             squares *= torch.stack([self._counted[one] for one in of])
@@ -297,6 +372,8 @@ class Sharded(Placement):
         return squares.sqrt()
 
     def whole(self, parts: Tensor, like: Tensor) -> Tensor:
+        if not self.divided(like):
+            return parts
         rows = self.shape(like)[0]
         most = -(-rows // self._shards)  # rows of a rank; the last ranks may have fewer, or none
         sent = F.pad(parts, (0, 0, 0, most - parts.shape[1])).contiguous()
@@ -305,6 +382,8 @@ class Sharded(Placement):
         return torch.cat(found, dim=1)[:, :rows]
 
     def part(self, matrices: Tensor, like: Tensor) -> Tensor:
+        if not self.divided(like):
+            return matrices
         first = -(-self.shape(like)[0] // self._shards) * self._index
         return matrices[:, first : first + like.shape[0]]
 
@@ -312,6 +391,8 @@ class Sharded(Placement):
         from torch.distributed.tensor import DTensor
 
         like, mesh = self.parameters[name], self._meshes[tensor.device.type]
+        if not hasattr(like, "placements"):
+            return tensor
         return DTensor.from_local(
             tensor, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )

@@ -41,7 +41,7 @@ SMALL = 1024  # bytes: counts of targets, norms and flags, which no formula has
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """A collective as an operator. kind: "all-reduce". whole: bytes of the whole tensor; sent: what a rank sends of it,
-    in a ring. group: the process group's name. operator: its name.
+    in a ring, or to each other rank what it is to have. group: the process group's name. operator: its name.
     """
 
     kind: str
@@ -59,7 +59,7 @@ def collective_of(function: Any, args: Any) -> Collective | None:
     space, _, name = schema.name.partition("::")
     if space == "c10d" and name in _KINDS:
         kind, times, place = _KINDS[name]
-        group = ProcessGroup.unbox(args[[argument.name for argument in schema.arguments].index("process_group")])
+        group = ProcessGroup.unbox(args[_place(schema, "process_group")])
         whole = sum(_bytes(tensor) for tensor in _flat(args[place]))
     elif space == "_c10d_functional" and name in _FUNCTIONAL:
         kind, times, place = _FUNCTIONAL[name]
@@ -68,7 +68,14 @@ def collective_of(function: Any, args: Any) -> Collective | None:
     else:
         return None
     sent = times * whole * (group.size() - 1) // group.size()
+    if name == "alltoall_base_" and sum(rows := args[_place(schema, "input_split_sizes")]):
+        sent = whole * (sum(rows) - rows[group.rank()]) // sum(rows)
     return Collective(kind=kind, operator=name, whole=whole, sent=sent, group=group.group_name)
+
+
+def _place(schema: Any, name: str) -> int:
+    """Which argument of an operator has a name."""
+    return [argument.name for argument in schema.arguments].index(name)
 
 
 def wait_for(result: Any) -> None:

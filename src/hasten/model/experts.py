@@ -71,6 +71,8 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         self.all_take_part = False  # also experts that no row has chosen: then each has a gradient
+        # `routed`, given the experts of this rank, where other ranks have the others (expert parallelism).
+        self.exchange: Callable[[nn.ModuleList, Tensor, Tensor, Tensor], Tensor] | None = None
         self._bound: BoundExperts | None = None
         self.router = nn.Linear(config.hidden_size, config.experts, bias=config.router_bias)
         self.choice_bias = nn.Parameter(torch.empty(config.experts)) if config.expert_choice_bias else None
@@ -88,6 +90,8 @@ class Experts(nn.Module):
 
     def routed(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """Outputs (N, C) of the chosen experts for rows (N, C), added up by their shares."""
+        if self.exchange is not None:
+            return self.exchange(self.experts, rows, shares, chosen)
         grouped = self._grouped(rows, shares)
         if grouped is None:
             return self.one_by_one(rows, shares, chosen)

@@ -116,6 +116,12 @@ def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     return own + vectors + every * biases, active + vectors + used * biases
 
 
+def expert_weights(config: ModelConfig) -> int:
+    """Number of weights in the experts that tokens are routed to, of all layers."""
+    own = config.hidden_size * (3 if config.gated else 2) * config.expert_size + _mlp_biases(config, config.expert_size)
+    return sum(config.experts * own for layer in config.layers if layer.experts)
+
+
 def _mlp_biases(config: ModelConfig, inner: int) -> int:
     """Number of biases in an MLP of `inner` features."""
     return (inner * (2 if config.gated else 1) + config.hidden_size) * config.mlp_bias

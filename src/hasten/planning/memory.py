@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from hasten.errors import ResourceError
 from hasten.model.config import LayerConfig, ModelConfig
-from hasten.planning.cost import keeping_layers, key_numbers, matrices, parameters, state_bytes
-from hasten.planning.sharing import fsdp_bytes, gathered_weights
+from hasten.planning.cost import expert_weights, keeping_layers, key_numbers, matrices, parameters, state_bytes
+from hasten.planning.sharing import fsdp_bytes, gathered_weights, held_share
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs
@@ -74,10 +74,11 @@ class TrainingUse:
     masters. joined: one product for queries, keys and values. explicit_attention: score matrices are kept. loss: name
     of its kernel. recompute: none, selective, full, or offload (as full, with the kept inputs on the host). zero: ZeRO
     stage; ranks: processes that share one model; replicas: groups of that size; tensor: neighbours among the ranks that
-    split every block and row. copies: the optimizer has float32 copies of float32 weights. offload: these (or its
-    masters) and its states are on the host, which is another device. adapter: number of LoRA weights, the only ones
-    that are trained; base: bytes of the model they adapt, which zero 3 divides. rounded: number of weights that are
-    rounded while they train (QAT). keeps_freed: the allocator keeps freed blocks, as in training on a CPU.
+    split every block and row; experts: those that divide the experts. copies: the optimizer has float32 copies of
+    float32 weights. offload: these (or its masters) and its states are on the host, which is another device. adapter:
+    number of LoRA weights, the only ones that are trained; base: bytes of the model they adapt, which zero 3 divides.
+    rounded: number of weights that are rounded while they train (QAT). keeps_freed: the allocator keeps freed blocks,
+    as in training on a CPU.
     """
 
     batch_size: int
@@ -95,6 +96,7 @@ class TrainingUse:
     ranks: int = 1
     replicas: int = 1
     tensor: int = 1
+    experts: int = 1
     copies: bool = False
     offload: bool = False
     adapter: int | None = None
@@ -140,9 +142,11 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     trained = use.adapter is None
     narrow = size if size < 4 and not (use.masters and trained) else 0  # bytes of a weight's copy beside a float32 one
     parts = _states(config, use) | _activations(config, use, narrow)
-    copied = count.total - count.table - (count.embedding if count.head else 0)  # all but what is only looked up
+    copied = int(count.total * held_share(config, ranks=1, experts=use.experts))
+    copied -= count.table + (count.embedding if count.head else 0)  # all but what is only looked up
     if use.zero == 3 and use.recompute != "none":  # of a block that is being recomputed, and the root's
-        copied = int(min(copied, gathered_weights(config)))
+        apart = expert_weights(config) / use.experts if use.experts > 1 else 0
+        copied = int(min(copied, gathered_weights(config, use.experts) + 2 * apart / len(config.layers)))
     copied //= use.tensor
     parts[f"weights in {use.dtype}"] = narrow * copied if trained or use.base >= 4 * count.total else 0
     # A weight divided by its scale and the rounded one, both in float32; and the one that is multiplied.
@@ -180,7 +184,11 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
         states -= 4 * sum(matrices(config, layer)[0] for layer in config.layers)
     if use.optimizer.startswith("onebit"):
         states += 4 * count + 4 * count // use.ranks  # compression errors of the own tensor and of the own piece
-    parts = {"weights": size * count + use.base, "gradients": size * count, "masters": own * count, "optimizer": states}
+
+    # Shares of a rank of all that has as many numbers as the weights: undivided by ZeRO, and divided.
+    whole, shard = (held_share(config, ranks=count, experts=use.experts) for count in (1, use.ranks))
+    parts = {"weights": size * count, "gradients": size * count, "masters": own * count, "optimizer": states}
+    parts = {name: int(size * (shard if use.zero else whole)) for name, size in parts.items()}
     parts |= {"gathered": 0, "update": 0}
     if use.zero and use.ranks > 1:
         shared = fsdp_bytes(
@@ -190,22 +198,22 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
             accumulation=use.accumulation,
             masters=use.masters,
             copies=use.copies,
+            experts=use.experts,
         )
-        parts |= {name: size // use.ranks for name, size in parts.items()}
         parts["gathered"] = max(0, int(shared.peak) - sum(parts.values()) + parts["gradients"]) // use.tensor
         if use.adapter is not None:
-            base, gathered = use.base, size * count
+            parts["gathered"] = size * count
             if use.zero == 3:  # the root and two blocks are gathered
-                base, part = use.base // use.ranks, gathered_weights(config) / parameters(config).total
-                gathered += int(use.base * part)
-            parts |= {"weights": size * count // use.ranks + base, "gathered": gathered}
+                part = gathered_weights(config, use.experts) / parameters(config).total
+                parts["gathered"] += int(use.base * part)
     elif use.optimizer.endswith("lamb"):
-        parts["update"] = 12 * count  # steps and their divisors, of all tensors of a group at once
+        parts["update"] = int(12 * count * whole)  # steps and their divisors, of all tensors of a group at once
     elif use.optimizer == "muon":
         parts["update"] = MUON_STACKS
+    parts["weights"] += int(use.base * (shard if use.zero == 3 else whole))
     if use.masters and not use.offload and not parts["gathered"]:
         # The masters' gradients are float32. A heap that keeps freed blocks has no place for them in those of 16 bits.
-        parts["update"] += (4 if use.keeps_freed else 2) * count
+        parts["update"] += int((4 if use.keeps_freed else 2) * count * whole)
     if use.offload:
         parts |= {"masters": 0, "optimizer": 0}
     return parts

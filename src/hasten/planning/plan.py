@@ -12,7 +12,7 @@ from hasten.model.config import ModelConfig
 from hasten.planning import cost
 from hasten.planning.devices import HOST_LINK, HOST_MEMORY, REACHED, Device
 from hasten.planning.memory import ITEMSIZE, InferenceUse, Memory, TrainingUse, largest, memory_of
-from hasten.planning.sharing import sent_bytes
+from hasten.planning.sharing import exchanged_bytes, held_share, sent_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,14 +139,14 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
     tokens, layers = use.batch_size * use.length * use.accumulation, len(config.layers)
     around = cost.training_flops_per_token(replace(config, layers=()), use.length)
     blocks = kept * (cost.training_flops_per_token(config, use.length) - around)
-    again = blocks / 3 if use.recompute in ("full", "offload") else 0
+    again, recomputed = blocks / 3 if use.recompute in ("full", "offload") else 0, use.recompute != "none"
     frozen = (blocks + around) / 3 if use.adapter is not None else 0  # weights that get no gradient
     parts, count = memory_of(config, use).parts, cost.parameters(config).total
     every = memory_of(config, replace(use, recompute="none")).parts  # what is recomputed is written and read, too
     activations = sum(size for name, size in every.items() if name.startswith(("activations", "logits")))
     states = sum(parts[name] for name in ("gradients", "masters", "optimizer"))
     # A micro-batch writes and reads its activations, and reads all weights twice; the update reads and writes states.
-    weights = ITEMSIZE[use.dtype] * count // use.tensor
+    weights = int(ITEMSIZE[use.dtype] * count * held_share(config, ranks=1, experts=use.experts)) // use.tensor
     moved = use.accumulation * (2 * activations + 2 * weights + parts["gradients"]) + 2 * states
     itemsize = 2 if use.masters else 4
     shards, split = use.ranks // use.tensor, use.tensor
@@ -157,6 +157,7 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
         accumulation=use.accumulation,
         itemsize=itemsize,
         replicas=use.replicas,
+        experts=use.experts,
     )
     sent /= split
     if use.adapter is not None:  # of frozen weights no gradients are sent, and at stage 3 the weights themselves
@@ -169,15 +170,21 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
     passes = 3 if again else 2
     each = passes * layers * 2 * (itemsize + ITEMSIZE[use.dtype]) + 4 * itemsize
     sent += each * (split - 1) / split * tokens * config.hidden_size
+    if use.experts > 1:
+        size = ITEMSIZE[use.dtype]
+        sent += exchanged_bytes(config, tokens=tokens, experts=use.experts, itemsize=size, recomputed=recomputed)
     update = cost.muon_flops(config) if use.optimizer == "muon" and use.adapter is None else 0.0
     if update and use.zero:  # every rank gathers the momentum of whole matrices
         inside = sum(cost.matrices(config, layer)[0] for layer in config.layers)
+        inside -= cost.expert_weights(config) if use.experts > 1 else 0
         sent += 4 * inside * (use.ranks - 1) / use.ranks
     trained = count if use.adapter is None else use.adapter
-    own = trained / (use.ranks if use.zero else split)  # weights that a rank's optimizer updates
+    # Weights that a rank's optimizer updates.
+    own = trained * held_share(config, ranks=use.ranks if use.zero else split, experts=use.experts)
     # Gradients go to the host and weights come back; AdamW there reads four numbers of each weight and writes three.
     host = 2 * itemsize * own / HOST_LINK + 28 * own * use.ranks * use.replicas / HOST_MEMORY
     exchanges = 2 * layers * (shards * use.replicas > 1) + 4 * (passes * layers + 1) * (split > 1)
+    exchanges += 2 * (3 if recomputed else 2) * sum(layer.experts for layer in config.layers) * (use.experts > 1)
     return Phase(
         name="step",
         tokens=tokens,

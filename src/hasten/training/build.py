@@ -12,6 +12,7 @@ from hasten.checkpoints.advice import asked_as, export_plain, plain_folder
 from hasten.checkpoints.fill_quantized import OnPacked
 from hasten.checkpoints.one_by_one import RowsOfPacked, unfilled_model
 from hasten.checkpoints.source import ModelSource
+from hasten.distributed.expert_parallel import HeldExperts, apply_expert_parallel
 from hasten.distributed.placement import Placement, Replicated, Sharded
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.distributed.tensor_training import apply_tensor_parallel
@@ -131,7 +132,9 @@ def model_and_weights(
     if source is None:
         with unfilled():
             model = Transformer(config)
-        weights: Weights = partial(draw_weights, model, seed=recipe.run.seed, device=device)
+            # All draws are made in their order, also of experts that this rank will not have.
+            drawn = model if recipe.parallel.experts == 1 else Transformer(config)
+        weights: Weights = partial(draw_weights, drawn, seed=recipe.run.seed, device=device)
     else:
         model, weights = unfilled_model(source)
         if recipe.lora.rank is not None:  # the others are trained in float32
@@ -199,12 +202,15 @@ def training_step(
         apply_rounding(model, recipe.qat, begin=not restored or recipe.lora.rank is not None)
     if techniques.checkpointing != "none":
         apply_checkpointing(model, techniques.checkpointing)
+    experts = None
+    if parallel.experts > 1:
+        experts = apply_expert_parallel(model, ranks, parallel.experts)
     by_blocks = why_block_by_block(model, recipe, ranks)
     if techniques.fp8:
         check_fp8(model, recipe, precision, by_blocks)
     if techniques.compile and by_blocks is not None:
         apply_compile(model)
-    placement = apply_data_parallel(model, recipe, ranks, weights)
+    placement = apply_data_parallel(model, recipe, ranks, weights, experts)
     optimizer = make_optimizer(placement, recipe.optimizer, fused=techniques.fused_optimizer)
     if by_blocks is None:
         return whole_step(model, recipe, placement, optimizer, precision, should_stop)
@@ -255,17 +261,26 @@ def why_block_by_block(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE)
 def divided_at_once(recipe: Recipe, ranks: Ranks, source: ModelSource | None) -> bool:
     """Whether no rank needs the whole model: ZeRO divides all of its weights, and each rank makes or reads its own.
 
-    Rounded weights begin with scales that are found from whole ones.
+    Rounded weights begin with scales that are found from whole ones; packed ones are divided by rows, experts not.
     """
+    if recipe.parallel.experts > 1 and source is not None and source.quantized is not None:
+        return False
     divided = recipe.parallel.zero > 0 and (recipe.lora.rank is None or recipe.parallel.zero == 3)
     divided = divided and recipe.qat.bits is None
     return ranks.joined and divided and ranks.tensor == 1
 
 
 def apply_data_parallel(
-    model: Transformer, recipe: Recipe, ranks: Ranks = ALONE, weights: Weights | None = None
+    model: Transformer,
+    recipe: Recipe,
+    ranks: Ranks = ALONE,
+    weights: Weights | None = None,
+    experts: HeldExperts | None = None,
 ) -> Placement:
-    """Distribute the model over the ranks: whole on each (DDP) or sharded (FSDP2). weights: as in `training_step`."""
+    """Distribute the model over the ranks: whole on each (DDP) or sharded (FSDP2).
+
+    weights: as in `training_step`. experts: this rank's, where ranks divide them.
+    """
     parallel = recipe.parallel
     copies = None
     if parallel.offload == "optimizer" or parallel.policy == "float32-masters":
@@ -273,8 +288,10 @@ def apply_data_parallel(
     if not ranks.joined:
         return Placement(model, copies=copies)
     if parallel.zero == 0:
-        unused = bool(model.config.experts) or recipe.techniques.layer_drop is not None
-        return Replicated(model, ranks=ranks, unused=unused, copies=copies)
+        # Some experts, and biases that only choose among them, have no gradient.
+        unreached = bool(model.config.experts) and (experts is None or model.config.expert_choice_bias)
+        unused = unreached or recipe.techniques.layer_drop is not None
+        return Replicated(model, ranks=ranks, unused=unused, copies=copies, experts=experts)
     for module in model.modules():
         # Ranks reduce the gradients of a block together, and so all or none of it.
         if isinstance(module, Experts) and any(one.requires_grad for one in module.experts.parameters()):
@@ -287,6 +304,7 @@ def apply_data_parallel(
         offload=parallel.offload == "all",
         prefetch=parallel.prefetch,
         copies=copies,
+        experts=experts,
         weights=weights,
     )
 

@@ -204,6 +204,8 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
         if owner.partition(".")[0] == "random":
             continue  # of a rank, not of a weight
         worked = placement.optimizer_params.get(owner)
+        if worked is None and owner in placement.everywhere:
+            continue  # of an expert that another rank has
         if worked is None:
             raise CheckpointError(f"{stored.folder}: optimizer state for {owner!r}, which the model lacks; {REMEDY}")
         if shape and shape != placement.parameters[owner].shape:
@@ -231,7 +233,7 @@ def load_weights(stored: Checkpoint, placement: Placement) -> None:
     """Restore the weights, in place. Raises CheckpointError if they do not fit the model."""
     from hasten.distributed.storage import read
 
-    read(_weights(stored, placement.parameters), placement.parameters)
+    read(_weights(stored, placement.everywhere), placement.parameters)
 
 
 def reader_of_weights(stored: Checkpoint, parameters: Mapping[str, Tensor]) -> Callable[[str], Tensor]:

@@ -69,6 +69,7 @@ def training_use(
         ranks=ranks.size // parallel.replicas,
         replicas=parallel.replicas,
         tensor=ranks.tensor,
+        experts=parallel.experts,
         copies=parallel.offload == "optimizer",
         offload=parallel.offload != "none" and device.type != "cpu",
         adapter=adapter,

@@ -38,11 +38,11 @@ class Muon(torch.optim.Muon):
         """Update every matrix that has a gradient."""
         assert closure is None
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            alike: dict[tuple[torch.Size, bool], list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    by_shape[self.parts.shape(parameter)].append(parameter)
-            for shape, members in by_shape.items():
+                    alike[self.parts.shape(parameter), self.parts.divided(parameter)].append(parameter)
+            for (shape, _), members in alike.items():
                 count = max(1, BATCH_ELEMENTS // shape.numel())
                 for start in range(0, len(members), count):
                     self._update(members[start : start + count], group["lr"], group["weight_decay"], group["momentum"])

@@ -47,6 +47,7 @@ TEXT_SOURCES, TEXT_FILES = ("stdlib", "packages"), (".txt", ".py", ".md")  # whi
 FREE_FIELDS = frozenset(
     {
         "data.workers",
+        "parallel.experts",
         "parallel.offload",
         "parallel.prefetch",
         "parallel.replicas",
@@ -267,6 +268,8 @@ class Parallel:
     """ZeRO stage. 0: the whole model on every process (DDP); 1-3: weights, gradients and states sharded (FSDP2)."""
     tensor: Annotated[int, ABOVE_0, SHARED] = 1
     """Neighbouring processes that split every block and every row of tokens (tensor and sequence parallelism)."""
+    experts: Annotated[int, ABOVE_0] = 1
+    """Neighbouring processes that divide each layer's experts, to which tokens travel (expert parallelism)."""
     replicas: Annotated[int, ABOVE_0, SHARED] = 1
     """Groups of processes that each hold the whole model in shards (HSDP); for several machines."""
     offload: OffloadName = "none"

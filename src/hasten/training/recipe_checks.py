@@ -59,6 +59,8 @@ def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
         yield "parallel.offload all needs sharded weights; set parallel.zero to 1, 2 or 3"
     if parallel.tensor > 1:
         yield from _wrong_split(recipe)
+    if parallel.experts > 1:
+        yield from _wrong_experts(recipe)
     if parallel.policy == "float32-masters" and recipe.techniques.precision in ("auto", "float32"):
         yield "parallel.policy float32-masters needs techniques.precision bfloat16 or float16"
     if onebit and parallel.zero:
@@ -73,6 +75,18 @@ def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
         )
     if parallel.prefetch and recipe.techniques.layer_drop is not None:
         yield "parallel.prefetch would gather blocks that techniques.layer_drop skips; choose one of them"
+
+
+def _wrong_experts(recipe: Recipe) -> Iterator[str]:
+    parallel, kind = recipe.parallel, recipe.optimizer.kind
+    if parallel.replicas > 1 or parallel.tensor > 1:
+        yield "parallel.experts supports neither parallel.replicas nor parallel.tensor; set them to 1"
+    if parallel.offload == "all":
+        yield "parallel.experts leaves experts where they are used; set parallel.offload optimizer"
+    if kind.startswith("onebit"):
+        yield f"optimizer.kind {kind} averages whole models, which parallel.experts divides; set parallel.experts 1"
+    if recipe.qat.eigenvalue_steps:
+        yield "qat.eigenvalue_steps measures whole blocks, which parallel.experts divides; set parallel.experts 1"
 
 
 def _wrong_split(recipe: Recipe) -> Iterator[str]:

@@ -13,7 +13,7 @@ import torch
 from hasten.checkpoints.adapter_files import save_adapter
 from hasten.checkpoints.export import export_model
 from hasten.distributed.launch import joined, remember, remembered
-from hasten.distributed.placement import Placement, Sharded
+from hasten.distributed.placement import Placement
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
 from hasten.machine import measured, resolve_dtype
@@ -217,13 +217,13 @@ def _restore(stored: checkpoints.Checkpoint, setup: Setup, folder: RunFolder) ->
 def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> float | None:
     """Write the model or adapter folder, from the best weights if they are stored and wanted, else the last ones.
 
-    A sharded model is read from a checkpoint. Returns the stored bits per weight of a model trained while rounded.
+    What ranks divide is read from a checkpoint. Returns the stored bits per weight of a model trained while rounded.
     """
     # While bits are lowered, an earlier loss says nothing about the final ones.
     wanted = recipe.run.export == "best" and recipe.qat.start_bits is None
     stored = checkpoints.find(folder.best) if wanted else None
     model, placement, read = setup.model, setup.step.where, None
-    if isinstance(placement, Sharded):
+    if not placement.has_whole_model:
         stored = stored or checkpoints.find(folder.last)
         if recipe.qat.bits is not None:
             model = _rounded_model(recipe, setup.model)

@@ -135,8 +135,8 @@ class TrainStep:
         """Clip the gradients, update the weights, and drop the gradients; returns their norm before clipping."""
         self.where.collect()
         self.precision.unscale(self.optimizer, self.ranks)
-        held = {p: p.grad for p in self.parameters if p.grad is not None}
-        norm = torch.linalg.vector_norm(self.where.norms(list(held.values()), list(held)))
+        held: dict[Tensor, Tensor] = {p: p.grad for p in self.parameters if p.grad is not None}
+        norm = self.where.gradient_norm(held)
         if self.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
         self.precision.step(self.optimizer)
