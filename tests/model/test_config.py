@@ -15,7 +15,10 @@ from references import CASES
 # Sizes that every published config names: left out, a guess would only move the error to the weights.
 REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 REQUIRED |= {"n_embd", "n_layer", "n_head"}
-NEEDED = {"dots1": {"n_routed_experts", "n_shared_experts", "num_experts_per_tok"}}  # no number there by default
+NEEDED = {  # no number there by default
+    "dots1": {"n_routed_experts", "n_shared_experts", "num_experts_per_tok"},
+    "deepseek_v2": {"num_experts_per_tok"},
+}
 WHOLE = ("gemma3_text", "gemma4_text")  # published files leave out even their sizes
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
