@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hasten
+from hasten.checkpoints.adapter_files import save_adapter
+from hasten.checkpoints.adapters import load_adapters
 from hasten.engine.block_table import Rows
 from hasten.engine.cache import ROW_FORMATS, KVCache
 from hasten.errors import CheckpointError, ConfigError
@@ -229,6 +231,28 @@ def test_adapters_beside_all_its_products(name):
     for number, own in zip((1, -1, 0), found, strict=True):
         choice.every = number
         assert (own - our_logits(model, LONG[0][:20])).abs().max() <= TOLERANCE
+
+
+@needs_native
+@pytest.mark.parametrize("targets", [["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"], ["kv_b_proj"]])
+def test_adapters_of_a_model_that_generates(targets, tmp_path):
+    """Within the native blocks, or by readable ones where an adapter changes the product of each head."""
+    exact = decided(hasten.load(make_reference("deepseek_v3"), dtype="float32"))
+    adapter = new_adapter(exact.config, rank=3, alpha=5, targets=targets)
+    for own in adapter.values():
+        torch.nn.init.normal_(own.b.data, std=0.1)
+    save_adapter(tmp_path / "a", adapter, exact.config)
+    model, plain = (decided(hasten.load(make_reference("deepseek_v3"), dtype="bfloat16")) for _ in range(2))
+    choice = load_adapters(model, [tmp_path / "a"])
+    assert (model.stack is not None) == (targets != ["kv_b_proj"])
+    attach(exact, [adapter])
+    attach(plain, [adapter])
+    choice.every = 0
+    expected, parts = our_logits(exact, LONG[0]), [30] + [1] * 40
+    found = cached_logits(model, LONG[0], parts)
+    assert error(found, expected) <= 2 * error(our_logits(plain, LONG[0]), expected)
+    choice.every = -1
+    assert error(cached_logits(model, LONG[0], parts), expected) > 4 * error(found, expected)
 
 
 @needs_native

@@ -32,7 +32,7 @@ def base(tmp_path_factory):
         {"separate_documents": True},
         {"checkpointing": "full"},
         {"dropout": 0.1},
-        {"optimizer": "muon"},
+        {"kind": "muon"},
         {"lora": Lora(rank=4, targets=("all-linear",))},
         {"qat": Qat(bits=8)},
     ],
