@@ -22,7 +22,7 @@ from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedLinear
 
 LARGEST_RANK = 4096
-# Of our modules, those that can be adapted.
+# Names of our modules that can be adapted.
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down", "q_down", "q_up", "kv_down", "kv_up")
 DELTA_LINEARS = ("query", "key", "value", "z", "beta", "decay", "out")  # and of Gated DeltaNet
 ALL_LINEAR = "all-linear"
