@@ -53,7 +53,7 @@ class Block(nn.Module):
         if self.delta is None:
             self.attention = Attention(config, layer) if config.latent is None else LatentAttention(config, layer)
         self.attention_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
-        self.parallel = config.parallel
+        self.parallel, self.lends_keys = config.parallel, layer.lends_keys
         self.mlp_norm = norm_of(config, hidden) if config.pre_norms and not config.parallel else nn.Identity()
         if layer.experts:
             kind = NormedExperts if config.expert_norms else Experts
@@ -63,7 +63,6 @@ class Block(nn.Module):
         self.mlp_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
         self.token_gate = TokenGate(config) if config.token_features else None
         self.scale = nn.Parameter(torch.empty(1)) if config.block_scales else None
-        self.lends_keys = layer.lends_keys
         self.dropout, self.residual_scale = nn.Dropout(config.dropout), config.residual_scale
 
     def forward(
