@@ -1,5 +1,6 @@
 """Latent attention: its two forms are one function, and what a cache keeps is the latent and one key for all heads."""
 
+import json
 import warnings
 from dataclasses import replace
 
@@ -189,6 +190,30 @@ def test_a_quantized_model_computes_with_the_numbers_that_it_holds(name, scheme,
     again = hasten.load(tmp_path / "quantized", dtype="float32")
     assert torch.equal(our_logits(again, PROMPTS[0]), found)
     assert greedy(again, SOME, 8) == tokens
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "youtu"])
+def test_a_product_of_each_head_that_is_stored_quantized_is_unpacked(name, tmp_path):
+    """Without a warning: that is how it is always multiplied, and how `plan` counts it."""
+    hasten.save(hasten.quantize(decided(hasten.load(make_reference(name))), hasten.Int8(lm_head="none")), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(4):
+        place = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
+        scale = tensors[place].abs().amax(1, keepdim=True) / 127
+        tensors |= {place: (tensors[place] / scale).round().to(torch.int8), f"{place}_scale": scale}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((tmp_path / "config.json").read_text())
+    ignored = [one for one in values["quantization_config"]["ignore"] if "kv_b_proj" not in one]
+    values["quantization_config"]["ignore"] = ignored
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = hasten.load(tmp_path, dtype="float32")
+    weight = model.blocks[0].attention.kv_up.weight
+    place = "model.layers.0.self_attn.kv_b_proj.weight"
+    torch.testing.assert_close(weight, tensors[place] * tensors[f"{place}_scale"])
+    assert "blocks.0.attention.kv_up" not in model.quantization
+    assert "blocks.0.attention.kv_down" in model.quantization
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -58,7 +58,10 @@ def row_format(kv_cache_dtype: str) -> RowFormat:
 
 
 class LayerShape(NamedTuple):
-    """What a layer keeps of each token: a key and a value for each of its heads, or in one tensor keys that are both."""
+    """What a layer keeps of each token: a key and a value for each of its heads.
+
+    tensors: 2, of keys and of values, or 1 of what is both.
+    """
 
     kv_heads: int
     head_dim: int

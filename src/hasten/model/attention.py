@@ -83,7 +83,7 @@ class Attention(nn.Module):
         self.kernels = LayerAttention.bind(self.request(dtype, device=device), forced=kernel)
 
     @property
-    def example(self) -> nn.Module:
+    def example(self) -> Linear:
         """One of the products, which all have the same dtype and device."""
         return self.q
 

@@ -30,6 +30,7 @@ class LatentParts(nn.Module):
         self.sizes, self.heads = attention.sizes, attention.spec.heads
         self.kv_norm = attention.kv_norm
         self.q_norm = None if self.sizes.query_rank is None else attention.q_norm
+        assert isinstance(attention.kv_up, nn.Linear), "it is never quantized"
         weight = attention.kv_up.weight.detach().unflatten(0, (self.heads, -1))  # (H, N + V, L)
         keys, values = weight.split((self.sizes.key_dim, self.sizes.value_dim), dim=1)
         self.keys, self.values = _of_heads(keys.transpose(1, 2)), _of_heads(values)
@@ -63,7 +64,7 @@ class LatentParts(nn.Module):
         attention.kv_up = _linear(weight.flatten(0, 1))
 
 
-def inputs_of(sizes: LatentConfig) -> tuple[str, str]:
+def inputs_of(sizes: LatentConfig) -> tuple[str, ...]:
     """The products of a layer's input, in the order in which the native steps read them."""
     return ("q" if sizes.query_rank is None else "q_down", "kv_down")
 

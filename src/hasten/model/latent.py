@@ -50,6 +50,7 @@ class LatentAttention(Attention):
         self.sizes, queries = sizes, config.heads * sizes.query_dim
         if sizes.query_rank is None:
             self.q: Linear = nn.Linear(hidden, queries, bias=False)
+            self.q_norm = None
         else:
             self.q_down: Linear = nn.Linear(hidden, sizes.query_rank, bias=config.qkv_bias)
             self.q_norm = RMSNorm(sizes.query_rank, _EPS, 0.0)
@@ -65,7 +66,7 @@ class LatentAttention(Attention):
         self.spec = AttentionSpec(heads=config.heads, kv_heads=config.heads, head_dim=size, scale=layer.scale)
 
     @property
-    def example(self) -> nn.Module:
+    def example(self) -> Linear:
         return self.kv_down
 
     @property
@@ -92,7 +93,7 @@ class LatentAttention(Attention):
     def queries(self, x: Tensor, rope: Rotation | None) -> Tensor:
         """Queries (B, T, H, N + R), whose last R numbers are rotated."""
         sizes = self.sizes
-        q = self.q(x) if sizes.query_rank is None else self.q_up(self.q_norm(self.q_down(x)))
+        q = self.q(x) if self.q_norm is None else self.q_up(self.q_norm(self.q_down(x)))
         q = q.unflatten(-1, (self.spec.heads, sizes.query_dim))
         if rope is None:
             return q
@@ -150,7 +151,7 @@ class LatentAttention(Attention):
 def _weight_of(linear: nn.Module, dtype: torch.dtype) -> Tensor:
     """The weight of a linear layer, or of the one that adapters are beside."""
     linear = getattr(linear, "base", linear)
+    assert isinstance(linear, nn.Linear | PackedLinear)
     if isinstance(linear, PackedLinear):  # where a kernel was forced by name
         return linear.numbers(torch.arange(linear.out_features)).dequantize(dtype)
-    weight: Tensor = linear.weight
-    return weight.to(dtype)
+    return linear.weight.to(dtype)

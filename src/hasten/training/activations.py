@@ -57,7 +57,8 @@ class RecomputedBlock(Block):
         if not torch.is_grad_enabled():
             return plain(x, rope, layer, scale, features, shared)
         # A closure over `layer`: inside a compiled block only tensors may be arguments of the checkpoint.
-        cos, sin, factors, *_ = (*(rope or (None, None)), None)
+        turn: tuple[Any, ...] = (None, None) if rope is None else rope
+        cos, sin, factors = (*turn, None)[:3]
         k, v = (None, None) if shared is None else shared
 
         def body(
