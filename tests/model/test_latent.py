@@ -364,7 +364,8 @@ def test_layers_that_predict_further_tokens_are_left_in_the_file(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = hasten.load(tmp_path, dtype="float32")
-    assert torch.equal(our_logits(model, PROMPTS[0]), our_logits(hasten.load(reference), PROMPTS[0]))
+    error = our_logits(model, PROMPTS[0]) - our_logits(hasten.load(reference), PROMPTS[0])
+    assert error.abs().max() <= TOLERANCE
 
 
 def test_kimi_k2_is_a_deepseek_v3():
