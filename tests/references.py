@@ -324,6 +324,58 @@ CASES |= {
 }
 
 
+# Latent attention: sizes of heads that differ, with rotary tables of several kinds.
+LATENT = BASE | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 96,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 40,
+}
+OF_LATENTS = LATENT | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+CASES |= {
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        OF_LATENTS
+        | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "attention_bias": True}
+        | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
+    ),
+    "deepseek_v3-plain": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        OF_LATENTS | {"q_lora_rank": None, "rope_interleave": False, "n_group": 1, "topk_group": 1, "v_head_dim": 12},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        OF_LATENTS
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 3.0}
+        | {"first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    # As the Lite: queries without a latent of their own, and the best of all experts.
+    "deepseek_v2-lite": ("DeepseekV2Config", "DeepseekV2ForCausalLM", OF_LATENTS | {"q_lora_rank": None}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        OF_LATENTS | {"v_head_dim": 24, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        "Mistral4ForCausalLM",
+        OF_LATENTS
+        | {"first_k_dense_replace": 2}
+        | {
+            "rope_parameters": YARN
+            | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3, "mscale_all_dim": 1.0, "mscale": 1.0}
+        },
+    ),
+    # (Tied, transformers itself does not load it again.)
+    "youtu": ("YoutuConfig", "YoutuForCausalLM", LATENT | {"tie_word_embeddings": False}),
+}
+
+
 # name -> what is changed of a case for a GGUF file to state it, and llama.cpp to load it.
 STATED = {
     "gemma2": {"query_pre_attn_scalar": 32},

@@ -116,7 +116,7 @@ def test_llm_chat_and_drafts_fuse_what_they_are_given(folders):
 @pytest.mark.skipif(not NATIVE, reason="nothing is fused without the native kernels")
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float16"])
 def test_what_cannot_be_fused_says_so_once_below_the_first_line(dtype, tmp_path, capsys):
-    hasten.save(tiny_llama(head_dim=520, num_hidden_layers=1), tmp_path / "wide-heads")
+    hasten.save(tiny_llama(head_dim=584, num_hidden_layers=1), tmp_path / "wide-heads")
     command = ["generate", str(tmp_path / "wide-heads"), "--dtype", dtype, "--prompt", "def", "--max-new-tokens", "2"]
     for more in ([], ["--quantize", "int8"]):  # as the warning advises
         with warnings.catch_warnings():
@@ -128,7 +128,7 @@ def test_what_cannot_be_fused_says_so_once_below_the_first_line(dtype, tmp_path,
         assert not any(line.startswith("warning: ") for line in others)
         if dtype != "float32":
             words = (
-                r"warning: the model runs without the fused steps, about \d+ times slower: the head size is 520; .*; "
+                r"warning: the model runs without the fused steps, about \d+ times slower: the head size is 584; .*; "
             )
             assert re.match(words + ("--quantize int8" if not more else ""), second), second
 

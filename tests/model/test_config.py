@@ -15,7 +15,10 @@ from references import CASES
 # Sizes that every published config names: left out, a guess would only move the error to the weights.
 REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 REQUIRED |= {"n_embd", "n_layer", "n_head"}
-NEEDED = {"dots1": {"n_routed_experts", "n_shared_experts", "num_experts_per_tok"}}  # no number there by default
+NEEDED = {  # no number there by default
+    "dots1": {"n_routed_experts", "n_shared_experts", "num_experts_per_tok"},
+    "deepseek_v2": {"num_experts_per_tok"},
+}
 WHOLE = ("gemma3_text", "gemma4_text")  # published files leave out even their sizes
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -106,6 +109,9 @@ YARN_OLD = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embedding
 HUNYUAN_OLD = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
 GPT_OSS_OLD = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 GPT_OSS_OLD["original_max_position_embeddings"] = 4096
+DEEPSEEK_OLD = {"rope_theta": 10000, "num_nextn_predict_layers": 1}
+DEEPSEEK_OLD["rope_scaling"] = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "mscale": 0.7}
+DEEPSEEK_OLD["rope_scaling"] |= {"mscale_all_dim": 0.9, "beta_fast": 32, "beta_slow": 1}
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0, 3, 4, 5, 6, 7, 8, 9]}
 
 # As transformers 4 wrote them: rope_theta beside rope_scaling, torch_dtype, fields that are there and null.
@@ -138,6 +144,12 @@ OLD = [
     ("arcee", {"rope_theta": 5e5, "rope_scaling": YARN_OLD}),
     ("nemotron", {"rope_theta": 10000, "partial_rotary_factor": 0.25, "head_dim": 32}),
     ("granite", {"rope_theta": 1e7, "rope_scaling": None, "logits_scaling": 8.0}),
+    ("deepseek_v3", DEEPSEEK_OLD | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}),
+    ("deepseek_v2", DEEPSEEK_OLD | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}),
+    ("deepseek_v2", DEEPSEEK_OLD | {"scoring_func": "softmax", "norm_topk_prob": False, "seq_aux": True}),
+    ("glm4_moe_lite", {"rope_theta": 1e6, "partial_rotary_factor": 1.0, "first_k_dense_replace": 1, "n_group": 1}),
+    ("mistral4", {"rope_parameters": None}),
+    ("mistral4", {"rope_parameters": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}}),
     ("smollm3", {"rope_theta": 5e6, "no_rope_layers": [1, 1, 1, 0], "rope_scaling": None}),
     ("hunyuan_v1_dense", {"rope_scaling": HUNYUAN_OLD, "use_cla": False, "use_qk_norm": True, "num_experts": 1}),
     ("olmo2", {"rope_theta": 500000, "rope_scaling": None}),

@@ -192,10 +192,10 @@ def test_a_part_that_fused_steps_have_not_beside_experts_is_named():
 
 
 def test_heads_that_the_native_steps_do_not_take_are_named():
-    config = replace(read_config(values_of("llama")), head_dim=520)
-    assert native_shape_refusal(config) == "the head size is 520; the fused steps go up to 512"
-    config = replace(config, head_dim=64, layers=(replace(config.layers[0], head_dim=520), *config.layers[1:]))
-    assert native_shape_refusal(config) == "the head size is 520; the fused steps go up to 512"
+    config = replace(read_config(values_of("llama")), head_dim=584)
+    assert native_shape_refusal(config) == "the head size is 584; the fused steps go up to 576"
+    config = replace(config, head_dim=64, layers=(replace(config.layers[0], head_dim=584), *config.layers[1:]))
+    assert native_shape_refusal(config) == "the head size is 584; the fused steps go up to 576"
 
 
 def test_limits_of_a_gated_mlp_are_run_in_experts_only():
@@ -241,6 +241,7 @@ def test_every_other_family_runs_in_all_fused_steps(case):
 
 OTHERS = {family for family, _ in PARTS} | {"olmo3", "glm4", "ernie4_5", "cohere2", "gpt_oss"} | set(WITH_STATES)
 OTHERS |= {"olmoe", "minimax_m2", "granitemoe", "ernie4_5_moe", "nanochat"}
+OTHERS |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"}
 
 
 @pytest.mark.parametrize("scheme", [None, hasten.Int8(), hasten.Int4(group_size=32)])

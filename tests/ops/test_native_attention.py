@@ -55,7 +55,7 @@ def case(seed, batch, tokens, room, heads, kv_heads, size, dtype):
     st.sampled_from([1, 2, 3, 7, 65]),
     st.integers(0, 600),
     st.sampled_from([(1, 1), (4, 4), (4, 2), (8, 1), (6, 2)]),
-    st.sampled_from([8, 16, 20, 64, 80, 128, 256, 500, 512]),
+    st.sampled_from([8, 16, 20, 64, 80, 128, 256, 500, 512, 576]),
     st.sampled_from([None, 1, 5, 64, 100]),
     st.sampled_from([None, 20.0]),
     st.booleans(),
@@ -124,7 +124,7 @@ def test_a_query_gets_the_same_bits_alone_and_in_company(isa, window):
     st.sampled_from([130, 515, 640]),
     st.sampled_from([0, 1, 500, 700]),
     st.sampled_from([(8, 1), (16, 2), (6, 2), (4, 4)]),
-    st.sampled_from([64, 80, 128, 512]),
+    st.sampled_from([64, 80, 128, 512, 576]),
     st.sampled_from([None, 100, 513]),
     st.sampled_from([PLAIN, RowFormat(8), RowFormat(4, rotated=True)]),
 )

@@ -93,7 +93,7 @@ def assert_at_most_twice(found, dtype):
     st.sampled_from([1, 2, 37, 64, 130]),
     st.sampled_from([0, 0, 1, 64, 90]),
     st.sampled_from([(1, 1), (4, 2), (3, 1), (9, 9)]),
-    st.sampled_from([1, 8, 20, 64, 80, 128, 512]),
+    st.sampled_from([1, 8, 20, 64, 80, 128, 512, 576]),
     st.sampled_from([(True, None), (False, None), (True, 1), (True, 50), (True, 100)]),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )

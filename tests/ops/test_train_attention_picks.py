@@ -32,7 +32,7 @@ def request(**options):
         ({"mask": True}, "native", "it takes no explicit mask"),
         ({"softcap": 5.0}, "native", "it takes no soft-capping"),
         ({"dtype": torch.float16}, "native", "float32 and bfloat16, not float16"),
-        ({"head_dim": 520}, "native", "head size is 520"),
+        ({"head_dim": 584}, "native", "head size is 584"),
         ({"queries": 9}, "native", "9 are more than 8"),
         ({"device": torch.device("cuda")}, "native", "the tensors are on cuda"),
         ({"block_mask": True, "block_size": 64, "dtype": torch.float64}, "native-sparse", "not float64"),

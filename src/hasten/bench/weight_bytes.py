@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from hasten.model.config import ModelConfig
-from hasten.planning.cost import matrices, parameters
+from hasten.planning.cost import head_products, matrices, parameters
 
 
 def weight_bytes(config: ModelConfig, weights: str) -> int:
@@ -16,7 +16,8 @@ def weight_bytes(config: ModelConfig, weights: str) -> int:
     if kind not in ("int8", "int4"):
         return plain * count.total
     width, head = config.hidden_size, count.embedding
-    inside, blocks = sum(matrices(config, layer)[0] for layer in config.layers), int4_format(int(group or INT4_GROUP))
+    inside = sum(matrices(config, layer)[0] for layer in config.layers) - len(config.layers) * head_products(config)
+    blocks = int4_format(int(group or INT4_GROUP))
     outside = INT8
     if kind == "int8" and config.tie_embeddings:
         outside = replace(INT8, scales=int4_format(tied_head_group(width)).scales)

@@ -20,6 +20,7 @@ from hasten.model.shares import Cut, Share
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 
+SPLIT = ".kv_up"  # ends the names of layers that are multiplied head by head, with plain weights
 OnPacked = Callable[[str, PackedLinear], None]  # is given the name of a layer and the layer, which is in its place
 NO_KERNEL = "no kernel takes a quantized weight"  # how the warning about them begins
 ROUND = "hasten.quantize(model, hasten.Int8())"
@@ -72,9 +73,10 @@ def fill_quantized(
             whole = dequantize(module, dtype)
             weight = piece.of(whole).to(device)
             place.weight = nn.Parameter(weight if cut is None else cut.of(weight))
-            plain_bytes += place.weight.nbytes
-            stored_bytes += folder.values(module).nbytes * place.weight.numel() / whole.numel()
-            plain.append(f"{module.name} ({module.type or module.stored})")
+            if not name.endswith(SPLIT):
+                plain_bytes += place.weight.nbytes
+                stored_bytes += folder.values(module).nbytes * place.weight.numel() / whole.numel()
+                plain.append(f"{module.name} ({module.type or module.stored})")
             packed = None
         else:
             layers[name], rows = _written_as(module), None

@@ -1,7 +1,7 @@
 """A model as it lies on the disk, whatever its layout: what `load` needs to know before it reads a weight."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from hasten.checkpoints.formats.file_format import QuantizedFolder
 from hasten.checkpoints.formats.registry import read_quantization
 from hasten.machine.regular_files import read_json
 from hasten.model.config import ModelConfig
-from hasten.model.families import read_config
+from hasten.model.families import FAMILIES, read_config
 from hasten.model.families.wrapped import multi_token_tensors, text_modules, text_tensors
 from hasten.text.tokenizer import Tokenizer
 
@@ -64,6 +64,11 @@ def open_folder(folder: Path) -> ModelSource:
     if list(names) != list(stored):  # a text model is read by its own names
         stored = stored.renamed(names)
     generation, tokenizer = folder / "generation_config.json", folder / "tokenizer.json"
+    quantized = None if open_quantized is None else open_quantized(stored)
+    if quantized is not None and config.latent is not None:
+        split = f".{FAMILIES[config.family].names['kv_up']}.weight"  # multiplied head by head, with plain weights
+        modules = quantized.modules
+        modules.update({name: replace(one, layer=None) for name, one in modules.items() if name.endswith(split)})
     return ModelSource(
         path=folder,
         config=config,
@@ -71,7 +76,7 @@ def open_folder(folder: Path) -> ModelSource:
         towers=towers,
         head_bytes=head_bytes,
         read=stored.read,
-        quantized=None if open_quantized is None else open_quantized(stored),
+        quantized=quantized,
         generation=read_json(generation) if generation.exists() else {},
         read_tokenizer=partial(Tokenizer.from_folder, folder),
         tokenizer_bytes=int(TOKENIZER * tokenizer.stat().st_size) if tokenizer.is_file() else 0,

@@ -101,6 +101,8 @@ def apply_tensor_parallel(model: Transformer, ranks: Ranks, replicas: int) -> Tr
 
 def check_split(config: ModelConfig, degree: int) -> None:
     """Raise ConfigError for a model whose blocks cannot be split over `degree` ranks (2 or more)."""
+    if config.latent is not None:
+        raise ConfigError("parallel.tensor does not support a model with latent attention; leave it at 1")
     for what, size in (
         ("key/value heads", config.kv_heads),
         ("heads", config.heads),

@@ -58,18 +58,24 @@ def row_format(kv_cache_dtype: str) -> RowFormat:
 
 
 class LayerShape(NamedTuple):
-    """What a layer keeps of each token: a key and a value for each of its heads."""
+    """What a layer keeps of each token: a key and a value for each of its heads.
+
+    tensors: 2, of keys and of values, or 1 of what is both.
+    """
 
     kv_heads: int
     head_dim: int
+    tensors: int = 2
 
 
 def layer_shapes(config: ModelConfig) -> list[LayerShape | StateShape]:
     """The shape of each layer; one that uses another's keys and values has the other's."""
     state = None if config.delta is None else StateShape.of(config.delta)
+    sizes = [(config.kv_heads_of(layer), config.head_dim_of(layer)) for layer in config.layers]
+    tensors = 2 if config.latent is None else 1
     return [
-        state if layer.delta and state is not None else LayerShape(config.kv_heads_of(layer), config.head_dim_of(layer))
-        for layer in config.layers
+        state if layer.delta and state is not None else LayerShape(*own, tensors)
+        for layer, own in zip(config.layers, sizes, strict=True)
     ]
 
 
@@ -83,7 +89,8 @@ class KVCache:
     """Keys and values in `blocks` blocks of `block_size` tokens, and the states of `sequences` sequences.
 
     k, v: of each layer with attention, (blocks·block_size + 1, Hkv, …), the last row for padding, which is never read.
-    They lie in one allocation, the layers of one shape together; a layer that uses another's has the same tensors.
+    They lie in one allocation, the layers of one shape together; a layer that uses another's has the same tensors, and
+    with latent attention k and v are one.
     states: of every layer, None where it has attention.
     """
 
@@ -118,7 +125,7 @@ class KVCache:
         ]
         self._keeps_states = any(own is not None for own in self.states)
         self._groups = self._allocate(shapes)
-        held = {shape: iter(zip(*group.chunk(2), strict=True)) for shape, group in self._groups.items()}
+        held = {shape: _pairs(shape, group) for shape, group in self._groups.items()}
         pairs: dict[int, tuple[Tensor, Tensor]] = {}  # by layer
         for place, (shape, layer) in enumerate(zip(found, config.layers, strict=True)):
             if isinstance(shape, LayerShape):
@@ -129,12 +136,12 @@ class KVCache:
         self._query_start_loc: dict[int, Tensor] = {}  # by the tokens of a step: the same in all of them
 
     def _allocate(self, shapes: Sequence[LayerShape]) -> dict[LayerShape, Tensor]:
-        """For the layers of each shape, their keys and then their values: (2·layers, slots, Hkv, …)."""
+        """For the layers of each shape, their keys and then their values: (tensors·layers, slots, Hkv, …)."""
         slots, rows = self.blocks * self.block_size + 1, self.row_format
         # In memory a head's rows follow each other, as attention reads them: between those of other heads, a processor
         # does not foresee what is read next.
         sizes = {
-            shape: (2 * shapes.count(shape), shape.kv_heads, slots, rows.length(shape.head_dim))
+            shape: (shape.tensors * shapes.count(shape), shape.kv_heads, slots, rows.length(shape.head_dim))
             for shape in dict.fromkeys(shapes)
         }
         counts = [-(-torch.Size(size).numel() // _ALIGNED) * _ALIGNED for size in sizes.values()]
@@ -147,7 +154,7 @@ class KVCache:
         }
 
     def _picked(self, shape: LayerShape) -> Kernel[AttentionRequest]:
-        spec = AttentionSpec(heads=self.config.heads, **shape._asdict(), scale=1.0)
+        spec = AttentionSpec(heads=self.config.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, scale=1.0)
         request = AttentionRequest(spec=spec, device=self.device, dtype=self.dtype, cache_bits=self.row_format.bits)
         sparse = self.config.attention_pattern is not None
         return pick(PAGED_KERNELS, replace(request, block_mask=sparse, sinks=self.config.attention_sinks))
@@ -184,8 +191,8 @@ class KVCache:
         config: ModelConfig, *, block_size: int = 16, dtype: torch.dtype, row_format: RowFormat = PLAIN
     ) -> int:
         """Bytes that one block takes in all layers together."""
-        shapes = kept_shapes(config)
-        return 2 * block_size * sum(shape.kv_heads * row_format.bytes(shape.head_dim, dtype) for shape in shapes)
+        rows = (one.tensors * one.kv_heads * row_format.bytes(one.head_dim, dtype) for one in kept_shapes(config))
+        return block_size * sum(rows)
 
     @staticmethod
     def bytes_per_sequence(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -232,7 +239,7 @@ class KVCache:
                 kept.copy_(copied)
 
     def _parts(self, block: int, contents: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """A block of the layers of each shape, and its place in `contents`: both (2·layers, Hkv, block_size, …).
+        """A block of the layers of each shape, and its place in `contents`: both (tensors·layers, Hkv, block_size, …).
 
         In this order of dimensions each head's rows of a block are copied at once.
         """
@@ -365,6 +372,12 @@ class KVCache:
             return self.sparse.masks(positions, places)
         by_window = {window: visible(positions, places, window) for window in set(self.windows)}  # (B, T, S')
         return [by_window[window] for window in self.windows]
+
+
+def _pairs(shape: LayerShape, group: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of each layer of a shape, which may be one tensor."""
+    parts = [part.unbind() for part in group.chunk(shape.tensors)]
+    return zip(parts[0], parts[-1], strict=True)
 
 
 def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -39,6 +39,10 @@ class KVLayer:
         """For a kernel that writes and reads the cache itself."""
         return self.held
 
+    @property
+    def alone(self) -> bool:
+        return self.kernel is None and not isinstance(self.mask, Tensor)
+
     def attend(
         self,
         q: Tensor,
@@ -46,21 +50,28 @@ class KVLayer:
         v: Tensor,
         *,
         attention: LayerAttention,
+        kept: Tensor | None = None,
         sinks: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
         """Write the step's k, v (B, T, Hkv, D); attention of q (B, T, H, D) over what its queries may look at."""
         held, rows = self.held, self.held.metadata.rows
         slots, head_dim, dtype = held.metadata.slot_mapping, k.shape[-1], k.dtype
-        k, v = rows.write(k), rows.write(v)
-        held.k[slots], held.v[slots] = k.flatten(0, 1), v.flatten(0, 1)
+        if kept is not None:
+            held.k[slots] = rows.write(kept).flatten(0, 1)
+            return attention(q, k, v, mask=self.mask, sinks=sinks, dropout=dropout)
+        k, v = (rows.write(k),) * 2 if v is k else (rows.write(k), rows.write(v))
+        held.k[slots] = k.flatten(0, 1)
+        if held.v is not held.k:
+            held.v[slots] = v.flatten(0, 1)
         if self.kernel is not None:
             given = {"spec": attention.spec, "groups": self.groups, "dense": attention, "sinks": sinks}
             found = self.kernel(q.flatten(0, 1), held, **given)
             return found.unflatten(0, q.shape[:2])
         if isinstance(self.mask, Tensor):
             k, v = (t[:-1].unflatten(0, (len(q), -1))[:, : self.read] for t in (held.k, held.v))  # (B, S', Hkv, …)
-        k, v = (rows.read(t, head_dim, dtype) for t in (k, v))
+        k = rows.read(k, head_dim, dtype)
+        v = k if held.v is held.k else rows.read(v, head_dim, dtype)
         return attention(q, k, v, mask=self.mask, sinks=sinks, dropout=dropout)
 
 

@@ -66,8 +66,8 @@ class Attention(nn.Module):
 
     def request(self, dtype: torch.dtype | None = None, *, device: torch.device | None = None) -> AttentionRequest:
         """The request to a kernel, in the weights' dtype and device or in those given."""
-        like = request_of(self.q)
-        wide = isinstance(getattr(self.q, "base", self.q), WideLinear)
+        like = request_of(self.example)
+        wide = isinstance(getattr(self.example, "base", self.example), WideLinear)
         dtype = dtype or (torch.float32 if wide else like.dtype)
         request = AttentionRequest(spec=self.spec, device=device or like.device, dtype=dtype, dropout=self.dropout > 0)
         request = replace(request, block_mask=self.block_size is not None, block_size=self.block_size)
@@ -81,6 +81,16 @@ class Attention(nn.Module):
         dtype: of the products, if autocast runs them in another dtype than the weights'. device: of weights to come.
         """
         self.kernels = LayerAttention.bind(self.request(dtype, device=device), forced=kernel)
+
+    @property
+    def example(self) -> Linear:
+        """One of the products, which all have the same dtype and device."""
+        return self.q
+
+    @property
+    def over_cache(self) -> LayerAttention:
+        """The kernels of steps over a cache."""
+        return self.kernels
 
     @property
     def supports_segments(self) -> bool:

@@ -15,7 +15,7 @@ from hasten.model.fused import CudaStack, FusedBlock, FusedSteps, fuse, listed, 
 from hasten.model.transformer import Transformer, require_model
 from hasten.ops import attention as attention_operator
 from hasten.ops import picker
-from hasten.ops.attention.layer import layer_requests
+from hasten.ops.attention.layer import LayerAttention, layer_requests
 from hasten.ops.attention.paged import PAGED_KERNELS
 from hasten.ops.experts import KERNELS as EXPERTS_KERNELS
 from hasten.ops.linear import LinearRequest, PackedLinear, request_of
@@ -30,6 +30,7 @@ FORMS = {
     "masked": "attention over a cache",
     "decode": "attention over a cache, one query",
 }
+OVER_CACHE = ("masked", "decode")
 ONE_ROW = "decode step of one sequence"  # on a GPU: as one launch, or several for each block
 DELTA = "gated delta rule"
 OPERATORS: dict[str, tuple[str, ...]] = {
@@ -162,7 +163,7 @@ def _mixer_bindings(model: Transformer, layer: int, block: nn.Module) -> list[Bi
     request = replace(block.attention.request(), dtype=model.compute_dtype, block_mask=sparse)
     # A cache has one kernel for all layers.
     widest = max(model.config.head_dim_of(one) for one in model.config.layers if not one.delta)
-    request = replace(request, spec=replace(request.spec, head_dim=widest))
+    request = replace(request, spec=replace(block.attention.over_cache.spec, head_dim=widest))
     paged = _binding(layer, "paged attention", PAGED_KERNELS, request)
     return [*_attention_bindings(layer, block.attention), paged]
 
@@ -172,7 +173,8 @@ def _attention_bindings(layer: int, attention: Attention) -> list[Binding]:
     found = []
     for form, request in layer_requests(attention.request()).items():
         if form != "dropout" or attention.dropout:
-            bound = getattr(attention.kernels, form).name
+            kernels = attention.over_cache if form in OVER_CACHE else attention.kernels
+            request, bound = replace(request, spec=kernels.spec), getattr(kernels, form).name
             binding = _binding(layer, FORMS[form], attention_operator.KERNELS, request, bound)
             found.append(replace(binding, others=[UNFUSED, *binding.others]))
     return found
@@ -259,7 +261,8 @@ def kernels(model: Transformer, **names: str) -> Iterator[Transformer]:
 def _force_attention(model: Transformer, name: str, afterwards: ExitStack) -> None:
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     for layer, attention in enumerate(attentions):
-        afterwards.callback(setattr, attention, "kernels", attention.kernels)
+        bound = {name: value for name, value in vars(attention).items() if isinstance(value, LayerAttention)}
+        afterwards.callback(vars(attention).update, bound)
         try:
             attention.bind(name)
         except ConfigError as error:

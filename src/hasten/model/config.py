@@ -81,6 +81,32 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """The sizes of latent attention (MLA, arXiv 2405.04434), whose keys and values are products of a narrow latent.
+
+    rank: features of the latent; query_rank: of that of the queries, None: they have none. A head's query and key have
+    key_dim features that are not rotated and turned_dim that are, its value value_dim. What a cache keeps of a token is
+    the latent and one rotated key for all heads: `head_dim` = rank + turned_dim numbers of one key/value head.
+    """
+
+    rank: int
+    query_rank: int | None
+    key_dim: int
+    turned_dim: int
+    value_dim: int
+
+    @property
+    def query_dim(self) -> int:
+        """Features of a head's query, and of its key."""
+        return self.key_dim + self.turned_dim
+
+    @property
+    def kept(self) -> int:
+        """Numbers that a cache keeps of a token."""
+        return self.rank + self.turned_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
     """The settings of one layer: the attention window (None: everything), the rotary table, the MLP kind.
 
@@ -147,6 +173,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     tie_embeddings: bool = False
     delta: DeltaConfig | None = None  # of the layers with Gated DeltaNet
+    latent: LatentConfig | None = None  # of attention, whose kv_heads and head_dim are then those of what is kept
     experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
@@ -154,7 +181,8 @@ class ModelConfig:
     router_bias: bool = False  # the router's logits have one
     expert_choice_bias: bool = False  # a stored bias of each expert is added to its score to choose, not to weigh
     expert_groups: int = 1  # consecutive experts in as many equal groups; only the best groups' experts are chosen
-    expert_top_groups: int = 1  # number of groups kept, by the sum of the two best scores in each
+    expert_top_groups: int = 1  # number of groups kept
+    expert_group_scores: int = 2  # best scores in a group whose sum is that of the group
     normalize_experts: bool = True  # the chosen experts' scores are divided by their sum
     expert_sum_floor: float = 1e-20  # the least that they are divided by
     expert_weight_scale: float = 1.0  # multiplies the weights of the chosen experts

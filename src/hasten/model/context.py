@@ -30,6 +30,10 @@ class PlainLayer:
         self.mask, self.intervals, self.documents = mask, intervals, documents
         self._groups: list[SequenceGroup] | None = None  # of the documents
 
+    @property
+    def alone(self) -> bool:
+        return True
+
     def attend(
         self,
         q: Tensor,
@@ -37,6 +41,7 @@ class PlainLayer:
         v: Tensor,
         *,
         attention: LayerAttention,
+        kept: Tensor | None = None,
         sinks: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:

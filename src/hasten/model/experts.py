@@ -27,7 +27,7 @@ def route(logits: Tensor, config: ModelConfig, choice_bias: Tensor | None = None
     scores = _sigmoid(logits) if config.expert_scores == "sigmoid" else logits.softmax(dim=-1)  # (N, E)
     choice = scores if choice_bias is None else scores + choice_bias
     if config.expert_groups > 1:
-        choice = _in_best_groups(choice, groups=config.expert_groups, kept=config.expert_top_groups)
+        choice = _in_best_groups(choice, config)
     chosen = choice.topk(config.experts_per_token, dim=-1).indices
     weights = scores.gather(-1, chosen)
     if config.normalize_experts:
@@ -43,10 +43,11 @@ def _sigmoid(x: Tensor) -> Tensor:
     return x.double().sigmoid().to(x.dtype)
 
 
-def _in_best_groups(choice: Tensor, *, groups: int, kept: int) -> Tensor:
-    """Scores (N, E) with -inf outside the `kept` groups whose two best sum highest (DeepSeek-V3, arXiv 2412.19437)."""
-    grouped = choice.unflatten(-1, (groups, -1))  # (N, G, E/G)
-    best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(kept, dim=-1).indices  # (N, kept)
+def _in_best_groups(choice: Tensor, config: ModelConfig) -> Tensor:
+    """Scores (N, E) with -inf outside the groups kept: those whose best ones sum highest (arXiv 2412.19437)."""
+    grouped = choice.unflatten(-1, (config.expert_groups, -1))  # (N, G, E/G)
+    sums = grouped.topk(config.expert_group_scores, dim=-1).values.sum(dim=-1)  # (N, G)
+    best = sums.topk(config.expert_top_groups, dim=-1).indices
     outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)  # (N, G)
     return grouped.masked_fill(outside[..., None], float("-inf")).flatten(-2)
 

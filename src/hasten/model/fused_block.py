@@ -11,8 +11,10 @@ from hasten.model.attention import Attention
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.fused_delta import DeltaParts
+from hasten.model.fused_latent import LatentParts, inputs_of
 from hasten.model.fused_linear import part_of, plain, replace_linears
 from hasten.model.initialize import unfilled
+from hasten.model.latent import LatentAttention
 from hasten.model.mlp import MLP, Linear
 from hasten.model.transformer import Block
 
@@ -21,6 +23,7 @@ def unknown_parts(config: ModelConfig, known: Collection[str] = ()) -> str | Non
     """A part of this model's blocks that fused steps have not, as a reason; `known`: fields of those that they have."""
     stays = any(layer.rope is None for layer in config.layers) and bool(config.ropes)
     parts = {
+        "latent": "no latent attention" if config.latent is not None else None,
         "delta": "no layers with Gated DeltaNet" if config.keeps_states else None,
         "attention_gate": "no gates of attention" if config.attention_gate else None,
         "norm": "no layer norms stored minus one or without biases" if _unusual_layer_norm(config) else None,
@@ -69,6 +72,7 @@ class FusedSteps(nn.Module):
     def __init__(self, block: Block) -> None:
         super().__init__()
         self.delta = None if block.delta is None else DeltaParts(block.delta)  # in the place of attention
+        self.latent: LatentParts | None = None
         if block.delta is None:
             self._take_attention(block.attention)
         self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
@@ -84,11 +88,17 @@ class FusedSteps(nn.Module):
         self.register_load_state_dict_post_hook(_bind_again)
 
     def _take_attention(self, attention: Attention) -> None:
+        self.rope_pairs, self.sinks, self.lends_keys = attention.rope_pairs, attention.sinks, attention.lends_keys
+        if isinstance(attention, LatentAttention):
+            self.latent = LatentParts(attention)
+            self.spec, self.projections = self.latent.spec(attention.spec), inputs_of(attention.sizes)
+            self.attention_gate = self.normalises_values = False
+            self.q_norm = self.k_norm = self.qk_norm = None
+            return
         self.spec, self.attention_gate = attention.spec, attention.has_gates
         self.projections = tuple(name for name in ("q", "k", "v") if getattr(attention, name) is not None)
-        self.normalises_values, self.lends_keys = attention.value_eps is not None, attention.lends_keys
+        self.normalises_values = attention.value_eps is not None
         self.q_norm, self.k_norm, self.qk_norm = attention.q_norm, attention.k_norm, attention.qk_norm
-        self.rope_pairs, self.sinks = attention.rope_pairs, attention.sinks
 
     def bind(self) -> None:
         """Prepare the arguments of the calls once; looking them up in modules costs more than the calls."""
@@ -147,7 +157,11 @@ class FusedSteps(nn.Module):
             self.delta.give_to(block.delta)
             return block
         block.attention.sinks = self.sinks
-        block.attention.q_norm, block.attention.k_norm = self.q_norm, self.k_norm
+        if self.latent is not None:
+            assert isinstance(block.attention, LatentAttention)
+            self.latent.give_to(block.attention)
+        else:
+            block.attention.q_norm, block.attention.k_norm = self.q_norm, self.k_norm
         block.attention.bind()  # again, now that the weights are no longer on the meta device
         return block
 

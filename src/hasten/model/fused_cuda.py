@@ -54,7 +54,7 @@ def cuda_refusal(model: Transformer) -> str | None:
         return f"the fused steps compute in bfloat16 or float16; the model is {dtype}"
     if (reason := triton_support.refusal(model.device)) is not None:
         return reason
-    if config.head_dim > LARGEST_HEAD:
+    if config.head_dim > LARGEST_HEAD and config.latent is None:
         return f"the head size is {config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
     if isinstance(model, ShardedTransformer):
         return "the fused steps of a GPU know no ranks"

@@ -21,7 +21,7 @@ NO_ATTENTION: dict[str, Any] = {
     "head_norm": 0,
 }
 NO_ATTENTION |= {"rope_pairs": False, "scale": 0.0, "window": 0, "softcap": 0.0, "sinks": None}
-NO_ATTENTION |= {"attention_gate": False, "v_norm": None, "written": 2}
+NO_ATTENTION |= {"attention_gate": False, "v_norm": None, "written": 2, "latent": None}
 
 
 class DeltaParts(nn.Module):

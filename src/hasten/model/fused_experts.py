@@ -14,7 +14,7 @@ from hasten.ops.native import native_ops
 # What `plan_block` takes for a block without experts.
 _NORMS = ("router_norm", "expert_norm", "expert_post_norm", "shared_post_norm")
 NO_ROUTING: dict[str, Any] = dict.fromkeys(("experts", "router", "choice_bias", "shared_gate", *_NORMS, "expert_scale"))
-NO_ROUTING |= {"top_experts": 0, "expert_groups": 1, "kept_groups": 1, "sigmoid_scores": False}
+NO_ROUTING |= {"top_experts": 0, "expert_groups": 1, "kept_groups": 1, "group_scores": 2, "sigmoid_scores": False}
 NO_ROUTING |= {"normalize_shares": False, "share_floor": 0.0, "share_scale": 1.0}
 # And for one without an MLP.
 NO_MLP: dict[str, Any] = {"mlp": [], "inner_size": 0, "gated": True, "activation": 0, "xielu": [], "down": None}
@@ -39,6 +39,7 @@ def routing_of(experts: Experts) -> dict[str, Any] | None:
         "top_experts": config.experts_per_token,
         "expert_groups": config.expert_groups,
         "kept_groups": config.expert_top_groups,
+        "group_scores": config.expert_group_scores,
         "sigmoid_scores": config.expert_scores == "sigmoid",
         "normalize_shares": config.normalize_experts,
         "share_floor": config.expert_sum_floor,

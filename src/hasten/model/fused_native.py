@@ -52,7 +52,7 @@ HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
 # Fields that the native steps support, of those that `unknown_parts` looks at.
 _OF_HEADS = ("qk_norm", "rope", "query_beta", "rope_pairs", "sinks", "mixed_heads", "shared_keys", "value_norm")
-_OF_ATTENTION = (*_OF_HEADS, "delta", "attention_gate")
+_OF_ATTENTION = (*_OF_HEADS, "delta", "latent", "attention_gate")
 _BESIDE_EXPERTS = (*_OF_ATTENTION, "norm", "pre_norms", "residual_scale", "activation", "expert_norms", "block_scales")
 _KNOWN = (*_BESIDE_EXPERTS, "parallel", "token_features")
 
@@ -118,7 +118,7 @@ class FusedBlock(FusedSteps):
     def __init__(self, block: Block, pages: SharedPages) -> None:
         """pages: where weights too small for large pages of their own are moved."""
         super().__init__(block)
-        for name, place in self._mixing().items():
+        for name, place in (self._mixing() | self._beside()).items():
             setattr(self, name, settled(packed(block.get_submodule(place)), pages))  # type: ignore[arg-type]
         self.choice: AdapterChoice | None = None  # of adapters, whose factors `factors` holds by the name of our layer
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
@@ -139,13 +139,20 @@ class FusedBlock(FusedSteps):
         self.bind()
 
     def _mixing(self) -> dict[str, str]:
-        """Our layers of attention, or of Gated DeltaNet, and where each is in a readable block; the last is output."""
+        """Our layers of attention, or of Gated DeltaNet, and where each is in a readable block; the last is output.
+
+        All others take the block's input.
+        """
         if self.delta is None:
             return {name: f"attention.{name}" for name in (*self.projections, "output")}
         return {name: f"delta.{name}" for name in DELTA_INPUTS} | {"output": "delta.out"}
 
+    def _beside(self) -> dict[str, str]:
+        """A layer of latent attention that takes the latent of the queries."""
+        return {"q_up": "attention.q_up"} if "q_down" in self._mixing() else {}
+
     def rows(self) -> dict[str, dict[str, Tensor]]:
-        alone = self._mixing()
+        alone = self._mixing() | self._beside()
         if self.experts is None:
             alone |= {name: f"mlp.{name}" for name in ("gate", "up", "down") if hasattr(self, name)}
         alone |= {name: f"token_gate.{name}" for name in self._token_gate()}
@@ -219,6 +226,7 @@ class FusedBlock(FusedSteps):
             "sinks": None if self.sinks is None else self.sinks.detach().float(),
             "attention_gate": self.attention_gate,
             "delta": None,
+            "latent": None if self.latent is None else self.latent.plan(self._plan("q_up") if self._beside() else None),
             # Norms have factors here, and values' are none: one, less what is added to it.
             "v_norm": torch.full((spec.head_dim,), 1 - offset) if self.normalises_values else None,
             "written": len(self.projections) - 1,
@@ -239,6 +247,9 @@ class FusedBlock(FusedSteps):
         found: dict[str, tuple[nn.Module, ...]] = {"qkv": tuple(inputs), "attention": (), "output": (output,)}
         if self.delta is not None:
             found = {"inputs": tuple(inputs), "delta": tuple(self.delta.modules()), "output": (output,)}
+        if self.latent is not None:
+            before = (*inputs, *(getattr(self, name) for name in self._beside()), self.latent.keys)
+            found |= {"qkv": before, "attention": (self.latent.values,)}
         if isinstance(self.experts, Experts):
             each = tuple(self.experts.experts.modules())
             return found | {"routing": tuple(set(self.experts.modules()) - set(each)), "experts": each}
@@ -280,6 +291,7 @@ class FusedBlock(FusedSteps):
             spec = self.spec
             view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
             view = view if shared is None else view._replace(k=shared.k, v=shared.v)
+            view = view if self.latent is None else view._replace(v=view.k)  # also where nothing is kept
             metadata, seen = view.metadata, view.seen
             held: dict[str, Any] = {"k": [view.k], "v": [view.v], "seen": () if seen is None else (seen,)}
         else:

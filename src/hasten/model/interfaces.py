@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 class LayerContext(Protocol):
     """The keys and values that one layer's attention sees, besides those of this call."""
 
+    @property
+    def alone(self) -> bool:
+        """Whether there are none besides those of this call, which is of whole sequences from their first token on."""
+        ...
+
     def attend(
         self,
         q: Tensor,
@@ -26,13 +31,15 @@ class LayerContext(Protocol):
         v: Tensor,
         *,
         attention: LayerAttention,
+        kept: Tensor | None = None,
         sinks: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
         """Store the new k, v (B, T, Hkv, D); return attention (B, T, H, D) of q (B, T, H, D) over everything stored.
 
-        attention: the layer's kernels, for contexts that hold the keys in one contiguous tensor. sinks (H,): logits of
-        its heads that join the softmax.
+        attention: the layer's kernels, for contexts that hold the keys in one contiguous tensor. kept (B, T, 1, D'):
+        where nothing else is seen, what is stored in the place of k and v (latent attention). sinks (H,): logits of its
+        heads that join the softmax.
         """
         ...
 

@@ -30,6 +30,8 @@ class LayerOfRows:
     rows: Tensor
     shape: torch.Size
 
+    alone = False  # latent attention has no layers without keys
+
     def attend(
         self,
         q: Tensor,
@@ -37,6 +39,7 @@ class LayerOfRows:
         v: Tensor,
         *,
         attention: LayerAttention,
+        kept: Tensor | None = None,
         sinks: Tensor | None = None,
         dropout: float = 0.0,
     ) -> Tensor:

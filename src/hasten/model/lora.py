@@ -22,7 +22,8 @@ from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedLinear
 
 LARGEST_RANK = 4096
-LINEARS = ("q", "k", "v", "output", "gate", "up", "down")  # of our modules, those that can be adapted
+# Names of our modules that can be adapted.
+LINEARS = ("q", "k", "v", "output", "gate", "up", "down", "q_down", "q_up", "kv_down", "kv_up")
 DELTA_LINEARS = ("query", "key", "value", "z", "beta", "decay", "out")  # and of Gated DeltaNet
 ALL_LINEAR = "all-linear"
 
@@ -120,6 +121,14 @@ class LoRALinear(nn.Module):
                 flat[rows] = flat[rows] + self._added(*place, rows_of_x[rows]).to(y.dtype)
         return flat.view(y.shape)
 
+    def taken(self) -> list[tuple[Tensor | slice, Factors]]:
+        """The adapters that the next step's rows take: (rows of the flattened tokens, factors) of each."""
+        if self.choice.rows is None:
+            own = None if self.choice.every < 0 else self.factors[self.choice.every]
+            return [] if own is None else [(slice(None), own)]
+        found = ((rows, self.factors[number]) for number, rows in self.choice.groups)
+        return [(rows, own) for rows, own in found if own is not None]
+
     def _added(self, place: int, scale: float, x: Tensor) -> Tensor:
         a, b = self.a[place], self.b[place]
         narrow = F.linear(self.dropout(x).to(a.dtype), a)  # (…, r)
@@ -168,6 +177,11 @@ def layer_size(config: ModelConfig, name: str) -> tuple[int, int]:
         keys, values, heads = config.delta.keys, config.delta.values, config.delta.value_heads
         into = {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "decay": heads}
         return (hidden, into[leaf]) if leaf in into else (values, hidden)
+    if (sizes := config.latent) is not None and ".attention." in name:
+        q, rank, both = config.heads * sizes.query_dim, sizes.query_rank or hidden, sizes.key_dim + sizes.value_dim
+        shapes = {"q": (hidden, q), "q_down": (hidden, rank), "q_up": (rank, q), "kv_down": (hidden, sizes.kept)}
+        shapes |= {"kv_up": (sizes.rank, config.heads * both), "output": (config.heads * sizes.value_dim, hidden)}
+        return shapes[leaf]
     return (hidden, into[leaf]) if leaf in into else (q if leaf == "output" else inner, hidden)
 
 

@@ -196,6 +196,11 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
 
     Raises ConfigError if the model cannot be split that way; it names the sizes that can.
     """
+    if config.latent is not None and size > 1:
+        raise ConfigError(
+            f"--tensor-parallel is {size}; a {config.family} has latent attention, whose latents belong to "
+            "all heads and which no ranks share yet: leave it at 1"
+        )
     dense = {config.inner_of(layer) for layer in config.layers if not layer.experts}
     sizes = [*dense, *[config.expert_size] * any(layer.experts for layer in config.layers)]
     sizes += [config.shared_size] * (config.shared_size > 0)

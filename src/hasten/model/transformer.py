@@ -23,6 +23,7 @@ from hasten.model.delta import GatedDeltaNet
 from hasten.model.experts import Experts, NormedExperts
 from hasten.model.interfaces import Context, LayerContext, SoftTargets, Stack, StateContext
 from hasten.model.last_rows import of_rows
+from hasten.model.latent import LatentAttention
 from hasten.model.layer_format import LayerFormat
 from hasten.model.mlp import MLP
 from hasten.model.norms import norm_of
@@ -50,9 +51,9 @@ class Block(nn.Module):
         self.attention_norm = norm_of(config, hidden) if config.pre_norms else nn.Identity()
         self.delta = GatedDeltaNet(config) if layer.delta else None
         if self.delta is None:
-            self.attention = Attention(config, layer)
+            self.attention = Attention(config, layer) if config.latent is None else LatentAttention(config, layer)
         self.attention_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
-        self.parallel = config.parallel
+        self.parallel, self.lends_keys = config.parallel, layer.lends_keys
         self.mlp_norm = norm_of(config, hidden) if config.pre_norms and not config.parallel else nn.Identity()
         if layer.experts:
             kind = NormedExperts if config.expert_norms else Experts
@@ -62,7 +63,6 @@ class Block(nn.Module):
         self.mlp_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
         self.token_gate = TokenGate(config) if config.token_features else None
         self.scale = nn.Parameter(torch.empty(1)) if config.block_scales else None
-        self.lends_keys = layer.lends_keys
         self.dropout, self.residual_scale = nn.Dropout(config.dropout), config.residual_scale
 
     def forward(

@@ -101,6 +101,10 @@ def plan_block(output: Tensor, **rest: Any) -> Tensor:
     return _plan(output)
 
 
+def plan_latent(keys: Tensor, **rest: Any) -> Tensor:
+    return _plan(keys)
+
+
 # delta/delta.cpp
 
 

@@ -43,7 +43,7 @@ def parameters(config: ModelConfig) -> Parameters:
 def matrices(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     """Number of weights in a block's matrices: all, and those used for one token."""
     hidden = config.hidden_size
-    attention = hidden * (sum(_widths(config, layer)) + 2 * config.token_features)
+    attention = sum(a * b for a, b in _shapes(config, layer)) + hidden * 2 * config.token_features
     per_width = hidden * (3 if config.gated else 2)
     if not layer.experts:
         return (attention + per_width * config.inner_of(layer),) * 2
@@ -52,15 +52,29 @@ def matrices(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     return around + config.experts * one, around + config.experts_per_token * one
 
 
-def _widths(config: ModelConfig, layer: LayerConfig) -> list[int]:
-    """Features, beside the hidden size, of each matrix of a block's attention, or of its Gated DeltaNet."""
+def _shapes(config: ModelConfig, layer: LayerConfig) -> list[tuple[int, int]]:
+    """Both sizes of each matrix of a block's attention, or of its Gated DeltaNet."""
+    hidden = config.hidden_size
     if layer.delta:
-        sizes = _delta(config)
-        return [sizes.keys, sizes.keys, *[sizes.values] * 3, *[sizes.value_heads] * 2]
-    size = config.head_dim_of(layer)
-    wide, kv = config.heads * size, config.kv_heads_of(layer) * size
-    own = 0 if layer.keys_of is not None else kv
-    return [wide * (1 + config.attention_gate), own, own * (not layer.values_of_keys), wide]
+        delta = _delta(config)
+        widths = [delta.keys, delta.keys, *[delta.values] * 3, *[delta.value_heads] * 2]
+    elif (sizes := config.latent) is not None:
+        queries, rank = config.heads * sizes.query_dim, sizes.query_rank
+        of_queries = [(hidden, queries)] if rank is None else [(hidden, rank), (rank, queries)]
+        around = [(hidden, sizes.kept), (config.heads * sizes.value_dim, hidden)]
+        return [*of_queries, *around, (sizes.rank, head_products(config) // sizes.rank)]
+    else:
+        size = config.head_dim_of(layer)
+        wide, kv = config.heads * size, config.kv_heads_of(layer) * size
+        own = 0 if layer.keys_of is not None else kv
+        widths = [wide * (1 + config.attention_gate), own, own * (not layer.values_of_keys), wide]
+    return [(hidden, width) for width in widths]
+
+
+def head_products(config: ModelConfig) -> int:
+    """Weights of a layer that are multiplied head by head, and never quantized: those of keys and values of latents."""
+    sizes = config.latent
+    return 0 if sizes is None else sizes.rank * config.heads * (sizes.key_dim + sizes.value_dim)
 
 
 def _delta(config: ModelConfig) -> DeltaConfig:
@@ -73,12 +87,13 @@ def muon_flops(config: ModelConfig) -> float:
     hidden, total = config.hidden_size, 0
     for layer in config.layers:
         inner, every = (config.expert_size, config.experts) if layer.experts else (config.inner_of(layer), 1)
-        widths = _widths(config, layer) + [inner] * every * (3 if config.gated else 2)
-        widths += [config.token_features] * 2
+        widths = [inner] * every * (3 if config.gated else 2) + [config.token_features] * 2
         if layer.experts:
             widths += [config.shared_size] * (config.shared_size > 0) * (3 if config.gated else 2)
             widths += [config.experts] + [1] * config.shared_gate
-        total += sum(5 * (4 * min(hidden, one) ** 2 * max(hidden, one) + 2 * min(hidden, one) ** 3) for one in widths)
+        for shape in _shapes(config, layer) + [(hidden, width) for width in widths]:
+            low, high = sorted(shape)
+            total += 5 * (4 * low**2 * high + 2 * low**3)
     return float(total)
 
 
@@ -96,8 +111,12 @@ def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     if layer.delta:
         sizes = _delta(config)  # convolution, decay, norm of the heads
         vectors += sizes.channels * sizes.kernel + 2 * sizes.value_heads + sizes.value_dim
+    elif (latent := config.latent) is not None:
+        rank = latent.query_rank or 0
+        vectors += rank + latent.rank + (rank + latent.kept) * config.qkv_bias + hidden * config.output_bias
     else:
-        vectors += sum(_widths(config, layer)[:3]) * config.qkv_bias + hidden * config.output_bias
+        widths = [width for _, width in _shapes(config, layer)]
+        vectors += sum(widths[:3]) * config.qkv_bias + hidden * config.output_bias
         if config.qk_norm is not None:
             keeps = layer.keys_of is None
             whole = config.heads + config.kv_heads_of(layer) * keeps
@@ -147,18 +166,27 @@ def attended_by_pattern(config: ModelConfig, length: int) -> float:
 
 
 def forward_flops_per_token(config: ModelConfig, sequence_length: int, *, scored: int | None = None) -> float:
-    """FLOPs of a forward pass per token, averaged over a causal sequence: 2 per weight used, 4·H·D per key seen.
+    """FLOPs of a forward pass per token, averaged over a causal sequence: 2 per weight used, 4·H·D per key seen, with
+    latent attention 2·H·(D + D') for keys of D and values of D' numbers, expanded as in training and for prompts.
 
     scored: number of tokens whose logits are computed; None: all, as in training; 1 for a prompt.
     """
     attending = [layer for layer in config.layers if not layer.delta]
     if config.attention_pattern is None:
-        seen = sum(config.head_dim_of(layer) * _attended(layer, sequence_length) for layer in attending)
+        seen = sum(_head_sizes(config, layer) * _attended(layer, sequence_length) for layer in attending)
     else:
-        seen = sum(map(config.head_dim_of, attending)) * attended_by_pattern(config, sequence_length)
+        each = (_head_sizes(config, layer) for layer in attending)
+        seen = sum(each) * attended_by_pattern(config, sequence_length)
     weights, unscored = parameters(config), 0.0 if scored is None else 1 - scored / sequence_length
-    mixed = 4 * config.heads * seen + _delta_flops(config)
+    mixed = 2 * config.heads * seen + _delta_flops(config)
     return 2 * (weights.active - unscored * weights.embedding) + mixed
+
+
+def _head_sizes(config: ModelConfig, layer: LayerConfig) -> int:
+    """Numbers in a head's key and value together."""
+    if config.latent is not None:
+        return config.latent.query_dim + config.latent.value_dim
+    return 2 * config.head_dim_of(layer)
 
 
 def _delta_flops(config: ModelConfig) -> float:
@@ -181,7 +209,7 @@ def training_flops_per_token(config: ModelConfig, sequence_length: int, *, kept:
 
 def kv_bytes_per_token(config: ModelConfig, element_bytes: float) -> int:
     """Bytes of keys and values kept for one token: 2 · Hkv · D · element size, of the layers that keep them."""
-    return int(2 * sum(key_numbers(config, layer) for layer in keeping_layers(config)) * element_bytes)
+    return int(sum(kept_numbers(config, layer) for layer in keeping_layers(config)) * element_bytes)
 
 
 def keeping_layers(config: ModelConfig) -> list[LayerConfig]:
@@ -192,6 +220,11 @@ def keeping_layers(config: ModelConfig) -> list[LayerConfig]:
 def key_numbers(config: ModelConfig, layer: LayerConfig) -> int:
     """Numbers in the keys of a token that a layer sees: Hkv · D."""
     return config.kv_heads_of(layer) * config.head_dim_of(layer)
+
+
+def kept_numbers(config: ModelConfig, layer: LayerConfig) -> int:
+    """Numbers in the keys and values of a token that a layer sees: 2 · Hkv · D, or once what is both (latents)."""
+    return key_numbers(config, layer) * (1 if config.latent is not None else 2)
 
 
 def state_bytes(config: ModelConfig, element_bytes: float) -> int:
@@ -211,7 +244,7 @@ def decode_bytes_per_token(
     the head; looking up a token reads one row), and each sequence's cached keys and values that its token sees. States
     of layers are read and written.
     """
-    cache = 2 * kv_bytes * sum(_keys_read(config, context)) + 2 * state_bytes(config, kv_bytes)
+    cache = kv_bytes * sum(_kept_read(config, context)) + 2 * state_bytes(config, kv_bytes)
     return _weights_read(config, batch) * weight_bytes / batch + cache
 
 
@@ -230,11 +263,11 @@ def _weights_read(config: ModelConfig, tokens: int) -> float:
     return total
 
 
-def _keys_read(config: ModelConfig, context: int) -> Iterator[int]:
-    """Numbers in all keys that a query of each layer reads."""
+def _kept_read(config: ModelConfig, context: int) -> Iterator[int]:
+    """Numbers in all keys and values that a query of each layer reads."""
     reach = None if config.attention_pattern is None else config.attention_pattern.reach
     for layer in config.layers:
         if layer.delta:
             continue
         window = min(filter(None, (reach, layer.window)), default=None)
-        yield key_numbers(config, layer) * (context if window is None else min(window, context))
+        yield kept_numbers(config, layer) * (context if window is None else min(window, context))

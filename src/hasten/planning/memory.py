@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 from hasten.errors import ResourceError
 from hasten.model.config import LayerConfig, ModelConfig
-from hasten.planning.cost import expert_weights, keeping_layers, key_numbers, matrices, parameters, state_bytes
+from hasten.planning.cost import (
+    expert_weights,
+    keeping_layers,
+    kept_numbers,
+    key_numbers,
+    matrices,
+    parameters,
+    state_bytes,
+)
 from hasten.planning.sharing import fsdp_bytes, gathered_weights, held_share
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -223,10 +231,14 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
     """Bytes that the forward pass keeps for the backward pass, by the kind of module."""
     size, tokens, layers = ITEMSIZE[use.dtype], use.batch_size * use.length // use.tensor, len(config.layers)
     hidden, q, kv, inner = _widths(config)
+    own = 0  # numbers of latents, and of the keys and values before they are put together
+    if (sizes := config.latent) is not None:
+        q = kv = config.heads * max(sizes.query_dim, sizes.value_dim)
+        own = 2 * (sizes.query_rank or 0) + 2 * sizes.kept + config.heads * (sizes.key_dim + sizes.value_dim) + q
     stream = tokens * 4 * hidden
     # Inputs of the matrix products and of attention, for one token and layer: norm, q, k, v, attended; norm, MLP.
     # Tensor-parallel neighbours keep the products' inputs of all tokens.
-    attention = size * (hidden * use.tensor + 2 * (q + kv))
+    attention = size * (hidden * use.tensor + 2 * (q + kv) + own)
     if use.joined and config.ropes:
         attention += size * (q + kv)  # v is a view of the joined result, which is kept beside the rotated q and k
     mlp = size * (hidden * use.tensor + inner * (3 if config.gated else 2))
@@ -348,11 +360,11 @@ def cache_bytes(config: ModelConfig, use: InferenceUse) -> int:
     if config.reach is not None:
         kept = min(kept, config.reach + (use.step if use.block_size > 1 else config.reach))
     tokens = -(-kept // use.block_size) * use.block_size
-    heads = (
-        max(1, config.kv_heads_of(layer) // use.degree) * config.head_dim_of(layer) / config.head_dim
+    rows = (
+        kept_numbers(config, layer) / config.kv_heads_of(layer) * max(1, config.kv_heads_of(layer) // use.degree)
         for layer in keeping_layers(config)
     )
-    return int(2 * sum(heads) * use.row_bytes * tokens) + state_bytes(config, ITEMSIZE[use.dtype])
+    return int(sum(rows) / config.head_dim * use.row_bytes * tokens) + state_bytes(config, ITEMSIZE[use.dtype])
 
 
 def calibration_memory(

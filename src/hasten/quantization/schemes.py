@@ -149,14 +149,16 @@ Scheme = Int8 | Int4 | Mixed
 SCHEMES: dict[str, type[Int8 | Int4]] = {"int8": Int8, "int4": Int4, "int3": Int3, "int2": Int2}
 
 
-KEPT_PLAIN = (".router", ".shared_gate", ".beta", ".decay")  # ends of names of small layers that are not quantized
+# Ends of names of layers that are not quantized: small ones, and one that is multiplied head by head.
+KEPT_PLAIN = (".router", ".shared_gate", ".beta", ".decay", ".kv_up")
 
 
 def layers_to_quantize(model: Transformer) -> list[str]:
     """Names of the layers that can be quantized: all linear layers of the blocks, then the head, then the embedding.
 
     Experts are among them, routers, the gate of a shared MLP, and decay and strength of Gated DeltaNet never (they are
-    small, and a token sent to the wrong expert is lost). An embedding tied to the head has the head's name.
+    small, and a token sent to the wrong expert is lost), nor what makes keys and values of latents: its product is
+    split by heads, and over a cache transposed. An embedding tied to the head has the head's name.
     """
     linears = [name for name, module in model.blocks.named_modules() if isinstance(module, nn.Linear)]
     blocks = [f"blocks.{name}" for name in linears if not name.endswith(KEPT_PLAIN)]

@@ -57,23 +57,26 @@ class RecomputedBlock(Block):
         if not torch.is_grad_enabled():
             return plain(x, rope, layer, scale, features, shared)
         # A closure over `layer`: inside a compiled block only tensors may be arguments of the checkpoint.
-        cos, sin = (None, None) if rope is None else rope
+        turn: tuple[Any, ...] = (None, None) if rope is None else rope
+        cos, sin, factors = (*turn, None)[:3]
         k, v = (None, None) if shared is None else shared
 
         def body(
             x: Tensor,
             cos: Tensor | None,
             sin: Tensor | None,
+            factors: Tensor | None,
             scale: Tensor | None,
             features: Tensor | None,
             k: Tensor | None,
             v: Tensor | None,
         ) -> Any:
-            rope = None if cos is None or sin is None else (cos, sin)
+            rope: Rotation | None = None if cos is None or sin is None else (cos, sin)
+            rope = rope if rope is None or factors is None else (*rope, factors)
             shared = None if k is None or v is None else (k, v)
             return plain(x, rope, layer, scale, features, shared)
 
-        return checkpoint(body, x, cos, sin, scale, features, k, v, use_reentrant=False, **self.options)
+        return checkpoint(body, x, cos, sin, factors, scale, features, k, v, use_reentrant=False, **self.options)
 
 
 class OffloadedBlock(RecomputedBlock):

@@ -26,6 +26,8 @@ def with_pattern(config: ModelConfig, shape: Shape) -> ModelConfig:
         return config
     if config.keeps_states:
         raise ConfigError(f"model.attention_pattern: a {config.family} keeps states, which have no sparse pattern")
+    if config.latent is not None:
+        raise ConfigError(f"model.attention_pattern: a {config.family} has latent attention, without sparse patterns")
     pattern = parse_pattern(shape.attention_pattern)
     reason = None if pattern.period is not None else tiles_refusal(pattern.block)
     if reason is not None:

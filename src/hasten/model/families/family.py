@@ -149,6 +149,8 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
             yield f"{block}scale"
         if layer.delta:
             yield from (f"{block}delta.{name}" for name in _DELTA)
+        elif config.latent is not None:
+            yield from _latent_names(f"{block}attention.", config)
         else:
             own = 1 if layer.keys_of is not None else 2 if layer.values_of_keys else 3
             heads = ["q_norm", "k_norm"][: min(own, 2)] if config.qk_norm and config.norm_weights else []
@@ -172,6 +174,14 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
         else:
             yield from _named(f"{block}mlp.", inner, bias=config.mlp_bias)
             yield from (f"{block}mlp.{name}" for name in learned)
+
+
+def _latent_names(prefix: str, config: ModelConfig) -> Iterator[str]:
+    """The names of the parameters of latent attention."""
+    narrow = config.latent is not None and config.latent.query_rank is not None
+    yield from _named(prefix, ["kv_down", "q_down"] if narrow else ["kv_down"], bias=config.qkv_bias)
+    yield from _named(prefix, ["kv_norm", "kv_up", *(["q_norm", "q_up"] if narrow else ["q"])])
+    yield from _named(prefix, ["output"], bias=config.output_bias)
 
 
 _EXPERT_NORMS = ("shared_post_norm", "expert_norm", "expert_post_norm")

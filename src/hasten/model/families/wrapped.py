@@ -50,6 +50,7 @@ _EQUALS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3_vl_text": ("qwen3", {"rope_theta": 5e5, "max_position_embeddings": 128_000}),
+    "kimi_k2": ("deepseek_v3", {}),
 }
 
 # The text model's weights by how their names begin, and how ours do.

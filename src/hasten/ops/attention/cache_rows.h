@@ -8,7 +8,7 @@ namespace hasten {
 
 constexpr int64_t SCALE_BYTES = 4;                   // of an int8 row: a float32, at any address
 constexpr int64_t GROUP = 32, GROUP_BYTES = 16;      // of an int4 row: values that share a bf16 scale
-constexpr int64_t LARGEST_ROW = 512;                 // values
+constexpr int64_t LARGEST_ROW = 576;                 // values
 
 enum class RowFormat { bf16, int8, int4 };
 

@@ -68,7 +68,8 @@ def gathered(
     """The reference: keys and values brought side by side, then plain attention of equally long rows."""
     out = torch.empty_like(q)
     for rows, slots, positions, mask in groups():
-        keys, values = (view.metadata.rows.read(t[slots], spec.head_dim, q.dtype) for t in (view.k, view.v))
+        keys = view.metadata.rows.read(view.k[slots], spec.head_dim, q.dtype)
+        values = keys if view.v is view.k else view.metadata.rows.read(view.v[slots], spec.head_dim, q.dtype)
         queries = q[rows].unflatten(0, positions.shape)  # (n, T, H, D)
         # The dense kernel of a whole prompt needs no mask; that of one query is slower than with one.
         if mask is None and (len(slots) > 1 or positions.shape[1] == 1):

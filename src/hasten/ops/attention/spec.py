@@ -8,7 +8,7 @@ from hasten.ops.triton_support import compute_capability
 
 HALVES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256  # elements, of every kernel that has a limit
-LARGEST_NATIVE = 512  # of those in C++
+LARGEST_NATIVE = 576  # of those in C++: DeepSeek's latents with the key that all heads share
 # The flags of a request in words, in the order in which a refusal names them.
 GIVEN = {
     "softcap": "soft-capping of scores",

@@ -39,7 +39,8 @@ class AttentionMetadata(NamedTuple):
 class KVView(NamedTuple):
     """One layer's keys and values during one step.
 
-    k, v (slots + 1, Hkv, …): rows of `metadata.rows` (cache_rows.py), the last one taking the padding. seen: which of
+    k, v (slots + 1, Hkv, …): rows of `metadata.rows` (cache_rows.py), the last one taking the padding; one tensor, if
+    the keys are the values (latent attention). seen: which of
     them a sparse pattern shows, as the native kernels take it (their plan_pattern).
     """
 

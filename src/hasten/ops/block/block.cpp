@@ -111,8 +111,13 @@ Tensor plan_block(PlanBlockCall call) {
   STD_TORCH_CHECK(!call.qkv.empty(), "a block needs the weights of q, k and v");
   const int64_t c = plan_in<WeightPlan>(call.qkv[0]).weight.k, q_size = call.heads * call.head_dim;
   const DeltaPlan* delta = call.delta ? &plan_in<DeltaPlan>(*call.delta) : nullptr;
-  const int64_t features = delta ? delta->features()
-                                 : q_size * (1 + call.attention_gate) + call.written * call.kv_heads * call.head_dim;
+  const LatentPlan* latent = call.latent ? &plan_in<LatentPlan>(*call.latent) : nullptr;
+  STD_TORCH_CHECK(!latent || (!delta && call.heads == latent->heads && call.kv_heads == 1 && call.qkv.size() == 2 &&
+                              call.head_dim == latent->kept() && plan_in<WeightPlan>(call.qkv[0]).weight.w.n == latent->narrow()),
+                  "the latent attention does not fit the block");
+  const int64_t features = delta    ? delta->features()
+                           : latent ? latent->narrow() + latent->kept()
+                                    : q_size * (1 + call.attention_gate) + call.written * call.kv_heads * call.head_dim;
   auto weights = [](const std::vector<Tensor>& plans, int64_t n, int64_t k) {
     const Few<PackedWeight> found = parts_of(plans, k);
     int64_t rows = 0;
@@ -153,20 +158,45 @@ Tensor plan_block(PlanBlockCall call) {
       .shared_post_norm = call.norm.like(to.shared_post_norm),
       .qkv = weights(call.qkv, features, c),
       .mlp = dense ? MlpInput::checked(parts_of(call.mlp, c), call.inner_size, call.gated) : Few<PackedWeight>(),
-      .output = weights({call.output}, c, delta ? delta->values() : q_size)[0],
+      .output = weights({call.output}, c, delta ? delta->values() : latent ? call.heads * latent->value_dim : q_size)[0],
       .down = one(call.down, c, call.inner_size),
       .reduce = one(call.reduce, features_of_a_token, c),
       .expand = one(call.expand, c, features_of_a_token),
       .delta = delta,
+      .latent = latent,
       .experts = experts,
       .router = one(to.router, experts ? experts->count() : 0, c),
       .shared_gate = one(to.shared_gate, 1, c),
       .routing = {.top = to.top_experts, .groups = to.expert_groups, .kept_groups = to.kept_groups,
-                  .sigmoid = to.sigmoid_scores, .normalize = to.normalize_shares, .sum_floor = float(to.share_floor),
+                  .group_scores = to.group_scores, .sigmoid = to.sigmoid_scores, .normalize = to.normalize_shares, .sum_floor = float(to.share_floor),
                   .scale = float(to.share_scale * (to.shared_post_norm ? 1 : call.residual_scale)),
                   .choice_bias = to.choice_bias ? static_cast<const float*>(to.choice_bias->const_data_ptr()) : nullptr,
                   .expert_scale = to.expert_scale ? static_cast<const float*>(to.expert_scale->const_data_ptr()) : nullptr},
       .ranks = call.ranks ? &mutable_plan<Ranks>(*call.ranks) : nullptr});
+  plan->held = std::move(call);
+  return as_bytes(std::move(plan));
+}
+
+// A weight of every head of latent attention, whose `n` rows begin at a panel.
+static PackedWeight of_heads(const Tensor& plan, int64_t heads, int64_t n) {
+  const PackedWeight& found = plan_in<WeightPlan>(plan).weight;
+  STD_TORCH_CHECK(found.w.n == heads * ((n + PANEL - 1) / PANEL) * PANEL && !found.bias && !found.adapters.a,
+                  "a weight of ", heads, " heads of ", n, " rows each has ", found.w.n, " rows");
+  return found;
+}
+
+Tensor plan_latent(PlanLatentCall call) {
+  STD_TORCH_CHECK(call.heads > 0 && call.rank > 0 && call.value_dim > 0 && call.turned >= 0, "heads have sizes above 0");
+  auto plan = std::make_unique<LatentPlan>(LatentPlan{
+      .keys = of_heads(call.keys, call.heads, call.rank), .values = of_heads(call.values, call.heads, call.value_dim),
+      .up = call.up ? plan_in<WeightPlan>(*call.up).weight : PackedWeight{}, .q_norm = call.norm.like(call.q_norm),
+      .norm = call.norm.norm(), .heads = call.heads, .rank = call.rank, .value_dim = call.value_dim,
+      .turned = call.turned});
+  STD_TORCH_CHECK(plan->values.k == call.rank && plan->kept() <= LARGEST_ROW && plan->norm.weight &&
+                      call.norm.norm_weight->numel() == call.rank,
+                  "keys, values and norm of the latent do not fit each other");
+  STD_TORCH_CHECK(!call.up || (plan->up.w.n == plan->queries() && plan->q_norm.weight && call.q_norm->numel() == plan->up.k),
+                  "the queries do not fit their latent");
   plan->held = std::move(call);
   return as_bytes(std::move(plan));
 }
@@ -213,11 +243,20 @@ struct BlockPhases {
               const int64_t* chosen) {
     float* q = arena.take<float>(rows * p.heads * p.head_dim);
     const Tensor &k = call.k[place], &v = call.v[place];
-    input.emplace(arena, x, Type::f32, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm,
-                  table(call.cos, rope), table(call.sin, rope), k, v, call.slot_mapping, call.rotated, chosen, p.head_norm,
-                  p.rope_pairs, call.query_factors.empty() ? Maybe() : table(call.query_factors, rope), gated, p.v_norm,
-                  p.written);
-    attention.emplace(arena, q, mixed, Type::f32, rows, p.heads, p.head_dim, k, v, call.query_start_loc, call.seq_lens,
+    const Maybe cos = table(call.cos, rope), sin = table(call.sin, rope);
+    const Maybe query_factors = call.query_factors.empty() ? Maybe() : table(call.query_factors, rope);
+    float* found = mixed;
+    if (p.latent) {
+      latent_input.emplace(arena, *p.latent, x, rows, q, p.attention_norm, p.qkv, cos, sin, k, call.slot_mapping, call.rotated,
+                           chosen, p.rope_pairs, query_factors);
+      found = arena.take<float>(rows * p.heads * p.head_dim);
+      latent_output.emplace(arena, *p.latent, found, mixed, rows);
+    } else {
+      input.emplace(arena, x, Type::f32, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm, cos, sin,
+                    k, v, call.slot_mapping, call.rotated, chosen, p.head_norm, p.rope_pairs, query_factors, gated, p.v_norm,
+                    p.written);
+    }
+    attention.emplace(arena, q, found, Type::f32, rows, p.heads, p.head_dim, k, v, call.query_start_loc, call.seq_lens,
                       call.first_slots, call.block_table, call.block_size, call.rotated, p.scale, p.window, p.softcap,
                       call.seen.empty() ? nullptr : &plan_in<Pattern>(call.seen[place]), p.held.sinks);
   }
@@ -229,9 +268,10 @@ struct BlockPhases {
   static constexpr int64_t PARTS = 5;
   template <class Ended>
   void run(Worker& worker, const Ended& ended) const {
-    inputs ? inputs->run_into(worker, projected) : input->run(worker);
+    inputs ? inputs->run_into(worker, projected) : latent_input ? latent_input->run(worker) : input->run(worker);
     ended(0);
     delta ? delta->run(worker) : attention->run(worker, output.beginning(worker));
+    if (latent_output) latent_output->run(worker);
     if (gated) input->multiply_gates(worker, mixed);
     ended(1);
     output.run(worker);
@@ -249,6 +289,8 @@ struct BlockPhases {
   float *mixed, *middle, *act, *projected = nullptr;
   LinearAdd output;
   std::optional<AttentionInput> input;
+  std::optional<LatentInput> latent_input;
+  std::optional<LatentOutput> latent_output;
   std::optional<AttentionPhases> attention;
   std::optional<Linear> inputs;
   std::optional<DeltaPhases> delta;
@@ -288,7 +330,8 @@ Tensor blocks(BlocksCall call) {
     STD_TORCH_CHECK(p.c == c, "a block of size ", p.c, " cannot take x (…, ", c, ")");
     if (own)
       for (const Few<PackedWeight>& parts : {p.qkv, p.mlp, Few<PackedWeight>(p.output), Few<PackedWeight>(p.down),
-                                             Few<PackedWeight>(p.reduce), Few<PackedWeight>(p.expand)})
+                                             Few<PackedWeight>(p.reduce), Few<PackedWeight>(p.expand),
+                                             Few<PackedWeight>(p.latent ? p.latent->up : PackedWeight{})})
         for (const PackedWeight& weight : parts)
           for (int64_t r = 0; weight.adapters.a && r < rows; r++)
             STD_TORCH_CHECK(own[r] < weight.adapters.count, "there is no adapter ", own[r]);
@@ -321,6 +364,7 @@ Tensor blocks(BlocksCall call) {
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
   hasten::define<hasten::attention_input>(m, "attention_input");
   hasten::define<hasten::plan_weight>(m, "plan_weight");
+  hasten::define<hasten::plan_latent>(m, "plan_latent");
   hasten::define<hasten::plan_block>(m, "plan_block");
   hasten::define<hasten::blocks>(m, "blocks");
   hasten::define<hasten::linear_add>(m, "linear_add");
@@ -330,6 +374,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   hasten::implement<hasten::attention_input>(m, "attention_input");
   hasten::implement<hasten::plan_weight>(m, "plan_weight");
+  hasten::implement<hasten::plan_latent>(m, "plan_latent");
   hasten::implement<hasten::plan_block>(m, "plan_block");
   hasten::implement<hasten::blocks>(m, "blocks");
   hasten::implement<hasten::linear_add>(m, "linear_add");

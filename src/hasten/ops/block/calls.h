@@ -70,19 +70,20 @@ struct WeightPlan {
 // float32 (E,): multiplies the shares of each expert. The others: see Routing.
 struct RoutingFields {
   Maybe experts, router, choice_bias, shared_gate, router_norm, expert_norm, expert_post_norm, shared_post_norm, expert_scale;
-  int64_t top_experts = 0, expert_groups = 1, kept_groups = 1;
+  int64_t top_experts = 0, expert_groups = 1, kept_groups = 1, group_scores = 2;
   bool sigmoid_scores = false, normalize_shares = false;
   double share_floor = 0, share_scale = 1;
   HASTEN_FIELDS(experts, router, choice_bias, shared_gate, router_norm, expert_norm, expert_post_norm, shared_post_norm,
-                expert_scale, top_experts, expert_groups, kept_groups, sigmoid_scores, normalize_shares, share_floor,
-                share_scale)
+                expert_scale, top_experts, expert_groups, kept_groups, group_scores, sigmoid_scores, normalize_shares,
+                share_floor, share_scale)
 };
 
 // A block of plans of weights: those of q, k and v, that of gate and up or both. With experts, mlp and down are those of an
 // MLP beside them, which may be missing; without experts too, the block ends behind attention. norm: before attention; the
 // others are of its kind. head_norm: a HeadNorm. rope_pairs: neighbouring elements of a head are turned together.
 // attention_gate: each head of q is followed by its gate. delta: of plan_delta, in the place of attention; qkv then are the
-// plans of query, key, value, z, strength and decay, and heads are none. residual_scale:
+// plans of query, key, value, z, strength and decay, and heads are none. latent: of plan_latent; qkv then are the plans of the
+// queries, or of their latent, and of what the cache keeps, which has heads of head_dim. residual_scale:
 // a factor of what output and down add. parallel: the MLP reads x, as attention does. ranks: with which the sums of output
 // and down are shared. sinks: as in AttentionPhases. xielu: the two factors of xIELU, where it is the activation. v_norm: of
 // each head of the values. written: see AttentionInput. reduce, expand: the plans of a TokenGate, with the norm behind it;
@@ -108,7 +109,7 @@ struct PlanBlockCall {
   Maybe down, down_norm_weight, down_norm_bias, ranks, sinks;
   RoutingFields routing;
   bool attention_gate = false;
-  Maybe delta;
+  Maybe delta, latent;
   std::vector<double> xielu;
   Maybe v_norm;
   int64_t written = 2;
@@ -117,7 +118,7 @@ struct PlanBlockCall {
   HASTEN_FIELDS(norm, qkv, heads, kv_heads, head_dim, q_norm, k_norm, head_norm, rope_pairs, residual_scale, parallel,
                 scale, window, softcap, output, output_norm_weight, output_norm_bias, mlp_norm_weight, mlp_norm_bias, mlp,
                 inner_size, gated, activation, down, down_norm_weight, down_norm_bias, ranks, sinks, routing, attention_gate,
-                delta, xielu, v_norm, written, reduce, expand, token_norm_weight, block_scale)
+                delta, latent, xielu, v_norm, written, reduce, expand, token_norm_weight, block_scale)
 };
 
 // Blocks after each other, x (…, C) float32 -> the same, the threads started once. cos, sin: of each rotary table;

@@ -27,10 +27,10 @@ struct ExpertsPlan {
 };
 
 // How a row chooses experts by its logits, one for each (model/experts.py, `route`). groups: of consecutive experts, of which
-// those are kept whose two best scores sum highest. choice_bias: is added to the scores that choose, not to those that weigh.
+// those are kept whose best scores (group_scores: one or two) sum highest. choice_bias: is added to the scores that choose, not to those that weigh.
 // expert_scale: multiplies the shares of each expert.
 struct Routing {
-  int64_t top = 0, groups = 1, kept_groups = 1;
+  int64_t top = 0, groups = 1, kept_groups = 1, group_scores = 2;
   bool sigmoid = false, normalize = false;
   float sum_floor = 0, scale = 1;
   const float *choice_bias = nullptr, *expert_scale = nullptr;
@@ -83,7 +83,7 @@ struct Routing {
         if (choice[e] > first) second = first, first = choice[e];
         else second = std::max(second, choice[e]);
       }
-      sums[g] = first + second;
+      sums[g] = group_scores == 1 ? first : first + second;
       open[g] = 1;
     }
     std::fill(left, left + experts, 0.0f);

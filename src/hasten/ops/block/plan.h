@@ -2,8 +2,8 @@
 #pragma once
 
 #include "../delta/phases.h"
-#include "attention_input.h"
 #include "experts.h"
+#include "latent.h"
 
 namespace hasten {
 
@@ -21,12 +21,14 @@ struct Plan {
   Few<PackedWeight> qkv, mlp;
   PackedWeight output, down, reduce, expand;
   const DeltaPlan* delta;      // in the place of attention, or nullptr
+  const LatentPlan* latent;    // or nullptr
   const ExpertsPlan* experts;  // or nullptr
   PackedWeight router, shared_gate;
   Routing routing;
   Ranks* ranks;    // with which the sums of output and down are shared, or nullptr
   PlanBlockCall held;  // what the pointers point to
-  int64_t mixed() const { return delta ? delta->values() : heads * head_dim; }  // features that attention gives
+  // Features that attention gives.
+  int64_t mixed() const { return delta ? delta->values() : heads * (latent ? latent->value_dim : head_dim); }
   bool ends_early() const { return !experts && !down.k; }  // behind attention
 };
 
