@@ -288,6 +288,27 @@ CASES |= {
     ),
 }
 
+LFM2 = BASE | {"norm_eps": 1e-3, "block_multiple_of": 16, "layer_types": ["conv", "conv", "full_attention", "conv"]}
+LFM2_MOE = {name: value for name, value in LFM2.items() if name != "block_multiple_of"}
+CASES |= {
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", LFM2),
+    # As older files name their layers.
+    "lfm2-biases": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        LFM2
+        | {"layer_types": None, "full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 4}
+        | {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        LFM2_MOE
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_dense_layers": 1}
+        | {"routed_scaling_factor": 1.5},
+    ),
+}
+
 
 GEMMA4 = BASE | {
     "head_dim": 16,

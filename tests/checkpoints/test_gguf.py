@@ -189,9 +189,9 @@ def test_columns_whose_order_parts_blocks_become_plain(kind, tmp_path, monkeypat
     retyped(path, tmp_path / "plain.gguf", change, beside=beside)
     expected = torch.from_numpy(quants.dequantize(raw, number)) * (1.0 if kind == "Q8_0" else 0.5)
     ours = expected.unflatten(1, (4, 4, 16)).transpose(1, 2).flatten(1)  # heads: of each key in turn -> each key's own
-    SAME(hasten.load(path, dtype="float32").blocks[0].delta.out.weight.data, ours)
+    SAME(hasten.load(path, dtype="float32").blocks[0].mixer.out.weight.data, ours)
     if kind == "Q8_0":
-        assert (ours - model.blocks[0].delta.out.weight).abs().max() < 0.02
+        assert (ours - model.blocks[0].mixer.out.weight).abs().max() < 0.02
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_int4_layers_of_gated_deltanet_come_back_bit_for_bit(name, tmp_path, mon
     sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "shared_expert_intermediate_size": 64}
     sizes |= {"moe_intermediate_size": 32} if name == "qwen3_next" else {}
     model = hasten.quantize(stated(name, monkeypatch, **sizes), hasten.Int4(group_size=32, lm_head="same"))
-    assert "blocks.0.delta.out" in model.quantization
+    assert "blocks.0.mixer.out" in model.quantization
     expected = weights(model)
     write_gguf(model, tmp_path / "model.gguf", "F16")
     found = weights(hasten.load(tmp_path / "model.gguf", dtype="float32"))
@@ -353,7 +353,7 @@ def test_int4_layers_of_gated_deltanet_come_back_bit_for_bit(name, tmp_path, mon
         SAME(found[f"{layer}.weight"], expected[f"{layer}.weight"])
     narrow = hasten.quantize(stated(name, monkeypatch, linear_value_head_dim=16), hasten.Int4(group_size=32))
     if name == "qwen3_5_text":
-        with pytest.raises(ConfigError, match=r"blocks.0.delta.out.weight: llama.cpp has its columns in another order"):
+        with pytest.raises(ConfigError, match=r"blocks.0.mixer.out.weight: llama.cpp has its columns in another order"):
             write_gguf(narrow, tmp_path / "narrow.gguf")
 
 

@@ -33,10 +33,12 @@ def guesses(plain):
     return proposing(propose)
 
 
-@needs_native
-@pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_those_without_drafts(family):
-    model = model_of(family)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*(pytest.param(family, "bfloat16", marks=needs_native) for family in FAMILIES), ("lfm2", "float32")],
+)
+def test_answers_are_those_without_drafts(family, dtype):
+    model = model_of(family, dtype)
     plain = answers(run(engine_of(model), requests()))
     engine = engine_of(model)
     engine.speculator = guesses(plain)

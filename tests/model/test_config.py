@@ -16,6 +16,7 @@ from references import CASES
 REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 REQUIRED |= {"n_embd", "n_layer", "n_head"}
 NEEDED = {"dots1": {"n_routed_experts", "n_shared_experts", "num_experts_per_tok"}}  # no number there by default
+NEEDED |= {"lfm2_moe": {"layer_types"}}
 WHOLE = ("gemma3_text", "gemma4_text")  # published files leave out even their sizes
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -108,6 +109,8 @@ GPT_OSS_OLD = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slo
 GPT_OSS_OLD["original_max_position_embeddings"] = 4096
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0, 3, 4, 5, 6, 7, 8, 9]}
 
+LFM2_KINDS = ["conv", "full_attention", "conv", "full_attention"]
+
 # As transformers 4 wrote them: rope_theta beside rope_scaling, torch_dtype, fields that are there and null.
 OLD = [
     ("llama", {"rope_theta": 500000.0, "rope_scaling": None, "pretraining_tp": 1, "torch_dtype": "bfloat16"}),
@@ -163,6 +166,10 @@ OLD = [
     ("qwen3_next", {"partial_rotary_factor": 0.5, "head_dim": 64, "norm_topk_prob": False}),
     ("qwen3_5_text", {"rope_theta": 1e7, "full_attention_interval": 3, "attn_output_gate": True}),
     ("qwen3_5_moe_text", {"rope_theta": 1e7, "mlp_only_layers": [], "mamba_ssm_dtype": "float32"}),
+    ("lfm2", {"rope_theta": 1e6, "full_attn_idxs": [1, 2], "block_ff_dim": 128, "tie_embedding": False}),
+    ("lfm2", {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8, "block_norm_eps": 1e-5, "use_pos_enc": True}),
+    ("lfm2", {"block_auto_adjust_ff_dim": False, "block_use_swiglu": True}),
+    ("lfm2_moe", {"rope_theta": 1e6, "layer_types": LFM2_KINDS, "norm_topk_prob": False, "use_expert_bias": False}),
     ("apertus", {"rope_theta": 12e6, "rope_scaling": LLAMA3_OLD | {"rope_type": "llama3"}}),
     ("apertus", {"rope_theta": 5e5, "rope_scaling": None, "mlp_bias": False, "post_norm": False, "qk_norm": True}),
     ("apertus", {"hidden_act": "relu2"}),
@@ -253,6 +260,13 @@ def test_su_is_an_early_name_of_longrope():
         ("qwen3_5_text", {"hidden_act": "gelu"}, ["hidden_act", "'silu' or absent", "'gelu'"]),
         ("qwen3_5_text", {"layer_types": ["sliding_attention"] * 4}, ["layer_types", "linear_attention, full"]),
         ("qwen3_5_text", {"full_attention_interval": 5}, ["none of the 4 layers is full_attention"]),
+        ("lfm2", {"full_attn_idxs": []}, ["none of the 4 layers is full_attention"]),
+        ("lfm2", {"full_attn_idxs": 2}, ["full_attn_idxs", "a list of layer numbers", "2"]),
+        ("lfm2", {"conv_L_cache": 1}, ["conv_L_cache", "from 2 to 256", "1"]),
+        ("lfm2", {"block_use_swiglu": False}, ["block_use_swiglu", "True or absent", "False"]),
+        ("lfm2", {"layer_types": ["linear_attention"] * 4}, ["layer_types", "a list of 4 of conv, full_attention"]),
+        ("lfm2_moe", {}, ["lacks 'layer_types', which a lfm2_moe needs"]),
+        ("lfm2_moe", {"layer_types": LFM2_KINDS, "num_experts_per_tok": 7}, ["num_experts_per_tok", "6 experts", "7"]),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, ["use_bidirectional_attention", "'vision'", "'all'"]),
         ("gemma4_text", {"num_kv_shared_layers": 7}, ["num_kv_shared_layers", "from 0 to 6", "7"]),
         ("gemma4_text", {"num_kv_shared_layers": 3}, ["num_kv_shared_layers", "a full_attention layer comes", "3"]),

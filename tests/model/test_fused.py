@@ -232,7 +232,7 @@ def test_layers_with_states_are_fused_on_a_cpu_only(case):
     assert native_shape_refusal(config) is None
     model = fuse_where_it_fits(hasten.load(make_reference(case), dtype="bfloat16"))
     assert model.stack is not None
-    assert [block.delta is not None for block in model.blocks] == [layer.delta for layer in config.layers]
+    assert [block.mixer is not None for block in model.blocks] == [layer.keeps_state for layer in config.layers]
 
 
 def test_every_other_family_runs_in_all_fused_steps(case):

@@ -34,6 +34,8 @@ SHARED = DENSE | {"model_type": "dots1", "n_routed_experts": 8, "num_experts_per
 SHARED |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
 STATES = DENSE | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2}
 STATES |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+CONVOLVED = DENSE | {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+CONVOLVED |= {"conv_bias": True}
 LENT = DENSE | {"model_type": "gemma4_text", "num_hidden_layers": 8, "num_kv_shared_layers": 2, "head_dim": 8}
 LENT |= {"global_head_dim": 16, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12}
 LENT |= {"vocab_size_per_layer_input": 100}
@@ -50,7 +52,7 @@ def bytes_read(model: ModelConfig, *, batch: int, context: int = 0) -> float:
 WIDE = DENSE | {"num_attention_heads": 8, "head_dim": 8}
 
 
-@pytest.mark.parametrize("values", [DENSE, EXPERTS, GATED, SHARED, STATES, WIDE, LENT])
+@pytest.mark.parametrize("values", [DENSE, EXPERTS, GATED, SHARED, STATES, CONVOLVED, WIDE, LENT])
 def test_muons_own_products_are_those_of_a_step(values) -> None:
     model = Transformer(config(values))
     optimizer = Muon([parameter for parameter in model.blocks.parameters() if parameter.ndim == 2], lr=1e-3)
@@ -77,6 +79,19 @@ def test_layers_with_states_read_and_write_them_whatever_the_length() -> None:
     for length in (0, 50):
         found = bytes_read(model, batch=4, context=length)
         assert found == weights / 4 + states + length * kv_bytes_per_token(model, 2)
+
+
+def test_short_convolutions_keep_their_last_inputs() -> None:
+    model = config(CONVOLVED)
+    hidden, heads = model.hidden_size, model.heads * model.head_dim
+    assert kv_bytes_per_token(model, 2) == 2 * model.kv_heads * model.head_dim * 2
+    assert state_bytes(model, 2) == 2 * 2 * 2 * hidden
+    products = 2 * 4 * hidden**2 + 2 * hidden * (heads + model.kv_heads * model.head_dim)
+    products += 3 * 3 * hidden * model.intermediate_size + model.padded_vocab_size * hidden
+    vectors = 2 * hidden * (3 + 1 + 4) + 2 * model.head_dim + 6 * hidden  # taps, biases; norms of heads and stream
+    assert parameters(model).active == products + vectors
+    seen = 4 * heads * (10 + 1) / 2
+    assert forward_flops_per_token(model, 10) == 2 * (products + vectors) + seen
 
 
 def test_layers_that_use_the_keys_of_others_read_them_too() -> None:

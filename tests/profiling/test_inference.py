@@ -108,7 +108,7 @@ def test_layers_with_states_in_one_native_call_count_what_readable_ones_do(tmp_p
     readable = Answers(hasten.load(make_reference("qwen3_5_text")), batch=1, prompt_tokens=20).works()
     model = hasten.fuse(hasten.load(make_reference("qwen3_5_text"), dtype="bfloat16"))
     found = profile(model, tmp_path, use="generate", prompt_tokens=20, steps=2)
-    names = {f"model.blocks.{i}.{part}" for i in range(3) for part in ("inputs", "delta", "output", "inner", "down")}
+    names = {f"model.blocks.{i}.{part}" for i in range(3) for part in ("inputs", "mixer", "output", "inner", "down")}
     for phase, plain in zip(found.phases, readable, strict=True):
         rows = check(phase, names | {"model.blocks.3.qkv", "model.blocks.3.attention"})
         assert all(rows[name].seconds > 0 for name in names)

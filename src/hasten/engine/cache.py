@@ -30,9 +30,9 @@ from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.attention.inputs import visible
 from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup
 from hasten.ops.attention.view import AttentionMetadata
-from hasten.ops.delta import SequenceGroup
 from hasten.ops.native import library
 from hasten.ops.picker import Kernel, pick
+from hasten.ops.states import SequenceGroup
 
 # A step that reads texts side by side reads them up to the next multiple of this, so that a short text does not pay for
 # the whole capacity; a compiled one reads all of it, because its shapes must not change.
@@ -66,9 +66,10 @@ class LayerShape(NamedTuple):
 
 def layer_shapes(config: ModelConfig) -> list[LayerShape | StateShape]:
     """The shape of each layer; one that uses another's keys and values has the other's."""
-    state = None if config.delta is None else StateShape.of(config.delta)
     return [
-        state if layer.delta and state is not None else LayerShape(config.kv_heads_of(layer), config.head_dim_of(layer))
+        StateShape(config.state_mixer)
+        if layer.keeps_state
+        else LayerShape(config.kv_heads_of(layer), config.head_dim_of(layer))
         for layer in config.layers
     ]
 
@@ -108,7 +109,7 @@ class KVCache:
         self.blocks, self.block_size, self.row_format = blocks, block_size, row_format
         self.sequences = sequences  # that states are kept of
         self.first_slots = torch.arange(blocks, device=device) * block_size  # (blocks,)
-        self.windows = [layer.window for layer in config.layers if not layer.delta]
+        self.windows = [layer.window for layer in config.layers if not layer.keeps_state]
         self._stretches = config.stretches_at is not None
         self.sparse: SparseMasks | None = None
         found = layer_shapes(config)
@@ -195,7 +196,7 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """Size of the cache in bytes."""
-        states = sum(tensor.nbytes for own in self.states if own is not None for tensor in own)
+        states = sum(tensor.nbytes for own in self.states if own is not None for tensor in own.values())
         return states + sum(group.nbytes for group in self._groups.values())
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -209,7 +210,7 @@ class KVCache:
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the states of sequences (source, target), as if one after the other."""
         for source, target in pairs if self._keeps_states else ():
-            for tensor in (tensor for own in self.states if own is not None for tensor in own):
+            for tensor in (tensor for own in self.states if own is not None for tensor in own.values()):
                 tensor[target] = tensor[source]
 
     @property

@@ -21,7 +21,7 @@ def unknown_parts(config: ModelConfig, known: Collection[str] = ()) -> str | Non
     """A part of this model's blocks that fused steps have not, as a reason; `known`: fields of those that they have."""
     stays = any(layer.rope is None for layer in config.layers) and bool(config.ropes)
     parts = {
-        "delta": "no layers with Gated DeltaNet" if config.keeps_states else None,
+        "mixer": f"no layers with {config.state_mixer.name}" if config.keeps_states else None,
         "attention_gate": "no gates of attention" if config.attention_gate else None,
         "norm": "no layer norms stored minus one or without biases" if _unusual_layer_norm(config) else None,
         "pre_norms": "no blocks without norms before their halves" if not config.pre_norms else None,
@@ -68,8 +68,8 @@ class FusedSteps(nn.Module):
 
     def __init__(self, block: Block) -> None:
         super().__init__()
-        self.delta = None if block.delta is None else DeltaParts(block.delta)  # in the place of attention
-        if block.delta is None:
+        self.mixer = None if block.mixer is None else DeltaParts(block.mixer)  # in the place of attention
+        if block.mixer is None:
             self._take_attention(block.attention)
         self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
         self.residual_scale, self.parallel = block.residual_scale, block.parallel
@@ -143,8 +143,8 @@ class FusedSteps(nn.Module):
             block.mlp = self.experts
         elif isinstance(block.mlp, MLP) and self.learned_activation is not None:
             block.mlp.activation = self.learned_activation
-        if block.delta is not None and self.delta is not None:
-            self.delta.give_to(block.delta)
+        if block.mixer is not None and self.mixer is not None:
+            self.mixer.give_to(block.mixer)
             return block
         block.attention.sinks = self.sinks
         block.attention.q_norm, block.attention.k_norm = self.q_norm, self.k_norm

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from hasten.model.delta import GatedDeltaNet
 from hasten.model.fused_linear import norm_fields
+from hasten.model.mixer import StateMixer
 from hasten.ops.native import native_ops
 
 # Its products of the layer's input, in the order in which the native steps read them.
@@ -27,8 +28,9 @@ NO_ATTENTION |= {"attention_gate": False, "v_norm": None, "written": 2}
 class DeltaParts(nn.Module):
     """What Gated DeltaNet has beside its products: sizes, convolution, decay, and the norm of its heads."""
 
-    def __init__(self, delta: GatedDeltaNet) -> None:
+    def __init__(self, delta: StateMixer) -> None:
         super().__init__()
+        assert isinstance(delta, GatedDeltaNet), "other kinds are refused"
         self.sizes, self.conv, self.value_norm = delta.sizes, delta.conv, delta.value_norm
         self.log_rate, self.rate_bias = delta.log_rate, delta.rate_bias
 
@@ -46,7 +48,8 @@ class DeltaParts(nn.Module):
         )
         return plan
 
-    def give_to(self, delta: GatedDeltaNet) -> None:
+    def give_to(self, delta: StateMixer) -> None:
         """Make them the parts of a readable layer again."""
+        assert isinstance(delta, GatedDeltaNet), "other kinds are refused"
         delta.conv, delta.value_norm = self.conv, self.value_norm
         delta.log_rate, delta.rate_bias = self.log_rate, self.rate_bias

@@ -35,6 +35,7 @@ from hasten.model.fused_linear import (
     weight_plan,
 )
 from hasten.model.lora import AdapterChoice
+from hasten.model.mixer_config import DeltaConfig
 from hasten.model.mlp import MLP
 from hasten.model.rope import Rotation
 from hasten.model.sharded import ShardedTransformer, SumOfRanks
@@ -52,7 +53,7 @@ HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
 # Fields that the native steps support, of those that `unknown_parts` looks at.
 _OF_HEADS = ("qk_norm", "rope", "query_beta", "rope_pairs", "sinks", "mixed_heads", "shared_keys", "value_norm")
-_OF_ATTENTION = (*_OF_HEADS, "delta", "attention_gate")
+_OF_ATTENTION = (*_OF_HEADS, "attention_gate")
 _BESIDE_EXPERTS = (*_OF_ATTENTION, "norm", "pre_norms", "residual_scale", "activation", "expert_norms", "block_scales")
 _KNOWN = (*_BESIDE_EXPERTS, "parallel", "token_features")
 
@@ -83,11 +84,12 @@ def _unsupported(request: LinearRequest) -> str | None:
 
 def native_shape_refusal(config: ModelConfig) -> str | None:
     """Why the native steps cannot run a model of this shape, or None."""
-    size = max((config.head_dim_of(layer) for layer in config.layers if not layer.delta), default=0)
+    size = max((config.head_dim_of(layer) for layer in config.layers if not layer.keeps_state), default=0)
     if size > LARGEST_NATIVE:
         return f"the head size is {size}; the fused steps go up to {LARGEST_NATIVE}"
     experts = {layer.experts for layer in config.layers}
     known = _BESIDE_EXPERTS if True in experts else _KNOWN
+    known = (*known, "mixer") if isinstance(config.mixer, DeltaConfig) else known
     part = unknown_parts(config, known=known if False in experts else (*known, "swiglu"))
     blocks = " of blocks with experts" if True in experts else ""
     return None if part is None else f"the fused steps{blocks} know {part}"
@@ -139,10 +141,10 @@ class FusedBlock(FusedSteps):
         self.bind()
 
     def _mixing(self) -> dict[str, str]:
-        """Our layers of attention, or of Gated DeltaNet, and where each is in a readable block; the last is output."""
-        if self.delta is None:
+        """Our layers of attention, or of its mixer, and where each is in a readable block; the last is output."""
+        if self.mixer is None:
             return {name: f"attention.{name}" for name in (*self.projections, "output")}
-        return {name: f"delta.{name}" for name in DELTA_INPUTS} | {"output": "delta.out"}
+        return {name: f"mixer.{name}" for name in DELTA_INPUTS} | {"output": "mixer.out"}
 
     def rows(self) -> dict[str, dict[str, Tensor]]:
         alone = self._mixing()
@@ -202,8 +204,8 @@ class FusedBlock(FusedSteps):
 
     def _mixer(self) -> dict[str, Any]:
         """What mixes the tokens, as `plan_block` takes it: attention, or Gated DeltaNet."""
-        if self.delta is not None:
-            return NO_ATTENTION | {"delta": self.delta.plan()}
+        if self.mixer is not None:
+            return NO_ATTENTION | {"delta": self.mixer.plan()}
         spec, offset = self.spec, norm_arguments(self.attention_norm)[3]
         return {
             "heads": spec.heads,
@@ -237,8 +239,8 @@ class FusedBlock(FusedSteps):
         """The parts of the native call, in the order of their times, each with the layers whose weights it reads."""
         *inputs, output = (getattr(self, name) for name in self._mixing())
         found: dict[str, tuple[nn.Module, ...]] = {"qkv": tuple(inputs), "attention": (), "output": (output,)}
-        if self.delta is not None:
-            found = {"inputs": tuple(inputs), "delta": tuple(self.delta.modules()), "output": (output,)}
+        if self.mixer is not None:
+            found = {"inputs": tuple(inputs), "mixer": tuple(self.mixer.modules()), "output": (output,)}
         if isinstance(self.experts, Experts):
             each = tuple(self.experts.experts.modules())
             return found | {"routing": tuple(set(self.experts.modules()) - set(each)), "experts": each}
@@ -276,15 +278,15 @@ class FusedBlock(FusedSteps):
         bound, x = self._bound, x.float()
         batch, tokens, _ = x.shape
         view: Any = None
-        if self.delta is None:
+        if self.mixer is None:
             spec = self.spec
             view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
             view = view if shared is None else view._replace(k=shared.k, v=shared.v)
             metadata, seen = view.metadata, view.seen
             held: dict[str, Any] = {"k": [view.k], "v": [view.v], "seen": () if seen is None else (seen,)}
         else:
-            state, slots, certain, metadata = layer.state_view(batch=batch, tokens=tokens, sizes=self.delta.sizes)
-            held = {"k": (), "v": (), "inputs": [state.inputs], "matrices": [state.matrix]}
+            state, slots, certain, metadata = layer.state_view(batch=batch, tokens=tokens, sizes=self.mixer.sizes)
+            held = {"k": (), "v": (), "inputs": [state["inputs"]], "matrices": [state["matrix"]]}
             held |= {"state_slots": slots, "certain": certain}
         call = BlocksCall(
             x=x,
@@ -306,7 +308,7 @@ class FusedBlock(FusedSteps):
         )
         x = bound.blocks(*call)
         x = self._with_experts(x) if bound.apart else x
-        return (x, view) if self.delta is None and self.lends_keys else x
+        return (x, view) if self.mixer is None and self.lends_keys else x
 
     def _with_experts(self, x: Tensor) -> Tensor:
         """The second half of a block whose experts are called apart."""

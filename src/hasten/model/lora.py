@@ -23,7 +23,6 @@ from hasten.ops.linear import PackedLinear
 
 LARGEST_RANK = 4096
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down")  # of our modules, those that can be adapted
-DELTA_LINEARS = ("query", "key", "value", "z", "beta", "decay", "out")  # and of Gated DeltaNet
 ALL_LINEAR = "all-linear"
 
 
@@ -131,7 +130,8 @@ def adaptable(config: ModelConfig) -> dict[str, list[tuple[str, TensorSlice]]]:
     found: dict[str, list[tuple[str, TensorSlice]]] = {}
     for ours, piece in FAMILIES[config.family].places(config):
         parts = ours.split(".")
-        if parts[-1] == "weight" and parts[-2] in (*LINEARS, *DELTA_LINEARS) and "experts" not in parts:
+        linears = LINEARS if "mixer" not in parts else (*config.state_mixer.inputs, "out")
+        if parts[-1] == "weight" and parts[-2] in linears and "experts" not in parts:
             found.setdefault(piece.name.removesuffix(".weight"), []).append((ours.removesuffix(".weight"), piece))
     return found
 
@@ -164,10 +164,9 @@ def layer_size(config: ModelConfig, name: str) -> tuple[int, int]:
     q, kv = config.heads * size, config.kv_heads_of(layer) * size
     into = {"q": q * (1 + config.attention_gate), "k": kv, "v": kv, "gate": inner, "up": inner}
     leaf = name.rpartition(".")[2]
-    if config.delta is not None and ".delta." in name:
-        keys, values, heads = config.delta.keys, config.delta.values, config.delta.value_heads
-        into = {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "decay": heads}
-        return (hidden, into[leaf]) if leaf in into else (values, hidden)
+    if ".mixer." in name:
+        features = config.state_mixer.inputs
+        return (hidden, features[leaf]) if leaf in features else (config.state_mixer.values, hidden)
     return (hidden, into[leaf]) if leaf in into else (q if leaf == "output" else inner, hidden)
 
 

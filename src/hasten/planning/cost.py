@@ -1,9 +1,10 @@
 """Counts parameters, floating-point operations and bytes of a decoder, from its config alone."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hasten.model.config import DeltaConfig, LayerConfig, ModelConfig
+from hasten.model.config import LayerConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +54,13 @@ def matrices(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
 
 
 def _widths(config: ModelConfig, layer: LayerConfig) -> list[int]:
-    """Features, beside the hidden size, of each matrix of a block's attention, or of its Gated DeltaNet."""
-    if layer.delta:
-        sizes = _delta(config)
-        return [sizes.keys, sizes.keys, *[sizes.values] * 3, *[sizes.value_heads] * 2]
+    """Features, beside the hidden size, of each matrix of a block's attention, or of the layer in its place."""
+    if layer.keeps_state:
+        return [*config.state_mixer.inputs.values(), config.state_mixer.values]
     size = config.head_dim_of(layer)
     wide, kv = config.heads * size, config.kv_heads_of(layer) * size
     own = 0 if layer.keys_of is not None else kv
     return [wide * (1 + config.attention_gate), own, own * (not layer.values_of_keys), wide]
-
-
-def _delta(config: ModelConfig) -> DeltaConfig:
-    assert config.delta is not None, "a layer with Gated DeltaNet has its sizes in the config"
-    return config.delta
 
 
 def muon_flops(config: ModelConfig) -> float:
@@ -93,9 +88,9 @@ def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     """Number of weights in a block: all, and those used for one token."""
     hidden, size, per_norm = config.hidden_size, config.head_dim_of(layer), _per_norm(config)
     vectors = hidden * per_norm * (config.block_norms + (config.token_features > 0)) + config.block_scales
-    if layer.delta:
-        sizes = _delta(config)  # convolution, decay, norm of the heads
-        vectors += sizes.channels * sizes.kernel + 2 * sizes.value_heads + sizes.value_dim
+    if layer.keeps_state:
+        mixer = config.state_mixer
+        vectors += sum(mixer.vectors.values()) + (sum(mixer.inputs.values()) + hidden) * mixer.bias
     else:
         vectors += sum(_widths(config, layer)[:3]) * config.qkv_bias + hidden * config.output_bias
         if config.qk_norm is not None:
@@ -145,22 +140,25 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int, *, scored
 
     scored: number of tokens whose logits are computed; None: all, as in training; 1 for a prompt.
     """
-    attending = [layer for layer in config.layers if not layer.delta]
+    attending = [layer for layer in config.layers if not layer.keeps_state]
     if config.attention_pattern is None:
         seen = sum(config.head_dim_of(layer) * _attended(layer, sequence_length) for layer in attending)
     else:
         seen = sum(map(config.head_dim_of, attending)) * attended_by_pattern(config, sequence_length)
     weights, unscored = parameters(config), 0.0 if scored is None else 1 - scored / sequence_length
-    mixed = 4 * config.heads * seen + _delta_flops(config)
+    mixed = 4 * config.heads * seen + _state_flops(config)
     return 2 * (weights.active - unscored * weights.embedding) + mixed
 
 
-def _delta_flops(config: ModelConfig) -> float:
-    """FLOPs for each token in all layers with Gated DeltaNet: three products with a matrix a head.
+def _state_flops(config: ModelConfig) -> float:
+    """FLOPs for each token in all layers that keep states: its products with their matrices.
 
     (What the convolution multiplies is counted among the weights.)
     """
-    return sum(6.0 * _delta(config).numbers for layer in config.layers if layer.delta)
+    mixer = config.mixer
+    if mixer is None:
+        return 0.0
+    return 2.0 * mixer.passes * mixer.numbers * sum(layer.keeps_state for layer in config.layers)
 
 
 def training_flops_per_token(config: ModelConfig, sequence_length: int, *, kept: float = 1.0) -> float:
@@ -180,7 +178,7 @@ def kv_bytes_per_token(config: ModelConfig, element_bytes: float) -> int:
 
 def keeping_layers(config: ModelConfig) -> list[LayerConfig]:
     """The layers that keep keys and values of their own."""
-    return [layer for layer in config.layers if not layer.delta and layer.keys_of is None]
+    return [layer for layer in config.layers if not layer.keeps_state and layer.keys_of is None]
 
 
 def key_numbers(config: ModelConfig, layer: LayerConfig) -> int:
@@ -190,10 +188,11 @@ def key_numbers(config: ModelConfig, layer: LayerConfig) -> int:
 
 def state_bytes(config: ModelConfig, element_bytes: float) -> int:
     """Bytes that layers keep of one sequence, whatever its length: float32 matrices, and inputs of the convolution."""
-    if config.delta is None:
+    if config.mixer is None:
         return 0
-    inputs = (config.delta.kernel - 1) * config.delta.channels * element_bytes
-    return int(sum(layer.delta for layer in config.layers) * (4 * config.delta.numbers + inputs))
+    tensors = config.mixer.state.values()
+    each = sum(math.prod(one.size) * (4 if one.wide else element_bytes) for one in tensors)
+    return int(sum(layer.keeps_state for layer in config.layers) * each)
 
 
 def decode_bytes_per_token(
@@ -228,7 +227,7 @@ def _keys_read(config: ModelConfig, context: int) -> Iterator[int]:
     """Numbers in all keys that a query of each layer reads."""
     reach = None if config.attention_pattern is None else config.attention_pattern.reach
     for layer in config.layers:
-        if layer.delta:
+        if layer.keeps_state:
             continue
         window = min(filter(None, (reach, layer.window)), default=None)
         yield key_numbers(config, layer) * (context if window is None else min(window, context))

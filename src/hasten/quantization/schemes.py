@@ -149,13 +149,14 @@ Scheme = Int8 | Int4 | Mixed
 SCHEMES: dict[str, type[Int8 | Int4]] = {"int8": Int8, "int4": Int4, "int3": Int3, "int2": Int2}
 
 
-KEPT_PLAIN = (".router", ".shared_gate", ".beta", ".decay")  # ends of names of small layers that are not quantized
+# Ends of names of small layers that are not quantized.
+KEPT_PLAIN = (".router", ".shared_gate", ".beta", ".decay", ".step")
 
 
 def layers_to_quantize(model: Transformer) -> list[str]:
     """Names of the layers that can be quantized: all linear layers of the blocks, then the head, then the embedding.
 
-    Experts are among them, routers, the gate of a shared MLP, and decay and strength of Gated DeltaNet never (they are
+    Experts are among them, routers, the gate of a shared MLP, and decay and strength of states never (they are
     small, and a token sent to the wrong expert is lost). An embedding tied to the head has the head's name.
     """
     linears = [name for name, module in model.blocks.named_modules() if isinstance(module, nn.Linear)]
@@ -163,12 +164,12 @@ def layers_to_quantize(model: Transformer) -> list[str]:
     return [*blocks, "head"] if model.tied else [*blocks, "head", "embedding"]
 
 
-_SAME_INPUT = r"(attention)\.[qkv]$|(mlp|experts|shared)\.(gate|up)$|(delta)\.(query|key|value|z)$"
+_SAME_INPUT = r"(attention)\.[qkv]$|(mlp|experts|shared)\.(gate|up)$|(mixer)\.(query|key|value|z)$"
 
 
 def units_of(names: Iterable[str]) -> dict[str, list[str]]:
     """Group layers that should have the same format: fused steps compute q, k and v, or gate and up, in one product.
-    Files may hold the projections of Gated DeltaNet in one tensor.
+    Files may hold the projections of a layer that keeps a state in one tensor.
 
     A block's experts have one format for gate and up, and one for down.
     """

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hasten.model.config import ModelConfig
+from hasten.model.mixer_config import DeltaConfig
 
 Values = dict[str, Any]
 Own = Mapping[str, Any]  # an architecture's metadata, without its name before them
@@ -55,7 +56,8 @@ class Architecture:
         """What of this model llama.cpp does not load, whatever the file says."""
         width, turned = config.heads * config.head_dim, {rope.dim for rope in config.ropes}
         tied = "tied" if config.tie_embeddings else "own"
-        sizes = (0, 0) if config.delta is None else (config.delta.key_dim, config.delta.value_dim)
+        mixer = config.mixer
+        sizes = (mixer.key_dim, mixer.value_dim) if isinstance(mixer, DeltaConfig) else (0, 0)
         own = config.first_without_keys  # llama.cpp: the last one's keys for global layers, those before it for others
         lenders = {own - (1 if layer.window is None else 2): layer.keys_of for layer in config.layers[own:]}
         found = {

@@ -6,6 +6,7 @@ import numpy as np
 
 from hasten.checkpoints.gguf.architecture import NORM_AFTER_ATTENTION, Architecture, Own, Values, layers_read
 from hasten.model.config import ModelConfig
+from hasten.model.mixer_config import DeltaConfig
 
 # The size of a value is not stated: all heads of values have `ssm.inner_size` elements.
 NUMBERS = {
@@ -34,15 +35,15 @@ def qwen3_next_read(own: Own, found: Values, tensors: Container[str]) -> Values:
 
 
 def delta_write(config: ModelConfig) -> Values:
-    sizes = config.delta
-    assert sizes is not None
+    sizes = config.mixer
+    assert isinstance(sizes, DeltaConfig)
     return {
         "ssm.conv_kernel": sizes.kernel,
         "ssm.state_size": sizes.key_dim,
         "ssm.group_count": sizes.key_heads,
         "ssm.time_step_rank": sizes.value_heads,
         "ssm.inner_size": sizes.values,
-        "full_attention_interval": [layer.delta for layer in config.layers].index(False) + 1,
+        "full_attention_interval": [layer.keeps_state for layer in config.layers].index(False) + 1,
         "expert_shared_feed_forward_length": config.shared_size or None,
     }
 
@@ -59,8 +60,8 @@ HYBRIDS = {
         numbers=EXPERT_NUMBERS,
         read=qwen3_next_read,
         write=delta_write,
-        parts=NORM_AFTER_ATTENTION | {"delta.beta": "ssm_ba", "delta.decay": "ssm_ba"},
-        alternating=("delta.beta", "delta.decay"),
+        parts=NORM_AFTER_ATTENTION | {"mixer.beta": "ssm_ba", "mixer.decay": "ssm_ba"},
+        alternating=("mixer.beta", "mixer.decay"),
         experts=True,
         partial=True,
     ),

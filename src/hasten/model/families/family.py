@@ -147,8 +147,8 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
             yield from _named(f"{block}token_gate.", ["norm"], bias=layernorm)
         if config.block_scales:
             yield f"{block}scale"
-        if layer.delta:
-            yield from (f"{block}delta.{name}" for name in _DELTA)
+        if layer.keeps_state:
+            yield from (f"{block}mixer.{name}" for name in config.state_mixer.parameters)
         else:
             own = 1 if layer.keys_of is not None else 2 if layer.values_of_keys else 3
             heads = ["q_norm", "k_norm"][: min(own, 2)] if config.qk_norm and config.norm_weights else []
@@ -175,10 +175,6 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
 
 
 _EXPERT_NORMS = ("shared_post_norm", "expert_norm", "expert_post_norm")
-_DELTA = (
-    *("log_rate", "rate_bias", "conv.weight", "value_norm.weight", "query.weight", "key.weight", "value.weight"),
-    *("z.weight", "beta.weight", "decay.weight", "out.weight"),
-)
 
 
 def _named(prefix: str, modules: list[str], *, bias: bool = False) -> list[str]:
@@ -331,6 +327,22 @@ def layers_of_kinds(
     scale = scale or sizes(fields)["head_dim"] ** -0.5
     sliding, full = LayerConfig(window=window, scale=scale), LayerConfig(rope=full_rope, scale=scale)
     return tuple(sliding if kind == "sliding_attention" else full for kind in fields.layer_kinds(len(kinds)) or kinds)
+
+
+def hybrid_layers(
+    fields: Fields, default: list[str] | None, full: LayerConfig, *, state: tuple[str, ...]
+) -> tuple[LayerConfig, ...]:
+    """Layers that keep a state, which `layer_types` calls one of `state`, beside `full`, those with attention.
+
+    default: kinds of the layers where the field is absent; None: it may not be. One has to have attention.
+    """
+    count, attending = layer_count(fields), ("full_attention", "attention")
+    kinds = fields.layer_kinds(count, known=(*state, *attending)) or default
+    if kinds is None:
+        raise CheckpointError(f"{fields.where} lacks 'layer_types', which a {fields.values['model_type']} needs")
+    if not set(kinds) & set(attending):
+        raise CheckpointError(f"{fields.where}: none of the {count} layers is full_attention; one has to be")
+    return tuple(LayerConfig(rope=None, keeps_state=True) if kind in state else full for kind in kinds)
 
 
 def llama_config(
