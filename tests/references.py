@@ -309,6 +309,35 @@ CASES |= {
     ),
 }
 
+# The random state adds next to nothing now and then, too: eps bounds what its norm makes of that.
+MAMBA = CASES["granite"][2] | {
+    "rms_norm_eps": 1e-2,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "mamba_d_head": 16,
+    "shared_intermediate_size": 40,
+    "num_local_experts": 4,
+}
+CASES |= {
+    "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", MAMBA),
+    # As the dense ones, with what no published model has.
+    "granitemoehybrid-dense": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        MAMBA
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1, "mamba_proj_bias": True}
+        | {
+            "mamba_d_state": 12,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+}
+
 
 GEMMA4 = BASE | {
     "head_dim": 16,

@@ -323,10 +323,13 @@ def test_more_ranks_than_there_are_parts_are_refused_with_what_would_do(size, gr
         shares(config, size, output=group, down=group)
 
 
-def test_short_convolutions_are_not_divided():
-    kinds = {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "norm_eps": 1e-5}
-    config = read_config(dict(tiny_llama().config.source) | kinds)
-    with pytest.raises(ConfigError, match="--tensor-parallel does not divide short convolution, which this model has"):
+@pytest.mark.parametrize(
+    ("family", "kind", "name"), [("lfm2", "conv", "short convolution"), ("granitemoehybrid", "mamba", "Mamba-2")]
+)
+def test_states_of_other_kinds_are_not_divided(family, kind, name):
+    kinds = {"model_type": family, "num_hidden_layers": 2, "layer_types": [kind, "full_attention"]}
+    config = read_config(dict(tiny_llama().config.source) | kinds | {"mamba_n_heads": 8, "num_local_experts": 0})
+    with pytest.raises(ConfigError, match=f"--tensor-parallel does not divide {name}, which this model has"):
         shares(config, 2)
 
 

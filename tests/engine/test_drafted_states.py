@@ -15,6 +15,8 @@ from serving_cases import run
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_text-kinds", "qwen3_5_moe_text"]
 
+PLAIN = [("lfm2", "float32"), ("granitemoehybrid-dense", "float32")]
+
 
 def model_of(family, dtype="bfloat16"):
     return fuse_where_it_fits(decided(hasten.load(make_reference(family), dtype=dtype)))
@@ -35,7 +37,7 @@ def guesses(plain):
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*(pytest.param(family, "bfloat16", marks=needs_native) for family in FAMILIES), ("lfm2", "float32")],
+    [*(pytest.param(family, "bfloat16", marks=needs_native) for family in FAMILIES), *PLAIN],
 )
 def test_answers_are_those_without_drafts(family, dtype):
     model = model_of(family, dtype)

@@ -46,10 +46,10 @@ def answered(engine, prompt, count=6):
     return tokens_of(found), found[0].cached_tokens
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "granitemoehybrid-dense"])
 def test_a_prompt_goes_on_from_the_last_full_block_of_another(family):
     model = MODEL if family == "qwen3_5_text" else hasten.load(make_reference(family), dtype="float32")
-    engine = engine_of(model=model)
+    engine = engine_of(model=model, blocks=80)
     assert answered(engine, TEXT[:67]) == (alone(TEXT[:67], 6, model), 0)
     assert answered(engine, TEXT[:67]) == (alone(TEXT[:67], 6, model), 64)
     longer = [*TEXT[:65], 9, 8, 7]

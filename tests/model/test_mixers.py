@@ -27,7 +27,8 @@ from parity import PROMPTS, assert_same, our_logits, reference_logits
 from references import decided, make_reference, values_of
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2-biases", "lfm2_moe"]
-DENSE = ["qwen3_5_text", "lfm2", "lfm2-biases"]
+FAMILIES += ["granitemoehybrid", "granitemoehybrid-dense"]
+DENSE = ["qwen3_5_text", "lfm2", "lfm2-biases", "granitemoehybrid-dense"]
 # Where transformers has parameters of the first layer that keeps a state, by our names: of all rows, or of these.
 GRADIENTS = {
     "qwen3_5_text": {
@@ -37,6 +38,16 @@ GRADIENTS = {
         "z.weight": "linear_attn.in_proj_z.weight",
         "out.weight": "linear_attn.out_proj.weight",
         "value_norm.weight": "linear_attn.norm.weight",
+    },
+    "granitemoehybrid-dense": {
+        "log_rate": "mamba.A_log",
+        "step_bias": "mamba.dt_bias",
+        "skip": "mamba.D",
+        "conv.weight": "mamba.conv1d.weight",
+        "z.weight": "mamba.in_proj.weight",
+        "z.bias": "mamba.in_proj.bias",
+        "out.weight": "mamba.out_proj.weight",
+        "value_norm.weight": "mamba.norm.weight",
     },
     "lfm2-biases": {
         "conv.weight": "conv.conv.weight",
@@ -116,7 +127,10 @@ def test_a_new_model_trains_every_parameter(family):
         assert (layer.log_rate <= 3).all()
 
 
-@pytest.mark.parametrize(("family", "name"), [("qwen3_5_text", "Gated DeltaNet"), ("lfm2", "short convolution")])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3_5_text", "Gated DeltaNet"), ("lfm2", "short convolution"), ("granitemoehybrid-dense", "Mamba-2")],
+)
 def test_it_is_trained_block_by_block(family, name):
     model = initialize(read_config(values_of(family)), seed=1)
     assert why_not_whole(model) == f"it has layers with {name}"
@@ -146,13 +160,13 @@ def test_all_linear_layers_may_have_an_adapter(family):
 
 @pytest.mark.filterwarnings("ignore:hasten reads this quantized model")  # 48 features of an expert are no whole groups
 @pytest.mark.parametrize("scheme", [hasten.Int8(), hasten.Int4(group_size=32)])
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2", "lfm2_moe", "granitemoehybrid-dense"])
 def test_quantized_it_is_saved_and_generates_the_same(family, scheme, tmp_path):
     model = hasten.load(make_reference(family), dtype="float32")
     hasten.quantize(model, scheme)
     mixer = next(block.mixer for block in model.blocks if block.mixer is not None)
     for name, one in mixer.named_children():
-        assert isinstance(one, PackedLinear) == (name in ("query", "key", "value", "z", "out")), name
+        assert isinstance(one, PackedLinear) == (name in ("query", "key", "value", "z", "step", "out")), name
     params = hasten.SamplingParams(temperature=0, max_new_tokens=12, min_new_tokens=12)
     expected = [answer.tokens for answer in hasten.generate(model, PROMPTS, params)]
     hasten.save(model, tmp_path)
@@ -184,14 +198,21 @@ def test_a_head_for_further_tokens_is_skipped_in_one_line(family, tmp_path):
     assert_same(model, reference)
 
 
-def test_explain_says_what_runs_in_the_place_of_attention():
-    rows = explain(hasten.load(make_reference("lfm2"), dtype="bfloat16"))
-    assert [(row.layer, row.kernel) for row in rows if row.operator == "short convolution"] == [
+@pytest.mark.parametrize(
+    ("family", "operator", "name"),
+    [
+        ("lfm2", "short convolution", "short convolution"),
+        ("granitemoehybrid-dense", "Mamba-2's scan", "Mamba-2"),
+    ],
+)
+def test_explain_says_what_runs_in_the_place_of_attention(family, operator, name):
+    rows = explain(hasten.load(make_reference(family), dtype="bfloat16"))
+    assert [(row.layer, row.kernel) for row in rows if row.operator == operator] == [
         (number, "pytorch") for number in (0, 1, 3)
     ]
     assert {row.layer for row in rows if row.operator == "attention"} == {2}
     reasons = {other.reason for row in rows if row.operator == "block" for other in row.others}
-    assert reasons == {"the fused steps know no layers with short convolution"}
+    assert reasons == {f"the fused steps know no layers with {name}"}
 
 
 def test_explain_names_both_kinds_of_layers():
@@ -222,13 +243,17 @@ def test_half_precision_errs_little(family):
 
 @pytest.mark.parametrize(
     ("family", "name", "kind"),
-    [("qwen3_5_text", "Gated DeltaNet", "linear_attention"), ("lfm2", "short convolution", "conv")],
+    [
+        ("qwen3_5_text", "Gated DeltaNet", "linear_attention"),
+        ("lfm2", "short convolution", "conv"),
+        ("granitemoehybrid-dense", "Mamba-2", "mamba"),
+    ],
 )
 def test_what_it_cannot_have_is_refused(family, name, kind):
     values = values_of(family)
     config = read_config(values)
     pattern = {"attention_pattern": {"name": "bigbird"}}
-    with pytest.raises(ConfigError, match=f"a {family} keeps states, which have no sparse pattern"):
+    with pytest.raises(ConfigError, match=f"a {config.family} keeps states, which have no sparse pattern"):
         with_pattern(config, Shape(attention_pattern="bigbird"))
     with pytest.raises(CheckpointError, match=f"hasten.attention_pattern: layers with {name} have no sparse pattern"):
         read_config(values | {"hasten": pattern})

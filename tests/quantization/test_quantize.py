@@ -36,7 +36,7 @@ def packed(model):
     return {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
-STATES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"]
+STATES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "granitemoehybrid"]
 PLAIN = ("router", "shared_gate", "beta", "decay")  # small layers
 EXPERTS = ["olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2", "gpt_oss"]
 SCHEMES = [

@@ -174,3 +174,62 @@ class ConvolutionConfig(MixerConfig):
 
     def working_numbers(self, *, kept: bool) -> int:
         return (8 if kept else 6) * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig(MixerConfig):
+    """The sizes of Mamba-2 (arXiv 2405.21060).
+
+    heads of values, of size head_dim, and groups of keys and queries, of size state_dim, each for equally many
+    consecutive heads. biased: the products have a bias. conv_biased: the convolution has one.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    biased: bool = False
+    conv_biased: bool = True
+
+    name: ClassVar[str] = "Mamba-2"
+    operator: ClassVar[str] = "Mamba-2's scan"
+    passes: ClassVar[int] = 2
+
+    @property
+    def keys(self) -> int:
+        """Features of all keys of a token, and of all queries."""
+        return self.groups * self.state_dim
+
+    @property
+    def values(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        return self.values + 2 * self.keys
+
+    @property
+    def inputs(self) -> Mapping[str, int]:
+        return {"z": self.values, "value": self.values, "key": self.keys, "query": self.keys, "step": self.heads}
+
+    @property
+    def bias(self) -> bool:
+        return self.biased
+
+    @property
+    def vectors(self) -> Mapping[str, int]:
+        own = dict.fromkeys(("log_rate", "step_bias", "skip"), self.heads) | {"value_norm.weight": self.values}
+        own["conv.weight"] = self.channels * self.kernel
+        return own | ({"conv.bias": self.channels} if self.conv_biased else {})
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        return self.heads, self.state_dim, self.head_dim
+
+    def working_numbers(self, *, kept: bool) -> int:
+        from hasten.ops.ssd import CHUNK
+
+        if not kept:
+            return 3 * self.channels + 6 * self.values + 3 * self.heads * CHUNK
+        states = 2 * self.numbers // CHUNK
+        return 6 * self.channels + 9 * self.values + 4 * self.heads * CHUNK + states

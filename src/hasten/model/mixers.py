@@ -4,13 +4,15 @@ from collections.abc import Callable, Mapping
 
 from hasten.model.config import ModelConfig
 from hasten.model.delta import GatedDeltaNet
+from hasten.model.mamba import Mamba2
 from hasten.model.mixer import StateMixer
-from hasten.model.mixer_config import ConvolutionConfig, DeltaConfig, MixerConfig
+from hasten.model.mixer_config import ConvolutionConfig, DeltaConfig, MambaConfig, MixerConfig
 from hasten.model.short_convolution import ShortConvolution
 
 _KINDS: Mapping[type[MixerConfig], Callable[..., StateMixer]] = {
     DeltaConfig: GatedDeltaNet,
     ConvolutionConfig: ShortConvolution,
+    MambaConfig: Mamba2,
 }
 
 

@@ -149,14 +149,13 @@ Scheme = Int8 | Int4 | Mixed
 SCHEMES: dict[str, type[Int8 | Int4]] = {"int8": Int8, "int4": Int4, "int3": Int3, "int2": Int2}
 
 
-# Ends of names of small layers that are not quantized.
-KEPT_PLAIN = (".router", ".shared_gate", ".beta", ".decay", ".step")
+KEPT_PLAIN = (".router", ".shared_gate", ".beta", ".decay")  # ends of names of small layers that are not quantized
 
 
 def layers_to_quantize(model: Transformer) -> list[str]:
     """Names of the layers that can be quantized: all linear layers of the blocks, then the head, then the embedding.
 
-    Experts are among them, routers, the gate of a shared MLP, and decay and strength of states never (they are
+    Experts are among them, routers, the gate of a shared MLP, and decay and strength of Gated DeltaNet never (they are
     small, and a token sent to the wrong expert is lost). An embedding tied to the head has the head's name.
     """
     linears = [name for name, module in model.blocks.named_modules() if isinstance(module, nn.Linear)]
@@ -164,7 +163,7 @@ def layers_to_quantize(model: Transformer) -> list[str]:
     return [*blocks, "head"] if model.tied else [*blocks, "head", "embedding"]
 
 
-_SAME_INPUT = r"(attention)\.[qkv]$|(mlp|experts|shared)\.(gate|up)$|(mixer)\.(query|key|value|z)$"
+_SAME_INPUT = r"(attention)\.[qkv]$|(mlp|experts|shared)\.(gate|up)$|(mixer)\.(query|key|value|z|step)$"
 
 
 def units_of(names: Iterable[str]) -> dict[str, list[str]]:

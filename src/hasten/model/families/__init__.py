@@ -14,6 +14,7 @@ from hasten.model.families.gemma4 import GEMMA4
 from hasten.model.families.glm import ERNIE4_5, ERNIE4_5_MOE, GLM, GLM4
 from hasten.model.families.gpt import GPT2, GPT_BIGCODE
 from hasten.model.families.gpt_oss import GPT_OSS
+from hasten.model.families.granite_hybrid import GRANITE_HYBRID
 from hasten.model.families.lfm2 import LFM2, LFM2_MOE
 from hasten.model.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL, PHI3
 from hasten.model.families.olmo import EXAONE4, OLMO2, OLMO3, OLMOE
@@ -42,7 +43,7 @@ DECLARED = (
     *(SEED_OSS, ARCEE, NEMOTRON, GRANITE, GRANITE_MOE, SMOLLM3, HUNYUAN, APERTUS, NANOCHAT),
     *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
-    *(LFM2, LFM2_MOE),
+    *(LFM2, LFM2_MOE, GRANITE_HYBRID),
     *(GEMMA, GEMMA2, GEMMA3, GEMMA4),
     *(OLMO2, OLMO3, OLMOE, EXAONE4),
     *(GLM, GLM4, ERNIE4_5, ERNIE4_5_MOE, COHERE2),
