@@ -394,6 +394,7 @@ STATED = {
     # The limits of this yarn are whole frequencies, as llama.cpp rounds them.
     "gpt_oss": {"swiglu_limit": 7.0, "rope_parameters": YARN | {"truncate": False, "rope_theta": 10766.0}},
     "gemma4_text": {"attention_bias": False},
+    "lfm2_moe": {"routed_scaling_factor": 1.0},
 } | {
     # llama.cpp has one size of the keys and values of Gated DeltaNet, and one eps for their lengths and for norms.
     name: {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 2e-3} | changes
@@ -407,7 +408,7 @@ IN_GGUF += ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "phi3-longrope",
 IN_GGUF += ["gemma3_text", "granite", "starcoder2", "smollm3", "arcee", "nemotron", "nemotron-biases", "seed_oss"]
 IN_GGUF += ["hunyuan_v1_dense", "olmo2", "olmo3", "olmoe", "exaone4", "exaone4-64", "glm4", "glm4_moe", "ernie4_5"]
 IN_GGUF += ["ernie4_5_moe", "cohere2", "dots1", "minimax_m2", "gpt_oss", "apertus"]
-IN_GGUF += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+IN_GGUF += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"]
 IN_GGUF += ["gemma4_text", "gemma4_text-shared", "gemma4_text-experts"]
 
 

@@ -12,6 +12,7 @@ from hasten.model.mixer_config import DeltaConfig
 Values = dict[str, Any]
 Own = Mapping[str, Any]  # an architecture's metadata, without its name before them
 MOST_LAYERS = 1 << 10  # as many as `layer_count` takes
+SIGMOID = 2  # llama.cpp's number of the function that scores experts
 NORM_AFTER_ATTENTION = {"mlp_norm": "post_attention_norm"}  # what the MLP reads is normalised by what is called so
 
 
@@ -77,6 +78,11 @@ class Architecture:
             f"heads of {sizes[0]} elements of a key and {sizes[1]} of a value": sizes[0] != sizes[1],
         }
         return next((why for why, there in found.items() if there), None)
+
+
+def first_experts(config: ModelConfig) -> int:
+    """The number of layers before the first with experts."""
+    return [*(layer.experts for layer in config.layers), True].index(True)
 
 
 def windows(config: ModelConfig) -> Values:

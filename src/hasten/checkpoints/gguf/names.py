@@ -148,7 +148,7 @@ def place_of(ours: str, config: ModelConfig) -> Place:
     place = Place(f"blk.{index}.{name}" if index else name, order, config.norm_offset if shifted else 0.0, expert)
     if part in architecture.alternating and isinstance(config.mixer, DeltaConfig):
         place = place._replace(groups=config.mixer.key_heads)
-    place = place._replace(one_row=part == "mlp.shared_gate", depthwise=part == "mixer.conv")
+    place = place._replace(one_row=part == "mlp.shared_gate", depthwise=f"{part}.{leaf}" == "mixer.conv.weight")
     if expert is not None and joins_experts(architecture) and not part.endswith("down"):
         place = place._replace(half=int(part.endswith("up")))
     tiled = architecture.tiled and part.startswith("mixer.")
