@@ -13,7 +13,7 @@ from instruction_sets import needs_native
 from references import decided, make_reference
 from serving_cases import run
 
-FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_text-kinds", "qwen3_5_moe_text"]
+FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_text-kinds", "qwen3_5_moe_text", "lfm2", "lfm2_moe"]
 
 PLAIN = [("lfm2", "float32"), ("granitemoehybrid-dense", "float32")]
 

@@ -22,8 +22,8 @@ from parity import PROMPTS, TOLERANCE, our_logits, reference_greedy
 from references import decided, make_reference
 from serving_cases import request, run, tokens_of
 
-FUSED = ["qwen3_next", "qwen3_5_text", "qwen3_5_text-kinds", "qwen3_5_moe_text"]
-FAMILIES = [*FUSED, "lfm2", "lfm2-biases", "lfm2_moe", "granitemoehybrid", "granitemoehybrid-dense"]
+FUSED = ["qwen3_next", "qwen3_5_text", "qwen3_5_text-kinds", "qwen3_5_moe_text", "lfm2", "lfm2-biases", "lfm2_moe"]
+FAMILIES = [*FUSED, "granitemoehybrid", "granitemoehybrid-dense"]
 LONG = [torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (150, 67, 40)]
 
 

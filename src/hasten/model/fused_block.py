@@ -10,8 +10,8 @@ from hasten.errors import ConfigError
 from hasten.model.attention import Attention
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
-from hasten.model.fused_delta import DeltaParts
 from hasten.model.fused_linear import part_of, plain, replace_linears
+from hasten.model.fused_mixer import MixerParts
 from hasten.model.initialize import unfilled
 from hasten.model.mlp import MLP, Linear
 from hasten.model.transformer import Block
@@ -68,7 +68,7 @@ class FusedSteps(nn.Module):
 
     def __init__(self, block: Block) -> None:
         super().__init__()
-        self.mixer = None if block.mixer is None else DeltaParts(block.mixer)  # in the place of attention
+        self.mixer = None if block.mixer is None else MixerParts(block.mixer)  # in the place of attention
         if block.mixer is None:
             self._take_attention(block.attention)
         self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm

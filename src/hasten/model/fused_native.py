@@ -1,10 +1,10 @@
 """The native fused steps on a CPU: `FusedBlock`, which fused.py puts in the place of each readable block.
 
-The steps: norm + q, k, v + rotary turn + cache write and attention, or norm + projections and Gated DeltaNet; output +
-residual; norm + gate, up + activation; down + residual, or the router and the experts that it chooses; the gate of
-per-layer embeddings. All layers are one call (fused_stack.py) where their caches have the same slots, else each is one.
-A layer whose experts have several formats, or ranks, is a call up to the residual behind its output, the router, and
-the experts. The stream is float32 between them.
+The steps: norm + q, k, v + rotary turn + cache write and attention, or norm + projections and what keeps a state;
+output + residual; norm + gate, up + activation; down + residual, or the router and the experts that it chooses; the
+gate of per-layer embeddings. All layers are one call (fused_stack.py) where their caches have the same slots, else each
+is one. A layer whose experts have several formats, or ranks, is a call up to the residual behind its output, the
+router, and the experts. The stream is float32 between them.
 """
 
 import sys
@@ -20,7 +20,6 @@ from hasten.model.activations import XIELU
 from hasten.model.config import ModelConfig
 from hasten.model.experts import Experts, NormedExperts
 from hasten.model.fused_block import FusedSteps, unknown_parts
-from hasten.model.fused_delta import DELTA_INPUTS, NO_ATTENTION
 from hasten.model.fused_experts import NO_MLP, NO_ROUTING, experts_call, routing_of, shared_mlp
 from hasten.model.fused_linear import (
     ACTIVATION_ORDER,
@@ -34,8 +33,8 @@ from hasten.model.fused_linear import (
     replace_linears,
     weight_plan,
 )
+from hasten.model.fused_mixer import NATIVE, NO_ATTENTION
 from hasten.model.lora import AdapterChoice
-from hasten.model.mixer_config import DeltaConfig
 from hasten.model.mlp import MLP
 from hasten.model.rope import Rotation
 from hasten.model.sharded import ShardedTransformer, SumOfRanks
@@ -89,7 +88,7 @@ def native_shape_refusal(config: ModelConfig) -> str | None:
         return f"the head size is {size}; the fused steps go up to {LARGEST_NATIVE}"
     experts = {layer.experts for layer in config.layers}
     known = _BESIDE_EXPERTS if True in experts else _KNOWN
-    known = (*known, "mixer") if isinstance(config.mixer, DeltaConfig) else known
+    known = (*known, "mixer") if isinstance(config.mixer, NATIVE) else known
     part = unknown_parts(config, known=known if False in experts else (*known, "swiglu"))
     blocks = " of blocks with experts" if True in experts else ""
     return None if part is None else f"the fused steps{blocks} know {part}"
@@ -144,7 +143,7 @@ class FusedBlock(FusedSteps):
         """Our layers of attention, or of its mixer, and where each is in a readable block; the last is output."""
         if self.mixer is None:
             return {name: f"attention.{name}" for name in (*self.projections, "output")}
-        return {name: f"mixer.{name}" for name in DELTA_INPUTS} | {"output": "mixer.out"}
+        return {name: f"mixer.{name}" for name in self.mixer.sizes.inputs} | {"output": "mixer.out"}
 
     def rows(self) -> dict[str, dict[str, Tensor]]:
         alone = self._mixing()
@@ -203,9 +202,9 @@ class FusedBlock(FusedSteps):
         )
 
     def _mixer(self) -> dict[str, Any]:
-        """What mixes the tokens, as `plan_block` takes it: attention, or Gated DeltaNet."""
+        """What mixes the tokens, as `plan_block` takes it: attention, or what keeps a state."""
         if self.mixer is not None:
-            return NO_ATTENTION | {"delta": self.mixer.plan()}
+            return NO_ATTENTION | self.mixer.plan()
         spec, offset = self.spec, norm_arguments(self.attention_norm)[3]
         return {
             "heads": spec.heads,
@@ -221,6 +220,7 @@ class FusedBlock(FusedSteps):
             "sinks": None if self.sinks is None else self.sinks.detach().float(),
             "attention_gate": self.attention_gate,
             "delta": None,
+            "convolution": None,
             # Norms have factors here, and values' are none: one, less what is added to it.
             "v_norm": torch.full((spec.head_dim,), 1 - offset) if self.normalises_values else None,
             "written": len(self.projections) - 1,
@@ -286,7 +286,12 @@ class FusedBlock(FusedSteps):
             held: dict[str, Any] = {"k": [view.k], "v": [view.v], "seen": () if seen is None else (seen,)}
         else:
             state, slots, certain, metadata = layer.state_view(batch=batch, tokens=tokens, sizes=self.mixer.sizes)
-            held = {"k": (), "v": (), "inputs": [state["inputs"]], "matrices": [state["matrix"]]}
+            held = {
+                "k": (),
+                "v": (),
+                "inputs": [state["inputs"]],
+                "matrices": [state["matrix"]] if "matrix" in state else (),
+            }
             held |= {"state_slots": slots, "certain": certain}
         call = BlocksCall(
             x=x,

@@ -73,7 +73,7 @@ class FusedStack:
             times=self.times,
             seen=context.seen,
             inputs=[own["inputs"] for own in states],
-            matrices=[own["matrix"] for own in states],
+            matrices=[own["matrix"] for own in states if "matrix" in own],
             state_slots=context.state_slots,
             certain=context.certain,
             features=None if features is None else features.float().flatten(1, -2).contiguous(),  # (L, R, P)

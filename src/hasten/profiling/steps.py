@@ -23,7 +23,7 @@ from hasten.model.attention import Attention
 from hasten.model.config import ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.fused import FusedSteps
-from hasten.model.fused_delta import DeltaParts
+from hasten.model.fused_mixer import MixerParts
 from hasten.model.mixer import StateMixer
 from hasten.model.mlp import Linear
 from hasten.model.transformer import Transformer
@@ -200,7 +200,7 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
                     read = sum(min(held + new, own) for (held, new), own in zip(work.spans, each, strict=True))
                 flops += passes * 4 * spec.heads * spec.head_dim * seen
                 moved += passes * 2 * item * spec.head_dim * (read * spec.kv_heads + tokens * spec.heads)
-            elif isinstance(module, StateMixer | DeltaParts):
+            elif isinstance(module, StateMixer | MixerParts):
                 # Products with the matrix of each head, which is read and written, and the convolution.
                 sizes = module.sizes
                 flops += passes * rows * 2 * (sizes.passes * sizes.numbers + sizes.kernel * sizes.channels)

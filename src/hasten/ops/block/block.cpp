@@ -111,7 +111,10 @@ Tensor plan_block(PlanBlockCall call) {
   STD_TORCH_CHECK(!call.qkv.empty(), "a block needs the weights of q, k and v");
   const int64_t c = plan_in<WeightPlan>(call.qkv[0]).weight.k, q_size = call.heads * call.head_dim;
   const DeltaPlan* delta = call.delta ? &plan_in<DeltaPlan>(*call.delta) : nullptr;
-  const int64_t features = delta ? delta->features()
+  const ShortConvolutionPlan* convolution =
+      call.convolution ? &plan_in<ShortConvolutionPlan>(*call.convolution) : nullptr;
+  const int64_t features = delta         ? delta->features()
+                           : convolution ? convolution->features()
                                  : q_size * (1 + call.attention_gate) + call.written * call.kv_heads * call.head_dim;
   auto weights = [](const std::vector<Tensor>& plans, int64_t n, int64_t k) {
     const Few<PackedWeight> found = parts_of(plans, k);
@@ -153,11 +156,12 @@ Tensor plan_block(PlanBlockCall call) {
       .shared_post_norm = call.norm.like(to.shared_post_norm),
       .qkv = weights(call.qkv, features, c),
       .mlp = dense ? MlpInput::checked(parts_of(call.mlp, c), call.inner_size, call.gated) : Few<PackedWeight>(),
-      .output = weights({call.output}, c, delta ? delta->values() : q_size)[0],
+      .output = weights({call.output}, c, delta ? delta->values() : convolution ? convolution->channels : q_size)[0],
       .down = one(call.down, c, call.inner_size),
       .reduce = one(call.reduce, features_of_a_token, c),
       .expand = one(call.expand, c, features_of_a_token),
       .delta = delta,
+      .convolution = convolution,
       .experts = experts,
       .router = one(to.router, experts ? experts->count() : 0, c),
       .shared_gate = one(to.shared_gate, 1, c),
@@ -181,9 +185,14 @@ struct BlockPhases {
         act(arena.take<float>(p.experts ? 0 : rows * p.inner)),
         output(arena, mixed, Type::f32, rows, p.output, x, p.ends_early() ? out : middle, Type::f32, p.output_norm, chosen,
                p.ranks, float(p.residual_scale)) {
-    if (p.delta) {
+    if (p.keeps_state()) {
       inputs.emplace(arena, x, Type::f32, rows, p.attention_norm, p.qkv, chosen);
-      projected = arena.take<float>(rows * p.delta->features());
+      projected = arena.take<float>(rows * p.projected());
+    }
+    if (p.convolution) {
+      convolution.emplace(*p.convolution, projected, mixed, rows, call.inputs[place], *call.state_slots, call.certain,
+                          call.query_start_loc, call.seq_lens, call.slot_mapping);
+    } else if (p.delta) {
       delta.emplace(arena, *p.delta, projected, mixed, rows, call.inputs[place], call.matrices[place], *call.state_slots,
                     call.certain, call.query_start_loc, call.seq_lens, call.slot_mapping);
     } else {
@@ -231,7 +240,9 @@ struct BlockPhases {
   void run(Worker& worker, const Ended& ended) const {
     inputs ? inputs->run_into(worker, projected) : input->run(worker);
     ended(0);
-    delta ? delta->run(worker) : attention->run(worker, output.beginning(worker));
+    if (delta) delta->run(worker);
+    else if (convolution) convolution->run(worker);
+    else attention->run(worker, output.beginning(worker));
     if (gated) input->multiply_gates(worker, mixed);
     ended(1);
     output.run(worker);
@@ -252,6 +263,7 @@ struct BlockPhases {
   std::optional<AttentionPhases> attention;
   std::optional<Linear> inputs;
   std::optional<DeltaPhases> delta;
+  std::optional<ShortConvolutionPhases> convolution;
   std::optional<MlpInput> mlp;
   std::optional<LinearAdd> down;
   std::optional<RoutedPhases> routed;
@@ -261,9 +273,9 @@ struct BlockPhases {
 Tensor blocks(BlocksCall call) {
   const Tensor x = as_contiguous(call.x);
   const int64_t count = int64_t(call.plans.size()), c = x.size(-1), rows = x.numel() / c;
-  const size_t cached = call.k.size(), states = call.matrices.size();
+  const size_t cached = call.k.size(), states = call.inputs.size();
   STD_TORCH_CHECK(count && int64_t(call.rope_index.size()) == count && int64_t(cached + states) == count &&
-                      call.v.size() == cached && call.inputs.size() == states && (!states || call.state_slots) &&
+                      call.v.size() == cached && (call.matrices.empty() || call.matrices.size() == states) && (!states || call.state_slots) &&
                       call.cos.size() == call.sin.size() && (call.seen.empty() || call.seen.size() == cached) &&
                       (call.query_factors.empty() || call.query_factors.size() == call.cos.size()),
                   "each block needs its plan, its cache or state, its rope_index, and its pattern and factors if any");
@@ -294,8 +306,9 @@ Tensor blocks(BlocksCall call) {
             STD_TORCH_CHECK(own[r] < weight.adapters.count, "there is no adapter ", own[r]);
     STD_TORCH_CHECK(call.rope_index[i] < int64_t(call.cos.size()), "there is no rotary table ", call.rope_index[i]);
     float* to = i + 1 < count ? between[i % 2] : static_cast<float*>(out.mutable_data_ptr());
-    size_t& place = places[p.delta != nullptr];
-    STD_TORCH_CHECK(place < (p.delta ? states : cached), "a block has no ", p.delta ? "state" : "cache");
+    size_t& place = places[p.keeps_state()];
+    const size_t there = p.delta ? call.matrices.size() : p.convolution ? states : cached;
+    STD_TORCH_CHECK(place < there, "a block has no ", p.keeps_state() ? "state" : "cache");
     arena.back_to(mark);  // a block begins when the one before it has ended: they share their memory
     phases.emplace_back(arena, call, i, int64_t(place++), p, from, to, rows, own);
     from = to;
