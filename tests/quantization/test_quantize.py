@@ -180,7 +180,11 @@ def test_streaming_writes_what_quantizing_in_memory_and_saving_writes(name, sche
 @pytest.mark.parametrize("scheme", [Int8(), Int4(group_size=32)], ids=str)
 @pytest.mark.parametrize(
     ("family", "place"),
-    [("granitemoe", "model.layers.0.block_sparse_moe.experts"), ("gemma4_text-experts", "model.layers.0.experts")],
+    [
+        ("granitemoe", "model.layers.0.block_sparse_moe.experts"),
+        ("granitemoehybrid", "model.layers.0.block_sparse_moe.experts"),
+        ("gemma4_text-experts", "model.layers.0.experts"),
+    ],
 )
 def test_stacked_experts_are_written_as_modules_of_their_own(family, place, scheme, tmp_path):
     model = hasten.load(make_reference(family))

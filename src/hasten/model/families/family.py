@@ -55,7 +55,7 @@ class Family:
     which the files hold beside the weights. in_gguf: the layout of a GGUF file's tensors, where it joins others than
     the folder does. unused: beginnings of names of tensors that files hold and no model reads. multi_token: the names
     of a multi-token head's parts, where files may hold one that hasten computes (`hasten.model.multi_token`). A key of
-    `names` may be two parts ("mlp.shared").
+    `names` may be two or three parts ("mlp.shared").
     """
 
     model_type: str
@@ -90,7 +90,8 @@ class Family:
             elif parts[-1] in self.one_row:
                 yield ours, TensorSlice(name, expert=0)
             else:
-                yield ours, TensorSlice(name, rows.get(parts[-2]), transposed=self.transposed and linear)
+                own = None if "experts" in parts else rows.get(parts[-2])
+                yield ours, TensorSlice(name, own, transposed=self.transposed and linear)
 
     def _stacked(self, ours: str, config: ModelConfig) -> TensorSlice:
         """The place of a parameter of an expert in the tensors `stacks`."""
@@ -103,10 +104,10 @@ class Family:
         """The checkpoint's name of what we call by these parts."""
         found, place = [], 0
         while place < len(parts):
-            pair = ".".join(parts[place : place + 2])
-            known = self.names.get(pair) if "." in pair else None
-            found.append(known or self.names.get(parts[place], parts[place]))
-            place += 1 if known is None else 2
+            longest = (".".join(parts[place : place + count]) for count in (3, 2))
+            ours = next((name for name in longest if name in self.names), parts[place])
+            found.append(self.names.get(ours, ours))
+            place += ours.count(".") + 1
         return ".".join(found)
 
 

@@ -88,12 +88,10 @@ GRANITE_HYBRID_NAMES = LLAMA_NAMES | {
     "out": "out_proj",
     "mlp": "block_sparse_moe",
     "mlp.router": "block_sparse_moe.router.layer",
-    "mlp.shared": "shared_mlp",
-    "gate": "input_linear",
-    "up": "input_linear",
-    "down": "output_linear",
 }
-GRANITE_HYBRID_NAMES |= {f"mlp.{part}": f"shared_mlp.{GRANITE_HYBRID_NAMES[part]}" for part in ("gate", "up", "down")}
+for part in ("mlp", "mlp.shared"):  # the MLP for every token, alone or beside experts
+    GRANITE_HYBRID_NAMES |= dict.fromkeys((f"{part}.gate", f"{part}.up"), "shared_mlp.input_linear")
+    GRANITE_HYBRID_NAMES |= {f"{part}.down": "shared_mlp.output_linear"}
 GRANITE_HYBRID_NAMES |= dict.fromkeys(("z", "value", "key", "query", "step"), "in_proj")
 GRANITE_HYBRID = Family(
     "granitemoehybrid",
