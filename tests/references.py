@@ -288,6 +288,56 @@ CASES |= {
     ),
 }
 
+LFM2 = BASE | {"norm_eps": 1e-3, "block_multiple_of": 16, "layer_types": ["conv", "conv", "full_attention", "conv"]}
+LFM2_MOE = {name: value for name, value in LFM2.items() if name != "block_multiple_of"}
+CASES |= {
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", LFM2),
+    # As older files name their layers.
+    "lfm2-biases": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        LFM2
+        | {"layer_types": None, "full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 4}
+        | {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        LFM2_MOE
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_dense_layers": 1}
+        | {"routed_scaling_factor": 1.5},
+    ),
+}
+
+# The random state adds next to nothing now and then, too: eps bounds what its norm makes of that.
+MAMBA = CASES["granite"][2] | {
+    "rms_norm_eps": 1e-2,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "mamba_d_head": 16,
+    "shared_intermediate_size": 40,
+    "num_local_experts": 4,
+}
+CASES |= {
+    "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", MAMBA),
+    # As the dense ones, with what no published model has.
+    "granitemoehybrid-dense": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        MAMBA
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1, "mamba_proj_bias": True}
+        | {
+            "mamba_d_state": 12,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+}
+
 
 GEMMA4 = BASE | {
     "head_dim": 16,
@@ -396,6 +446,7 @@ STATED = {
     # The limits of this yarn are whole frequencies, as llama.cpp rounds them.
     "gpt_oss": {"swiglu_limit": 7.0, "rope_parameters": YARN | {"truncate": False, "rope_theta": 10766.0}},
     "gemma4_text": {"attention_bias": False},
+    "lfm2_moe": {"routed_scaling_factor": 1.0},
 } | {
     # llama.cpp has one size of the keys and values of Gated DeltaNet, and one eps for their lengths and for norms.
     name: {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 2e-3} | changes
@@ -409,7 +460,7 @@ IN_GGUF += ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "phi3-longrope",
 IN_GGUF += ["gemma3_text", "granite", "starcoder2", "smollm3", "arcee", "nemotron", "nemotron-biases", "seed_oss"]
 IN_GGUF += ["hunyuan_v1_dense", "olmo2", "olmo3", "olmoe", "exaone4", "exaone4-64", "glm4", "glm4_moe", "ernie4_5"]
 IN_GGUF += ["ernie4_5_moe", "cohere2", "dots1", "minimax_m2", "gpt_oss", "apertus"]
-IN_GGUF += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+IN_GGUF += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"]
 IN_GGUF += ["gemma4_text", "gemma4_text-shared", "gemma4_text-experts"]
 
 

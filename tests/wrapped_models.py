@@ -33,6 +33,7 @@ GEMMA4_VISION = {
     "position_embedding_size": 16,
 }
 QWEN3_5_VISION = {name: value for name, value in QWEN_VISION.items() if not name.endswith("indexes")}
+LFM2_VISION = {name: VISION[name] for name in VISION if name != "image_size"} | {"num_patches": 4}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 PARTIAL_MROPE = MROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
 
@@ -63,6 +64,7 @@ WRAPPED = {
         CASES["qwen3_5_moe_text"][2] | {"rope_parameters": PARTIAL_MROPE},
         QWEN3_5_VISION,
     ),
+    "lfm2_vl": ("Lfm2VlForConditionalGeneration", CASES["lfm2"][2], LFM2_VISION),
     "internvl": ("InternVLForConditionalGeneration", BASE | {"model_type": "qwen2"}, VISION),
     "llava": ("LlavaForConditionalGeneration", BASE | {"model_type": "llama"}, VISION),
     "llava_next": ("LlavaNextForConditionalGeneration", BASE | {"model_type": "mistral"}, VISION),

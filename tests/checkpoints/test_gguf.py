@@ -93,6 +93,7 @@ STACKED = [("mixtral", "LLAMA", "Q8_0"), ("qwen3_moe", "QWEN3MOE", "Q8_0"), ("ph
 STACKED += [
     ("gpt_oss", "GPT_OSS", "MXFP4"),
     ("qwen3_next", "QWEN3NEXT", "Q8_0"),
+    ("lfm2_moe", "LFM2MOE", "Q8_0"),
     ("qwen3_5_moe_text", "QWEN35MOE", "Q8_0"),
     ("gemma4_text-experts", "GEMMA4", "Q8_0"),
 ]
@@ -103,7 +104,11 @@ STACKED += [
 def test_stacked_and_fused_tensors_have_the_names_of_the_package(name, architecture, kind, tmp_path, monkeypatch):
     """Experts in one tensor, and rotary positions for a part of a head, quantized as llama.cpp would."""
     values = CASES[name][2] | STATED.get(name, {}) | {"hidden_size": 64, "intermediate_size": 64}
-    values |= {"gpt_oss": {"num_local_experts": 4}, "phi3": {"partial_rotary_factor": 0.5}}.get(name, {})
+    values |= {
+        "gpt_oss": {"num_local_experts": 4},
+        "lfm2_moe": {"num_experts": 4},
+        "phi3": {"partial_rotary_factor": 0.5},
+    }.get(name, {})
     values |= {} if name == "gpt_oss" else {"moe_intermediate_size": 32}
     if name.startswith("qwen3_"):
         values |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "shared_expert_intermediate_size": 32}
@@ -169,7 +174,7 @@ def matrices(kind):
     """For `retyped`: all matrices in one type."""
 
     def change(name, x):
-        whole = x.ndim > 1 and name.endswith("weight") and "conv" not in name
+        whole = x.ndim > 1 and name.endswith("weight") and "conv" not in name.split(".")[-2]
         return (kind, quants.quantize(x, kind)) if whole else None
 
     return change
@@ -189,9 +194,9 @@ def test_columns_whose_order_parts_blocks_become_plain(kind, tmp_path, monkeypat
     retyped(path, tmp_path / "plain.gguf", change, beside=beside)
     expected = torch.from_numpy(quants.dequantize(raw, number)) * (1.0 if kind == "Q8_0" else 0.5)
     ours = expected.unflatten(1, (4, 4, 16)).transpose(1, 2).flatten(1)  # heads: of each key in turn -> each key's own
-    SAME(hasten.load(path, dtype="float32").blocks[0].delta.out.weight.data, ours)
+    SAME(hasten.load(path, dtype="float32").blocks[0].mixer.out.weight.data, ours)
     if kind == "Q8_0":
-        assert (ours - model.blocks[0].delta.out.weight).abs().max() < 0.02
+        assert (ours - model.blocks[0].mixer.out.weight).abs().max() < 0.02
 
 
 @pytest.mark.parametrize(
@@ -345,7 +350,7 @@ def test_int4_layers_of_gated_deltanet_come_back_bit_for_bit(name, tmp_path, mon
     sizes = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "shared_expert_intermediate_size": 64}
     sizes |= {"moe_intermediate_size": 32} if name == "qwen3_next" else {}
     model = hasten.quantize(stated(name, monkeypatch, **sizes), hasten.Int4(group_size=32, lm_head="same"))
-    assert "blocks.0.delta.out" in model.quantization
+    assert "blocks.0.mixer.out" in model.quantization
     expected = weights(model)
     write_gguf(model, tmp_path / "model.gguf", "F16")
     found = weights(hasten.load(tmp_path / "model.gguf", dtype="float32"))
@@ -353,7 +358,7 @@ def test_int4_layers_of_gated_deltanet_come_back_bit_for_bit(name, tmp_path, mon
         SAME(found[f"{layer}.weight"], expected[f"{layer}.weight"])
     narrow = hasten.quantize(stated(name, monkeypatch, linear_value_head_dim=16), hasten.Int4(group_size=32))
     if name == "qwen3_5_text":
-        with pytest.raises(ConfigError, match=r"blocks.0.delta.out.weight: llama.cpp has its columns in another order"):
+        with pytest.raises(ConfigError, match=r"blocks.0.mixer.out.weight: llama.cpp has its columns in another order"):
             write_gguf(narrow, tmp_path / "narrow.gguf")
 
 
@@ -403,6 +408,8 @@ def test_what_gguf_does_not_hold_is_refused_and_nothing_is_left(tmp_path, tiny, 
         write_gguf(tiny, path, "Q4_K")
     with pytest.raises(ConfigError, match=r"cannot state layers of this mistral"):
         write_gguf(hasten.load(make_reference("mistral")), path)
+    with pytest.raises(ConfigError, match=r"cannot state mixer of this lfm2"):  # whose convolution has a bias
+        write_gguf(stated("lfm2-biases", monkeypatch, full_attn_idxs=[0, 3]), path)
     with pytest.raises(ConfigError, match=r"cannot state layers of this gemma2"):
         write_gguf(hasten.load(make_reference("gemma2")), path)
     for name in ("starcoder2", "smollm3", "exaone4", "dots1", "qwen2_moe", "ernie4_5_moe", "ernie4_5-biases"):

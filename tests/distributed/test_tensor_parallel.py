@@ -323,13 +323,23 @@ def test_more_ranks_than_there_are_parts_are_refused_with_what_would_do(size, gr
         shares(config, size, output=group, down=group)
 
 
+@pytest.mark.parametrize(
+    ("family", "kind", "name"), [("lfm2", "conv", "short convolution"), ("granitemoehybrid", "mamba", "Mamba-2")]
+)
+def test_states_of_other_kinds_are_not_divided(family, kind, name):
+    kinds = {"model_type": family, "num_hidden_layers": 2, "layer_types": [kind, "full_attention"]}
+    config = read_config(dict(tiny_llama().config.source) | kinds | {"mamba_n_heads": 8, "num_local_experts": 0})
+    with pytest.raises(ConfigError, match=f"--tensor-parallel does not divide {name}, which this model has"):
+        shares(config, 2)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_heads_of_states_are_divided_with_the_keys_that_they_use(size):
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 32, "num_attention_heads": 8}
     values = dict(tiny_llama().config.source) | {"head_dim": 8} | STATES | {"model_type": "qwen3_5_text"} | sizes
     config, covered = read_config(values), []
     for share in shares(config, size):
-        own = share.config().delta
+        own = share.config().mixer
         assert own.value_heads % own.key_heads == 0
         seen = [share.key_heads[i // (own.value_heads // own.key_heads)] for i in range(own.value_heads)]
         assert seen == [head // 16 for head in share.value_heads]

@@ -13,7 +13,9 @@ from instruction_sets import needs_native
 from references import decided, make_reference
 from serving_cases import run
 
-FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_text-kinds", "qwen3_5_moe_text"]
+FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_text-kinds", "qwen3_5_moe_text", "lfm2", "lfm2_moe"]
+
+PLAIN = [("lfm2", "float32"), ("granitemoehybrid-dense", "float32")]
 
 
 def model_of(family, dtype="bfloat16"):
@@ -33,10 +35,12 @@ def guesses(plain):
     return proposing(propose)
 
 
-@needs_native
-@pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_those_without_drafts(family):
-    model = model_of(family)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*(pytest.param(family, "bfloat16", marks=needs_native) for family in FAMILIES), *PLAIN],
+)
+def test_answers_are_those_without_drafts(family, dtype):
+    model = model_of(family, dtype)
     plain = answers(run(engine_of(model), requests()))
     engine = engine_of(model)
     engine.speculator = guesses(plain)

@@ -23,21 +23,21 @@ MODEL = hasten.load(make_reference("qwen3_5_text"), dtype="float32")
 ALONE = {}
 
 
-def alone(prompt, count):
-    key = (tuple(prompt), count)
+def alone(prompt, count, model=MODEL):
+    key = (model.config.family, tuple(prompt), count)
     if key not in ALONE:
         params = hasten.SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
-        ALONE[key] = hasten.generate(MODEL, [prompt], params)[0].tokens
+        ALONE[key] = hasten.generate(model, [prompt], params)[0].tokens
     return ALONE[key]
 
 
-def engine_of(*, blocks=60, sequences=2, block_size=8, **more):
+def engine_of(*, model=MODEL, blocks=60, sequences=2, block_size=8, **more):
     """An engine with exactly these blocks, and a snapshot for each sequence."""
-    size = KVCache.bytes_per_block(MODEL.config, block_size=block_size, dtype=MODEL.dtype)
-    states = 2 * sequences * KVCache.bytes_per_sequence(MODEL.config, MODEL.dtype)
+    size = KVCache.bytes_per_block(model.config, block_size=block_size, dtype=model.dtype)
+    states = 2 * sequences * KVCache.bytes_per_sequence(model.config, model.dtype)
     assert blocks * size >= states, "else fewer sequences run"
     values = {"max_sequences": sequences, "block_size": block_size, "cache_bytes": blocks * size + states}
-    return Engine(MODEL, None, EngineSettings(**values | more))
+    return Engine(model, None, EngineSettings(**values | more))
 
 
 def answered(engine, prompt, count=6):
@@ -46,14 +46,16 @@ def answered(engine, prompt, count=6):
     return tokens_of(found), found[0].cached_tokens
 
 
-def test_a_prompt_goes_on_from_the_last_full_block_of_another():
-    engine = engine_of()
-    assert answered(engine, TEXT[:67]) == (alone(TEXT[:67], 6), 0)
-    assert answered(engine, TEXT[:67]) == (alone(TEXT[:67], 6), 64)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "granitemoehybrid-dense"])
+def test_a_prompt_goes_on_from_the_last_full_block_of_another(family):
+    model = MODEL if family == "qwen3_5_text" else hasten.load(make_reference(family), dtype="float32")
+    engine = engine_of(model=model, blocks=80)
+    assert answered(engine, TEXT[:67]) == (alone(TEXT[:67], 6, model), 0)
+    assert answered(engine, TEXT[:67]) == (alone(TEXT[:67], 6, model), 64)
     longer = [*TEXT[:65], 9, 8, 7]
-    assert answered(engine, longer) == (alone(longer, 6), 64)
-    assert answered(engine, TEXT) == (alone(TEXT, 6), 64)
-    assert answered(engine, TEXT) == (alone(TEXT, 6), 88)
+    assert answered(engine, longer) == (alone(longer, 6, model), 64)
+    assert answered(engine, TEXT) == (alone(TEXT, 6, model), 64)
+    assert answered(engine, TEXT) == (alone(TEXT, 6, model), 88)
 
 
 def test_blocks_without_a_snapshot_behind_them_are_read_again():

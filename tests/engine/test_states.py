@@ -22,7 +22,8 @@ from parity import PROMPTS, TOLERANCE, our_logits, reference_greedy
 from references import decided, make_reference
 from serving_cases import request, run, tokens_of
 
-FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_text-kinds", "qwen3_5_moe_text"]
+FUSED = ["qwen3_next", "qwen3_5_text", "qwen3_5_text-kinds", "qwen3_5_moe_text", "lfm2", "lfm2-biases", "lfm2_moe"]
+FAMILIES = [*FUSED, "granitemoehybrid", "granitemoehybrid-dense"]
 LONG = [torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (150, 67, 40)]
 
 
@@ -32,10 +33,20 @@ def pair(request):
     return reference, hasten.load(reference, dtype="float32")
 
 
-@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=needs_native)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("qwen3_5_text", "float32"),
+        pytest.param(("qwen3_5_text", "bfloat16"), marks=needs_native),
+        ("lfm2", "float32"),
+        ("granitemoehybrid-dense", "float32"),
+    ],
+    ids="-".join,
+)
 def model(request):
     """In bfloat16 it is fused."""
-    return fuse_where_it_fits(hasten.load(make_reference("qwen3_5_text"), dtype=request.param))
+    family, dtype = request.param
+    return fuse_where_it_fits(hasten.load(make_reference(family), dtype=dtype))
 
 
 def greedy(model, prompt, count):
@@ -66,7 +77,7 @@ def test_served_together_each_text_is_that_of_transformers(pair):
 
 
 @needs_native
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FUSED)
 def test_fused_each_text_is_that_of_the_text_alone(family):
     """In steps of 24 tokens, and from snapshots."""
     model = hasten.fuse(decided(hasten.load(make_reference(family), dtype="bfloat16")))
@@ -125,7 +136,7 @@ def test_samples_and_beams_go_on_from_copies(model):
         assert hasten.generate(model, [LONG[2]], alone)[0].tokens == tokens
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2", "granitemoehybrid"])
 def test_beams_are_those_of_transformers(family):
     reference = make_reference(family)
     reference.generation_config.eos_token_id = None
@@ -180,7 +191,9 @@ def test_states_are_counted_where_memory_is_asked_for(model):
     config, sequences = model.config, 3
     cache = KVCache(config, blocks=5, block_size=16, sequences=sequences, dtype=torch.float32, device="cpu")
     each = KVCache.bytes_per_sequence(config, torch.float32)
-    assert each == 3 * 4 * (16 * 8 * 12 + 3 * (2 * 4 * 8 + 16 * 12))
+    numbers = {"qwen3_5_text": 16 * 8 * 12 + 3 * (2 * 4 * 8 + 16 * 12), "lfm2": 2 * 64}
+    numbers["granitemoehybrid"] = 8 * 12 * 16 + 2 * (128 + 2 * 12)
+    assert each == 3 * 4 * numbers[config.family]
     blocks = 5 * KVCache.bytes_per_block(config, block_size=16, dtype=torch.float32)
     padding = 2 * config.kv_heads * config.head_dim * 4  # the last row
     assert cache.bytes == blocks + padding + sequences * each
@@ -188,7 +201,8 @@ def test_states_are_counted_where_memory_is_asked_for(model):
     assert cache_bytes(config, use) == blocks + each
 
 
-def test_as_many_texts_run_as_have_room_for_their_states(model, caplog):
+def test_as_many_texts_run_as_have_room_for_their_states(caplog):
+    model = hasten.load(make_reference("qwen3_5_text"), dtype="float32")
     each = KVCache.bytes_per_sequence(model.config, model.dtype)
     with caplog.at_level(logging.WARNING, logger="hasten.engine"):
         engine = Engine(model, model.tokenizer, EngineSettings(max_sequences=64, cache_bytes=20 * each))
@@ -204,9 +218,9 @@ def test_as_many_texts_run_as_have_room_for_their_states(model, caplog):
 
 
 def test_what_would_take_tokens_back_is_refused(model, tmp_path):
-    with pytest.raises(ConfigError, match="the draft model is a qwen3_5_text, whose layers keep states"):
+    with pytest.raises(ConfigError, match=f"the draft model is a {model.config.family}, whose layers keep states"):
         hasten.LLM(hasten.load(make_reference("llama"), dtype="float32"), draft=model)
-    with pytest.raises(ConfigError, match=r"--prefix-cache DIR keeps blocks, and the layers of a qwen3_5_text"):
+    with pytest.raises(ConfigError, match=f"--prefix-cache DIR keeps blocks, .* layers of a {model.config.family}"):
         hasten.LLM(model, prefix_cache=str(tmp_path))
     with pytest.raises(ConfigError, match="are not compiled; leave --compile out"):
         compile_blocks(model)

@@ -333,9 +333,10 @@ def test_what_cannot_be_fused_says_why(tmp_path):
         fuse(experts)
     assert {other.reason for row in explain(experts) if row.operator == "block" for other in row.others} == {why}
     assert {row.kernel for row in explain(experts) if row.operator == "experts"} == {"readable"}
-    for family in ("qwen3_next", "qwen3_5_text"):
+    kinds = {"qwen3_next": "Gated DeltaNet", "qwen3_5_text": "Gated DeltaNet", "lfm2": "short convolution"}
+    for family, name in kinds.items():
         states = hasten.load(make_reference(family), dtype="bfloat16")
-        with pytest.raises(ConfigError, match="the fused steps of a GPU know no layers with Gated DeltaNet"):
+        with pytest.raises(ConfigError, match=f"the fused steps of a GPU know no layers with {name}"):
             fuse(states)
     scaled = hasten.load(make_reference("granite"), dtype="bfloat16")
     assert refusal(scaled) == "the fused steps of a GPU know no scaled residual branches"

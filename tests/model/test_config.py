@@ -19,6 +19,7 @@ NEEDED = {  # no number there by default
     "dots1": {"n_routed_experts", "n_shared_experts", "num_experts_per_tok"},
     "deepseek_v2": {"num_experts_per_tok"},
 }
+NEEDED |= {name: {"layer_types"} for name in ("lfm2_moe", "granitemoehybrid")}
 WHOLE = ("gemma3_text", "gemma4_text")  # published files leave out even their sizes
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -63,6 +64,8 @@ def test_any_field_left_out_takes_the_same_default(case):
     full = full_values(case)
     if "num_attention_heads" in full:  # a multiple of every family's default key/value heads
         full |= {"num_attention_heads": 32, "hidden_size": 32 * 16}
+    if "mamba_n_heads" in full:  # the default of these, which makes a head of 8
+        full |= {"mamba_n_heads": 128, "mamba_d_head": 8}
     full |= {name: 16 for name in EXPERT_COUNTS if name in full}  # at least every family's default of chosen ones
     checked = 0
     for gone in sorted(set(full) - {"model_type"}):
@@ -113,6 +116,10 @@ DEEPSEEK_OLD = {"rope_theta": 10000, "num_nextn_predict_layers": 1}
 DEEPSEEK_OLD["rope_scaling"] = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "mscale": 0.7}
 DEEPSEEK_OLD["rope_scaling"] |= {"mscale_all_dim": 0.9, "beta_fast": 32, "beta_slow": 1}
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0, 3, 4, 5, 6, 7, 8, 9]}
+
+LFM2_KINDS = ["conv", "full_attention", "conv", "full_attention"]
+MAMBA_KINDS = ["mamba", "attention", "attention", "mamba"]
+MAMBA_LAYERS = {"layer_types": MAMBA_KINDS, "mamba_n_groups": 1}
 
 # As transformers 4 wrote them: rope_theta beside rope_scaling, torch_dtype, fields that are there and null.
 OLD = [
@@ -175,6 +182,13 @@ OLD = [
     ("qwen3_next", {"partial_rotary_factor": 0.5, "head_dim": 64, "norm_topk_prob": False}),
     ("qwen3_5_text", {"rope_theta": 1e7, "full_attention_interval": 3, "attn_output_gate": True}),
     ("qwen3_5_moe_text", {"rope_theta": 1e7, "mlp_only_layers": [], "mamba_ssm_dtype": "float32"}),
+    ("lfm2", {"rope_theta": 1e6, "full_attn_idxs": [1, 2], "block_ff_dim": 128, "tie_embedding": False}),
+    ("lfm2", {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8, "block_norm_eps": 1e-5, "use_pos_enc": True}),
+    ("lfm2", {"block_auto_adjust_ff_dim": False, "block_use_swiglu": True}),
+    ("lfm2_moe", {"rope_theta": 1e6, "layer_types": LFM2_KINDS, "norm_topk_prob": False, "use_expert_bias": False}),
+    ("granitemoehybrid", {"rope_theta": 1e4, "layer_types": MAMBA_KINDS, "position_embedding_type": "nope"}),
+    ("granitemoehybrid", {"layer_types": MAMBA_KINDS, "position_embedding_type": "rope", "num_local_experts": 0}),
+    ("granitemoehybrid", {"layer_types": MAMBA_KINDS, "mamba_d_head": "auto", "init_method": "mup"}),
     ("apertus", {"rope_theta": 12e6, "rope_scaling": LLAMA3_OLD | {"rope_type": "llama3"}}),
     ("apertus", {"rope_theta": 5e5, "rope_scaling": None, "mlp_bias": False, "post_norm": False, "qk_norm": True}),
     ("apertus", {"hidden_act": "relu2"}),
@@ -265,6 +279,21 @@ def test_su_is_an_early_name_of_longrope():
         ("qwen3_5_text", {"hidden_act": "gelu"}, ["hidden_act", "'silu' or absent", "'gelu'"]),
         ("qwen3_5_text", {"layer_types": ["sliding_attention"] * 4}, ["layer_types", "linear_attention, full"]),
         ("qwen3_5_text", {"full_attention_interval": 5}, ["none of the 4 layers is full_attention"]),
+        ("lfm2", {"full_attn_idxs": []}, ["none of the 4 layers is full_attention"]),
+        ("lfm2", {"full_attn_idxs": 2}, ["full_attn_idxs", "a list of layer numbers", "2"]),
+        ("lfm2", {"conv_L_cache": 1}, ["conv_L_cache", "from 2 to 256", "1"]),
+        ("lfm2", {"block_use_swiglu": False}, ["block_use_swiglu", "True or absent", "False"]),
+        ("lfm2", {"layer_types": ["linear_attention"] * 4}, ["layer_types", "a list of 4 of conv, full_attention"]),
+        ("lfm2_moe", {}, ["lacks 'layer_types', which a lfm2_moe needs"]),
+        ("lfm2_moe", {"layer_types": LFM2_KINDS, "num_experts_per_tok": 7}, ["num_experts_per_tok", "6 experts", "7"]),
+        ("granitemoehybrid", {}, ["lacks 'layer_types', which a granitemoehybrid needs"]),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, ["none of the 4 layers is full_attention"]),
+        ("granitemoehybrid", MAMBA_LAYERS | {"mamba_n_groups": 3}, ["mamba_n_groups", "a divisor", "(8)", "3"]),
+        ("granitemoehybrid", MAMBA_LAYERS | {"mamba_n_heads": 7}, ["mamba_n_heads", "a divisor of the 128", "7"]),
+        ("granitemoehybrid", MAMBA_LAYERS | {"mamba_d_head": 8}, ["mamba_d_head", "16, for 8 heads of 128", "8"]),
+        ("granitemoehybrid", MAMBA_LAYERS | {"hidden_act": "gelu"}, ["hidden_act", "'silu' or absent", "'gelu'"]),
+        ("granitemoehybrid", MAMBA_LAYERS | {"time_step_limit": [0.0, 1.0]}, ["time_step_limit", "Infinity", "1.0"]),
+        ("granitemoehybrid", MAMBA_LAYERS | {"position_embedding_type": "alibi"}, ["'rope' or absent", "'alibi'"]),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, ["use_bidirectional_attention", "'vision'", "'all'"]),
         ("gemma4_text", {"num_kv_shared_layers": 7}, ["num_kv_shared_layers", "from 0 to 6", "7"]),
         ("gemma4_text", {"num_kv_shared_layers": 3}, ["num_kv_shared_layers", "a full_attention layer comes", "3"]),

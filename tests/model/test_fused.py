@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import hasten
 from hasten.engine.cache import KVCache
 from hasten.engine.given_texts import GivenTexts
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, HastenWarning
 from hasten.model.binding import explain, kernels
 from hasten.model.context import TrainingContext
 from hasten.model.families import read_config
@@ -30,8 +30,11 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels ca
 TOKENS = torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
-WITH_STATES = [case for case in CASES if case.startswith(("qwen3_next", "qwen3_5"))]
-fused_cases = pytest.mark.parametrize("case", CASES)
+# Layers that keep states, by the beginnings of their cases' names; None: the native steps have them not.
+STATES = {"qwen3_next": "Gated DeltaNet", "qwen3_5": "Gated DeltaNet", "lfm2": "short convolution"}
+WITH_STATES = [case for case in CASES if case.startswith(tuple(STATES))]
+MAMBA = [case for case in CASES if case.startswith("granitemoehybrid")]
+fused_cases = pytest.mark.parametrize("case", [case for case in CASES if case not in MAMBA])
 
 
 def logits(model, tokens=TOKENS):
@@ -69,11 +72,11 @@ def test_unfused_is_what_it_was(case):
 BATCHED = fuse(tiny_llama().to(torch.bfloat16)) if library() is not None else None
 OTHER_BATCHED = [
     fuse(hasten.load(make_reference(case), dtype="bfloat16")) if library() is not None else None
-    for case in ("qwen3_5_text", "gemma4_text-shared")
+    for case in ("qwen3_5_text", "lfm2", "gemma4_text-shared")
 ]
 
 
-@pytest.mark.parametrize("model", [BATCHED, *OTHER_BATCHED], ids=["llama", "qwen3_5_text", "gemma4_text"])
+@pytest.mark.parametrize("model", [BATCHED, *OTHER_BATCHED], ids=["llama", "qwen3_5_text", "lfm2", "gemma4_text"])
 @settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 100), min_size=1, max_size=90), min_size=1, max_size=4), st.data())
 def test_logits_are_bit_for_bit_the_same_alone_in_a_batch_and_however_the_prompt_is_cut(model, prompts, data):
@@ -228,18 +231,28 @@ def test_sinks_of_blocks_without_experts():
 @pytest.mark.parametrize("case", WITH_STATES)
 def test_layers_with_states_are_fused_on_a_cpu_only(case):
     config = read_config(values_of(case))
-    assert unknown_parts(config) == "no layers with Gated DeltaNet"
+    name = next(name for start, name in STATES.items() if case.startswith(start))
+    assert unknown_parts(config) == f"no layers with {name}"
     assert native_shape_refusal(config) is None
     model = fuse_where_it_fits(hasten.load(make_reference(case), dtype="bfloat16"))
     assert model.stack is not None
-    assert [block.delta is not None for block in model.blocks] == [layer.delta for layer in config.layers]
+    assert [block.mixer is not None for block in model.blocks] == [layer.keeps_state for layer in config.layers]
+
+
+@pytest.mark.parametrize("case", MAMBA)
+def test_mamba_is_fused_nowhere(case):
+    config = read_config(values_of(case))
+    assert native_shape_refusal(config).endswith("know no layers with Mamba-2")
+    with pytest.warns(HastenWarning, match="without the fused steps, .* know no layers with Mamba-2; --quantize int8"):
+        model = fuse_where_it_fits(hasten.load(make_reference(case), dtype="bfloat16"))
+    assert model.readable
 
 
 def test_every_other_family_runs_in_all_fused_steps(case):
     assert (unknown_parts(read_config(values_of(case))) is None) == (case.partition("-")[0] not in OTHERS)
 
 
-OTHERS = {family for family, _ in PARTS} | {"olmo3", "glm4", "ernie4_5", "cohere2", "gpt_oss"} | set(WITH_STATES)
+OTHERS = {family for family, _ in PARTS} | {"olmo3", "glm4", "ernie4_5", "cohere2", "gpt_oss"} | {*WITH_STATES, *MAMBA}
 OTHERS |= {"olmoe", "minimax_m2", "granitemoe", "ernie4_5_moe", "nanochat"}
 OTHERS |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"}
 

@@ -1,6 +1,6 @@
 """Gated DeltaNet's native operator on every instruction set, against the readable layer, in any company."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,13 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.machine.measure import limited_threads
-from hasten.model.config import DeltaConfig
 from hasten.model.delta import GatedDeltaNet
-from hasten.model.families import read_config
-from hasten.ops.delta import DeltaState
+from hasten.model.mixer_config import DeltaConfig
 from hasten.ops.native import library
 from instruction_sets import ISAS, needs_native
-from references import values_of
 
 pytestmark = needs_native
 
@@ -30,8 +27,7 @@ class Case:
 
     def __post_init__(self):
         generator = torch.Generator().manual_seed(self.seed)
-        config = replace(read_config(values_of("qwen3_5_text")), delta=self.sizes)
-        self.layer = GatedDeltaNet(config).requires_grad_(False)
+        self.layer = GatedDeltaNet(self.sizes, 64, 1e-2).requires_grad_(False)
         for leaf, values in self.layer.named_parameters(recurse=False):
             self.layer.fill(leaf, values, generator)
         bound = self.sizes.kernel**-0.5
@@ -42,7 +38,7 @@ class Case:
         places = len(self.counts) + 1  # of which the first one belongs to nobody
         inputs = torch.randn(places, self.sizes.kernel - 1, self.sizes.channels, generator=generator)
         shape = (self.sizes.value_heads, self.sizes.key_dim, self.sizes.value_dim)
-        self.state = DeltaState(inputs, torch.randn(places, *shape, generator=generator))
+        self.state = {"inputs": inputs, "matrix": torch.randn(places, *shape, generator=generator)}
 
     def plan(self, isa=None):
         layer, sizes = self.layer, self.sizes
@@ -62,7 +58,7 @@ class Case:
 
     def native(self, isa=None, *, fresh=False, dtype=torch.float32, cuts=None, padding=0, certain=None):
         """Outputs (R, H·Dv) and the states after them. cuts: the tokens of each step."""
-        state = DeltaState(self.state.inputs.to(dtype).clone(), self.state.matrix.clone())
+        state = {"inputs": self.state["inputs"].to(dtype).clone(), "matrix": self.state["matrix"].clone()}
         found = [self.x.new_empty(0, self.sizes.values)] * len(self.counts)
         before = [0 if fresh else 7] * len(self.counts)
         own = self.x.split(self.counts)
@@ -78,8 +74,8 @@ class Case:
             y = library(isa).ops.gated_delta(
                 plan=self.plan(isa),
                 x=torch.cat(rows),
-                inputs=state.inputs,
-                matrices=state.matrix,
+                inputs=state["inputs"],
+                matrices=state["matrix"],
                 slots=torch.arange(1, len(self.counts) + 1),
                 certain=None if certain is None else torch.tensor(certain),
                 query_start_loc=torch.tensor(starts),
@@ -101,13 +97,13 @@ class Case:
             parts = (sizes.channels, sizes.values, sizes.value_heads, sizes.value_heads)
             mixed, z, beta, decay = (part[None] for part in x.split(parts, dim=-1))
             rate = layer.log_rate.exp() * F.softplus(decay + layer.rate_bias)
-            state = DeltaState(*(tensor[number + 1 : number + 2].to(dtype) for tensor in self.state))
+            state = {name: tensor[number + 1 : number + 2].to(dtype) for name, tensor in self.state.items()}
             y, end = layer.mix(None if fresh else state, mixed, -rate, beta.sigmoid())
             norm = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + layer.value_norm.eps) * layer.value_norm.weight
             outputs.append((norm * F.silu(z).unflatten(-1, (sizes.value_heads, -1)))[0].flatten(1))
             ends.append(end)
         self.layer.float()
-        return torch.cat(outputs), DeltaState(*(torch.cat(one) for one in zip(*ends, strict=True)))
+        return torch.cat(outputs), {name: torch.cat([end[name] for end in ends]) for name in self.state}
 
 
 SIZES = st.builds(
@@ -138,12 +134,12 @@ def test_it_errs_at_most_twice_what_pytorch_errs(isa, sizes, counts, seed, fresh
     found, state = case.native(isa, fresh=fresh)
     assert error(found, exact) <= 2 * error(plain, exact) + FEW_ROUNDINGS * exact.abs().max()
     assert (
-        error(state.matrix[1:], end.matrix)
-        <= 2 * error(plain_end.matrix, end.matrix) + FEW_ROUNDINGS * end.matrix.abs().max()
+        error(state["matrix"][1:], end["matrix"])
+        <= 2 * error(plain_end["matrix"], end["matrix"]) + FEW_ROUNDINGS * end["matrix"].abs().max()
     )
-    assert torch.equal(state.inputs[1:], plain_end.inputs)
-    assert torch.equal(state.inputs[0], case.state.inputs[0])  # a place that no sequence of the step has
-    assert torch.equal(state.matrix[0], case.state.matrix[0])
+    assert torch.equal(state["inputs"][1:], plain_end["inputs"])
+    assert torch.equal(state["inputs"][0], case.state["inputs"][0])  # a place that no sequence of the step has
+    assert torch.equal(state["matrix"][0], case.state["matrix"][0])
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -154,7 +150,7 @@ def test_heads_of_128_err_at_most_twice_what_pytorch_errs(isa, tokens):
     plain, plain_end = case.readable()
     found, state = case.native(isa)
     assert error(found, exact) <= 2 * error(plain, exact)
-    assert error(state.matrix[1:], end.matrix) <= 2 * error(plain_end.matrix, end.matrix)
+    assert error(state["matrix"][1:], end["matrix"]) <= 2 * error(plain_end["matrix"], end["matrix"])
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -173,11 +169,11 @@ def test_a_text_has_the_same_bits_however_it_is_cut_and_in_any_company(isa, size
     cuts = [[own[step] if step < len(own) else 0 for own in pieces] for step in range(steps)]
     found, state = case.native(isa, fresh=fresh, dtype=dtype, cuts=cuts, padding=padding)
     assert torch.equal(found, expected)
-    assert all(torch.equal(one, other) for one, other in zip(state, end, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(state.values(), end.values(), strict=True))
     one_by_one = [[1 if step < count else 0 for count in case.counts] for step in range(max(case.counts))]
     found, state = case.native(isa, fresh=fresh, dtype=dtype, cuts=one_by_one)
     assert torch.equal(found, expected)
-    assert all(torch.equal(one, other) for one, other in zip(state, end, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(state.values(), end.values(), strict=True))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -189,7 +185,7 @@ def test_guesses_are_computed_and_leave_no_trace(isa, sizes, tokens, fresh):
     _, end = case.native(isa, fresh=fresh, cuts=[certain])
     found, state = case.native(isa, fresh=fresh, certain=certain)
     assert torch.equal(found, expected)
-    assert all(torch.equal(one, other) for one, other in zip(state, end, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(state.values(), end.values(), strict=True))
 
 
 @pytest.mark.parametrize("counts", [[1], [1, 1, 1], [40], [3, 1, 17]])
@@ -201,7 +197,7 @@ def test_the_number_of_threads_changes_nothing(counts):
             found.append(case.native())
     for outputs, state in found[1:]:
         assert torch.equal(outputs, found[0][0])
-        assert torch.equal(state.matrix, found[0][1].matrix)
+        assert torch.equal(state["matrix"], found[0][1]["matrix"])
 
 
 def test_16_bit_inputs_are_those_of_the_convolution():
@@ -211,7 +207,7 @@ def test_16_bit_inputs_are_those_of_the_convolution():
     case.x[:, : TRUE.channels] = case.x[:, : TRUE.channels].bfloat16().float()
     found, state = case.native(fresh=True)
     assert torch.equal(found, exact)
-    assert torch.equal(state.inputs[1], case.x[-3:, : TRUE.channels])
+    assert torch.equal(state["inputs"][1], case.x[-3:, : TRUE.channels])
 
 
 def test_no_decay_is_too_strong():
@@ -219,7 +215,7 @@ def test_no_decay_is_too_strong():
     case.x[:, -TRUE.value_heads :] = 1e4
     found, state = case.native()
     assert found.isfinite().all()
-    assert state.matrix.isfinite().all()
+    assert state["matrix"].isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -241,8 +237,8 @@ def test_what_does_not_fit_is_refused(name, value, words):
     arguments = {
         "plan": case.plan(),
         "x": case.x,
-        "inputs": case.state.inputs,
-        "matrices": case.state.matrix,
+        "inputs": case.state["inputs"],
+        "matrices": case.state["matrix"],
         "slots": torch.tensor([1, 2]),
         "certain": None,
         "query_start_loc": torch.tensor([0, 2, 5]),

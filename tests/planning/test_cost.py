@@ -34,6 +34,10 @@ SHARED = DENSE | {"model_type": "dots1", "n_routed_experts": 8, "num_experts_per
 SHARED |= {"n_shared_experts": 2, "first_k_dense_replace": 1}
 STATES = DENSE | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2}
 STATES |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+CONVOLVED = DENSE | {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+CONVOLVED |= {"conv_bias": True}
+MAMBA = DENSE | {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8}
+MAMBA |= {"num_local_experts": 0, "shared_intermediate_size": 64, "mamba_d_state": 12, "mamba_n_groups": 2}
 LENT = DENSE | {"model_type": "gemma4_text", "num_hidden_layers": 8, "num_kv_shared_layers": 2, "head_dim": 8}
 LENT |= {"global_head_dim": 16, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12}
 LENT |= {"vocab_size_per_layer_input": 100}
@@ -50,7 +54,7 @@ def bytes_read(model: ModelConfig, *, batch: int, context: int = 0) -> float:
 WIDE = DENSE | {"num_attention_heads": 8, "head_dim": 8}
 
 
-@pytest.mark.parametrize("values", [DENSE, EXPERTS, GATED, SHARED, STATES, WIDE, LENT])
+@pytest.mark.parametrize("values", [DENSE, EXPERTS, GATED, SHARED, STATES, CONVOLVED, MAMBA, WIDE, LENT])
 def test_muons_own_products_are_those_of_a_step(values) -> None:
     model = Transformer(config(values))
     optimizer = Muon([parameter for parameter in model.blocks.parameters() if parameter.ndim == 2], lr=1e-3)
@@ -77,6 +81,32 @@ def test_layers_with_states_read_and_write_them_whatever_the_length() -> None:
     for length in (0, 50):
         found = bytes_read(model, batch=4, context=length)
         assert found == weights / 4 + states + length * kv_bytes_per_token(model, 2)
+
+
+def test_short_convolutions_keep_their_last_inputs() -> None:
+    model = config(CONVOLVED)
+    hidden, heads = model.hidden_size, model.heads * model.head_dim
+    assert kv_bytes_per_token(model, 2) == 2 * model.kv_heads * model.head_dim * 2
+    assert state_bytes(model, 2) == 2 * 2 * 2 * hidden
+    products = 2 * 4 * hidden**2 + 2 * hidden * (heads + model.kv_heads * model.head_dim)
+    products += 3 * 3 * hidden * model.intermediate_size + model.padded_vocab_size * hidden
+    vectors = 2 * hidden * (3 + 1 + 4) + 2 * model.head_dim + 6 * hidden  # taps, biases; norms of heads and stream
+    assert parameters(model).active == products + vectors
+    seen = 4 * heads * (10 + 1) / 2
+    assert forward_flops_per_token(model, 10) == 2 * (products + vectors) + seen
+
+
+def test_mamba_keeps_a_matrix_for_each_head() -> None:
+    model = config(MAMBA)
+    values, channels = 64, 64 + 2 * 2 * 12
+    assert state_bytes(model, 2) == 2 * (4 * 8 * 12 * 8 + 2 * 3 * channels)
+    hidden, heads = model.hidden_size, model.heads * model.head_dim
+    products = 2 * hidden * (values + channels + 8 + values) + 2 * hidden * (heads + model.kv_heads * model.head_dim)
+    products += 3 * 3 * hidden * 64 + model.padded_vocab_size * hidden
+    vectors = 2 * (5 * channels + 3 * 8 + values) + 6 * hidden  # taps and bias, decay, step and skip; norms
+    assert parameters(model).active == products + vectors
+    attended, scanned = 4 * heads * (10 + 1) / 2, 2 * 4 * 8 * 12 * 8
+    assert forward_flops_per_token(model, 10) == 2 * (products + vectors) + attended + scanned
 
 
 def test_layers_that_use_the_keys_of_others_read_them_too() -> None:

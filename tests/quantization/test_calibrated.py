@@ -66,7 +66,17 @@ def error(model, exact):
     return float((logits(model) - exact).std() / exact.std())
 
 
-NEWER = ["olmo2", "cohere2", "granite", "qwen2_moe", "dots1", "qwen3_next", "qwen3_5_text"]
+NEWER = [
+    "olmo2",
+    "cohere2",
+    "granite",
+    "qwen2_moe",
+    "dots1",
+    "qwen3_next",
+    "qwen3_5_text",
+    "lfm2",
+    "granitemoehybrid-dense",
+]
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3", "mixtral", "qwen3_moe", *NEWER])

@@ -36,7 +36,7 @@ def packed(model):
     return {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
-STATES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+STATES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "granitemoehybrid"]
 PLAIN = ("router", "shared_gate", "beta", "decay")  # small layers
 EXPERTS = ["olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2", "gpt_oss"]
 SCHEMES = [
@@ -180,7 +180,11 @@ def test_streaming_writes_what_quantizing_in_memory_and_saving_writes(name, sche
 @pytest.mark.parametrize("scheme", [Int8(), Int4(group_size=32)], ids=str)
 @pytest.mark.parametrize(
     ("family", "place"),
-    [("granitemoe", "model.layers.0.block_sparse_moe.experts"), ("gemma4_text-experts", "model.layers.0.experts")],
+    [
+        ("granitemoe", "model.layers.0.block_sparse_moe.experts"),
+        ("granitemoehybrid", "model.layers.0.block_sparse_moe.experts"),
+        ("gemma4_text-experts", "model.layers.0.experts"),
+    ],
 )
 def test_stacked_experts_are_written_as_modules_of_their_own(family, place, scheme, tmp_path):
     model = hasten.load(make_reference(family))

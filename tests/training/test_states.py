@@ -1,4 +1,4 @@
-"""Models with Gated DeltaNet are trained block by block, over packed documents, and as adapters."""
+"""Models whose layers keep states are trained block by block, over packed documents, and as adapters."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ from references import values_of
 from tiny_model import tiny_llama
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A tiny random Qwen 3.5 with a tokenizer."""
+@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2", "granitemoehybrid-dense"])
+def base(request, tmp_path_factory):
+    """A tiny random model with a tokenizer."""
     tokenizer = tiny_llama().tokenizer
-    values = values_of("qwen3_5_text") | {"vocab_size": tokenizer.vocab_size, "initializer_range": 0.15}
+    values = values_of(request.param) | {"vocab_size": tokenizer.vocab_size, "initializer_range": 0.15}
     model = initialize(read_config(values), seed=0)
     model.tokenizer = tokenizer
     folder = tmp_path_factory.mktemp("states") / "base"
@@ -41,7 +41,7 @@ def test_the_loss_falls(recipe, base, fields):
     if "lora" not in fields:
         before, after = (hasten.load(folder, dtype="float32") for folder in (base, result.model_folder))
         for name, parameter in after.named_parameters():
-            if ".delta." in name:
+            if ".mixer." in name:
                 assert not torch.equal(parameter, before.get_parameter(name)), name
 
 

@@ -127,6 +127,7 @@ def test_what_cannot_be_split_is_refused(recipe, monkeypatch):
         ("apertus", "activations that learn"),
         ("nanochat", "norms without weights"),
         ("qwen3_5_text", "Gated DeltaNet"),
+        ("lfm2", "short convolution"),
     ):
         other = Transformer(read_config(values_of(family) | {"vocab_size": 102}))
         with pytest.raises(ConfigError, match=f"not support a model with {part}"):

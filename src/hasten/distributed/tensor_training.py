@@ -123,7 +123,7 @@ def check_split(config: ModelConfig, degree: int) -> None:
         (not config.norm_weights, "norms without weights"),
         (config.logit_scale != 1.0, "scaled logits"),
         (config.attention_pattern, "a sparse attention pattern"),
-        (config.keeps_states, "Gated DeltaNet"),
+        (config.keeps_states, config.mixer.name if config.mixer else ""),
         (config.attention_gate, "gates of attention"),
         (config.mixed_heads, "heads of several sizes"),
         (config.shares_keys, "layers that use the keys of others"),

@@ -30,9 +30,9 @@ from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.attention.inputs import visible
 from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup
 from hasten.ops.attention.view import AttentionMetadata
-from hasten.ops.delta import SequenceGroup
 from hasten.ops.native import library
 from hasten.ops.picker import Kernel, pick
+from hasten.ops.states import SequenceGroup
 
 # A step that reads texts side by side reads them up to the next multiple of this, so that a short text does not pay for
 # the whole capacity; a compiled one reads all of it, because its shapes must not change.
@@ -70,11 +70,10 @@ class LayerShape(NamedTuple):
 
 def layer_shapes(config: ModelConfig) -> list[LayerShape | StateShape]:
     """The shape of each layer; one that uses another's keys and values has the other's."""
-    state = None if config.delta is None else StateShape.of(config.delta)
     sizes = [(config.kv_heads_of(layer), config.head_dim_of(layer)) for layer in config.layers]
     tensors = 2 if config.latent is None else 1
     return [
-        state if layer.delta and state is not None else LayerShape(*own, tensors)
+        StateShape(config.state_mixer) if layer.keeps_state else LayerShape(*own, tensors)
         for layer, own in zip(config.layers, sizes, strict=True)
     ]
 
@@ -115,7 +114,7 @@ class KVCache:
         self.blocks, self.block_size, self.row_format = blocks, block_size, row_format
         self.sequences = sequences  # that states are kept of
         self.first_slots = torch.arange(blocks, device=device) * block_size  # (blocks,)
-        self.windows = [layer.window for layer in config.layers if not layer.delta]
+        self.windows = [layer.window for layer in config.layers if not layer.keeps_state]
         self._stretches = config.stretches_at is not None
         self.sparse: SparseMasks | None = None
         found = layer_shapes(config)
@@ -202,7 +201,7 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """Size of the cache in bytes."""
-        states = sum(tensor.nbytes for own in self.states if own is not None for tensor in own)
+        states = sum(tensor.nbytes for own in self.states if own is not None for tensor in own.values())
         return states + sum(group.nbytes for group in self._groups.values())
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -216,7 +215,7 @@ class KVCache:
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the states of sequences (source, target), as if one after the other."""
         for source, target in pairs if self._keeps_states else ():
-            for tensor in (tensor for own in self.states if own is not None for tensor in own):
+            for tensor in (tensor for own in self.states if own is not None for tensor in own.values()):
                 tensor[target] = tensor[source]
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hasten.engine.block_table import Rows
 from hasten.ops.attention.paged import PagedGroup, groups_of
-from hasten.ops.delta import SequenceGroup, group_sequences
+from hasten.ops.states import SequenceGroup, group_sequences
 
 _ALIGNED = 16  # values: parts of a buffer begin at multiples, and tables have multiples of columns, so that kernels
 # compiled for aligned addresses and sizes are compiled once

@@ -5,35 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hasten.model.config import DeltaConfig
+from hasten.model.mixer import new_states
+from hasten.model.mixer_config import MixerConfig
 from hasten.ops.attention.view import AttentionMetadata
-from hasten.ops.delta import DeltaState, SequenceGroup, StateView, group_sequences, in_groups
+from hasten.ops.states import SequenceGroup, State, StateView, group_sequences, in_groups
 
 
-class StateShape(NamedTuple):
-    """What a layer with Gated DeltaNet keeps of each sequence: the shapes of a `DeltaState`."""
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """What a layer keeps of each sequence, by the sizes of its kind."""
 
-    inputs: tuple[int, int]
-    matrix: tuple[int, int, int]
-
-    @classmethod
-    def of(cls, sizes: DeltaConfig) -> StateShape:
-        """The shape for layers of these sizes."""
-        return cls((sizes.kernel - 1, sizes.channels), (sizes.value_heads, sizes.key_dim, sizes.value_dim))
+    sizes: MixerConfig
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a sequence's state. dtype: of the inputs of the convolution; the matrices are float32."""
-        return math.prod(self.inputs) * dtype.itemsize + math.prod(self.matrix) * torch.float32.itemsize
+        """Bytes of a sequence's state. dtype: of the tensors that are not float32."""
+        tensors = self.sizes.state.values()
+        return sum(math.prod(one.size) * (torch.float32 if one.wide else dtype).itemsize for one in tensors)
 
-    def zeros(self, sequences: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
+    def zeros(self, sequences: int, dtype: torch.dtype, device: torch.device) -> State:
         """Create places for the states of `sequences` sequences."""
-        inputs = torch.zeros(sequences, *self.inputs, dtype=dtype, device=device)
-        return DeltaState(inputs, torch.zeros(sequences, *self.matrix, device=device))
+        return new_states(self.sizes, sequences, dtype, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +38,25 @@ class StateLayer:
     held: those of all sequences. groups: of the step's. slots, certain, metadata: as in `StateView`.
     """
 
-    held: DeltaState
+    held: State
     groups: Sequence[SequenceGroup]
     slots: Tensor
     certain: Tensor | None
     metadata: AttentionMetadata
 
-    def state_view(self, *, batch: int, tokens: int, sizes: DeltaConfig) -> StateView:
+    def state_view(self, *, batch: int, tokens: int, sizes: MixerConfig) -> StateView:
         """For a kernel that goes from state to state itself."""
         return StateView(self.held, self.slots, self.certain, self.metadata)
 
-    def recur(self, run: Callable[..., tuple[Tensor, DeltaState]], *inputs: Tensor) -> Tensor:
+    def recur(self, run: Callable[..., tuple[Tensor, State]], *inputs: Tensor) -> Tensor:
         """Compute the step's tokens, group by group, and keep the states after them."""
 
         def step(group: SequenceGroup, *own: Tensor) -> Tensor:
-            before = None if group.fresh else DeltaState(*(tensor[group.slots] for tensor in self.held))
+            before = None if group.fresh else {name: tensor[group.slots] for name, tensor in self.held.items()}
             certain = own[0].shape[1] if group.certain is None else group.certain
             outputs, after = run(before, *(one[:, :certain] for one in own))
-            for kept, new in zip(self.held, after, strict=True):
-                kept[group.slots] = new.to(kept.dtype)
+            for name, kept in self.held.items():
+                kept[group.slots] = after[name].to(kept.dtype)
             if certain == own[0].shape[1]:
                 return outputs
             return torch.cat((outputs, run(after, *(one[:, certain:] for one in own))[0]), dim=1)

@@ -13,7 +13,7 @@ from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.paged import PagedGroup
 from hasten.ops.attention.view import AttentionMetadata, KVView
-from hasten.ops.delta import DeltaState, SequenceGroup
+from hasten.ops.states import SequenceGroup, State
 
 Groups = Callable[[], Sequence[PagedGroup]]  # made when a kernel first asks
 
@@ -96,7 +96,7 @@ class KVStep:
     masks: Sequence[Tensor | BlockMask | None] = ()
     read: int = 0
     stretched: Tensor | None = None
-    states: Sequence[DeltaState | None] = ()
+    states: Sequence[State | None] = ()
     groups_of_states: Callable[[], Sequence[SequenceGroup]] | None = None
     state_slots: Tensor | None = None
     certain: Tensor | None = None

@@ -32,7 +32,6 @@ FORMS = {
 }
 OVER_CACHE = ("masked", "decode")
 ONE_ROW = "decode step of one sequence"  # on a GPU: as one launch, or several for each block
-DELTA = "gated delta rule"
 OPERATORS: dict[str, tuple[str, ...]] = {
     "block": ("fused", "readable"),
     "attention": tuple(kernel.name for kernel in attention_operator.KERNELS),
@@ -56,9 +55,10 @@ class Binding:
     """The kernel of one layer for one operator. `dataclasses.asdict` converts it to plain JSON values.
 
     layer: the number of the block, -1 for the head behind the last one. operator: "block" (the fused steps or the
-    readable block), "decode step of one sequence" (on a GPU), "attention", "gated delta rule", "paged attention" (over
-    a cache in blocks, by readable ones: serving and hasten.LLM), "experts" (all of a layer, but for those in a native
-    call), or "linear" (products of a block that run alike are one entry).
+    readable block), "decode step of one sequence" (on a GPU), "attention", what a layer that keeps a state has in its
+    place ("gated delta rule", "short convolution"), "paged attention" (over a cache in blocks, by readable ones:
+    serving and hasten.LLM), "experts" (all of a layer, but for those in a native call), or "linear" (products of a
+    block that run alike are one entry).
     """
 
     layer: int
@@ -140,8 +140,10 @@ def _launches(model: Transformer, stack: CudaStack, layer: int = 0) -> Binding:
 
 def _fused_mixer(layer: int, block: FusedSteps) -> Binding:
     """What lets the tokens of a fused block see each other."""
-    if block.delta is not None:
-        return Binding(layer, DELTA, "fused", [Refusal("pytorch", "the fused steps bring their own")])
+    if block.mixer is not None:
+        return Binding(
+            layer, block.mixer.sizes.operator, "fused", [Refusal("pytorch", "the fused steps bring their own")]
+        )
     others = [Refusal(k.name, "the fused steps bring their own attention") for k in attention_operator.KERNELS]
     return Binding(layer, "attention", "fused", others)
 
@@ -155,14 +157,14 @@ def _expert_bindings(model: Transformer, layer: int, block: nn.Module) -> list[B
 
 
 def _mixer_bindings(model: Transformer, layer: int, block: nn.Module) -> list[Binding]:
-    """What lets the tokens of a readable block see each other: attention, or Gated DeltaNet."""
-    if getattr(block, "delta", None) is not None:
-        return [Binding(layer, DELTA, "pytorch", [UNFUSED])]
+    """What lets the tokens of a readable block see each other: attention, or a layer that keeps a state."""
+    if getattr(block, "mixer", None) is not None:
+        return [Binding(layer, model.config.state_mixer.operator, "pytorch", [UNFUSED])]
     assert isinstance(block.attention, Attention)
     sparse = model.config.attention_pattern is not None
     request = replace(block.attention.request(), dtype=model.compute_dtype, block_mask=sparse)
     # A cache has one kernel for all layers.
-    widest = max(model.config.head_dim_of(one) for one in model.config.layers if not one.delta)
+    widest = max(model.config.head_dim_of(one) for one in model.config.layers if not one.keeps_state)
     request = replace(request, spec=replace(block.attention.over_cache.spec, head_dim=widest))
     paged = _binding(layer, "paged attention", PAGED_KERNELS, request)
     return [*_attention_bindings(layer, block.attention), paged]

@@ -10,6 +10,7 @@ from reprlib import Repr
 from typing import TYPE_CHECKING, Any, Literal
 
 from hasten.errors import CheckpointError
+from hasten.model.mixer_config import MixerConfig
 
 if TYPE_CHECKING:
     from hasten.ops.attention.pattern_layout import Pattern
@@ -43,41 +44,6 @@ class RopeConfig:
     query_beta: float = 0.0
     backwards: bool = False
     turned: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaConfig:
-    """The sizes of Gated DeltaNet (arXiv 2412.06464).
-
-    Heads of queries and keys, of size key_dim, and of values, of size value_dim, each key head for equally many
-    consecutive value heads; kernel: tokens that the convolution sees.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
-
-    @property
-    def keys(self) -> int:
-        """Features of all keys of a token, and of all queries."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Features of all values of a token."""
-        return self.value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
-        return 2 * self.keys + self.values
-
-    @property
-    def numbers(self) -> int:
-        """Numbers in the matrices of all heads, which are what a layer keeps of a sequence."""
-        return self.value_heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +85,7 @@ class LayerConfig:
     rope: int | None = 0  # index into ModelConfig.ropes; None: queries and keys are not rotated
     experts: bool = False
     scale: float = 1.0  # multiplies the scores
-    delta: bool = False  # Gated DeltaNet in the place of attention
+    keeps_state: bool = False  # `ModelConfig.mixer` in the place of attention
     head_dim: int | None = None
     kv_heads: int | None = None
     inner: int | None = None
@@ -172,7 +138,7 @@ class ModelConfig:
     residual_scale: float = 1.0  # multiplies what attention and MLP add to the stream
     logit_scale: float = 1.0
     tie_embeddings: bool = False
-    delta: DeltaConfig | None = None  # of the layers with Gated DeltaNet
+    mixer: MixerConfig | None = None  # of the layers that keep a state
     latent: LatentConfig | None = None  # of attention, whose kv_heads and head_dim are then those of what is kept
     experts: int = 0
     experts_per_token: int = 0
@@ -200,7 +166,13 @@ class ModelConfig:
     @property
     def keeps_states(self) -> bool:
         """Whether layers keep a state of each sequence, from which no token can be taken back."""
-        return any(layer.delta for layer in self.layers)
+        return any(layer.keeps_state for layer in self.layers)
+
+    @property
+    def state_mixer(self) -> MixerConfig:
+        """`mixer`, in a model whose layers keep states."""
+        assert self.mixer is not None, "layers that keep states have their sizes in the config"
+        return self.mixer
 
     @property
     def shares_keys(self) -> bool:

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.model.attention import Attention
-from hasten.model.config import DeltaConfig
+from hasten.model.mixer import new_states
+from hasten.model.mixer_config import MixerConfig
 from hasten.model.transformer import Transformer
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.inputs import Intervals, document_intervals
 from hasten.ops.attention.layer import Mask
 from hasten.ops.attention.view import AttentionMetadata, KVView
-from hasten.ops.delta import DeltaState, SequenceGroup, StateView, group_sequences, in_groups
+from hasten.ops.states import SequenceGroup, State, StateView, group_sequences, in_groups
 
 
 class PlainLayer:
@@ -47,7 +48,7 @@ class PlainLayer:
     ) -> Tensor:
         return attention(q, k, v, mask=self.mask, intervals=self.intervals, sinks=sinks, dropout=dropout)
 
-    def recur(self, run: Callable[..., tuple[Tensor, DeltaState]], *inputs: Tensor) -> Tensor:
+    def recur(self, run: Callable[..., tuple[Tensor, State]], *inputs: Tensor) -> Tensor:
         if self.documents is None:
             return run(None, *inputs)[0]
         if self._groups is None:
@@ -66,12 +67,11 @@ class PlainLayer:
         assert not isinstance(mask, Tensor), "those of documents are refused"
         return KVView(k, torch.zeros_like(k), metadata, None if mask is None else mask.native())
 
-    def state_view(self, *, batch: int, tokens: int, sizes: DeltaConfig) -> StateView:
+    def state_view(self, *, batch: int, tokens: int, sizes: MixerConfig) -> StateView:
         """States for this call alone, as `view`."""
         metadata = self._metadata(batch, tokens, torch.device("cpu"))
-        inputs = torch.zeros(batch, sizes.kernel - 1, sizes.channels, dtype=torch.bfloat16)
-        matrix = torch.zeros(batch, sizes.value_heads, sizes.key_dim, sizes.value_dim)
-        return StateView(DeltaState(inputs, matrix), torch.arange(batch), None, metadata)
+        held = new_states(sizes, batch, torch.bfloat16, torch.device("cpu"))
+        return StateView(held, torch.arange(batch), None, metadata)
 
     def _metadata(self, batch: int, tokens: int, device: torch.device) -> AttentionMetadata:
         """Where the tokens of texts of one length are that nothing comes before."""
@@ -144,7 +144,7 @@ def training_context(
         model.bind_once()
     config, pattern = model.config, model.config.attention_pattern
     windows = [layer.window for layer in config.layers]
-    attending = [block for block in model.blocks if getattr(block, "delta", None) is None]
+    attending = [block for block in model.blocks if getattr(block, "mixer", None) is None]
     attentions = [getattr(block, "attention", None) for block in attending]  # None: a fused block
     fits = all(isinstance(attention, Attention) and attention.supports_segments for attention in attentions)
     if pattern is None:

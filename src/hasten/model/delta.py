@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.model.config import ModelConfig
+from hasten.model.mixer import StateMixer
+from hasten.model.mixer_config import DeltaConfig
 from hasten.model.norms import RMSNorm
-from hasten.ops.delta import DeltaState, causal_convolution, delta_rule
+from hasten.ops.delta import delta_rule
+from hasten.ops.states import State, causal_convolution
 
 if TYPE_CHECKING:
     from hasten.model.interfaces import StateContext
@@ -23,49 +25,44 @@ if TYPE_CHECKING:
 _EPS = 1e-6  # added to the squared length of a query or key
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(StateMixer):
     """Short convolution, delta rule with decay, a norm of each head's output, an output gate."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        sizes, hidden = config.delta, config.hidden_size
-        assert sizes is not None, "a layer with Gated DeltaNet has its sizes in the config"
-        self.sizes = sizes
-        keys, values, heads = sizes.keys, sizes.values, sizes.value_heads
-        self.query: Linear = nn.Linear(hidden, keys, bias=False)
-        self.key: Linear = nn.Linear(hidden, keys, bias=False)
-        self.value: Linear = nn.Linear(hidden, values, bias=False)
-        self.z: Linear = nn.Linear(hidden, values, bias=False)  # of the output gate
-        self.beta: Linear = nn.Linear(hidden, heads, bias=False)
-        self.decay: Linear = nn.Linear(hidden, heads, bias=False)
-        self.conv = nn.Conv1d(sizes.channels, sizes.channels, sizes.kernel, groups=sizes.channels, bias=False)
-        self.log_rate = nn.Parameter(torch.empty(heads))
-        self.rate_bias = nn.Parameter(torch.empty(heads))
-        self.value_norm = RMSNorm(sizes.value_dim, config.norm_eps, 0.0)
-        self.out: Linear = nn.Linear(values, hidden, bias=False)
+    sizes: DeltaConfig
+    query: Linear
+    key: Linear
+    value: Linear
+    z: Linear  # of the output gate
+    beta: Linear
+    decay: Linear
+
+    def __init__(self, sizes: DeltaConfig, hidden: int, eps: float) -> None:
+        super().__init__(sizes, hidden)
+        self.log_rate = nn.Parameter(torch.empty(sizes.value_heads))
+        self.rate_bias = nn.Parameter(torch.empty(sizes.value_heads))
+        self.value_norm = RMSNorm(sizes.value_dim, eps, 0.0)
 
     def forward(self, x: Tensor, layer: StateContext) -> Tensor:
-        """x (B, T, C) -> (B, T, C)."""
         mixed = torch.cat((self.query(x), self.key(x), self.value(x)), dim=-1)  # (B, T, channels)
         rate = self.log_rate.float().exp() * F.softplus(self.decay(x).float() + self.rate_bias.float())  # (B, T, H)
         y = layer.recur(self.mix, mixed, -rate, self.beta(x).float().sigmoid())  # (B, T, H, Dv) float32
         gate = F.silu(self.z(x).float()).unflatten(-1, (self.sizes.value_heads, -1))
         return self.out((self.value_norm(y) * gate).flatten(-2).to(x.dtype))
 
-    def mix(self, state: DeltaState | None, mixed: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, DeltaState]:
+    def mix(self, state: State | None, mixed: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, State]:
         """Outputs (n, L, H, Dv) of n sequences' next L tokens, and the state after them; see `StateContext`."""
         sizes = self.sizes
-        before = None if state is None else state.inputs
+        before = None if state is None else state["inputs"]
         mixed, inputs = causal_convolution(mixed, self.conv.weight[:, 0], before)
         q, k, v = F.silu(mixed).split((sizes.keys, sizes.keys, sizes.values), dim=-1)
         q, k = (_unit(x.unflatten(-1, (sizes.key_heads, -1))) for x in (q, k))
         v = v.unflatten(-1, (sizes.value_heads, -1))
-        y, matrix = delta_rule(q * sizes.key_dim**-0.5, k, v, decay, beta, None if state is None else state.matrix)
-        return y, DeltaState(inputs, matrix)
+        matrix = None if state is None else state["matrix"]
+        y, matrix = delta_rule(q * sizes.key_dim**-0.5, k, v, decay, beta, matrix)
+        return y, {"inputs": inputs, "matrix": matrix}
 
     @staticmethod
     def fill(leaf: str, values: Tensor, generator: torch.Generator) -> None:
-        """Fill a parameter that belongs to no other layer, as the published models were begun."""
         if leaf == "rate_bias":
             values.fill_(1.0)
         else:

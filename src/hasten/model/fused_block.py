@@ -10,9 +10,9 @@ from hasten.errors import ConfigError
 from hasten.model.attention import Attention
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
-from hasten.model.fused_delta import DeltaParts
 from hasten.model.fused_latent import LatentParts, inputs_of
 from hasten.model.fused_linear import part_of, plain, replace_linears
+from hasten.model.fused_mixer import MixerParts
 from hasten.model.initialize import unfilled
 from hasten.model.latent import LatentAttention
 from hasten.model.mlp import MLP, Linear
@@ -24,7 +24,7 @@ def unknown_parts(config: ModelConfig, known: Collection[str] = ()) -> str | Non
     stays = any(layer.rope is None for layer in config.layers) and bool(config.ropes)
     parts = {
         "latent": "no latent attention" if config.latent is not None else None,
-        "delta": "no layers with Gated DeltaNet" if config.keeps_states else None,
+        "mixer": f"no layers with {config.state_mixer.name}" if config.keeps_states else None,
         "attention_gate": "no gates of attention" if config.attention_gate else None,
         "norm": "no layer norms stored minus one or without biases" if _unusual_layer_norm(config) else None,
         "pre_norms": "no blocks without norms before their halves" if not config.pre_norms else None,
@@ -71,9 +71,9 @@ class FusedSteps(nn.Module):
 
     def __init__(self, block: Block) -> None:
         super().__init__()
-        self.delta = None if block.delta is None else DeltaParts(block.delta)  # in the place of attention
+        self.mixer = None if block.mixer is None else MixerParts(block.mixer)  # in the place of attention
         self.latent: LatentParts | None = None
-        if block.delta is None:
+        if block.mixer is None:
             self._take_attention(block.attention)
         self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
         self.residual_scale, self.parallel = block.residual_scale, block.parallel
@@ -153,8 +153,8 @@ class FusedSteps(nn.Module):
             block.mlp = self.experts
         elif isinstance(block.mlp, MLP) and self.learned_activation is not None:
             block.mlp.activation = self.learned_activation
-        if block.delta is not None and self.delta is not None:
-            self.delta.give_to(block.delta)
+        if block.mixer is not None and self.mixer is not None:
+            self.mixer.give_to(block.mixer)
             return block
         block.attention.sinks = self.sinks
         if self.latent is not None:

@@ -1,10 +1,10 @@
 """The native fused steps on a CPU: `FusedBlock`, which fused.py puts in the place of each readable block.
 
-The steps: norm + q, k, v + rotary turn + cache write and attention, or norm + projections and Gated DeltaNet; output +
-residual; norm + gate, up + activation; down + residual, or the router and the experts that it chooses; the gate of
-per-layer embeddings. All layers are one call (fused_stack.py) where their caches have the same slots, else each is one.
-A layer whose experts have several formats, or ranks, is a call up to the residual behind its output, the router, and
-the experts. The stream is float32 between them.
+The steps: norm + q, k, v + rotary turn + cache write and attention, or norm + projections and what keeps a state;
+output + residual; norm + gate, up + activation; down + residual, or the router and the experts that it chooses; the
+gate of per-layer embeddings. All layers are one call (fused_stack.py) where their caches have the same slots, else each
+is one. A layer whose experts have several formats, or ranks, is a call up to the residual behind its output, the
+router, and the experts. The stream is float32 between them.
 """
 
 import sys
@@ -20,7 +20,6 @@ from hasten.model.activations import XIELU
 from hasten.model.config import ModelConfig
 from hasten.model.experts import Experts, NormedExperts
 from hasten.model.fused_block import FusedSteps, unknown_parts
-from hasten.model.fused_delta import DELTA_INPUTS, NO_ATTENTION
 from hasten.model.fused_experts import NO_MLP, NO_ROUTING, experts_call, routing_of, shared_mlp
 from hasten.model.fused_linear import (
     ACTIVATION_ORDER,
@@ -34,6 +33,7 @@ from hasten.model.fused_linear import (
     replace_linears,
     weight_plan,
 )
+from hasten.model.fused_mixer import NATIVE, NO_ATTENTION
 from hasten.model.lora import AdapterChoice
 from hasten.model.mlp import MLP
 from hasten.model.rope import Rotation
@@ -52,7 +52,7 @@ HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
 # Fields that the native steps support, of those that `unknown_parts` looks at.
 _OF_HEADS = ("qk_norm", "rope", "query_beta", "rope_pairs", "sinks", "mixed_heads", "shared_keys", "value_norm")
-_OF_ATTENTION = (*_OF_HEADS, "delta", "latent", "attention_gate")
+_OF_ATTENTION = (*_OF_HEADS, "latent", "attention_gate")
 _BESIDE_EXPERTS = (*_OF_ATTENTION, "norm", "pre_norms", "residual_scale", "activation", "expert_norms", "block_scales")
 _KNOWN = (*_BESIDE_EXPERTS, "parallel", "token_features")
 
@@ -83,11 +83,12 @@ def _unsupported(request: LinearRequest) -> str | None:
 
 def native_shape_refusal(config: ModelConfig) -> str | None:
     """Why the native steps cannot run a model of this shape, or None."""
-    size = max((config.head_dim_of(layer) for layer in config.layers if not layer.delta), default=0)
+    size = max((config.head_dim_of(layer) for layer in config.layers if not layer.keeps_state), default=0)
     if size > LARGEST_NATIVE:
         return f"the head size is {size}; the fused steps go up to {LARGEST_NATIVE}"
     experts = {layer.experts for layer in config.layers}
     known = _BESIDE_EXPERTS if True in experts else _KNOWN
+    known = (*known, "mixer") if isinstance(config.mixer, NATIVE) else known
     part = unknown_parts(config, known=known if False in experts else (*known, "swiglu"))
     blocks = " of blocks with experts" if True in experts else ""
     return None if part is None else f"the fused steps{blocks} know {part}"
@@ -139,13 +140,13 @@ class FusedBlock(FusedSteps):
         self.bind()
 
     def _mixing(self) -> dict[str, str]:
-        """Our layers of attention, or of Gated DeltaNet, and where each is in a readable block; the last is output.
+        """Our layers of attention, or of its mixer, and where each is in a readable block; the last is output.
 
         All others take the block's input.
         """
-        if self.delta is None:
+        if self.mixer is None:
             return {name: f"attention.{name}" for name in (*self.projections, "output")}
-        return {name: f"delta.{name}" for name in DELTA_INPUTS} | {"output": "delta.out"}
+        return {name: f"mixer.{name}" for name in self.mixer.sizes.inputs} | {"output": "mixer.out"}
 
     def _beside(self) -> dict[str, str]:
         """A layer of latent attention that takes the latent of the queries."""
@@ -208,9 +209,9 @@ class FusedBlock(FusedSteps):
         )
 
     def _mixer(self) -> dict[str, Any]:
-        """What mixes the tokens, as `plan_block` takes it: attention, or Gated DeltaNet."""
-        if self.delta is not None:
-            return NO_ATTENTION | {"delta": self.delta.plan()}
+        """What mixes the tokens, as `plan_block` takes it: attention, or what keeps a state."""
+        if self.mixer is not None:
+            return NO_ATTENTION | self.mixer.plan()
         spec, offset = self.spec, norm_arguments(self.attention_norm)[3]
         return {
             "heads": spec.heads,
@@ -227,6 +228,7 @@ class FusedBlock(FusedSteps):
             "attention_gate": self.attention_gate,
             "delta": None,
             "latent": None if self.latent is None else self.latent.plan(self._plan("q_up") if self._beside() else None),
+            "convolution": None,
             # Norms have factors here, and values' are none: one, less what is added to it.
             "v_norm": torch.full((spec.head_dim,), 1 - offset) if self.normalises_values else None,
             "written": len(self.projections) - 1,
@@ -245,8 +247,8 @@ class FusedBlock(FusedSteps):
         """The parts of the native call, in the order of their times, each with the layers whose weights it reads."""
         *inputs, output = (getattr(self, name) for name in self._mixing())
         found: dict[str, tuple[nn.Module, ...]] = {"qkv": tuple(inputs), "attention": (), "output": (output,)}
-        if self.delta is not None:
-            found = {"inputs": tuple(inputs), "delta": tuple(self.delta.modules()), "output": (output,)}
+        if self.mixer is not None:
+            found = {"inputs": tuple(inputs), "mixer": tuple(self.mixer.modules()), "output": (output,)}
         if self.latent is not None:
             before = (*inputs, *(getattr(self, name) for name in self._beside()), self.latent.keys)
             found |= {"qkv": before, "attention": (self.latent.values,)}
@@ -287,7 +289,7 @@ class FusedBlock(FusedSteps):
         bound, x = self._bound, x.float()
         batch, tokens, _ = x.shape
         view: Any = None
-        if self.delta is None:
+        if self.mixer is None:
             spec = self.spec
             view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
             view = view if shared is None else view._replace(k=shared.k, v=shared.v)
@@ -295,8 +297,13 @@ class FusedBlock(FusedSteps):
             metadata, seen = view.metadata, view.seen
             held: dict[str, Any] = {"k": [view.k], "v": [view.v], "seen": () if seen is None else (seen,)}
         else:
-            state, slots, certain, metadata = layer.state_view(batch=batch, tokens=tokens, sizes=self.delta.sizes)
-            held = {"k": (), "v": (), "inputs": [state.inputs], "matrices": [state.matrix]}
+            state, slots, certain, metadata = layer.state_view(batch=batch, tokens=tokens, sizes=self.mixer.sizes)
+            held = {
+                "k": (),
+                "v": (),
+                "inputs": [state["inputs"]],
+                "matrices": [state["matrix"]] if "matrix" in state else (),
+            }
             held |= {"state_slots": slots, "certain": certain}
         call = BlocksCall(
             x=x,
@@ -318,7 +325,7 @@ class FusedBlock(FusedSteps):
         )
         x = bound.blocks(*call)
         x = self._with_experts(x) if bound.apart else x
-        return (x, view) if self.delta is None and self.lends_keys else x
+        return (x, view) if self.mixer is None and self.lends_keys else x
 
     def _with_experts(self, x: Tensor) -> Tensor:
         """The second half of a block whose experts are called apart."""

@@ -72,8 +72,8 @@ class FusedStack:
             adapters=None if model.adapters is None else model.adapters.of(x.shape[0] * x.shape[1]),
             times=self.times,
             seen=context.seen,
-            inputs=[own.inputs for own in states],
-            matrices=[own.matrix for own in states],
+            inputs=[own["inputs"] for own in states],
+            matrices=[own["matrix"] for own in states if "matrix" in own],
             state_slots=context.state_slots,
             certain=context.certain,
             features=None if features is None else features.float().flatten(1, -2).contiguous(),  # (L, R, P)

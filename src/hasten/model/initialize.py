@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from hasten.model.activations import XIELU
 from hasten.model.config import ModelConfig
-from hasten.model.delta import GatedDeltaNet
 from hasten.model.experts import kept_dtype
+from hasten.model.mixer import StateMixer
 from hasten.model.norms import LayerNorm, RMSNorm, place_ones
 from hasten.model.transformer import Transformer
 
@@ -82,11 +82,11 @@ def _fill(values: Tensor, module: nn.Module, name: str, config: ModelConfig, gen
         values.fill_(1.0 - module.offset)
     elif isinstance(module, XIELU):
         values.fill_(math.log(math.expm1(module.INITIAL[leaf])))
-    elif isinstance(module, nn.Conv1d):  # of Gated DeltaNet
+    elif isinstance(module, nn.Conv1d):  # of a layer that keeps a state
         bound = module.kernel_size[0] ** -0.5
         values.uniform_(-bound, bound, generator=generator)
     else:
-        assert isinstance(module, GatedDeltaNet), f"{name} has no initial values"
+        assert isinstance(module, StateMixer), f"{name} has no initial values"
         module.fill(leaf, values, generator)
 
 

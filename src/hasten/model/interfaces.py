@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from hasten.model.config import DeltaConfig
+from hasten.model.mixer_config import MixerConfig
 from hasten.model.rope import Rotation
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.view import AttentionMetadata, KVView
-from hasten.ops.delta import DeltaState, StateView
+from hasten.ops.states import State, StateView
 
 if TYPE_CHECKING:
     from hasten.model.transformer import Transformer
@@ -51,7 +51,7 @@ class LayerContext(Protocol):
 class StateContext(Protocol):
     """The states of one layer that keeps one of each sequence."""
 
-    def recur(self, run: Callable[..., tuple[Tensor, DeltaState]], *inputs: Tensor) -> Tensor:
+    def recur(self, run: Callable[..., tuple[Tensor, State]], *inputs: Tensor) -> Tensor:
         """Compute the step's tokens and keep the states after them; return the outputs (B, T, …).
 
         run(state, *inputs (n, L, …)) -> (outputs (n, L, …), new state) for n sequences with L tokens each; state: what
@@ -59,7 +59,7 @@ class StateContext(Protocol):
         """
         ...
 
-    def state_view(self, *, batch: int, tokens: int, sizes: DeltaConfig) -> StateView:
+    def state_view(self, *, batch: int, tokens: int, sizes: MixerConfig) -> StateView:
         """The states of all places, for a kernel that goes from state to state itself."""
         ...
 
@@ -87,7 +87,7 @@ class Context(Protocol):
     def seen(self) -> Sequence[Tensor]: ...
 
     @property
-    def states(self) -> Sequence[DeltaState | None]: ...
+    def states(self) -> Sequence[State | None]: ...
 
     @property
     def state_slots(self) -> Tensor | None: ...

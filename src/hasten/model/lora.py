@@ -24,7 +24,6 @@ from hasten.ops.linear import PackedLinear
 LARGEST_RANK = 4096
 # Names of our modules that can be adapted.
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down", "q_down", "q_up", "kv_down", "kv_up")
-DELTA_LINEARS = ("query", "key", "value", "z", "beta", "decay", "out")  # and of Gated DeltaNet
 ALL_LINEAR = "all-linear"
 
 
@@ -140,7 +139,8 @@ def adaptable(config: ModelConfig) -> dict[str, list[tuple[str, TensorSlice]]]:
     found: dict[str, list[tuple[str, TensorSlice]]] = {}
     for ours, piece in FAMILIES[config.family].places(config):
         parts = ours.split(".")
-        if parts[-1] == "weight" and parts[-2] in (*LINEARS, *DELTA_LINEARS) and "experts" not in parts:
+        linears = LINEARS if "mixer" not in parts else (*config.state_mixer.inputs, "out")
+        if parts[-1] == "weight" and parts[-2] in linears and "experts" not in parts:
             found.setdefault(piece.name.removesuffix(".weight"), []).append((ours.removesuffix(".weight"), piece))
     return found
 
@@ -173,10 +173,9 @@ def layer_size(config: ModelConfig, name: str) -> tuple[int, int]:
     q, kv = config.heads * size, config.kv_heads_of(layer) * size
     into = {"q": q * (1 + config.attention_gate), "k": kv, "v": kv, "gate": inner, "up": inner}
     leaf = name.rpartition(".")[2]
-    if config.delta is not None and ".delta." in name:
-        keys, values, heads = config.delta.keys, config.delta.values, config.delta.value_heads
-        into = {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "decay": heads}
-        return (hidden, into[leaf]) if leaf in into else (values, hidden)
+    if ".mixer." in name:
+        features = config.state_mixer.inputs
+        return (hidden, features[leaf]) if leaf in features else (config.state_mixer.values, hidden)
     if (sizes := config.latent) is not None and ".attention." in name:
         q, rank, both = config.heads * sizes.query_dim, sizes.query_rank or hidden, sizes.key_dim + sizes.value_dim
         shapes = {"q": (hidden, q), "q_down": (hidden, rank), "q_up": (rank, q), "kv_down": (hidden, sizes.kept)}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.model.config import LayerConfig, ModelConfig
+from hasten.model.mixer_config import DeltaConfig
 from hasten.ops.linear.weights import QuantizedWeight, WeightFormat
 
 TILE = 64  # rows of a panel of the native kernels: a share of many of them has whole ones
@@ -102,9 +103,9 @@ class Share:
 
     def config(self) -> ModelConfig:
         """Config of the rank's own model: `whole` with smaller sizes."""
-        whole, pattern, delta = self.whole, self.whole.attention_pattern, self.whole.delta
-        if delta is not None:
-            delta = replace(delta, key_heads=len(self.key_heads), value_heads=len(self.value_heads))
+        whole, pattern, mixer = self.whole, self.whole.attention_pattern, self.whole.mixer
+        if isinstance(mixer, DeltaConfig):
+            mixer = replace(mixer, key_heads=len(self.key_heads), value_heads=len(self.value_heads))
         return replace(
             whole,
             attention_pattern=None if pattern is None else replace(pattern, first_head=self.heads.start),
@@ -115,7 +116,7 @@ class Share:
             expert_size=len(self.expert),
             shared_size=len(self.shared),
             padded_vocab_size=len(self.words),
-            delta=delta,
+            mixer=mixer,
         )
 
     def cut(self, name: str) -> Cut | None:
@@ -123,7 +124,7 @@ class Share:
         *owners, module, kind = path = name.split(".")
         if "token_features" in owners:
             return None
-        if "delta" in path:
+        if "mixer" in path:
             return self._cut_of_delta(module, kind)
         if kind == "sinks":
             return Cut(0, self.heads)
@@ -148,8 +149,8 @@ class Share:
 
     def _cut_of_delta(self, module: str, kind: str) -> Cut | None:
         """The slice of a parameter of Gated DeltaNet; the norm of its values has the size of one head."""
-        sizes = self.whole.delta
-        assert sizes is not None
+        sizes = self.whole.state_mixer
+        assert isinstance(sizes, DeltaConfig)
         heads, keys = self.value_heads, _scaled(self.key_heads, sizes.key_dim)
         values = _scaled(heads, sizes.value_dim)
         if module == "conv":  # channels of all queries, keys and values
@@ -205,9 +206,11 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
     sizes = [*dense, *[config.expert_size] * any(layer.experts for layer in config.layers)]
     sizes += [config.shared_size] * (config.shared_size > 0)
     kinds = {(config.kv_heads, config.head_dim)}
-    kinds |= {_kind_of_heads(config, layer) for layer in config.layers if not layer.delta}
+    kinds |= {_kind_of_heads(config, layer) for layer in config.layers if not layer.keeps_state}
     every = {kind: _Heads(config.heads, *kind) for kind in kinds}
-    delta = config.delta
+    delta = config.mixer
+    if delta is not None and not isinstance(delta, DeltaConfig):
+        raise ConfigError(f"--tensor-parallel does not divide {delta.name}, which this model has; leave it out")
     values = None if delta is None else _Heads(delta.value_heads, delta.key_heads, delta.value_dim)
     kept = [*every.values(), *([] if values is None else [values])]
     most = min(config.padded_vocab_size, *(max(one.most(output)) for one in kept), *(-(-one // down) for one in sizes))

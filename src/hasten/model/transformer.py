@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from hasten.errors import ConfigError
 from hasten.model.attention import Attention, KeysValues
 from hasten.model.config import LayerConfig, ModelConfig
-from hasten.model.delta import GatedDeltaNet
 from hasten.model.experts import Experts, NormedExperts
 from hasten.model.interfaces import Context, LayerContext, SoftTargets, Stack, StateContext
 from hasten.model.last_rows import of_rows
 from hasten.model.latent import LatentAttention
 from hasten.model.layer_format import LayerFormat
+from hasten.model.mixers import mixer_of
 from hasten.model.mlp import MLP
 from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, Rotation
@@ -41,7 +41,7 @@ _BINDING = threading.RLock()  # held while a model's kernels are chosen: threads
 
 
 class Block(nn.Module):
-    """One layer: attention (or Gated DeltaNet, `delta`) and MLP, each added to the residual stream."""
+    """One layer: attention (or `mixer`, which keeps a state) and MLP, each added to the residual stream."""
 
     attention: Attention
 
@@ -49,8 +49,8 @@ class Block(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.attention_norm = norm_of(config, hidden) if config.pre_norms else nn.Identity()
-        self.delta = GatedDeltaNet(config) if layer.delta else None
-        if self.delta is None:
+        self.mixer = mixer_of(config) if layer.keeps_state else None
+        if self.mixer is None:
             self.attention = Attention(config, layer) if config.latent is None else LatentAttention(config, layer)
         self.attention_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
         self.parallel, self.lends_keys = config.parallel, layer.lends_keys
@@ -92,8 +92,8 @@ class Block(nn.Module):
 
     def mixed(self, x: Tensor, rope: Rotation | None, layer: Any, shared: Any) -> tuple[Tensor, KeysValues | None]:
         """What tokens x (B, T, C) take from those before them, and what the layer lends. layer: its kind's context."""
-        if self.delta is not None:
-            return self.delta(x, layer), None
+        if self.mixer is not None:
+            return self.mixer(x, layer), None
         found = self.attention(x, rope, layer, *([] if shared is None else [shared]))
         return found if self.lends_keys else (found, None)
 

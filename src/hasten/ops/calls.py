@@ -20,7 +20,7 @@ class BlocksCall(NamedTuple):
     layers with attention; slot_mapping to rotated: as in `AttentionMetadata`. plans: of plan_block. adapters int64
     (rows,): the adapter of each row, -1 for none. times: see `FusedStack`. seen: what each layer with attention sees,
     of plan_pattern; empty: all. query_factors float32 (rows,): of each rotary table, what its queries are multiplied
-    by; empty: nothing. inputs, matrices: the states of the layers with Gated DeltaNet; state_slots int64 (B,): the
+    by; empty: nothing. inputs, matrices: the states of the layers that keep any; state_slots int64 (B,): the
     place of each sequence in them; certain int64 (B,): after how many of its tokens it is kept, None: after all.
     features float32 (blocks or more, rows, P): what the rows bring to the token gate of each block.
     """

@@ -117,6 +117,18 @@ def gated_delta(x: Tensor, matrices: Tensor, **rest: Any) -> Tensor:
     return x.new_empty((x.shape[0], matrices.shape[1] * matrices.shape[3]))
 
 
+# states/short_convolution.cpp
+
+
+def plan_short_convolution(conv: Tensor, **rest: Any) -> Tensor:
+    return _plan(conv)
+
+
+def short_convolution(x: Tensor, **rest: Any) -> Tensor:
+    """(R, channels)."""
+    return x.new_empty((x.shape[0], x.shape[1] // 3))
+
+
 # block/experts.cpp
 
 

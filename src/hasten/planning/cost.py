@@ -1,9 +1,10 @@
 """Counts parameters, floating-point operations and bytes of a decoder, from its config alone."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hasten.model.config import DeltaConfig, LayerConfig, ModelConfig
+from hasten.model.config import LayerConfig, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,10 @@ def matrices(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
 
 
 def _shapes(config: ModelConfig, layer: LayerConfig) -> list[tuple[int, int]]:
-    """Both sizes of each matrix of a block's attention, or of its Gated DeltaNet."""
+    """Both sizes of each matrix of a block's attention, or of the layer in its place."""
     hidden = config.hidden_size
-    if layer.delta:
-        delta = _delta(config)
-        widths = [delta.keys, delta.keys, *[delta.values] * 3, *[delta.value_heads] * 2]
+    if layer.keeps_state:
+        widths = [*config.state_mixer.inputs.values(), config.state_mixer.values]
     elif (sizes := config.latent) is not None:
         queries, rank = config.heads * sizes.query_dim, sizes.query_rank
         of_queries = [(hidden, queries)] if rank is None else [(hidden, rank), (rank, queries)]
@@ -75,11 +75,6 @@ def head_products(config: ModelConfig) -> int:
     """Weights of a layer that are multiplied head by head, and never quantized: those of keys and values of latents."""
     sizes = config.latent
     return 0 if sizes is None else sizes.rank * config.heads * (sizes.key_dim + sizes.value_dim)
-
-
-def _delta(config: ModelConfig) -> DeltaConfig:
-    assert config.delta is not None, "a layer with Gated DeltaNet has its sizes in the config"
-    return config.delta
 
 
 def muon_flops(config: ModelConfig) -> float:
@@ -108,9 +103,9 @@ def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     """Number of weights in a block: all, and those used for one token."""
     hidden, size, per_norm = config.hidden_size, config.head_dim_of(layer), _per_norm(config)
     vectors = hidden * per_norm * (config.block_norms + (config.token_features > 0)) + config.block_scales
-    if layer.delta:
-        sizes = _delta(config)  # convolution, decay, norm of the heads
-        vectors += sizes.channels * sizes.kernel + 2 * sizes.value_heads + sizes.value_dim
+    if layer.keeps_state:
+        mixer = config.state_mixer
+        vectors += sum(mixer.vectors.values()) + (sum(mixer.inputs.values()) + hidden) * mixer.bias
     elif (latent := config.latent) is not None:
         rank = latent.query_rank or 0
         vectors += rank + latent.rank + (rank + latent.kept) * config.qkv_bias + hidden * config.output_bias
@@ -171,14 +166,14 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int, *, scored
 
     scored: number of tokens whose logits are computed; None: all, as in training; 1 for a prompt.
     """
-    attending = [layer for layer in config.layers if not layer.delta]
+    attending = [layer for layer in config.layers if not layer.keeps_state]
     if config.attention_pattern is None:
         seen = sum(_head_sizes(config, layer) * _attended(layer, sequence_length) for layer in attending)
     else:
         each = (_head_sizes(config, layer) for layer in attending)
         seen = sum(each) * attended_by_pattern(config, sequence_length)
     weights, unscored = parameters(config), 0.0 if scored is None else 1 - scored / sequence_length
-    mixed = 2 * config.heads * seen + _delta_flops(config)
+    mixed = 2 * config.heads * seen + _state_flops(config)
     return 2 * (weights.active - unscored * weights.embedding) + mixed
 
 
@@ -189,12 +184,15 @@ def _head_sizes(config: ModelConfig, layer: LayerConfig) -> int:
     return 2 * config.head_dim_of(layer)
 
 
-def _delta_flops(config: ModelConfig) -> float:
-    """FLOPs for each token in all layers with Gated DeltaNet: three products with a matrix a head.
+def _state_flops(config: ModelConfig) -> float:
+    """FLOPs for each token in all layers that keep states: its products with their matrices.
 
     (What the convolution multiplies is counted among the weights.)
     """
-    return sum(6.0 * _delta(config).numbers for layer in config.layers if layer.delta)
+    mixer = config.mixer
+    if mixer is None:
+        return 0.0
+    return 2.0 * mixer.passes * mixer.numbers * sum(layer.keeps_state for layer in config.layers)
 
 
 def training_flops_per_token(config: ModelConfig, sequence_length: int, *, kept: float = 1.0) -> float:
@@ -214,7 +212,7 @@ def kv_bytes_per_token(config: ModelConfig, element_bytes: float) -> int:
 
 def keeping_layers(config: ModelConfig) -> list[LayerConfig]:
     """The layers that keep keys and values of their own."""
-    return [layer for layer in config.layers if not layer.delta and layer.keys_of is None]
+    return [layer for layer in config.layers if not layer.keeps_state and layer.keys_of is None]
 
 
 def key_numbers(config: ModelConfig, layer: LayerConfig) -> int:
@@ -229,10 +227,11 @@ def kept_numbers(config: ModelConfig, layer: LayerConfig) -> int:
 
 def state_bytes(config: ModelConfig, element_bytes: float) -> int:
     """Bytes that layers keep of one sequence, whatever its length: float32 matrices, and inputs of the convolution."""
-    if config.delta is None:
+    if config.mixer is None:
         return 0
-    inputs = (config.delta.kernel - 1) * config.delta.channels * element_bytes
-    return int(sum(layer.delta for layer in config.layers) * (4 * config.delta.numbers + inputs))
+    tensors = config.mixer.state.values()
+    each = sum(math.prod(one.size) * (4 if one.wide else element_bytes) for one in tensors)
+    return int(sum(layer.keeps_state for layer in config.layers) * each)
 
 
 def decode_bytes_per_token(
@@ -267,7 +266,7 @@ def _kept_read(config: ModelConfig, context: int) -> Iterator[int]:
     """Numbers in all keys and values that a query of each layer reads."""
     reach = None if config.attention_pattern is None else config.attention_pattern.reach
     for layer in config.layers:
-        if layer.delta:
+        if layer.keeps_state:
             continue
         window = min(filter(None, (reach, layer.window)), default=None)
         yield kept_numbers(config, layer) * (context if window is None else min(window, context))

@@ -255,7 +255,7 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
     products = size * (2 * hidden + 2 * (q + kv) + inner * (2 if config.gated else 1))
     if use.explicit_attention:  # the probabilities
         attention += config.heads * use.length * (4 + narrow)
-    mixing = attention + int(_recurrent(config) * (4 * _delta_numbers(config, kept=True) - attention))
+    mixing = attention + int(_recurrent(config) * (4 * _mixer_numbers(config, kept=True) - attention))
     kinds = {"attention": tokens * mixing, "MLP": tokens * mlp, "norms and residual stream": tokens * norms}
     block, loss = sum(kinds.values()), _logits(config, use, size)
     if use.recompute != "none":
@@ -271,21 +271,13 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
 
 
 def _recurrent(config: ModelConfig) -> float:
-    """Share of the layers that are Gated DeltaNet."""
-    return sum(layer.delta for layer in config.layers) / max(1, len(config.layers))
+    """Share of the layers that keep a state."""
+    return sum(layer.keeps_state for layer in config.layers) / max(1, len(config.layers))
 
 
-def _delta_numbers(config: ModelConfig, *, kept: bool) -> int:
-    """Numbers of a token, in float32, that Gated DeltaNet holds at once, or that are kept for the backward pass."""
-    if config.delta is None:
-        return 0
-    from hasten.ops.delta import CHUNK
-
-    sizes = config.delta
-    if not kept:
-        return 3 * sizes.channels + sizes.value_heads * (6 * sizes.key_dim + 4 * sizes.value_dim + 3 * CHUNK)
-    states = 2 * sizes.numbers // CHUNK
-    return 6 * sizes.channels + sizes.value_heads * (10 * sizes.key_dim + 8 * sizes.value_dim + 5 * CHUNK) + states
+def _mixer_numbers(config: ModelConfig, *, kept: bool) -> int:
+    """`MixerConfig.working_numbers`, or 0 where no layer keeps a state."""
+    return 0 if config.mixer is None else config.mixer.working_numbers(kept=kept)
 
 
 def _widths(config: ModelConfig) -> tuple[int, int, int, int]:
@@ -343,7 +335,7 @@ def inference_memory(config: ModelConfig, use: InferenceUse) -> Memory:
         "per-layer embeddings": use.table,
         "cache": use.batch_size * cache_bytes(config, use),
         "states for drafts": use.batch_size * use.head_states * hidden * 4,
-        "activations": use.step * (6 * hidden + 3 * inner + max(4 * q, _delta_numbers(config, kept=False))) * 4,
+        "activations": use.step * (6 * hidden + 3 * inner + max(4 * q, _mixer_numbers(config, kept=False))) * 4,
         "logits": 2 * use.batch_size * config.padded_vocab_size * 4,
         "kernels' scratch": SCRATCH,
     }

@@ -21,10 +21,10 @@ from hasten.engine.settings import EngineSettings
 from hasten.errors import ConfigError
 from hasten.model.attention import Attention
 from hasten.model.config import ModelConfig
-from hasten.model.delta import GatedDeltaNet
 from hasten.model.experts import Experts
 from hasten.model.fused import FusedSteps
-from hasten.model.fused_delta import DeltaParts
+from hasten.model.fused_mixer import MixerParts
+from hasten.model.mixer import StateMixer
 from hasten.model.mlp import Linear
 from hasten.model.transformer import Transformer
 from hasten.planning.cost import attended_by_pattern
@@ -189,7 +189,7 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
                 made = 0 if work.trains and head else module.out_features
                 flops += (passes - frozen) * 2 * taken * module.in_features * module.out_features
                 moved += (passes - frozen) * (held + item * taken * (module.in_features + made))
-            elif isinstance(module, FusedSteps) and module.delta is not None:
+            elif isinstance(module, FusedSteps) and module.mixer is not None:
                 continue  # it is counted where its parts are
             elif isinstance(module, Attention | FusedSteps):
                 spec = module.spec
@@ -200,13 +200,13 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
                     read = sum(min(held + new, own) for (held, new), own in zip(work.spans, each, strict=True))
                 flops += passes * 4 * spec.heads * spec.head_dim * seen
                 moved += passes * 2 * item * spec.head_dim * (read * spec.kv_heads + tokens * spec.heads)
-            elif isinstance(module, GatedDeltaNet | DeltaParts):
-                # Three products with the matrix of each head, which is read and written, and the convolution.
+            elif isinstance(module, StateMixer | MixerParts):
+                # Products with the matrix of each head, which is read and written, and the convolution.
                 sizes = module.sizes
-                flops += passes * rows * (6 * sizes.numbers + 2 * sizes.kernel * sizes.channels)
+                flops += passes * rows * 2 * (sizes.passes * sizes.numbers + sizes.kernel * sizes.channels)
                 moved += passes * (8 * sizes.numbers * len(work.spans) + item * rows * (sizes.channels + sizes.values))
             elif isinstance(module, nn.Conv1d):
-                continue  # a part of Gated DeltaNet, which reads its weights itself
+                continue  # a part of a mixer, which reads its weights itself
             else:  # a norm; of an embedding's table, rows
                 moved += passes * 2 * item * rows * sum(weight.shape[-1] for weight in weights)
         found[part.name] = flops, moved

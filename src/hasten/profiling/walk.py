@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from hasten.engine.compiled import CompiledForOneToken
-from hasten.model.delta import GatedDeltaNet
 from hasten.model.experts import Experts
 from hasten.model.fused import FusedBlock, FusedSteps
+from hasten.model.mixer import StateMixer
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.training.training_modules import FusedMLP, JoinedAttention
@@ -64,7 +64,7 @@ def _hidden(module: nn.Module) -> tuple[tuple[str, ...], str | None]:
     """Children that a module does not call (hooks on them would change how it computes), and a note."""
     if isinstance(module, JoinedAttention) and all(type(one) is nn.Linear for one in (module.q, module.k, module.v)):
         return ("q", "k", "v"), "q, k and v are one product"
-    if isinstance(module, GatedDeltaNet):
+    if isinstance(module, StateMixer):
         return ("conv",), "its convolution is its own"
     if isinstance(module, FusedMLP) and module.gate is None and type(module.up) is nn.Linear:
         return ("up",), "the product of up is the module's own"

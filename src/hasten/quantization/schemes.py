@@ -165,12 +165,12 @@ def layers_to_quantize(model: Transformer) -> list[str]:
     return [*blocks, "head"] if model.tied else [*blocks, "head", "embedding"]
 
 
-_SAME_INPUT = r"(attention)\.[qkv]$|(mlp|experts|shared)\.(gate|up)$|(delta)\.(query|key|value|z)$"
+_SAME_INPUT = r"(attention)\.[qkv]$|(mlp|experts|shared)\.(gate|up)$|(mixer)\.(query|key|value|z|step)$"
 
 
 def units_of(names: Iterable[str]) -> dict[str, list[str]]:
     """Group layers that should have the same format: fused steps compute q, k and v, or gate and up, in one product.
-    Files may hold the projections of Gated DeltaNet in one tensor.
+    Files may hold the projections of a layer that keeps a state in one tensor.
 
     A block's experts have one format for gate and up, and one for down.
     """

@@ -15,7 +15,7 @@ from hasten.ops.linear.gradient import outside_graphs
 def apply_compile(model: Transformer) -> None:
     """Compile each block by itself: one graph serves them all, and compiling takes as long as for one block.
 
-    Blocks with Gated DeltaNet stay as they are.
+    Blocks that keep a state stay as they are.
     """
     if model.device.type == "cpu" and find_compiler() is None:
         warnings.warn(
@@ -31,7 +31,7 @@ def apply_compile(model: Transformer) -> None:
     # On a CPU, steps may have fewer threads than the one that was compiled (`hasten.machine.contention`).
     options = {"cpp.dynamic_threads": True, "guard_filter_fn": _for_any_threads} if model.device.type == "cpu" else {}
     for block in model.blocks:
-        if getattr(block, "delta", None) is None:  # a graph would have the loop over chunks unrolled
+        if getattr(block, "mixer", None) is None:  # a graph would have the loop over chunks unrolled
             block.compile(options=options)
 
 

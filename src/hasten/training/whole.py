@@ -41,8 +41,8 @@ def why_not_whole(model: Transformer) -> str | None:
     if any(not isinstance(norm, LayerNorm | RMSNorm) for norm in _norms(model)):
         return "it has norms of another kind"
     for block in _blocks(model):
-        if block.delta is not None:
-            return "it has layers with Gated DeltaNet"
+        if block.mixer is not None:
+            return f"it has layers with {model.config.state_mixer.name}"
         if not isinstance(block.attention_post_norm, nn.Identity) or not isinstance(block.mlp_post_norm, nn.Identity):
             return "it has norms after attention and MLP"
         if type(block.mlp) is not MLP:

@@ -7,10 +7,12 @@ from typing import Any, Literal
 import numpy as np
 
 from hasten.model.config import ModelConfig
+from hasten.model.mixer_config import DeltaConfig
 
 Values = dict[str, Any]
 Own = Mapping[str, Any]  # an architecture's metadata, without its name before them
 MOST_LAYERS = 1 << 10  # as many as `layer_count` takes
+SIGMOID = 2  # llama.cpp's number of the function that scores experts
 NORM_AFTER_ATTENTION = {"mlp_norm": "post_attention_norm"}  # what the MLP reads is normalised by what is called so
 
 
@@ -55,7 +57,8 @@ class Architecture:
         """What of this model llama.cpp does not load, whatever the file says."""
         width, turned = config.heads * config.head_dim, {rope.dim for rope in config.ropes}
         tied = "tied" if config.tie_embeddings else "own"
-        sizes = (0, 0) if config.delta is None else (config.delta.key_dim, config.delta.value_dim)
+        mixer = config.mixer
+        sizes = (mixer.key_dim, mixer.value_dim) if isinstance(mixer, DeltaConfig) else (0, 0)
         own = config.first_without_keys  # llama.cpp: the last one's keys for global layers, those before it for others
         lenders = {own - (1 if layer.window is None else 2): layer.keys_of for layer in config.layers[own:]}
         found = {
@@ -75,6 +78,11 @@ class Architecture:
             f"heads of {sizes[0]} elements of a key and {sizes[1]} of a value": sizes[0] != sizes[1],
         }
         return next((why for why, there in found.items() if there), None)
+
+
+def first_experts(config: ModelConfig) -> int:
+    """The number of layers before the first with experts."""
+    return [*(layer.experts for layer in config.layers), True].index(True)
 
 
 def windows(config: ModelConfig) -> Values:

@@ -12,9 +12,11 @@ import numpy as np
 
 from hasten.checkpoints.gguf.architecture import (
     NORM_AFTER_ATTENTION,
+    SIGMOID,
     Architecture,
     Own,
     Values,
+    first_experts,
     kinds_of_layers,
     layers_read,
     windows,
@@ -22,13 +24,6 @@ from hasten.checkpoints.gguf.architecture import (
 from hasten.checkpoints.gguf.gemma4 import GEMMA4
 from hasten.checkpoints.gguf.hybrids import HYBRIDS
 from hasten.model.config import ModelConfig
-
-SIGMOID = 2  # llama.cpp's number of the function that scores experts
-
-
-def first_experts(config: ModelConfig) -> int:
-    """The number of layers before the first with experts."""
-    return [*(layer.experts for layer in config.layers), True].index(True)
 
 
 def llama_read(own: Own, found: Values, tensors: Container[str]) -> Values:

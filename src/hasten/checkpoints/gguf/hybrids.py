@@ -1,11 +1,20 @@
-"""The architectures of GGUF files most of whose layers are Gated DeltaNet: Qwen3-Next, and Qwen 3.5 to 3.8."""
+"""The architectures of GGUF files whose layers keep states: Qwen3-Next, Qwen 3.5 to 3.8, and LFM2."""
 
 from collections.abc import Container
 
 import numpy as np
 
-from hasten.checkpoints.gguf.architecture import NORM_AFTER_ATTENTION, Architecture, Own, Values, layers_read
+from hasten.checkpoints.gguf.architecture import (
+    NORM_AFTER_ATTENTION,
+    SIGMOID,
+    Architecture,
+    Own,
+    Values,
+    first_experts,
+    layers_read,
+)
 from hasten.model.config import ModelConfig
+from hasten.model.mixer_config import DeltaConfig
 
 # The size of a value is not stated: all heads of values have `ssm.inner_size` elements.
 NUMBERS = {
@@ -34,15 +43,15 @@ def qwen3_next_read(own: Own, found: Values, tensors: Container[str]) -> Values:
 
 
 def delta_write(config: ModelConfig) -> Values:
-    sizes = config.delta
-    assert sizes is not None
+    sizes = config.mixer
+    assert isinstance(sizes, DeltaConfig)
     return {
         "ssm.conv_kernel": sizes.kernel,
         "ssm.state_size": sizes.key_dim,
         "ssm.group_count": sizes.key_heads,
         "ssm.time_step_rank": sizes.value_heads,
         "ssm.inner_size": sizes.values,
-        "full_attention_interval": [layer.delta for layer in config.layers].index(False) + 1,
+        "full_attention_interval": [layer.keeps_state for layer in config.layers].index(False) + 1,
         "expert_shared_feed_forward_length": config.shared_size or None,
     }
 
@@ -53,14 +62,60 @@ def qwen3_5_write(config: ModelConfig) -> Values:
     return delta_write(config) | {"rope.dimension_sections": [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]}
 
 
+def lfm2_read(own: Own, found: Values, tensors: Container[str]) -> Values:
+    """A layer without key heads has a convolution; the sizes of MLPs are those that they have."""
+    values: Values = {"norm_eps": found.get("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
+    each = own.get("attention.head_count_kv")
+    each = each.tolist() if isinstance(each, np.ndarray) else each
+    if isinstance(each, list) and each:
+        values["layer_types"] = ["full_attention" if heads else "conv" for heads in each]
+        values["num_key_value_heads"] = next(filter(None, each), 0)
+    return values
+
+
+def lfm2_moe_read(own: Own, found: Values, tensors: Container[str]) -> Values:
+    count = found.get("num_hidden_layers")
+    biased = type(count) is int and f"blk.{count - 1}.exp_probs_b.bias" in tensors
+    return {"layer_types": None, "use_expert_bias": biased} | lfm2_read(own, found, tensors)
+
+
+def lfm2_write(config: ModelConfig) -> Values:
+    kept = [0 if layer.keeps_state else config.kv_heads for layer in config.layers]
+    return {
+        "attention.head_count_kv": kept,
+        "shortconv.l_cache": None if config.mixer is None else config.mixer.kernel,
+        "leading_dense_block_count": first_experts(config),
+        "expert_gating_func": SIGMOID if config.experts else None,
+    }
+
+
+LFM2_PARTS = {"norm": "token_embd_norm", "mixer.conv": "shortconv.conv", "mixer.out": "shortconv.out_proj"}
+LFM2_PARTS |= dict.fromkeys(("mixer.key", "mixer.query", "mixer.value"), "shortconv.in_proj")
 HYBRIDS = {
+    "lfm2": Architecture(
+        family="lfm2",
+        numbers={"shortconv.l_cache": "conv_L_cache"},
+        read=lfm2_read,
+        write=lfm2_write,
+        parts=LFM2_PARTS,
+        lists=("attention.head_count_kv",),
+    ),
+    "lfm2moe": Architecture(
+        family="lfm2_moe",
+        numbers={"shortconv.l_cache": "conv_L_cache", "leading_dense_block_count": "num_dense_layers"},
+        read=lfm2_moe_read,
+        write=lfm2_write,
+        parts=LFM2_PARTS,
+        lists=("attention.head_count_kv",),
+        experts=True,
+    ),
     "qwen3next": Architecture(
         family="qwen3_next",
         numbers=EXPERT_NUMBERS,
         read=qwen3_next_read,
         write=delta_write,
-        parts=NORM_AFTER_ATTENTION | {"delta.beta": "ssm_ba", "delta.decay": "ssm_ba"},
-        alternating=("delta.beta", "delta.decay"),
+        parts=NORM_AFTER_ATTENTION | {"mixer.beta": "ssm_ba", "mixer.decay": "ssm_ba"},
+        alternating=("mixer.beta", "mixer.decay"),
         experts=True,
         partial=True,
     ),

@@ -10,6 +10,7 @@ from hasten.checkpoints.gguf.architecture import Architecture
 from hasten.checkpoints.gguf.architectures import ARCHITECTURES, OF_FAMILY
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES
+from hasten.model.mixer_config import DeltaConfig
 
 # Names of metadata after the architecture's -> fields of config.json, and of ModelConfig.
 FIELDS = {
@@ -46,12 +47,12 @@ PARTS |= {f"mlp.{part}": f"ffn_{part}" for part in ("gate", "up", "down")} | {"m
 PARTS |= {f"mlp.experts.{part}": f"ffn_{part}_exps" for part in ("gate", "up", "down")}
 PARTS |= {f"mlp.shared.{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
 PARTS |= {"mlp.shared_gate": "ffn_gate_inp_shexp"}
-PARTS |= dict.fromkeys(("delta.query", "delta.key", "delta.value"), "attn_qkv") | {"delta.z": "attn_gate"}
-PARTS |= {"delta.beta": "ssm_beta", "delta.decay": "ssm_alpha", "delta.conv": "ssm_conv1d"}
-PARTS |= {"delta.value_norm": "ssm_norm", "delta.out": "ssm_out"}
+PARTS |= dict.fromkeys(("mixer.query", "mixer.key", "mixer.value"), "attn_qkv") | {"mixer.z": "attn_gate"}
+PARTS |= {"mixer.beta": "ssm_beta", "mixer.decay": "ssm_alpha", "mixer.conv": "ssm_conv1d"}
+PARTS |= {"mixer.value_norm": "ssm_norm", "mixer.out": "ssm_out"}
 # Vectors that are parameters of a part itself.
 VECTORS = {"attention.sinks": "attn_sinks.weight", "mlp.choice_bias": "exp_probs_b.bias"}
-VECTORS |= {"delta.log_rate": "ssm_a", "delta.rate_bias": "ssm_dt.bias", ".scale": "layer_output_scale.weight"}
+VECTORS |= {"mixer.log_rate": "ssm_a", "mixer.rate_bias": "ssm_dt.bias", ".scale": "layer_output_scale.weight"}
 VECTORS |= {"mlp.router_scale": "ffn_gate_inp.scale", "mlp.expert_scale": "ffn_down_exps.scale"}
 # Numbers that are no tensors in a file but metadata, a list with one of each layer.
 LISTED = {"mlp.activation.alpha_p": "xielu.alpha_p", "mlp.activation.alpha_n": "xielu.alpha_n"}
@@ -132,7 +133,7 @@ def place_of(ours: str, config: ModelConfig) -> Place:
     architecture = ARCHITECTURES[OF_FAMILY[config.family]]
     if (vector := VECTORS.get(f"{part}.{leaf}")) is not None:
         place = Place(f"blk.{index}.{vector}", one_row=leaf in FAMILIES[config.family].one_row, rate=leaf == "log_rate")
-        return _tiled(place, leaf, config) if architecture.tiled and part == "delta" else place
+        return _tiled(place, leaf, config) if architecture.tiled and part == "mixer" else place
     order, expert = None, None
     if found := re.fullmatch(r"(mlp\.experts)\.(\d+)\.(\w+)", part):
         part, expert = f"{found[1]}.{found[3]}", int(found[2])
@@ -143,21 +144,21 @@ def place_of(ours: str, config: ModelConfig) -> Place:
         order = torch.cat((rows[:, :turned].unflatten(1, (2, -1)).transpose(1, 2).flatten(1), rows[:, turned:]), 1)
         order = order.flatten()
     name = f"{(PARTS | architecture.parts)[part]}.{leaf}"
-    shifted = part.endswith("norm") and part != "delta.value_norm" and leaf == "weight"
+    shifted = part.endswith("norm") and part != "mixer.value_norm" and leaf == "weight"
     place = Place(f"blk.{index}.{name}" if index else name, order, config.norm_offset if shifted else 0.0, expert)
-    if part in architecture.alternating and config.delta is not None:
-        place = place._replace(groups=config.delta.key_heads)
-    place = place._replace(one_row=part == "mlp.shared_gate", depthwise=part == "delta.conv")
+    if part in architecture.alternating and isinstance(config.mixer, DeltaConfig):
+        place = place._replace(groups=config.mixer.key_heads)
+    place = place._replace(one_row=part == "mlp.shared_gate", depthwise=f"{part}.{leaf}" == "mixer.conv.weight")
     if expert is not None and joins_experts(architecture) and not part.endswith("down"):
         place = place._replace(half=int(part.endswith("up")))
-    tiled = architecture.tiled and part.startswith("delta.")
-    return _tiled(place, part.removeprefix("delta."), config) if tiled else place
+    tiled = architecture.tiled and part.startswith("mixer.")
+    return _tiled(place, part.removeprefix("mixer."), config) if tiled else place
 
 
 def _tiled(place: Place, part: str, config: ModelConfig) -> Place:
     """The place of a part of Gated DeltaNet whose value heads are stored in turn for each key head."""
-    sizes = config.delta
-    assert sizes is not None
+    sizes = config.mixer
+    assert isinstance(sizes, DeltaConfig)
     heads = torch.arange(sizes.value_heads).view(sizes.key_heads, -1).t().flatten()
     if part in ("log_rate", "rate_bias", "beta", "decay"):
         return place._replace(order=heads)

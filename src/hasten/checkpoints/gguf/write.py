@@ -40,7 +40,7 @@ _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, 
 _FILE_TYPES |= {"Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "MXFP4": 38}
 _OF_FORMAT = {TYPES[name].format: name for name in ENCODERS}
 _ROUNDED = 5e-4  # by how much float16 may change the scale of a row in int8: half a unit in its last place
-IN_FLOAT32 = ("router", "shared_gate", "delta.conv")  # which llama.cpp never quantizes
+IN_FLOAT32 = ("router", "shared_gate", "mixer.conv")  # which llama.cpp never quantizes
 _FREE = ("family", "initializer_range", "source")  # of a ModelConfig, what a GGUF file need not say
 
 

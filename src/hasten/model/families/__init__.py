@@ -14,7 +14,9 @@ from hasten.model.families.gemma4 import GEMMA4
 from hasten.model.families.glm import ERNIE4_5, ERNIE4_5_MOE, GLM, GLM4
 from hasten.model.families.gpt import GPT2, GPT_BIGCODE
 from hasten.model.families.gpt_oss import GPT_OSS
+from hasten.model.families.granite_hybrid import GRANITE_HYBRID
 from hasten.model.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4, YOUTU
+from hasten.model.families.lfm2 import LFM2, LFM2_MOE
 from hasten.model.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL, PHI3
 from hasten.model.families.olmo import EXAONE4, OLMO2, OLMO3, OLMOE
 from hasten.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -42,6 +44,7 @@ DECLARED = (
     *(SEED_OSS, ARCEE, NEMOTRON, GRANITE, GRANITE_MOE, SMOLLM3, HUNYUAN, APERTUS, NANOCHAT),
     *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
+    *(LFM2, LFM2_MOE, GRANITE_HYBRID),
     *(GEMMA, GEMMA2, GEMMA3, GEMMA4),
     *(OLMO2, OLMO3, OLMOE, EXAONE4),
     *(GLM, GLM4, ERNIE4_5, ERNIE4_5_MOE, COHERE2),
@@ -70,7 +73,8 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> ModelC
     if pattern is None:
         return config
     if config.keeps_states:
-        raise CheckpointError(f"{where}: hasten.attention_pattern: layers with Gated DeltaNet have no sparse pattern")
+        name = config.state_mixer.name
+        raise CheckpointError(f"{where}: hasten.attention_pattern: layers with {name} have no sparse pattern")
     if config.latent is not None:
         raise CheckpointError(f"{where}: hasten.attention_pattern: latent attention has no sparse pattern")
     return replace(config, attention_pattern=pattern)

@@ -8,18 +8,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hasten.errors import CheckpointError
-from hasten.model.config import DeltaConfig, Fields, LayerConfig, ModelConfig
+from hasten.model.config import Fields, LayerConfig, ModelConfig
 from hasten.model.families.family import (
     LLAMA_NAMES,
     Family,
     expert_counts,
+    hybrid_layers,
     layer_count,
     llama_config,
     sizes,
 )
 from hasten.model.families.qwen import sparse_layers
 from hasten.model.families.slices import RowSlice
+from hasten.model.mixer_config import DeltaConfig
 
 
 def delta_sizes(fields: Fields) -> DeltaConfig:
@@ -42,11 +43,7 @@ def delta_layers(fields: Fields) -> tuple[LayerConfig, ...]:
     count, scale = layer_count(fields), sizes(fields)["head_dim"] ** -0.5
     every = fields.integer("full_attention_interval", default=4)
     by_interval = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    kinds = fields.layer_kinds(count, known=("linear_attention", "full_attention")) or by_interval
-    if "full_attention" not in kinds:
-        raise CheckpointError(f"{fields.where}: none of the {count} layers is full_attention; one has to be")
-    delta, full = LayerConfig(rope=None, delta=True), LayerConfig(scale=scale)
-    return tuple(delta if kind == "linear_attention" else full for kind in kinds)
+    return hybrid_layers(fields, by_interval, LayerConfig(scale=scale), state=("linear_attention",))
 
 
 def delta_config(fields: Fields, **changes: Any) -> ModelConfig:
@@ -56,7 +53,7 @@ def delta_config(fields: Fields, **changes: Any) -> ModelConfig:
     return llama_config(
         fields,
         layers=delta_layers(fields),
-        delta=delta_sizes(fields),
+        mixer=delta_sizes(fields),
         norm_offset=1.0,
         qk_norm="head",
         attention_gate=True,
@@ -84,8 +81,8 @@ def qwen3_next_config(fields: Fields) -> ModelConfig:
 
 def qwen3_next_rows(config: ModelConfig) -> dict[str, RowSlice]:
     """Row slices of the projections: q, k, v and z of each key head together, as are b and a."""
-    sizes = config.delta
-    assert sizes is not None
+    sizes = config.state_mixer
+    assert isinstance(sizes, DeltaConfig)
     groups, shared = sizes.key_heads, sizes.value_heads // sizes.key_heads
     key, value = sizes.key_dim, shared * sizes.value_dim
     return {
@@ -100,8 +97,8 @@ def qwen3_next_rows(config: ModelConfig) -> dict[str, RowSlice]:
 
 def qwen3_5_rows(config: ModelConfig) -> dict[str, RowSlice]:
     """Row slices of the projection of queries, keys and values."""
-    sizes = config.delta
-    assert sizes is not None
+    sizes = config.state_mixer
+    assert isinstance(sizes, DeltaConfig)
     keys = sizes.keys
     return {
         "query": RowSlice(0, keys),
@@ -125,7 +122,7 @@ def qwen3_5_moe_config(fields: Fields) -> ModelConfig:
 
 
 DELTA_NAMES = LLAMA_NAMES | {
-    "delta": "linear_attn",
+    "mixer": "linear_attn",
     "conv": "conv1d",
     "log_rate": "A_log",
     "rate_bias": "dt_bias",

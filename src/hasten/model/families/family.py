@@ -55,7 +55,7 @@ class Family:
     which the files hold beside the weights. in_gguf: the layout of a GGUF file's tensors, where it joins others than
     the folder does. unused: beginnings of names of tensors that files hold and no model reads. multi_token: the names
     of a multi-token head's parts, where files may hold one that hasten computes (`hasten.model.multi_token`). A key of
-    `names` may be two parts ("mlp.shared").
+    `names` may be two or three parts ("mlp.shared").
     """
 
     model_type: str
@@ -90,7 +90,8 @@ class Family:
             elif parts[-1] in self.one_row:
                 yield ours, TensorSlice(name, expert=0)
             else:
-                yield ours, TensorSlice(name, rows.get(parts[-2]), transposed=self.transposed and linear)
+                own = None if "experts" in parts else rows.get(parts[-2])
+                yield ours, TensorSlice(name, own, transposed=self.transposed and linear)
 
     def _stacked(self, ours: str, config: ModelConfig) -> TensorSlice:
         """The place of a parameter of an expert in the tensors `stacks`."""
@@ -103,10 +104,10 @@ class Family:
         """The checkpoint's name of what we call by these parts."""
         found, place = [], 0
         while place < len(parts):
-            pair = ".".join(parts[place : place + 2])
-            known = self.names.get(pair) if "." in pair else None
-            found.append(known or self.names.get(parts[place], parts[place]))
-            place += 1 if known is None else 2
+            longest = (".".join(parts[place : place + count]) for count in (3, 2))
+            ours = next((name for name in longest if name in self.names), parts[place])
+            found.append(self.names.get(ours, ours))
+            place += ours.count(".") + 1
         return ".".join(found)
 
 
@@ -147,8 +148,8 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
             yield from _named(f"{block}token_gate.", ["norm"], bias=layernorm)
         if config.block_scales:
             yield f"{block}scale"
-        if layer.delta:
-            yield from (f"{block}delta.{name}" for name in _DELTA)
+        if layer.keeps_state:
+            yield from (f"{block}mixer.{name}" for name in config.state_mixer.parameters)
         elif config.latent is not None:
             yield from _latent_names(f"{block}attention.", config)
         else:
@@ -185,10 +186,6 @@ def _latent_names(prefix: str, config: ModelConfig) -> Iterator[str]:
 
 
 _EXPERT_NORMS = ("shared_post_norm", "expert_norm", "expert_post_norm")
-_DELTA = (
-    *("log_rate", "rate_bias", "conv.weight", "value_norm.weight", "query.weight", "key.weight", "value.weight"),
-    *("z.weight", "beta.weight", "decay.weight", "out.weight"),
-)
 
 
 def _named(prefix: str, modules: list[str], *, bias: bool = False) -> list[str]:
@@ -341,6 +338,22 @@ def layers_of_kinds(
     scale = scale or sizes(fields)["head_dim"] ** -0.5
     sliding, full = LayerConfig(window=window, scale=scale), LayerConfig(rope=full_rope, scale=scale)
     return tuple(sliding if kind == "sliding_attention" else full for kind in fields.layer_kinds(len(kinds)) or kinds)
+
+
+def hybrid_layers(
+    fields: Fields, default: list[str] | None, full: LayerConfig, *, state: tuple[str, ...]
+) -> tuple[LayerConfig, ...]:
+    """Layers that keep a state, which `layer_types` calls one of `state`, beside `full`, those with attention.
+
+    default: kinds of the layers where the field is absent; None: it may not be. One has to have attention.
+    """
+    count, attending = layer_count(fields), ("full_attention", "attention")
+    kinds = fields.layer_kinds(count, known=(*state, *attending)) or default
+    if kinds is None:
+        raise CheckpointError(f"{fields.where} lacks 'layer_types', which a {fields.values['model_type']} needs")
+    if not set(kinds) & set(attending):
+        raise CheckpointError(f"{fields.where}: none of the {count} layers is full_attention; one has to be")
+    return tuple(LayerConfig(rope=None, keeps_state=True) if kind in state else full for kind in kinds)
 
 
 def llama_config(

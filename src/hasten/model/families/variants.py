@@ -105,16 +105,19 @@ NEMOTRON_DEFAULTS = {
 NEMOTRON = Family("nemotron", "NemotronForCausalLM", nemotron_config, defaults=NEMOTRON_DEFAULTS)
 
 
+def granite_scales(fields: Fields) -> dict[str, Any]:
+    """Granite's scalars, but for that of scores, which layers have."""
+    return {
+        "embedding_scale": fields.number("embedding_multiplier", default=1.0),
+        "residual_scale": fields.number("residual_multiplier", default=1.0),
+        "logit_scale": 1 / fields.number("logits_scaling", default=1.0, low=1e-6),
+    }
+
+
 def granite_config(fields: Fields, **changes: Any) -> ModelConfig:
     scale = fields.number("attention_multiplier", default=1.0, low=1e-6)
-    return llama_config(
-        fields,
-        layers=layers_of_kinds(fields, full_layers(fields), window=None, scale=scale),
-        embedding_scale=fields.number("embedding_multiplier", default=1.0),
-        residual_scale=fields.number("residual_multiplier", default=1.0),
-        logit_scale=1 / fields.number("logits_scaling", default=1.0, low=1e-6),
-        **(biases(fields) | changes),
-    )
+    layers = layers_of_kinds(fields, full_layers(fields), window=None, scale=scale)
+    return llama_config(fields, layers=layers, **granite_scales(fields), **(biases(fields) | changes))
 
 
 GRANITE = Family("granite", "GraniteForCausalLM", granite_config, defaults={"max_position_embeddings": 2048})

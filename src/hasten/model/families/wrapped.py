@@ -33,6 +33,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "qwen2_vl": Wrapper("qwen2_vl_text", flat=True),
     "qwen2_5_vl": Wrapper("qwen2_5_vl_text", flat=True),
     "qwen3_vl": Wrapper("qwen3_vl_text"),
+    "lfm2_vl": Wrapper("lfm2", tied=True),
     "qwen3_5": Wrapper("qwen3_5_text"),
     "qwen3_5_moe": Wrapper("qwen3_5_moe_text"),
     "internvl": Wrapper("qwen2", tied=True),

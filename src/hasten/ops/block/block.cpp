@@ -112,12 +112,20 @@ Tensor plan_block(PlanBlockCall call) {
   const int64_t c = plan_in<WeightPlan>(call.qkv[0]).weight.k, q_size = call.heads * call.head_dim;
   const DeltaPlan* delta = call.delta ? &plan_in<DeltaPlan>(*call.delta) : nullptr;
   const LatentPlan* latent = call.latent ? &plan_in<LatentPlan>(*call.latent) : nullptr;
-  STD_TORCH_CHECK(!latent || (!delta && call.heads == latent->heads && call.kv_heads == 1 && call.qkv.size() == 2 &&
-                              call.head_dim == latent->kept() && plan_in<WeightPlan>(call.qkv[0]).weight.w.n == latent->narrow()),
+  const ShortConvolutionPlan* convolution =
+      call.convolution ? &plan_in<ShortConvolutionPlan>(*call.convolution) : nullptr;
+  STD_TORCH_CHECK(!latent || (!delta && !convolution && call.heads == latent->heads && call.kv_heads == 1 &&
+                              call.qkv.size() == 2 && call.head_dim == latent->kept() &&
+                              plan_in<WeightPlan>(call.qkv[0]).weight.w.n == latent->narrow()),
                   "the latent attention does not fit the block");
-  const int64_t features = delta    ? delta->features()
-                           : latent ? latent->narrow() + latent->kept()
-                                    : q_size * (1 + call.attention_gate) + call.written * call.kv_heads * call.head_dim;
+  const int64_t features = delta         ? delta->features()
+                           : convolution ? convolution->features()
+                           : latent      ? latent->narrow() + latent->kept()
+                                 : q_size * (1 + call.attention_gate) + call.written * call.kv_heads * call.head_dim;
+  const int64_t mixed = delta         ? delta->values()
+                        : convolution ? convolution->channels
+                        : latent      ? call.heads * latent->value_dim
+                                      : q_size;
   auto weights = [](const std::vector<Tensor>& plans, int64_t n, int64_t k) {
     const Few<PackedWeight> found = parts_of(plans, k);
     int64_t rows = 0;
@@ -158,12 +166,13 @@ Tensor plan_block(PlanBlockCall call) {
       .shared_post_norm = call.norm.like(to.shared_post_norm),
       .qkv = weights(call.qkv, features, c),
       .mlp = dense ? MlpInput::checked(parts_of(call.mlp, c), call.inner_size, call.gated) : Few<PackedWeight>(),
-      .output = weights({call.output}, c, delta ? delta->values() : latent ? call.heads * latent->value_dim : q_size)[0],
+      .output = weights({call.output}, c, mixed)[0],
       .down = one(call.down, c, call.inner_size),
       .reduce = one(call.reduce, features_of_a_token, c),
       .expand = one(call.expand, c, features_of_a_token),
       .delta = delta,
       .latent = latent,
+      .convolution = convolution,
       .experts = experts,
       .router = one(to.router, experts ? experts->count() : 0, c),
       .shared_gate = one(to.shared_gate, 1, c),
@@ -211,9 +220,14 @@ struct BlockPhases {
         act(arena.take<float>(p.experts ? 0 : rows * p.inner)),
         output(arena, mixed, Type::f32, rows, p.output, x, p.ends_early() ? out : middle, Type::f32, p.output_norm, chosen,
                p.ranks, float(p.residual_scale)) {
-    if (p.delta) {
+    if (p.keeps_state()) {
       inputs.emplace(arena, x, Type::f32, rows, p.attention_norm, p.qkv, chosen);
-      projected = arena.take<float>(rows * p.delta->features());
+      projected = arena.take<float>(rows * p.projected());
+    }
+    if (p.convolution) {
+      convolution.emplace(*p.convolution, projected, mixed, rows, call.inputs[place], *call.state_slots, call.certain,
+                          call.query_start_loc, call.seq_lens, call.slot_mapping);
+    } else if (p.delta) {
       delta.emplace(arena, *p.delta, projected, mixed, rows, call.inputs[place], call.matrices[place], *call.state_slots,
                     call.certain, call.query_start_loc, call.seq_lens, call.slot_mapping);
     } else {
@@ -270,7 +284,9 @@ struct BlockPhases {
   void run(Worker& worker, const Ended& ended) const {
     inputs ? inputs->run_into(worker, projected) : latent_input ? latent_input->run(worker) : input->run(worker);
     ended(0);
-    delta ? delta->run(worker) : attention->run(worker, output.beginning(worker));
+    if (delta) delta->run(worker);
+    else if (convolution) convolution->run(worker);
+    else attention->run(worker, output.beginning(worker));
     if (latent_output) latent_output->run(worker);
     if (gated) input->multiply_gates(worker, mixed);
     ended(1);
@@ -294,6 +310,7 @@ struct BlockPhases {
   std::optional<AttentionPhases> attention;
   std::optional<Linear> inputs;
   std::optional<DeltaPhases> delta;
+  std::optional<ShortConvolutionPhases> convolution;
   std::optional<MlpInput> mlp;
   std::optional<LinearAdd> down;
   std::optional<RoutedPhases> routed;
@@ -303,9 +320,9 @@ struct BlockPhases {
 Tensor blocks(BlocksCall call) {
   const Tensor x = as_contiguous(call.x);
   const int64_t count = int64_t(call.plans.size()), c = x.size(-1), rows = x.numel() / c;
-  const size_t cached = call.k.size(), states = call.matrices.size();
+  const size_t cached = call.k.size(), states = call.inputs.size();
   STD_TORCH_CHECK(count && int64_t(call.rope_index.size()) == count && int64_t(cached + states) == count &&
-                      call.v.size() == cached && call.inputs.size() == states && (!states || call.state_slots) &&
+                      call.v.size() == cached && (call.matrices.empty() || call.matrices.size() == states) && (!states || call.state_slots) &&
                       call.cos.size() == call.sin.size() && (call.seen.empty() || call.seen.size() == cached) &&
                       (call.query_factors.empty() || call.query_factors.size() == call.cos.size()),
                   "each block needs its plan, its cache or state, its rope_index, and its pattern and factors if any");
@@ -337,8 +354,9 @@ Tensor blocks(BlocksCall call) {
             STD_TORCH_CHECK(own[r] < weight.adapters.count, "there is no adapter ", own[r]);
     STD_TORCH_CHECK(call.rope_index[i] < int64_t(call.cos.size()), "there is no rotary table ", call.rope_index[i]);
     float* to = i + 1 < count ? between[i % 2] : static_cast<float*>(out.mutable_data_ptr());
-    size_t& place = places[p.delta != nullptr];
-    STD_TORCH_CHECK(place < (p.delta ? states : cached), "a block has no ", p.delta ? "state" : "cache");
+    size_t& place = places[p.keeps_state()];
+    const size_t there = p.delta ? call.matrices.size() : p.convolution ? states : cached;
+    STD_TORCH_CHECK(place < there, "a block has no ", p.keeps_state() ? "state" : "cache");
     arena.back_to(mark);  // a block begins when the one before it has ended: they share their memory
     phases.emplace_back(arena, call, i, int64_t(place++), p, from, to, rows, own);
     from = to;

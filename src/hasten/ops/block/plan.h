@@ -2,6 +2,8 @@
 #pragma once
 
 #include "../delta/phases.h"
+#include "../states/short_convolution.h"
+#include "attention_input.h"
 #include "experts.h"
 #include "latent.h"
 
@@ -21,14 +23,18 @@ struct Plan {
   Few<PackedWeight> qkv, mlp;
   PackedWeight output, down, reduce, expand;
   const DeltaPlan* delta;      // in the place of attention, or nullptr
-  const LatentPlan* latent;    // or nullptr
+  const LatentPlan* latent;    // in the place of plain attention, or nullptr
+  const ShortConvolutionPlan* convolution;  // as delta
   const ExpertsPlan* experts;  // or nullptr
   PackedWeight router, shared_gate;
   Routing routing;
   Ranks* ranks;    // with which the sums of output and down are shared, or nullptr
   PlanBlockCall held;  // what the pointers point to
-  // Features that attention gives.
-  int64_t mixed() const { return delta ? delta->values() : heads * (latent ? latent->value_dim : head_dim); }
+  bool keeps_state() const { return delta || convolution; }
+  int64_t projected() const { return delta ? delta->features() : convolution->features(); }  // of a layer that keeps a state
+  int64_t mixed() const {  // features that attention gives
+    return delta ? delta->values() : convolution ? convolution->channels : heads * (latent ? latent->value_dim : head_dim);
+  }
   bool ends_early() const { return !experts && !down.k; }  // behind attention
 };
 

@@ -11,32 +11,19 @@ constexpr int COLUMN_VECTORS = 1;  // and their sums in registers
 constexpr int64_t COLUMNS = COLUMN_VECTORS * LANES;
 constexpr float UNIT_EPS = 1e-6f;  // added to the squared length of a query or key
 
-static const int64_t* integers(const Tensor& t, int64_t count, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Long && t.is_contiguous() && t.numel() == count, name, " has ", t.numel(),
-                  " numbers; it must be ", count, " int64 in one piece");
-  return static_cast<const int64_t*>(t.const_data_ptr());
-}
-static const float* floats(const Tensor& t, int64_t count, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.numel() == count, name, " has ", t.numel(),
-                  " numbers; it must be ", count, " float32 in one piece");
-  return static_cast<const float*>(t.const_data_ptr());
-}
-
 Tensor plan_delta(PlanDeltaCall call) {
   const int64_t heads = call.rate.numel(), groups = call.key_heads;
   STD_TORCH_CHECK(groups > 0 && heads > 0 && heads % groups == 0 && call.key_dim > 0 && call.value_dim > 0,
                   heads, " value heads cannot share ", groups, " key heads");
-  STD_TORCH_CHECK(call.conv.dim() == 2, "the convolution has a row of factors for each channel");
+  std::vector<float> conv = by_tap(call.conv);
   auto plan = std::make_unique<DeltaPlan>(DeltaPlan{
       .key_heads = groups, .heads = heads, .key_dim = call.key_dim, .value_dim = call.value_dim, .kernel = call.conv.size(1),
+      .conv = std::move(conv),
       .rate = floats(call.rate, heads, "rate"), .rate_bias = floats(call.rate_bias, heads, "rate_bias"),
       .norm = call.norm.norm()});
-  const int64_t channels = plan->channels(), kernel = plan->kernel;
+  STD_TORCH_CHECK(call.conv.size(0) == plan->channels(), "conv has ", call.conv.size(0), " channels; the layer has ",
+                  plan->channels());
   STD_TORCH_CHECK(plan->norm.weight && call.norm.norm_weight->numel() == plan->value_dim, "the norm is that of a head");
-  const float* conv = floats(call.conv, channels * kernel, "conv");
-  plan->conv.resize(channels * kernel);
-  for (int64_t c = 0; c < channels; c++)
-    for (int64_t j = 0; j < kernel; j++) plan->conv[j * channels + c] = conv[c * kernel + j];
   plan->held = std::move(call);
   return as_bytes(std::move(plan));
 }
@@ -47,46 +34,25 @@ DeltaPhases::DeltaPhases(Arena& arena, const DeltaPlan& plan, const float* x, fl
     : p(plan), x(x), out(out), mixed(arena.take<float>(rows * plan.channels() + COLUMNS)),  // whole vectors are read
       decays(arena.take<float>(rows * plan.heads)), strengths(arena.take<float>(rows * plan.heads)), rows(rows),
       inputs(static_cast<uint8_t*>(inputs.mutable_data_ptr())), input_type(type_of(inputs)),
-      matrices(static_cast<float*>(matrices.mutable_data_ptr())) {
+      matrices(static_cast<float*>(matrices.mutable_data_ptr())),
+      step(rows, matrices.size(0), slots, certain, query_start_loc, seq_lens, slot_mapping) {
   const int64_t places = matrices.size(0);
   STD_TORCH_CHECK(matrices.scalar_type() == ScalarType::Float && matrices.is_contiguous() &&
                       matrices.numel() == places * p.heads * p.key_dim * p.value_dim,
                   "the matrices of the states do not fit the layer");
   STD_TORCH_CHECK(inputs.is_contiguous() && inputs.numel() == places * (p.kernel - 1) * p.channels(),
                   "the inputs in the states do not fit the layer");
-  find_sequences(slots, certain, query_start_loc, seq_lens, slot_mapping, places);
-}
-
-void DeltaPhases::find_sequences(const Tensor& slots, const Maybe& certain, const Tensor& query_start_loc,
-                                 const Tensor& seq_lens, const Tensor& slot_mapping, int64_t places) {
-  const int64_t count = seq_lens.numel();
-  const int64_t *place = integers(slots, count, "slots"), *start = integers(query_start_loc, count + 1, "query_start_loc");
-  const int64_t *length = integers(seq_lens, count, "seq_lens"), *written = integers(slot_mapping, rows, "slot_mapping");
-  const int64_t* sure = certain ? integers(*certain, count, "certain") : nullptr;
-  sequence_of.assign(rows, -1);
-  for (int64_t b = 0; b < count; b++) {
-    const int64_t begin = start[b], end = start[b + 1];
-    STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= rows, "a sequence has the rows from ", begin, " to ", end, " of ",
-                    rows);
-    STD_TORCH_CHECK(place[b] >= 0 && place[b] < places, "there is no state ", place[b], " among ", places);
-    StateRows own{begin, 0, 0, place[b], length[b] == end - begin};
-    for (; begin + own.tokens < end && written[begin + own.tokens] >= 0; own.tokens++)
-      sequence_of[begin + own.tokens] = int64_t(sequences.size());
-    own.kept = sure ? std::min(sure[b], own.tokens) : own.tokens;
-    STD_TORCH_CHECK(own.kept > 0 || !own.tokens, "of a sequence's ", own.tokens, " tokens none is certain");
-    one_each = one_each && own.tokens == 1 && end == begin + 1;
-    if (own.tokens) sequences.push_back(own);
-  }
-  one_each = one_each && int64_t(sequences.size()) == rows;
 }
 
 void DeltaPhases::run(Worker& worker) const {
   const int64_t groups = p.key_heads, shared = p.shared(), values = p.value_dim;
+  const std::vector<StateRows>& sequences = step.sequences;
+  const std::vector<int64_t>& sequence_of = step.sequence_of;
   const auto keep_all = [&](const StateRows& own, int64_t group) {
     for (int64_t part = 0; part < 2; part++) keep(own, part * p.keys() + group * p.key_dim, p.key_dim);
     keep(own, 2 * p.keys() + group * shared * values, shared * values);
   };
-  if (one_each)  // all of a key head and its value heads at once; a thread walks through a part of the states
+  if (step.one_each)  // all of a key head and its value heads at once; a thread walks through a part of the states
     return worker.stream(rows * groups, [] {}, [&](int64_t item) {
       const StateRows& own = sequences[item / groups];
       const int64_t group = item % groups;
@@ -119,11 +85,6 @@ void DeltaPhases::run(Worker& worker) const {
   });
 }
 
-// A projected value as the states keep it: the convolution of a later step reads the same one.
-INLINE F32 DeltaPhases::kept(F32 v) const {
-  return input_type == Type::f32 ? v : as<F32>(round_bf16(v) & 0xffff0000u);
-}
-
 // mixed = SiLU of the convolution of some channels, for one row.
 void DeltaPhases::convolve(const StateRows& own, int64_t row, int64_t from, int64_t count) const {
   const int64_t channels = p.channels(), before = p.kernel - 1;
@@ -131,12 +92,12 @@ void DeltaPhases::convolve(const StateRows& own, int64_t row, int64_t from, int6
   // The first tap that there is a token for, and the first one in this step.
   const int64_t in_step = std::max<int64_t>(0, before - (row - own.row)), first = own.fresh ? in_step : 0;
   const auto state = [&](int64_t tap) { return (own.slot * before + row - own.row + tap) * channels + from; };
-  const auto step = [&](int64_t tap) { return x + (row - before + tap) * p.features() + from; };
+  const auto here = [&](int64_t tap) { return x + (row - before + tap) * p.features() + from; };
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) {
     F32 y = {};
     for (int64_t tap = first; tap < p.kernel; tap++) {
-      const F32 v = tap < in_step ? load_as(inputs, input_type, state(tap) + i) : kept(load(step(tap) + i));
+      const F32 v = tap < in_step ? load_as(inputs, input_type, state(tap) + i) : as_kept(load(here(tap) + i), input_type);
       accumulate(y, v, load(p.conv.data() + tap * channels + from + i));
     }
     store(to + i, y * logistic(y));
@@ -144,7 +105,7 @@ void DeltaPhases::convolve(const StateRows& own, int64_t row, int64_t from, int6
   for (; i < count; i++) {
     float y = 0;
     for (int64_t tap = first; tap < p.kernel; tap++) {
-      const float given = tap < in_step ? load_one(inputs, input_type, state(tap) + i) : step(tap)[i];
+      const float given = tap < in_step ? load_one(inputs, input_type, state(tap) + i) : here(tap)[i];
       const float v = input_type == Type::f32 ? given : from_bf16(to_bf16(given));
       y += v * p.conv[tap * channels + from + i];
     }

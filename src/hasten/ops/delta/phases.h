@@ -9,6 +9,7 @@
 #pragma once
 
 #include "../block/calls.h"
+#include "../states/step.h"
 
 namespace hasten {
 
@@ -36,28 +37,17 @@ struct DeltaPlan {
   int64_t features() const { return channels() + values() + 2 * heads; }
 };
 
-// The step's rows of one sequence. kept: the state is kept after these tokens; later ones are guesses, which may be taken
-// back. fresh: nothing came before them.
-struct StateRows {
-  int64_t row, tokens, kept, slot;
-  bool fresh;
-};
-
 class DeltaPhases {
  public:
   // x (R, features) float32: the projections to q, k, v, z, strength and decay, end to end; may be written until the phases
-  // begin. out (R, H·Dv) float32; padding, whose slot_mapping is -1, becomes zeros, and follows the tokens of its sequence.
-  // inputs (places, K - 1, channels) and matrices (places, H, Dk, Dv): the states, sequence b's in place slots[b]. certain
-  // (B,): how many tokens of each are no guesses; without it all are. The other tensors are those of AttentionMetadata.
+  // begin. out (R, H·Dv) float32; padding becomes zeros. inputs (places, K - 1, channels) and matrices (places, H, Dk, Dv):
+  // the states. The others: see StateStep.
   DeltaPhases(Arena& arena, const DeltaPlan& plan, const float* x, float* out, int64_t rows, const Tensor& inputs,
               const Tensor& matrices, const Tensor& slots, const Maybe& certain, const Tensor& query_start_loc,
               const Tensor& seq_lens, const Tensor& slot_mapping);
   void run(Worker& worker) const;
 
  private:
-  void find_sequences(const Tensor& slots, const Maybe& certain, const Tensor& query_start_loc, const Tensor& seq_lens,
-                      const Tensor& slot_mapping, int64_t places);
-  F32 kept(F32 v) const;
   void convolve(const StateRows& own, int64_t row, int64_t from, int64_t count) const;
   void mix(const StateRows& own, int64_t row, int64_t key_head) const;
   void recur(const StateRows& own, int64_t head, int64_t from, int64_t count) const;
@@ -74,9 +64,7 @@ class DeltaPhases {
   uint8_t* const inputs;
   const Type input_type;
   float* const matrices;
-  std::vector<StateRows> sequences;
-  std::vector<int64_t> sequence_of;  // of each row; -1: padding
-  bool one_each = true;              // token of every sequence, and no padding
+  const StateStep step;
 };
 
 // x (R, features) -> (R, H·Dv) float32; see DeltaPhases. plan: of plan_delta.

@@ -8,23 +8,11 @@ n: sequences, T: tokens of each, Hk: key heads, H: value heads (each key head se
 sizes of a head's keys and values. Computed in float32, in float64 for such values.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens
-
-
-class DeltaState(NamedTuple):
-    """What a layer keeps of each of n sequences.
-
-    inputs (n, K - 1, channels): the last values before the convolution. matrix (n, H, Dk, Dv): S, float32.
-    """
-
-    inputs: Tensor
-    matrix: Tensor
 
 
 def delta_rule(

@@ -1,11 +1,15 @@
-"""The view of the states that a layer keeps, for kernels that go from state to state themselves."""
+"""The state of a layer, and the view of it for kernels that go from state to state themselves."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from hasten.ops.attention.view import AttentionMetadata
-from hasten.ops.delta.rule import DeltaState
+
+# What a layer keeps of each of n sequences, tensors (n, …) by their names. "inputs" (n, K - 1, channels): the last
+# values before its convolution. "matrix", where it has heads: float32 (n, H, …, …).
+State = Mapping[str, Tensor]
 
 
 class StateView(NamedTuple):
@@ -15,7 +19,7 @@ class StateView(NamedTuple):
     how many of its tokens a state is kept, None: after all. metadata: which of the step's tokens are whose.
     """
 
-    held: DeltaState
+    held: State
     slots: Tensor
     certain: Tensor | None
     metadata: AttentionMetadata

@@ -1,4 +1,4 @@
-"""Models with Gated DeltaNet: trained, adapted, quantized and explained, and read in the layouts that are published."""
+"""Models whose layers keep states: trained, adapted, quantized and explained, and read in the layouts published."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,37 @@ from hasten.training.whole import why_not_whole
 from parity import PROMPTS, assert_same, our_logits, reference_logits
 from references import decided, make_reference, values_of
 
-FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2-biases", "lfm2_moe"]
+FAMILIES += ["granitemoehybrid", "granitemoehybrid-dense"]
+DENSE = ["qwen3_5_text", "lfm2", "lfm2-biases", "granitemoehybrid-dense"]
+# Where transformers has parameters of the first layer that keeps a state, by our names: of all rows, or of these.
+GRADIENTS = {
+    "qwen3_5_text": {
+        "log_rate": "linear_attn.A_log",
+        "rate_bias": "linear_attn.dt_bias",
+        "conv.weight": "linear_attn.conv1d.weight",
+        "z.weight": "linear_attn.in_proj_z.weight",
+        "out.weight": "linear_attn.out_proj.weight",
+        "value_norm.weight": "linear_attn.norm.weight",
+    },
+    "granitemoehybrid-dense": {
+        "log_rate": "mamba.A_log",
+        "step_bias": "mamba.dt_bias",
+        "skip": "mamba.D",
+        "conv.weight": "mamba.conv1d.weight",
+        "z.weight": "mamba.in_proj.weight",
+        "z.bias": "mamba.in_proj.bias",
+        "out.weight": "mamba.out_proj.weight",
+        "value_norm.weight": "mamba.norm.weight",
+    },
+    "lfm2-biases": {
+        "conv.weight": "conv.conv.weight",
+        "conv.bias": "conv.conv.bias",
+        "out.weight": "conv.out_proj.weight",
+        "out.bias": "conv.out_proj.bias",
+        "key.weight": "conv.in_proj.weight",
+    },
+}
 TOKENS = torch.randint(3, 100, (2, 150), generator=torch.Generator().manual_seed(0))
 
 
@@ -48,20 +78,18 @@ def test_the_loss_over_chunks_is_that_of_transformers(family):
     torch.testing.assert_close(found.detach(), expected, rtol=1e-5, atol=0)
 
 
-def test_gradients_are_those_of_transformers():
-    reference = make_reference("qwen3_5_text")
-    model = hasten.load(make_reference("qwen3_5_text"))
+@pytest.mark.parametrize("family", list(GRADIENTS))
+def test_gradients_are_those_of_transformers(family):
+    reference = make_reference(family)
+    model = hasten.load(make_reference(family))
     loss_of(model, TOKENS).backward()
     logits = reference(TOKENS[:, :-1]).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten(), reduction="sum").backward()
     expected = dict(reference.named_parameters())
-    place = "model.layers.0.linear_attn."
-    ours = model.blocks[0].delta
-    pairs = {"A_log": ours.log_rate, "dt_bias": ours.rate_bias, "conv1d.weight": ours.conv.weight}
-    pairs |= {"in_proj_z.weight": ours.z.weight, "out_proj.weight": ours.out.weight}
-    pairs |= {"norm.weight": ours.value_norm.weight}
-    for name, parameter in pairs.items():
-        wanted = expected[place + name].grad
+    number, ours = next((i, block.mixer) for i, block in enumerate(model.blocks) if block.mixer is not None)
+    for own, theirs in GRADIENTS[family].items():
+        parameter = ours.get_parameter(own)
+        wanted = expected[f"model.layers.{number}.{theirs}"].grad[: len(parameter)]
         assert wanted.abs().max() > 0
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))
 
@@ -84,8 +112,9 @@ def test_documents_in_a_row_do_not_see_each_other(family):
                 start += length
 
 
-def test_a_new_model_trains_every_parameter():
-    model = initialize(read_config(values_of("qwen3_5_text")), seed=1)
+@pytest.mark.parametrize("family", DENSE)
+def test_a_new_model_trains_every_parameter(family):
+    model = initialize(read_config(values_of(family)), seed=1)
     loss = loss_of(model, TOKENS)
     assert loss.isfinite()
     loss.backward()
@@ -93,17 +122,21 @@ def test_a_new_model_trains_every_parameter():
         assert parameter.grad is not None
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().max() > 0, name
-    layers = [block.delta for block in model.blocks if block.delta is not None]
-    assert len(layers) == 3
-    assert all((layer.log_rate > -5).all() and (layer.log_rate <= 3).all() for layer in layers)
+    for layer in (block.mixer for block in model.blocks if isinstance(block.mixer, GatedDeltaNet)):
+        assert (layer.log_rate > -5).all()
+        assert (layer.log_rate <= 3).all()
 
 
-def test_it_is_trained_block_by_block():
-    model = initialize(read_config(values_of("qwen3_5_text")), seed=1)
-    assert why_not_whole(model) == "it has layers with Gated DeltaNet"
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3_5_text", "Gated DeltaNet"), ("lfm2", "short convolution"), ("granitemoehybrid-dense", "Mamba-2")],
+)
+def test_it_is_trained_block_by_block(family, name):
+    model = initialize(read_config(values_of(family)), seed=1)
+    assert why_not_whole(model) == f"it has layers with {name}"
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen3_next", *DENSE])
 def test_all_linear_layers_may_have_an_adapter(family):
     model = hasten.load(make_reference(family))
     before = our_logits(model, PROMPTS[0])
@@ -127,13 +160,13 @@ def test_all_linear_layers_may_have_an_adapter(family):
 
 @pytest.mark.filterwarnings("ignore:hasten reads this quantized model")  # 48 features of an expert are no whole groups
 @pytest.mark.parametrize("scheme", [hasten.Int8(), hasten.Int4(group_size=32)])
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2", "lfm2_moe", "granitemoehybrid-dense"])
 def test_quantized_it_is_saved_and_generates_the_same(family, scheme, tmp_path):
     model = hasten.load(make_reference(family), dtype="float32")
     hasten.quantize(model, scheme)
-    delta = next(block.delta for block in model.blocks if block.delta is not None)
-    for name, one in delta.named_children():
-        assert isinstance(one, PackedLinear) == (name in ("query", "key", "value", "z", "out")), name
+    mixer = next(block.mixer for block in model.blocks if block.mixer is not None)
+    for name, one in mixer.named_children():
+        assert isinstance(one, PackedLinear) == (name in ("query", "key", "value", "z", "step", "out")), name
     params = hasten.SamplingParams(temperature=0, max_new_tokens=12, min_new_tokens=12)
     expected = [answer.tokens for answer in hasten.generate(model, PROMPTS, params)]
     hasten.save(model, tmp_path)
@@ -165,24 +198,38 @@ def test_a_head_for_further_tokens_is_skipped_in_one_line(family, tmp_path):
     assert_same(model, reference)
 
 
-def test_explain_names_both_kinds_of_layers():
-    model = hasten.load(make_reference("qwen3_5_text"), dtype="bfloat16")
-    rows = explain(model)
-    assert [row.layer for row in rows if row.operator == "gated delta rule"] == [0, 1, 2]
-    assert {row.kernel for row in rows if row.operator == "gated delta rule"} == {"pytorch"}
-    assert {row.layer for row in rows if row.operator == "attention"} == {3}
+def test_explain_says_what_runs_in_the_place_of_attention():
+    rows = explain(hasten.load(make_reference("granitemoehybrid-dense"), dtype="bfloat16"))
+    assert [(row.layer, row.kernel) for row in rows if row.operator == "Mamba-2's scan"] == [
+        (number, "pytorch") for number in (0, 1, 3)
+    ]
+    assert {row.layer for row in rows if row.operator == "attention"} == {2}
+    reasons = {other.reason for row in rows if row.operator == "block" for other in row.others}
+    assert reasons == {"the fused steps know no layers with Mamba-2"}
+
+
+@pytest.mark.parametrize(
+    ("family", "operator", "attending"), [("qwen3_5_text", "gated delta rule", 3), ("lfm2", "short convolution", 2)]
+)
+def test_explain_names_both_kinds_of_layers(family, operator, attending):
+    model = hasten.load(make_reference(family), dtype="bfloat16")
+    rows, layers = explain(model), [number for number in range(4) if number != attending]
+    assert [row.layer for row in rows if row.operator == operator] == layers
+    assert {row.kernel for row in rows if row.operator == operator} == {"pytorch"}
+    assert {row.layer for row in rows if row.operator == "attention"} == {attending}
     with hasten.kernels(model, attention="reference"):
         assert {row.kernel for row in explain(model) if row.operator == "attention"} == {"reference"}
     if library() is not None:
         fused = explain(hasten.fuse(model))
-        assert [(row.layer, row.kernel) for row in fused if row.operator == "gated delta rule"] == [
-            (number, "fused") for number in range(3)
+        assert [(row.layer, row.kernel) for row in fused if row.operator == operator] == [
+            (number, "fused") for number in layers
         ]
-        assert [row.layer for row in fused if row.operator == "attention"] == [3]
+        assert [row.layer for row in fused if row.operator == "attention"] == [attending]
 
 
-def test_half_precision_errs_little(tmp_path):
-    reference = make_reference("qwen3_5_text")
+@pytest.mark.parametrize("family", DENSE)
+def test_half_precision_errs_little(family):
+    reference = make_reference(family)
     exact = our_logits(hasten.load(reference), PROMPTS[0])
     model = hasten.load(reference, dtype="bfloat16")
     found = our_logits(model, PROMPTS[0])
@@ -190,21 +237,29 @@ def test_half_precision_errs_little(tmp_path):
     assert (found - exact).square().mean().sqrt() <= 2 * (theirs - exact).square().mean().sqrt()
 
 
-def test_what_it_cannot_have_is_refused():
-    values = values_of("qwen3_5_text")
-    model = hasten.load(make_reference("qwen3_5_text"))
-    pattern = {"attention_pattern": {"kind": "bigbird"}}
-    with pytest.raises(ConfigError, match="a qwen3_5_text keeps states, which have no sparse pattern"):
-        with_pattern(model.config, Shape(attention_pattern="bigbird"))
-    with pytest.raises(CheckpointError, match=r"hasten.attention_pattern"):
+@pytest.mark.parametrize(
+    ("family", "name", "kind"),
+    [
+        ("qwen3_5_text", "Gated DeltaNet", "linear_attention"),
+        ("lfm2", "short convolution", "conv"),
+        ("granitemoehybrid-dense", "Mamba-2", "mamba"),
+    ],
+)
+def test_what_it_cannot_have_is_refused(family, name, kind):
+    values = values_of(family)
+    config = read_config(values)
+    pattern = {"attention_pattern": {"name": "bigbird"}}
+    with pytest.raises(ConfigError, match=f"a {config.family} keeps states, which have no sparse pattern"):
+        with_pattern(config, Shape(attention_pattern="bigbird"))
+    with pytest.raises(CheckpointError, match=f"hasten.attention_pattern: layers with {name} have no sparse pattern"):
         read_config(values | {"hasten": pattern})
     with pytest.raises(CheckpointError, match="none of the 4 layers is full_attention"):
-        read_config(values | {"layer_types": ["linear_attention"] * 4})
+        read_config(values | {"layer_types": [kind] * 4})
 
 
-def test_the_context_of_a_pass_without_a_cache_takes_any_layers():
-    model = hasten.load(make_reference("qwen3_5_text"))
-    assert isinstance(model.blocks[0].delta, GatedDeltaNet)
+@pytest.mark.parametrize("family", DENSE)
+def test_the_context_of_a_pass_without_a_cache_takes_any_layers(family):
+    model = hasten.load(make_reference(family))
     context = TrainingContext([layer.window for layer in model.config.layers])
     positions = torch.arange(150).expand(2, -1)
     with torch.no_grad():

@@ -1,0 +1,116 @@
+"""Granite 4 H: Mamba-2 (arXiv 2405.21060), in some layers attention, with Granite's four scalars.
+
+Attention has no rotary positions in the published models. A layer has experts beside an MLP for every token, or that
+MLP alone.
+"""
+
+import math
+from typing import Any
+
+from hasten.model.config import Fields, LayerConfig, ModelConfig
+from hasten.model.families.family import LLAMA_NAMES, Family, expert_counts, hybrid_layers, llama_config
+from hasten.model.families.slices import RowSlice, Stacks
+from hasten.model.families.variants import granite_scales
+from hasten.model.mixer_config import MambaConfig
+
+
+def mamba_sizes(fields: Fields) -> MambaConfig:
+    """The sizes of Mamba-2, as Granite and Bamba name them."""
+    limit = fields.value("time_step_limit")
+    # transformers 5 writes Infinity as an object.
+    if limit is not None and list(limit) not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+        raise fields.fail("time_step_limit", "[0.0, Infinity] or absent", limit)
+    heads = fields.integer("mamba_n_heads", high=1 << 12)
+    groups = fields.integer("mamba_n_groups", high=1 << 12)
+    if heads % groups:
+        raise fields.fail("mamba_n_groups", f"a divisor of mamba_n_heads ({heads})", groups)
+    wide = fields.integer("mamba_expand", high=1 << 8) * fields.integer("hidden_size")
+    if wide % heads:
+        raise fields.fail("mamba_n_heads", f"a divisor of the {wide} features of mamba_expand · hidden_size", heads)
+    if fields.value("mamba_d_head") != "auto":
+        size = fields.integer("mamba_d_head")
+        if size * heads != wide:
+            raise fields.fail("mamba_d_head", f"{wide // heads}, for {heads} heads of {wide} features", size)
+    return MambaConfig(
+        kernel=fields.integer("mamba_d_conv", low=2, high=1 << 8),
+        heads=heads,
+        head_dim=wide // heads,
+        groups=groups,
+        state_dim=fields.integer("mamba_d_state", high=1 << 12),
+        biased=fields.flag("mamba_proj_bias", False),
+        conv_biased=fields.flag("mamba_conv_bias", True),
+    )
+
+
+def granite_hybrid_config(fields: Fields) -> ModelConfig:
+    fields.only(hidden_act="silu")
+    turned = fields.value("position_embedding_type") not in (None, "nope")
+    if turned:
+        fields.only(position_embedding_type="rope")
+    scale = fields.number("attention_multiplier", default=1.0, low=1e-6)
+    full = LayerConfig(scale=scale, rope=0 if turned else None)
+    layers = hybrid_layers(fields, None, full, state=("linear_attention", "mamba"))
+    bias = fields.flag("attention_bias", False)
+    shared = fields.integer("shared_intermediate_size", high=1 << 22)
+    changes: dict[str, Any] = {} if turned else {"ropes": ()}
+    if fields.integer("num_local_experts", low=0, high=1 << 12):
+        changes |= expert_counts(fields, "num_local_experts") | {"has_experts": lambda layer: True}
+        changes |= {"expert_size": fields.integer("intermediate_size"), "shared_size": shared}
+    else:
+        changes["intermediate_size"] = shared
+    return llama_config(
+        fields,
+        layers=layers,
+        mixer=mamba_sizes(fields) if any(layer.keeps_state for layer in layers) else None,
+        qkv_bias=bias,
+        output_bias=bias,
+        **granite_scales(fields),
+        **changes,
+    )
+
+
+def granite_hybrid_rows(config: ModelConfig) -> dict[str, RowSlice]:
+    """Row slices of the products of Mamba-2's input, and of gate and up of the MLP for every token."""
+    size = config.shared_size or config.intermediate_size
+    found, start = {"gate": RowSlice(0, size), "up": RowSlice(size, 2 * size)}, 0
+    for name, features in ({} if config.mixer is None else config.mixer.inputs).items():
+        found[name] = RowSlice(start, start := start + features)
+    return found
+
+
+GRANITE_HYBRID_NAMES = LLAMA_NAMES | {
+    "mixer": "mamba",
+    "conv": "conv1d",
+    "log_rate": "A_log",
+    "step_bias": "dt_bias",
+    "skip": "D",
+    "value_norm": "norm",
+    "out": "out_proj",
+    "mlp": "block_sparse_moe",
+    "mlp.router": "block_sparse_moe.router.layer",
+}
+for part in ("mlp", "mlp.shared"):  # the MLP for every token, alone or beside experts
+    GRANITE_HYBRID_NAMES |= dict.fromkeys((f"{part}.gate", f"{part}.up"), "shared_mlp.input_linear")
+    GRANITE_HYBRID_NAMES |= {f"{part}.down": "shared_mlp.output_linear"}
+GRANITE_HYBRID_NAMES |= dict.fromkeys(("z", "value", "key", "query", "step"), "in_proj")
+GRANITE_HYBRID = Family(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    granite_hybrid_config,
+    GRANITE_HYBRID_NAMES,
+    granite_hybrid_rows,
+    defaults={
+        "max_position_embeddings": 2048,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_head": "auto",
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
+    stacks=Stacks("input_linear.weight", "output_linear.weight"),
+    in_memory=GRANITE_HYBRID_NAMES | {"mlp.router": "block_sparse_moe.router"},
+)

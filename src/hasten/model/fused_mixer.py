@@ -1,0 +1,63 @@
+"""Layers that keep states as the native steps of a CPU take them: the small parts beside their products, as a plan."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.model.fused_linear import norm_fields
+from hasten.model.mixer import StateMixer
+from hasten.model.mixer_config import ConvolutionConfig, DeltaConfig
+from hasten.ops.native import native_ops
+
+NATIVE = (DeltaConfig, ConvolutionConfig)  # the kinds that the native steps have
+# What `plan_block` takes for a block without attention.
+NO_ATTENTION: dict[str, Any] = {
+    "heads": 0,
+    "kv_heads": 0,
+    "head_dim": 0,
+    "q_norm": None,
+    "k_norm": None,
+    "head_norm": 0,
+}
+NO_ATTENTION |= {"rope_pairs": False, "scale": 0.0, "window": 0, "softcap": 0.0, "sinks": None}
+NO_ATTENTION |= {"attention_gate": False, "v_norm": None, "written": 2, "latent": None}
+
+
+class MixerParts(nn.Module):
+    """What a layer that keeps a state has beside its products: sizes, convolution, and parameters of its kind."""
+
+    def __init__(self, mixer: StateMixer) -> None:
+        super().__init__()
+        self.sizes: Any = mixer.sizes
+        for name, child in mixer.named_children():
+            if name not in (*self.sizes.inputs, "out"):
+                self.add_module(name, child)
+        for name, parameter in mixer.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+
+    @torch.no_grad()
+    def plan(self) -> dict[str, Tensor | None]:
+        """The parts as `plan_block` takes them."""
+        conv: Any = self.conv
+        factors, bias = conv.weight[:, 0].float().contiguous(), conv.bias
+        if isinstance(self.sizes, ConvolutionConfig):
+            bias = None if bias is None else bias.detach().float()
+            plan = native_ops().plan_short_convolution.default(conv=factors, bias=bias)
+            return {"delta": None, "convolution": plan}
+        own: Any = self
+        plan = native_ops().plan_delta.default(
+            conv=factors,
+            rate=own.log_rate.float().exp(),
+            rate_bias=own.rate_bias.detach().float(),
+            **norm_fields(own.value_norm),
+            key_heads=self.sizes.key_heads,
+            key_dim=self.sizes.key_dim,
+            value_dim=self.sizes.value_dim,
+        )
+        return {"delta": plan, "convolution": None}
+
+    def give_to(self, mixer: StateMixer) -> None:
+        """Make them the parts of a readable layer again."""
+        for name, part in (*self.named_children(), *self.named_parameters(recurse=False)):
+            setattr(mixer, name, part)
