@@ -216,7 +216,7 @@ class Dropping(EqualSteps):
     result = "layer-dropping-steps"
     layers: int = 12
     batch_size: int = 8
-    steps: int = 600
+    steps: int = 400
     rates: tuple[float, ...] = (1.0, 2.0)
     """Times the learning rate."""
     theta: float = 0.5
@@ -246,12 +246,11 @@ class Dropping(EqualSteps):
 
 
 def at(row: Mapping[str, Any], share: float) -> float:
-    """The validation loss after a share of the steps."""
-    losses: list[list[float]] = row["losses"]
-    return losses[round(share * len(losses)) - 1][1]
+    """The validation loss after a share of the steps, at which it was measured."""
+    return next(loss for step, loss in row["losses"] if step == round(share * row["steps"]))
 
 
-POINTS = (0.25, 0.5, 0.75, 1.0)
+POINTS = (0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def onebit_table(report: Report) -> str:

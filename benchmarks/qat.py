@@ -29,12 +29,10 @@ from hasten.measure.script import Report, Script, Table, main, markdown
 from hasten.measure.workers import hasten_json
 from quantization import METHODS, seen, write_texts
 
-CASES = {"int3 g32": (3, 32), "int4 row": (4, 0), "int2 g32": (2, 32), "int4 g32": (4, 32)}
+CASES = {"int3 g32": (3, 32), "int4 row": (4, 0), "int2 g32": (2, 32)}
 BEGUN = "qat from gptq"  # which begins with the integers and scales of the given model by gptq
 TAUGHT = "taught"  # which begins with those of the plain one that was trained on
 ONCE = "taught once"  # which has that teacher, but begins as BEGUN does
-GRID = "qat grid"  # the plain one, rounded to the levels that training in 2 bits has, and not trained
-BEFORE = " before"  # ends the names of ways that are of the given model, before it was trained on
 FIRST = ("qat", BEGUN, ONCE, "gptaq")  # are measured with the first seed only
 
 
@@ -60,9 +58,9 @@ class QatBenchmark(Script):
     """Learning rate with a teacher."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """int2 is measured with the first only."""
-    cases: tuple[str, ...] = tuple(CASES)[:3]
+    cases: tuple[str, ...] = tuple(CASES)
     trained: tuple[str, ...] = ("qat", BEGUN, ONCE, TAUGHT)
-    """Ways of training while rounded. In 2 bits all begin with rounding to nearest."""
+    """Ways of training while rounded."""
     methods: tuple[str, ...] = ("rtn", "gptq", "gptaq")
     """Without training."""
     threads: int | None = None
@@ -126,35 +124,30 @@ class Measuring:
 
     def ways(self, case: str, *, first: bool) -> list[str]:
         """The ways to measure of a case, with the first seed or a further one."""
-        before = [way for way in self.options.methods if way.endswith(BEFORE)]
         if case == "plain":
-            return ["trained", *(["given"] if before and first else [])]
-        # Training in 2 bits has levels of its own, at which no other method begins.
-        other = (BEGUN, ONCE) if CASES[case][0] == 2 else (GRID,)
-        ways = [way for way in (*self.options.trained, *self.options.methods) if way not in other]
-        return ways if first else [way for way in ways if way not in (*FIRST, *before)]
+            return ["trained"]
+        ways = [*self.options.trained, *self.options.methods]
+        if CASES[case][0] == 2:  # which has levels of its own
+            ways = [way for way in ways if way not in (BEGUN, ONCE, TAUGHT)]
+        return [way for way in ways if first or way not in FIRST]
 
     def measured(self, case: str, way: str, seed: int) -> dict[str, Any]:
         """The loss, that of the plain model beside it, and what training took."""
-        if way == "given":
-            return {"loss": scored(self.options.model, self.held)}
         if case == "plain":
             return self.trained(self.options.model, f"plain-{seed}", seed, self.options.learning_rate, [])
         (bits, group), plain = CASES[case], self.place / "runs" / f"plain-{seed}" / "model"
-        base = {"plain": next(row["loss"] for row in self.rows if (row["way"], row["seed"]) == ("trained", seed))}
+        base = {"plain": next(row["loss"] for row in self.rows if (row["case"], row["seed"]) == ("plain", seed))}
         if way in self.options.trained:
             options = ["--qat.bits", str(bits), "--qat.group-size", str(group)]
             options += ["--qat.activations", "float"] if bits != 3 else []  # 3 bits run as plain weights
             rate, model = self.options.qat_rate or self.options.learning_rate, self.options.model
-            if way == GRID:  # a step of no size
-                return self.trained(plain, f"grid-{bits}-{group}-{seed}", seed, 1e-9, options, steps=1) | base
             begin = self.place / f"begin-{bits}-{group}-{self.options.samples}"
             if way in (ONCE, TAUGHT):
                 rate = self.options.taught_rate
                 options += ["--teacher", str(plain)]
             if way == TAUGHT:
-                model, begin = plain, begin if bits == 2 else self.rounded_plain(case, "gptq", seed)
-            if way != "qat" and bits > 2:
+                model, begin = plain, self.rounded_plain(case, "gptq", seed)
+            if way != "qat":
                 if not begin.exists():
                     self.quantized(model, begin, case, "gptq")
                 options += ["--qat.init", str(begin)]
@@ -164,13 +157,11 @@ class Measuring:
         return {"loss": scored(folder, self.held)} | (json.loads(took.read_text()) if took.exists() else {}) | base
 
     def rounded_plain(self, case: str, method: str, seed: int) -> Path:
-        """The plain model, or the given one, by a method without training, to be scored and trained on."""
-        (bits, group), before = CASES[case], method.endswith(BEFORE)
-        model = self.options.model if before else self.place / "runs" / f"plain-{seed}" / "model"
-        name = f"{method.removesuffix(BEFORE)}-{bits}-{group}-{self.options.samples}"
-        out = self.place / (f"{name}-before" if before else f"{name}-plain-{seed}")
+        """The plain model by a method without training, to be scored and trained on."""
+        bits, group = CASES[case]
+        out = self.place / f"{method}-{bits}-{group}-{self.options.samples}-plain-{seed}"
         if not out.exists():
-            self.quantized(model, out, case, method.removesuffix(BEFORE))
+            self.quantized(self.place / "runs" / f"plain-{seed}" / "model", out, case, method)
         return out
 
     def quantized(self, model: Path, out: Path, case: str, method: str) -> None:
@@ -194,11 +185,9 @@ class Measuring:
     def found(self) -> Report:
         return {"rows": self.rows, "recovered": recovered(self.rows)}
 
-    def trained(
-        self, model: Path, name: str, seed: int, rate: float, options: list[str], steps: int | None = None
-    ) -> dict[str, Any]:
+    def trained(self, model: Path, name: str, seed: int, rate: float, options: list[str]) -> dict[str, Any]:
         """Train a model further: its loss, the seconds of its steps, and the process's peak memory."""
-        asked, runs, steps = self.options, self.place / "runs", steps or self.options.steps
+        asked, runs = self.options, self.place / "runs"
         shutil.rmtree(runs / name, ignore_errors=True)
         own: dict[str, Any] = {
             "--init": model,
@@ -206,13 +195,13 @@ class Measuring:
             "--data.batch-size": asked.batch_size,
             "--optimizer.kind": asked.optimizer,
             "--optimizer.learning-rate": rate,
-            "--schedule.warmup-steps": min(20, steps // 4),
+            "--schedule.warmup-steps": min(20, asked.steps // 4),
             "--schedule.kind": "cosine",
             "--schedule.final-fraction": 0.0,
-            "--run.steps": steps,
-            "--run.validate-every": steps,
+            "--run.steps": asked.steps,
+            "--run.validate-every": asked.steps,
             "--run.validation-batches": 1,
-            "--run.checkpoint-every": steps,
+            "--run.checkpoint-every": asked.steps,
             "--run.seed": seed,
             "--run.folder": runs,
         }
@@ -238,7 +227,7 @@ def recovered(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     nearest = {(row["case"], row["seed"]): row["loss"] for row in rows if row["way"] == "rtn"}
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        if compared(row["way"]) and (row["case"], row["seed"]) in nearest:
+        if row["way"] not in ("trained", "rtn") and (row["case"], row["seed"]) in nearest:
             cost = nearest[row["case"], row["seed"]]
             share = (cost - row["loss"]) / (cost - row["plain"])
             found.setdefault(row["case"], {}).setdefault(row["way"], []).append(share)
@@ -246,12 +235,6 @@ def recovered(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 WAYS = ("trained", "rtn", "gptq", "gptaq", "qat", "qat from gptq", "taught", "taught once")
-WAYS += ("given", GRID, "rtn before", "gptq before")
-
-
-def compared(way: str) -> bool:
-    """Whether a way is compared with rounding the plain model to nearest."""
-    return way not in ("given", "trained", "rtn") and not way.endswith(BEFORE)
 
 
 def loss_table(report: Report) -> str:
@@ -262,8 +245,6 @@ def loss_table(report: Report) -> str:
             found.setdefault(row["case"], {}).setdefault(row["way"], []).append(row)
     plain = [row["loss"] for row in found["plain"]["trained"]]
     rows = [["plain, trained on", "", f"{sum(plain) / len(plain):.4f}", "", ""]]
-    for row in found["plain"].get("given", []):
-        rows.append(["plain, as given", "", f"{row['loss']:.4f}", "", ""])
     for case, ways in found.items():
         if case == "plain":
             continue
@@ -271,8 +252,8 @@ def loss_table(report: Report) -> str:
         for way, own in ways.items():
             loss = sum(row["loss"] for row in own) / len(own)
             shares = [(nearest[row["seed"]] - row["loss"]) / (nearest[row["seed"]] - row["plain"]) for row in own]
-            share = f"{sum(shares) / len(shares):.0%}" if compared(way) else ""
-            spread = "" if not share or len(shares) == 1 else f"{min(shares):.0%} to {max(shares):.0%}"
+            share = "" if way == "rtn" else f"{sum(shares) / len(shares):.0%}"
+            spread = "" if way == "rtn" or len(shares) == 1 else f"{min(shares):.0%} to {max(shares):.0%}"
             rows.append([case, way, f"{loss:.4f}", share, spread])
     return markdown(["weights", "way", "held-out loss", "of rounding's loss got back", "over seeds"], rows, left=2)
 
