@@ -184,7 +184,7 @@ class OneBit(EqualSteps):
 
     result = "onebit-steps"
     shares: tuple[float, ...] = (0.164, 0.25, 0.5, 0.05)
-    """Of the steps before the variance is frozen."""
+    """Shares of the steps after which the variance is frozen."""
     lamb_rate: float = 1e-2
 
     def contestants(self) -> Iterator[Contestant]:
