@@ -58,7 +58,7 @@ class Contestant:
 class EqualSteps(Script):
     """Runs of some contestants with several seeds; those that the output has already are not run again."""
 
-    of_this_machine: ClassVar[tuple[str, ...]] = ("minutes", "only", "seeds", "threads")
+    of_this_machine: ClassVar[tuple[str, ...]] = ("minutes", "only", "rates", "seeds", "threads")
     layers: int = 4
     hidden_size: int = 64
     vocab_size: int = 512
