@@ -92,7 +92,8 @@ COMMANDS: dict[str, str] = {
     "qat-bits": "benchmarks/qat.py --model runs/qat-base/model --recipe demo --steps 150 --learning-rate 1e-3 "
     "--taught-rate 1e-3 --seeds 0 --cases 'int2 g32' 'int3 g32' --trained qat --methods rtn gptq --samples 32 "
     "--length 256 --kilobytes 100 --threads 1 --no-compile --work runs/qat-bits",
-    "onebit-steps": "benchmarks/equal_steps.py onebit --only adamw 'onebit-adam 16.4%' 'onebit-adam 16.4% exact'",
+    "onebit-steps": "benchmarks/equal_steps.py onebit --only adamw 'onebit-adam 16.4%' 'onebit-adam 50.0%' "
+    "'onebit-adam 16.4% exact'",
     "layer-dropping-steps": "benchmarks/equal_steps.py layer-dropping --rates 1",
     "checkpoint-memory": "benchmarks/memory.py checkpoint",
     "kill-ranks": "benchmarks/soak.py ranks",
