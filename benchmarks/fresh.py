@@ -49,6 +49,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "zero-*": ("distributed", "training"),
     "scaling": ("distributed", "training"),
     "slow-link*": ("distributed", "training"),
+    "onebit-steps": ("distributed", "training"),
     "plan*": ("planning",),
     "profile-*": ("profiling",),
     "*": DECODING,

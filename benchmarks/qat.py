@@ -63,10 +63,16 @@ class QatBenchmark(Script):
     """Ways of training while rounded."""
     methods: tuple[str, ...] = ("rtn", "gptq", "gptaq")
     """Without training."""
+    threads: int | None = None
+    """CPU threads of training; by default as many as are free."""
+    compile: bool = True
+    """Compile training's blocks: not worth it for a small model and few steps."""
     kilobytes: int = 150
     """Size of the held-out text."""
     samples: int = 64
-    """Calibration samples of 512 tokens."""
+    """Calibration samples."""
+    length: int = 512
+    """Tokens of a sample."""
     work: Path | None = None
     """Where the trained models are kept, so that another run goes on; a temporary folder by default."""
     minutes: float = 1e9
@@ -84,7 +90,7 @@ class QatBenchmark(Script):
     def settings(self) -> dict[str, Any]:
         """All but where things lie."""
         names = ("recipe", "steps", "batch_size", "optimizer", "learning_rate", "qat_rate", "taught_rate", "kilobytes")
-        names += ("samples",)
+        names += ("samples", *(["length"] if self.length != 512 else []))
         return {name: getattr(self, name) for name in names}
 
 
@@ -165,6 +171,7 @@ class Measuring:
         options += ["--activations", "float", "--output", str(out)]
         if method != "rtn":
             options += ["--calibration", str(self.known), "--samples", str(self.options.samples)]
+            options += ["--length", str(self.options.length)]
         found = hasten_json(["quantize", str(model), *options])
         facts = {"seconds": found["seconds"], "peak_memory_bytes": found["peak_memory_bytes"]}
         out.with_name(out.name + ".json").write_text(json.dumps(facts))
@@ -182,7 +189,7 @@ class Measuring:
         """Train a model further: its loss, the seconds of its steps, and the process's peak memory."""
         asked, runs = self.options, self.place / "runs"
         shutil.rmtree(runs / name, ignore_errors=True)
-        own = {
+        own: dict[str, Any] = {
             "--init": model,
             "--name": name,
             "--data.batch-size": asked.batch_size,
@@ -198,7 +205,9 @@ class Measuring:
             "--run.seed": seed,
             "--run.folder": runs,
         }
-        given = [str(one) for pair in own.items() for one in pair]
+        own["--run.threads"] = asked.threads
+        given = [str(one) for pair in own.items() if pair[1] is not None for one in pair]
+        given += [] if asked.compile else ["--techniques.no-compile"]
         child = subprocess.Popen([sys.executable, "-m", "hasten", "train", asked.recipe, *given, *options])
         _, status, used = os.wait4(child.pid, 0)
         if status:
@@ -271,7 +280,7 @@ def cost_table(report: Report) -> str:
 
 
 TABLES: dict[str, Table] = {
-    **dict.fromkeys(("qat", "qat-128"), loss_table),
+    **dict.fromkeys(("qat", "qat-128", "qat-bits"), loss_table),
     "qat cost": cost_table,
 }
 

@@ -89,6 +89,12 @@ COMMANDS: dict[str, str] = {
     "qat": "benchmarks/qat.py --model runs/code-25m/model --samples 32 --work runs/qat",
     "qat-128": "benchmarks/qat.py --model runs/code-25m/model --samples 128 --seeds 0 --work runs/qat-128 "
     "--cases 'int3 g32'",
+    "qat-bits": "benchmarks/qat.py --model runs/qat-base/model --recipe demo --steps 150 --learning-rate 1e-3 "
+    "--taught-rate 1e-3 --seeds 0 --cases 'int2 g32' 'int3 g32' --trained qat --methods rtn gptq --samples 32 "
+    "--length 256 --kilobytes 100 --threads 1 --no-compile --work runs/qat-bits",
+    "onebit-steps": "benchmarks/equal_steps.py onebit --only adamw 'onebit-adam 16.4%' 'onebit-adam 50.0%' "
+    "'onebit-adam 16.4% exact'",
+    "layer-dropping-steps": "benchmarks/equal_steps.py layer-dropping --rates 1",
     "checkpoint-memory": "benchmarks/memory.py checkpoint",
     "kill-ranks": "benchmarks/soak.py ranks",
     # kernels
@@ -206,7 +212,7 @@ def command_of(name: str, suffix: str = "") -> list[str]:
 def missing(name: str) -> str:
     """What the command needs that is not here, or ""."""
     found = [word for word in shlex.split(COMMANDS[name]) if word.startswith("runs/") and not (ROOT / word).exists()]
-    made = ("runs/qat", "runs/qat-128")  # which the command makes
+    made = ("runs/qat", "runs/qat-128", "runs/qat-bits")  # which the command makes
     gone = [word for word in found if word not in made]
     return f"{' and '.join(gone)} not there (make pair, make demo or the result's page makes it)" if gone else ""
 

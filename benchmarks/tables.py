@@ -45,6 +45,7 @@ SUBJECTS = (
         "attention",
         "cache",
         "draft_parts",
+        "equal_steps",
         "finetuning",
         "machines",
         "memory",
