@@ -51,6 +51,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "slow-link*": ("distributed", "training"),
     "plan*": ("planning",),
     "profile-*": ("profiling",),
+    "mutants": (),  # of the commit that it names
     "*": DECODING,
 }
 

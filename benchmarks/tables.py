@@ -48,6 +48,7 @@ SUBJECTS = (
         "finetuning",
         "machines",
         "memory",
+        "mutants",
         "parallel",
         "peers.nanogpt",
         "plan",
