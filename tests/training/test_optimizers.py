@@ -115,6 +115,33 @@ def test_lamb_is_the_papers_formula():
     assert (weight - before).norm() <= 0.1 * 0.5 * 4  # ‖u‖ is below 4 here
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(("size", "c"), [(1e6, 10.0), (1e-6, 0.01)])
+def test_lambs_length_is_bounded(size, c, foreach):
+    weight = torch.nn.Parameter(torch.full((4,), size, dtype=torch.float64))
+    optimizer = Lamb([weight], lr=0.1, eps=0.0, foreach=foreach)
+    weight.grad = torch.ones(4, dtype=torch.float64)
+    optimizer.step()
+    torch.testing.assert_close(size - weight.detach(), torch.full((4,), 0.1 * c, dtype=torch.float64))
+    usual = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0, "bounds": (0.01, 10.0)}
+    assert Lamb([weight], lr=0.1).defaults == usual
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_lambs_length_is_one_where_a_norm_is_zero(foreach):
+    found = []
+
+    class Recorded(Lamb):
+        def _lengths(self, parameters, lengths):
+            found.extend(lengths.tolist())
+
+    weights = [torch.nn.Parameter(torch.full((2,), value)) for value in (0.0, 1.0, 1.0)]
+    for weight, gradient in zip(weights, (1.0, 0.0, 1.0), strict=True):
+        weight.grad = torch.full((2,), gradient)
+    Recorded(weights, lr=0.1, eps=1.0, bounds=(0.0, 100.0), foreach=foreach).step()
+    assert found == pytest.approx([1.0, 1.0, 2.0])
+
+
 def test_muon_takes_the_blocks_matrices_and_adamw_the_rest():
     net = model("gpt2")
     optimizer = make_optimizer(net, Optimizer(kind="muon"))
