@@ -7,7 +7,7 @@
 A change that no test notices is a survivor: write a test that fails, remove code that has no effect, or write into the
 report, as its "why", what makes both versions the same. Later runs keep what is written there.
 
-The changes are cosmic-ray's (pip install cosmic-ray), used as a library: its own runner starts Python for each change,
+The changes are cosmic-ray's (the extra `mutants`), used as a library: its own runner starts Python for each change,
 and importing torch takes longer than most tests. mutated.py makes them in forks.
 """
 
@@ -27,22 +27,22 @@ from hasten.measure.script import Report, Script, Table, columns, main
 
 # Modules of src/hasten -> the files of tests/ that are about them and run within their process.
 TESTS: dict[str, str] = {
-    "checks.py": "training/test_recipe.py engine/test_sampling.py training/test_optimizers.py ops/test_pattern_text.py",
+    "checks.py": "training/test_recipe.py ops/test_pattern_text.py",
     "engine/block_table.py": "engine/test_cache.py engine/test_paged.py engine/test_blocks.py",
     "engine/blocks.py": "engine/test_blocks.py engine/test_blocks_machine.py engine/test_scheduler.py",
     "engine/sampling.py": "engine/test_sampling.py",
     "engine/scheduler.py": "engine/test_scheduler.py engine/test_blocks_machine.py engine/test_snapshots.py",
     "engine/state_slots.py": "engine/test_snapshots.py engine/test_states.py",
     "engine/stopping.py": "engine/test_stopping.py",
-    "ops/attention/checks.py": "ops/test_attention_checks.py ops/test_attention.py",
+    "ops/attention/checks.py": "ops/test_attention_checks.py",
     "ops/attention/inputs.py": "ops/test_attention.py ops/test_train_attention.py",
     "ops/attention/pattern_layout.py": "ops/test_patterns.py ops/test_pattern_text.py",
     "ops/attention/patterns.py": "ops/test_patterns.py ops/test_pattern_text.py",
     "ops/attention/regroup.py": "ops/test_regroup.py",
-    "ops/attention/sdpa_rules.py": "ops/test_attention.py ops/test_train_attention_picks.py",
-    "ops/attention/spec.py": "ops/test_attention.py ops/test_attention_checks.py ops/test_cache_rows.py",
+    "ops/attention/sdpa_rules.py": "ops/test_attention_checks.py ops/test_train_attention_picks.py",
+    "ops/attention/spec.py": "ops/test_attention_checks.py ops/test_train_attention_picks.py",
     "ops/delta/rule.py": "ops/test_delta.py",
-    "ops/draw/operator.py": "ops/test_draw.py engine/test_sampling.py",
+    "ops/draw/operator.py": "ops/test_draw.py",
     "ops/linear/operator.py": "ops/test_linear.py ops/test_measured_picks.py ops/test_linear_layers.py",
     "ops/linear/weights.py": "ops/test_linear_formats.py ops/test_linear_refused.py ops/test_linear_layers.py",
     "ops/loss/chunked.py": "ops/test_loss.py",
