@@ -31,7 +31,7 @@ TESTS: dict[str, str] = {
     "engine/block_table.py": "engine/test_cache.py engine/test_paged.py engine/test_blocks.py",
     "engine/blocks.py": "engine/test_blocks.py engine/test_blocks_machine.py engine/test_scheduler.py",
     "engine/sampling.py": "engine/test_sampling.py",
-    "engine/scheduler.py": "engine/test_scheduler.py engine/test_blocks_machine.py engine/test_snapshots.py",
+    "engine/scheduler.py": "engine/test_scheduler.py",
     "engine/state_slots.py": "engine/test_snapshots.py engine/test_states.py",
     "engine/stopping.py": "engine/test_stopping.py",
     "ops/attention/checks.py": "ops/test_attention_checks.py",
