@@ -29,7 +29,7 @@ from hasten.measure.script import Report, Script, Table, columns, main
 TESTS: dict[str, str] = {
     "checks.py": "training/test_recipe.py ops/test_pattern_text.py",
     "engine/block_table.py": "engine/test_cache.py engine/test_paged.py engine/test_blocks.py",
-    "engine/blocks.py": "engine/test_blocks.py engine/test_blocks_machine.py engine/test_scheduler.py",
+    "engine/blocks.py": "engine/test_blocks.py",
     "engine/sampling.py": "engine/test_sampling.py",
     "engine/scheduler.py": "engine/test_scheduler.py",
     "engine/state_slots.py": "engine/test_snapshots.py engine/test_states.py",
@@ -44,7 +44,7 @@ TESTS: dict[str, str] = {
     "ops/delta/rule.py": "ops/test_delta.py",
     "ops/draw/operator.py": "ops/test_draw.py",
     "ops/linear/operator.py": "ops/test_linear.py ops/test_measured_picks.py ops/test_linear_layers.py",
-    "ops/linear/weights.py": "ops/test_linear_formats.py ops/test_linear_refused.py ops/test_linear_layers.py",
+    "ops/linear/weights.py": "ops/test_linear_formats.py ops/test_linear_refused.py",
     "ops/loss/chunked.py": "ops/test_loss.py",
     "ops/pages.py": "ops/test_large_pages.py",
     "ops/picker.py": "ops/test_picker.py",

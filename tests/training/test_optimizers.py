@@ -5,8 +5,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hasten.data import Batch
+from hasten.distributed.placement import Placement
 from hasten.errors import ConfigError
 from hasten.model.initialize import initialize
+from hasten.training import optimizers
 from hasten.training.build import shape_config
 from hasten.training.lamb import Lamb
 from hasten.training.muon import Muon
@@ -72,6 +74,31 @@ def test_rules_are_read_and_what_is_none_is_refused():
         make_optimizer(model(), Optimizer(kind="sgd"))
     recipe = Recipe(name="x", optimizer=Optimizer(groups=("a:rate=1",)))
     assert Recipe.from_json({"name": "x", "optimizer": {"groups": ["a:rate=1"]}}) == recipe
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"fused": False}])
+def test_fused_is_one_kernel_and_otherwise_one_tensor_after_the_other(options):
+    found = make_optimizer(model(), Optimizer(), **options).defaults
+    assert (found["fused"], found["foreach"]) == ((False, False) if options == {"fused": False} else (True, None))
+
+
+@pytest.mark.parametrize("kind", ["onebit-adam", "onebit-lamb"])
+def test_one_bit_is_for_processes_that_all_have_the_whole_model(kind, monkeypatch):
+    with pytest.raises(ConfigError, match="several processes that all have the whole model"):
+        make_optimizer(model(), Optimizer(kind=kind))
+
+    class Whole(Placement):
+        one_bit_mean = staticmethod(lambda x, kept: x)
+
+    monkeypatch.setattr(optimizers, "Replicated", Whole)
+    placement = Whole(model())
+    made = make_optimizer(placement, Optimizer(kind=kind, freeze_after=7), fused=False)
+    assert (made.freeze_after, made.mean, placement.averages()) == (7, Whole.one_bit_mean, True)
+    if kind == "onebit-adam":
+        assert made.defaults["foreach"] is False
+        assert not made._step_supports_amp_scaling
+    else:
+        assert made.foreach is False
 
 
 @settings(max_examples=40)
