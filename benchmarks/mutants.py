@@ -169,7 +169,7 @@ def summary(report: Report) -> str:
         "survived": f"{{{SURVIVED}}}",
         "of them in code that no listed test runs": f"{{{UNSEEN}}}",
         "noticed since": "{killed_since}",
-        "code removed since": "{removed_since}",
+        "line changed since": "{removed_since}",
         "left": "{left}",
     }
     return columns([*rows, {"module": ""} | total], cells)
