@@ -67,7 +67,7 @@ class Mutants(Script):
     result = "mutants"
     of_this_machine = ("modules", "again")
     modules: tuple[str, ...] = tuple(TESTS)
-    """Of src/hasten."""
+    """Files of src/hasten."""
     sample: int = 40
     """Changes of each module; 0: all."""
     again: bool = False
