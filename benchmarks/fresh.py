@@ -52,6 +52,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "onebit-steps": ("distributed", "training"),
     "plan*": ("planning",),
     "profile-*": ("profiling",),
+    "mutants": (),  # of the commit that it names
     "*": DECODING,
 }
 

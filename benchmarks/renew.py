@@ -159,6 +159,7 @@ ELSEWHERE = {
     "*-amx": "needs a processor with AMX: run it there, with --suffix amx",
     "prefill-attention-avx512": "is beside the figures with AMX, on that processor",
     "versions-*": "compares two commits of its time",
+    "mutants": "needs cosmic-ray, and its survivors a reader: docs/results/mutants.md",
     "compare*": "needs the other programs and their files: docs/in-depth/peers.md",
     "train-nanogpt*": "needs a checkout of nanoGPT: docs/results/training.md",
     "llama-cpp-drafts": "needs a build of llama.cpp: docs/results/speculation.md",

@@ -49,6 +49,7 @@ SUBJECTS = (
         "finetuning",
         "machines",
         "memory",
+        "mutants",
         "parallel",
         "peers.nanogpt",
         "plan",

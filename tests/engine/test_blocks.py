@@ -36,6 +36,7 @@ def test_the_first_write_to_a_shared_block_copies_it_and_the_last_owner_writes_i
         manager.fork(1, child)
     assert manager.block_table(1) == manager.block_table(2) == manager.block_table(3)
     assert (manager.stats.used_blocks, manager.stats.shared_blocks, manager.stats.blocks_saved) == (2, 2, 4)
+    assert [manager.needs(1, length) for length in (5, 6, 7, 8, 9)] == [0, 0, 1, 1, 2]
     source = manager.block_table(1)[1]
     for sequence in (1, 2):
         [(copied, target)] = manager.reserve(sequence, 7)
@@ -100,6 +101,28 @@ def test_blocks_are_found_after_their_sequence_has_ended_and_its_beginning_stays
     assert manager.begin(3, range(13)) == 8
     assert manager.block_table(3) == first[:2]
     manager.check()
+
+
+def test_blocks_found_elsewhere_are_adopted_and_the_end_of_a_beginning_is_evicted_first():
+    manager = BlockManager(blocks=4, block_size=4)
+    keys = manager.keys(range(17))
+    grown(manager, 1, range(5))  # keeps the first block, and one that is not full
+    adopted = manager.adopt(keys, {keys[1], keys[3]})
+    assert [key for key, _ in adopted] == [keys[1], keys[3]]
+    assert manager.computed_blocks(keys) == [(keys[0], manager.block_table(1)[0])], "the others are still to be filled"
+    manager.check()
+    manager.computed()
+    assert [key for key, _ in manager.computed_blocks(keys)] == [keys[0], keys[1], keys[3]]
+    grown(manager, 2, [90])
+    assert [manager.finds(key) for key in keys] == [True, True, False, False]
+    assert manager.adopt(keys, set(keys)) == [], "the one free block has the second"
+
+
+@pytest.mark.parametrize(("tokens", "mark"), [(1, 0), (8, 4), (9, 8)])
+def test_the_last_block_border_before_the_last_token_is_marked(tokens, mark):
+    manager = BlockManager(blocks=8, block_size=4)
+    manager.begin(1, range(tokens))
+    assert manager.table(1).mark == mark
 
 
 def test_the_least_recently_used_block_is_evicted():

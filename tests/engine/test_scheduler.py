@@ -27,8 +27,8 @@ class Machine:
         self.ends[sequence] = prompt + answer
         return sequence
 
-    def step(self):
-        plan = self.scheduler.plan()
+    def step(self, **options):
+        plan = self.scheduler.plan(**options)
         self.scheduler.check()
         assert sum(entry.count for entry in plan) <= self.scheduler.token_budget
         for entry in plan:
@@ -240,3 +240,99 @@ def test_who_comes_when_nobody_waits_gets_a_free_slot_at_once():
     assert not machine.scheduler.settled
     machine.step()
     assert late.running
+
+
+def test_an_eighth_of_the_slots_stays_free_for_some_steps():
+    machine = Machine(sequences=15, budget=64)
+    running = [machine.add(4, 60, seed=100 * i) for i in range(1, 16)]
+    waiting = machine.add(4, 5, seed=5000)
+    machine.step()
+    machine.scheduler.finish(running[0])
+    for _ in range(8):
+        assert machine.scheduler.settled
+        machine.step(begin=False)
+    assert not machine.scheduler.settled
+    assert not waiting.running
+    machine.step()
+    assert waiting.running
+    machine.add(4, 5, seed=6000)
+    machine.step()
+    machine.scheduler.finish(running[1])
+    assert machine.scheduler.settled
+    machine.scheduler.finish(running[2])
+    assert not machine.scheduler.settled, "two of fifteen are more"
+
+
+def test_who_waits_for_anything_but_a_slot_may_begin_in_the_next_step():
+    machine = Machine(sequences=8, budget=64)
+    for i in range(1, 8):
+        machine.add(4, 60, seed=100 * i)
+    machine.step()
+    machine.scheduler.ready = lambda *_: False
+    machine.add(4, 5, seed=2000)
+    machine.step()
+    assert not machine.scheduler.settled
+
+
+def test_nobody_begins_with_the_block_that_one_who_runs_may_need():
+    machine = Machine(blocks=5, block_size=4)
+    machine.add(6, 10)
+    machine.step()
+    large = machine.add(12, 5, seed=1000)
+    machine.step()
+    assert not large.running
+    machine.run()
+    assert machine.scheduler.preemptions == 0
+
+
+def test_each_sample_takes_a_slot():
+    machine = Machine(sequences=3, budget=64)
+    first = machine.add(9, 40, slots=3)
+    machine.step()
+    samples = [first, machine.scheduler.fork(first), machine.scheduler.fork(first)]
+    machine.ends |= dict.fromkeys(samples, 49)
+    other = machine.add(4, 5, seed=1000)
+    machine.step()
+    assert not other.running
+    machine.scheduler.finish(samples[2])
+    machine.step()
+    assert other.running
+
+
+def test_prompts_are_read_ahead_where_nobody_is_preempted():
+    machine = Machine(blocks=9, block_size=4, sequences=4, budget=16)
+    assert not machine.scheduler.can_read_prompts, "there is none"
+    machine.add(3, 40, priority=5)
+    machine.step()
+    assert not machine.scheduler.can_read_prompts, "nobody waits"
+    machine.add(8, 5, seed=1000, priority=5)
+    assert machine.scheduler.can_read_prompts
+    urgent = machine.add(8, 5, seed=2000, priority=4)
+    assert not machine.scheduler.can_read_prompts, "the one that runs might make way"
+    machine.scheduler.finish(urgent)
+    assert machine.scheduler.can_read_prompts
+    machine.step(begin=False)
+    machine.step(begin=False)  # it has a second block
+    assert not machine.scheduler.can_read_prompts, "a step and two of each might need all blocks"
+
+
+def test_a_sequence_that_outgrows_a_length_is_computed_again_once():
+    machine = Machine(budget=32)
+    machine.scheduler.stretches_at = 10
+    long, short = machine.add(8, 6), machine.add(3, 6, seed=1000)
+    machine.run()
+    assert [step[long] for step in machine.steps] == [8, 1, 1, 11, 1, 1]
+    assert [step[short] for step in machine.steps] == [3, 1, 1, 1, 1, 1]
+    assert (long.stretched, short.stretched) == (True, False)
+
+
+def test_one_that_gives_its_own_blocks_back_leaves_others_the_budget_and_no_more():
+    machine = Machine(blocks=11, block_size=16, sequences=2, budget=8)
+    young = machine.add(13, 40, seed=1000, priority=1)
+    machine.step()
+    machine.step()
+    urgent = machine.add(144, 3)
+    while young.running:
+        machine.step()
+    assert machine.steps[-1] == {urgent: 8}
+    assert urgent.computed == 19 * 7 + 8

@@ -93,6 +93,66 @@ def test_options_that_are_not_what_they_must_be(change, message):
         attention(*tensors(), **change)
 
 
+ENDS = torch.tensor([0, 3, 8])
+MASK = BlockMask.of(Local(block=16), 8)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"softcap": 5.0},
+        {"bias": torch.zeros(1, 4, 8, 8)},
+        {"bias": torch.zeros(8, 8)},
+        {"key_padding_mask": torch.ones(1, 8, dtype=torch.bool)},
+        {"key_padding_mask": torch.tensor([8])},
+        {"cu_seqlens": ENDS},
+        {"cu_seqlens": ENDS, "cu_seqlens_k": ENDS.clone()},
+        {"cu_seqlens": ENDS, "block_mask": MASK},
+    ],
+)
+def test_options_that_hide_nothing_of_a_document_are_taken(given):
+    """What is checked is also what is right: the same as one document after the other."""
+    q, k, v = tensors()
+    parts = [slice(0, 3), slice(3, 8)] if "cu_seqlens" in given else [slice(0, 8)]
+    softcap = given.get("softcap")
+    expected = [attention(q[:, p], k[:, p], v[:, p], softcap=softcap, kernel="reference") for p in parts]
+    torch.testing.assert_close(attention(q, k, v, **given), torch.cat(expected, dim=1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"softcap": 0.0}, "softcap must be"),
+        ({"softcap": -1.0}, "softcap must be"),
+        ({"dropout": 1.0}, "below 1; found 1.0"),
+        ({"dropout": -0.5}, "at least 0.*found -0.5"),
+        ({"bias": torch.zeros(1, 8, 8, 8)}, "bias must be floating"),
+        ({"key_padding_mask": torch.ones(8, 8, dtype=torch.bool)}, r"bool of shape \(1, 8\)"),
+        ({"key_padding_mask": torch.ones(16, 8, dtype=torch.bool)}, r"bool of shape \(1, 8\)"),
+        ({"cu_seqlens": torch.tensor([0])}, "at least 2"),
+        ({"cu_seqlens": torch.tensor([0, 7])}, "must rise from 0 to the 8 tokens"),
+        ({"cu_seqlens": torch.tensor([0, 5, 3, 8])}, "must rise from 0 to the 8 tokens"),
+        ({"cu_seqlens": ENDS, "bias": torch.zeros(8, 8)}, "packed documents"),
+        ({"cu_seqlens": ENDS, "mask": torch.ones(8, 8, dtype=torch.bool)}, "packed documents"),
+        ({"cu_seqlens": ENDS, "cu_seqlens_k": ENDS.clone(), "block_mask": MASK}, "give no cu_seqlens_k"),
+    ],
+)
+def test_numbers_and_shapes_out_of_bounds_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        attention(*tensors(), **given)
+
+
+def test_heads_may_share_a_single_key_head():
+    q, k, v = tensors()
+    shared = attention(q, k[:, :, :1], v[:, :, :1])
+    torch.testing.assert_close(shared, attention(q, k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v)))
+
+
+def test_document_ends_on_a_device_are_not_read():
+    q, k, v = (x.to("meta") for x in tensors())
+    assert attention(q, k, v, cu_seqlens=ENDS.to("meta"), kernel="reference").shape == q.shape
+
+
 def test_inputs_that_are_not_what_they_must_be():
     q, k, v = tensors()
     with pytest.raises(ConfigError, match=r"q must be a torch.Tensor; found list"):

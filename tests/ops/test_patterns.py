@@ -102,10 +102,25 @@ def test_definitions():
     assert Local(radius=1).layout(4).strings() == rows("1000 1100 0110 0011")
     assert Atrous(stride=3, causal=False).layout(5).strings() == rows("10010 01001 00100 10010 01001")
     assert Strided(radius=1, stride=3).layout(6).strings() == rows("100000 110000 011000 101100 010110 001011")
-    assert SlidingWindow(window=3).layout(4).strings() == Local(radius=1).layout(4).strings()
+    assert Strided(radius=2, stride=4, causal=False).layout(6).strings() == rows(
+        "111010 111101 111110 011111 101111 010111"
+    )
+    for window, radius in ((1, 0), (2, 1), (3, 1), (4, 2), (7, 3)):
+        for causal in (True, False):
+            local = Local(radius=radius, causal=causal).layout(12)
+            assert SlidingWindow(window=window, causal=causal).layout(12).strings() == local.strings()
     assert Dense().layout(2).strings() == rows("11 11")
     assert Causal().layout(3).strings() == rows("100 110 111")
     assert BigBird(random_blocks=0, causal=False).layout(5).strings() == rows("11111 11100 11110 10111 10011")
+
+
+def test_sizes_that_are_not_given_are_the_published_ones():
+    assert (Local().radius, SlidingWindow().window, Atrous().stride) == (1, 3, 4)
+    assert (Strided().radius, Strided().stride) == (1, 4)
+    assert (Fixed().local_blocks, Fixed().global_blocks, Fixed().global_patterns) == (4, 1, 1)
+    assert (Variable().windows, Variable().random_blocks, Variable().global_indices) == ((4,), 0, (0,))
+    assert (BigBird().random_blocks, BigBird().window, BigBird().global_blocks) == (1, 3, 1)
+    assert (BSLongformer().window, BSLongformer().global_indices) == (3, (0,))
 
 
 def test_fixed_takes_another_global_block_for_each_head_in_turn():
@@ -219,7 +234,15 @@ def test_rendering():
         lambda: BSLongformer(global_indices=(3,), global_ends=()),
         lambda: BSLongformer(global_indices=(-1,)),
         lambda: BSLongformer(global_indices=("a",)),
+        lambda: BSLongformer(window=0),
         lambda: BigBird(random_blocks=-1),
+        lambda: BigBird(window=0),
+        lambda: BigBird(global_blocks=-1),
+        lambda: SlidingWindow(window=0),
+        lambda: Strided(stride=0),
+        lambda: Strided(radius=-1),
+        lambda: Variable(random_blocks=-1),
+        lambda: Fixed(global_blocks=0),
         lambda: Local().layout(0),
         lambda: Local().layout(4, 3),
         lambda: Local().layout(4, heads=0),

@@ -3,7 +3,7 @@
 import pytest
 
 from hasten.errors import ConfigError
-from hasten.ops.picker import Kernel, explain, pick
+from hasten.ops.picker import Choice, Kernel, explain, explained, pick, pick_at_call
 
 
 def kernel(name, *served):
@@ -40,6 +40,21 @@ def test_explain_gives_a_reason_for_every_other():
     choice = explain(KERNELS, "b", forced="reference")
     assert choice.kernel == "reference"
     assert dict(choice.others) == {"fast": "fast does not do b", "middle": "reference was asked for by name"}
+
+
+def test_every_open_record_gets_the_choices_of_calls_until_it_ends():
+    with explained() as outer:
+        pick_at_call(KERNELS, "b")
+        with explained() as inner:
+            pick_at_call(KERNELS, "a", forced="reference")
+        pick_at_call(KERNELS, "c")
+    pick_at_call(KERNELS, "a")
+    assert [choice.kernel for choice in outer] == ["middle", "reference", "reference"]
+    assert inner == [
+        Choice(
+            "reference", (("fast", "reference was asked for by name"), ("middle", "reference was asked for by name"))
+        )
+    ]
 
 
 def test_a_list_without_a_reference_is_our_own_mistake():

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import ConfigError
@@ -45,6 +45,8 @@ def weights(draw, rows, columns):
     weight = torch.randn(n, k, generator=generator) * 10.0 ** draw(st.integers(-7, 2))
     weight[torch.rand(n, generator=generator) < 0.1] = 0
     weight[torch.rand(n, k, generator=generator) < 0.02] *= 20
+    if draw(st.booleans()):  # the lowest and the highest of many groups are equally far from 0
+        weight.clamp_(-float(weight.abs().mean()), float(weight.abs().mean()))
     return weight.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
 
 
@@ -61,8 +63,13 @@ def group_errors(weight, rounded):
     return ((groups(rounded.dequantize()) - exact).square() * counts).sum(-1)
 
 
+PLAIN = torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
+
+
 @isas
 @settings(max_examples=40)
+@example(weight=PLAIN, format=int4_format(32), search="mse")
+@example(weight=PLAIN.clamp(-1, 1), format=int4_format(32), search="mse")
 @given(weight=weights(40, 300), format=formats(), search=st.sampled_from(["mse", "mse", "minmax"]))
 def test_rounding_to_nearest_is_the_references(isa, weight, format, search):
     """All bits are, except where two scales err alike: the sums that decide are in another order."""
@@ -79,7 +86,7 @@ def test_rounding_to_nearest_is_the_references(isa, weight, format, search):
     if search == "minmax" or format == INT8:
         assert same.all()
     errors, least = group_errors(weight, found), group_errors(weight, expected)
-    assert (errors <= least * (1 + 1e-5))[~same].all()
+    torch.testing.assert_close(errors[~same], least[~same], rtol=1e-5, atol=0.0)
 
 
 def replayed(solver, weight, rounded, search):

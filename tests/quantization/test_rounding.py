@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import ConfigError
-from hasten.ops.linear import QuantizedWeight
+from hasten.ops.linear import INT8, QuantizedWeight
+from hasten.ops.linear.weights import Q3_K, fp8_format, minimum_format
 from hasten.quantization import blocks
 from hasten.quantization.report import relative_error
+from hasten.quantization.rounding import Grid, round_weight, rounded_activations
 from rounded import round_int4, round_int8
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -212,6 +214,28 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="bfloat16"):
         round_int4(weight * 1e7, scale_dtype=torch.float16)
     assert torch.isfinite(round_int4(weight * 1e7, scale_dtype=torch.bfloat16).dequantize()).all()
+
+
+@pytest.mark.parametrize("format", [minimum_format("int4"), Q3_K, fp8_format()], ids=str)
+def test_formats_with_minima_or_two_levels_of_scales_are_refused(format):
+    with pytest.raises(ConfigError, match="hasten rounds to symmetric int8"):
+        round_weight(torch.randn(4, 256), format)
+
+
+def test_int8_has_as_many_integers_above_zero_as_below():
+    """GPTQ adds errors of earlier columns to a number after its scale was chosen."""
+    found = Grid(INT8).round(torch.tensor([500.0, 127.6, -127.6, -500.0, 1.6]), torch.tensor(1.0), 0.0)
+    assert found.tolist() == [127.0, 127.0, -127.0, -127.0, 2.0]
+
+
+def test_activations_are_rounded_by_group_and_keep_their_gradient():
+    x = torch.randn(3, 5, 70, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    found = rounded_activations(x, 32)
+    for part, own in zip(found.detach().split(32, dim=-1), x.detach().split(32, dim=-1), strict=True):
+        scale = own.abs().amax(-1, keepdim=True) / 127
+        torch.testing.assert_close(part, (own / scale).round() * scale)
+    weights = torch.randn(x.shape)
+    assert torch.equal(torch.autograd.grad((found * weights).sum(), x)[0], weights)
 
 
 def test_relative_error_is_what_it_says():

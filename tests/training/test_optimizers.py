@@ -5,8 +5,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hasten.data import Batch
+from hasten.distributed.placement import Placement
 from hasten.errors import ConfigError
 from hasten.model.initialize import initialize
+from hasten.training import optimizers
 from hasten.training.build import shape_config
 from hasten.training.lamb import Lamb
 from hasten.training.muon import Muon
@@ -74,6 +76,31 @@ def test_rules_are_read_and_what_is_none_is_refused():
     assert Recipe.from_json({"name": "x", "optimizer": {"groups": ["a:rate=1"]}}) == recipe
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"fused": False}])
+def test_fused_is_one_kernel_and_otherwise_one_tensor_after_the_other(options):
+    found = make_optimizer(model(), Optimizer(), **options).defaults
+    assert (found["fused"], found["foreach"]) == ((False, False) if options == {"fused": False} else (True, None))
+
+
+@pytest.mark.parametrize("kind", ["onebit-adam", "onebit-lamb"])
+def test_one_bit_is_for_processes_that_all_have_the_whole_model(kind, monkeypatch):
+    with pytest.raises(ConfigError, match="several processes that all have the whole model"):
+        make_optimizer(model(), Optimizer(kind=kind))
+
+    class Whole(Placement):
+        one_bit_mean = staticmethod(lambda x, kept: x)
+
+    monkeypatch.setattr(optimizers, "Replicated", Whole)
+    placement = Whole(model())
+    made = make_optimizer(placement, Optimizer(kind=kind, freeze_after=7), fused=False)
+    assert (made.freeze_after, made.mean, placement.averages()) == (7, Whole.one_bit_mean, True)
+    if kind == "onebit-adam":
+        assert made.defaults["foreach"] is False
+        assert not made._step_supports_amp_scaling
+    else:
+        assert made.foreach is False
+
+
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 100),
@@ -113,6 +140,33 @@ def test_lamb_is_the_papers_formula():
     before = weight.detach().clone()
     optimizer.step()
     assert (weight - before).norm() <= 0.1 * 0.5 * 4  # ‖u‖ is below 4 here
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(("size", "c"), [(1e6, 10.0), (1e-6, 0.01)])
+def test_lambs_length_is_bounded(size, c, foreach):
+    weight = torch.nn.Parameter(torch.full((4,), size, dtype=torch.float64))
+    optimizer = Lamb([weight], lr=0.1, eps=0.0, foreach=foreach)
+    weight.grad = torch.ones(4, dtype=torch.float64)
+    optimizer.step()
+    torch.testing.assert_close(size - weight.detach(), torch.full((4,), 0.1 * c, dtype=torch.float64))
+    usual = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0, "bounds": (0.01, 10.0)}
+    assert Lamb([weight], lr=0.1).defaults == usual
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_lambs_length_is_one_where_a_norm_is_zero(foreach):
+    found = []
+
+    class Recorded(Lamb):
+        def _lengths(self, parameters, lengths):
+            found.extend(lengths.tolist())
+
+    weights = [torch.nn.Parameter(torch.full((2,), value)) for value in (0.0, 1.0, 1.0)]
+    for weight, gradient in zip(weights, (1.0, 0.0, 1.0), strict=True):
+        weight.grad = torch.full((2,), gradient)
+    Recorded(weights, lr=0.1, eps=1.0, bounds=(0.0, 100.0), foreach=foreach).step()
+    assert found == pytest.approx([1.0, 1.0, 2.0])
 
 
 def test_muon_takes_the_blocks_matrices_and_adamw_the_rest():

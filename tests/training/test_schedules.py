@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.training.recipe import Schedule
-from hasten.training.schedules import decay_steps, factor, learning_rate
+from hasten.training.schedules import decay_steps, factor, learning_rate, warmup_steps
 
 schedules = st.builds(
     Schedule,
@@ -54,5 +54,17 @@ def test_wsd_is_flat_until_it_decays():
     schedule = Schedule(kind="wsd", warmup_steps=10, final_fraction=0.0, decay_fraction=0.2)
     values = [learning_rate(schedule, peak=3.0, step=step, total=100) for step in range(100)]
     assert values[9:81] == [3.0] * 72
-    assert values[81] < 3.0
-    assert values[-1] == 0.0
+    assert values[80:] == pytest.approx([3.0 * (1 - n / 19) for n in range(20)])
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_a_decay_of_no_or_one_step_changes_no_step_before_the_last(decay):
+    schedule = Schedule(kind="wsd", warmup_steps=0, final_fraction=0.25, decay_fraction=decay)
+    assert [factor(schedule, step=step, total=100) for step in (0, 98, 99)] == [1.0, 1.0, 0.25]
+
+
+def test_the_warm_up_takes_at_most_its_share_of_all_steps():
+    schedule = Schedule(warmup_steps=100, warmup_share=0.25)
+    assert [warmup_steps(schedule, total) for total in (None, 1000, 100, 10, 1)] == [100, 100, 25, 3, 1]
+    assert warmup_steps(Schedule(warmup_steps=0, warmup_share=0.25), 100) == 0
+    assert warmup_steps(Schedule(warmup_steps=100), 10) == 100, "a run that ends within its warm-up"

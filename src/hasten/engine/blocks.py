@@ -347,8 +347,8 @@ class BlockManager:
         return max(0, -(-length // self.block_size) - len(own.block_table))
 
     def _tail(self, own: SequenceBlocks, length: int) -> list[int]:
-        """The blocks it has in which positions held … length - 1 lie."""
-        return own.block_table[own.held // self.block_size : -(-length // self.block_size)] if own.held < length else []
+        """The blocks it has in which positions from `held` on lie; none if a length holds no such position."""
+        return own.block_table[own.held // self.block_size :] if own.held < length else []
 
     def _shared_tail(self, own: SequenceBlocks, length: int) -> list[int]:
         """Indices in its table of those among them that others refer to, too."""

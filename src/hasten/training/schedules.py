@@ -36,18 +36,18 @@ def factor(schedule: Schedule, *, step: int, total: int | None, decay_start: Dec
 
 
 def warmup_steps(schedule: Schedule, total: int | None) -> int:
-    """Steps of the warm-up: at most the schedule's share of all steps, but at least one if it has a warm-up."""
+    """Steps of the warm-up: at most the schedule's share of all steps, rounded up."""
     if total is None or schedule.warmup_share == 1:
         return schedule.warmup_steps
-    return min(schedule.warmup_steps, max(1, math.ceil(schedule.warmup_share * total)))
+    return min(schedule.warmup_steps, math.ceil(schedule.warmup_share * total))
 
 
-def cosine(step: int, *, start: int, last: int, final: float, top: float = 1.0) -> float:
+def cosine(step: int, *, start: int, last: int, final: float, top: float) -> float:
     """Half a cosine from `top` at `start` to `final` at `last` (arXiv 1608.03983, without restarts)."""
     return final + (top - final) * 0.5 * (1 + math.cos(math.pi * _progress(step, start=start, last=last)))
 
 
-def decaying(step: int, *, start: int, last: int, final: float, top: float = 1.0) -> float:
+def decaying(step: int, *, start: int, last: int, final: float, top: float) -> float:
     """`top` up to `start`, then a linear decay to `final` at `last` (arXiv 2404.06395)."""
     return top - (top - final) * _progress(step, start=start, last=last)
 
