@@ -48,7 +48,8 @@ def assert_exported(folder, reference):
     import transformers
 
     every = transformers.AutoModelForCausalLM  # but Mistral 4, which transformers has in its wrapper only
-    kind = every if type(reference.config) in every._model_mapping else type(reference)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = every if type(config) in every._model_mapping else type(reference)
     again = kind.from_pretrained(folder, dtype=torch.float32).eval()
     model = hasten.load(folder, dtype="stored")
     assert_same(model, reference)

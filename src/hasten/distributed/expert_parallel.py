@@ -63,8 +63,8 @@ class HeldExperts:
             if anywhere:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+                parameter.grad /= self.same.size()  # before the sum, as float16 might overflow
                 dist.all_reduce(parameter.grad, group=self.same)
-                parameter.grad /= self.same.size()
 
 
 def check_experts(config: ModelConfig, degree: int) -> None:
@@ -73,12 +73,13 @@ def check_experts(config: ModelConfig, degree: int) -> None:
         raise ConfigError(f"parallel.experts is {degree}, and the model has no experts; leave it at 1")
     if config.experts % degree:
         raise ConfigError(
-            f"parallel.experts is {degree}, which the model's {config.experts} experts cannot be divided by"
+            f"parallel.experts is {degree}, which does not divide the model's {config.experts} experts; "
+            f"choose a divisor of {config.experts}"
         )
 
 
 def apply_expert_parallel(model: Transformer, ranks: Ranks, degree: int) -> HeldExperts:
-    """Leave this rank `1/degree` of every layer's experts, a range of them, in place.
+    """Keep only this rank's `1/degree` of every layer's experts, a range of them, in place.
 
     Their parameters keep their names. Call it when the layers are those that are trained, and before they are compiled.
     Raises ConfigError for a model that cannot be divided so.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hasten.distributed.compressed import Errors, compressed_mean, no_errors
 from hasten.distributed.mesh import TENSOR, mesh_of
 from hasten.distributed.ranks import ALONE, Ranks
+from hasten.model.experts import Experts
 from hasten.model.initialize import Put, Weights
 from hasten.ops.linear.modules import PackedLinear
 
@@ -275,8 +276,9 @@ class Sharded(Placement):
                     module.hold_as_parameters()
         # At stages 1 and 2 a shard of a frozen weight would only be kept beside the gathered one.
         whole = {parameter for parameter in model.parameters() if not parameter.requires_grad and stage < 3}
-        if experts is not None:
-            whole |= {parameter for name, parameter in model.named_parameters() if name in experts.own}
+        if experts is not None:  # packed weights too, which were no parameters before
+            layers = (module for module in model.modules() if isinstance(module, Experts))
+            whole |= {parameter for layer in layers for parameter in layer.experts.parameters()}
 
         def shard(module: Any, *, reshard: bool) -> Any:
             return fully_shard(
@@ -362,6 +364,8 @@ class Sharded(Placement):
         squares = super().norms(parts, of).square()
         if self._of_experts:
             split = torch.tensor([self.divided(one) for one in of], device=squares.device)
+            if not split.any():  # an expert may have no gradient here, and one elsewhere
+                return squares.sqrt()
             summed = squares[split]
             torch.distributed.all_reduce(summed, group=self._group)
             return squares.masked_scatter(split, summed).sqrt()

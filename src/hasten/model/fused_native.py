@@ -251,7 +251,7 @@ class FusedBlock(FusedSteps):
             found = {"inputs": tuple(inputs), "mixer": tuple(self.mixer.modules()), "output": (output,)}
         if self.latent is not None:
             before = (*inputs, *(getattr(self, name) for name in self._beside()), self.latent.keys)
-            found |= {"qkv": before, "attention": (self.latent.values,)}
+            found |= {"qkv": before, "attention": (self, self.latent.values)}
         if isinstance(self.experts, Experts):
             each = tuple(self.experts.experts.modules())
             return found | {"routing": tuple(set(self.experts.modules()) - set(each)), "experts": each}

@@ -210,7 +210,9 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
     every = {kind: _Heads(config.heads, *kind) for kind in kinds}
     delta = config.mixer
     if delta is not None and not isinstance(delta, DeltaConfig):
-        raise ConfigError(f"--tensor-parallel does not divide {delta.name}, which this model has; leave it out")
+        if size > 1:
+            raise ConfigError(f"--tensor-parallel does not divide {delta.name}, which this model has; leave it out")
+        delta = None
     values = None if delta is None else _Heads(delta.value_heads, delta.key_heads, delta.value_dim)
     kept = [*every.values(), *([] if values is None else [values])]
     most = min(config.padded_vocab_size, *(max(one.most(output)) for one in kept), *(-(-one // down) for one in sizes))

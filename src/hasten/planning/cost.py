@@ -160,27 +160,29 @@ def attended_by_pattern(config: ModelConfig, length: int) -> float:
     return min(layout.present / rows * layout.block - (layout.block - 1) / 2, (length + 1) / 2)
 
 
-def forward_flops_per_token(config: ModelConfig, sequence_length: int, *, scored: int | None = None) -> float:
-    """FLOPs of a forward pass per token, averaged over a causal sequence: 2 per weight used, 4·H·D per key seen, with
-    latent attention 2·H·(D + D') for keys of D and values of D' numbers, expanded as in training and for prompts.
+def forward_flops_per_token(
+    config: ModelConfig, sequence_length: int, *, scored: int | None = None, cached: bool = False
+) -> float:
+    """FLOPs of a forward pass per token, averaged over a causal sequence: 2 per weight used, 4·H·D per key seen.
 
-    scored: number of tokens whose logits are computed; None: all, as in training; 1 for a prompt.
+    scored: number of tokens whose logits are computed; None: all, as in training; 1 for a prompt. cached: keys and
+    values are read from a cache, where latent attention multiplies latents, which are wider than a head.
     """
     attending = [layer for layer in config.layers if not layer.keeps_state]
     if config.attention_pattern is None:
-        seen = sum(_head_sizes(config, layer) * _attended(layer, sequence_length) for layer in attending)
+        seen = sum(_head_sizes(config, layer, cached) * _attended(layer, sequence_length) for layer in attending)
     else:
-        each = (_head_sizes(config, layer) for layer in attending)
+        each = (_head_sizes(config, layer, cached) for layer in attending)
         seen = sum(each) * attended_by_pattern(config, sequence_length)
     weights, unscored = parameters(config), 0.0 if scored is None else 1 - scored / sequence_length
     mixed = 2 * config.heads * seen + _state_flops(config)
     return 2 * (weights.active - unscored * weights.embedding) + mixed
 
 
-def _head_sizes(config: ModelConfig, layer: LayerConfig) -> int:
-    """Numbers in a head's key and value together."""
-    if config.latent is not None:
-        return config.latent.query_dim + config.latent.value_dim
+def _head_sizes(config: ModelConfig, layer: LayerConfig, cached: bool) -> int:
+    """Numbers that a head multiplies of a key and its value together."""
+    if (sizes := config.latent) is not None:
+        return sizes.kept + sizes.rank if cached else sizes.query_dim + sizes.value_dim
     return 2 * config.head_dim_of(layer)
 
 

@@ -159,6 +159,9 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     parts[f"weights in {use.dtype}"] = narrow * copied if trained or use.base >= 4 * count.total else 0
     # A weight divided by its scale and the rounded one, both in float32; and the one that is multiplied.
     parts["weights while rounded"] = (8 + size) * use.rounded // (1 if use.recompute == "none" else len(config.layers))
+    if use.experts > 1:
+        share = held_share(config, ranks=1, experts=use.experts)
+        parts["weights while rounded"] = int(parts["weights while rounded"] * share)
     parts["logits and loss"] = _loss(config, use, size, head=trained * count.embedding // use.tensor, narrow=narrow)
     held = ("weights", "masters", "optimizer", "gathered")
     kept = tuple(name for name in parts if name.startswith(("activations", "weights in", "weights while", "logits")))
@@ -176,9 +179,12 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
         late = ("gradients", f"weights in {use.dtype}", "activations computed again")
         parts["allocator, backward"] = int(slack * sum(parts[name] for name in late))
         moments["in the backward pass"] = (*held, *late, "allocator, backward")
-    if use.rounded and use.zero:  # each rank begins with all weights, and the first one exports from all of them
+    if use.rounded and (use.zero or use.experts > 1):  # each rank begins with all weights, and the first exports them
         parts["whole model"] = 2 * 4 * count.total
         moments["at the export"] = (*held, "whole model")
+    elif use.experts > 1 and (not use.zero or (not trained and (use.zero < 3 or use.base < 2 * count.total))):
+        parts["whole model"] = 4 * count.total if trained else use.base  # before ranks divide its experts
+        moments["at the start"] = ("whole model",)
     return Memory(parts=parts, moments=moments)
 
 
@@ -193,8 +199,9 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
     if use.optimizer.startswith("onebit"):
         states += 4 * count + 4 * count // use.ranks  # compression errors of the own tensor and of the own piece
 
-    # Shares of a rank of all that has as many numbers as the weights: undivided by ZeRO, and divided.
-    whole, shard = (held_share(config, ranks=count, experts=use.experts) for count in (1, use.ranks))
+    # A rank's share of what is trained, without ZeRO and with it. Experts have no adapters.
+    experts = use.experts if use.adapter is None else 1
+    whole, shard = (held_share(config, ranks=ranks, experts=experts) for ranks in (1, use.ranks))
     parts = {"weights": size * count, "gradients": size * count, "masters": own * count, "optimizer": states}
     parts = {name: int(size * (shard if use.zero else whole)) for name, size in parts.items()}
     parts |= {"gathered": 0, "update": 0}
@@ -218,7 +225,8 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
         parts["update"] = int(12 * count * whole)  # steps and their divisors, of all tensors of a group at once
     elif use.optimizer == "muon":
         parts["update"] = MUON_STACKS
-    parts["weights"] += int(use.base * (shard if use.zero == 3 else whole))
+    of_base = held_share(config, ranks=use.ranks if use.zero == 3 else 1, experts=use.experts)
+    parts["weights"] += int(use.base * of_base)
     if use.masters and not use.offload and not parts["gathered"]:
         # The masters' gradients are float32. A heap that keeps freed blocks has no place for them in those of 16 bits.
         parts["update"] += int((4 if use.keeps_freed else 2) * count * whole)

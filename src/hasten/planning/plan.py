@@ -161,10 +161,11 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
     )
     sent /= split
     if use.adapter is not None:  # of frozen weights no gradients are sent, and at stage 3 the weights themselves
-        sent *= use.adapter / count
+        divided = count - (cost.expert_weights(config) if use.experts > 1 else 0)  # of all weights, those that travel
+        sent *= use.adapter / divided
         if use.zero == 3:
-            root = cost.parameters(replace(config, layers=())).total / count
-            sent += use.accumulation * use.base * (2 - root) * (shards - 1) / shards
+            root = cost.parameters(replace(config, layers=())).total / divided
+            sent += use.accumulation * use.base * divided / count * (2 - root) * (shards - 1) / shards
     # Before attention and MLP of a split block a rank gathers the others' normalized tokens, and afterwards reduces the
     # products' results; the backward pass does the same, and so does recomputation. So do embedding and head.
     passes = 3 if again else 2
@@ -180,7 +181,8 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
         sent += 4 * inside * (use.ranks - 1) / use.ranks
     trained = count if use.adapter is None else use.adapter
     # Weights that a rank's optimizer updates.
-    own = trained * held_share(config, ranks=use.ranks if use.zero else split, experts=use.experts)
+    experts = use.experts if use.adapter is None else 1  # which have no adapters
+    own = trained * held_share(config, ranks=use.ranks if use.zero else split, experts=experts)
     # Gradients go to the host and weights come back; AdamW there reads four numbers of each weight and writes three.
     host = 2 * itemsize * own / HOST_LINK + 28 * own * use.ranks * use.replicas / HOST_MEMORY
     exchanges = 2 * layers * (shards * use.replicas > 1) + 4 * (passes * layers + 1) * (split > 1)
@@ -204,12 +206,12 @@ def inference_phases(config: ModelConfig, use: InferenceUse) -> tuple[Phase, Pha
     degree, together, prompt = use.degree, use.batch_size, use.length - use.new_tokens
     row, context = use.row_bytes / config.head_dim, use.length - use.new_tokens // 2
     tokens, steps = together * prompt, -(-together * prompt // use.step)
-    prompt_flops = tokens * cost.forward_flops_per_token(config, prompt, scored=1)
+    prompt_flops = tokens * cost.forward_flops_per_token(config, prompt, scored=1, cached=True)
     prompt_moved = steps * (use.weights - use.table) + tokens * cost.kv_bytes_per_token(config, row)
     count = cost.parameters(config)
     weight = (use.weights - use.table) / (count.total - count.table)
     read = cost.decode_bytes_per_token(config, weight_bytes=weight, kv_bytes=row, context=context, batch=together)
-    flops = cost.forward_flops_per_token(config, 2 * context - 1)  # whose mean token sees as many keys
+    flops = cost.forward_flops_per_token(config, 2 * context - 1, cached=True)  # whose mean token sees as many keys
 
     def phase(name: str, tokens: int, flops: float, moved: float, steps: int) -> Phase:
         # Two all-reduces a block and the embedding's, in which a rank receives the others' tensors; and the logits.

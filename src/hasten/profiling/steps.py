@@ -198,6 +198,12 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
                     each = [tokens_seen(config, held + new) - tokens_seen(config, held) for held, new in work.spans]
                     seen = sum(each)
                     read = sum(min(held + new, own) for (held, new), own in zip(work.spans, each, strict=True))
+                if (sizes := config.latent) is not None:
+                    expanded = isinstance(module, Attention) and not any(held for held, _ in work.spans)
+                    each_head = sizes.query_dim + sizes.value_dim if expanded else sizes.kept + sizes.rank
+                    flops += passes * 2 * spec.heads * each_head * seen
+                    moved += passes * item * (read * sizes.kept + tokens * spec.heads * each_head)
+                    continue
                 flops += passes * 4 * spec.heads * spec.head_dim * seen
                 moved += passes * 2 * item * spec.head_dim * (read * spec.kv_heads + tokens * spec.heads)
             elif isinstance(module, StateMixer | MixerParts):

@@ -46,7 +46,7 @@ def _parts(name: str, module: nn.Module, *, stacked: bool) -> Iterator[ModelPart
         yield ModelPart(name, module, None)
         for part, own in module.parts().items():
             yield ModelPart(f"{name}.{part}", module, None, own or (module,))
-        norms = (norm for child, norm in module.named_children() if child.endswith("norm"))
+        norms = (one for child, one in module.named_modules() if child.endswith("norm") and "experts." not in child)
         yield ModelPart(f"{name}.norms", module, None, tuple(norms), "a part of the steps around them")
     else:
         hidden, note = _hidden(module)

@@ -331,7 +331,9 @@ def apply_kernels(model: Transformer, attention: str | None, loss: str | None, d
     if model.device.type == "cpu" and attention in (None, "native", "native-sparse"):
         library(part="training")
     model.bind(attention=attention, loss=loss, dtype=None if model.device.type == "cpu" else dtype)
-    first = next(module for module in model.modules() if isinstance(module, Attention))
+    first = next((module for module in model.modules() if isinstance(module, Attention)), None)
+    if first is None:  # some layers of a model whose others have attention
+        return
     tokens, dropout = first.kernels.tokens.name, first.kernels.dropout.name
     if first.dropout and tokens != dropout and (attention or first.block_size):
         message = f"attention kernel {tokens!r} does not support dropout, so {dropout!r} computes the training steps"

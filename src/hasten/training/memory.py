@@ -13,7 +13,7 @@ from hasten.machine import available_memory, resolve_dtype
 from hasten.model.config import ModelConfig
 from hasten.ops.loss import KERNELS, LossRequest, rows_of_a_chunk
 from hasten.ops.picker import pick
-from hasten.planning.cost import matrices, parameters
+from hasten.planning.cost import head_products, matrices, parameters
 from hasten.planning.held import held_bytes
 from hasten.planning.memory import (
     ITEMSIZE,
@@ -75,7 +75,7 @@ def training_use(
         adapter=adapter,
         keeps_freed=techniques.keep_memory and device.type == "cpu",
         base=0 if adapter is None else base or 0,
-        rounded=0 if recipe.qat.bits is None else sum(matrices(config, layer)[0] for layer in config.layers),
+        rounded=0 if recipe.qat.bits is None else _rounded(config),
     )
 
 
@@ -178,3 +178,8 @@ class MemoryCheck:
 def step_memory(config: ModelConfig, recipe: Recipe, device: torch.device, *, ranks: Ranks = ALONE) -> Memory:
     """Memory that a step of a recipe takes in one process."""
     return MemoryCheck(config=config, recipe=recipe, device=device, ranks=ranks).memory()
+
+
+def _rounded(config: ModelConfig) -> int:
+    """Number of weights that QAT rounds."""
+    return sum(matrices(config, layer)[0] - head_products(config) for layer in config.layers)

@@ -27,7 +27,8 @@ def make_optimizer(model: nn.Module | Placement, settings: Optimizer, *, fused: 
     """
     placement = model if isinstance(model, Placement) else Placement(model)
     rules = [parse_rule(text) for text in settings.groups]
-    groups = parameter_groups(list(placement.optimizer_params.items()), weight_decay=settings.weight_decay, rules=rules)
+    own = list(placement.optimizer_params.items())
+    groups = parameter_groups(own, weight_decay=settings.weight_decay, rules=rules, names=placement.everywhere)
     groups = [group | {"lr": settings.learning_rate * group["rate_factor"]} for group in groups]
     if settings.kind == "adamw":
         return _adamw(groups, settings, fused=fused)
@@ -162,18 +163,23 @@ def parse_rule(text: str) -> Rule:
 
 
 def parameter_groups(
-    parameters: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float, rules: Sequence[Rule] = ()
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    weight_decay: float,
+    rules: Sequence[Rule] = (),
+    names: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
     """Group parameters for an optimizer: matrices and embeddings (two or more dimensions) decay, norms and biases not.
 
     parameters: (name, parameter); those that need no gradient are left out. The first rule that matches a name
-    overrides this. A group's `rate_factor` is its factor on the learning rate. Raises ConfigError for a rule that
-    matches nothing.
+    overrides this. A group's `rate_factor` is its factor on the learning rate. names: of parameters that other ranks
+    have. Raises ConfigError for a rule that matches nothing.
     """
     named = [(name, p) for name, p in parameters if p.requires_grad]
+    every = [name for name, _ in named] + list(names)
     for rule in rules:
-        if not any(fnmatchcase(name, rule.pattern) for name, _ in named):
-            some = ", ".join(name for name, _ in named[:4])
+        if not any(fnmatchcase(name, rule.pattern) for name in every):
+            some = ", ".join(every[:4])
             raise ConfigError(f"optimizer.groups: no parameter's name matches {rule.pattern!r}; names are {some}, …")
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for matrix in (True, False):

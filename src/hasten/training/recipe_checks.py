@@ -82,7 +82,7 @@ def _wrong_experts(recipe: Recipe) -> Iterator[str]:
     if parallel.replicas > 1 or parallel.tensor > 1:
         yield "parallel.experts supports neither parallel.replicas nor parallel.tensor; set them to 1"
     if parallel.offload == "all":
-        yield "parallel.experts leaves experts where they are used; set parallel.offload optimizer"
+        yield "parallel.experts does not support parallel.offload all; set parallel.offload optimizer"
     if kind.startswith("onebit"):
         yield f"optimizer.kind {kind} averages whole models, which parallel.experts divides; set parallel.experts 1"
     if recipe.qat.eigenvalue_steps:

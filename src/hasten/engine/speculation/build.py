@@ -136,6 +136,8 @@ def _proposer(model: Transformer, draft: str | Transformer, tokens: int, accept:
             raise ConfigError(f"draft is {name!r:.60}; a model drafts for itself as self:int4 or self:N-layers")
         if isinstance(model, ShardedTransformer):
             return DraftModel(first_layers_of_whole(model, int(found[1])), tokens=tokens, name=name, accept=accept)
+        _check_count(model.config, int(found[1]))
+        refuse_states(model.config, model, int(found[1]))
         return DraftModel(first_layers(model, int(found[1])), tokens=tokens, name=name, accept=accept)
     return DraftModel(small_model(name, model), tokens=tokens, name=name, accept=accept)
 
@@ -224,7 +226,6 @@ def first_layers(model: Transformer, count: int) -> Transformer:
     layers = model.config.layers
     _refuse_adapters(model, "self:N-layers")
     _check_count(model.config, count)
-    refuse_states(model.config, model, count)
     with torch.device("meta"):
         short = Transformer(replace(model.config, layers=layers[:count])).eval()
     for name, part in model.named_children():

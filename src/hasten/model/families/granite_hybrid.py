@@ -18,7 +18,8 @@ def mamba_sizes(fields: Fields) -> MambaConfig:
     """The sizes of Mamba-2, as Granite and Bamba name them."""
     limit = fields.value("time_step_limit")
     # transformers 5 writes Infinity as an object.
-    if limit is not None and list(limit) not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+    unlimited = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+    if limit is not None and (not isinstance(limit, list | tuple) or list(limit) not in unlimited):
         raise fields.fail("time_step_limit", "[0.0, Infinity] or absent", limit)
     heads = fields.integer("mamba_n_heads", high=1 << 12)
     groups = fields.integer("mamba_n_groups", high=1 << 12)

@@ -83,7 +83,7 @@ def lfm2_moe_config(fields: Fields) -> ModelConfig:
         expert_scores="sigmoid",
         expert_choice_bias=fields.flag("use_expert_bias", True),
         normalize_experts=fields.flag("norm_topk_prob", True),
-        expert_sum_floor=1e-6,  # transformers adds as much to the sum: a millionth of it
+        expert_sum_floor=1e-6,  # transformers adds it to the sum: a relative change of 1e-6 over the sum
         expert_weight_scale=fields.number("routed_scaling_factor"),
     )
 
