@@ -331,6 +331,7 @@ def test_states_of_other_kinds_are_not_divided(family, kind, name):
     config = read_config(dict(tiny_llama().config.source) | kinds | {"mamba_n_heads": 8, "num_local_experts": 0})
     with pytest.raises(ConfigError, match=f"--tensor-parallel does not divide {name}, which this model has"):
         shares(config, 2)
+    assert len(shares(config, 1)) == 1  # what a plan of one process asks
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

@@ -293,6 +293,7 @@ def test_su_is_an_early_name_of_longrope():
         ("granitemoehybrid", MAMBA_LAYERS | {"mamba_d_head": 8}, ["mamba_d_head", "16, for 8 heads of 128", "8"]),
         ("granitemoehybrid", MAMBA_LAYERS | {"hidden_act": "gelu"}, ["hidden_act", "'silu' or absent", "'gelu'"]),
         ("granitemoehybrid", MAMBA_LAYERS | {"time_step_limit": [0.0, 1.0]}, ["time_step_limit", "Infinity", "1.0"]),
+        ("granitemoehybrid", MAMBA_LAYERS | {"time_step_limit": 5}, ["time_step_limit", "Infinity", "5"]),
         ("granitemoehybrid", MAMBA_LAYERS | {"position_embedding_type": "alibi"}, ["'rope' or absent", "'alibi'"]),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, ["use_bidirectional_attention", "'vision'", "'all'"]),
         ("gemma4_text", {"num_kv_shared_layers": 7}, ["num_kv_shared_layers", "from 0 to 6", "7"]),

@@ -37,6 +37,14 @@ def test_matrices_decay_and_norms_and_biases_do_not():
         assert len(decayed["params"]) + len(kept["params"]) == len(names)
 
 
+def test_a_rule_may_match_what_only_another_rank_has():
+    net, rules = model(), [parse_rule("blocks.7.*:rate=0.1")]
+    with pytest.raises(ConfigError, match=r"no parameter's name matches 'blocks.7.*'"):
+        parameter_groups(net.named_parameters(), weight_decay=0.1, rules=rules)
+    groups = parameter_groups(net.named_parameters(), weight_decay=0.1, rules=rules, names=["blocks.7.mlp.up.weight"])
+    assert {group["rate_factor"] for group in groups} == {1.0}
+
+
 def test_a_parameter_without_gradient_only_decays_where_it_should():
     net = model("gpt2")
     optimizer = adamw(net, Optimizer(learning_rate=0.1, weight_decay=0.5))
