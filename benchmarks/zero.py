@@ -397,7 +397,7 @@ WAYS: dict[str, tuple[dict[str, Any] | None, str, str, str]] = {
         {"zero": 3, "experts": 2},
         "N neighbours divide the experts",
         "tokens travel",
-        "`offload all`, `replicas`, 1-bit optimizers",
+        "`offload all`, `replicas`, `tensor`, 1-bit optimizers",
     ),
     "prefetch N": (None, "requests the next N blocks early (zero 3)", "N blocks of memory", "layer dropping"),
 }
