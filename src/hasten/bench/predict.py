@@ -71,7 +71,7 @@ def generating_seconds(
     """
     held = matrices(config, config.layers[0])[0] * {"int8": 1, "int4": 0.5}.get(weights.partition("-")[0], 2)
     attending = next(i for i, layer in enumerate(config.layers, 1) if not layer.keeps_state)
-    # At least so many that half of them have attention, whose context is timed.
+    # Half of them also need a layer with attention, whose context is timed.
     cut = replace(config, layers=config.layers[: max(2 * attending, round(4 * last_level_cache_bytes() / held))])
     if 6 * parameters(cut).total > available_memory():
         return None
