@@ -104,6 +104,7 @@ def test_a_step_that_overflowed_in_float16_is_skipped_after_the_freeze_too(uncom
     x = torch.nn.Parameter(torch.ones(4))
     placement = Replicated.__new__(Replicated)
     placement.optimizer_params, placement.one_bit_mean = {"x": x}, lambda x, kept: x * kept
+    placement.parameters, placement.experts = {"x": x}, None
     optimizer = make_optimizer(placement, Optimizer(kind="onebit-adam", beta2=0.999, freeze_after=2))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for gradient in (1.0, 2.0, 1.0, math.inf, 1.0):
