@@ -158,10 +158,8 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     copied //= use.tensor
     parts[f"weights in {use.dtype}"] = narrow * copied if trained or use.base >= 4 * count.total else 0
     # A weight divided by its scale and the rounded one, both in float32; and the one that is multiplied.
-    parts["weights while rounded"] = (8 + size) * use.rounded // (1 if use.recompute == "none" else len(config.layers))
-    if use.experts > 1:
-        share = held_share(config, ranks=1, experts=use.experts)
-        parts["weights while rounded"] = int(parts["weights while rounded"] * share)
+    rounded = (8 + size) * use.rounded // (1 if use.recompute == "none" else len(config.layers))
+    parts["weights while rounded"] = int(rounded * held_share(config, ranks=1, experts=use.experts))
     parts["logits and loss"] = _loss(config, use, size, head=trained * count.embedding // use.tensor, narrow=narrow)
     held = ("weights", "masters", "optimizer", "gathered")
     kept = tuple(name for name in parts if name.startswith(("activations", "weights in", "weights while", "logits")))
