@@ -507,7 +507,7 @@ def randomize(model):
     """Give a model weights with which its logits are of order 1."""
     with torch.no_grad():
         for bias_name, bias in model.named_buffers():
-            if bias_name.endswith(("e_score_correction_bias", "layer_scalar")):
+            if bias_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
                 bias.add_(torch.randn_like(bias) * 0.1)
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:

@@ -154,7 +154,9 @@ def test_every_quantized_family_fuses(case):
     exact, plain = logits(copy.deepcopy(model).float()), logits(model)
     assert refusal(model) is None
     fused = logits(fuse(model))
-    close = (fused - plain).abs().max() <= 0.1 * plain.abs().max()
+    differs = (fused - plain).abs().amax(-1) > 0.1 * plain.abs().max()
+    # A router's near tie gives a position another expert, by any rounding: one of 20 at most.
+    close = differs.float().mean() <= 0.05 if model.config.experts else not differs.any()
     # OLMoE's 16 bits differ by more where a processor multiplies bfloat16; elsewhere plain products are in float32.
     assert close or (fused - exact).abs().max() <= 2 * (plain - exact).abs().max()
 
