@@ -29,7 +29,7 @@ def test_contestants_have_names_of_their_own_and_recipes_that_hold():
 
 def test_a_warm_up_is_its_share_of_the_steps():
     found = {one.name: one.recipe.optimizer.freeze_after for one in OneBit(steps=1000).contestants()}
-    assert (found["adamw"], found["onebit-adam 16.4%"], found["onebit-adam 25.0%"]) == (None, 164, 250)
+    assert (found["adamw"], found["onebit-adam 16.4%"], found["onebit-adam 50.0%"]) == (None, 164, 500)
 
 
 def test_longer_runs_with_dropping_take_the_flops_of_those_without():
@@ -47,7 +47,6 @@ def unchanged(monkeypatch):
     monkeypatch.setattr(CompressedInTurn, "__call__", CompressedInTurn.__call__)
     monkeypatch.setattr(onebit, "_LEAST", onebit._LEAST)
     monkeypatch.setattr(onebit.OneBitOptimizer, "_scaling", onebit.OneBitOptimizer._scaling)
-    monkeypatch.setattr(onebit.OneBitAdam, "_update", onebit.OneBitAdam._update)
 
 
 def frozen_step(received: list, steps: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,14 +67,6 @@ def frozen_step(received: list, steps: int = 3) -> tuple[torch.Tensor, torch.Ten
     p.grad = torch.tensor([1.0, 2.0, -1.0, 1e-4])
     optimizer.step()
     return before, p.detach().clone()
-
-
-def test_twice_doubles_the_step_after_the_freeze(unchanged):
-    before, after = frozen_step([])
-    equal_steps.CHANGES["twice"]()
-    again, doubled = frozen_step([])
-    assert torch.equal(before, again), "the warm-up is the same"
-    assert torch.allclose(doubled - before, 2 * (after - before))
 
 
 def test_paper_sends_the_momentum_and_keeps_small_variances(unchanged):
