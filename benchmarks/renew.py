@@ -98,9 +98,7 @@ COMMANDS: dict[str, str] = {
     "checkpoint-memory": "benchmarks/memory.py checkpoint",
     "kill-ranks": "benchmarks/soak.py ranks",
     # kernels
-    "experts": f"{AVX2}benchmarks/compare.py shape --kinds BF16 Q8_0",
-    "experts-one-call": f"{AVX2}benchmarks/compare.py shape --kinds Q4_0",
-    "experts-bf16": f"{AVX2}benchmarks/compare.py shape --kinds BF16",
+    "experts": f"{AVX2}benchmarks/compare.py shape --kinds BF16 Q8_0 Q4_0",
     "experts-ik": "benchmarks/compare.py shape --beside ik_llama.cpp --kinds Q8_0 Q4_0",
     "shape-dense": "benchmarks/compare.py shape --shape dense",
     "shape-hybrid": "benchmarks/compare.py shape --shape hybrid --rounds 2",
