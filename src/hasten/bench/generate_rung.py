@@ -29,6 +29,7 @@ from hasten.model.context import TrainingContext
 from hasten.model.fused import fuse, fuse_where_it_fits
 from hasten.model.transformer import Transformer
 from hasten.model.wide import precision_of, product_dtype
+from hasten.ops.draw import likeliest
 from hasten.planning.cost import decode_bytes_per_token, forward_flops_per_token, kv_bytes_per_token
 from hasten.quantization import Int4, Int8, Scheme, quantize
 
@@ -234,5 +235,5 @@ class Stream:
 
 def _most_likely(logits: torch.Tensor) -> list[int]:
     """The most likely token of each row of (B, V), on the host."""
-    chosen: list[int] = logits.argmax(-1).tolist()
+    chosen: list[int] = likeliest(logits).tolist()
     return chosen

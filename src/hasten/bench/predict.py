@@ -22,6 +22,7 @@ from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.fused import fuse_where_it_fits
 from hasten.model.initialize import initialize
 from hasten.model.transformer import Transformer
+from hasten.ops.draw import likeliest
 from hasten.ops.linear.weights import INT4_GROUP
 from hasten.planning.cost import kv_bytes_per_token, matrices, parameters
 from hasten.planning.memory import InferenceUse
@@ -111,7 +112,7 @@ def prompt_seconds(model: Transformer, length: int, most: int) -> float:
         for _ in range(3):
             texts.suppose(start)
             begun = time.perf_counter()
-            texts.prefill([[1] * piece]).argmax(-1).tolist()
+            likeliest(texts.prefill([[1] * piece])).tolist()
             own.append(time.perf_counter() - begun)
         times.append(median(own))
     return length / piece * sum(times) / len(times)
@@ -131,7 +132,7 @@ def text_step(model: Transformer, sequences: int, context: int, cache: KVCacheDt
     texts.suppose(max(0, context - 11))
     for _ in range(min(12, context + 1)):
         start = time.perf_counter()
-        texts.decode(token).argmax(-1).tolist()
+        likeliest(texts.decode(token)).tolist()
         times.append(time.perf_counter() - start)
     return median(times)
 

@@ -5,8 +5,10 @@ namespace hasten {
 
 #if HASTEN_512
 constexpr int COLUMN_VECTORS = 2;  // of S that go through a sequence together: with 128 rows, 16 KB
+constexpr int LINE_VECTORS = 8;    // of S that take a single token together: what follows each other in memory
 #else
 constexpr int COLUMN_VECTORS = 1;  // and their sums in registers
+constexpr int LINE_VECTORS = 2;
 #endif
 constexpr int64_t COLUMNS = COLUMN_VECTORS * LANES;
 constexpr float UNIT_EPS = 1e-6f;  // added to the squared length of a query or key
@@ -58,7 +60,13 @@ void DeltaPhases::run(Worker& worker) const {
       const int64_t group = item % groups;
       mix(own, own.row, group);
       for (int64_t head = group * shared; head < (group + 1) * shared; head++) {
-        for (int64_t from = 0; from < values; from += COLUMNS) recur(own, head, from, std::min(COLUMNS, values - from));
+        if (own.fresh || values % LANES) {
+          for (int64_t from = 0; from < values; from += COLUMNS) recur(own, head, from, std::min(COLUMNS, values - from));
+        } else {
+          for (int64_t from = 0; from < values; from += LINE_VECTORS * LANES)
+            with_count<LINE_VECTORS>(std::min<int64_t>(LINE_VECTORS, (values - from) / LANES),
+                                     [&](auto count) { take_one<count>(own, head, from); });
+        }
         finish(own.row, head);
       }
       keep_all(own, group);
@@ -147,12 +155,6 @@ void DeltaPhases::mix(const StateRows& own, int64_t row, int64_t key_head) const
 void DeltaPhases::recur(const StateRows& own, int64_t head, int64_t from, int64_t count) const {
   const int64_t stride = p.value_dim, size = p.key_dim;
   float* s = matrices + (own.slot * p.heads + head) * size * stride + from;
-  const bool wide = count > LANES;
-  if (own.tokens == 1 && !own.fresh && count % LANES == 0) {  // where they lie; the next head's follow
-    if (wide) advance<COLUMN_VECTORS>(own.row, 1, head, from, count, s, stride, size * stride);
-    else advance<1>(own.row, 1, head, from, count, s, stride, size * stride);
-    return;
-  }
   float* block = scratch<float, 24>(size * COLUMNS);
   for (int64_t i = 0; i < size; i++) {
     float* to = block + i * COLUMNS;
@@ -160,26 +162,56 @@ void DeltaPhases::recur(const StateRows& own, int64_t head, int64_t from, int64_
     if (!own.fresh) std::memcpy(to, s + i * stride, count * sizeof(float));
   }
   const auto go_on = [&](int64_t row, int64_t tokens) {
-    if (wide) advance<COLUMN_VECTORS>(row, tokens, head, from, count, block, COLUMNS, 0);
-    else advance<1>(row, tokens, head, from, count, block, COLUMNS, 0);
+    if (count > LANES) advance<COLUMN_VECTORS>(row, tokens, head, from, count, block);
+    else advance<1>(row, tokens, head, from, count, block);
   };
   go_on(own.row, own.kept);
   for (int64_t i = 0; i < size; i++) std::memcpy(s + i * stride, block + i * COLUMNS, count * sizeof(float));
   if (own.kept < own.tokens) go_on(own.row + own.kept, own.tokens - own.kept);
 }
 
-// `tokens` rows from `row` on take V vectors of columns at s further, whose rows are `stride` apart. ahead: how far on the next
-// ones are to be asked for. Sᵀk of a token is summed while the token before it is written.
+// The only token of a sequence takes V vectors of columns of a head's S further, where they lie. They come from memory once:
+// the second pass finds them in the second-level cache, and each pass asks for half of the next head's.
 template <int V>
-void DeltaPhases::advance(int64_t row, int64_t tokens, int64_t head, int64_t from, int64_t count, float* s,
-                          int64_t stride, int64_t ahead) const {
+void DeltaPhases::take_one(const StateRows& own, int64_t head, int64_t from) const {
+  const int64_t stride = p.value_dim, size = p.key_dim, next_head = size * stride, at = own.row * p.heads + head;
+  const float* q = mixed + own.row * p.channels() + head / p.shared() * size;
+  const float *k = q + p.keys(), *value = mixed + own.row * p.channels() + 2 * p.keys() + head * stride + from;
+  float* s = matrices + (own.slot * p.heads + head) * next_head + from;
+  F32 read[V] = {}, change[V], sum[V] = {};
+  for (int64_t i = 0; i < size; i++) {
+    const F32 key = splat(k[i]);
+    const float* line = s + i * stride;
+    EACH(v, V,
+         if constexpr (2 * v < V) __builtin_prefetch(line + next_head + v * LANES, 0, 2);
+         accumulate(read[v], load(line + v * LANES), key));
+  }
+  const F32 decay = splat(decays[at]);
+  EACH(v, V, change[v] = (load(value + v * LANES) - decay * read[v]) * strengths[at]);
+  for (int64_t i = 0; i < size; i++) {
+    const F32 key = splat(k[i]), query = splat(q[i]);
+    float* line = s + i * stride;
+    EACH(v, V,
+         if constexpr (2 * v >= V) __builtin_prefetch(line + next_head + v * LANES, 0, 2);
+         F32 now = load(line + v * LANES) * decay;
+         accumulate(now, change[v], key);
+         store(line + v * LANES, now);
+         accumulate(sum[v], now, query));
+  }
+  float* to = out + own.row * p.values() + head * stride + from;
+  EACH(v, V, store(to + v * LANES, sum[v]));
+}
+
+// `tokens` rows from `row` on take V vectors of columns at s further, whose rows are COLUMNS apart. Sᵀk of a token is summed
+// while the token before it is written.
+template <int V>
+void DeltaPhases::advance(int64_t row, int64_t tokens, int64_t head, int64_t from, int64_t count, float* s) const {
   const int64_t channels = p.channels(), size = p.key_dim, value = 2 * p.keys() + head * p.value_dim + from;
   const float* q = mixed + row * channels + head / p.shared() * size;
   F32 read[V] = {};
   for (int64_t i = 0; i < size; i++) {
     const F32 k = splat(q[p.keys() + i]);
-    const float* line = s + i * stride;
-    EACH(v, V, if (ahead) __builtin_prefetch(line + ahead + v * LANES, 1, 2); accumulate(read[v], load(line + v * LANES), k));
+    EACH(v, V, accumulate(read[v], load(s + i * COLUMNS + v * LANES), k));
   }
   for (int64_t r = row; r < row + tokens; r++, q += channels) {
     const int64_t at = r * p.heads + head;
@@ -190,7 +222,7 @@ void DeltaPhases::advance(int64_t row, int64_t tokens, int64_t head, int64_t fro
     EACH(v, V, change[v] = (load(new_value + v * LANES) - decay * read[v]) * strengths[at]);
     for (int64_t i = 0; i < size; i++) {
       const F32 key = splat(k[i]), query = splat(q[i]), key_after = splat(following[i]);
-      float* line = s + i * stride;
+      float* line = s + i * COLUMNS;
       EACH(v, V,
            F32 now = load(line + v * LANES) * decay;
            accumulate(now, change[v], key);

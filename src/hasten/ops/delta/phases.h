@@ -52,8 +52,9 @@ class DeltaPhases {
   void mix(const StateRows& own, int64_t row, int64_t key_head) const;
   void recur(const StateRows& own, int64_t head, int64_t from, int64_t count) const;
   template <int V>
-  void advance(int64_t row, int64_t tokens, int64_t head, int64_t from, int64_t count, float* s, int64_t stride,
-               int64_t ahead) const;
+  void take_one(const StateRows& own, int64_t head, int64_t from) const;
+  template <int V>
+  void advance(int64_t row, int64_t tokens, int64_t head, int64_t from, int64_t count, float* s) const;
   void finish(int64_t row, int64_t head) const;
   void keep(const StateRows& own, int64_t from, int64_t count) const;
 

@@ -13,15 +13,15 @@ constexpr int64_t FEW_VALUES = 128;   // the same of few rows, which turn to the
 constexpr int64_t SCALES_AHEAD = 8;     // groups
 
 // Cuts rows into tiles: f(row, Count<M>, Count<V>, STREAM) for M rows by V vectors; STREAM for the tile that takes the
-// weights from memory, the others find them in the cache. A few rows are one tile, and somewhat more are equal ones: a
-// pass over memory with two rows of work in it would leave the dot products idle.
+// weights from memory and asks for them ahead, the others find them in the cache. A few rows are one tile, and somewhat
+// more are equal ones: a pass over memory with two rows of work in it would leave the dot products idle.
 template <TileShape SHAPE, class F>
 INLINE void for_tiles(int64_t rows, const F& f) {
   constexpr int tile = SHAPE.tile;
   auto one = [&](int64_t row, auto m, auto stream) { f(row, m, Count<SHAPE.span(m)>{}, stream); };
   if (rows <= 2 * SHAPE.most) {
     const int64_t size = rows <= SHAPE.most ? rows : (rows + 1) / 2;
-    with_count<SHAPE.most>(size, [&](auto m) { one(0, m, std::true_type{}); });
+    with_count<SHAPE.most>(size, [&](auto m) { one(0, m, std::bool_constant<(m > SHAPE.alone)>{}); });
     if (rows > size) with_count<SHAPE.most>(rows - size, [&](auto m) { one(size, m, std::false_type{}); });
     return;
   }

@@ -51,11 +51,12 @@ constexpr int VECTORS = PANEL / LANES;
 struct TileShape {
   int most, tile, two, four;  // two, four: most rows that go with two vectors at a time, with all four
   int waiting;                // most rows beside which there is little to do but to wait for memory: see ask_line
+  int alone = 0;              // most rows that ask for nothing: beside so little work the processor's own prefetcher is faster
   constexpr int span(int rows) const { return rows <= four ? VECTORS : rows <= two ? 2 : 1; }
 };
 #if HASTEN_512
-constexpr TileShape BF16_TILE{12, 6, 12, 6, 4}, INT8_TILE = BF16_TILE;
-constexpr TileShape INT4_TILE{6, 6, 6, 6, 3};  // of half the bytes, so that more tiles have as long to wait for memory
+constexpr TileShape BF16_TILE{12, 6, 12, 6, 4, 2}, INT8_TILE = BF16_TILE;
+constexpr TileShape INT4_TILE{6, 6, 6, 6, 3, 2};  // of half the bytes, so that more tiles have as long to wait for memory
 constexpr bool SPARE = true;       // registers for twice the accumulators of two rows
 #elif defined(__AVX2__)
 constexpr TileShape BF16_TILE{6, 6, 3, 1, 1}, INT8_TILE{4, 4, 2, 1, 1}, INT4_TILE = INT8_TILE;
