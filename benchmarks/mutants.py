@@ -30,6 +30,7 @@ TESTS: dict[str, str] = {
     "checks.py": "training/test_recipe.py ops/test_pattern_text.py",
     "engine/block_table.py": "engine/test_cache.py engine/test_paged.py engine/test_blocks.py",
     "engine/blocks.py": "engine/test_blocks.py",
+    "engine/sampler.py": "engine/test_sampling.py engine/test_accept_distribution.py",
     "engine/sampling.py": "engine/test_sampling.py",
     "engine/scheduler.py": "engine/test_scheduler.py",
     "engine/state_slots.py": "engine/test_snapshots.py engine/test_states.py",
@@ -81,7 +82,7 @@ class Mutants(Script):
 
         before = self.before()
         rows: dict[str, Report] = {row["module"]: row for row in before.get("rows", ())}
-        found: Report = {"tool": f"cosmic-ray {version('cosmic-ray')}", "commit": before.get("commit") or commit()}
+        found: Report = {"tool": f"cosmic-ray {version('cosmic-ray')}"}
         for name in self.modules:
             if name not in TESTS:
                 raise ConfigError(f"there are no tests listed for {name}; known: {', '.join(TESTS)}")
@@ -104,7 +105,7 @@ class Mutants(Script):
         count = Counter(outcomes.values())
         row: Report = {"module": name, "tests": TESTS[name].split(), "mutants": len(mutants), "tried": len(tried)}
         row |= {KILLED: count[KILLED], TIMED_OUT: count[TIMED_OUT], SURVIVED: count[SURVIVED] + count[UNSEEN]}
-        row |= {UNSEEN: count[UNSEEN], "killed_since": 0, "removed_since": 0}
+        row |= {UNSEEN: count[UNSEEN], "killed_since": 0, "removed_since": 0, "commit": commit()}
         return row | {"survivors": survivors_of(source, tried, outcomes, earlier)} | seconds_since(begun)
 
     def again_of(self, name: str, earlier: Report) -> Report:
