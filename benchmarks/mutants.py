@@ -41,15 +41,15 @@ TESTS: dict[str, str] = {
     "ops/attention/pattern_layout.py": "ops/test_patterns.py ops/test_pattern_text.py",
     "ops/attention/patterns.py": "ops/test_patterns.py ops/test_pattern_text.py",
     "ops/attention/regroup.py": "ops/test_regroup.py",
-    "ops/attention/sdpa_rules.py": "ops/test_attention_checks.py ops/test_train_attention_picks.py",
-    "ops/attention/spec.py": "ops/test_attention_checks.py ops/test_train_attention_picks.py",
+    "ops/attention/sdpa_rules.py": "ops/test_sdpa_rules.py ops/test_flash_triton.py ops/test_attention_checks.py",
+    "ops/attention/spec.py": "ops/test_flash_triton.py ops/test_attention_checks.py ops/test_train_attention_picks.py",
     "ops/delta/rule.py": "ops/test_delta.py",
-    "ops/draw/operator.py": "ops/test_draw.py",
+    "ops/draw/operator.py": "ops/test_draw.py engine/test_sampling.py",
     "ops/linear/operator.py": "ops/test_linear.py ops/test_measured_picks.py ops/test_linear_layers.py",
-    "ops/linear/weights.py": "ops/test_linear_formats.py ops/test_linear_refused.py",
+    "ops/linear/weights.py": "ops/test_weight_formats.py ops/test_linear_formats.py ops/test_linear_refused.py",
     "ops/loss/chunked.py": "ops/test_loss.py",
     "ops/picker.py": "ops/test_picker.py",
-    "quantization/gptq.py": "quantization/test_gptq.py quantization/test_native_rounding.py",
+    "quantization/gptq.py": "quantization/test_gptq.py quantization/test_calibrated.py",
     "quantization/qat.py": "quantization/test_qat.py",
     "quantization/rounding.py": "quantization/test_rounding.py quantization/test_native_rounding.py",
     "quantization/schemes.py": "quantization/test_formats_by_layer.py quantization/test_quantize.py",
@@ -66,7 +66,7 @@ class Mutants(Script):
     """Mutation testing of a sample."""
 
     result = "mutants"
-    of_this_machine = ("modules", "again")
+    of_this_machine = ("modules", "sample", "again")  # each row says how many were tried
     modules: tuple[str, ...] = tuple(TESTS)
     """Files of src/hasten."""
     sample: int = 40
@@ -114,7 +114,8 @@ class Mutants(Script):
         keys = {one["key"] for one in earlier["survivors"]}
         left = [mutant for mutant in mutants_of(source) if mutant.key in keys]
         outcomes = outcomes_of(SOURCE / name, source, left, TESTS[name].split())
-        row = earlier | {"survivors": survivors_of(source, left, outcomes, earlier)}
+        row = earlier | {"tests": TESTS[name].split()}
+        row |= {"survivors": survivors_of(source, left, outcomes, earlier)}
         row["removed_since"] += len(keys) - len(left)
         row["killed_since"] += len(left) - len(row["survivors"])
         return row
