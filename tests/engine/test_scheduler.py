@@ -388,8 +388,14 @@ def test_states_are_those_before_the_guesses():
     machine.scheduler.advance(plan)
     machine.scheduler.accept(sequence, [50, 99])
     assert sequence.computed == 7, "the right guess is computed again"
+    sequence.drafts = [60, 61, 62]
+    machine.scheduler.token_budget = 4
     plan = machine.scheduler.plan()
-    assert (plan[0].count, plan[0].guesses) == (2, 0)
+    assert (plan[0].count, plan[0].guesses, plan[0].complete) == (4, 2, True), "the last guess has no room"
+    other = Machine(budget=4, sequences=2)
+    other.scheduler.keeps_states = True
+    other.add(9)
+    assert [entry.guesses for entry in other.step()] == [0], "a part of a prompt has none"
 
 
 def test_who_is_not_ready_is_asked_again_and_who_ends_before_it_began_is_reported():
@@ -412,12 +418,13 @@ def test_who_is_not_ready_is_asked_again_and_who_ends_before_it_began_is_reporte
 
 
 def test_who_did_not_fit_is_not_tried_again_until_blocks_are_free():
-    machine = Machine(blocks=5, block_size=4)
-    small = machine.add(6, 10)
+    machine = Machine(blocks=7, block_size=4)
+    machine.add(1, 10)
+    small = machine.add(6, 10, seed=500)
     machine.step()
     asked = []
     machine.scheduler.ready = lambda sequence, keys: asked.append(sequence) or True
-    large = machine.add(12, 5, seed=1000)
+    large = machine.add(13, 5, seed=1000)
     assert not machine.scheduler.nobody_begins
     machine.step()
     assert asked == [large]
@@ -432,8 +439,11 @@ def test_who_did_not_fit_is_not_tried_again_until_blocks_are_free():
 
 def test_nobody_begins_where_the_first_needs_more_slots():
     machine = Machine(sequences=4, budget=64)
+    assert machine.scheduler.nobody_begins, "nobody waits"
     machine.add(4, 40)
+    assert not machine.scheduler.nobody_begins
     machine.step()
+    assert machine.scheduler.nobody_begins
     waiting = machine.add(4, 5, seed=1000, slots=4)
     assert machine.scheduler.nobody_begins
     machine.scheduler.finish(waiting)
@@ -472,3 +482,33 @@ def test_what_is_not_scored_of_a_prompt_takes_what_is_left_of_the_budget(scored,
     for count in steps:
         machine.step()
         assert machine.steps[-1] == {sequence: count}
+
+
+def test_of_several_the_youngest_gives_way():
+    machine = Machine(blocks=6, block_size=4)
+    texts = [machine.add(7, 20, seed=100 * i) for i in range(3)]
+    machine.step()
+    for _ in range(2):
+        machine.step()
+    assert [text.running for text in texts] == [True, True, False]
+
+
+def test_who_comes_back_waits_for_its_siblings_alone():
+    machine = Machine(budget=16, sequences=4)
+    back = machine.add(4, 40)
+    machine.step()
+    machine.scheduler._preempt(back)
+    long = machine.add(200, 3, seed=1000, priority=-1)
+    machine.step()
+    assert machine.steps[-1] == {long: 15, back: 1}, "the one whose first block is still there"
+
+
+def test_an_eighth_is_one_of_eight_and_an_urgent_text_does_not_wait_for_it():
+    machine = Machine(sequences=8, budget=64)
+    running = [machine.add(4, 60, seed=100 * i, priority=1) for i in range(8)]
+    machine.add(4, 5, seed=5000, priority=2)
+    machine.step()
+    machine.scheduler.finish(running[0])
+    assert machine.scheduler.settled
+    machine.add(4, 5, seed=6000)
+    assert not machine.scheduler.settled
