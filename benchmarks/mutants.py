@@ -42,7 +42,7 @@ TESTS: dict[str, str] = {
     "ops/attention/patterns.py": "ops/test_patterns.py ops/test_pattern_text.py",
     "ops/attention/regroup.py": "ops/test_regroup.py",
     "ops/attention/sdpa_rules.py": "ops/test_sdpa_rules.py ops/test_flash_triton.py ops/test_attention_checks.py",
-    "ops/attention/spec.py": "ops/test_flash_triton.py ops/test_attention_checks.py ops/test_train_attention_picks.py",
+    "ops/attention/spec.py": "ops/test_sdpa_rules.py ops/test_flash_triton.py ops/test_attention_checks.py",
     "ops/delta/rule.py": "ops/test_delta.py",
     "ops/draw/operator.py": "ops/test_draw.py engine/test_sampling.py",
     "ops/linear/operator.py": "ops/test_linear.py ops/test_measured_picks.py ops/test_linear_layers.py",
