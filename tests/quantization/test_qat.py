@@ -281,3 +281,14 @@ def test_the_head_is_rounded_as_asked_and_an_embedding_with_it(head, tied):
     )
     if tied:
         assert torch.equal(model.embedding(tokens), weights["head"][tokens])
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_weights_of_zeros_have_a_scale(bits):
+    linear = nn.Linear(64, 2, bias=False)
+    nn.init.zeros_(linear.weight)
+    made = FakeQuantized.of(linear, FakeRounding(bits=bits))
+    assert torch.equal(made.weight, torch.zeros(2, 64))
+    made.weight.sum().backward()
+    assert made.scales.grad.isfinite().all()
+    assert torch.equal(made.quantized().dequantize(), torch.zeros(2, 64))
