@@ -30,6 +30,7 @@ TESTS: dict[str, str] = {
     "checks.py": "training/test_recipe.py ops/test_pattern_text.py",
     "engine/block_table.py": "engine/test_cache.py engine/test_paged.py engine/test_blocks.py",
     "engine/blocks.py": "engine/test_blocks.py",
+    "engine/sampler.py": "engine/test_sampling.py engine/test_accept_distribution.py",
     "engine/sampling.py": "engine/test_sampling.py",
     "engine/scheduler.py": "engine/test_scheduler.py",
     "engine/state_slots.py": "engine/test_snapshots.py engine/test_states.py",
@@ -40,15 +41,15 @@ TESTS: dict[str, str] = {
     "ops/attention/pattern_layout.py": "ops/test_patterns.py ops/test_pattern_text.py",
     "ops/attention/patterns.py": "ops/test_patterns.py ops/test_pattern_text.py",
     "ops/attention/regroup.py": "ops/test_regroup.py",
-    "ops/attention/sdpa_rules.py": "ops/test_attention_checks.py ops/test_train_attention_picks.py",
-    "ops/attention/spec.py": "ops/test_attention_checks.py ops/test_train_attention_picks.py",
+    "ops/attention/sdpa_rules.py": "ops/test_sdpa_rules.py ops/test_flash_triton.py ops/test_attention_checks.py",
+    "ops/attention/spec.py": "ops/test_sdpa_rules.py ops/test_flash_triton.py ops/test_attention_checks.py",
     "ops/delta/rule.py": "ops/test_delta.py",
-    "ops/draw/operator.py": "ops/test_draw.py",
+    "ops/draw/operator.py": "ops/test_draw.py engine/test_sampling.py",
     "ops/linear/operator.py": "ops/test_linear.py ops/test_measured_picks.py ops/test_linear_layers.py",
-    "ops/linear/weights.py": "ops/test_linear_formats.py ops/test_linear_refused.py",
+    "ops/linear/weights.py": "ops/test_weight_formats.py ops/test_linear_formats.py ops/test_linear_refused.py",
     "ops/loss/chunked.py": "ops/test_loss.py",
     "ops/picker.py": "ops/test_picker.py",
-    "quantization/gptq.py": "quantization/test_gptq.py quantization/test_native_rounding.py",
+    "quantization/gptq.py": "quantization/test_gptq.py quantization/test_calibrated.py",
     "quantization/qat.py": "quantization/test_qat.py",
     "quantization/rounding.py": "quantization/test_rounding.py quantization/test_native_rounding.py",
     "quantization/schemes.py": "quantization/test_formats_by_layer.py quantization/test_quantize.py",
@@ -65,7 +66,7 @@ class Mutants(Script):
     """Mutation testing of a sample."""
 
     result = "mutants"
-    of_this_machine = ("modules", "again")
+    of_this_machine = ("modules", "sample", "again")  # each row says how many were tried
     modules: tuple[str, ...] = tuple(TESTS)
     """Files of src/hasten."""
     sample: int = 40
@@ -81,7 +82,7 @@ class Mutants(Script):
 
         before = self.before()
         rows: dict[str, Report] = {row["module"]: row for row in before.get("rows", ())}
-        found: Report = {"tool": f"cosmic-ray {version('cosmic-ray')}", "commit": before.get("commit") or commit()}
+        found: Report = {"tool": f"cosmic-ray {version('cosmic-ray')}"}
         for name in self.modules:
             if name not in TESTS:
                 raise ConfigError(f"there are no tests listed for {name}; known: {', '.join(TESTS)}")
@@ -104,7 +105,7 @@ class Mutants(Script):
         count = Counter(outcomes.values())
         row: Report = {"module": name, "tests": TESTS[name].split(), "mutants": len(mutants), "tried": len(tried)}
         row |= {KILLED: count[KILLED], TIMED_OUT: count[TIMED_OUT], SURVIVED: count[SURVIVED] + count[UNSEEN]}
-        row |= {UNSEEN: count[UNSEEN], "killed_since": 0, "removed_since": 0}
+        row |= {UNSEEN: count[UNSEEN], "killed_since": 0, "removed_since": 0, "commit": commit()}
         return row | {"survivors": survivors_of(source, tried, outcomes, earlier)} | seconds_since(begun)
 
     def again_of(self, name: str, earlier: Report) -> Report:
@@ -113,7 +114,8 @@ class Mutants(Script):
         keys = {one["key"] for one in earlier["survivors"]}
         left = [mutant for mutant in mutants_of(source) if mutant.key in keys]
         outcomes = outcomes_of(SOURCE / name, source, left, TESTS[name].split())
-        row = earlier | {"survivors": survivors_of(source, left, outcomes, earlier)}
+        row = earlier | {"tests": TESTS[name].split()}
+        row |= {"survivors": survivors_of(source, left, outcomes, earlier)}
         row["removed_since"] += len(keys) - len(left)
         row["killed_since"] += len(left) - len(row["survivors"])
         return row

@@ -50,6 +50,8 @@ OPTIONS = (
     "no:cacheprovider",
     "-m",
     "not slow and not gpu",
+    "-k",
+    "not ranks_agree_and_learn",  # which starts processes
     "--hypothesis-seed=0",
     "--hypothesis-profile=mutants",
 )
@@ -245,11 +247,9 @@ class TestsOfModule:
             if forked(lambda place=place: self._look(session, place, place is traced), 3000) != 0:
                 raise RuntimeError("the tests fail without a change")
         self.usual: dict[str, float] = json.loads(clean.read_text())["seconds"]
-        found = json.loads(traced.read_text())["lines"]
+        found, libraries = (json.loads(traced.read_text())[name] for name in ("lines", "libraries"))
+        import_all(libraries)
         outcomes = self._outcomes(session, {int(line): tests for line, tests in found.items()})
-        libraries = [
-            name for name, one in list(sys.modules.items()) if "site-packages" in str(getattr(one, "__file__", ""))
-        ]
         report = {"seconds": self.usual, "lines": found, "outcomes": outcomes, "libraries": libraries}
         (self.folder / "found.json").write_text(json.dumps(report))
         return True
@@ -277,7 +277,10 @@ class TestsOfModule:
         status = self._run(session.items)
         self._trace(False)
         lines = {line: sorted(tests) for line, tests in self.lines.items()}
-        place.write_text(json.dumps({"seconds": self.seconds, "lines": lines}))
+        libraries = [
+            name for name, one in list(sys.modules.items()) if "site-packages" in str(getattr(one, "__file__", ""))
+        ]
+        place.write_text(json.dumps({"seconds": self.seconds, "lines": lines, "libraries": libraries}))
         return status
 
     def _try(self, session: Any, text: str, tests: set[str]) -> int:
@@ -334,9 +337,7 @@ def outcomes_of(path: Path, source: str, mutants: Sequence[Mutant], files: Seque
         if forked(run, 24 * 3600) != 0:
             raise SystemExit(f"{path}: its tests do not run:\n{(folder / 'output').read_text()[-3000:]}")
         report: Report = json.loads((folder / "found.json").read_text())
-        for library in report["libraries"]:  # which later forks need not import again
-            with suppress(Exception):
-                importlib.import_module(library)
+        import_all(report["libraries"])
         found: dict[str, str] = report["outcomes"]
         lines = {int(line): tests for line, tests in report["lines"].items()}
         tests_of = tests_by_statement(source, lines, report["seconds"])
@@ -355,6 +356,13 @@ def outcomes_of(path: Path, source: str, mutants: Sequence[Mutant], files: Seque
             status = forked(run_one, limit)
             found[mutant.key] = TIMED_OUT if status is None else SURVIVED if status == 0 else KILLED
     return found
+
+
+def import_all(libraries: Sequence[str]) -> None:
+    """Import what tests have imported, so that no fork need do it again."""
+    for library in libraries:
+        with suppress(Exception):
+            importlib.import_module(library)
 
 
 def begin(folder: Path) -> None:

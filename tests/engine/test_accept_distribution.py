@@ -127,3 +127,45 @@ def test_greedy_texts_stay_the_same_and_others_follow_the_seed():
         assert (texts[0] == plain) == (temperature == 0)
     with pytest.raises(ConfigError, match="gives no probabilities"):
         make_speculator(model, "suffix", accept="distribution")
+
+
+def taken_by_the_rule(logits, draft, q, params, step):
+    """One row, one token after the other: accepted with min(1, p/q), else replaced by a draw from what p has more."""
+    settings, seed = RowParams.stack([params], vocab_size=V), torch.tensor([params.seed])
+    for place, token in enumerate(draft):
+        at = torch.tensor([step + place])
+        p = process(logits[place : place + 1], settings).softmax(-1)[0]
+        uniform = (-exponential_noise(seed + 2 * sampler_module._STREAM, at, vocab_size=1)).exp().item()
+        if uniform * q[place][token] >= p[token]:
+            noise = exponential_noise(seed, at, vocab_size=V)[0]
+            rest = (p - q[place]).clamp(min=0)
+            return [*draft[:place], int((rest.log() - noise.log()).argmax())]
+    last = Sampler([params], [[]], eos_ids=(), vocab_size=V, device=torch.device("cpu"))
+    return [*draft, *last.next_tokens(logits[len(draft) :], steps=[step + len(draft)]).tolist()]
+
+
+def test_drafts_of_any_length_are_taken_by_the_rule_in_any_company():
+    """A row whose draft has no probabilities takes what is drawn at its places instead."""
+    generator, found = torch.Generator().manual_seed(0), []
+    lengths, steps = [0, 3, 1, 5, 2], [7, 0, 4, 2, 9]
+    for round in range(20):
+        params = [SamplingParams(temperature=0.9, top_p=0.97, seed=100 * round + n) for n in range(5)]
+        logits = torch.randn(5 + sum(lengths), V, generator=generator)
+        near = [
+            torch.softmax(own[:-1] + torch.randn(len(own) - 1, V, generator=generator) / 2, -1)
+            for own in logits.split([1 + length for length in lengths])
+        ]
+        drafts = [torch.multinomial(q, 1, generator=generator).flatten().tolist() if len(q) else [] for q in near]
+        probabilities = [list(q) for q in near]
+        probabilities[4] = []
+        settings = {"eos_ids": (), "vocab_size": V, "device": torch.device("cpu")}
+        taken = Sampler(params, [[]] * 5, **settings).take(logits, drafts, steps=steps, probabilities=probabilities)
+        for row, own in enumerate(logits.split([1 + length for length in lengths])):
+            if row == 4:
+                wanted = Sampler([params[row]], [[]], **settings).take(own, [drafts[row]], steps=[steps[row]])[0]
+            else:
+                wanted = taken_by_the_rule(own, drafts[row], near[row], params[row], steps[row])
+            assert taken[row] == wanted
+            found.append(len(wanted) - 1 - len(drafts[row]))
+    assert min(found) < -2, "some drafts are refused early"
+    assert max(found) == 0, "others are taken whole"

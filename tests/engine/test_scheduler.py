@@ -336,3 +336,179 @@ def test_one_that_gives_its_own_blocks_back_leaves_others_the_budget_and_no_more
         machine.step()
     assert machine.steps[-1] == {urgent: 8}
     assert urgent.computed == 19 * 7 + 8
+
+
+def test_how_many_tokens_of_prompts_the_next_step_may_read():
+    machine = Machine(budget=16)
+    assert machine.scheduler.behind == 0
+    machine.add(40)
+    assert machine.scheduler.behind == 16, "no more than a step computes"
+    machine.step()
+    machine.step()
+    assert machine.scheduler.behind == 40 - 32 - 1, "beside the one that every sequence is behind"
+    machine.add(5, seed=1000)
+    machine.add(3, seed=2000)
+    assert machine.scheduler.behind == 7 + 5, "the first of those that wait"
+    while machine.scheduler.waiting:
+        machine.step()
+    machine.step()
+    assert machine.scheduler.behind == 0
+
+
+@pytest.mark.parametrize(("prompt", "readable"), [(24, True), (25, False), (28, False)])
+def test_a_prompt_is_read_ahead_only_where_all_of_it_leaves_a_block_for_each(prompt, readable):
+    machine = Machine(blocks=9, block_size=4, sequences=4, budget=16)
+    machine.add(3, 40)
+    machine.step()  # eight blocks are free
+    machine.add(prompt, 5, seed=1000)
+    assert machine.scheduler.can_read_prompts == readable
+
+
+def test_a_prompt_that_was_begun_is_read_on_ahead_and_one_that_was_preempted_is_not():
+    machine = Machine(blocks=40, block_size=4, sequences=4, budget=16)
+    machine.add(40)
+    machine.step()
+    assert machine.scheduler.can_read_prompts
+    other = Machine(blocks=40, block_size=4, sequences=4, budget=16)
+    other.add(3, 40, priority=-1)
+    begun = other.add(3, 40, seed=1000)
+    other.step()
+    other.scheduler._preempt(begun)
+    assert not other.scheduler.can_read_prompts
+
+
+def test_states_are_those_before_the_guesses():
+    machine = Machine()
+    machine.scheduler.keeps_states = True
+    sequence = machine.add(6, 100)
+    machine.step()
+    sequence.drafts = [50, 51]
+    plan = machine.scheduler.plan()
+    assert (plan[0].count, plan[0].guesses) == (3, 2)
+    machine.scheduler.advance(plan)
+    machine.scheduler.accept(sequence, [50, 99])
+    assert sequence.computed == 7, "the right guess is computed again"
+    sequence.drafts = [60, 61, 62]
+    machine.scheduler.token_budget = 4
+    plan = machine.scheduler.plan()
+    assert (plan[0].count, plan[0].guesses, plan[0].complete) == (4, 2, True), "the last guess has no room"
+    other = Machine(budget=4, sequences=2)
+    other.scheduler.keeps_states = True
+    other.add(9)
+    assert [entry.guesses for entry in other.step()] == [0], "a part of a prompt has none"
+
+
+def test_who_is_not_ready_is_asked_again_and_who_ends_before_it_began_is_reported():
+    machine, asked, gone = Machine(block_size=4), [], []
+    machine.scheduler.ready = lambda sequence, keys: asked.append(keys()) or len(asked) > 2
+    machine.scheduler.gone = gone.append
+    first = machine.add(9, 3)
+    for _ in range(2):
+        assert machine.step() == []
+    machine.step()
+    assert first.running
+    assert asked == [machine.scheduler.blocks.keys(range(9))] * 3
+    assert len(asked[0]) == 2
+    waiting = machine.add(9, 3, seed=1000)
+    machine.scheduler.finish(first)
+    assert gone == []
+    machine.scheduler.finish(waiting)
+    machine.scheduler.finish(waiting)
+    assert gone == [waiting]
+
+
+def test_who_did_not_fit_is_not_tried_again_until_blocks_are_free():
+    machine = Machine(blocks=7, block_size=4)
+    machine.add(1, 10)
+    small = machine.add(6, 10, seed=500)
+    machine.step()
+    asked = []
+    machine.scheduler.ready = lambda sequence, keys: asked.append(sequence) or True
+    large = machine.add(13, 5, seed=1000)
+    assert not machine.scheduler.nobody_begins
+    machine.step()
+    assert asked == [large]
+    assert machine.scheduler.nobody_begins
+    assert machine.scheduler.settled
+    machine.step()
+    assert asked == [large]
+    machine.scheduler.finish(small)
+    machine.step()
+    assert large.running
+
+
+def test_nobody_begins_where_the_first_needs_more_slots():
+    machine = Machine(sequences=4, budget=64)
+    assert machine.scheduler.nobody_begins, "nobody waits"
+    machine.add(4, 40)
+    assert not machine.scheduler.nobody_begins
+    machine.step()
+    assert machine.scheduler.nobody_begins
+    waiting = machine.add(4, 5, seed=1000, slots=4)
+    assert machine.scheduler.nobody_begins
+    machine.scheduler.finish(waiting)
+    machine.add(4, 5, seed=1000, slots=3)
+    assert not machine.scheduler.nobody_begins
+    machine.add(4, 5, seed=2000, slots=4, priority=-1)
+    assert not machine.scheduler.nobody_begins, "the one that runs makes way"
+
+
+def test_an_urgent_text_that_fits_beside_the_others_preempts_nobody():
+    machine = Machine(blocks=10, block_size=4, sequences=2)
+    machine.add(4, 30, priority=1)
+    machine.step()
+    urgent = machine.add(16, 5, seed=1000)
+    machine.step()
+    assert urgent.running
+    assert machine.scheduler.preemptions == 0
+
+
+def test_where_a_block_has_room_for_a_whole_text_none_is_kept_for_others():
+    for each in (False, True):
+        scheduler = Scheduler(BlockManager(blocks=2, block_size=64), max_sequences=2, token_budget=64, block_each=each)
+        scheduler.add(range(4))
+        scheduler.advance(scheduler.plan())
+        scheduler.add(range(100, 104))
+        scheduler.plan()
+        assert len(scheduler.running) == 1 + each
+
+
+@pytest.mark.parametrize(("scored", "steps"), [(20, [50]), (21, [20, 30]), (45, [20, 20, 10])])
+def test_what_is_not_scored_of_a_prompt_takes_what_is_left_of_the_budget(scored, steps, monkeypatch):
+    monkeypatch.setattr(scheduler, "_MOST_SCORED", 20)
+    machine = Machine(budget=64, blocks=200)
+    sequence = machine.add(50, 2)
+    sequence.scored = scored
+    for count in steps:
+        machine.step()
+        assert machine.steps[-1] == {sequence: count}
+
+
+def test_of_several_the_youngest_gives_way():
+    machine = Machine(blocks=6, block_size=4)
+    texts = [machine.add(7, 20, seed=100 * i) for i in range(3)]
+    machine.step()
+    for _ in range(2):
+        machine.step()
+    assert [text.running for text in texts] == [True, True, False]
+
+
+def test_who_comes_back_waits_for_its_siblings_alone():
+    machine = Machine(budget=16, sequences=4)
+    back = machine.add(4, 40)
+    machine.step()
+    machine.scheduler._preempt(back)
+    long = machine.add(200, 3, seed=1000, priority=-1)
+    machine.step()
+    assert machine.steps[-1] == {long: 15, back: 1}, "the one whose first block is still there"
+
+
+def test_an_eighth_is_one_of_eight_and_an_urgent_text_does_not_wait_for_it():
+    machine = Machine(sequences=8, budget=64)
+    running = [machine.add(4, 60, seed=100 * i, priority=1) for i in range(8)]
+    machine.add(4, 5, seed=5000, priority=2)
+    machine.step()
+    machine.scheduler.finish(running[0])
+    assert machine.scheduler.settled
+    machine.add(4, 5, seed=6000)
+    assert not machine.scheduler.settled

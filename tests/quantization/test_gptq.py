@@ -11,6 +11,7 @@ from torch import nn
 from hasten.errors import ConfigError
 from hasten.ops.linear.weights import INT8, int4_format
 from hasten.quantization import GPTQ, gptq
+from hasten.quantization.blocks import TILE
 from hasten.quantization.gptq import InputStatistics, Solver, _invert_lower, column_order, output_error
 from hasten.quantization.rounding import Grid, round_weight
 from hasten.quantization.walk import stages
@@ -254,3 +255,51 @@ def test_finding_the_layers_does_not_run_the_last_one():
 
     module = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), head=Head(8, 1 << 20, device="meta")))
     assert stages(module, ["head"], lambda watched: watched(torch.zeros(2, 8))) == [["head"]]
+
+
+@pytest.mark.parametrize("features", [1, 64, TILE, TILE + 3])
+def test_statistics_are_the_sums_of_products(features):
+    generator = torch.Generator().manual_seed(0)
+    x, before = (torch.randn(20, features, generator=generator, dtype=torch.float64) for _ in range(2))
+    found = InputStatistics(features, drift=True, dtype=torch.float64)
+    for part, part_before in zip(x.split(7), before.split(7), strict=True):
+        found.add(part, part_before)
+    found.finish()
+    torch.testing.assert_close(found.gram, x.T @ x)
+    torch.testing.assert_close(found.drift, (before - x).T @ x)
+
+
+@pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 600])
+def test_the_inverse_of_a_lower_triangular_matrix(size):
+    generator = torch.Generator().manual_seed(0)
+    lower = torch.randn(size, size, generator=generator, dtype=torch.float64).tril() * size**-0.5
+    lower += 2 * torch.eye(size)
+    inverse = torch.zeros_like(lower)
+    _invert_lower(lower, inverse)
+    torch.testing.assert_close(inverse, torch.linalg.inv(lower))
+
+
+def test_of_many_outputs_some_are_compared(monkeypatch):
+    monkeypatch.setattr(gptq, "ERROR_ROWS", 10)
+    x, weight = inputs_and_weight(25, 64, 100)
+    gram = statistics(x).gram
+    rounded = round_weight(weight, int4_format(32, bits=2))
+    every = slice(None, None, 3)
+    wrong = (weight - rounded.dequantize(torch.float64))[every]
+    expected = torch.linalg.norm(x @ wrong.T) / torch.linalg.norm(x @ weight[every].T)
+    assert output_error(weight, rounded, gram) == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_damping_grows_tenfold_from_what_is_given(monkeypatch):
+    x = torch.randn(40, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found, factor = statistics(x), gptq._factor
+    assert Solver(found, GPTQ(damping=0.03), 32).damping == 0.03
+    for begun, refused, damping in ((0.02, 2, 2.0), (0.0, 1, 1e-3), (0.0, 3, 0.1)):
+        left = iter(range(refused))
+        monkeypatch.setattr(gptq, "_factor", lambda gram, left=left: None if next(left, 9) != 9 else factor(gram))
+        assert Solver(found, GPTQ(damping=begun), 32).damping == pytest.approx(damping)
+
+
+def test_settings_at_their_bounds_are_taken():
+    assert (GPTQ(damping=0).damping, GPTQ(damping=1).damping) == (0, 1)
+    assert GPTQ() == GPTQ(order="groups", damping=0.01, gptaq=False)

@@ -11,9 +11,19 @@ from torch import nn
 
 from hasten.errors import ConfigError
 from hasten.model.layer_format import held_format, regrouped
+from hasten.model.lora import AdapterChoice, Factors, LoRALinear
+from hasten.model.vocabulary import pad_vocabulary
 from hasten.ops.linear import PackedLinear
 from hasten.ops.linear.weights import INT8
-from hasten.quantization.qat import FakeQuantized, FakeRounding, bits_at, fake_layers, fake_quantize, set_bits
+from hasten.quantization.qat import (
+    FakeQuantized,
+    FakeRounding,
+    as_stored,
+    bits_at,
+    fake_layers,
+    fake_quantize,
+    set_bits,
+)
 from hasten.quantization.rounding import round_weight
 from tiny_model import tiny_llama
 
@@ -198,3 +208,87 @@ def test_moq_begins_with_finer_weights(bits, start):
 def test_a_width_that_is_no_whole_group_is_refused():
     with pytest.raises(ConfigError, match="48 inputs cannot be cut into groups of 32"):
         layer(4, 48, bits=4)
+
+
+def test_an_adapter_is_rounded_together_with_its_frozen_weight():
+    generator = torch.Generator().manual_seed(0)
+    base = nn.Linear(64, 6)
+    a, b = (nn.Parameter(torch.randn(shape, generator=generator) * 0.1) for shape in ((4, 64), (6, 4)))
+    joined = nn.Linear(64, 6)
+    joined.weight.data, joined.bias = base.weight.detach() + 2.0 * (b @ a).detach(), base.bias
+    lora = LoRALinear(base, [Factors(a, b, alpha=8.0)], AdapterChoice())
+    found, expected = (FakeQuantized.of(one, FakeRounding(bits=4, learned=False)) for one in (lora, joined))
+    torch.testing.assert_close(found.exact, joined.weight)
+    torch.testing.assert_close(found.weight, expected.weight)
+    x, upstream = torch.randn(3, 64, generator=generator), torch.randn(6, 64, generator=generator)
+    torch.testing.assert_close(found(x), expected(x))
+    gradients = torch.autograd.grad((found.weight * upstream).sum(), (a, b))
+    for gradient, wanted in zip(gradients, (2.0 * b.T @ upstream, 2.0 * upstream @ a.T), strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("change", ["two bits", "not learned", "zero points", "group", "shape"])
+def test_training_begins_with_integers_of_its_own_format_only(change):
+    settings = {"two bits": {"bits": 2}, "not learned": {"learned": False}}.get(change, {})
+    made = layer(**{"bits": 4} | settings)
+    stored = layer(7 if change == "shape" else 6, bits=4, group_size=64 if change == "group" else 32).quantized()
+    if change == "zero points":
+        zeros = torch.full(stored.scales.shape, 8, dtype=torch.uint8)
+        stored = replace(stored, format=replace(stored.format, zero="point"), zeros=zeros)
+    with pytest.raises(ConfigError, match="training rounds"):
+        made.begin_with(stored)
+
+
+def test_a_frozen_weight_stays_frozen_and_its_file_unchanged():
+    made = layer(bits=4)
+    before = made._parameters["weight"].requires_grad_(False)
+    held = before.detach().clone()
+    made.begin_with(replace(nearest := made.quantized(), scales=nearest.scales.half(), format=nearest.format))
+    assert not made._parameters["weight"].requires_grad
+    assert torch.equal(before, held)
+
+
+@pytest.mark.parametrize("head", ["none", "int8", "same"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_is_rounded_as_asked_and_an_embedding_with_it(head, tied):
+    model = pad_vocabulary(tiny_llama(tie_word_embeddings=tied))
+    assert model.head.out_features > model.config.vocab_size
+    weights = {name: one.weight.detach().clone() for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    fake_quantize(model, FakeRounding(bits=4), head=head)
+    layers = fake_layers(model)
+    assert ("head" in layers) == (head != "none")
+    assert len(layers) == 2 * 7 + (head != "none")
+    for name, own in layers.items():
+        wanted = ("float", 8 if head == "int8" else 4) if name == "head" else ("int8", 4)
+        assert (own.rounding.activations, own.rounding.bits) == wanted
+    tokens = torch.tensor([[3, 1, 4]])
+    if tied and head != "none":
+        assert torch.equal(model.embedding(tokens), model.head.weight[tokens])
+    else:
+        assert type(model.embedding) is nn.Embedding
+    expected = {name: own.quantized() for name, own in layers.items()}
+    set_bits(model, 6, 0.5)  # what is stored has the own bits of each format
+    stored = as_stored(model)
+    assert stored.layers == {name: own.rounding.layer for name, own in layers.items()}
+    for name, wanted in expected.items():
+        rows = slice(model.config.vocab_size) if name == "head" else slice(None)  # none that pad the vocabulary
+        assert torch.equal(stored.weight(name).values, wanted.values[rows])
+        assert torch.equal(stored.weight(name).scales, wanted.scales[rows])
+    assert type(model.embedding) is nn.Embedding
+    assert not fake_layers(model)
+    assert {name: torch.equal(model.get_submodule(name).weight, own) for name, own in weights.items()} == dict.fromkeys(
+        weights, True
+    )
+    if tied:
+        assert torch.equal(model.embedding(tokens), weights["head"][tokens])
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_weights_of_zeros_have_a_scale(bits):
+    linear = nn.Linear(64, 2, bias=False)
+    nn.init.zeros_(linear.weight)
+    made = FakeQuantized.of(linear, FakeRounding(bits=bits))
+    assert torch.equal(made.weight, torch.zeros(2, 64))
+    made.weight.sum().backward()
+    assert made.scales.grad.isfinite().all()
+    assert torch.equal(made.quantized().dequantize(), torch.zeros(2, 64))

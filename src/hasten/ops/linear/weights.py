@@ -100,6 +100,8 @@ class WeightFormat:
         return _NAMES.get(self) or self.element + ("" if self.symmetric else f" {_ZEROS[self.zero]}")
 
     def __str__(self) -> str:
+        if not self.scales:
+            return self.element
         if self.element.startswith("float"):
             rows, columns = self.scales[0].rows, self.scales[0].columns
             return f"{self.element}, {f'blocks of {rows} × {columns}' if columns else 'one scale a row or matrix'}"
