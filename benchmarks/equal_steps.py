@@ -178,8 +178,6 @@ class OneBit(EqualSteps):
     result = "onebit-steps"
     share: float = 0.164
     """Of the steps, after which the variance is frozen; the papers' for BERT by default."""
-    beta2: float = 0.999
-    """Of the variance: what it is averaged over is 1 / (1 - beta2) steps."""
     lamb_rate: float = 1e-2
 
     def contestants(self) -> Iterator[Contestant]:
@@ -193,7 +191,7 @@ class OneBit(EqualSteps):
     def contestant(self, kind: Any, share: float | None, change: str = "") -> Contestant:
         freeze = None if share is None else round(share * self.steps)
         rate = self.lamb_rate if kind.endswith("lamb") else self.learning_rate
-        optimizer = Optimizer(kind=kind, learning_rate=rate, beta2=self.beta2, freeze_after=freeze)
+        optimizer = Optimizer(kind=kind, learning_rate=rate, beta2=0.999, freeze_after=freeze)
         name = " ".join([kind, *([] if share is None else [f"{share:.1%}"]), *([change] if change else [])])
         facts = {"kind": kind, "share": share, "change": change}
         return Contestant(name=name, recipe=self.recipe(self.steps, optimizer), facts=facts, ranks=2, change=change)
@@ -273,7 +271,7 @@ def dropping_table(report: Report) -> str:
 
 TABLES: dict[str, Table] = {
     "onebit-steps": onebit_table,
-    "onebit-steps-short": onebit_table,
+    "onebit-steps-long": onebit_table,
     "onebit-steps-46m": onebit_table,
     "layer-dropping-steps": dropping_table,
     "layer-dropping-steps-46m": dropping_table,
