@@ -120,7 +120,7 @@ def test_a_layer_of_one_half_counts_that_half_alone() -> None:
     products = 3 * hidden * (values + channels + 8 + values) + 2 * hidden * (4 + 2) * 16
     products += 2 * hidden * (model.intermediate_size + 8 + 24 + 2 * 16) - 8 * hidden  # the router is one matrix
     products += model.padded_vocab_size * hidden
-    vectors = 3 * (5 * channels + 3 * 8 + values) + (6 + 1) * hidden + 8  # one norm a layer; biases of the choice
+    vectors = 3 * (5 * channels + 3 * 8 + values) + 6 * hidden + 8  # one norm a layer; biases of the choice
     assert parameters(model).active == products + vectors
     attended, scanned = 4 * 4 * 16 * (10 + 1) / 2, 3 * 4 * 8 * 12 * 8
     assert forward_flops_per_token(model, 10) == 2 * (products + vectors) + attended + scanned
