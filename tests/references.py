@@ -339,6 +339,44 @@ CASES |= {
 }
 
 
+# Layers of one half, in orders that no pairs of both make up. transformers raises Mamba-2's steps to time_step_min in
+# prompts and not for single tokens: here it raises none.
+NEMOTRON_H = BASE | {
+    "head_dim": 32,
+    "time_step_min": 1e-30,
+    "layer_norm_epsilon": 1e-2,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 20,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 40,
+}
+CASES |= {
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        NEMOTRON_H
+        | {"hybrid_override_pattern": "MEM*EE-M", "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+        | {"routed_scaling_factor": 2.5},
+    ),
+    # As Nemotron 3 Super: experts that read a narrower stream.
+    "nemotron_h-latent": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        NEMOTRON_H | {"hybrid_override_pattern": "ME*E", "n_routed_experts": 6, "moe_latent_size": 32},
+    ),
+    # Without experts, and with what no published model has.
+    "nemotron_h-dense": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        NEMOTRON_H
+        | {"hybrid_override_pattern": "-MM-*--M", "ssm_state_size": 12, "conv_kernel": 3, "use_conv_bias": False}
+        | {"use_bias": True, "mlp_bias": True, "mlp_hidden_act": "gelu"},
+    ),
+}
+
+
 GEMMA4 = BASE | {
     "head_dim": 16,
     "global_head_dim": 32,

@@ -10,7 +10,7 @@ from hasten.planning.memory import InferenceUse
 from references import values_of
 
 
-@pytest.mark.parametrize("family", ["lfm2", "granitemoehybrid", "qwen3_next"])
+@pytest.mark.parametrize("family", ["lfm2", "granitemoehybrid", "nemotron_h", "qwen3_next"])
 def test_layers_that_keep_states_are_timed_with_one_that_attends(family, monkeypatch):
     monkeypatch.setattr("hasten.bench.predict.last_level_cache_bytes", lambda: 1)  # as few layers as can be
     config = read_config(values_of(family) | {"num_hidden_layers": 4})

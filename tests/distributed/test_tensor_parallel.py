@@ -324,7 +324,12 @@ def test_more_ranks_than_there_are_parts_are_refused_with_what_would_do(size, gr
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "name"), [("lfm2", "conv", "short convolution"), ("granitemoehybrid", "mamba", "Mamba-2")]
+    ("family", "kind", "name"),
+    [
+        ("lfm2", "conv", "short convolution"),
+        ("granitemoehybrid", "mamba", "Mamba-2"),
+        ("nemotron_h", "linear_attention", "Mamba-2"),
+    ],
 )
 def test_states_of_other_kinds_are_not_divided(family, kind, name):
     kinds = {"model_type": family, "num_hidden_layers": 2, "layer_types": [kind, "full_attention"]}

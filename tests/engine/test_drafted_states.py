@@ -15,7 +15,7 @@ from serving_cases import run
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_text-kinds", "qwen3_5_moe_text", "lfm2", "lfm2_moe"]
 
-PLAIN = [("lfm2", "float32"), ("granitemoehybrid-dense", "float32")]
+PLAIN = [("lfm2", "float32"), ("granitemoehybrid-dense", "float32"), ("nemotron_h-dense", "float32")]
 
 
 def model_of(family, dtype="bfloat16"):

@@ -46,7 +46,7 @@ def answered(engine, prompt, count=6):
     return tokens_of(found), found[0].cached_tokens
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "granitemoehybrid-dense"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "granitemoehybrid-dense", "nemotron_h-dense"])
 def test_a_prompt_goes_on_from_the_last_full_block_of_another(family):
     model = MODEL if family == "qwen3_5_text" else hasten.load(make_reference(family), dtype="float32")
     engine = engine_of(model=model, blocks=80)

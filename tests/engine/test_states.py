@@ -23,7 +23,7 @@ from references import decided, make_reference
 from serving_cases import request, run, tokens_of
 
 FUSED = ["qwen3_next", "qwen3_5_text", "qwen3_5_text-kinds", "qwen3_5_moe_text", "lfm2", "lfm2-biases", "lfm2_moe"]
-FAMILIES = [*FUSED, "granitemoehybrid", "granitemoehybrid-dense"]
+FAMILIES = [*FUSED, "granitemoehybrid", "granitemoehybrid-dense", "nemotron_h", "nemotron_h-dense"]
 LONG = [torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (150, 67, 40)]
 
 
@@ -40,6 +40,7 @@ def pair(request):
         pytest.param(("qwen3_5_text", "bfloat16"), marks=needs_native),
         ("lfm2", "float32"),
         ("granitemoehybrid-dense", "float32"),
+        ("nemotron_h-dense", "float32"),
     ],
     ids="-".join,
 )
@@ -136,7 +137,7 @@ def test_samples_and_beams_go_on_from_copies(model):
         assert hasten.generate(model, [LONG[2]], alone)[0].tokens == tokens
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2", "granitemoehybrid"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2", "granitemoehybrid", "nemotron_h"])
 def test_beams_are_those_of_transformers(family):
     reference = make_reference(family)
     reference.generation_config.eos_token_id = None
@@ -193,6 +194,7 @@ def test_states_are_counted_where_memory_is_asked_for(model):
     each = KVCache.bytes_per_sequence(config, torch.float32)
     numbers = {"qwen3_5_text": 16 * 8 * 12 + 3 * (2 * 4 * 8 + 16 * 12), "lfm2": 2 * 64}
     numbers["granitemoehybrid"] = 8 * 12 * 16 + 2 * (128 + 2 * 12)
+    numbers["nemotron_h"] = 8 * 12 * 16 + 2 * (128 + 2 * 2 * 12)
     assert each == 3 * 4 * numbers[config.family]
     blocks = 5 * KVCache.bytes_per_block(config, block_size=16, dtype=torch.float32)
     padding = 2 * config.kv_heads * config.head_dim * 4  # the last row

@@ -20,6 +20,7 @@ NEEDED = {  # no number there by default
     "deepseek_v2": {"num_experts_per_tok"},
 }
 NEEDED |= {name: {"layer_types"} for name in ("lfm2_moe", "granitemoehybrid")}
+NEEDED["nemotron_h"] = {"layers_block_type"}
 WHOLE = ("gemma3_text", "gemma4_text")  # published files leave out even their sizes
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -189,6 +190,9 @@ OLD = [
     ("granitemoehybrid", {"rope_theta": 1e4, "layer_types": MAMBA_KINDS, "position_embedding_type": "nope"}),
     ("granitemoehybrid", {"layer_types": MAMBA_KINDS, "position_embedding_type": "rope", "num_local_experts": 0}),
     ("granitemoehybrid", {"layer_types": MAMBA_KINDS, "mamba_d_head": "auto", "init_method": "mup"}),
+    ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "time_step_limit": [0.0, float("inf")]}),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M-M*E", "num_hidden_layers": 52}),
+    ("nemotron_h-dense", {"layers_block_type": ["mamba", "attention"], "norm_topk_prob": False, "moe_latent_size": 8}),
     ("apertus", {"rope_theta": 12e6, "rope_scaling": LLAMA3_OLD | {"rope_type": "llama3"}}),
     ("apertus", {"rope_theta": 5e5, "rope_scaling": None, "mlp_bias": False, "post_norm": False, "qk_norm": True}),
     ("apertus", {"hidden_act": "relu2"}),
@@ -286,6 +290,16 @@ def test_su_is_an_early_name_of_longrope():
         ("lfm2", {"layer_types": ["linear_attention"] * 4}, ["layer_types", "a list of 4 of conv, full_attention"]),
         ("lfm2_moe", {}, ["lacks 'layer_types', which a lfm2_moe needs"]),
         ("lfm2_moe", {"layer_types": LFM2_KINDS, "num_experts_per_tok": 7}, ["num_experts_per_tok", "6 experts", "7"]),
+        ("nemotron_h", {"layers_block_type": None}, ["lacks 'layers_block_type', which a nemotron_h needs"]),
+        ("nemotron_h", {"layers_block_type": ["mlp", "conv"]}, ["1 to 1024 of linear_attention, full", "'conv'"]),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MX"}, ["1 to 1024 of M, *, -, E", "MX"]),
+        ("nemotron_h", {"layers_block_type": ["mlp", "mamba"]}, ["none of the 2 layers is full_attention"]),
+        ("nemotron_h", {"layers_block_type": ["attention"]}, ["none of the 1 layers is linear_attention"]),
+        ("nemotron_h", {"n_groups": 3}, ["n_groups", "a divisor of mamba_num_heads (8)", "3"]),
+        ("nemotron_h", {"n_shared_experts": 2}, ["n_shared_experts", "1 or absent", "2"]),
+        ("nemotron_h", {"mlp_bias": True}, ["mlp_bias", "False or absent", "True"]),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, ["mamba_hidden_act", "'silu' or absent", "'gelu'"]),
+        ("nemotron_h", {"time_step_limit": [0.0, 1.0]}, ["time_step_limit", "Infinity", "1.0"]),
         ("granitemoehybrid", {}, ["lacks 'layer_types', which a granitemoehybrid needs"]),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, ["none of the 4 layers is full_attention"]),
         ("granitemoehybrid", MAMBA_LAYERS | {"mamba_n_groups": 3}, ["mamba_n_groups", "a divisor", "(8)", "3"]),

@@ -27,8 +27,8 @@ from parity import PROMPTS, assert_same, our_logits, reference_logits
 from references import decided, make_reference, values_of
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2-biases", "lfm2_moe"]
-FAMILIES += ["granitemoehybrid", "granitemoehybrid-dense"]
-DENSE = ["qwen3_5_text", "lfm2", "lfm2-biases", "granitemoehybrid-dense"]
+FAMILIES += ["granitemoehybrid", "granitemoehybrid-dense", "nemotron_h", "nemotron_h-dense"]
+DENSE = ["qwen3_5_text", "lfm2", "lfm2-biases", "granitemoehybrid-dense", "nemotron_h-dense"]
 # Where transformers has parameters of the first layer that keeps a state, by our names: of all rows, or of these.
 GRADIENTS = {
     "qwen3_5_text": {
@@ -48,6 +48,16 @@ GRADIENTS = {
         "z.bias": "mamba.in_proj.bias",
         "out.weight": "mamba.out_proj.weight",
         "value_norm.weight": "mamba.norm.weight",
+    },
+    "nemotron_h-dense": {
+        "log_rate": "mixer.A_log",
+        "step_bias": "mixer.dt_bias",
+        "skip": "mixer.D",
+        "conv.weight": "mixer.conv1d.weight",
+        "z.weight": "mixer.in_proj.weight",
+        "z.bias": "mixer.in_proj.bias",
+        "out.weight": "mixer.out_proj.weight",
+        "value_norm.weight": "mixer.norm.weight",
     },
     "lfm2-biases": {
         "conv.weight": "conv.conv.weight",
@@ -129,7 +139,12 @@ def test_a_new_model_trains_every_parameter(family):
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("qwen3_5_text", "Gated DeltaNet"), ("lfm2", "short convolution"), ("granitemoehybrid-dense", "Mamba-2")],
+    [
+        ("qwen3_5_text", "Gated DeltaNet"),
+        ("lfm2", "short convolution"),
+        ("granitemoehybrid-dense", "Mamba-2"),
+        ("nemotron_h-dense", "Mamba-2"),
+    ],
 )
 def test_it_is_trained_block_by_block(family, name):
     model = initialize(read_config(values_of(family)), seed=1)
@@ -160,7 +175,9 @@ def test_all_linear_layers_may_have_an_adapter(family):
 
 @pytest.mark.filterwarnings("ignore:hasten reads this quantized model")  # 48 features of an expert are no whole groups
 @pytest.mark.parametrize("scheme", [hasten.Int8(), hasten.Int4(group_size=32)])
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2", "lfm2_moe", "granitemoehybrid-dense"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "qwen3_5_text", "lfm2", "lfm2_moe", "granitemoehybrid-dense", "nemotron_h-dense"]
+)
 def test_quantized_it_is_saved_and_generates_the_same(family, scheme, tmp_path):
     model = hasten.load(make_reference(family), dtype="float32")
     hasten.quantize(model, scheme)

@@ -38,6 +38,9 @@ CONVOLVED = DENSE | {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types"
 CONVOLVED |= {"conv_bias": True}
 MAMBA = DENSE | {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8}
 MAMBA |= {"num_local_experts": 0, "shared_intermediate_size": 64, "mamba_d_state": 12, "mamba_n_groups": 2}
+HALVES = DENSE | {"model_type": "nemotron_h", "hybrid_override_pattern": "-ME*MM", "mamba_num_heads": 8, "head_dim": 16}
+HALVES |= {"ssm_state_size": 12, "n_groups": 2, "mamba_head_dim": 8, "moe_intermediate_size": 16}
+HALVES |= {"moe_shared_expert_intermediate_size": 24}
 LENT = DENSE | {"model_type": "gemma4_text", "num_hidden_layers": 8, "num_kv_shared_layers": 2, "head_dim": 8}
 LENT |= {"global_head_dim": 16, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12}
 LENT |= {"vocab_size_per_layer_input": 100}
@@ -54,7 +57,7 @@ def bytes_read(model: ModelConfig, *, batch: int, context: int = 0) -> float:
 WIDE = DENSE | {"num_attention_heads": 8, "head_dim": 8}
 
 
-@pytest.mark.parametrize("values", [DENSE, EXPERTS, GATED, SHARED, STATES, CONVOLVED, MAMBA, WIDE, LENT])
+@pytest.mark.parametrize("values", [DENSE, EXPERTS, GATED, SHARED, STATES, CONVOLVED, MAMBA, HALVES, WIDE, LENT])
 def test_muons_own_products_are_those_of_a_step(values) -> None:
     model = Transformer(config(values))
     optimizer = Muon([parameter for parameter in model.blocks.parameters() if parameter.ndim == 2], lr=1e-3)
@@ -107,6 +110,21 @@ def test_mamba_keeps_a_matrix_for_each_head() -> None:
     assert parameters(model).active == products + vectors
     attended, scanned = 4 * heads * (10 + 1) / 2, 2 * 4 * 8 * 12 * 8
     assert forward_flops_per_token(model, 10) == 2 * (products + vectors) + attended + scanned
+
+
+def test_a_layer_of_one_half_counts_that_half_alone() -> None:
+    model = config(HALVES)
+    values, channels, hidden = 64, 64 + 2 * 2 * 12, model.hidden_size
+    assert kv_bytes_per_token(model, 2) == 2 * 2 * 16 * 2  # of the one layer with attention
+    assert state_bytes(model, 2) == 3 * (4 * 8 * 12 * 8 + 2 * 3 * channels)
+    products = 3 * hidden * (values + channels + 8 + values) + 2 * hidden * (4 + 2) * 16
+    products += 2 * hidden * (model.intermediate_size + 8 + 24 + 2 * 16) - 8 * hidden  # the router is one matrix
+    products += model.padded_vocab_size * hidden
+    vectors = 3 * (5 * channels + 3 * 8 + values) + 6 * hidden + 8  # one norm a layer; biases of the choice
+    assert parameters(model).active == products + vectors
+    attended, scanned = 4 * 4 * 16 * (10 + 1) / 2, 3 * 4 * 8 * 12 * 8
+    assert forward_flops_per_token(model, 10) == 2 * (products + vectors) + attended + scanned
+    assert bytes_read(model, batch=1) == pytest.approx(2 * parameters(model).active + 2 * state_bytes(model, 2))
 
 
 def test_layers_that_use_the_keys_of_others_read_them_too() -> None:

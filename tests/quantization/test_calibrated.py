@@ -76,6 +76,8 @@ NEWER = [
     "qwen3_5_text",
     "lfm2",
     "granitemoehybrid-dense",
+    "nemotron_h",
+    "nemotron_h-dense",
 ]
 
 

@@ -16,7 +16,7 @@ from references import values_of
 from tiny_model import tiny_llama
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2", "granitemoehybrid-dense"])
+@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2", "granitemoehybrid-dense", "nemotron_h-dense"])
 def base(request, tmp_path_factory):
     """A tiny random model with a tokenizer."""
     tokenizer = tiny_llama().tokenizer

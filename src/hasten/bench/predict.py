@@ -71,7 +71,7 @@ def generating_seconds(
     as the processor's caches cannot hold. None where they have no room.
     """
     held = matrices(config, config.layers[0])[0] * {"int8": 1, "int4": 0.5}.get(weights.partition("-")[0], 2)
-    attending = next(i for i, layer in enumerate(config.layers, 1) if not layer.keeps_state)
+    attending = next(i for i, layer in enumerate(config.layers, 1) if layer.attends)
     # Half of them also need a layer with attention, whose context is timed.
     cut = replace(config, layers=config.layers[: max(2 * attending, round(4 * last_level_cache_bytes() / held))])
     if 6 * parameters(cut).total > available_memory():

@@ -124,6 +124,7 @@ def check_split(config: ModelConfig, degree: int) -> None:
         (config.logit_scale != 1.0, "scaled logits"),
         (config.attention_pattern, "a sparse attention pattern"),
         (config.keeps_states, config.mixer.name if config.mixer else ""),
+        (config.has_single_halves, "layers of one half"),
         (config.attention_gate, "gates of attention"),
         (config.mixed_heads, "heads of several sizes"),
         (config.shares_keys, "layers that use the keys of others"),

@@ -23,7 +23,7 @@ from hasten.engine.states import StateShape, groups_of_texts
 from hasten.engine.step import KVStep
 from hasten.errors import ConfigError
 from hasten.machine.pages import zeros_in_large_pages
-from hasten.model.config import ModelConfig
+from hasten.model.config import LayerConfig, ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat
@@ -32,7 +32,7 @@ from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup
 from hasten.ops.attention.view import AttentionMetadata
 from hasten.ops.native import library
 from hasten.ops.picker import Kernel, pick
-from hasten.ops.states import SequenceGroup
+from hasten.ops.states import SequenceGroup, State
 
 # A step that reads texts side by side reads them up to the next multiple of this, so that a short text does not pay for
 # the whole capacity; a compiled one reads all of it, because its shapes must not change.
@@ -68,14 +68,16 @@ class LayerShape(NamedTuple):
     tensors: int = 2
 
 
-def layer_shapes(config: ModelConfig) -> list[LayerShape | StateShape]:
-    """The shape of each layer; one that uses another's keys and values has the other's."""
-    sizes = [(config.kv_heads_of(layer), config.head_dim_of(layer)) for layer in config.layers]
+def layer_shapes(config: ModelConfig) -> list[LayerShape | StateShape | None]:
+    """The shape of each layer; one that uses another's keys and values has the other's, an MLP alone has none."""
     tensors = 2 if config.latent is None else 1
-    return [
-        StateShape(config.state_mixer) if layer.keeps_state else LayerShape(*own, tensors)
-        for layer, own in zip(config.layers, sizes, strict=True)
-    ]
+
+    def own(layer: LayerConfig) -> LayerShape | StateShape | None:
+        if layer.attends:
+            return LayerShape(config.kv_heads_of(layer), config.head_dim_of(layer), tensors)
+        return StateShape(config.state_mixer) if layer.keeps_state else None
+
+    return [own(layer) for layer in config.layers]
 
 
 def kept_shapes(config: ModelConfig) -> list[LayerShape]:
@@ -90,7 +92,7 @@ class KVCache:
     k, v: of each layer with attention, (blocks·block_size + 1, Hkv, …), the last row for padding, which is never read.
     They lie in one allocation, the layers of one shape together; a layer that uses another's has the same tensors, and
     with latent attention k and v are one.
-    states: of every layer, None where it has attention.
+    states: of every layer, None where it has attention; an MLP alone has one of no tensors.
     """
 
     def __init__(
@@ -114,14 +116,12 @@ class KVCache:
         self.blocks, self.block_size, self.row_format = blocks, block_size, row_format
         self.sequences = sequences  # that states are kept of
         self.first_slots = torch.arange(blocks, device=device) * block_size  # (blocks,)
-        self.windows = [layer.window for layer in config.layers if not layer.keeps_state]
+        self.windows = [layer.window for layer in config.layers if layer.attends]
         self._stretches = config.stretches_at is not None
         self.sparse: SparseMasks | None = None
         found = layer_shapes(config)
         shapes = kept_shapes(config)
-        self.states = [
-            shape.zeros(sequences, dtype, self.device) if isinstance(shape, StateShape) else None for shape in found
-        ]
+        self.states = [_places(shape, sequences, dtype, self.device) for shape in found]
         self._keeps_states = any(own is not None for own in self.states)
         self._groups = self._allocate(shapes)
         held = {shape: _pairs(shape, group) for shape, group in self._groups.items()}
@@ -371,6 +371,13 @@ class KVCache:
             return self.sparse.masks(positions, places)
         by_window = {window: visible(positions, places, window) for window in set(self.windows)}  # (B, T, S')
         return [by_window[window] for window in self.windows]
+
+
+def _places(shape: LayerShape | StateShape | None, count: int, dtype: torch.dtype, device: Any) -> State | None:
+    """The places of a layer for the states of `count` sequences, as in `KVCache.states`."""
+    if shape is None:
+        return {}
+    return None if isinstance(shape, LayerShape) else shape.zeros(count, dtype, device)
 
 
 def _pairs(shape: LayerShape, group: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

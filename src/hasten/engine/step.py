@@ -81,9 +81,9 @@ class KVStep:
 
     k, v, metadata, seen: as in `KVView`, of each layer that keeps keys what is not the same for all. kernel, groups,
     masks, read: as in `KVLayer`; groups and masks of each such layer. stretched: as in `RotaryTable`. states: of every
-    layer, None where it keeps keys; empty where all do. groups_of_states: the sequences of the step. state_slots int64
-    (B,), on the host: the place of each in `states`; certain, alike: after how many of its tokens its state is kept,
-    None: after all.
+    layer, None where it keeps keys, of no tensors where it keeps nothing; empty where all keep keys. groups_of_states:
+    the sequences of the step. state_slots int64 (B,), on the host: the place of each in `states`; certain, alike: after
+    how many of its tokens its state is kept, None: after all.
     """
 
     k: list[Tensor]

@@ -160,11 +160,13 @@ def _mixer_bindings(model: Transformer, layer: int, block: nn.Module) -> list[Bi
     """What lets the tokens of a readable block see each other: attention, or a layer that keeps a state."""
     if getattr(block, "mixer", None) is not None:
         return [Binding(layer, model.config.state_mixer.operator, "pytorch", [UNFUSED])]
+    if block.attention is None:
+        return []
     assert isinstance(block.attention, Attention)
     sparse = model.config.attention_pattern is not None
     request = replace(block.attention.request(), dtype=model.compute_dtype, block_mask=sparse)
     # A cache has one kernel for all layers.
-    widest = max(model.config.head_dim_of(one) for one in model.config.layers if not one.keeps_state)
+    widest = max(model.config.head_dim_of(one) for one in model.config.layers if one.attends)
     request = replace(request, spec=replace(block.attention.over_cache.spec, head_dim=widest))
     paged = _binding(layer, "paged attention", PAGED_KERNELS, request)
     return [*_attention_bindings(layer, block.attention), paged]

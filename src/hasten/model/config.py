@@ -76,6 +76,7 @@ class LatentConfig:
 class LayerConfig:
     """The settings of one layer: the attention window (None: everything), the rotary table, the MLP kind.
 
+    A layer has two halves, unless mixes or mlp is False: what lets tokens see each other, then an MLP or experts.
     head_dim, kv_heads, inner (features of the MLP): None where they are those of the model. keys_of: the earlier layer
     whose keys and values this one uses, having none of its own; lends_keys: later layers use those of this one.
     values_of_keys: values are the product for keys, before norm and rotary turn.
@@ -83,6 +84,8 @@ class LayerConfig:
 
     window: int | None = None
     rope: int | None = 0  # index into ModelConfig.ropes; None: queries and keys are not rotated
+    mixes: bool = True  # False: neither attention nor what is in its place
+    mlp: bool = True  # False: neither an MLP nor experts
     experts: bool = False
     scale: float = 1.0  # multiplies the scores
     keeps_state: bool = False  # `ModelConfig.mixer` in the place of attention
@@ -92,6 +95,16 @@ class LayerConfig:
     keys_of: int | None = None
     lends_keys: bool = False
     values_of_keys: bool = False
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention."""
+        return self.mixes and not self.keeps_state
+
+    @property
+    def halves(self) -> int:
+        """Number of halves that the layer has."""
+        return self.mixes + self.mlp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +156,7 @@ class ModelConfig:
     experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
+    expert_latent: int = 0  # features that experts read and return, between two products of all; 0: the stream's
     expert_scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
     router_bias: bool = False  # the router's logits have one
     expert_choice_bias: bool = False  # a stored bias of each expert is added to its score to choose, not to weigh
@@ -199,13 +213,22 @@ class ModelConfig:
         return self.kv_heads if layer.kv_heads is None else layer.kv_heads
 
     def inner_of(self, layer: LayerConfig) -> int:
-        """Inner features of this layer's MLP, where it has no experts."""
-        return self.intermediate_size if layer.inner is None else layer.inner
+        """Inner features of this layer's MLP, where it has no experts; 0: it has none."""
+        return 0 if not layer.mlp else self.intermediate_size if layer.inner is None else layer.inner
 
     @property
-    def block_norms(self) -> int:
-        """Number of norms of the stream in a block."""
-        return (1 if self.parallel else 2) * self.pre_norms + 2 * self.post_norms
+    def expert_width(self) -> int:
+        """Features that an expert reads and returns."""
+        return self.expert_latent or self.hidden_size
+
+    @property
+    def has_single_halves(self) -> bool:
+        """Whether some layers have one half alone."""
+        return any(layer.halves < 2 for layer in self.layers)
+
+    def norms_of(self, layer: LayerConfig) -> int:
+        """Number of norms of the stream in this layer's block."""
+        return (1 if self.parallel else layer.halves) * self.pre_norms + layer.halves * self.post_norms
 
     @property
     def reach(self) -> int | None:

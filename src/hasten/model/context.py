@@ -144,7 +144,7 @@ def training_context(
         model.bind_once()
     config, pattern = model.config, model.config.attention_pattern
     windows = [layer.window for layer in config.layers]
-    attending = [block for block in model.blocks if getattr(block, "mixer", None) is None]
+    attending = [block for block, layer in zip(model.blocks, config.layers, strict=True) if layer.attends]
     attentions = [getattr(block, "attention", None) for block in attending]  # None: a fused block
     fits = all(isinstance(attention, Attention) and attention.supports_segments for attention in attentions)
     if pattern is None:

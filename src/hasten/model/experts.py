@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import HastenWarning
-from hasten.model.config import ModelConfig
+from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.grouped_experts import BoundExperts, could_run, experts_request
+from hasten.model.mlp import MLP, Linear
 from hasten.model.norms import norm_of, over_rms
 from hasten.ops import triton_support
 from hasten.ops.experts import KERNELS, ExpertsRequest, Grouped
@@ -63,22 +64,27 @@ def kept_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
 class Experts(nn.Module):
     """Top-k routing over `config.experts` MLPs, and where the model has one an MLP beside them for every token.
 
-    make: creates an MLP with this number of inner features.
+    narrow, widen: the products before and behind the experts, where these read a narrower stream, or None.
     """
 
     failed: ClassVar[dict[torch.device, str]] = {}  # why no kernel of all experts is used there: an earlier error
 
-    def __init__(self, config: ModelConfig, make: Callable[[int], nn.Module]) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, width = config, config.expert_width
+        self.narrow: Linear | None = None
+        self.widen: Linear | None = None
+        if config.expert_latent:
+            self.narrow = nn.Linear(config.hidden_size, width, bias=False)
+            self.widen = nn.Linear(width, config.hidden_size, bias=False)
         self.all_take_part = False  # also experts that no row has chosen: then each has a gradient
         # `routed`, given the experts of this rank, where other ranks have the others (expert parallelism).
         self.exchange: Callable[[nn.ModuleList, Tensor, Tensor, Tensor], Tensor] | None = None
         self._bound: BoundExperts | None = None
         self.router = nn.Linear(config.hidden_size, config.experts, bias=config.router_bias)
         self.choice_bias = nn.Parameter(torch.empty(config.experts)) if config.expert_choice_bias else None
-        self.experts = nn.ModuleList(make(config.expert_size) for _ in range(config.experts))
-        self.shared = make(config.shared_size) if config.shared_size else None
+        self.experts = nn.ModuleList(MLP(config, config.expert_size, width) for _ in range(config.experts))
+        self.shared: nn.Module | None = MLP(config, config.shared_size) if config.shared_size else None
         self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False) if config.shared_gate else None
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +93,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)  # (N, C)
-        return self.add_shared(self.routed(rows, *self.route(rows)), rows).view_as(x)
+        read = rows if self.narrow is None else self.narrow(rows)
+        found = self.routed(read, *self.route(rows))
+        return self.add_shared(found if self.widen is None else self.widen(found), rows).view_as(x)
 
     def routed(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """Outputs (N, C) of the chosen experts for rows (N, C), added up by their shares."""
@@ -177,6 +185,13 @@ class Experts(nn.Module):
         return self.__dict__ | {"_bound": None}
 
 
+def mlp_of(config: ModelConfig, layer: LayerConfig) -> nn.Module:
+    """Create a layer's MLP, or its experts."""
+    if not layer.experts:
+        return MLP(config, config.inner_of(layer))
+    return NormedExperts(config) if config.expert_norms else Experts(config)
+
+
 def experts_of(block: nn.Module) -> Experts | None:
     """The experts of a block, readable or fused, if it has any."""
     held = (getattr(block, name, None) for name in ("experts", "mlp"))
@@ -192,8 +207,8 @@ class NormedExperts(Experts):
 
     shared: nn.Module
 
-    def __init__(self, config: ModelConfig, make: Callable[[int], nn.Module]) -> None:
-        super().__init__(config, make)
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
         hidden = config.hidden_size
         self.shared_post_norm, self.expert_norm, self.expert_post_norm = (norm_of(config, hidden) for _ in range(3))
         self.router_scale = nn.Parameter(torch.empty(hidden))

@@ -25,6 +25,7 @@ def unknown_parts(config: ModelConfig, known: Collection[str] = ()) -> str | Non
     parts = {
         "latent": "no latent attention" if config.latent is not None else None,
         "mixer": f"no layers with {config.state_mixer.name}" if config.keeps_states else None,
+        "halves": "no layers of one half" if config.has_single_halves else None,
         "attention_gate": "no gates of attention" if config.attention_gate else None,
         "norm": "no layer norms stored minus one or without biases" if _unusual_layer_norm(config) else None,
         "pre_norms": "no blocks without norms before their halves" if not config.pre_norms else None,
@@ -42,6 +43,7 @@ def unknown_parts(config: ModelConfig, known: Collection[str] = ()) -> str | Non
         "token_features": "no per-layer embeddings" if config.token_features else None,
         "block_scales": "no numbers that scale the stream behind a block" if config.block_scales else None,
         "expert_norms": "no experts with norms of their own" if config.expert_norms else None,
+        "expert_latent": "no experts that read a narrower stream" if config.expert_latent else None,
         "swiglu": "no limits or offsets in gated MLPs" if config.swiglu_limit or config.up_offset else None,
     }
     return next((words for name, words in parts.items() if words is not None and name not in known), None)

@@ -60,7 +60,7 @@ def mixed_formats(model: Transformer) -> str | None:
         if not isinstance(block, Block):
             continue
         fused: dict[str, list[Linear]] = {}
-        if block.mixer is None and type(block.attention) is Attention:
+        if type(block.attention) is Attention:
             fused["q, k and v"] = [block.attention.q, block.attention.k, block.attention.v]
         if isinstance(block.mlp, MLP) and block.mlp.gate is not None:
             fused["gate and up"] = [block.mlp.gate, block.mlp.up]

@@ -83,7 +83,7 @@ def _unsupported(request: LinearRequest) -> str | None:
 
 def native_shape_refusal(config: ModelConfig) -> str | None:
     """Why the native steps cannot run a model of this shape, or None."""
-    size = max((config.head_dim_of(layer) for layer in config.layers if not layer.keeps_state), default=0)
+    size = max((config.head_dim_of(layer) for layer in config.layers if layer.attends), default=0)
     if size > LARGEST_NATIVE:
         return f"the head size is {size}; the fused steps go up to {LARGEST_NATIVE}"
     experts = {layer.experts for layer in config.layers}

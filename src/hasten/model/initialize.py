@@ -75,7 +75,7 @@ def _fill(values: Tensor, module: nn.Module, name: str, config: ModelConfig, gen
     elif leaf == "sinks":
         values.normal_(0.0, config.initializer_range, generator=generator)
     elif isinstance(module, nn.Linear | nn.Embedding):
-        into_residual = owner.endswith((".output", ".down", ".out", ".expand"))
+        into_residual = owner.endswith((".output", ".down", ".out", ".expand", ".widen"))
         std = config.initializer_range / ((2 * len(config.layers)) ** 0.5 if into_residual else 1)
         values.normal_(0.0, std, generator=generator)
     elif isinstance(module, RMSNorm | LayerNorm):

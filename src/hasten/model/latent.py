@@ -155,3 +155,8 @@ def _weight_of(linear: nn.Module, dtype: torch.dtype) -> Tensor:
     if isinstance(linear, PackedLinear):  # where a kernel was forced by name
         return linear.numbers(torch.arange(linear.out_features)).dequantize(dtype)
     return linear.weight.to(dtype)
+
+
+def attention_of(config: ModelConfig, layer: LayerConfig) -> Attention:
+    """Create a layer's attention, of the kind that the model has."""
+    return Attention(config, layer) if config.latent is None else LatentAttention(config, layer)

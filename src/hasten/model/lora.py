@@ -23,7 +23,7 @@ from hasten.ops.linear import PackedLinear
 
 LARGEST_RANK = 4096
 # Names of our modules that can be adapted.
-LINEARS = ("q", "k", "v", "output", "gate", "up", "down", "q_down", "q_up", "kv_down", "kv_up")
+LINEARS = ("q", "k", "v", "output", "gate", "up", "down", "narrow", "widen", "q_down", "q_up", "kv_down", "kv_up")
 ALL_LINEAR = "all-linear"
 
 
@@ -173,6 +173,8 @@ def layer_size(config: ModelConfig, name: str) -> tuple[int, int]:
     q, kv = config.heads * size, config.kv_heads_of(layer) * size
     into = {"q": q * (1 + config.attention_gate), "k": kv, "v": kv, "gate": inner, "up": inner}
     leaf = name.rpartition(".")[2]
+    if leaf in ("narrow", "widen"):
+        return (hidden, config.expert_latent) if leaf == "narrow" else (config.expert_latent, hidden)
     if ".mixer." in name:
         features = config.state_mixer.inputs
         return (hidden, features[leaf]) if leaf in features else (config.state_mixer.values, hidden)

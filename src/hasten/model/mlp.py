@@ -10,15 +10,19 @@ Linear = nn.Linear | PackedLinear  # a quantized or packed layer may replace a p
 
 
 class MLP(nn.Module):
-    """down(act(up x)), or gated: down(act(gate x) · up x) (arXiv 2002.05202)."""
+    """down(act(up x)), or gated: down(act(gate x) · up x) (arXiv 2002.05202).
 
-    def __init__(self, config: ModelConfig, size: int) -> None:
+    size: inner features. width: those that it reads and returns, by default the stream's.
+    """
+
+    def __init__(self, config: ModelConfig, size: int, width: int | None = None) -> None:
         super().__init__()
+        width = config.hidden_size if width is None else width
         self.gate: Linear | None = None
         if config.gated:
-            self.gate = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
-        self.up: Linear = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
-        self.down: Linear = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
+            self.gate = nn.Linear(width, size, bias=config.mlp_bias)
+        self.up: Linear = nn.Linear(width, size, bias=config.mlp_bias)
+        self.down: Linear = nn.Linear(size, width, bias=config.mlp_bias)
         self.activation_name = config.activation
         self.activation = activation_of(config.activation)
         self.limit, self.up_offset = config.swiglu_limit, config.up_offset

@@ -58,8 +58,10 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
-def norm_of(config: ModelConfig, size: int) -> nn.Module:
-    """Create a norm of the model's kind over `size` features, uninitialized."""
+def norm_of(config: ModelConfig, size: int, *, there: bool = True) -> nn.Module:
+    """Create a norm of the model's kind over `size` features, uninitialized; where it is not there, the identity."""
+    if not there:
+        return nn.Identity()
     if config.norm == "rmsnorm":
         return RMSNorm(size, config.norm_eps, config.norm_offset, has_weight=config.norm_weights)
     return LayerNorm(size, config.norm_eps, config.norm_offset, bias=config.norm_bias)

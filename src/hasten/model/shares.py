@@ -202,11 +202,11 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
             f"--tensor-parallel is {size}; a {config.family} has latent attention, whose latents belong to "
             "all heads and which no ranks share yet: leave it at 1"
         )
-    dense = {config.inner_of(layer) for layer in config.layers if not layer.experts}
+    dense = {config.inner_of(layer) for layer in config.layers if layer.mlp and not layer.experts}
     sizes = [*dense, *[config.expert_size] * any(layer.experts for layer in config.layers)]
     sizes += [config.shared_size] * (config.shared_size > 0)
     kinds = {(config.kv_heads, config.head_dim)}
-    kinds |= {_kind_of_heads(config, layer) for layer in config.layers if not layer.keeps_state}
+    kinds |= {_kind_of_heads(config, layer) for layer in config.layers if layer.attends}
     every = {kind: _Heads(config.heads, *kind) for kind in kinds}
     delta = config.mixer
     if delta is not None and not isinstance(delta, DeltaConfig):

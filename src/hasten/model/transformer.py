@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from hasten.errors import ConfigError
 from hasten.model.attention import Attention, KeysValues
 from hasten.model.config import LayerConfig, ModelConfig
-from hasten.model.experts import Experts, NormedExperts
+from hasten.model.experts import NormedExperts, mlp_of
 from hasten.model.interfaces import Context, LayerContext, SoftTargets, Stack, StateContext
 from hasten.model.last_rows import of_rows
-from hasten.model.latent import LatentAttention
+from hasten.model.latent import attention_of
 from hasten.model.layer_format import LayerFormat
 from hasten.model.mixers import mixer_of
-from hasten.model.mlp import MLP
 from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, Rotation
 from hasten.model.token_features import TokenFeatures, TokenGate
@@ -41,26 +41,24 @@ _BINDING = threading.RLock()  # held while a model's kernels are chosen: threads
 
 
 class Block(nn.Module):
-    """One layer: attention (or `mixer`, which keeps a state) and MLP, each added to the residual stream."""
+    """One layer: attention (or `mixer`, which keeps a state) and MLP, each added to the residual stream.
 
-    attention: Attention
+    What a layer does not have is None.
+    """
+
+    attention: Any  # Attention, or None
 
     def __init__(self, config: ModelConfig, layer: LayerConfig) -> None:
         super().__init__()
-        hidden = config.hidden_size
-        self.attention_norm = norm_of(config, hidden) if config.pre_norms else nn.Identity()
+        norm = partial(norm_of, config, config.hidden_size)
+        self.attention_norm = norm(there=layer.mixes and config.pre_norms)
         self.mixer = mixer_of(config) if layer.keeps_state else None
-        if self.mixer is None:
-            self.attention = Attention(config, layer) if config.latent is None else LatentAttention(config, layer)
-        self.attention_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
-        self.parallel, self.lends_keys = config.parallel, layer.lends_keys
-        self.mlp_norm = norm_of(config, hidden) if config.pre_norms and not config.parallel else nn.Identity()
-        if layer.experts:
-            kind = NormedExperts if config.expert_norms else Experts
-            self.mlp: nn.Module = kind(config, lambda size: MLP(config, size))
-        else:
-            self.mlp = MLP(config, config.inner_of(layer))
-        self.mlp_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
+        self.attention = attention_of(config, layer) if layer.attends else None
+        self.attention_post_norm = norm(there=layer.mixes and config.post_norms)
+        self.mixes, self.parallel, self.lends_keys = layer.mixes, config.parallel, layer.lends_keys
+        self.mlp_norm = norm(there=layer.mlp and config.pre_norms and not config.parallel)
+        self.mlp = mlp_of(config, layer) if layer.mlp else None
+        self.mlp_post_norm = norm(there=layer.mlp and config.post_norms)
         self.token_gate = TokenGate(config) if config.token_features else None
         self.scale = nn.Parameter(torch.empty(1)) if config.block_scales else None
         self.dropout, self.residual_scale = nn.Dropout(config.dropout), config.residual_scale
@@ -79,12 +77,14 @@ class Block(nn.Module):
         scale: 0-dim factor of the residual branches (a kept block's 1/p). features (B, T, P): what the tokens bring.
         shared: keys and values of the layer whose it uses.
         """
-        normal = self.attention_norm(x)
-        mixed, lent = self.mixed(normal, rope, layer, shared)
-        x = self.add(x, self.dropout(self.attention_post_norm(mixed)), scale)
-        normal = normal if self.parallel else self.mlp_norm(x)
-        branch = self.mlp(normal, x) if isinstance(self.mlp, NormedExperts) else self.mlp(normal)
-        x = self.add(x, self.dropout(self.mlp_post_norm(branch)), scale)
+        normal, lent = self.attention_norm(x), None
+        if self.mixes:
+            mixed, lent = self.mixed(normal, rope, layer, shared)
+            x = self.add(x, self.dropout(self.attention_post_norm(mixed)), scale)
+        if self.mlp is not None:
+            normal = normal if self.parallel else self.mlp_norm(x)
+            branch = self.mlp(normal, x) if isinstance(self.mlp, NormedExperts) else self.mlp(normal)
+            x = self.add(x, self.dropout(self.mlp_post_norm(branch)), scale)
         if self.token_gate is not None and features is not None:
             x = self.add(x, self.token_gate(x, features), scale)
         x = x if self.scale is None else x * self.scale

@@ -43,19 +43,21 @@ def parameters(config: ModelConfig) -> Parameters:
 
 def matrices(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     """Number of weights in a block's matrices: all, and those used for one token."""
-    hidden = config.hidden_size
+    hidden, products = config.hidden_size, 3 if config.gated else 2
     attention = sum(a * b for a, b in _shapes(config, layer)) + hidden * 2 * config.token_features
-    per_width = hidden * (3 if config.gated else 2)
     if not layer.experts:
-        return (attention + per_width * config.inner_of(layer),) * 2
-    around, one = attention + hidden * (config.experts + config.shared_gate), per_width * config.expert_size
-    around += per_width * config.shared_size
+        return (attention + products * hidden * config.inner_of(layer),) * 2
+    around = attention + hidden * (config.experts + config.shared_gate + 2 * config.expert_latent)
+    around += products * hidden * config.shared_size
+    one = products * config.expert_width * config.expert_size
     return around + config.experts * one, around + config.experts_per_token * one
 
 
 def _shapes(config: ModelConfig, layer: LayerConfig) -> list[tuple[int, int]]:
     """Both sizes of each matrix of a block's attention, or of the layer in its place."""
     hidden = config.hidden_size
+    if not layer.mixes:
+        return []
     if layer.keeps_state:
         widths = [*config.state_mixer.inputs.values(), config.state_mixer.values]
     elif (sizes := config.latent) is not None:
@@ -81,12 +83,15 @@ def muon_flops(config: ModelConfig) -> float:
     """FLOPs of an update by Muon: five Newton-Schulz iterations of every matrix, with three products each."""
     hidden, total = config.hidden_size, 0
     for layer in config.layers:
-        inner, every = (config.expert_size, config.experts) if layer.experts else (config.inner_of(layer), 1)
-        widths = [inner] * every * (3 if config.gated else 2) + [config.token_features] * 2
+        products, widths = 3 if config.gated else 2, [config.token_features] * 2
+        shapes = _shapes(config, layer)
         if layer.experts:
-            widths += [config.shared_size] * (config.shared_size > 0) * (3 if config.gated else 2)
-            widths += [config.experts] + [1] * config.shared_gate
-        for shape in _shapes(config, layer) + [(hidden, width) for width in widths]:
+            shapes += [(config.expert_width, config.expert_size)] * config.experts * products
+            widths += [config.shared_size] * products + [config.experts] + [1] * config.shared_gate
+            widths += [config.expert_latent] * 2
+        else:
+            widths += [config.inner_of(layer)] * products
+        for shape in shapes + [(hidden, width) for width in widths]:
             low, high = sorted(shape)
             total += 5 * (4 * low**2 * high + 2 * low**3)
     return float(total)
@@ -102,14 +107,14 @@ def _per_norm(config: ModelConfig) -> int:
 def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     """Number of weights in a block: all, and those used for one token."""
     hidden, size, per_norm = config.hidden_size, config.head_dim_of(layer), _per_norm(config)
-    vectors = hidden * per_norm * (config.block_norms + (config.token_features > 0)) + config.block_scales
+    vectors = hidden * per_norm * (config.norms_of(layer) + (config.token_features > 0)) + config.block_scales
     if layer.keeps_state:
         mixer = config.state_mixer
         vectors += sum(mixer.vectors.values()) + (sum(mixer.inputs.values()) + hidden) * mixer.bias
-    elif (latent := config.latent) is not None:
+    elif layer.mixes and (latent := config.latent) is not None:
         rank = latent.query_rank or 0
         vectors += rank + latent.rank + (rank + latent.kept) * config.qkv_bias + hidden * config.output_bias
-    else:
+    elif layer.mixes:
         widths = [width for _, width in _shapes(config, layer)]
         vectors += sum(widths[:3]) * config.qkv_bias + hidden * config.output_bias
         if config.qk_norm is not None:
@@ -117,14 +122,14 @@ def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
             whole = config.heads + config.kv_heads_of(layer) * keeps
             vectors += size * per_norm * (whole if config.qk_norm == "projection" else 1 + keeps)
         vectors += config.heads * config.attention_sinks
-    inner, every, used = config.inner_of(layer), 1, 1
+    inner, every, used = config.inner_of(layer), int(layer.mlp), int(layer.mlp)
     if layer.experts:
         inner, every, used = config.expert_size, config.experts, config.experts_per_token
         vectors += config.experts * (config.expert_choice_bias + config.router_bias)
         vectors += _mlp_biases(config, config.shared_size) if config.shared_size else 0
         vectors += (hidden * (3 * per_norm + 1) + config.experts) * config.expert_norms
     elif config.activation == "xielu":
-        vectors += 2
+        vectors += 2 * layer.mlp
     biases = _mlp_biases(config, inner)
     own, active = matrices(config, layer)
     return own + vectors + every * biases, active + vectors + used * biases
@@ -132,7 +137,8 @@ def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
 
 def expert_weights(config: ModelConfig) -> int:
     """Number of weights in the experts that tokens are routed to, of all layers."""
-    own = config.hidden_size * (3 if config.gated else 2) * config.expert_size + _mlp_biases(config, config.expert_size)
+    own = config.expert_width * (3 if config.gated else 2) * config.expert_size
+    own += _mlp_biases(config, config.expert_size)
     return sum(config.experts * own for layer in config.layers if layer.experts)
 
 
@@ -168,7 +174,7 @@ def forward_flops_per_token(
     scored: number of tokens whose logits are computed; None: all, as in training; 1 for a prompt. cached: keys and
     values are read from a cache, where latent attention multiplies latents, which are wider than a head.
     """
-    attending = [layer for layer in config.layers if not layer.keeps_state]
+    attending = [layer for layer in config.layers if layer.attends]
     if config.attention_pattern is None:
         seen = sum(_head_sizes(config, layer, cached) * _attended(layer, sequence_length) for layer in attending)
     else:
@@ -214,7 +220,7 @@ def kv_bytes_per_token(config: ModelConfig, element_bytes: float) -> int:
 
 def keeping_layers(config: ModelConfig) -> list[LayerConfig]:
     """The layers that keep keys and values of their own."""
-    return [layer for layer in config.layers if not layer.keeps_state and layer.keys_of is None]
+    return [layer for layer in config.layers if layer.attends and layer.keys_of is None]
 
 
 def key_numbers(config: ModelConfig, layer: LayerConfig) -> int:
@@ -268,7 +274,7 @@ def _kept_read(config: ModelConfig, context: int) -> Iterator[int]:
     """Numbers in all keys and values that a query of each layer reads."""
     reach = None if config.attention_pattern is None else config.attention_pattern.reach
     for layer in config.layers:
-        if layer.keeps_state:
+        if not layer.attends:
             continue
         window = min(filter(None, (reach, layer.window)), default=None)
         yield kept_numbers(config, layer) * (context if window is None else min(window, context))

@@ -248,37 +248,37 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
     if use.joined and config.ropes:
         attention += size * (q + kv)  # v is a view of the joined result, which is kept beside the rotated q and k
     mlp = size * (hidden * use.tensor + inner * (3 if config.gated else 2))
-    norms = 4 * hidden * (1 if config.norm == "layernorm" else 2) * config.block_norms
+    norms = 4 * hidden * (1 if config.norm == "layernorm" else 2) * sum(map(config.norms_of, config.layers))
     if not use.compiled:
         mlp += narrow * hidden * config.gated  # gate and up have an input each
         mlp += size * inner * (config.gated and config.activation != "silu")  # SiLU and gate are one function
         mlp += inner * (13 if size == 4 else 17) * (config.activation == "xielu")  # in float32, and where x is positive
-        mlp += 4 * size * hidden * config.experts_per_token  # in and out of each expert, twice
+        mlp += 4 * size * config.expert_width * config.experts_per_token  # in and out of each expert, twice
         attention += 2 * 4 * (q + kv) * (config.qk_norm is not None)
         attention += 2 * size * hidden * (use.adapter is not None)  # q, k and v have an input each
     if use.compiled:  # the compiler recomputes the rest: the residual stream, and the results of the norms
-        norms = size * hidden + 4 * hidden
-    products = size * (2 * hidden + 2 * (q + kv) + inner * (2 if config.gated else 1))
+        norms = layers * (size * hidden + 4 * hidden)
     if use.explicit_attention:  # the probabilities
         attention += config.heads * use.length * (4 + narrow)
-    mixing = attention + int(_recurrent(config) * (4 * _mixer_numbers(config, kept=True) - attention))
-    kinds = {"attention": tokens * mixing, "MLP": tokens * mlp, "norms and residual stream": tokens * norms}
-    block, loss = sum(kinds.values()), _logits(config, use, size)
+    first, second = sum(layer.mixes for layer in config.layers), sum(layer.mlp for layer in config.layers)
+    states = sum(layer.keeps_state for layer in config.layers)
+    mixing = (first - states) * attention + states * 4 * _mixer_numbers(config, kept=True)
+    kinds = {"attention": mixing, "MLP": second * mlp, "norms and residual stream": norms}
+    kinds = {name: tokens * kept for name, kept in kinds.items()}
+    again = 0
     if use.recompute != "none":
-        kinds = {"norms and residual stream": stream * (use.recompute != "offload")}
+        block = tokens * (mixing // first + mlp + norms // layers)  # of both halves, whether a layer has both or one
+        kinds = {"norms and residual stream": layers * stream * (use.recompute != "offload")}
         if use.recompute == "selective":
-            kinds["products"] = tokens * products
-    found = {f"activations: {name}": layers * kept for name, kept in kinds.items()}
+            products = first * (hidden + 2 * (q + kv)) + second * (hidden + inner * (2 if config.gated else 1))
+            kinds["products"] = tokens * size * products
+        # The last block is recomputed after the logits are freed; in a heap that keeps freed blocks their place is
+        # split.
+        gone = 0 if use.keeps_freed else _logits(config, use, size) + parameters(config).embedding * (4 + narrow)
+        again = max(0, block - sum(kinds.values()) // layers - gone)
+    found = {f"activations: {name}": kept for name, kept in kinds.items()}
     found["activations: norms and residual stream"] += 2 * stream  # of the embedding and the last norm
-    # The last block is recomputed after the logits are freed; in a heap that keeps freed blocks their place is split.
-    gone = 0 if use.keeps_freed else loss + parameters(config).embedding * (4 + narrow)
-    again = max(0, block - sum(kinds.values()) - gone)
     return found | {"activations computed again": again}
-
-
-def _recurrent(config: ModelConfig) -> float:
-    """Share of the layers that keep a state."""
-    return sum(layer.keeps_state for layer in config.layers) / max(1, len(config.layers))
 
 
 def _mixer_numbers(config: ModelConfig, *, kept: bool) -> int:
@@ -294,7 +294,7 @@ def _widths(config: ModelConfig) -> tuple[int, int, int, int]:
 
 
 def _inner(config: ModelConfig, layer: LayerConfig) -> int:
-    """Inner features that a token passes in a layer."""
+    """Inner features that a token passes in a layer; 0: it has no MLP."""
     if not layer.experts:
         return config.inner_of(layer)
     return config.expert_size * config.experts_per_token + config.shared_size

@@ -108,7 +108,7 @@ def exchanged_bytes(
     recomputed both a second time. Supposes that all experts are chosen equally often. itemsize: bytes of a number.
     """
     layers = sum(layer.experts for layer in config.layers)
-    each = config.experts_per_token * config.hidden_size * itemsize * (experts - 1) / experts
+    each = config.experts_per_token * config.expert_width * itemsize * (experts - 1) / experts
     return tokens * layers * each * (6 if recomputed else 4)
 
 

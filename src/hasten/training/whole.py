@@ -38,11 +38,13 @@ def why_not_whole(model: Transformer) -> str | None:
     """Why a model's forward pass cannot run as `WholeModel`, or None."""
     if model.stack is not None or not all(type(block) is Block for block in model.blocks):
         return "its blocks are not the plain ones"
+    if model.config.keeps_states:
+        return f"it has layers with {model.config.state_mixer.name}"
+    if model.config.has_single_halves:
+        return "it has layers of one half"
     if any(not isinstance(norm, LayerNorm | RMSNorm) for norm in _norms(model)):
         return "it has norms of another kind"
     for block in _blocks(model):
-        if block.mixer is not None:
-            return f"it has layers with {model.config.state_mixer.name}"
         if not isinstance(block.attention_post_norm, nn.Identity) or not isinstance(block.mlp_post_norm, nn.Identity):
             return "it has norms after attention and MLP"
         if type(block.mlp) is not MLP:

@@ -18,6 +18,7 @@ from hasten.model.families.granite_hybrid import GRANITE_HYBRID
 from hasten.model.families.latent import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4, YOUTU
 from hasten.model.families.lfm2 import LFM2, LFM2_MOE
 from hasten.model.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL, PHI3
+from hasten.model.families.nemotron_h import NEMOTRON_H
 from hasten.model.families.olmo import EXAONE4, OLMO2, OLMO3, OLMOE
 from hasten.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from hasten.model.families.routed import DOTS1, GLM4_MOE, MINIMAX_M2
@@ -44,7 +45,7 @@ DECLARED = (
     *(SEED_OSS, ARCEE, NEMOTRON, GRANITE, GRANITE_MOE, SMOLLM3, HUNYUAN, APERTUS, NANOCHAT),
     *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
-    *(LFM2, LFM2_MOE, GRANITE_HYBRID),
+    *(LFM2, LFM2_MOE, GRANITE_HYBRID, NEMOTRON_H),
     *(GEMMA, GEMMA2, GEMMA3, GEMMA4),
     *(OLMO2, OLMO3, OLMOE, EXAONE4),
     *(GLM, GLM4, ERNIE4_5, ERNIE4_5_MOE, COHERE2),

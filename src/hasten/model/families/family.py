@@ -116,9 +116,10 @@ def layouts(family: Family, config: ModelConfig) -> list[Places]:
     transformers 5 holds them; and with experts apart, where the files stack them (a GGUF file's are read so).
     """
     found = [family]
-    if config.experts and (family.stacks is None or family.in_memory is not None):
+    if family.in_memory is not None or (config.experts and family.stacks is None):
         names = family.names if family.in_memory is None else family.in_memory
-        found.append(replace(family, names=names, stacks=Stacks("experts.gate_up_proj", "experts.down_proj")))
+        stacks = Stacks(f"experts.{'gate_' * config.gated}up_proj", "experts.down_proj", gated=config.gated)
+        found.append(replace(family, names=names, stacks=stacks))
     if family.stacks is not None:
         found.append(replace(family, stacks=None))
     if family.in_gguf is not None:
@@ -129,9 +130,6 @@ def layouts(family: Family, config: ModelConfig) -> list[Places]:
 def parameter_names(config: ModelConfig) -> Iterator[str]:
     """Yield the names of a Transformer's parameters without building it: the config may ask for a huge model."""
     layernorm = config.norm == "layernorm" and config.norm_bias
-    norms = ["attention_norm", "mlp_norm"][: 1 if config.parallel else 2] if config.pre_norms else []
-    if config.post_norms:
-        norms += ["attention_post_norm", "mlp_post_norm"]
     inner = ["gate", "up", "down"] if config.gated else ["up", "down"]
     learned = ["activation.alpha_p", "activation.alpha_n"] if config.activation == "xielu" else []
     yield from _named("", ["embedding", "head"] + ["positions"] * config.learned_positions)
@@ -142,6 +140,9 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
     yield from _named("", outer if config.norm_weights else [], bias=layernorm)
     for i, layer in enumerate(config.layers):
         block = f"blocks.{i}."
+        halves = ["attention"] * layer.mixes + ["mlp"] * layer.mlp
+        before = halves[: 1 if config.parallel else 2] if config.pre_norms else []
+        norms = [f"{half}_norm" for half in before] + [f"{half}_post_norm" for half in halves if config.post_norms]
         yield from _named(block, norms if config.norm_weights else [], bias=layernorm)
         if config.token_features:
             yield from _named(f"{block}token_gate.", ["reduce", "expand"])
@@ -150,9 +151,9 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
             yield f"{block}scale"
         if layer.keeps_state:
             yield from (f"{block}mixer.{name}" for name in config.state_mixer.parameters)
-        elif config.latent is not None:
+        elif layer.mixes and config.latent is not None:
             yield from _latent_names(f"{block}attention.", config)
-        else:
+        elif layer.mixes:
             own = 1 if layer.keys_of is not None else 2 if layer.values_of_keys else 3
             heads = ["q_norm", "k_norm"][: min(own, 2)] if config.qk_norm and config.norm_weights else []
             yield from _named(f"{block}attention.", heads, bias=layernorm)
@@ -164,6 +165,7 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
             yield from _named(f"{block}mlp.", ["router"], bias=config.router_bias)
             for e in range(config.experts):
                 yield from _named(f"{block}mlp.experts.{e}.", inner, bias=config.mlp_bias)
+            yield from _named(f"{block}mlp.", ["narrow", "widen"] * bool(config.expert_latent))
             if config.expert_choice_bias:
                 yield f"{block}mlp.choice_bias"
             if config.shared_size:
@@ -172,7 +174,7 @@ def parameter_names(config: ModelConfig) -> Iterator[str]:
             if config.expert_norms:
                 yield from _named(f"{block}mlp.", list(_EXPERT_NORMS), bias=layernorm)
                 yield from (f"{block}mlp.{name}" for name in ("router_scale", "expert_scale"))
-        else:
+        elif layer.mlp:
             yield from _named(f"{block}mlp.", inner, bias=config.mlp_bias)
             yield from (f"{block}mlp.{name}" for name in learned)
 

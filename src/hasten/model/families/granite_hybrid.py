@@ -14,17 +14,27 @@ from hasten.model.families.variants import granite_scales
 from hasten.model.mixer_config import MambaConfig
 
 
-def mamba_sizes(fields: Fields) -> MambaConfig:
-    """The sizes of Mamba-2, as Granite and Bamba name them."""
+def check_step_limit(fields: Fields) -> None:
+    """Raise CheckpointError where Mamba-2's steps are limited."""
     limit = fields.value("time_step_limit")
     # transformers 5 writes Infinity as an object.
     unlimited = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
     if limit is not None and (not isinstance(limit, list | tuple) or list(limit) not in unlimited):
         raise fields.fail("time_step_limit", "[0.0, Infinity] or absent", limit)
-    heads = fields.integer("mamba_n_heads", high=1 << 12)
-    groups = fields.integer("mamba_n_groups", high=1 << 12)
+
+
+def mamba_heads(fields: Fields, name: str, groups_name: str) -> tuple[int, int]:
+    """The numbers of heads and of groups of keys and queries, in these fields."""
+    heads, groups = (fields.integer(one, high=1 << 12) for one in (name, groups_name))
     if heads % groups:
-        raise fields.fail("mamba_n_groups", f"a divisor of mamba_n_heads ({heads})", groups)
+        raise fields.fail(groups_name, f"a divisor of {name} ({heads})", groups)
+    return heads, groups
+
+
+def mamba_sizes(fields: Fields) -> MambaConfig:
+    """The sizes of Mamba-2, as Granite and Bamba name them."""
+    check_step_limit(fields)
+    heads, groups = mamba_heads(fields, "mamba_n_heads", "mamba_n_groups")
     wide = fields.integer("mamba_expand", high=1 << 8) * fields.integer("hidden_size")
     if wide % heads:
         raise fields.fail("mamba_n_heads", f"a divisor of the {wide} features of mamba_expand · hidden_size", heads)
@@ -70,30 +80,37 @@ def granite_hybrid_config(fields: Fields) -> ModelConfig:
     )
 
 
-def granite_hybrid_rows(config: ModelConfig) -> dict[str, RowSlice]:
-    """Row slices of the products of Mamba-2's input, and of gate and up of the MLP for every token."""
-    size = config.shared_size or config.intermediate_size
-    found, start = {"gate": RowSlice(0, size), "up": RowSlice(size, 2 * size)}, 0
+def mamba_rows(config: ModelConfig) -> dict[str, RowSlice]:
+    """Row slices of the products of Mamba-2's input."""
+    found, start = {}, 0
     for name, features in ({} if config.mixer is None else config.mixer.inputs).items():
         found[name] = RowSlice(start, start := start + features)
     return found
 
 
-GRANITE_HYBRID_NAMES = LLAMA_NAMES | {
-    "mixer": "mamba",
+def granite_hybrid_rows(config: ModelConfig) -> dict[str, RowSlice]:
+    """Row slices of the products of Mamba-2's input, and of gate and up of the MLP for every token."""
+    size = config.shared_size or config.intermediate_size
+    return mamba_rows(config) | {"gate": RowSlice(0, size), "up": RowSlice(size, 2 * size)}
+
+
+MAMBA_NAMES = {
     "conv": "conv1d",
     "log_rate": "A_log",
     "step_bias": "dt_bias",
     "skip": "D",
     "value_norm": "norm",
     "out": "out_proj",
-    "mlp": "block_sparse_moe",
-    "mlp.router": "block_sparse_moe.router.layer",
+    **dict.fromkeys(("z", "value", "key", "query", "step"), "in_proj"),
 }
+GRANITE_HYBRID_NAMES = (
+    LLAMA_NAMES
+    | MAMBA_NAMES
+    | {"mixer": "mamba", "mlp": "block_sparse_moe", "mlp.router": "block_sparse_moe.router.layer"}
+)
 for part in ("mlp", "mlp.shared"):  # the MLP for every token, alone or beside experts
     GRANITE_HYBRID_NAMES |= dict.fromkeys((f"{part}.gate", f"{part}.up"), "shared_mlp.input_linear")
     GRANITE_HYBRID_NAMES |= {f"{part}.down": "shared_mlp.output_linear"}
-GRANITE_HYBRID_NAMES |= dict.fromkeys(("z", "value", "key", "query", "step"), "in_proj")
 GRANITE_HYBRID = Family(
     "granitemoehybrid",
     "GraniteMoeHybridForCausalLM",

@@ -46,19 +46,20 @@ class TensorSlice:
 class Stacks:
     """Tensors that hold a weight of all E experts of a layer, by the names of what they hold; biases end in "_bias".
 
-    gate_up (E, 2·I, C): rows of gate, then of up, or of both in turn (alternating). down (E, C, I). transposed: each
-    expert's matrix is (in, out).
+    gate_up (E, 2·I, C): rows of gate, then of up, or of both in turn (alternating); of up alone, (E, I, C), where gated
+    is False. down (E, C, I). transposed: each expert's matrix is (in, out).
     """
 
     gate_up: str
     down: str
     alternating: bool = False
     transposed: bool = False
+    gated: bool = True
 
     def place(self, prefix: str, module: str, leaf: str, *, expert: int, size: int) -> TensorSlice:
         """The place of weight or bias of an expert's gate, up or down, which has `size` inner features."""
         name = prefix + (self.down if module == "down" else self.gate_up) + ("_bias" if leaf == "bias" else "")
-        number = {"gate": 0, "up": 1}.get(module)
+        number = {"gate": 0, "up": 1}.get(module) if self.gated else None
         rows = None if number is None else RowSlice(number * size, (number + 1) * size)
         if number is not None and self.alternating:
             rows = RowSlice(number, number + 1, groups=size)
