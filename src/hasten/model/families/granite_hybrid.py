@@ -5,6 +5,7 @@ MLP alone.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from hasten.model.config import Fields, LayerConfig, ModelConfig
@@ -70,13 +71,18 @@ def granite_hybrid_config(fields: Fields) -> ModelConfig:
     )
 
 
-def granite_hybrid_rows(config: ModelConfig) -> dict[str, RowSlice]:
-    """Row slices of the products of Mamba-2's input, and of gate and up of the MLP for every token."""
-    size = config.shared_size or config.intermediate_size
-    found, start = {"gate": RowSlice(0, size), "up": RowSlice(size, 2 * size)}, 0
+def mamba_rows(config: ModelConfig) -> dict[str, RowSlice]:
+    """Row slices of the products of Mamba-2's input."""
+    found, start = {}, 0
     for name, features in ({} if config.mixer is None else config.mixer.inputs).items():
         found[name] = RowSlice(start, start := start + features)
     return found
+
+
+def granite_hybrid_rows(config: ModelConfig) -> dict[str, RowSlice]:
+    """The same, and those of gate and up of the MLP for every token."""
+    size = config.shared_size or config.intermediate_size
+    return mamba_rows(config) | {"gate": RowSlice(0, size), "up": RowSlice(size, 2 * size)}
 
 
 GRANITE_HYBRID_NAMES = LLAMA_NAMES | {
@@ -94,7 +100,7 @@ for part in ("mlp", "mlp.shared"):  # the MLP for every token, alone or beside e
     GRANITE_HYBRID_NAMES |= dict.fromkeys((f"{part}.gate", f"{part}.up"), "shared_mlp.input_linear")
     GRANITE_HYBRID_NAMES |= {f"{part}.down": "shared_mlp.output_linear"}
 GRANITE_HYBRID_NAMES |= dict.fromkeys(("z", "value", "key", "query", "step"), "in_proj")
-GRANITE_HYBRID = Family(
+HYBRID_FOLDER = Family(
     "granitemoehybrid",
     "GraniteMoeHybridForCausalLM",
     granite_hybrid_config,
@@ -114,4 +120,10 @@ GRANITE_HYBRID = Family(
     },
     stacks=Stacks("input_linear.weight", "output_linear.weight"),
     in_memory=GRANITE_HYBRID_NAMES | {"mlp.router": "block_sparse_moe.router"},
+)
+GGUF_NAMES = GRANITE_HYBRID_NAMES | {
+    f"{part}.{name}": f"shared_mlp.{name}_linear" for part in ("mlp", "mlp.shared") for name in ("gate", "up")
+}
+GRANITE_HYBRID = replace(
+    HYBRID_FOLDER, in_gguf=replace(HYBRID_FOLDER, names=GGUF_NAMES, rows=mamba_rows, stacks=None, in_memory=None)
 )
