@@ -323,6 +323,12 @@ MAMBA = CASES["granite"][2] | {
 CASES |= {
     "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", MAMBA),
     # As the dense ones, with what no published model has.
+    # As Granite 4 of 350M and 1B, which have attention alone.
+    "granitemoehybrid-attention": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        MAMBA | {"layer_types": ["attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
     "granitemoehybrid-dense": (
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
@@ -479,12 +485,17 @@ STATED = {
     "nemotron-biases": {"head_dim": 16},
     "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
     "qwen2_moe": {"mlp_only_layers": []},
-    "dots1": {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "sliding_window": None},
+    "dots1": {"num_key_value_heads": 4, "sliding_window": None},
     "ernie4_5_moe": {"moe_layer_end_index": -1},
     # The limits of this yarn are whole frequencies, as llama.cpp rounds them.
     "gpt_oss": {"swiglu_limit": 7.0, "rope_parameters": YARN | {"truncate": False, "rope_theta": 10766.0}},
     "gemma4_text": {"attention_bias": False},
     "lfm2_moe": {"routed_scaling_factor": 1.0},
+    "granitemoehybrid-dense": {"mamba_proj_bias": False, "mamba_conv_bias": True},
+    "deepseek_v3": {"attention_bias": False, "rope_parameters": YARN | {"mscale": 0.9, "mscale_all_dim": 0.9}},
+    "deepseek_v3-plain": {"rope_interleave": True},
+    "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
 } | {
     # llama.cpp has one size of the keys and values of Gated DeltaNet, and one eps for their lengths and for norms.
     name: {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 2e-3} | changes
@@ -499,7 +510,9 @@ IN_GGUF += ["gemma3_text", "granite", "starcoder2", "smollm3", "arcee", "nemotro
 IN_GGUF += ["hunyuan_v1_dense", "olmo2", "olmo3", "olmoe", "exaone4", "exaone4-64", "glm4", "glm4_moe", "ernie4_5"]
 IN_GGUF += ["ernie4_5_moe", "cohere2", "dots1", "minimax_m2", "gpt_oss", "apertus"]
 IN_GGUF += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"]
-IN_GGUF += ["gemma4_text", "gemma4_text-shared", "gemma4_text-experts"]
+IN_GGUF += ["gemma4_text", "gemma4_text-shared", "gemma4_text-experts", "granitemoe", "granitemoehybrid"]
+IN_GGUF += ["granitemoehybrid-attention", "granitemoehybrid-dense", "deepseek_v3", "deepseek_v3-plain", "deepseek_v2"]
+IN_GGUF += ["deepseek_v2-lite", "glm4_moe_lite", "mistral4", "youtu"]
 
 
 def state(name: str, monkeypatch, **changes) -> str:

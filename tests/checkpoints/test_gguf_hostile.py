@@ -207,6 +207,8 @@ HOSTILE = [True, "abc", -1, 0, 10**9, HUGE, 1e300, float("nan"), np.array([1, 2]
 LOOKED_UP = {"expert_gating_func", "expert_weights_norm", "nextn_predict_layers", "attention.sliding_window"}
 LOOKED_UP |= {"attention.sliding_window_pattern", "attention.scale", "expert_shared_feed_forward_length", "block_count"}
 LOOKED_UP |= {"ssm.inner_size", "attention.recurrent_layers", "attention.head_count_kv", "feed_forward_length"}
+LOOKED_UP |= {"attention.key_length_mla", "attention.value_length", "expert_group_count", "expert_group_used_count"}
+LOOKED_UP |= {"rope.dimension_count", "rope.scaling.finetuned", "rope.scaling.yarn_log_multiplier", "expert_count"}
 
 
 @pytest.mark.parametrize("name", [name for name in IN_GGUF if "-" not in name])

@@ -53,6 +53,9 @@ BYTE_LEVEL = [
     "seed-coder",
     "gpt-4o",
     "deepseek-v3",
+    "deepseek-llm",
+    "kimi-k2",
+    "youtu",
 ]
 
 

@@ -33,7 +33,7 @@ TOKENS = torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(
 # Layers that keep states, by the beginnings of their cases' names; None: the native steps have them not.
 STATES = {"qwen3_next": "Gated DeltaNet", "qwen3_5": "Gated DeltaNet", "lfm2": "short convolution"}
 WITH_STATES = [case for case in CASES if case.startswith(tuple(STATES))]
-MAMBA = [case for case in CASES if case.startswith(("granitemoehybrid", "nemotron_h"))]
+MAMBA = ["granitemoehybrid", "granitemoehybrid-dense", *(case for case in CASES if case.startswith("nemotron_h"))]
 fused_cases = pytest.mark.parametrize("case", [case for case in CASES if case not in MAMBA])
 
 

@@ -12,17 +12,22 @@ import numpy as np
 
 from hasten.checkpoints.gguf.architecture import (
     NORM_AFTER_ATTENTION,
+    ROUTED_NUMBERS,
     SIGMOID,
     Architecture,
     Own,
     Values,
     first_experts,
+    groups_read,
     kinds_of_layers,
     layers_read,
+    routed_write,
     windows,
 )
 from hasten.checkpoints.gguf.gemma4 import GEMMA4
+from hasten.checkpoints.gguf.granite import GRANITE
 from hasten.checkpoints.gguf.hybrids import HYBRIDS
+from hasten.checkpoints.gguf.latent import LATENT
 from hasten.model.config import ModelConfig
 
 
@@ -60,22 +65,6 @@ def gemma_write(config: ModelConfig) -> Values:
         "attention.sliding_window": max(filter(None, windowed), default=1),
         "attention.sliding_window_pattern": [*windowed, None].index(None) + 1,
         "rope.freq_base_swa": config.ropes[0].theta,
-    }
-
-
-def granite_read(own: Own, found: Values, tensors: Container[str]) -> Values:
-    head: Any = found.get("head_dim")
-    if own.get("attention.scale") or type(head) is not int or head < 1:
-        return {}
-    return {"attention_multiplier": head**-0.5}
-
-
-def granite_write(config: ModelConfig) -> Values:
-    return {
-        "attention.scale": config.layers[0].scale,
-        "embedding_scale": config.embedding_scale,
-        "residual_scale": config.residual_scale,
-        "logit_scale": 1 / config.logit_scale,
     }
 
 
@@ -119,22 +108,12 @@ def scores(own: Own) -> Values:
 
 def dots1_read(own: Own, found: Values, tensors: Container[str]) -> Values:
     norm = own.get("expert_weights_norm", False)
-    return scores(own) | {"norm_topk_prob": norm, "n_routed_experts": found.get("num_experts")}
+    return scores(own) | groups_read(own) | {"norm_topk_prob": norm, "n_routed_experts": found.get("num_experts")}
 
 
 def glm4_moe_read(own: Own, found: Values, tensors: Container[str]) -> Values:
     normed = "blk.0.attn_q_norm.weight" in tensors
     return layers_read(own, found) | dots1_read(own, found, tensors) | {"use_qk_norm": normed}
-
-
-def routed_write(config: ModelConfig) -> Values:
-    return {
-        "leading_dense_block_count": first_experts(config),
-        "expert_shared_count": config.shared_size // config.expert_size,
-        "expert_weights_scale": config.expert_weight_scale,
-        "expert_weights_norm": config.normalize_experts,
-        "expert_gating_func": SIGMOID,
-    }
 
 
 def ernie_moe_write(config: ModelConfig) -> Values:
@@ -168,17 +147,6 @@ def gpt_oss_write(config: ModelConfig) -> Values:
     return {"attention.sliding_window": windows(config)["attention.sliding_window"]}
 
 
-GRANITE_NUMBERS = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
-ROUTED_NUMBERS = {
-    "leading_dense_block_count": "first_k_dense_replace",
-    "expert_shared_count": "n_shared_experts",
-    "expert_weights_scale": "routed_scaling_factor",
-}
 ERNIE_NUMBERS = {
     "leading_dense_block_count": "moe_layer_start_index",
     "interleave_moe_layer_step": "moe_layer_interval",
@@ -218,14 +186,6 @@ ARCHITECTURES = {
     "gemma2": Architecture(family="gemma2", read=gemma_read(46), write=gemma_write, partial=True, head="tied"),
     "gemma3": Architecture(family="gemma3_text", read=gemma_read(62), write=gemma_write, partial=True, windowed=True),
     "gemma4": GEMMA4,
-    "granite": Architecture(
-        family="granite",
-        numbers=GRANITE_NUMBERS,
-        read=granite_read,
-        write=granite_write,
-        reordered=True,
-        biases=BIASES,
-    ),
     "starcoder2": Architecture(
         family="starcoder2",
         read=lambda own, found, tensors: {"use_bias": True},
@@ -316,7 +276,16 @@ ARCHITECTURES = {
         head="own",
     ),
     "apertus": Architecture(family="apertus"),
-} | HYBRIDS
+}
+ARCHITECTURES |= GRANITE | HYBRIDS | LATENT
 # The architecture that states a family; a "llama" with experts is a Mixtral.
 OF_FAMILY = {row.family: name for name, row in ARCHITECTURES.items()}
 OF_FAMILY |= {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
+OF_FAMILY |= dict.fromkeys(("deepseek_v2", "glm4_moe_lite", "youtu"), "deepseek2")
+
+
+def architecture_of(config: ModelConfig) -> str:
+    """The architecture that states a model; to llama.cpp a Granite 4 whose layers all have attention is a Granite 3."""
+    if config.family == "granitemoehybrid" and not config.keeps_states:
+        return "granitemoe" if config.experts else "granite"
+    return OF_FAMILY[config.family]

@@ -21,6 +21,7 @@ _NUMBERS = (*FIELDS, "rope.dimension_count", "rope.scaling.attn_factor", "rope.s
 _NUMBERS += tuple(f"rope.scaling.{key}" for key in ("original_context_length", "yarn_beta_fast", "yarn_beta_slow"))
 _NUMBERS += ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale", LAYER_NORM)
 _NUMBERS += ("rope.dimension_count_swa", "expert_gating_func", "nextn_predict_layers", "ssm.inner_size")
+_NUMBERS += ("expert_group_count", "expert_group_used_count", "attention.key_length_mla")
 _NUMBERS += tuple({key for row in ARCHITECTURES.values() for key in row.numbers})
 UNTURNED = 1e20  # by which, or more, frequencies are divided of pairs that do not turn; llama.cpp writes 1e30
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -61,7 +62,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     if "partial_rotary_factor" in FAMILIES[row.family].defaults:
         found["partial_rotary_factor"] = 1.0
     where = f"{file.path}: {architecture}.rope.dimension_count"
-    found |= {} if row.proportional else _partial(own.get("rope.dimension_count", head), head, where)
+    found |= {} if row.proportional or row.latent else _partial(own.get("rope.dimension_count", head), head, where)
     if not found.get("sliding_window", 1):  # 0: none
         found["sliding_window"] = None
     found = {"model_type": row.family, "rope_theta": 10_000.0} | found
@@ -109,7 +110,7 @@ def _proportional(own: Mapping[str, Any], found: Mapping[str, Any], file: GGUFFi
 
 
 def _scaling(own: Mapping[str, Any], found: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
-    """`rope_scaling`: linear and yarn by metadata, added to what was found; Llama 3's by its factors."""
+    """`rope_scaling`: linear and yarn by metadata, beside what was found, which counts; Llama 3's by its factors."""
     if FREQUENCIES in file.tensors:
         return {"rope_scaling": _llama3(found, file)}
     if all(name in file.tensors for name in LONG_ROPE):
@@ -127,7 +128,7 @@ def _scaling(own: Mapping[str, Any], found: Mapping[str, Any], file: GGUFFile) -
     if own.get("attention.temperature_scale"):
         given["llama_4_scaling_beta"] = own["attention.temperature_scale"]
     known: dict[str, Any] = found.get("rope_scaling", {})
-    return {"rope_scaling": known | (given if kind == "yarn" else {}) | {"rope_type": kind, "factor": factor}}
+    return {"rope_scaling": (given if kind == "yarn" else {}) | known | {"rope_type": kind, "factor": factor}}
 
 
 def _longrope(own: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from hasten.checkpoints.gguf.architecture import (
     Own,
     Values,
     first_experts,
+    kinds_by_heads,
     layers_read,
 )
 from hasten.model.config import ModelConfig
@@ -64,13 +65,8 @@ def qwen3_5_write(config: ModelConfig) -> Values:
 
 def lfm2_read(own: Own, found: Values, tensors: Container[str]) -> Values:
     """A layer without key heads has a convolution; the sizes of MLPs are those that they have."""
-    values: Values = {"norm_eps": found.get("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
-    each = own.get("attention.head_count_kv")
-    each = each.tolist() if isinstance(each, np.ndarray) else each
-    if isinstance(each, list) and each:
-        values["layer_types"] = ["full_attention" if heads else "conv" for heads in each]
-        values["num_key_value_heads"] = next(filter(None, each), 0)
-    return values
+    values = kinds_by_heads(own, "conv", "full_attention")
+    return values | {"norm_eps": found.get("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
 
 
 def lfm2_moe_read(own: Own, found: Values, tensors: Container[str]) -> Values:

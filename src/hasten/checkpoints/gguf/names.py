@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from hasten.checkpoints.gguf.architecture import Architecture
-from hasten.checkpoints.gguf.architectures import ARCHITECTURES, OF_FAMILY
+from hasten.checkpoints.gguf.architectures import ARCHITECTURES, architecture_of
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES
-from hasten.model.mixer_config import DeltaConfig
+from hasten.model.mixer_config import DeltaConfig, MambaConfig
 
 # Names of metadata after the architecture's -> fields of config.json, and of ModelConfig.
 FIELDS = {
@@ -53,9 +53,31 @@ PARTS |= {"mixer.value_norm": "ssm_norm", "mixer.out": "ssm_out"}
 # Vectors that are parameters of a part itself.
 VECTORS = {"attention.sinks": "attn_sinks.weight", "mlp.choice_bias": "exp_probs_b.bias"}
 VECTORS |= {"mixer.log_rate": "ssm_a", "mixer.rate_bias": "ssm_dt.bias", ".scale": "layer_output_scale.weight"}
+VECTORS |= {"mixer.step_bias": "ssm_dt.bias", "mixer.skip": "ssm_d"}
 VECTORS |= {"mlp.router_scale": "ffn_gate_inp.scale", "mlp.expert_scale": "ffn_down_exps.scale"}
+BY_HEAD = ".kv_up.weight"  # ends the name of what latent attention multiplies head by head
 # Numbers that are no tensors in a file but metadata, a list with one of each layer.
 LISTED = {"mlp.activation.alpha_p": "xielu.alpha_p", "mlp.activation.alpha_n": "xielu.alpha_n"}
+
+
+class HeadRows(NamedTuple):
+    """Rows `start` to `stop` of each of `heads` equal parts of a matrix (N, K): in a file a tensor (heads, rows, K), or
+    (heads, K, rows) if it is turned.
+    """
+
+    heads: int
+    start: int
+    stop: int
+    turned: bool = False
+
+    def in_file(self, tensor: Tensor) -> Tensor:
+        own = tensor.unflatten(0, (self.heads, -1))[:, self.start : self.stop]
+        return own.transpose(1, 2) if self.turned else own
+
+    def shape(self, columns: int) -> tuple[int, int, int]:
+        """The tensor's shape in a file."""
+        rows = self.stop - self.start
+        return (self.heads, columns, rows) if self.turned else (self.heads, rows, columns)
 
 
 class Place(NamedTuple):
@@ -67,6 +89,8 @@ class Place(NamedTuple):
     folder has a matrix of one row, the file a vector. depthwise: a convolution of each channel, (C, 1, K), is (C, K) in
     the file. rate: the logarithm x of a rate is stored as -e^x. groups: the rows of a tensor's parts are in this many
     groups, each of which has rows of all parts. layer: the name is that of metadata, a list of which this is a number.
+    width: our vector is a matrix in the file, with rows of this many numbers; 0: it is a vector. by_head: the file has
+    these rows of each head alone.
     """
 
     name: str
@@ -80,9 +104,12 @@ class Place(NamedTuple):
     groups: int = 1
     layer: int | None = None
     half: int | None = None
+    width: int = 0
+    by_head: HeadRows | None = None
 
     def in_file(self, tensor: Tensor) -> Tensor:
         """A plain tensor of ours as the file has it."""
+        tensor = tensor if self.by_head is None else self.by_head.in_file(tensor)
         tensor = tensor if self.order is None else tensor[self.order]
         tensor = tensor if self.columns is None else tensor[:, self.columns]
         tensor = -tensor.float().exp() if self.rate else tensor
@@ -92,6 +119,7 @@ class Place(NamedTuple):
         """A plain tensor of the file as we have it: a view where nothing is stored otherwise."""
         tensor = tensor if self.order is None else tensor.index_select(0, self.order.argsort())
         tensor = tensor if self.columns is None else tensor.index_select(1, self.columns.argsort())
+        tensor = tensor.transpose(1, 2) if self.by_head is not None and self.by_head.turned else tensor
         tensor = (-tensor.float()).log() if self.rate else tensor
         return tensor - self.offset if self.offset else tensor
 
@@ -130,9 +158,11 @@ def place_of(ours: str, config: ModelConfig) -> Place:
     part = part.removesuffix(".")  # of a block's own parameter nothing is left
     if (listed := LISTED.get(f"{part}.{leaf}")) is not None:
         return Place(listed, layer=int(index))
-    architecture = ARCHITECTURES[OF_FAMILY[config.family]]
+    architecture = ARCHITECTURES[architecture_of(config)]
+    widths = _widths(config) if part.startswith("mixer") else {}
     if (vector := VECTORS.get(f"{part}.{leaf}")) is not None:
         place = Place(f"blk.{index}.{vector}", one_row=leaf in FAMILIES[config.family].one_row, rate=leaf == "log_rate")
+        place = place._replace(width=widths.get(leaf, 0))
         return _tiled(place, leaf, config) if architecture.tiled and part == "mixer" else place
     order, expert = None, None
     if found := re.fullmatch(r"(mlp\.experts)\.(\d+)\.(\w+)", part):
@@ -140,7 +170,7 @@ def place_of(ours: str, config: ModelConfig) -> Place:
     if architecture.reordered and part in ("attention.q", "attention.k"):
         heads = config.heads if part == "attention.q" else config.kv_heads
         rows = torch.arange(heads * config.head_dim).view(heads, config.head_dim)
-        turned = config.ropes[0].dim
+        turned = config.ropes[0].dim if config.ropes else config.head_dim
         order = torch.cat((rows[:, :turned].unflatten(1, (2, -1)).transpose(1, 2).flatten(1), rows[:, turned:]), 1)
         order = order.flatten()
     name = f"{(PARTS | architecture.parts)[part]}.{leaf}"
@@ -149,10 +179,32 @@ def place_of(ours: str, config: ModelConfig) -> Place:
     if part in architecture.alternating and isinstance(config.mixer, DeltaConfig):
         place = place._replace(groups=config.mixer.key_heads)
     place = place._replace(one_row=part == "mlp.shared_gate", depthwise=f"{part}.{leaf}" == "mixer.conv.weight")
+    place = place._replace(width=widths.get(part.removeprefix("mixer."), 0))
     if expert is not None and joins_experts(architecture) and not part.endswith("down"):
         place = place._replace(half=int(part.endswith("up")))
     tiled = architecture.tiled and part.startswith("mixer.")
     return _tiled(place, part.removeprefix("mixer."), config) if tiled else place
+
+
+def places_by_head(ours: str, config: ModelConfig) -> list[Place]:
+    """The two places of what latent attention multiplies head by head: keys, turned, and values; of others none.
+
+    Files of before April 2025 have it in one, that of `place_of`.
+    """
+    if config.latent is None or not ours.endswith(BY_HEAD):
+        return []
+    whole, split = place_of(ours, config), config.latent.key_dim
+    names = (whole.name.replace("attn_kv_b", part) for part in ("attn_k_b", "attn_v_b"))
+    both = HeadRows(config.heads, 0, split, turned=True), HeadRows(config.heads, split, split + config.latent.value_dim)
+    return [whole._replace(name=name, by_head=rows) for name, rows in zip(names, both, strict=True)]
+
+
+def _widths(config: ModelConfig) -> dict[str, int]:
+    """Rows of the matrices that vectors of Mamba-2 are in a file."""
+    sizes = config.mixer
+    if not isinstance(sizes, MambaConfig):
+        return {}
+    return {"log_rate": 1, "skip": 1, "value_norm": sizes.values // sizes.groups}
 
 
 def _tiled(place: Place, part: str, config: ModelConfig) -> Place:

@@ -15,7 +15,7 @@ from hasten.checkpoints.formats.file_format import QuantizedFolder, QuantizedMod
 from hasten.checkpoints.gguf.config import config_values
 from hasten.checkpoints.gguf.grids import table
 from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, read_gguf
-from hasten.checkpoints.gguf.names import FREQUENCIES, LONG_ROPE, Place, place_of
+from hasten.checkpoints.gguf.names import FREQUENCIES, LONG_ROPE, Place, place_of, places_by_head
 from hasten.checkpoints.gguf.tokenizer import stored_tokenizer
 from hasten.checkpoints.gguf.types import TYPES
 from hasten.checkpoints.source import ModelSource
@@ -66,20 +66,24 @@ class GGUFWeights(QuantizedFolder):
         self.file, self.config = file, config
         self.places: dict[str, Place] = {}
         self.numbers: dict[str, float] = {}  # those that are metadata
+        self.by_head: dict[str, list[Place]] = {}  # of tensors that are two in the file
         self._check_experts()
         named = {FREQUENCIES, *LONG_ROPE}
         family, parts = FAMILIES[config.family], dict[str, list[Tensor]]()
         self._check_activations()
         for ours, piece in replace(family.in_gguf or family, stacks=None).places(config):
-            place = place_of(ours, config)
+            place, parts_by_head = place_of(ours, config), places_by_head(ours, config)
+            named |= {part.name for part in parts_by_head}
             if place.layer is not None:
                 self._add_number(piece.name, place)
+            elif parts_by_head and place.name not in file.tensors:
+                self._add_by_head(piece.name, parts_by_head)
             elif place.name in file.tensors:
                 if piece.rows is not None and piece.rows.groups == 1:
                     place = _in_whole(place, piece.rows, parts.setdefault(piece.name, []))
                 self.places[piece.name] = place
                 named |= {place.name, *_scales_of(place.name)}
-                self._add(piece.name)
+                self._add(piece.name, plain=bool(parts_by_head))
         for name in file.tensors.keys() - named:  # for the warning that they stay unread
             self.places[name] = Place(name)
             self.logical[name] = StoredTensor(name, "F32", file.tensors[name].shape, file.path)
@@ -121,14 +125,36 @@ class GGUFWeights(QuantizedFolder):
                     "original folder of this one with transformers"
                 )
 
-    def _add(self, name: str) -> None:
+    def _add_by_head(self, name: str, parts: list[Place]) -> None:
+        """Add a matrix whose rows of each head are in two tensors. CheckpointError for such of other shapes."""
+        sizes = self.config.latent
+        assert sizes is not None
+        for place in parts:
+            tensor, wanted = self.file.tensors.get(place.name), place.by_head and place.by_head.shape(sizes.rank)
+            if tensor is None or tensor.shape != wanted:
+                found = "none" if tensor is None else list(tensor.shape)
+                raise CheckpointError(
+                    f"{self.file.path}: {place.name} must have the shape {list(wanted or ())}, a matrix of each head "
+                    f"of latent attention; found {found}: download the file again"
+                )
+            if tensor.type.name.startswith(("IQ1", "IQ2", "IQ3")):
+                table(tensor.type.name)
+            self.places[place.name] = place  # under the file's name, which is none of ours
+        self.by_head[name] = parts
+        rows = self.config.heads * (sizes.key_dim + sizes.value_dim)
+        kinds = {self.file.tensors[place.name].type for place in parts}
+        kind = kinds.pop().name if len(kinds) == 1 and all(one.dtype is not None for one in kinds) else "F32"
+        self.logical[name] = StoredTensor(name, kind, (rows, sizes.rank), self.file.path)
+
+    def _add(self, name: str, *, plain: bool = False) -> None:
+        """plain: it is held so, whatever the file has."""
         place = self.places[name]
         tensor = self.file.tensors[place.name]
         shape = self._shape(place)
         seen, stored = StoredTensor(name, tensor.type.name, shape, self.file.path), tensor.type.format
         if tensor.type.name.startswith(("IQ1", "IQ2", "IQ3")):
             table(tensor.type.name)  # refused before anything is read
-        if stored is not None and not place.whole_blocks(tensor.type.elements):
+        if stored is not None and (plain or not place.whole_blocks(tensor.type.elements)):
             self.logical[name] = StoredTensor(name, "F32", shape, self.file.path)
         elif stored is None or len(shape) != 2:
             self.logical[name] = seen
@@ -143,6 +169,8 @@ class GGUFWeights(QuantizedFolder):
             return shape[1:] if place.half is None else (shape[1] // 2, *shape[2:])
         if place.depthwise and len(shape) == 2:
             return (shape[0], 1, shape[1])
+        if place.width and len(shape) == 2:
+            return (shape[0] * shape[1],)
         return (1, *shape) if place.one_row and len(shape) == 1 else shape
 
     def dtype(self) -> torch.dtype:
@@ -156,12 +184,16 @@ class GGUFWeights(QuantizedFolder):
 
     def plain(self, name: str) -> Tensor:
         """A plain tensor: a view of the file, unless llama.cpp keeps it otherwise."""
+        if name in self.by_head:
+            return torch.cat([self._plain(place) for place in self.by_head[name]], dim=1).flatten(0, 1)
         place = self.places[name]
-        if place.layer is not None:
-            return torch.tensor([self.numbers[name]])
+        return torch.tensor([self.numbers[name]]) if place.layer is not None else self._plain(place)
+
+    def _plain(self, place: Place) -> Tensor:
         stored = self.file.tensors[place.name]
-        if stored.type.dtype is None:  # its columns are in another order, which its blocks cannot take
-            return place.of_file(self._dequantized(stored, self._raw(place)).dequantize())
+        if stored.type.dtype is None:  # multiplied head by head, or its columns are in an order that blocks cannot take
+            numbers = self._dequantized(stored, self._raw(place)).dequantize()
+            return place.of_file(numbers.view(self._shape(place)))
         return place.of_file(self._raw(place).view(stored.type.dtype).view(self._shape(place)))
 
     def values(self, module: QuantizedModule) -> Tensor:

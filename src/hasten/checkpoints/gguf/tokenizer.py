@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from hasten.checkpoints.gguf.header import GGUFFile
 from hasten.checkpoints.gguf.merges import merges_of
+from hasten.checkpoints.gguf.splits import SPLITS, Split
 from hasten.errors import CheckpointError, ConfigError
 from hasten.text.chat import ChatTemplate
 from hasten.text.tokenizer import Tokenizer
@@ -26,72 +27,6 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # `tokenizer
 # Ends of a turn that llama.cpp knows by their text, whatever the metadata say.
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
 HARMONY_ENDS = ("<|return|>", "<|call|>")  # where both are, <|end|> ends a message and not the answer
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How a text is split into words: by patterns, one after the other, digit by digit, as GPT-2 does.
-
-    ignore_merges: a word that is a token stays whole. bos: a text begins with BOS unless the metadata say otherwise.
-    nfc: composed first, which llama.cpp leaves out.
-    """
-
-    patterns: tuple[str, ...] = ()
-    digits: bool = False
-    gpt2: bool = False
-    ignore_merges: bool = False
-    bos: bool = False
-    nfc: bool = False
-
-    def apply(self, backend: tokenizers.Tokenizer) -> None:
-        """Split and decode byte by byte, as the published tokenizer.json of such models says it."""
-        steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
-        steps += [pre_tokenizers.Digits(individual_digits=True)] * self.digits
-        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.gpt2)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, last]) if steps else last
-        backend.normalizer = normalizers.NFC() if self.nfc else None
-        backend.decoder = decoders.ByteLevel()
-
-
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_ENGLISH = _SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3, _QWEN2 = _ENGLISH + r"\p{N}{1,3}" + _SPACES, _ENGLISH + r"\p{N}" + _SPACES
-_LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}*{_LETTERS[1]}+|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}+{_LETTERS[1]}*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SEED = _ENGLISH + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN35 = _SHORT + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}*{_LETTERS[1]}+{_SHORT}?|"
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}+{_LETTERS[1]}*{_SHORT}?|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DEEPSEEK3 = (
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
-    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_BY_SPLIT = {
-    Split(gpt2=True): "gpt-2 phi-2 mpt olmo jais trillion exaone4 mellum gigachat",
-    Split(digits=True, gpt2=True): "smollm starcoder refact command-r codeshell exaone",
-    Split((_LLAMA3,), ignore_merges=True, bos=True): "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2",
-    Split((_LLAMA3,)): "dbrx smaug-bpe chatglm-bpe",
-    Split((_LLAMA3,), ignore_merges=True): "glm4",
-    Split((_QWEN2,), nfc=True): "qwen2 deepseek-r1-qwen megrez",
-    Split((_QWEN2,)): "stablelm2 hunyuan",
-    Split((_QWEN35,), nfc=True): "qwen35",
-    Split((_SEED,)): "seed-coder",
-    Split((_O200K,)): "gpt-4o llama4 minimax-m2",
-    Split(_DEEPSEEK3): "deepseek-v3 hunyuan-dense",
-    Split((_TEKKEN,), ignore_merges=True, bos=True): "tekken",
-    Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")): "default",
-}
-SPLITS = {name: split for split, names in _BY_SPLIT.items() for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Writing a model as a GGUF file that llama.cpp loads, one tensor at a time in memory; it takes the package gguf."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from math import prod
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from hasten.checkpoints.advice import export_gguf, export_plain, plain_folder
 from hasten.checkpoints.checkpoint import check_finite
 from hasten.checkpoints.formats.file_format import BLOCK_ELEMENTS
-from hasten.checkpoints.gguf.architectures import ARCHITECTURES, OF_FAMILY
+from hasten.checkpoints.gguf.architectures import ARCHITECTURES, OF_FAMILY, architecture_of
 from hasten.checkpoints.gguf.config import LAYER_NORM, RMS_NORM, config_values
 from hasten.checkpoints.gguf.encode import ENCODERS, encode
 from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, shortest
-from hasten.checkpoints.gguf.names import FIELDS, FREQUENCIES, LISTED, LONG_ROPE, Place, place_of
+from hasten.checkpoints.gguf.names import FIELDS, FREQUENCIES, LISTED, LONG_ROPE, Place, place_of, places_by_head
 from hasten.checkpoints.gguf.tokenizer import tokenizer_entries
 from hasten.checkpoints.gguf.types import TYPES
 from hasten.errors import CheckpointError, ConfigError, HastenWarning, ResourceError
@@ -128,29 +128,20 @@ def _contents(model: Transformer, kind: Kind | None, target: Path) -> tuple[list
 
 def config_entries(config: ModelConfig, items: list[Item], target: Path) -> dict[str, Any]:
     """The metadata of a config. ConfigError where they, read back, are another one: llama.cpp would compute that."""
-    name, rope = OF_FAMILY[config.family], config.ropes[-1]
+    name, rope = architecture_of(config), config.ropes[-1] if config.ropes else None
     own: dict[str, Any] = {key: getattr(config, field) for key, (_, field) in FIELDS.items() if field}
     own = {key: value for key, value in own.items() if value or not key.startswith("expert")}
     own |= {"block_count": len(config.layers), "vocab_size": config.vocab_size}
-    own |= {"attention.value_length": config.head_dim}
-    own |= {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
+    own |= {"attention.value_length": config.head_dim} | _rope_entries(rope)
     if ARCHITECTURES[name].layer_norm is not None:
         own[LAYER_NORM] = own.pop(RMS_NORM)
-    if rope.scaling in ("linear", "yarn"):
-        own |= {"rope.scaling.type": rope.scaling, "rope.scaling.factor": rope.factor}
-    if rope.scaling == "yarn":
-        own |= {"rope.scaling.original_context_length": rope.original_positions}
-        own |= {"rope.scaling.yarn_beta_fast": rope.beta_fast, "rope.scaling.yarn_beta_slow": rope.beta_slow}
-    if rope.scaling == "longrope":
-        own |= {"rope.scaling.attn_factor": shortest(rope.attention_factor)}
-        own |= {"rope.scaling.original_context_length": rope.original_positions}
     own |= ARCHITECTURES[name].write(config)
     entries = {f"{name}.{key}": value for key, value in own.items() if value is not None}
     entries["general.architecture"] = name
     tensors = {tensor.name: tensor for tensor, _ in items}
     factors = torch.cat([torch.empty(0), *_factors(rope).values()])
     read = read_config(config_values(GGUFFile(target, entries, tensors, (factors.view(torch.uint8),))))
-    if rope.scaling == "longrope":  # whose numbers a file has in float32
+    if rope is not None and rope.scaling == "longrope":  # whose numbers a file has in float32
         single: dict[str, Any] = {"attention_factor": shortest(rope.attention_factor)}
         single |= {name: tuple(map(shortest, getattr(rope, name))) for name in ("short_factor", "long_factor")}
         config = replace(config, ropes=(*config.ropes[:-1], replace(rope, **single)))
@@ -165,8 +156,26 @@ def config_entries(config: ModelConfig, items: list[Item], target: Path) -> dict
     return entries
 
 
-def _factors(rope: RopeConfig) -> dict[str, Tensor]:
+def _rope_entries(rope: RopeConfig | None) -> dict[str, Any]:
+    """The metadata of a rotary table."""
+    if rope is None:
+        return {}
+    own: dict[str, Any] = {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
+    if rope.scaling in ("linear", "yarn"):
+        own |= {"rope.scaling.type": rope.scaling, "rope.scaling.factor": rope.factor}
+    if rope.scaling in ("yarn", "longrope"):
+        own |= {"rope.scaling.original_context_length": rope.original_positions}
+    if rope.scaling == "yarn":
+        own |= {"rope.scaling.yarn_beta_fast": rope.beta_fast, "rope.scaling.yarn_beta_slow": rope.beta_slow}
+    if rope.scaling == "longrope":
+        own |= {"rope.scaling.attn_factor": shortest(rope.attention_factor)}
+    return own
+
+
+def _factors(rope: RopeConfig | None) -> dict[str, Tensor]:
     """By what each rotary frequency is divided, float32 (dim / 2,), by the names of such tensors."""
+    if rope is None:
+        return {}
     if rope.scaling == "llama3":
         return {FREQUENCIES: frequencies(RopeConfig(theta=rope.theta, dim=rope.dim)) / frequencies(rope)}
     if rope.scaling == "longrope":
@@ -183,7 +192,7 @@ def _items(model: Transformer, kind: Kind | None) -> list[Item]:
     """
     config, tied = model.config, model.tied
     factors, begin = [], 0
-    for name, tensor in _factors(config.ropes[-1]).items() if config.ropes else ():
+    for name, tensor in _factors(config.ropes[-1] if config.ropes else None).items():
         factors.append(Item(GGUFTensor(name, TYPES["F32"], tuple(tensor.shape), begin), tensor.numpy))
         begin += tensor.nbytes
     parts: dict[str, list[Item]] = {}
@@ -191,15 +200,10 @@ def _items(model: Transformer, kind: Kind | None) -> list[Item]:
     groups: dict[str, int] = {}
     rounded, lost = [], []
     shape: tuple[int, ...]
-    for ours in parameter_names(config):
-        if ours == "head.weight" and tied:
-            continue
+    for ours, place in _places(config, tied=tied):
         owner, _, leaf = ours.rpartition(".")
         module: Any = model.get_submodule(owner)
         module = module.table if isinstance(module, PackedEmbedding) else module
-        place = place_of(ours, config)
-        if place.layer is not None:
-            continue  # metadata
         rows: Any = slice(config.vocab_size if owner in ("embedding", "head") else None)
         if isinstance(module, PackedLinear) and leaf == "weight":
             shape, size = (module.out_features, module.in_features), module.in_features
@@ -213,6 +217,7 @@ def _items(model: Transformer, kind: Kind | None) -> list[Item]:
             plain = tensor.dim() == 1 or owner.endswith(IN_FLOAT32)
             own = kind or ("F16" if tensor.dtype == torch.float16 else "BF16")
             shape, type_name = tuple(tensor.shape), "F32" if plain else own
+            shape = shape if place.by_head is None else place.by_head.shape(shape[1])
             if kind == "Q4_0" and owner == ("embedding" if tied else "head"):
                 type_name = "Q8_0"
             if shape[-1] % TYPES[type_name].elements:
@@ -224,6 +229,7 @@ def _items(model: Transformer, kind: Kind | None) -> list[Item]:
         shape = (config.vocab_size, *shape[1:]) if owner in ("embedding", "head") else shape
         shape = shape[1:] if place.one_row and len(shape) > 1 else shape
         shape = (shape[0], shape[2]) if place.depthwise else shape
+        shape = (shape[0] // place.width, place.width) if place.width else shape
         stacks |= {place.name: 1 if place.half is None else 2} if place.expert is not None else {}
         groups[place.name] = place.groups
         parts.setdefault(place.name, []).append(Item(GGUFTensor(place.name, TYPES[type_name], shape), make))
@@ -242,6 +248,14 @@ def _items(model: Transformer, kind: Kind | None) -> list[Item]:
             stacklevel=4,
         )
     return factors + [_joined(own, stack=stacks.get(name, 0), groups=groups[name]) for name, own in parts.items()]
+
+
+def _places(config: ModelConfig, *, tied: bool) -> Iterator[tuple[str, Place]]:
+    """Yield every parameter that is a tensor in a file, or a part of one, and its place; some are in two."""
+    for ours in parameter_names(config):
+        for place in places_by_head(ours, config) or [place_of(ours, config)]:
+            if place.layer is None and not (tied and ours == "head.weight"):
+                yield ours, place
 
 
 def _listed(model: Transformer) -> dict[str, list[float]]:

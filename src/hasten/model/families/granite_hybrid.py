@@ -5,6 +5,7 @@ MLP alone.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from hasten.model.config import Fields, LayerConfig, ModelConfig
@@ -111,7 +112,7 @@ GRANITE_HYBRID_NAMES = (
 for part in ("mlp", "mlp.shared"):  # the MLP for every token, alone or beside experts
     GRANITE_HYBRID_NAMES |= dict.fromkeys((f"{part}.gate", f"{part}.up"), "shared_mlp.input_linear")
     GRANITE_HYBRID_NAMES |= {f"{part}.down": "shared_mlp.output_linear"}
-GRANITE_HYBRID = Family(
+HYBRID_FOLDER = Family(
     "granitemoehybrid",
     "GraniteMoeHybridForCausalLM",
     granite_hybrid_config,
@@ -131,4 +132,10 @@ GRANITE_HYBRID = Family(
     },
     stacks=Stacks("input_linear.weight", "output_linear.weight"),
     in_memory=GRANITE_HYBRID_NAMES | {"mlp.router": "block_sparse_moe.router"},
+)
+GGUF_NAMES = GRANITE_HYBRID_NAMES | {
+    f"{part}.{name}": f"shared_mlp.{name}_linear" for part in ("mlp", "mlp.shared") for name in ("gate", "up")
+}
+GRANITE_HYBRID = replace(
+    HYBRID_FOLDER, in_gguf=replace(HYBRID_FOLDER, names=GGUF_NAMES, rows=mamba_rows, stacks=None, in_memory=None)
 )
