@@ -1,6 +1,5 @@
 """Models whose layers keep states: trained, adapted, quantized and explained, and read in the layouts published."""
 
-import copy
 import json
 from pathlib import Path
 
@@ -279,10 +278,10 @@ def test_an_export_says_what_it_came_from(tmp_path):
 @pytest.mark.parametrize("family", DENSE)
 def test_its_native_steps_take_every_format(family, scheme):
     model = hasten.quantize(decided(hasten.load(make_reference(family), dtype="bfloat16")), scheme)
-    exact, plain = our_logits(copy.deepcopy(model).float(), PROMPTS[0]), our_logits(model, PROMPTS[0])
+    plain = our_logits(model, PROMPTS[0])
     found = our_logits(hasten.fuse(model), PROMPTS[0])
     assert model.stack is not None
-    assert (found - exact).square().mean().sqrt() <= 2 * (plain - exact).square().mean().sqrt()
+    assert (found - plain).abs().max() <= 0.1 * plain.abs().max()
 
 
 @needs_native
