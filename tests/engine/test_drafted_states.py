@@ -14,6 +14,7 @@ from references import decided, make_reference
 from serving_cases import run
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_text-kinds", "qwen3_5_moe_text", "lfm2", "lfm2_moe"]
+FAMILIES += ["granitemoehybrid", "granitemoehybrid-dense"]
 
 PLAIN = [("lfm2", "float32"), ("granitemoehybrid-dense", "float32"), ("nemotron_h-dense", "float32")]
 

@@ -30,11 +30,12 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels ca
 TOKENS = torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
-# Layers that keep states, by the beginnings of their cases' names; None: the native steps have them not.
+# Layers that keep states, by the beginnings of their cases' names.
 STATES = {"qwen3_next": "Gated DeltaNet", "qwen3_5": "Gated DeltaNet", "lfm2": "short convolution"}
-WITH_STATES = [case for case in CASES if case.startswith(tuple(STATES))]
-MAMBA = ["granitemoehybrid", "granitemoehybrid-dense", *(case for case in CASES if case.startswith("nemotron_h"))]
-fused_cases = pytest.mark.parametrize("case", [case for case in CASES if case not in MAMBA])
+STATES |= {"granitemoehybrid": "Mamba-2"}
+WITH_STATES = [case for case in CASES if case.startswith(tuple(STATES)) and case != "granitemoehybrid-attention"]
+ONE_HALF = [case for case in CASES if case.startswith("nemotron_h")]
+fused_cases = pytest.mark.parametrize("case", [case for case in CASES if case not in ONE_HALF])
 
 
 def logits(model, tokens=TOKENS):
@@ -70,13 +71,14 @@ def test_unfused_is_what_it_was(case):
 
 
 BATCHED = fuse(tiny_llama().to(torch.bfloat16)) if library() is not None else None
+OTHERS_BATCHED = ["qwen3_5_text", "lfm2", "granitemoehybrid-dense", "gemma4_text-shared"]
 OTHER_BATCHED = [
     fuse(hasten.load(make_reference(case), dtype="bfloat16")) if library() is not None else None
-    for case in ("qwen3_5_text", "lfm2", "gemma4_text-shared")
+    for case in OTHERS_BATCHED
 ]
 
 
-@pytest.mark.parametrize("model", [BATCHED, *OTHER_BATCHED], ids=["llama", "qwen3_5_text", "lfm2", "gemma4_text"])
+@pytest.mark.parametrize("model", [BATCHED, *OTHER_BATCHED], ids=["llama", *OTHERS_BATCHED])
 @settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 100), min_size=1, max_size=90), min_size=1, max_size=4), st.data())
 def test_logits_are_bit_for_bit_the_same_alone_in_a_batch_and_however_the_prompt_is_cut(model, prompts, data):
@@ -241,11 +243,11 @@ def test_layers_with_states_are_fused_on_a_cpu_only(case):
     assert [block.mixer is not None for block in model.blocks] == [layer.keeps_state for layer in config.layers]
 
 
-@pytest.mark.parametrize("case", MAMBA)
-def test_mamba_is_fused_nowhere(case):
+@pytest.mark.parametrize("case", ONE_HALF)
+def test_layers_of_one_half_are_fused_nowhere(case):
     config = read_config(values_of(case))
-    assert native_shape_refusal(config).endswith("know no layers with Mamba-2")
-    with pytest.warns(HastenWarning, match="without the fused steps, .* know no layers with Mamba-2; --quantize int8"):
+    assert native_shape_refusal(config).endswith("know no layers of one half")
+    with pytest.warns(HastenWarning, match="without the fused steps, .* know no layers of one half; --quantize int8"):
         model = fuse_where_it_fits(hasten.load(make_reference(case), dtype="bfloat16"))
     assert model.readable
 
@@ -254,7 +256,9 @@ def test_every_other_family_runs_in_all_fused_steps(case):
     assert (unknown_parts(read_config(values_of(case))) is None) == (case.partition("-")[0] not in OTHERS)
 
 
-OTHERS = {family for family, _ in PARTS} | {"olmo3", "glm4", "ernie4_5", "cohere2", "gpt_oss"} | {*WITH_STATES, *MAMBA}
+OTHERS = (
+    {family for family, _ in PARTS} | {"olmo3", "glm4", "ernie4_5", "cohere2", "gpt_oss"} | {"nemotron_h", *WITH_STATES}
+)
 OTHERS |= {"olmoe", "minimax_m2", "granitemoe", "ernie4_5_moe", "nanochat"}
 OTHERS |= {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"}
 

@@ -21,7 +21,10 @@ def decoded(model):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama-biases", "qwen3", "gemma2", "mixtral", "gemma4_text-shared"])
+@pytest.mark.parametrize(
+    "family",
+    ["gpt2", "llama-biases", "qwen3", "gemma2", "mixtral", "gemma4_text-shared", "granitemoehybrid-dense"],
+)
 def test_a_float16_model_is_fused_as_it_is(family):
     reference = make_reference(family)
     exact = hasten.load(reference, dtype="float16").float()

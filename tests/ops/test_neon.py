@@ -164,7 +164,11 @@ def test_what_a_processor_is_not_given_it_cannot_run(built, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "file", ["attention/native.cpp", "attention/train.cpp", "block/block.cpp", "linear/unpacked.cpp"]
+    "file",
+    [
+        *("attention/native.cpp", "attention/train.cpp", "block/block.cpp", "linear/unpacked.cpp"),
+        *("delta/delta.cpp", "ssd/mamba.cpp", "states/convolution.cpp", "states/mixer.cpp"),
+    ],
 )
 def test_what_uses_the_products_compiles_for_arm(file):
     compile_for("neon_i8mm", "-fsyntax-only", SOURCES / file)

@@ -33,7 +33,7 @@ from hasten.model.fused_linear import (
     replace_linears,
     weight_plan,
 )
-from hasten.model.fused_mixer import NATIVE, NO_ATTENTION
+from hasten.model.fused_mixer import NO_ATTENTION
 from hasten.model.lora import AdapterChoice
 from hasten.model.mlp import MLP
 from hasten.model.rope import Rotation
@@ -52,7 +52,7 @@ HEAD_NORM_ORDER = ("head", "rotated_head", "projection")
 
 # Fields that the native steps support, of those that `unknown_parts` looks at.
 _OF_HEADS = ("qk_norm", "rope", "query_beta", "rope_pairs", "sinks", "mixed_heads", "shared_keys", "value_norm")
-_OF_ATTENTION = (*_OF_HEADS, "latent", "attention_gate")
+_OF_ATTENTION = (*_OF_HEADS, "mixer", "latent", "attention_gate")
 _BESIDE_EXPERTS = (*_OF_ATTENTION, "norm", "pre_norms", "residual_scale", "activation", "expert_norms", "block_scales")
 _KNOWN = (*_BESIDE_EXPERTS, "parallel", "token_features")
 
@@ -88,7 +88,6 @@ def native_shape_refusal(config: ModelConfig) -> str | None:
         return f"the head size is {size}; the fused steps go up to {LARGEST_NATIVE}"
     experts = {layer.experts for layer in config.layers}
     known = _BESIDE_EXPERTS if True in experts else _KNOWN
-    known = (*known, "mixer") if isinstance(config.mixer, NATIVE) else known
     part = unknown_parts(config, known=known if False in experts else (*known, "swiglu"))
     blocks = " of blocks with experts" if True in experts else ""
     return None if part is None else f"the fused steps{blocks} know {part}"
@@ -211,7 +210,7 @@ class FusedBlock(FusedSteps):
     def _mixer(self) -> dict[str, Any]:
         """What mixes the tokens, as `plan_block` takes it: attention, or what keeps a state."""
         if self.mixer is not None:
-            return NO_ATTENTION | self.mixer.plan()
+            return NO_ATTENTION | {"mixer": self.mixer.plan()}
         spec, offset = self.spec, norm_arguments(self.attention_norm)[3]
         return {
             "heads": spec.heads,
@@ -226,9 +225,8 @@ class FusedBlock(FusedSteps):
             "softcap": spec.softcap or 0.0,
             "sinks": None if self.sinks is None else self.sinks.detach().float(),
             "attention_gate": self.attention_gate,
-            "delta": None,
+            "mixer": None,
             "latent": None if self.latent is None else self.latent.plan(self._plan("q_up") if self._beside() else None),
-            "convolution": None,
             # Norms have factors here, and values' are none: one, less what is added to it.
             "v_norm": torch.full((spec.head_dim,), 1 - offset) if self.normalises_values else None,
             "written": len(self.projections) - 1,

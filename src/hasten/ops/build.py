@@ -37,6 +37,7 @@ TRAINING_SOURCES = ("activation/activation.cpp", "attention/train.cpp")
 TOGETHER = (
     *("collective/collective.cpp", "draw/draw.cpp"),
     *("linear/blocks.cpp", "linear/linear.cpp", "linear/unpacked.cpp", "rounding/rounding.cpp"),
+    *("states/convolution.cpp", "states/mixer.cpp", "states/step.cpp"),
 )
 KEPT_BUILDS = 8  # of one library; more than one, because checkouts and environments share the cache
 

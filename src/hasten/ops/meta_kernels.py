@@ -105,28 +105,28 @@ def plan_latent(keys: Tensor, **rest: Any) -> Tensor:
     return _plan(keys)
 
 
-# delta/delta.cpp
+# delta/delta.cpp, ssd/mamba.cpp
 
 
 def plan_delta(conv: Tensor, **rest: Any) -> Tensor:
     return _plan(conv)
 
 
-def gated_delta(x: Tensor, matrices: Tensor, **rest: Any) -> Tensor:
-    """(R, H·Dv)."""
-    return x.new_empty((x.shape[0], matrices.shape[1] * matrices.shape[3]))
+def plan_mamba(conv: Tensor, **rest: Any) -> Tensor:
+    return _plan(conv)
 
 
-# states/short_convolution.cpp
+# states/short_convolution.cpp, states/mixer.cpp
 
 
 def plan_short_convolution(conv: Tensor, **rest: Any) -> Tensor:
     return _plan(conv)
 
 
-def short_convolution(x: Tensor, **rest: Any) -> Tensor:
-    """(R, channels)."""
-    return x.new_empty((x.shape[0], x.shape[1] // 3))
+def state_mixer(x: Tensor, inputs: Tensor, matrices: Tensor | None, **rest: Any) -> Tensor:
+    """(R, values), as many as the matrices of all heads have columns, or as a short convolution has channels."""
+    values = inputs.shape[-1] if matrices is None else matrices.shape[1] * matrices.shape[3]
+    return x.new_empty((x.shape[0], values))
 
 
 # block/experts.cpp

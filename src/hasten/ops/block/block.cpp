@@ -1,6 +1,5 @@
 // The steps of a decoder block as torch operators: one by one, and all of a row of blocks in one call.
 #include "../attention/phases.h"
-#include "../delta/phases.h"
 #include "attention_input.h"
 #include "part_times.h"
 #include "routed.h"
@@ -110,22 +109,16 @@ static void check_routing(const RoutingFields& to, const ExpertsPlan& experts, i
 Tensor plan_block(PlanBlockCall call) {
   STD_TORCH_CHECK(!call.qkv.empty(), "a block needs the weights of q, k and v");
   const int64_t c = plan_in<WeightPlan>(call.qkv[0]).weight.k, q_size = call.heads * call.head_dim;
-  const DeltaPlan* delta = call.delta ? &plan_in<DeltaPlan>(*call.delta) : nullptr;
+  const Mixer* mixer = call.mixer ? plan_in<MixerPlan>(*call.mixer).mixer.get() : nullptr;
   const LatentPlan* latent = call.latent ? &plan_in<LatentPlan>(*call.latent) : nullptr;
-  const ShortConvolutionPlan* convolution =
-      call.convolution ? &plan_in<ShortConvolutionPlan>(*call.convolution) : nullptr;
-  STD_TORCH_CHECK(!latent || (!delta && !convolution && call.heads == latent->heads && call.kv_heads == 1 &&
+  STD_TORCH_CHECK(!latent || (!mixer && call.heads == latent->heads && call.kv_heads == 1 &&
                               call.qkv.size() == 2 && call.head_dim == latent->kept() &&
                               plan_in<WeightPlan>(call.qkv[0]).weight.w.n == latent->narrow()),
                   "the latent attention does not fit the block");
-  const int64_t features = delta         ? delta->features()
-                           : convolution ? convolution->features()
-                           : latent      ? latent->narrow() + latent->kept()
-                                 : q_size * (1 + call.attention_gate) + call.written * call.kv_heads * call.head_dim;
-  const int64_t mixed = delta         ? delta->values()
-                        : convolution ? convolution->channels
-                        : latent      ? call.heads * latent->value_dim
-                                      : q_size;
+  const int64_t features = mixer    ? mixer->features()
+                           : latent ? latent->narrow() + latent->kept()
+                                    : q_size * (1 + call.attention_gate) + call.written * call.kv_heads * call.head_dim;
+  const int64_t mixed = mixer ? mixer->values() : latent ? call.heads * latent->value_dim : q_size;
   auto weights = [](const std::vector<Tensor>& plans, int64_t n, int64_t k) {
     const Few<PackedWeight> found = parts_of(plans, k);
     int64_t rows = 0;
@@ -170,9 +163,8 @@ Tensor plan_block(PlanBlockCall call) {
       .down = one(call.down, c, call.inner_size),
       .reduce = one(call.reduce, features_of_a_token, c),
       .expand = one(call.expand, c, features_of_a_token),
-      .delta = delta,
+      .mixer = mixer,
       .latent = latent,
-      .convolution = convolution,
       .experts = experts,
       .router = one(to.router, experts ? experts->count() : 0, c),
       .shared_gate = one(to.shared_gate, 1, c),
@@ -210,7 +202,7 @@ Tensor plan_latent(PlanLatentCall call) {
   return as_bytes(std::move(plan));
 }
 
-// One block of a stack: attention_input and attention, or gated_delta behind its product; linear_add; and mlp_input and
+// One block of a stack: attention_input and attention, or a mixer behind its product; linear_add; and mlp_input and
 // linear_add, or experts; and a token gate, if it has one.
 struct BlockPhases {
   // Block i of a call, whose cache or state is the one in `place`. x and out (rows, C) float32.
@@ -220,16 +212,12 @@ struct BlockPhases {
         act(arena.take<float>(p.experts ? 0 : rows * p.inner)),
         output(arena, mixed, Type::f32, rows, p.output, x, p.ends_early() ? out : middle, Type::f32, p.output_norm, chosen,
                p.ranks, float(p.residual_scale)) {
-    if (p.keeps_state()) {
+    if (p.mixer) {
       inputs.emplace(arena, x, Type::f32, rows, p.attention_norm, p.qkv, chosen);
-      projected = arena.take<float>(rows * p.projected());
-    }
-    if (p.convolution) {
-      convolution.emplace(*p.convolution, projected, mixed, rows, call.inputs[place], *call.state_slots, call.certain,
-                          call.query_start_loc, call.seq_lens, call.slot_mapping);
-    } else if (p.delta) {
-      delta.emplace(arena, *p.delta, projected, mixed, rows, call.inputs[place], call.matrices[place], *call.state_slots,
-                    call.certain, call.query_start_loc, call.seq_lens, call.slot_mapping);
+      projected = arena.take<float>(rows * p.mixer->features());
+      mixer = p.mixer->phases(arena, projected, mixed, rows,
+                              {call.inputs[place], call.matrices.empty() ? Maybe() : Maybe(call.matrices[place]),
+                               *call.state_slots, call.certain, call.query_start_loc, call.seq_lens, call.slot_mapping});
     } else {
       attend(arena, call, call.rope_index[i], place, p, x, rows, chosen);
     }
@@ -284,8 +272,7 @@ struct BlockPhases {
   void run(Worker& worker, const Ended& ended) const {
     inputs ? inputs->run_into(worker, projected) : latent_input ? latent_input->run(worker) : input->run(worker);
     ended(0);
-    if (delta) delta->run(worker);
-    else if (convolution) convolution->run(worker);
+    if (mixer) mixer->run(worker);
     else attention->run(worker, output.beginning(worker));
     if (latent_output) latent_output->run(worker);
     if (gated) input->multiply_gates(worker, mixed);
@@ -309,8 +296,7 @@ struct BlockPhases {
   std::optional<LatentOutput> latent_output;
   std::optional<AttentionPhases> attention;
   std::optional<Linear> inputs;
-  std::optional<DeltaPhases> delta;
-  std::optional<ShortConvolutionPhases> convolution;
+  std::unique_ptr<MixerPhases> mixer;
   std::optional<MlpInput> mlp;
   std::optional<LinearAdd> down;
   std::optional<RoutedPhases> routed;
@@ -354,9 +340,8 @@ Tensor blocks(BlocksCall call) {
             STD_TORCH_CHECK(own[r] < weight.adapters.count, "there is no adapter ", own[r]);
     STD_TORCH_CHECK(call.rope_index[i] < int64_t(call.cos.size()), "there is no rotary table ", call.rope_index[i]);
     float* to = i + 1 < count ? between[i % 2] : static_cast<float*>(out.mutable_data_ptr());
-    size_t& place = places[p.keeps_state()];
-    const size_t there = p.delta ? call.matrices.size() : p.convolution ? states : cached;
-    STD_TORCH_CHECK(place < there, "a block has no ", p.keeps_state() ? "state" : "cache");
+    size_t& place = places[p.mixer != nullptr];
+    STD_TORCH_CHECK(place < (p.mixer ? states : cached), "a block has no ", p.mixer ? "state" : "cache");
     arena.back_to(mark);  // a block begins when the one before it has ended: they share their memory
     phases.emplace_back(arena, call, i, int64_t(place++), p, from, to, rows, own);
     from = to;

@@ -81,13 +81,12 @@ struct RoutingFields {
 // A block of plans of weights: those of q, k and v, that of gate and up or both. With experts, mlp and down are those of an
 // MLP beside them, which may be missing; without experts too, the block ends behind attention. norm: before attention; the
 // others are of its kind. head_norm: a HeadNorm. rope_pairs: neighbouring elements of a head are turned together.
-// attention_gate: each head of q is followed by its gate. delta: of plan_delta, in the place of attention; qkv then are the
-// plans of query, key, value, z, strength and decay, and heads are none. convolution: of plan_short_convolution, alike; qkv
-// are those of key, query and value. latent: of plan_latent; qkv then are the plans of the queries, or of their latent, and of
-// what the cache keeps, which has heads of head_dim. residual_scale: a factor of what output and down add. parallel: the MLP
-// reads x, as attention does. ranks: with which the sums of output
-// and down are shared. sinks: as in AttentionPhases. xielu: the two factors of xIELU, where it is the activation. v_norm: of
-// each head of the values. written: see AttentionInput. reduce, expand: the plans of a TokenGate, with the norm behind it;
+// attention_gate: each head of q is followed by its gate. mixer: the plan of what keeps a state in the place of attention
+// (states/mixer.h); qkv then are the plans of the products that it reads, and heads are none. latent: of plan_latent; qkv then
+// are the plans of the queries, or of their latent, and of what the cache keeps, which has heads of head_dim. residual_scale: a
+// factor of what output and down add. parallel: the MLP reads x, as attention does. ranks: with which the sums of output and
+// down are shared. sinks: as in AttentionPhases. xielu: the two factors of xIELU, where it is the activation. v_norm: of each
+// head of the values. written: see AttentionInput. reduce, expand: the plans of a TokenGate, with the norm behind it;
 // block_scale: multiplies what the block returns.
 struct PlanBlockCall {
   NormFields norm;
@@ -110,7 +109,7 @@ struct PlanBlockCall {
   Maybe down, down_norm_weight, down_norm_bias, ranks, sinks;
   RoutingFields routing;
   bool attention_gate = false;
-  Maybe delta, latent, convolution;
+  Maybe mixer, latent;
   std::vector<double> xielu;
   Maybe v_norm;
   int64_t written = 2;
@@ -119,14 +118,14 @@ struct PlanBlockCall {
   HASTEN_FIELDS(norm, qkv, heads, kv_heads, head_dim, q_norm, k_norm, head_norm, rope_pairs, residual_scale, parallel,
                 scale, window, softcap, output, output_norm_weight, output_norm_bias, mlp_norm_weight, mlp_norm_bias, mlp,
                 inner_size, gated, activation, down, down_norm_weight, down_norm_bias, ranks, sinks, routing, attention_gate,
-                delta, latent, convolution, xielu, v_norm, written, reduce, expand, token_norm_weight, block_scale)
+                mixer, latent, xielu, v_norm, written, reduce, expand, token_norm_weight, block_scale)
 };
 
 // Blocks after each other, x (…, C) float32 -> the same, the threads started once. cos, sin: of each rotary table;
 // rope_index[i]: which of them block i takes, -1 for none. k, v: the caches of the layers with attention, which have the same
 // slots; where the step's tokens are in them is said by the fields of AttentionMetadata (attention/view.py). inputs, matrices:
-// the states of the layers that keep any, matrices only of those with Gated DeltaNet; state_slots int64 (B,): the place of each sequence there,
-// certain int64 (B,): after how many of its tokens it is kept, without it after all. plans: of plan_block.
+// the states of the layers that keep any, matrices only where they have them; state_slots int64 (B,): the place of each
+// sequence there, certain int64 (B,): after how many of its tokens it is kept, without it after all. plans: of plan_block.
 // adapters int64 (rows,): the one that each row takes, -1 for none. times int64 (1 + 5·blocks,): where somebody wants to
 // know, when the blocks began and when each part of each ended, in nanoseconds of the steady clock. seen: what each layer with
 // attention sees, of plan_pattern; empty: all. query_factors float32 (rows,): of each rotary table, what queries are multiplied

@@ -1,8 +1,7 @@
 // What stays the same of a block from step to step, as `plan_block` makes it.
 #pragma once
 
-#include "../delta/phases.h"
-#include "../states/short_convolution.h"
+#include "../states/mixer.h"
 #include "attention_input.h"
 #include "experts.h"
 #include "latent.h"
@@ -22,19 +21,15 @@ struct Plan {
   Norm router_norm, expert_norm, expert_post_norm, shared_post_norm;
   Few<PackedWeight> qkv, mlp;
   PackedWeight output, down, reduce, expand;
-  const DeltaPlan* delta;      // in the place of attention, or nullptr
+  const Mixer* mixer;          // in the place of attention, or nullptr
   const LatentPlan* latent;    // in the place of plain attention, or nullptr
-  const ShortConvolutionPlan* convolution;  // as delta
   const ExpertsPlan* experts;  // or nullptr
   PackedWeight router, shared_gate;
   Routing routing;
   Ranks* ranks;    // with which the sums of output and down are shared, or nullptr
   PlanBlockCall held;  // what the pointers point to
-  bool keeps_state() const { return delta || convolution; }
-  int64_t projected() const { return delta ? delta->features() : convolution->features(); }  // of a layer that keeps a state
-  int64_t mixed() const {  // features that attention gives
-    return delta ? delta->values() : convolution ? convolution->channels : heads * (latent ? latent->value_dim : head_dim);
-  }
+  // Features that attention, or what is in its place, gives.
+  int64_t mixed() const { return mixer ? mixer->values() : heads * (latent ? latent->value_dim : head_dim); }
   bool ends_early() const { return !experts && !down.k; }  // behind attention
 };
 

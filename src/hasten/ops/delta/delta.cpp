@@ -1,5 +1,7 @@
-// Gated DeltaNet as a torch operator, and its phases in the call of all blocks; see phases.h.
+// Gated DeltaNet; see phases.h.
 #include "phases.h"
+
+#include "../states/columns.h"
 
 namespace hasten {
 
@@ -17,42 +19,32 @@ Tensor plan_delta(PlanDeltaCall call) {
   const int64_t heads = call.rate.numel(), groups = call.key_heads;
   STD_TORCH_CHECK(groups > 0 && heads > 0 && heads % groups == 0 && call.key_dim > 0 && call.value_dim > 0,
                   heads, " value heads cannot share ", groups, " key heads");
-  std::vector<float> conv = by_tap(call.conv);
   auto plan = std::make_unique<DeltaPlan>(DeltaPlan{
-      .key_heads = groups, .heads = heads, .key_dim = call.key_dim, .value_dim = call.value_dim, .kernel = call.conv.size(1),
-      .conv = std::move(conv),
+      .key_heads = groups, .heads = heads, .key_dim = call.key_dim, .value_dim = call.value_dim,
+      .conv = ConvolutionPlan(call.conv),
       .rate = floats(call.rate, heads, "rate"), .rate_bias = floats(call.rate_bias, heads, "rate_bias"),
       .norm = call.norm.norm()});
-  STD_TORCH_CHECK(call.conv.size(0) == plan->channels(), "conv has ", call.conv.size(0), " channels; the layer has ",
+  STD_TORCH_CHECK(plan->conv.channels == plan->channels(), "conv has ", plan->conv.channels, " channels; the layer has ",
                   plan->channels());
   STD_TORCH_CHECK(plan->norm.weight && call.norm.norm_weight->numel() == plan->value_dim, "the norm is that of a head");
   plan->held = std::move(call);
-  return as_bytes(std::move(plan));
+  return as_mixer<DeltaPhases>(std::move(plan));
 }
 
 DeltaPhases::DeltaPhases(Arena& arena, const DeltaPlan& plan, const float* x, float* out, int64_t rows,
-                         const Tensor& inputs, const Tensor& matrices, const Tensor& slots, const Maybe& certain,
-                         const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& slot_mapping)
+                         const StateFields& states)
     : p(plan), x(x), out(out), mixed(arena.take<float>(rows * plan.channels() + COLUMNS)),  // whole vectors are read
       decays(arena.take<float>(rows * plan.heads)), strengths(arena.take<float>(rows * plan.heads)), rows(rows),
-      inputs(static_cast<uint8_t*>(inputs.mutable_data_ptr())), input_type(type_of(inputs)),
-      matrices(static_cast<float*>(matrices.mutable_data_ptr())),
-      step(rows, matrices.size(0), slots, certain, query_start_loc, seq_lens, slot_mapping) {
-  const int64_t places = matrices.size(0);
-  STD_TORCH_CHECK(matrices.scalar_type() == ScalarType::Float && matrices.is_contiguous() &&
-                      matrices.numel() == places * p.heads * p.key_dim * p.value_dim,
-                  "the matrices of the states do not fit the layer");
-  STD_TORCH_CHECK(inputs.is_contiguous() && inputs.numel() == places * (p.kernel - 1) * p.channels(),
-                  "the inputs in the states do not fit the layer");
-}
+      matrices(states.matrices_of(plan.heads * plan.key_dim * plan.value_dim)),
+      convolution(plan.conv, x, plan.features(), states), step(rows, states) {}
 
 void DeltaPhases::run(Worker& worker) const {
   const int64_t groups = p.key_heads, shared = p.shared(), values = p.value_dim;
   const std::vector<StateRows>& sequences = step.sequences;
   const std::vector<int64_t>& sequence_of = step.sequence_of;
   const auto keep_all = [&](const StateRows& own, int64_t group) {
-    for (int64_t part = 0; part < 2; part++) keep(own, part * p.keys() + group * p.key_dim, p.key_dim);
-    keep(own, 2 * p.keys() + group * shared * values, shared * values);
+    for (int64_t part = 0; part < 2; part++) convolution.keep(own, part * p.keys() + group * p.key_dim, p.key_dim);
+    convolution.keep(own, 2 * p.keys() + group * shared * values, shared * values);
   };
   if (step.one_each)  // all of a key head and its value heads at once; a thread walks through a part of the states
     return worker.stream(rows * groups, [] {}, [&](int64_t item) {
@@ -93,34 +85,6 @@ void DeltaPhases::run(Worker& worker) const {
   });
 }
 
-// mixed = SiLU of the convolution of some channels, for one row.
-void DeltaPhases::convolve(const StateRows& own, int64_t row, int64_t from, int64_t count) const {
-  const int64_t channels = p.channels(), before = p.kernel - 1;
-  float* to = mixed + row * channels + from;
-  // The first tap that there is a token for, and the first one in this step.
-  const int64_t in_step = std::max<int64_t>(0, before - (row - own.row)), first = own.fresh ? in_step : 0;
-  const auto state = [&](int64_t tap) { return (own.slot * before + row - own.row + tap) * channels + from; };
-  const auto here = [&](int64_t tap) { return x + (row - before + tap) * p.features() + from; };
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) {
-    F32 y = {};
-    for (int64_t tap = first; tap < p.kernel; tap++) {
-      const F32 v = tap < in_step ? load_as(inputs, input_type, state(tap) + i) : as_kept(load(here(tap) + i), input_type);
-      accumulate(y, v, load(p.conv.data() + tap * channels + from + i));
-    }
-    store(to + i, y * logistic(y));
-  }
-  for (; i < count; i++) {
-    float y = 0;
-    for (int64_t tap = first; tap < p.kernel; tap++) {
-      const float given = tap < in_step ? load_one(inputs, input_type, state(tap) + i) : here(tap)[i];
-      const float v = input_type == Type::f32 ? given : from_bf16(to_bf16(given));
-      y += v * p.conv[tap * channels + from + i];
-    }
-    to[i] = y / (1.0f + std::exp(-y));
-  }
-}
-
 // x of length `scale`.
 static void to_length(float* x, int64_t count, float scale) {
   F32 squares = {};
@@ -138,10 +102,11 @@ void DeltaPhases::mix(const StateRows& own, int64_t row, int64_t key_head) const
   const int64_t size = p.key_dim, shared = p.shared(), channels = p.channels();
   for (int64_t part = 0; part < 2; part++) {
     const int64_t from = part * p.keys() + key_head * size;
-    convolve(own, row, from, size);
+    convolution.run(own, row, from, size, mixed + row * channels + from);
     to_length(mixed + row * channels + from, size, part ? 1.0f : 1.0f / std::sqrt(float(size)));
   }
-  convolve(own, row, 2 * p.keys() + key_head * shared * p.value_dim, shared * p.value_dim);
+  const int64_t values = 2 * p.keys() + key_head * shared * p.value_dim;
+  convolution.run(own, row, values, shared * p.value_dim, mixed + row * channels + values);
   const float* beside = x + row * p.features() + channels + p.values();
   for (int64_t head = key_head * shared; head < (key_head + 1) * shared; head++) {
     const float a = beside[p.heads + head] + p.rate_bias[head];
@@ -155,19 +120,10 @@ void DeltaPhases::mix(const StateRows& own, int64_t row, int64_t key_head) const
 void DeltaPhases::recur(const StateRows& own, int64_t head, int64_t from, int64_t count) const {
   const int64_t stride = p.value_dim, size = p.key_dim;
   float* s = matrices + (own.slot * p.heads + head) * size * stride + from;
-  float* block = scratch<float, 24>(size * COLUMNS);
-  for (int64_t i = 0; i < size; i++) {
-    float* to = block + i * COLUMNS;
-    std::fill(to, to + COLUMNS, 0.0f);
-    if (!own.fresh) std::memcpy(to, s + i * stride, count * sizeof(float));
-  }
-  const auto go_on = [&](int64_t row, int64_t tokens) {
+  advance_columns<COLUMNS>(own, s, size, stride, count, [&](int64_t row, int64_t tokens, float* block) {
     if (count > LANES) advance<COLUMN_VECTORS>(row, tokens, head, from, count, block);
     else advance<1>(row, tokens, head, from, count, block);
-  };
-  go_on(own.row, own.kept);
-  for (int64_t i = 0; i < size; i++) std::memcpy(s + i * stride, block + i * COLUMNS, count * sizeof(float));
-  if (own.kept < own.tokens) go_on(own.row + own.kept, own.tokens - own.kept);
+  });
 }
 
 // The only token of a sequence takes V vectors of columns of a head's S further, where they lie. They come from memory once:
@@ -253,36 +209,11 @@ void DeltaPhases::finish(int64_t row, int64_t head) const {
   for (; i < size; i++) y[i] *= z[i] / (1.0f + std::exp(-z[i]));
 }
 
-// The last inputs of some channels, for the convolution of the next step.
-void DeltaPhases::keep(const StateRows& own, int64_t from, int64_t count) const {
-  const int64_t before = p.kernel - 1, channels = p.channels(), bytes = input_type == Type::f32 ? 4 : 2;
-  for (int64_t j = 0; j < before; j++) {
-    const int64_t token = own.kept - before + j, at = (own.slot * before + j) * channels + from;
-    if (token >= 0) store_row(inputs, input_type, at, x + (own.row + token) * p.features() + from, count);
-    else if (own.fresh) std::memset(inputs + at * bytes, 0, count * bytes);
-    else std::memcpy(inputs + at * bytes, inputs + (at + own.kept * channels) * bytes, count * bytes);
-  }
-}
-
-Tensor gated_delta(GatedDeltaCall call) {
-  const DeltaPlan& plan = plan_in<DeltaPlan>(call.plan);
-  const int64_t rows = call.x.size(0);
-  const float* x = floats(call.x, rows * plan.features(), "x");
-  Tensor out = empty({rows, plan.values()}, ScalarType::Float);
-  Arena arena;
-  const DeltaPhases phases(arena, plan, x, static_cast<float*>(out.mutable_data_ptr()), rows, call.inputs, call.matrices,
-                           call.slots, call.certain, call.query_start_loc, call.seq_lens, call.slot_mapping);
-  parallel_region([&](Worker& worker) { phases.run(worker); });
-  return out;
-}
-
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
   hasten::define<hasten::plan_delta>(m, "plan_delta");
-  hasten::define<hasten::gated_delta>(m, "gated_delta");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   hasten::implement<hasten::plan_delta>(m, "plan_delta");
-  hasten::implement<hasten::gated_delta>(m, "gated_delta");
 }

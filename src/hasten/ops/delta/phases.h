@@ -9,7 +9,8 @@
 #pragma once
 
 #include "../block/calls.h"
-#include "../states/step.h"
+#include "../states/convolution.h"
+#include "../states/mixer.h"
 
 namespace hasten {
 
@@ -23,10 +24,8 @@ struct PlanDeltaCall {
 };
 
 struct DeltaPlan {
-  static constexpr const char* name = "Gated DeltaNet";
-  const DeltaPlan* self;
-  int64_t key_heads, heads, key_dim, value_dim, kernel;
-  std::vector<float> conv;  // [kernel][channels]
+  int64_t key_heads, heads, key_dim, value_dim;
+  ConvolutionPlan conv;
   const float *rate, *rate_bias;
   Norm norm;
   PlanDeltaCall held;  // what the pointers point to
@@ -37,18 +36,14 @@ struct DeltaPlan {
   int64_t features() const { return channels() + values() + 2 * heads; }
 };
 
-class DeltaPhases {
+class DeltaPhases final : public MixerPhases {
  public:
-  // x (R, features) float32: the projections to q, k, v, z, strength and decay, end to end; may be written until the phases
-  // begin. out (R, H·Dv) float32; padding becomes zeros. inputs (places, K - 1, channels) and matrices (places, H, Dk, Dv):
-  // the states. The others: see StateStep.
-  DeltaPhases(Arena& arena, const DeltaPlan& plan, const float* x, float* out, int64_t rows, const Tensor& inputs,
-              const Tensor& matrices, const Tensor& slots, const Maybe& certain, const Tensor& query_start_loc,
-              const Tensor& seq_lens, const Tensor& slot_mapping);
-  void run(Worker& worker) const;
+  // x: the projections to q, k, v, z, strength and decay, end to end. out (R, H·Dv). Of the states the matrices are (places, H,
+  // Dk, Dv).
+  DeltaPhases(Arena& arena, const DeltaPlan& plan, const float* x, float* out, int64_t rows, const StateFields& states);
+  void run(Worker& worker) const override;
 
  private:
-  void convolve(const StateRows& own, int64_t row, int64_t from, int64_t count) const;
   void mix(const StateRows& own, int64_t row, int64_t key_head) const;
   void recur(const StateRows& own, int64_t head, int64_t from, int64_t count) const;
   template <int V>
@@ -56,25 +51,14 @@ class DeltaPhases {
   template <int V>
   void advance(int64_t row, int64_t tokens, int64_t head, int64_t from, int64_t count, float* s) const;
   void finish(int64_t row, int64_t head) const;
-  void keep(const StateRows& own, int64_t from, int64_t count) const;
 
   const DeltaPlan& p;
   const float* const x;
   float *const out, *const mixed, *const decays, *const strengths;  // mixed (R, channels); the others (R, H)
   const int64_t rows;
-  uint8_t* const inputs;
-  const Type input_type;
   float* const matrices;
+  const Convolution convolution;
   const StateStep step;
-};
-
-// x (R, features) -> (R, H·Dv) float32; see DeltaPhases. plan: of plan_delta.
-struct GatedDeltaCall {
-  Tensor plan, x, inputs, matrices, slots;
-  Maybe certain;
-  Tensor query_start_loc, seq_lens, slot_mapping;
-  HASTEN_FIELDS(plan, x, inputs, matrices, slots, certain, query_start_loc, seq_lens, slot_mapping)
-  HASTEN_WRITTEN(inputs, matrices)
 };
 
 }  // namespace hasten

@@ -15,23 +15,19 @@ const float* floats(const Tensor& t, int64_t count, const char* name) {
   return static_cast<const float*>(t.const_data_ptr());
 }
 
-std::vector<float> by_tap(const Tensor& conv) {
-  STD_TORCH_CHECK(conv.dim() == 2, "the convolution has a row of factors for each channel");
-  const int64_t channels = conv.size(0), kernel = conv.size(1);
-  const float* from = floats(conv, channels * kernel, "conv");
-  std::vector<float> found(channels * kernel);
-  for (int64_t c = 0; c < channels; c++)
-    for (int64_t j = 0; j < kernel; j++) found[j * channels + c] = from[c * kernel + j];
-  return found;
+float* StateFields::matrices_of(int64_t numbers) const {
+  STD_TORCH_CHECK(matrices && matrices->scalar_type() == ScalarType::Float && matrices->is_contiguous() &&
+                      matrices->numel() == inputs.size(0) * numbers,
+                  "the matrices of the states do not fit the layer");
+  return static_cast<float*>(matrices->mutable_data_ptr());
 }
 
-StateStep::StateStep(int64_t rows, int64_t places, const Tensor& slots, const Maybe& certain, const Tensor& query_start_loc,
-                     const Tensor& seq_lens, const Tensor& slot_mapping)
-    : sequence_of(rows, -1) {
-  const int64_t count = seq_lens.numel();
-  const int64_t *place = integers(slots, count, "slots"), *start = integers(query_start_loc, count + 1, "query_start_loc");
-  const int64_t *length = integers(seq_lens, count, "seq_lens"), *written = integers(slot_mapping, rows, "slot_mapping");
-  const int64_t* sure = certain ? integers(*certain, count, "certain") : nullptr;
+StateStep::StateStep(int64_t rows, const StateFields& states) : sequence_of(rows, -1) {
+  const int64_t count = states.seq_lens.numel(), places = states.inputs.size(0);
+  const int64_t *place = integers(states.slots, count, "slots"), *length = integers(states.seq_lens, count, "seq_lens");
+  const int64_t* start = integers(states.query_start_loc, count + 1, "query_start_loc");
+  const int64_t* written = integers(states.slot_mapping, rows, "slot_mapping");
+  const int64_t* sure = states.certain ? integers(*states.certain, count, "certain") : nullptr;
   for (int64_t b = 0; b < count; b++) {
     const int64_t begin = start[b], end = start[b + 1];
     STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= rows, "a sequence has the rows from ", begin, " to ", end, " of ",

@@ -4,8 +4,25 @@
 #include <vector>
 
 #include "../block/phases.h"
+#include "../fields.h"
 
 namespace hasten {
+
+// The states of a layer, and whose the rows of a step are. inputs (places, K - 1, channels): those of its convolution;
+// matrices (places, H, …, …) float32, where it has them. Sequence b's place is slots[b]. certain (B,): how many tokens of each
+// are no guesses; without it all are. The other tensors are those of AttentionMetadata.
+struct StateFields {
+  Tensor inputs;
+  Maybe matrices;
+  Tensor slots;
+  Maybe certain;
+  Tensor query_start_loc, seq_lens, slot_mapping;
+  HASTEN_FIELDS(inputs, matrices, slots, certain, query_start_loc, seq_lens, slot_mapping)
+  HASTEN_WRITTEN(inputs, matrices)
+
+  // The matrices, which must have this many numbers for each place.
+  float* matrices_of(int64_t numbers) const;
+};
 
 // The step's rows of one sequence. kept: the state is kept after these tokens; later ones are guesses, which may be taken
 // back. fresh: nothing came before them.
@@ -15,11 +32,8 @@ struct StateRows {
 };
 
 struct StateStep {
-  // rows: of the step. places: that the states have; sequence b's is slots[b]. certain (B,): how many tokens of each are no
-  // guesses; without it all are. The other tensors are those of AttentionMetadata. Padding, whose slot_mapping is -1, follows
-  // the tokens of its sequence.
-  StateStep(int64_t rows, int64_t places, const Tensor& slots, const Maybe& certain, const Tensor& query_start_loc,
-            const Tensor& seq_lens, const Tensor& slot_mapping);
+  // rows: of the step. Padding, whose slot_mapping is -1, follows the tokens of its sequence.
+  StateStep(int64_t rows, const StateFields& states);
 
   std::vector<StateRows> sequences;
   std::vector<int64_t> sequence_of;  // of each row; -1: padding
@@ -32,8 +46,5 @@ const float* floats(const Tensor& t, int64_t count, const char* name);
 
 // A projected value as the states keep it: the convolution of a later step reads the same one.
 INLINE F32 as_kept(F32 v, Type type) { return type == Type::f32 ? v : as<F32>(round_bf16(v) & 0xffff0000u); }
-
-// The factors of a convolution, (channels, K) float32, by tap: [K][channels].
-std::vector<float> by_tap(const Tensor& conv);
 
 }  // namespace hasten
