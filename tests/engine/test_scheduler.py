@@ -485,11 +485,12 @@ def test_what_is_not_scored_of_a_prompt_takes_what_is_left_of_the_budget(scored,
 
 
 def test_of_several_the_youngest_gives_way():
-    machine = Machine(blocks=6, block_size=4)
-    texts = [machine.add(7, 20, seed=100 * i) for i in range(3)]
+    machine = Machine(blocks=5, block_size=4)
+    texts = [machine.add(3, 20, seed=100 * i) for i in range(3)]
     machine.step()
-    for _ in range(2):
-        machine.step()
+    assert [text.running for text in texts] == [True, True, True]
+    machine.step()
+    machine.step()  # each wants a second block, and two are free
     assert [text.running for text in texts] == [True, True, False]
 
 
