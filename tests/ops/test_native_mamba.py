@@ -171,7 +171,8 @@ def test_what_does_not_fit_is_refused(name, value, words):
     [
         ({"groups": 4}, "6 heads cannot share 4 groups of keys and queries"),
         ({"head_dim": 32}, "conv has 640 channels; the layer has 448"),
-        ({"norm_weight": torch.ones(64)}, "the norm is that of all values"),
+        ({"norm_weight": torch.ones(64)}, "the norm is that of all 384 values"),
+        ({"norm_bias": torch.ones(384)}, "the norm has a bias"),
         ({"skip": torch.ones(5)}, "skip has 5 numbers; it must be 6"),
         ({"bias": torch.ones(5)}, "bias has 5 numbers; it must be 640"),
     ],

@@ -33,7 +33,7 @@ PREBUILT = "prebuilt"  # the folder, below the sources, of libraries that a whee
 STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest we serve: one binary then serves every later torch
 # They call nothing of the others.
 TRAINING_SOURCES = ("activation/activation.cpp", "attention/train.cpp")
-# Compiled as one source: torch's headers take longer than any of them. Those with inner loops stay by themselves.
+# Compiled as one source: torch's headers take longer than any of them. Those with large inner loops stay by themselves.
 TOGETHER = (
     *("collective/collective.cpp", "draw/draw.cpp"),
     *("linear/blocks.cpp", "linear/linear.cpp", "linear/unpacked.cpp", "rounding/rounding.cpp"),

@@ -52,13 +52,8 @@ void DeltaPhases::run(Worker& worker) const {
       const int64_t group = item % groups;
       mix(own, own.row, group);
       for (int64_t head = group * shared; head < (group + 1) * shared; head++) {
-        if (own.fresh || values % LANES) {
-          for (int64_t from = 0; from < values; from += COLUMNS) recur(own, head, from, std::min(COLUMNS, values - from));
-        } else {
-          for (int64_t from = 0; from < values; from += LINE_VECTORS * LANES)
-            with_count<LINE_VECTORS>(std::min<int64_t>(LINE_VECTORS, (values - from) / LANES),
-                                     [&](auto count) { take_one<count>(own, head, from); });
-        }
+        const int64_t most = own.fresh || values % LANES ? COLUMNS : LINE_VECTORS * LANES;
+        for (int64_t from = 0; from < values; from += most) recur(own, head, from, std::min(most, values - from));
         finish(own.row, head);
       }
       keep_all(own, group);
@@ -119,6 +114,8 @@ void DeltaPhases::mix(const StateRows& own, int64_t row, int64_t key_head) const
 // Some columns of a head's S through all tokens of a sequence.
 void DeltaPhases::recur(const StateRows& own, int64_t head, int64_t from, int64_t count) const {
   const int64_t stride = p.value_dim, size = p.key_dim;
+  if (own.tokens == 1 && !own.fresh && stride % LANES == 0)
+    return with_count<LINE_VECTORS>(count / LANES, [&](auto vectors) { take_one<vectors>(own, head, from); });
   float* s = matrices + (own.slot * p.heads + head) * size * stride + from;
   advance_columns<COLUMNS>(own, s, size, stride, count, [&](int64_t row, int64_t tokens, float* block) {
     if (count > LANES) advance<COLUMN_VECTORS>(row, tokens, head, from, count, block);

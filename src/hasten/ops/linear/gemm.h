@@ -51,7 +51,7 @@ constexpr int VECTORS = PANEL / LANES;
 struct TileShape {
   int most, tile, two, four;  // two, four: most rows that go with two vectors at a time, with all four
   int waiting;                // most rows beside which there is little to do but to wait for memory: see ask_line
-  int alone = 0;              // most rows that ask for nothing: beside so little work the processor's own prefetcher is faster
+  int alone = 0;              // most rows of lines in memory that ask for nothing: beside so little work the processor's own prefetcher is faster
   constexpr int span(int rows) const { return rows <= four ? VECTORS : rows <= two ? 2 : 1; }
 };
 #if HASTEN_512

@@ -31,7 +31,9 @@ Tensor plan_mamba(PlanMambaCall call) {
       .skip = floats(call.skip, heads, "skip"), .norm = call.norm.norm()});
   STD_TORCH_CHECK(plan->conv.channels == plan->channels(), "conv has ", plan->conv.channels, " channels; the layer has ",
                   plan->channels());
-  STD_TORCH_CHECK(plan->norm.weight && call.norm.norm_weight->numel() == plan->values(), "the norm is that of all values");
+  STD_TORCH_CHECK(plan->norm.weight && call.norm.norm_weight->numel() == plan->values(), "the norm is that of all ",
+                  plan->values(), " values");
+  STD_TORCH_CHECK(!plan->norm.bias && !call.norm.centred, "the norm has a bias or subtracts the mean");
   plan->held = std::move(call);
   return as_mixer<MambaPhases>(std::move(plan));
 }
@@ -130,7 +132,7 @@ void MambaPhases::advance(int64_t row, int64_t head, int64_t from, int64_t count
   }
   EACH(t, T, EACH(v, V, {
     const int64_t r = row + t, column = at + v * LANES, width = count - v * LANES;
-    const F32 z = load(x + r * p.features() + column);
+    const F32 z = some(x + r * p.features() + column, std::min<int64_t>(LANES, width));
     accumulate(sum[t][v], load(mixed + r * channels + column), splat(p.skip[head]));
     alignas(64) float gated[LANES];
     store(gated, sum[t][v] * (z * logistic(z)));

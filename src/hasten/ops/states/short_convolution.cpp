@@ -32,14 +32,6 @@ void ShortConvolutionPhases::run(Worker& worker) const {
   });
 }
 
-// `count` numbers of a row, at most a vector of them; the others are zero.
-static INLINE F32 some(const float* from, int64_t count) {
-  if (count == LANES) return load(from);
-  alignas(64) float part[LANES] = {};
-  std::memcpy(part, from, count * sizeof(float));
-  return load(part);
-}
-
 void ShortConvolutionPhases::advance(const StateRows& own, int64_t from, int64_t count) const {
   const int64_t channels = p.channels, kernel = p.kernel, before = kernel - 1, features = 3 * channels;
   float* window = scratch<float, 26>(kernel * LANES);  // the last inputs, number i in place i % kernel

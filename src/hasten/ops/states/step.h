@@ -44,6 +44,14 @@ struct StateStep {
 const int64_t* integers(const Tensor& t, int64_t count, const char* name);
 const float* floats(const Tensor& t, int64_t count, const char* name);
 
+// `count` numbers of a row, at most a vector of them; the others are zero.
+INLINE F32 some(const float* from, int64_t count) {
+  if (count == LANES) return load(from);
+  alignas(64) float part[LANES] = {};
+  std::memcpy(part, from, count * sizeof(float));
+  return load(part);
+}
+
 // A projected value as the states keep it: the convolution of a later step reads the same one.
 INLINE F32 as_kept(F32 v, Type type) { return type == Type::f32 ? v : as<F32>(round_bf16(v) & 0xffff0000u); }
 
