@@ -159,3 +159,20 @@ def test_sinks_and_the_biases_of_routers_and_experts_are_trained():
     model(tokens, torch.arange(40).expand(4, -1), context, targets=tokens).backward()
     without = [name for name, one in model.named_parameters() if one.grad is None or not one.grad.any()]
     assert not without
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "dots1"])
+def test_a_sum_of_experts_is_rounded_once(family):
+    """Against float64: no farther than the experts' own rounded outputs, added up exactly."""
+    config = replace(read_config(values_of(family)), experts=16, experts_per_token=12, expert_groups=1)
+    layer = next(layer for layer in config.layers if layer.experts)
+    block = initialize(replace(config, layers=(layer,)), seed=0, dtype=torch.bfloat16).blocks[0].mlp
+    rows = torch.randn(64, config.expert_width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        shares, chosen = block.route(rows)
+        found = block.one_by_one(rows, shares, chosen)
+        each = torch.stack([expert(rows) for expert in block.experts], dim=1).double()  # (N, E, C)
+    chosen_ones = each.gather(1, chosen[..., None].expand(-1, -1, each.shape[-1]))
+    exact = (chosen_ones * shares.double()[..., None]).sum(dim=1)
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).abs().max() <= 2 * (exact.bfloat16().double() - exact).abs().max()

@@ -152,7 +152,7 @@ def test_it_is_trained_block_by_block(family, name):
     assert why_not_whole(model) == f"it has layers with {name}"
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", *DENSE])
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h-latent", *DENSE])
 def test_all_linear_layers_may_have_an_adapter(family):
     model = hasten.load(make_reference(family))
     before = our_logits(model, PROMPTS[0])

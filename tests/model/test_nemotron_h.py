@@ -9,11 +9,21 @@ from safetensors.torch import load_file, save_file
 import hasten
 from hasten.distributed.tensor_training import check_split
 from hasten.engine.cache import KVCache
-from hasten.errors import ConfigError
+from hasten.errors import CheckpointError, ConfigError
 from hasten.model.binding import explain
+from hasten.model.config import LayerConfig
 from hasten.model.families import read_config
 from hasten.model.fused_block import unknown_parts
-from hasten.planning.memory import InferenceUse, TrainingUse, inference_memory, training_memory
+from hasten.model.initialize import initialize
+from hasten.model.multi_token import head_config
+from hasten.planning.memory import (
+    InferenceUse,
+    TrainingUse,
+    calibration_memory,
+    inference_memory,
+    training_memory,
+)
+from hasten.training.whole import why_not_whole
 from parity import PROMPTS, TOLERANCE, assert_same, our_logits, reference_logits
 from references import CASES, make_reference, values_of
 
@@ -110,6 +120,11 @@ def test_what_has_no_layers_of_one_half_says_so():
         check_split(replace(config, padded_vocab_size=104), 2)
     whole = read_config(values_of("granitemoehybrid-dense"))
     assert not whole.has_single_halves
+    first = replace(config, layers=config.layers[:1])  # as a plan times them: no state, which would be the reason
+    assert unknown_parts(first) == "no layers of one half"
+    assert why_not_whole(initialize(first, seed=0)) == "it has layers of one half"
+    with pytest.raises(ConfigError, match="layers of one half"):
+        check_split(replace(first, padded_vocab_size=104, activation="silu"), 2)
     assert [config.norms_of(layer) for layer in config.layers] == [1] * 8
     assert [whole.norms_of(layer) for layer in whole.layers] == [2] * 4
 
@@ -124,3 +139,70 @@ def test_a_plan_counts_activations_of_the_halves_that_there_are():
     assert parts["activations: attention"] > fewer["activations: attention"] > 0
     use = InferenceUse(length=80, step=80, weights=0, dtype="float32", row_bytes=4 * config.head_dim)
     assert inference_memory(config, use).parts["cache"] > 0
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_plan_computes_the_largest_block_again(recompute, count):
+    config = read_config(values_of("nemotron_h-dense"))
+    config = replace(config, layers=config.layers[:count])
+    kept = {"batch_size": 2, "length": 512, "dtype": "float32", "loss": "torch", "compiled": False, "keeps_freed": True}
+    largest = max(
+        sum(_of_blocks(replace(config, layers=(layer,)), TrainingUse(**kept)).values()) for layer in config.layers
+    )
+    use = TrainingUse(**kept, recompute=recompute)
+    of_each_block = sum(_of_blocks(config, use).values()) // count
+    again = training_memory(config, use).parts["activations computed again"]
+    assert again == max(0, largest - of_each_block)
+    assert again > 0
+
+
+def _of_blocks(config, use):
+    """What blocks keep, without the stream of the embedding and of the last norm."""
+    parts = training_memory(config, use).parts
+    found = {name: size for name, size in parts.items() if name.startswith("activations: ")}
+    found["activations: norms and residual stream"] -= 2 * use.batch_size * use.length * 4 * config.hidden_size
+    return found
+
+
+def test_calibration_counts_the_width_and_the_numbers_of_mamba():
+    config = read_config(values_of("nemotron_h-dense"))
+    wide = replace(config, mixer=replace(config.mixer, heads=64))
+
+    def parts(config):
+        return calibration_memory(config, states=24, walks=1, step=4, squares=3.0, spill=False).parts
+
+    assert parts(wide)["sums over the samples"] == 4 * 3 * (64 * 16) ** 2 > parts(config)["sums over the samples"]
+    numbers = wide.mixer.working_numbers(kept=False)
+    assert parts(wide)["passes"] == 4 * (6 * 64 + 3 * config.intermediate_size + numbers)
+
+
+def test_a_new_model_scales_what_is_added_by_the_number_of_halves():
+    config = read_config(values_of("nemotron_h-dense"))
+    config = replace(config, layers=config.layers * 4, hidden_size=256)
+    block = next(block for block in initialize(config, seed=0).blocks if block.mixer is not None)
+    assert float(block.mixer.out.weight.detach().std()) == pytest.approx(0.02 / 32**0.5, rel=0.03)
+    whole = read_config(values_of("granitemoehybrid-dense"))
+    output = initialize(replace(whole, hidden_size=256), seed=0).blocks[0].mlp.down.weight.detach()
+    assert float(output.std()) == pytest.approx(0.02 / 8**0.5, rel=0.03)
+
+
+def test_a_layer_has_no_experts_or_state_without_that_half():
+    for fields in ({"experts": True, "mlp": False}, {"keeps_state": True, "mixes": False}):
+        with pytest.raises(ConfigError, match=r"experts=True needs mlp=True, and keeps_state=True needs mixes=True"):
+            LayerConfig(**fields)
+    (layer,) = head_config(read_config(values_of("nemotron_h"))).layers
+    assert layer.attends
+    assert layer.mlp
+    assert layer.experts
+
+
+def test_older_files_are_read_with_their_spellings():
+    values = values_of("nemotron_h")
+    config = read_config(values)
+    older = {name: value for name, value in values.items() if name != "head_dim"} | {"attention_head_dim": 32}
+    found = read_config(older | {"moe_latent_size": 0, "time_step_limit": [0, 1e10]})
+    assert found == config
+    assert (found.head_dim, found.expert_latent) == (32, 0)
+    with pytest.raises(CheckpointError, match=r"time_step_limit must be \[0\.0, Infinity\]"):
+        read_config(values | {"time_step_limit": [0.0, 1e9]})

@@ -40,7 +40,8 @@ MAMBA = DENSE | {"model_type": "granitemoehybrid", "layer_types": ["mamba", "att
 MAMBA |= {"num_local_experts": 0, "shared_intermediate_size": 64, "mamba_d_state": 12, "mamba_n_groups": 2}
 HALVES = DENSE | {"model_type": "nemotron_h", "hybrid_override_pattern": "-ME*MM", "mamba_num_heads": 8, "head_dim": 16}
 HALVES |= {"ssm_state_size": 12, "n_groups": 2, "mamba_head_dim": 8, "moe_intermediate_size": 16}
-HALVES |= {"moe_shared_expert_intermediate_size": 24}
+HALVES |= {"moe_shared_expert_intermediate_size": 24, "num_hidden_layers": 6}
+NARROW = HALVES | {"moe_latent_size": 20}
 LENT = DENSE | {"model_type": "gemma4_text", "num_hidden_layers": 8, "num_kv_shared_layers": 2, "head_dim": 8}
 LENT |= {"global_head_dim": 16, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12}
 LENT |= {"vocab_size_per_layer_input": 100}
@@ -57,7 +58,9 @@ def bytes_read(model: ModelConfig, *, batch: int, context: int = 0) -> float:
 WIDE = DENSE | {"num_attention_heads": 8, "head_dim": 8}
 
 
-@pytest.mark.parametrize("values", [DENSE, EXPERTS, GATED, SHARED, STATES, CONVOLVED, MAMBA, HALVES, WIDE, LENT])
+@pytest.mark.parametrize(
+    "values", [DENSE, EXPERTS, GATED, SHARED, STATES, CONVOLVED, MAMBA, HALVES, NARROW, WIDE, LENT]
+)
 def test_muons_own_products_are_those_of_a_step(values) -> None:
     model = Transformer(config(values))
     optimizer = Muon([parameter for parameter in model.blocks.parameters() if parameter.ndim == 2], lr=1e-3)

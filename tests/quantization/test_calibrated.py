@@ -77,6 +77,7 @@ NEWER = [
     "lfm2",
     "granitemoehybrid-dense",
     "nemotron_h",
+    "nemotron_h-latent",
     "nemotron_h-dense",
 ]
 

@@ -37,7 +37,7 @@ def packed(model):
 
 
 STATES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "granitemoehybrid"]
-STATES += ["nemotron_h", "nemotron_h-dense"]
+STATES += ["nemotron_h", "nemotron_h-latent", "nemotron_h-dense"]
 PLAIN = ("router", "shared_gate", "beta", "decay")  # small layers
 EXPERTS = ["olmoe", "qwen2_moe", "granitemoe", "dots1", "glm4_moe", "ernie4_5_moe", "minimax_m2", "gpt_oss"]
 SCHEMES = [

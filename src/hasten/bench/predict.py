@@ -71,9 +71,7 @@ def generating_seconds(
     as the processor's caches cannot hold. None where they have no room.
     """
     held = matrices(config, config.layers[0])[0] * {"int8": 1, "int4": 0.5}.get(weights.partition("-")[0], 2)
-    attending = next(i for i, layer in enumerate(config.layers, 1) if layer.attends)
-    # Half of them also need a layer with attention, whose context is timed.
-    cut = replace(config, layers=config.layers[: max(2 * attending, round(4 * last_level_cache_bytes() / held))])
+    cut = replace(config, layers=config.layers[: _timed(config.layers, round(4 * last_level_cache_bytes() / held))])
     if 6 * parameters(cut).total > available_memory():
         return None
     whole, others = random_model(cut, weights), config.layers[len(cut.layers) :]
@@ -91,7 +89,8 @@ def generating_seconds(
 
     reading, context = use.length - use.new_tokens, use.length - use.new_tokens // 2
     room = available_memory() // 4 // kv_bytes_per_token(cut, 4)  # tokens whose cache is small beside what is free
-    each = token_seconds(whole, context, cache) * len(config.layers) / len(cut.layers)  # of one token of context
+    # Seconds for each token of context, in all layers with attention.
+    each = token_seconds(whole, context, cache) * attending(config.layers) / attending(cut.layers)
     steps = {}
     for batch in {*batches}:
         reached = 0 if served else max(1, min(context, room // batch))
@@ -101,6 +100,18 @@ def generating_seconds(
             step = scaled(partial(text_step, sequences=batch, context=reached, cache=cache))
         steps[batch] = step + batch * (context - reached) * each
     return Generating(scaled(partial(prompt_seconds, length=reading, most=use.step)), steps)
+
+
+def attending(layers: Sequence[LayerConfig]) -> int:
+    """Number of layers with attention."""
+    return sum(layer.attends for layer in layers)
+
+
+def _timed(layers: Sequence[LayerConfig], least: int) -> int:
+    """Number of first layers to time: `least` or more, and attention in each half of them."""
+    first = next(i for i, layer in enumerate(layers, 1) if layer.attends)
+    counts = range(max(2 * first, least), len(layers))
+    return next((count for count in counts if attending(layers[count // 2 : count])), len(layers))
 
 
 def prompt_seconds(model: Transformer, length: int, most: int) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any, Literal
 
-from hasten.errors import CheckpointError
+from hasten.errors import CheckpointError, ConfigError
 from hasten.model.mixer_config import MixerConfig
 
 if TYPE_CHECKING:
@@ -95,6 +95,10 @@ class LayerConfig:
     keys_of: int | None = None
     lends_keys: bool = False
     values_of_keys: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.experts and not self.mlp) or (self.keeps_state and not self.mixes):
+            raise ConfigError(f"experts=True needs mlp=True, and keeps_state=True needs mixes=True; found {self}")
 
     @property
     def attends(self) -> bool:

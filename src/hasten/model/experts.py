@@ -120,11 +120,12 @@ class Experts(nn.Module):
 
     def one_by_one(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """`routed`, each expert called as a module: reading which are chosen waits for a GPU, and ends a graph."""
-        out = torch.zeros_like(rows)
+        dtype = torch.promote_types(rows.dtype, torch.float32)  # a sum of experts is rounded once
+        out = torch.zeros_like(rows, dtype=dtype)
         for index in range(len(self.experts)) if self.all_take_part else chosen.unique().tolist():
             row, slot = torch.where(chosen == index)
-            out.index_add_(0, row, self.experts[index](rows[row]) * shares[row, slot, None].to(rows.dtype))
-        return out
+            out.index_add_(0, row, self.experts[index](rows[row]).to(dtype) * shares[row, slot, None])
+        return out.to(rows.dtype)
 
     def _grouped(self, rows: Tensor, shares: Tensor) -> Grouped | None:
         """The kernel of all experts at once, where it can compute this call: there are no gradients."""

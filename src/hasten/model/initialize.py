@@ -25,7 +25,7 @@ Weights = Callable[[Put], None]
 def initialize(
     config: ModelConfig, *, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """Create a model with GPT-2's initialization: normal(0, 0.02), times 1/√(2·layers) in residual projections.
+    """Create a model with GPT-2's initialization: normal(0, 0.02), in residual projections times 1/√(halves of layers).
 
     Reproducible from the seed on one device. Rows that pad the vocabulary are zero.
     """
@@ -76,7 +76,7 @@ def _fill(values: Tensor, module: nn.Module, name: str, config: ModelConfig, gen
         values.normal_(0.0, config.initializer_range, generator=generator)
     elif isinstance(module, nn.Linear | nn.Embedding):
         into_residual = owner.endswith((".output", ".down", ".out", ".expand", ".widen"))
-        std = config.initializer_range / ((2 * len(config.layers)) ** 0.5 if into_residual else 1)
+        std = config.initializer_range / (sum(layer.halves for layer in config.layers) ** 0.5 if into_residual else 1)
         values.normal_(0.0, std, generator=generator)
     elif isinstance(module, RMSNorm | LayerNorm):
         values.fill_(1.0 - module.offset)

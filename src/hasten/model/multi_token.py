@@ -32,7 +32,8 @@ BESIDE_BLOCK = ("joined", "token_norm", "state_norm")  # what the head has besid
 def head_config(config: ModelConfig) -> ModelConfig:
     """The head of a model as a model of one layer: full attention, and experts where the model has any."""
     layer = next(layer for layer in config.layers if layer.attends)
-    return replace(config, layers=(replace(layer, experts=any(layer.experts for layer in config.layers)),))
+    experts = any(layer.experts for layer in config.layers)
+    return replace(config, layers=(replace(layer, mlp=True, experts=experts),))
 
 
 class MultiTokenHead(Transformer):

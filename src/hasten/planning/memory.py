@@ -248,7 +248,7 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
     if use.joined and config.ropes:
         attention += size * (q + kv)  # v is a view of the joined result, which is kept beside the rotated q and k
     mlp = size * (hidden * use.tensor + inner * (3 if config.gated else 2))
-    norms = 4 * hidden * (1 if config.norm == "layernorm" else 2) * sum(map(config.norms_of, config.layers))
+    norms = [4 * hidden * (1 if config.norm == "layernorm" else 2) * config.norms_of(layer) for layer in config.layers]
     if not use.compiled:
         mlp += narrow * hidden * config.gated  # gate and up have an input each
         mlp += size * inner * (config.gated and config.activation != "silu")  # SiLU and gate are one function
@@ -257,17 +257,18 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
         attention += 2 * 4 * (q + kv) * (config.qk_norm is not None)
         attention += 2 * size * hidden * (use.adapter is not None)  # q, k and v have an input each
     if use.compiled:  # the compiler recomputes the rest: the residual stream, and the results of the norms
-        norms = layers * (size * hidden + 4 * hidden)
+        norms = [size * hidden + 4 * hidden] * layers
     if use.explicit_attention:  # the probabilities
         attention += config.heads * use.length * (4 + narrow)
-    first, second = sum(layer.mixes for layer in config.layers), sum(layer.mlp for layer in config.layers)
-    states = sum(layer.keeps_state for layer in config.layers)
-    mixing = (first - states) * attention + states * 4 * _mixer_numbers(config, kept=True)
-    kinds = {"attention": mixing, "MLP": second * mlp, "norms and residual stream": norms}
-    kinds = {name: tokens * kept for name, kept in kinds.items()}
+    state = 4 * _mixer_numbers(config, kept=True)
+    mixing = [state if layer.keeps_state else layer.mixes * attention for layer in config.layers]
+    mlps = [layer.mlp * mlp for layer in config.layers]
+    each = {"attention": mixing, "MLP": mlps, "norms and residual stream": norms}  # of each layer
+    kinds = {name: tokens * sum(kept) for name, kept in each.items()}
     again = 0
     if use.recompute != "none":
-        block = tokens * (mixing // first + mlp + norms // layers)  # of both halves, whether a layer has both or one
+        block = tokens * max(map(sum, zip(*each.values(), strict=True)))
+        first, second = sum(layer.mixes for layer in config.layers), sum(layer.mlp for layer in config.layers)
         kinds = {"norms and residual stream": layers * stream * (use.recompute != "offload")}
         if use.recompute == "selective":
             products = first * (hidden + 2 * (q + kv)) + second * (hidden + inner * (2 if config.gated else 1))
@@ -385,13 +386,13 @@ def calibration_memory(
     experts = max(config.expert_size, config.shared_size)
     inner = max(experts if layer.experts else config.inner_of(layer) for layer in config.layers)
     q = _widths(config)[1]
-    widest = max(config.hidden_size, q, inner)
+    widest = max(config.hidden_size, q, inner, config.state_mixer.values if config.keeps_states else 0)
     lent = sum(2 * config.kv_heads_of(layer) * config.head_dim_of(layer) for layer in config.layers if layer.lends_keys)
     chosen = config.experts_per_token * max(layer.experts for layer in config.layers)
     parts = {
         "rounded blocks": (4 if moved else 2) * max(block, parameters(config).embedding),
         "sums over the samples": int(4 * squares * widest**2),
-        "passes": step * (6 * config.hidden_size + 3 * inner + 4 * q),
+        "passes": step * (6 * config.hidden_size + 3 * inner + max(4 * q, _mixer_numbers(config, kept=False))),
         "states": walks * states * ((not spill) + (config.token_features > 0)),  # and the embeddings of the tokens
         "lent keys and values": walks * states * lent // config.hidden_size,
         "inputs of experts": chosen * states,

@@ -14,14 +14,18 @@ from hasten.model.families.slices import RowSlice, Stacks
 from hasten.model.families.variants import granite_scales
 from hasten.model.mixer_config import MambaConfig
 
+NO_LIMIT = 1e10  # of Mamba-2's steps, which files write as Infinity or as a number that none reaches
+
 
 def check_step_limit(fields: Fields) -> None:
-    """Raise CheckpointError where Mamba-2's steps are limited."""
+    """Raise CheckpointError where Mamba-2's steps are limited, by less than any step reaches."""
     limit = fields.value("time_step_limit")
-    # transformers 5 writes Infinity as an object.
-    unlimited = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
-    if limit is not None and (not isinstance(limit, list | tuple) or list(limit) not in unlimited):
-        raise fields.fail("time_step_limit", "[0.0, Infinity] or absent", limit)
+    low, high = limit if isinstance(limit, list | tuple) and len(limit) == 2 else (math.nan, math.nan)
+    if high == {"__float__": "Infinity"}:  # as transformers 5 writes it
+        high = math.inf
+    unlimited = type(low) in (int, float) and low == 0 and type(high) in (int, float) and high >= NO_LIMIT
+    if limit is not None and not unlimited:
+        raise fields.fail("time_step_limit", f"[0.0, Infinity] ({NO_LIMIT:g} or more) or absent", limit)
 
 
 def mamba_heads(fields: Fields, name: str, groups_name: str) -> tuple[int, int]:

@@ -29,6 +29,9 @@ def layer_kinds(fields: Fields) -> list[str]:
     if not fits or not all(isinstance(one, str) and one in written for one in given):
         raise fields.fail(name, f"1 to 1024 of {', '.join(written)}", given)
     kinds = [written[one] for one in given]
+    if fields.values.get("num_hidden_layers") not in (None, len(kinds)):
+        wanted = f"{len(kinds)}, the number of layers in {name}, or absent"
+        raise fields.fail("num_hidden_layers", wanted, fields.value("num_hidden_layers"))
     for needed in ("linear_attention", "full_attention"):
         if needed not in kinds:
             raise CheckpointError(f"{fields.where}: none of the {len(kinds)} layers is {needed}; one has to be")
@@ -41,7 +44,7 @@ def nemotron_experts(fields: Fields) -> dict[str, Any]:
     counts = expert_counts(fields, "n_routed_experts", "num_local_experts")
     return counts | {
         "expert_size": fields.integer("moe_intermediate_size"),
-        "expert_latent": fields.integer("moe_latent_size", default=None) or 0,
+        "expert_latent": fields.integer("moe_latent_size", default=0, low=0),
         "shared_size": fields.integer("moe_shared_expert_intermediate_size"),
         "expert_scores": "sigmoid",
         "expert_choice_bias": True,
@@ -56,7 +59,8 @@ def nemotron_h_config(fields: Fields) -> ModelConfig:
     check_step_limit(fields)
     kinds = layer_kinds(fields)
     heads, groups = mamba_heads(fields, "mamba_num_heads", "n_groups")
-    attention = LayerConfig(scale=fields.integer("head_dim", high=1 << 12) ** -0.5, rope=None, mlp=False)
+    head_dim = fields.integer("head_dim", "attention_head_dim", high=1 << 12)
+    attention = LayerConfig(scale=head_dim**-0.5, rope=None, mlp=False)
     layers = {
         "linear_attention": LayerConfig(rope=None, keeps_state=True, mlp=False),
         "full_attention": attention,
@@ -64,8 +68,8 @@ def nemotron_h_config(fields: Fields) -> ModelConfig:
         "moe": LayerConfig(rope=None, mixes=False),
     }
     experts = nemotron_experts(fields) if "moe" in kinds else {}
-    # Files may have a number of layers beside their kinds, which says nothing.
-    given = Fields({**fields.values, "num_hidden_layers": len(kinds)}, fields.where, fields.defaults)
+    read = {"num_hidden_layers": len(kinds), "head_dim": head_dim}
+    given = Fields({**fields.values, **read}, fields.where, fields.defaults)
     return llama_config(
         given,
         layers=tuple(layers[kind] for kind in kinds),
