@@ -322,13 +322,13 @@ MAMBA = CASES["granite"][2] | {
 }
 CASES |= {
     "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", MAMBA),
-    # As the dense ones, with what no published model has.
     # As Granite 4 of 350M and 1B, which have attention alone.
     "granitemoehybrid-attention": (
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
         MAMBA | {"layer_types": ["attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"},
     ),
+    # As the dense ones, with what no published model has.
     "granitemoehybrid-dense": (
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
