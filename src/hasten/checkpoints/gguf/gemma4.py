@@ -80,6 +80,7 @@ GEMMA4 = Architecture(
     write=gemma4_write,
     parts=PARTS,
     proportional=True,
+    joined=True,
     experts=True,
     partial=True,
 )
