@@ -70,14 +70,12 @@ def test_one_number_of_key_heads_in_a_granitehybrid_is_that_of_all_layers(tmp_pa
     same(read, model.config)
 
 
-@pytest.mark.parametrize("positions", ["rope", "nope"])
-def test_experts_beside_an_mlp_for_every_token_and_no_mamba(positions, tmp_path, monkeypatch):
+def test_experts_beside_an_mlp_for_every_token_and_no_mamba(tmp_path, monkeypatch):
     """A granitemoe to llama.cpp, which loads the shared MLP where the file states its size."""
-    changes = {"layer_types": ["attention"] * 4, "position_embedding_type": positions}
+    changes = {"layer_types": ["attention"] * 4, "position_embedding_type": "rope"}
     model = written("granitemoehybrid", tmp_path / "model.gguf", monkeypatch, **changes)
     file = read_gguf(tmp_path / "model.gguf")
     assert file.metadata["general.architecture"] == "granitemoe"
-    assert file.metadata["granitemoe.rope.scaling.finetuned"] is (positions == "rope")
     assert "blk.0.ffn_up_shexp.weight" in file.tensors
     read = hasten.load(tmp_path / "model.gguf", dtype="float32")
     assert (read.config.family, read.config.shared_size) == ("granitemoehybrid", 40)
@@ -86,8 +84,8 @@ def test_experts_beside_an_mlp_for_every_token_and_no_mamba(positions, tmp_path,
     with torch.no_grad():
         found, expected = (one(tokens, torch.arange(24)[None], context())[0] for one in (read, model))
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
-    listed = read_as(tmp_path / "model.gguf", attention__head_count_kv=[2] * 4)
-    same(listed, model.config)
+    same(read_as(tmp_path / "model.gguf", attention__head_count_kv=[2] * 4), model.config)
+    assert read_as(tmp_path / "model.gguf", rope__scaling__finetuned=False).ropes == ()
 
 
 def test_a_granite_says_whether_it_has_rotary_positions(tmp_path, monkeypatch):

@@ -33,7 +33,8 @@ class Architecture:
 
     What llama.cpp loads (`why_not_loaded`), square: only heads that have the hidden size together; equal_heads: only as
     many of keys as of queries; partial: rotary positions of a part of each head; head: only one that is the embedding
-    ("tied"), or only one of its own; biases: of which products besides q, k and v; windowed: some layer has a window.
+    ("tied"), or only one of its own; biases: of which products besides q, k and v; windowed: some layer has a window;
+    positions: only with rotary positions.
     """
 
     family: str
@@ -56,6 +57,7 @@ class Architecture:
     head: Literal["tied", "own"] | None = None
     biases: tuple[Literal["output", "mlp"], ...] = ()
     windowed: bool = False
+    positions: bool = False
 
     def why_not_loaded(self, config: ModelConfig) -> str | None:
         """What of this model llama.cpp does not load, whatever the file says."""
@@ -74,6 +76,7 @@ class Architecture:
                 self.equal_heads and config.kv_heads != config.heads
             ),
             "rotary positions of a part of each head": not self.partial and bool(parts),
+            "no rotary positions": self.positions and not config.ropes,
             "a head of its own": self.head == "tied" != tied,
             "a head that is the embedding": self.head == "own" != tied,
             "biases of the attention's output": config.output_bias and "output" not in self.biases,

@@ -111,6 +111,7 @@ GRANITE = {
         reordered=True,
         experts=True,
         biases=BIASES,
+        positions=True,  # llama.cpp turns heads here whatever the file says
     ),
     "granitehybrid": Architecture(
         family="granitemoehybrid",
