@@ -411,6 +411,7 @@ NOT_LOADED = [
     ("qwen3_5_text", {"linear_value_head_dim": 12}, "heads of 16 elements of a key and 12 of a value"),
     ("granitemoehybrid", {"mamba_conv_bias": False}, "no bias of Mamba-2's convolution"),
     ("granitemoehybrid", {"mamba_expand": 1, "mamba_d_head": 8}, "64 features of Mamba-2, with a hidden size of 64"),
+    ("granitemoehybrid", {"layer_types": ["attention"] * 4}, "no rotary positions"),
     (
         "deepseek_v2",
         {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},

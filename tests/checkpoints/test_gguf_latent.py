@@ -8,6 +8,7 @@ import torch
 
 import hasten
 from gguf_files import retyped
+from hasten.checkpoints.gguf.architectures import ARCHITECTURES, OF_FAMILY
 from hasten.checkpoints.gguf.config import config_values
 from hasten.checkpoints.gguf.header import GGUFFile, read_gguf
 from hasten.checkpoints.gguf.write import write_gguf
@@ -140,3 +141,51 @@ def test_an_older_file_of_no_experts_is_a_youtu(tmp_path, monkeypatch):
     assert entries["deepseek2.leading_dense_block_count"] == entries["deepseek2.block_count"] == 4
     assert hasten.load(path).config.family == "youtu"
     assert isinstance(entries["deepseek2.expert_shared_count"], int | np.integer)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "joined"),
+    [("mistral4", "deepseek2", False), ("mistral4", "mistral4", False), ("deepseek_v3", "deepseek2", True)],
+)
+def test_experts_are_read_joined_or_apart_as_the_file_has_them(name, architecture, joined, tmp_path, monkeypatch):
+    """Mistral Large 3 is a deepseek2 whose gate and up are two tensors; Mistral Small 4 has them in one."""
+    model, path = stated(name, monkeypatch).bfloat16().float(), tmp_path / "model.gguf"
+    with monkeypatch.context() as patch:
+        patch.setitem(OF_FAMILY, name, architecture)
+        patch.setitem(ARCHITECTURES, architecture, replace(ARCHITECTURES[architecture], joined=joined))
+        write_gguf(model, path)
+    file = read_gguf(path)
+    assert file.metadata["general.architecture"] == architecture
+    assert ("blk.3.ffn_gate_up_exps.weight" in file.tensors) == joined != ("blk.3.ffn_up_exps.weight" in file.tensors)
+    read = hasten.load(path, dtype="float32")
+    assert read.config.family == name
+    for ours, expected in model.named_parameters():
+        same(read.get_parameter(ours).data, expected.data)
+
+
+def test_experts_that_are_no_stack_are_refused_for_what_they_are(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    write_gguf(stated("deepseek_v3", monkeypatch), path)
+    file = read_gguf(path)
+    tensors = dict(file.tensors)
+    tensors["blk.1.ffn_gate.0.weight"] = tensors.pop("blk.1.ffn_gate_exps.weight")
+
+    def load():
+        monkeypatch.setattr("hasten.checkpoints.gguf.open.read_gguf", lambda _: replace(file, tensors=tensors))
+        hasten.load(path)
+
+    with refused("blk.1.ffn_gate_exps.weight must be", "found none: convert the model again", "before April 2024"):
+        load()
+    del tensors["blk.1.ffn_gate.0.weight"]
+    with refused("found none: download the file again; of this layer's MLPs it has blk.1.ffn_down_exps.weight, blk.1."):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("deepseek_v3", {}), ("deepseek_v2", {"topk_method": "group_limited_greedy"})]
+)
+def test_groups_of_which_all_are_kept_are_none(name, method, tmp_path, monkeypatch):
+    model = stated(name, monkeypatch, n_group=4, topk_group=4, **method)
+    assert (model.config.expert_groups, model.config.expert_top_groups) == (1, 1)
+    write_gguf(model, tmp_path / "model.gguf")
+    assert "deepseek2.expert_group_count" not in read_gguf(tmp_path / "model.gguf").metadata

@@ -25,14 +25,16 @@ class Architecture:
     write: metadata of a config. parts: names of tensors, where they are not Llama's. reordered: llama.cpp rotates
     neighbouring elements of a head, and the family elements i and i + D/2, so the rows of q and k are stored in another
     order. tiled: the value heads of Gated DeltaNet are stored in turn for each key head, not after each other.
-    alternating: parts of one tensor whose rows are grouped by key head. latent: attention is latent, and what turns is
+    alternating: parts of one tensor whose rows are grouped by key head. joined: gate and up of an expert are written
+    as one matrix. latent: attention is latent, and what turns is
     no share of a head. layer_norm: the field of a LayerNorm's epsilon, where the norms are no RMSNorms. experts: layers
     may have experts. lists: metadata that may be a number for each layer. proportional: the factors of rotary
     frequencies say how many pairs of a global head are turned.
 
     What llama.cpp loads (`why_not_loaded`), square: only heads that have the hidden size together; equal_heads: only as
     many of keys as of queries; partial: rotary positions of a part of each head; head: only one that is the embedding
-    ("tied"), or only one of its own; biases: of which products besides q, k and v; windowed: some layer has a window.
+    ("tied"), or only one of its own; biases: of which products besides q, k and v; windowed: some layer has a window;
+    positions: only with rotary positions.
     """
 
     family: str
@@ -43,6 +45,7 @@ class Architecture:
     reordered: bool = False
     tiled: bool = False
     alternating: tuple[str, ...] = ()
+    joined: bool = False
     latent: bool = False
     layer_norm: str | None = None
     lists: tuple[str, ...] = ()
@@ -54,6 +57,7 @@ class Architecture:
     head: Literal["tied", "own"] | None = None
     biases: tuple[Literal["output", "mlp"], ...] = ()
     windowed: bool = False
+    positions: bool = False
 
     def why_not_loaded(self, config: ModelConfig) -> str | None:
         """What of this model llama.cpp does not load, whatever the file says."""
@@ -61,7 +65,7 @@ class Architecture:
         tied = "tied" if config.tie_embeddings else "own"
         mixer = config.mixer
         sizes = (mixer.key_dim, mixer.value_dim) if isinstance(mixer, DeltaConfig) else (0, 0)
-        inner = mixer.values if isinstance(mixer, MambaConfig) else 2 * config.hidden_size
+        inner = mixer.values if isinstance(mixer, MambaConfig) else 0
         own = config.first_without_keys  # llama.cpp: the last one's keys for global layers, those before it for others
         lenders = {own - (1 if layer.window is None else 2): layer.keys_of for layer in config.layers[own:]}
         found = {
@@ -72,6 +76,7 @@ class Architecture:
                 self.equal_heads and config.kv_heads != config.heads
             ),
             "rotary positions of a part of each head": not self.partial and bool(parts),
+            "no rotary positions": self.positions and not config.ropes,
             "a head of its own": self.head == "tied" != tied,
             "a head that is the embedding": self.head == "own" != tied,
             "biases of the attention's output": config.output_bias and "output" not in self.biases,
@@ -79,7 +84,9 @@ class Architecture:
             "biases of the MLPs": config.mlp_bias and "mlp" not in self.biases,
             "layers that use the keys of other ones than the last two": any(a != b for a, b in lenders.items()),
             f"heads of {sizes[0]} elements of a key and {sizes[1]} of a value": sizes[0] != sizes[1],
-            f"{inner} features of Mamba-2, with a hidden size of {config.hidden_size}": inner != 2 * config.hidden_size,
+            f"{inner} features of Mamba-2, with a hidden size of {config.hidden_size}": (
+                isinstance(mixer, MambaConfig) and inner != 2 * config.hidden_size
+            ),
             "no bias of Mamba-2's convolution": isinstance(mixer, MambaConfig) and not mixer.conv_biased,
             "groups of experts of which the best one counts": (
                 config.expert_groups > 1 and config.expert_group_scores != 2
@@ -109,8 +116,8 @@ ROUTED_NUMBERS = {
 
 
 def routed_write(config: ModelConfig) -> Values:
-    """Metadata of experts behind dense layers, with an MLP beside them. Groups of which all are kept change nothing."""
-    grouped = config.expert_groups > config.expert_top_groups
+    """Metadata of experts behind dense layers, with an MLP beside them."""
+    grouped = config.expert_groups > 1
     return {
         "leading_dense_block_count": first_experts(config),
         "expert_shared_count": config.shared_size // config.expert_size,

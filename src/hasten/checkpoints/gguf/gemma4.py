@@ -24,8 +24,6 @@ PARTS = {
     "token_gate.reduce": "inp_gate",
     "token_gate.expand": "proj",
     "token_gate.norm": "post_norm",
-    "mlp.experts.gate": "ffn_gate_up_exps",  # gate, then up, of each expert
-    "mlp.experts.up": "ffn_gate_up_exps",
     "mlp.expert_norm": "pre_ffw_norm_2",
     "mlp.shared_post_norm": "post_ffw_norm_1",
     "mlp.expert_post_norm": "post_ffw_norm_2",
@@ -82,6 +80,7 @@ GEMMA4 = Architecture(
     write=gemma4_write,
     parts=PARTS,
     proportional=True,
+    joined=True,
     experts=True,
     partial=True,
 )

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hasten.checkpoints.gguf.architecture import Architecture
 from hasten.checkpoints.gguf.architectures import ARCHITECTURES, architecture_of
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES
@@ -45,6 +44,7 @@ PARTS = {
 } | {f"attention.{part}": f"attn_{part}" for part in ("q", "k", "v", "output", "q_norm", "k_norm")}
 PARTS |= {f"mlp.{part}": f"ffn_{part}" for part in ("gate", "up", "down")} | {"mlp.router": "ffn_gate_inp"}
 PARTS |= {f"mlp.experts.{part}": f"ffn_{part}_exps" for part in ("gate", "up", "down")}
+JOINED = "ffn_gate_up_exps"  # gate, then up, of each expert, where they are one matrix
 PARTS |= {f"mlp.shared.{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
 PARTS |= {"mlp.shared_gate": "ffn_gate_inp_shexp"}
 PARTS |= dict.fromkeys(("mixer.query", "mixer.key", "mixer.value"), "attn_qkv") | {"mixer.z": "attn_gate"}
@@ -140,18 +140,14 @@ class Place(NamedTuple):
         return rows.unflatten(1, (len(order), -1))[:, order.argsort() if back else order].flatten(1)
 
 
-def joins_experts(architecture: Architecture) -> bool:
-    """Whether gate and up of an expert are one matrix."""
-    return "mlp.experts.up" in architecture.parts
-
-
-def place_of(ours: str, config: ModelConfig) -> Place:
+def place_of(ours: str, config: ModelConfig, *, joined: bool | None = None) -> Place:
     """The place of a tensor of ours, such as "blocks.0.attention.q.weight".
 
     llama.cpp turns neighbouring elements of a llama's q and k against each other, where we turn element i against
     element i + D/2: the rotated rows of each head are stored in its order. It adds Gemma's 1 to the norms when it
     converts. Of Gated DeltaNet it gives value head i the key head i modulo their number, where we give each key head
-    consecutive ones: what belongs to value heads is stored in its order.
+    consecutive ones: what belongs to value heads is stored in its order. joined: gate and up of an expert are one
+    matrix; None: as the architecture's are written.
     """
     module, _, leaf = ours.rpartition(".")
     _, index, part = f"{module}.".split(".", 2) if module.startswith("blocks.") else ("", "", module)
@@ -173,14 +169,16 @@ def place_of(ours: str, config: ModelConfig) -> Place:
         turned = config.ropes[0].dim if config.ropes else config.head_dim
         order = torch.cat((rows[:, :turned].unflatten(1, (2, -1)).transpose(1, 2).flatten(1), rows[:, turned:]), 1)
         order = order.flatten()
-    name = f"{(PARTS | architecture.parts)[part]}.{leaf}"
+    joined = architecture.joined if joined is None else joined
+    halved = joined and expert is not None and not part.endswith("down")
+    name = f"{JOINED if halved else (PARTS | architecture.parts)[part]}.{leaf}"
     shifted = part.endswith("norm") and part != "mixer.value_norm" and leaf == "weight"
     place = Place(f"blk.{index}.{name}" if index else name, order, config.norm_offset if shifted else 0.0, expert)
     if part in architecture.alternating and isinstance(config.mixer, DeltaConfig):
         place = place._replace(groups=config.mixer.key_heads)
     place = place._replace(one_row=part == "mlp.shared_gate", depthwise=f"{part}.{leaf}" == "mixer.conv.weight")
     place = place._replace(width=widths.get(part.removeprefix("mixer."), 0))
-    if expert is not None and joins_experts(architecture) and not part.endswith("down"):
+    if halved:
         place = place._replace(half=int(part.endswith("up")))
     tiled = architecture.tiled and part.startswith("mixer.")
     return _tiled(place, part.removeprefix("mixer."), config) if tiled else place

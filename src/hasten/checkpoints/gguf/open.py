@@ -15,7 +15,7 @@ from hasten.checkpoints.formats.file_format import QuantizedFolder, QuantizedMod
 from hasten.checkpoints.gguf.config import config_values
 from hasten.checkpoints.gguf.grids import table
 from hasten.checkpoints.gguf.header import GGUFFile, GGUFTensor, read_gguf
-from hasten.checkpoints.gguf.names import FREQUENCIES, LONG_ROPE, Place, place_of, places_by_head
+from hasten.checkpoints.gguf.names import FREQUENCIES, JOINED, LONG_ROPE, Place, place_of, places_by_head
 from hasten.checkpoints.gguf.tokenizer import stored_tokenizer
 from hasten.checkpoints.gguf.types import TYPES
 from hasten.checkpoints.source import ModelSource
@@ -67,12 +67,13 @@ class GGUFWeights(QuantizedFolder):
         self.places: dict[str, Place] = {}
         self.numbers: dict[str, float] = {}  # those that are metadata
         self.by_head: dict[str, list[Place]] = {}  # of tensors that are two in the file
+        self.joined = any(name.endswith(f".{JOINED}.weight") for name in file.tensors)
         self._check_experts()
         named = {FREQUENCIES, *LONG_ROPE}
         family, parts = FAMILIES[config.family], dict[str, list[Tensor]]()
         self._check_activations()
         for ours, piece in replace(family.in_gguf or family, stacks=None).places(config):
-            place, parts_by_head = place_of(ours, config), places_by_head(ours, config)
+            place, parts_by_head = place_of(ours, config, joined=self.joined), places_by_head(ours, config)
             named |= {part.name for part in parts_by_head}
             if place.layer is not None:
                 self._add_number(piece.name, place)
@@ -93,13 +94,19 @@ class GGUFWeights(QuantizedFolder):
         layers = [i for i, layer in enumerate(self.config.layers) if layer.experts]
         kinds = [("weight", 3, "matrices"), ("bias", 2, "biases")][: 1 + self.config.mlp_bias]
         for i, part, (leaf, sizes, words) in product(layers, ("gate", "up", "down"), kinds):
-            name = place_of(f"blocks.{i}.mlp.experts.0.{part}.{leaf}", self.config).name
+            name = place_of(f"blocks.{i}.mlp.experts.0.{part}.{leaf}", self.config, joined=self.joined).name
             tensor = self.file.tensors.get(name)
             if tensor is None or len(tensor.shape) != sizes or tensor.shape[0] != self.config.experts:
                 found = "none" if tensor is None else list(tensor.shape)
+                blk, advice = f"blk.{i}.ffn_", "convert the model again with today's llama.cpp"
+                if f"{blk}gate.0.weight" in self.file.tensors:
+                    advice += " (before April 2024 each expert was a tensor)"
+                else:
+                    others = ", ".join(sorted(one for one in self.file.tensors if one.startswith(blk)))
+                    advice = f"download the file again; of this layer's MLPs it has {others or 'nothing':.300}"
                 raise CheckpointError(
                     f"{self.file.path}: {name} must be the {words} of {self.config.experts} experts; found {found}: "
-                    "convert the model again with today's llama.cpp (before April 2024 each expert was a tensor)"
+                    f"{advice}"
                 )
 
     def _add_number(self, name: str, place: Place) -> None:

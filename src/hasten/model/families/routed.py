@@ -23,7 +23,7 @@ from hasten.model.families.family import (
 
 
 def expert_groups(fields: Fields, counts: dict[str, Any]) -> dict[str, Any]:
-    """`n_group` groups of experts, of which `topk_group` are kept for a token."""
+    """`n_group` groups of experts, of which `topk_group` are kept for a token; all are as good as none."""
     experts, chosen = counts["experts"], counts["experts_per_token"]
     groups = fields.integer("n_group", default=1, high=1 << 12)
     if groups == 1:
@@ -34,7 +34,7 @@ def expert_groups(fields: Fields, counts: dict[str, Any]) -> dict[str, Any]:
     if kept > groups or kept * (experts // groups) < chosen:
         wanted = f"at most the {groups} groups, with at least {chosen} experts (num_experts_per_tok)"
         raise fields.fail("topk_group", wanted, kept)
-    return {"expert_groups": groups, "expert_top_groups": kept}
+    return {} if kept == groups else {"expert_groups": groups, "expert_top_groups": kept}
 
 
 def routed(fields: Fields) -> dict[str, Any]:
