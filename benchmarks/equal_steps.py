@@ -177,7 +177,7 @@ class OneBit(EqualSteps):
 
     result = "onebit-steps"
     share: float = 0.164
-    """Of the steps, after which the variance is frozen; the papers' for BERT by default."""
+    """Share of the steps after which the variance is frozen; the papers' for BERT by default."""
     lamb_rate: float = 1e-2
 
     def contestants(self) -> Iterator[Contestant]:
