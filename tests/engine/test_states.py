@@ -79,7 +79,7 @@ def test_served_together_each_text_is_that_of_transformers(pair):
 
 
 @needs_native
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FUSED)
 def test_fused_each_text_is_that_of_the_text_alone(family):
     """In steps of 24 tokens, and from snapshots."""
     model = hasten.fuse(decided(hasten.load(make_reference(family), dtype="bfloat16")))
