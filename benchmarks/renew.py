@@ -95,8 +95,9 @@ COMMANDS: dict[str, str] = {
     "onebit-steps": "benchmarks/equal_steps.py onebit --only adamw 'onebit-adam 16.4%' 'onebit-adam 50.0%' "
     "'onebit-adam 16.4% exact'",
     "layer-dropping-steps": "benchmarks/equal_steps.py layer-dropping --rates 1",
-    "layer-dropping-steps-43m": "benchmarks/equal_steps.py layer-dropping --rates 1 --hidden-size 512 --vocab-size 8192 "
-    "--context 256 --steps 240 --learning-rate 1e-3 --precision auto --only 'no dropping, rate × 1' 'dropping, rate × 1'",
+    "layer-dropping-steps-43m": "benchmarks/equal_steps.py layer-dropping --rates 1 --hidden-size 512 "
+    "--vocab-size 8192 --context 256 --steps 240 --learning-rate 1e-3 --precision auto "
+    "--only 'no dropping, rate × 1' 'dropping, rate × 1'",
     "onebit-steps-long": "benchmarks/equal_steps.py onebit --steps 12200 --only adamw 'onebit-adam 16.4%'",
     "checkpoint-memory": "benchmarks/memory.py checkpoint",
     "kill-ranks": "benchmarks/soak.py ranks",

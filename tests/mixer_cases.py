@@ -119,6 +119,15 @@ def assert_accurate(case, isa, *, fresh):
     assert all(torch.equal(one[0], case.state[name][0]) for name, one in state.items())
 
 
+def assert_accurate_overall(case, isa):
+    """The root mean square of all errors is at most twice PyTorch's, in a layer of real sizes."""
+    exact, end = case.readable(dtype=torch.float64)
+    plain, plain_end = case.readable()
+    found, state = case.native(isa)
+    assert error(found, exact) <= 2 * error(plain, exact)
+    assert error(state["matrix"][1:], end["matrix"]) <= 2 * error(plain_end["matrix"], end["matrix"])
+
+
 def assert_cut_anywhere(case, isa, pieces, *, padding, **how):
     """Texts in steps of these pieces, beside padding, and token by token, have the bits of one step."""
     expected = case.native(isa, **how)

@@ -1,6 +1,7 @@
 """The architectures of GGUF files of Granite: dense, with experts, and with Mamba-2 in most layers."""
 
 from collections.abc import Container
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -92,27 +93,19 @@ def granite_hybrid_write(config: ModelConfig) -> Values:
 
 
 BIASES: tuple[Literal["output", "mlp"], ...] = ("output", "mlp")
+DENSE = Architecture(
+    family="granite",
+    numbers=SCALES,
+    read=granite_read,
+    write=granite_write,
+    lists=("attention.head_count_kv",),
+    reordered=True,
+    biases=BIASES,
+)
 GRANITE = {
-    "granite": Architecture(
-        family="granite",
-        numbers=SCALES,
-        read=granite_read,
-        write=granite_write,
-        lists=("attention.head_count_kv",),
-        reordered=True,
-        biases=BIASES,
-    ),
-    "granitemoe": Architecture(
-        family="granitemoe",
-        numbers=SCALES,
-        read=granite_read,
-        write=granite_write,
-        lists=("attention.head_count_kv",),
-        reordered=True,
-        experts=True,
-        biases=BIASES,
-        positions=True,  # llama.cpp turns heads here whatever the file says
-    ),
+    "granite": DENSE,
+    # llama.cpp turns heads here whatever the file says.
+    "granitemoe": replace(DENSE, family="granitemoe", experts=True, positions=True),
     "granitehybrid": Architecture(
         family="granitemoehybrid",
         numbers=SCALES | MAMBA,
