@@ -254,22 +254,28 @@ function take(turn, chunk) {
     sample.text += delta.content ?? "";
     sample.reasoning += delta.reasoning_content ?? "";
     if (reason === "length") sample.note = "Cut at the most tokens.";
-    show(sample);
+    showSoon(sample);
   }
   const times = chunk.timings;
   if (times) turn.note = `${times.predicted_n} tokens, ${times.predicted_per_second.toFixed(1)} tokens/s`;
 }
 
-/** Show a sample's text before the next frame. */
+/** Show a sample's text in the nodes that were made for it. */
 function show(sample) {
+  const view = views.get(sample);
+  view.reasoning.hidden = !sample.reasoning;
+  view.thoughts.textContent = sample.reasoning;
+  showMarkdown(view.text, sample.text);
+  view.note.textContent = sample.note;
+}
+
+/** Show what has come of a sample before the next frame, however many tokens come until then. */
+function showSoon(sample) {
   const view = views.get(sample);
   view.frame ??= requestAnimationFrame(() => {
     const log = $("log"), atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
     view.frame = null;
-    view.reasoning.hidden = !sample.reasoning;
-    view.thoughts.textContent = sample.reasoning;
-    showMarkdown(view.text, sample.text);
-    view.note.textContent = sample.note;
+    show(sample);
     if (atEnd) log.scrollTop = log.scrollHeight;
   });
 }
@@ -280,7 +286,7 @@ function busy(on) {
   $("log").setAttribute("aria-busy", on); // screen readers wait until the answer is complete
 }
 
-/** Draw the whole conversation; an answer that is being written changes by `show`. */
+/** Draw the whole conversation; an answer that is being written changes by `showSoon`. */
 function draw() {
   const nodes = turns.map((turn, i) => (turn.role === "user" ? userNode(turn, i) : answerNode(turn, i)));
   $("log").replaceChildren(...nodes);
