@@ -2,11 +2,12 @@
 
     python benchmarks/machines.py busy --output benchmarks/results/busy.json
     python benchmarks/machines.py busy --rounds 3 --seconds 5 --formats int8 --no-training
+    python benchmarks/machines.py follow --output benchmarks/results/busy-follow.json
     python benchmarks/machines.py wheel --wheel FILE --pythons PYTHON PYTHON --output benchmarks/results/wheel.json
 
 `busy`: SmolLM2-135M-Instruct, as the published file holds it and in bf16, int8 and int4, in processes that stay. A
 round asks each of them in turn: quiet, beside a loop, beside one pinned to each core, beside one that comes and goes
-each second, on one thread, and twice at once. Every speed is divided by the quiet one of the same round.
+each second, on one thread, and twice at once. Every speed is divided by the mean of the quiet ones before and after it.
 """
 
 import json
@@ -21,11 +22,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import hasten
 from hasten.machine import configure
+from hasten.machine.contention import SharedCores, shared_cores
+from hasten.machine.measure import limited_threads, read_bandwidth
 from hasten.machine.threads import SHORT_WAIT
 from hasten.measure.options import say
 from hasten.measure.script import Report, Script, Table, main, markdown
@@ -37,8 +40,7 @@ LOOPS = {
     "comes and goes": "import time\nwhile True:\n e = time.time() + 1\n while time.time() < e: pass\n time.sleep(1)",
 }
 AIMS = {"bf16": 0.75, "int8": 0.55, "int4": 0.55, "prompt": 0.45, "training": 0.45}
-SETTLED = 0.9  # of the rate that a change leads to, for it to count as reached
-SLICE = 0.1  # seconds over which a rate is taken to see how fast it is reached
+FOLLOWED = 0.3  # seconds within which a change has to be followed: from then on two at once count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,39 +80,45 @@ class Busy(Script):
         return summary(rounds)
 
     def _round(self, one: Worker, two: Worker, cores: Sequence[int]) -> dict[str, float]:
-        """Shares of the quiet rate, the seconds until a change was followed, and the quiet tokens/s."""
+        """Shares of the quiet rates just before and after.
+
+        quiet: tokens/s. bandwidth: what two threads read of the memory between the measurements, in GB/s; it may change
+        within a round. "two at once, limit": half of that over what one thread reads.
+        """
         one.ask("2 1")
-        quiet = rate(one.ask(f"2 {self.seconds}"))
-        found = {"quiet": quiet, "one thread": rate(one.ask(f"1 {self.seconds}")) / quiet}
-        found |= self._changes(one)
+        quiet, bandwidth = [], []
+
+        def share(measured: float) -> float:
+            bandwidth.append(one.ask("bandwidth 2")["bandwidth"])
+            quiet.append(rate(one.ask(f"2 {self.seconds}")))
+            return measured / mean(quiet[-2:])
+
+        share(0)
+        found = {}
+        with busy("loop"):
+            measured = rate(one.ask(f"2 {self.seconds}"))
+        found["loop"] = share(measured)
         with busy("loop"):
             found["prompt"] = one.ask("prompt")["seconds"]
         found["prompt"] = one.ask("prompt")["seconds"] / found["prompt"]
         for core in cores:
             with busy("loop", core):
-                found[f"loop on core {core}"] = rate(one.ask(f"2 {self.seconds}")) / quiet
+                measured = rate(one.ask(f"2 {self.seconds}"))
+            found[f"loop on core {core}"] = share(measured)
         with busy("comes and goes"):
-            found["comes and goes"] = rate(one.ask(f"2 {self.seconds}")) / quiet
-        one.send(f"2 {self.seconds}")
-        both = [rate(two.ask(f"2 {self.seconds}")), rate(one.answer())]
-        return found | {"two at once, of one thread": min(both) / (found["one thread"] * quiet)}
-
-    def _changes(self, one: Worker) -> dict[str, float]:
-        """A loop that begins a second after the generating, and ends two seconds before it."""
-        one.send(f"2 {self.seconds + 3}")
-        time.sleep(1)
-        with busy("loop"):
-            begun = time.perf_counter()
-            time.sleep(self.seconds)
-            ended = time.perf_counter()
-        times = one.answer()["times"]
-        during, after = between(times, begun, ended), between(times, ended, times[-1])
-        quiet = rate({"times": between(times, times[0], begun)})
-        return {
-            "loop": rate({"times": during}) / quiet,
-            "seconds until followed": reached(during, begun, rate({"times": between(times, begun + 1, ended)})),
-            "seconds until back": reached(after, ended, quiet),
-        }
+            measured = rate(one.ask(f"2 {self.seconds}"))
+        found["comes and goes"] = share(measured)
+        alone = [rate(one.ask(f"1 {self.seconds}"))]
+        one.send(f"2 {self.seconds + 1}")
+        both = [two.ask(f"2 {self.seconds + 1}")["times"], one.answer()["times"]]
+        start, end = max(times[0] for times in both) + FOLLOWED, min(times[-1] for times in both)
+        together = min(rate({"times": between(times, start, end)}) for times in both)
+        limit = one.ask("bandwidth 2")["bandwidth"] / one.ask("bandwidth 1")["bandwidth"] / 2
+        alone.append(rate(one.ask(f"1 {self.seconds}")))
+        found["one thread"] = share(mean(alone))
+        found |= {"two at once, of one thread": together / mean(alone), "two at once, limit": limit}
+        found |= {"bandwidth, lowest": min(bandwidth) / 1e9, "bandwidth, highest": max(bandwidth) / 1e9}
+        return found | {"quiet": median(quiet)}
 
     def _training(self) -> Report:
         worker = Worker("training", child_command(__file__, "train"), SHORT_WAIT)  # as `hasten train`
@@ -124,6 +132,48 @@ class Busy(Script):
         finally:
             worker.close()
         return summary(rounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Follow(Script):
+    """Seconds until a loop's begin and end are followed: until there is a thread less, and until all are back."""
+
+    result = "busy-follow"
+    model: str = "smollm2-135m"
+    """A short name, a folder or a file."""
+    formats: tuple[str, ...] = ("bf16", "int8", "int4")
+    rounds: int = 10
+    seconds: float = 2.0
+    """Length of the loop, and of what is generated after it."""
+
+    def measure(self) -> Report:
+        found: Report = {"sides": {}}
+        for name in self.formats:
+            worker = Worker(name, child_command(__file__, "generate", self.model, name))
+            try:
+                worker.ask("2 1")
+                found["sides"][name] = summary([self._round(worker) for _ in range(self.rounds)])
+            finally:
+                worker.close()
+            say(f"{name}: {found['sides'][name]['median']}")
+        return found
+
+    def _round(self, worker: Worker) -> dict[str, float]:
+        """A loop that begins a second after the generating. kept: the share of its time with all threads."""
+        worker.send(f"2 {2 * self.seconds + 1}")
+        time.sleep(1)
+        with busy("loop"):
+            begun = time.perf_counter()
+            time.sleep(self.seconds)
+            ended = time.perf_counter()
+        answer = worker.answer()
+        steps = list(zip(answer["times"], answer["given_up"], strict=True))
+        beside = [given_up for at, given_up in steps if begun <= at <= ended]
+        return {
+            "seconds until followed": next((at - begun for at, given_up in steps if begun <= at and given_up), 0.0),
+            "seconds until back": next((at - ended for at, given_up in steps if ended <= at and not given_up), 9.0),
+            "kept": beside.count(0) / len(beside),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,16 +272,6 @@ def rate(answer: Mapping[str, Any]) -> float:
     return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
 
-def reached(times: Sequence[float], start: float, settled: float) -> float:
-    """Seconds after `start` from which tokens came at the settled rate, over a slice of at least four tokens."""
-    slice_ = max(SLICE, 4 / settled)
-    for at in times:
-        tokens = len(between(times, at, at + slice_)) - 1
-        if tokens >= SETTLED * settled * slice_ - 1:
-            return at - start
-    return times[-1] - start if times else 0.0
-
-
 def as_format(model: str, name: str) -> Any:
     """The model as its file holds it ("file"), in bf16, or that rounded to int8 or int4."""
     if name == "file":
@@ -245,9 +285,12 @@ def as_format(model: str, name: str) -> Any:
 
 
 def generate(model: str, name: str) -> None:
-    """Answers "THREADS SECONDS" with the time at which each token came, and "prompt" with what 512 tokens take."""
+    """Answers "THREADS SECONDS" with the time at which each token came and the threads given up by then, "prompt" with
+    what 512 tokens take, and "bandwidth THREADS" with what these threads read of the memory, in bytes/s."""
     loaded = as_format(model, name)
     ids = loaded.tokenizer.encode(PROMPT * 64)
+    cores = shared_cores()  # of this thread, in which everything runs
+    assert isinstance(cores, SharedCores)
     for line in sys.stdin:
         if line.strip() == "prompt":
             started = time.perf_counter()
@@ -255,16 +298,22 @@ def generate(model: str, name: str) -> None:
             next(iter(hasten.stream(loaded, [int(started * 1e3) % 4096, *ids[:511]], max_new_tokens=1)))
             reply({"seconds": time.perf_counter() - started})
             continue
-        threads, seconds = line.split()
+        threads, seconds = line.split()[-2:]
+        if threads == "bandwidth":
+            with limited_threads(int(seconds)):
+                reply({"bandwidth": read_bandwidth(seconds=0.1)})
+            continue
         configure(threads=int(threads))
         times: list[float] = []
+        given_up: list[int] = []
         ends = time.perf_counter() + float(seconds)
         while time.perf_counter() < ends:
             for _ in hasten.stream(loaded, PROMPT, max_new_tokens=256, temperature=0.8, seed=1, ignore_eos=True):
                 times.append(time.perf_counter())
+                given_up.append(cores.given_up)
                 if times[-1] > ends:
                     break
-        reply({"times": times})
+        reply({"times": times, "given_up": given_up})
 
 
 def train() -> None:
@@ -290,41 +339,32 @@ def train() -> None:
 
 def shares(report: Report) -> str:
     """Shares of the quiet speed."""
-    head = [
-        "",
-        "quiet, tokens/s",
-        "beside a loop",
-        "worst",
-        "loop on a core",
-        "comes and goes",
-        "prompt",
-        "two at once",
-    ]
+    head = ["", "quiet, tokens/s", "beside a loop", "worst", "loop on a core", "worst", "comes and goes", "worst"]
+    head += ["prompt", "two at once", "worst"]
     rows = []
     for name, side in report["sides"].items():
         mid, worst = side["median"], side["worst"]
-        pinned = [share for what, share in mid.items() if what.startswith("loop on core")]
-        cells = [mid["loop"], worst["loop"], min(pinned) if pinned else None]
-        cells += [mid.get(one) for one in ("comes and goes", "prompt", "two at once, of one thread")]
+
+        def pinned(of: Report) -> float | None:
+            return min((share for what, share in of.items() if what.startswith("loop on core")), default=None)
+
+        cells = [mid["loop"], worst["loop"], pinned(mid), pinned(worst)]
+        cells += [of.get("comes and goes") for of in (mid, worst)] + [mid.get("prompt")]
+        cells += [of.get("two at once, of one thread") for of in (mid, worst)]
         rows.append([name, f"{mid['quiet']:,.0f}", *("" if cell is None else f"{cell:.2f}" for cell in cells)])
     return markdown(head, rows)
 
 
 def waits(report: Report) -> str:
     """How fast a change is followed."""
-    rows = [
-        [
-            name,
-            *(
-                f"{side[kind][f'seconds until {what}']:.2f}"
-                for what in ("followed", "back")
-                for kind in side
-                if kind != "rounds"
-            ),
+    rows = []
+    for name, side in report["sides"].items():
+        waited = [
+            f"{side[kind][f'seconds until {what}']:.2f}"
+            for what in ("followed", "back")
+            for kind in ("median", "worst")
         ]
-        for name, side in report["sides"].items()
-        if "seconds until back" in side["median"]
-    ]
+        rows.append([name, *waited])
     head = ["", "fewer threads after, s", "worst", "all threads again after, s", "worst"]
     return markdown(head, rows)
 
@@ -338,8 +378,8 @@ def wheel_table(report: Report) -> str:
     return markdown(["torch", "libraries that load", "the one taken", "import to first token, s"], rows)
 
 
-TABLES: dict[str, Table] = {"busy": shares, "busy waits": waits, "wheel": wheel_table}
+TABLES: dict[str, Table] = {"busy": shares, "busy-follow": waits, "wheel": wheel_table}
 
 
 if __name__ == "__main__":
-    main({"busy": Busy, "wheel": Wheel}, TABLES, {"generate": generate, "train": train})
+    main({"busy": Busy, "follow": Follow, "wheel": Wheel}, TABLES, {"generate": generate, "train": train})

@@ -17,7 +17,7 @@ from types import TracebackType
 
 import torch
 
-WINDOW = 0.1  # seconds between two looks at what the operating system counted
+WINDOW = 0.08  # seconds between two looks at what the operating system counted
 # Times a second that each thread loses its core: alone some 15, beside a busy loop 75 to 950.
 SWITCHES = 40.0
 LOST = 0.15  # of the time the threads could have had; alone it is 0.02
