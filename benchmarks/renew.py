@@ -67,8 +67,9 @@ COMMANDS: dict[str, str] = {
     "heads-llama-120m": "hasten bench heads --shape llama-120m --dtype bfloat16 --prompt-tokens 2048 --new-tokens 64",
     "token-overhead": "benchmarks/profiling.py tokens",
     "start": "benchmarks/profiling.py start --models smollm2-135m gemma3-270m",
-    "busy": "benchmarks/machines.py busy --rounds 10 --seconds 2 --formats bf16 int8 int4",
-    "busy-follow": "benchmarks/machines.py follow",
+    "busy": "benchmarks/busy.py busy --rounds 10 --seconds 2 --formats bf16 int8 int4",
+    "busy-follow": "benchmarks/busy.py follow",
+    "busy-peers": "benchmarks/busy.py peers",
     # training
     "train-gpt2-124m": "hasten bench train --shape gpt2-124m --batch-size 2 --sequence-length 256 --steps 2 --picture",
     "train-character": "hasten bench train --recipe shakespeare-char --batch-size 12 --steps 2 --rounds 3 --picture",

@@ -1,31 +1,33 @@
-"""On other people's machines: beside a program that uses a core, and from a wheel where there is no compiler.
+"""Speeds beside a program that uses a core, of hasten and of others.
 
-    python benchmarks/machines.py busy --output benchmarks/results/busy.json
-    python benchmarks/machines.py busy --rounds 3 --seconds 5 --formats int8 --no-training
-    python benchmarks/machines.py follow --output benchmarks/results/busy-follow.json
-    python benchmarks/machines.py wheel --wheel FILE --pythons PYTHON PYTHON --output benchmarks/results/wheel.json
+    python benchmarks/busy.py busy --output benchmarks/results/busy.json
+    python benchmarks/busy.py busy --rounds 3 --seconds 5 --formats int8 --no-training
+    python benchmarks/busy.py follow --output benchmarks/results/busy-follow.json
+    python benchmarks/busy.py peers --output benchmarks/results/busy-peers.json
 
 `busy`: SmolLM2-135M-Instruct, as the published file holds it and in bf16, int8 and int4, in processes that stay. A
 round asks each of them in turn: quiet, beside a loop, beside one pinned to each core, beside one that comes and goes
 each second, on one thread, and twice at once. Every speed is divided by the mean of the quiet ones before and after it.
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from compare import PEERS, Program, peer_command
+
 import hasten
+from hasten.checkpoints.gguf.write import write_gguf
 from hasten.machine import configure
 from hasten.machine.contention import SharedCores, shared_cores
 from hasten.machine.measure import limited_threads, read_bandwidth
@@ -34,6 +36,7 @@ from hasten.measure.options import say
 from hasten.measure.script import Report, Script, Table, main, markdown
 from hasten.measure.workers import Worker, child_command, reply
 
+MODEL = "smollm2-135m"
 PROMPT = "It was a bright cold day in April, and the clocks were striking thirteen. "
 LOOPS = {
     "loop": "while True: pass",
@@ -48,7 +51,7 @@ class Busy(Script):
     """Speeds beside a busy program, as shares of the quiet ones."""
 
     result = "busy"
-    model: str = "smollm2-135m"
+    model: str = MODEL
     """A short name, a folder or a file."""
     formats: tuple[str, ...] = ("file", "bf16", "int8", "int4")
     training: bool = True
@@ -139,7 +142,7 @@ class Follow(Script):
     """Seconds until a loop's begin and end are followed: until there is a thread less, and until all are back."""
 
     result = "busy-follow"
-    model: str = "smollm2-135m"
+    model: str = MODEL
     """A short name, a folder or a file."""
     formats: tuple[str, ...] = ("bf16", "int8", "int4")
     rounds: int = 10
@@ -177,69 +180,57 @@ class Follow(Script):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wheel(Script):
-    """A wheel in environments of several versions of torch: what loads, and seconds until a model's first token.
+class Peers(Script):
+    """hasten, llama.cpp (the `xllamacpp` wheel) and transformers, quiet and beside a loop.
 
-    The wheel is unpacked into a folder that comes before an interpreter's own packages. No compiler can be found.
+    SmolLM2-135M as a GGUF file in Q8_0, and as a folder in bf16. The loop runs from a peer's start to its end. hasten
+    generates with `hasten.stream`, as in the other measurements.
     """
 
-    result, of_this_machine = "wheel", ("wheel", "pythons", "model")
-    wheel: Path
-    """Made by `make wheel`."""
-    pythons: tuple[Path, ...]
-    """Interpreters with torch and hasten's dependencies."""
-    model: str = "smollm2-135m"
-    """A short name, a folder or a file."""
-    rounds: int = 5
-    """Starts of each; the first is not counted, and the medians are."""
+    result = "busy-peers"
+    rounds: int = 3
+    seconds: float = 3.0
+    """Length of each measurement of hasten; a peer decodes 64 tokens three times."""
 
     def measure(self) -> Report:
-        with tempfile.TemporaryDirectory(prefix="hasten-wheel-") as place:
-            with zipfile.ZipFile(self.wheel) as packed:
-                packed.extractall(place)
-            libraries = sorted(Path(place).glob("hasten/ops/prebuilt/*/*.so"))
-            size = {
-                "wheel_bytes": self.wheel.stat().st_size,
-                "library_bytes": [one.stat().st_size for one in libraries],
-            }
-            return size | {"torches": [self._torch(python, Path(place), libraries) for python in self.pythons]}
+        with tempfile.TemporaryDirectory(prefix="hasten-busy-") as place, ExitStack() as opened:
+            folder, file = Path(place) / MODEL, Path(place) / "Q8_0.gguf"
+            hasten.save(hasten.load(MODEL, dtype="bfloat16"), folder, dequantize=True)
+            write_gguf(hasten.load(folder, dtype="stored"), file, "Q8_0")
+            sides: dict[str, Callable[[], float]] = {}
+            for name, model in (("Q8_0", file), ("bf16", folder)):
+                worker = Worker(name, child_command(__file__, "generate", model, "file"))
+                opened.callback(worker.close)
+                worker.ask("2 1")
+                sides[f"hasten {name}"] = partial(self._rate, worker)
+            others = [
+                Program(
+                    name="llama.cpp Q8_0",
+                    ours="Q8_0",
+                    model=file,
+                    command=peer_command("llama.cpp", Path(place) / "wheel"),
+                ),
+                Program(
+                    name="transformers bf16",
+                    ours="bf16",
+                    model=folder,
+                    command=(sys.executable, str(PEERS / "run_transformers.py")),
+                ),
+            ]
+            for one in others:
+                sides[one.name] = partial(decoded, one)
+            rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+            for _ in range(self.rounds):
+                for name, speed in sides.items():
+                    quiet = speed()
+                    with busy("loop"):
+                        beside = speed()
+                    rounds[name].append({"quiet": quiet, "beside": beside, "share": beside / quiet})
+                    say(f"{name}: {rounds[name][-1]}")
+            return {"sides": {name: summary(found) for name, found in rounds.items()}}
 
-    def _torch(self, python: Path, place: Path, libraries: Sequence[Path]) -> Report:
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        environment |= {"PYTHONPATH": str(place), "PATH": str(place), "CXX": ""}
-
-        def answer(code: str, *arguments: str) -> Any:
-            line = [str(python), "-c", code, *arguments]
-            return subprocess.run(line, env=environment, cwd=place, capture_output=True, text=True, check=False)
-
-        loaded = [answer(LOAD, str(one)).returncode == 0 for one in libraries]
-        found = []
-        for _ in range(self.rounds):
-            done = answer(FIRST_TOKEN, self.model)
-            if done.returncode:
-                raise SystemExit(f"{python} has no first token: {done.stderr[-2000:]}")
-            found.append(json.loads(done.stdout.splitlines()[-1]))
-        seconds = [one["seconds"] for one in found[1:]]
-        facts = {name: found[0][name] for name in ("torch", "isa", "prebuilt")}
-        return facts | {"loaded": sum(loaded), "of": len(loaded), "first_token_seconds": median(seconds)}
-
-
-LOAD = "import sys, torch\ntorch.ops.load_library(sys.argv[1])"
-FIRST_TOKEN = """
-import time
-begun = time.perf_counter()
-import json, sys
-import hasten
-model = hasten.load(sys.argv[1])
-next(iter(hasten.stream(model, "The capital of France is", max_new_tokens=4)))
-seconds = time.perf_counter() - begun
-import torch
-from hasten.ops.native import library
-own = library()
-print(json.dumps({
-    "seconds": seconds, "torch": torch.__version__, "isa": own.isa, "prebuilt": "prebuilt" in own.path.parts
-}))
-"""
+    def _rate(self, worker: Worker) -> float:
+        return rate(worker.ask(f"2 {self.seconds}"))
 
 
 @contextmanager
@@ -253,6 +244,14 @@ def busy(kind: str, core: int | None = None) -> Iterator[None]:
     finally:
         loop.send_signal(signal.SIGKILL)
         loop.wait()
+
+
+def decoded(program: Program) -> float:
+    """The tokens per second that a peer decodes."""
+    found = program.run(threads=2, timeout=600)
+    if "error" in found:
+        raise SystemExit(f"{program.name}: {found['error']}")
+    return float(found["decode"])
 
 
 def summary(rounds: Sequence[Mapping[str, float]]) -> Report:
@@ -369,17 +368,21 @@ def waits(report: Report) -> str:
     return markdown(head, rows)
 
 
-def wheel_table(report: Report) -> str:
-    """`machines.py wheel`: a row for each version of torch."""
+def beside_peers(report: Report) -> str:
+    """hasten and others, quiet and beside a loop."""
     rows = [
-        [one["torch"], f"{one['loaded']} of {one['of']}", one["isa"], f"{one['first_token_seconds']:.2f}"]
-        for one in report["torches"]
+        [
+            name,
+            *(f"{side['median'][what]:.0f}" for what in ("quiet", "beside")),
+            *(f"{side[of]['share']:.2f}" for of in ("median", "worst")),
+        ]
+        for name, side in report["sides"].items()
     ]
-    return markdown(["torch", "libraries that load", "the one taken", "import to first token, s"], rows)
+    return markdown(["", "quiet, tokens/s", "beside a loop", "share", "worst"], rows)
 
 
-TABLES: dict[str, Table] = {"busy": shares, "busy-follow": waits, "wheel": wheel_table}
+TABLES: dict[str, Table] = {"busy": shares, "busy-follow": waits, "busy-peers": beside_peers}
 
 
 if __name__ == "__main__":
-    main({"busy": Busy, "follow": Follow, "wheel": Wheel}, TABLES, {"generate": generate, "train": train})
+    main({"busy": Busy, "follow": Follow, "peers": Peers}, TABLES, {"generate": generate, "train": train})
