@@ -17,6 +17,7 @@ class MixerCase:
 
     def __init__(self, sizes, counts, seed=0):
         self.sizes, self.counts = sizes, counts
+        self.places = torch.arange(len(counts), 0, -1)  # of each text's states: not in the order of the texts
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *size):
@@ -35,7 +36,8 @@ class MixerCase:
         raise NotImplementedError
 
     def native(self, isa=None, *, fresh=False, dtype=torch.float32, cuts=None, padding=0, certain=None):
-        """Outputs (R, values) and the states after them. cuts: the tokens of each step."""
+        """Outputs (R, values) and the states after them, in the order of the texts, behind the first place's. cuts: the
+        tokens of each step."""
         state = {name: one.to(dtype) if name == "inputs" else one for name, one in self.state.items()}
         state = {name: one.clone() for name, one in state.items()}
         found = [self.x.new_empty(0, self.sizes.values)] * len(self.counts)
@@ -55,7 +57,7 @@ class MixerCase:
                 x=torch.cat(rows),
                 inputs=state["inputs"],
                 matrices=state.get("matrix"),
-                slots=torch.arange(1, len(self.counts) + 1),
+                slots=self.places,
                 certain=None if certain is None else torch.tensor(certain),
                 query_start_loc=torch.tensor(starts),
                 seq_lens=torch.tensor(lengths),
@@ -66,14 +68,16 @@ class MixerCase:
                 assert torch.equal(part[count:], torch.zeros_like(part[count:]))
                 found[number] = torch.cat([found[number], part[:count]])
                 before[number] += count
-        return torch.cat(found), state
+        of_texts = torch.cat([torch.zeros(1, dtype=torch.int64), self.places])
+        return torch.cat(found), {name: one[of_texts] for name, one in state.items()}
 
     def readable(self, *, fresh=False, dtype=torch.float32):
         """The same by the readable layer, in `dtype`; states without the first place."""
         self.layer.to(dtype)
         outputs, ends = [], []
         for number, x in enumerate(self.x.to(dtype).split(self.counts)):
-            state = {name: one[number + 1 : number + 2].to(dtype) for name, one in self.state.items()}
+            place = self.places[number]
+            state = {name: one[place : place + 1].to(dtype) for name, one in self.state.items()}
             y, end = self.mixed(x, None if fresh else state)
             outputs.append(y)
             ends.append(end)
@@ -88,7 +92,7 @@ class MixerCase:
             "x": self.x,
             "inputs": self.state["inputs"],
             "matrices": self.state.get("matrix"),
-            "slots": torch.arange(1, len(self.counts) + 1),
+            "slots": self.places,
             "certain": None,
             "query_start_loc": starts,
             "seq_lens": torch.tensor(self.counts),

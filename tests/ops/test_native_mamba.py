@@ -140,7 +140,7 @@ def test_no_step_is_too_large_or_too_small():
         found, state = case.native()
         assert found.isfinite().all()
         assert state["matrix"].isfinite().all()
-    assert torch.equal(state["matrix"], case.state["matrix"])  # a step of 0 changes nothing
+    assert torch.equal(state["matrix"][1:], case.state["matrix"][case.places])  # a step of 0 changes nothing
 
 
 @pytest.mark.parametrize(
