@@ -98,7 +98,7 @@ _BY_SPLIT = {
     Split((_QWEN2,)): "stablelm2 hunyuan",
     Split((_QWEN35,), nfc=True): "qwen35",
     Split((_SEED,)): "seed-coder",
-    Split((_O200K,)): "gpt-4o llama4 minimax-m2",
+    Split((_O200K,)): "gpt-4o llama4 minimax-m2 kanana2",
     Split(_DEEPSEEK3): "deepseek-v3 hunyuan-dense",
     Split(_DEEPSEEK2): "deepseek-llm",
     Split((_KIMI,)): "kimi-k2",
