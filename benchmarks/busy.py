@@ -28,7 +28,7 @@ from compare import PEERS, Program, peer_command
 
 import hasten
 from hasten.checkpoints.gguf.write import write_gguf
-from hasten.machine import configure
+from hasten.machine import configure, contention
 from hasten.machine.contention import SharedCores, shared_cores
 from hasten.machine.measure import limited_threads, read_bandwidth
 from hasten.machine.threads import SHORT_WAIT
@@ -227,7 +227,8 @@ class Peers(Script):
                         beside = speed()
                     rounds[name].append({"quiet": quiet, "beside": beside, "share": beside / quiet})
                     say(f"{name}: {rounds[name][-1]}")
-            return {"sides": {name: summary(found) for name, found in rounds.items()}}
+            own = {"step_microseconds": looking(contention.WINDOW), "looking_microseconds": looking(0.0)}
+            return own | {"sides": {name: summary(found) for name, found in rounds.items()}}
 
     def _rate(self, worker: Worker) -> float:
         return rate(worker.ask(f"2 {self.seconds}"))
@@ -244,6 +245,16 @@ def busy(kind: str, core: int | None = None) -> Iterator[None]:
     finally:
         loop.send_signal(signal.SIGKILL)
         loop.wait()
+
+
+def looking(window: float, steps: int = 20_000) -> float:
+    """Microseconds that a step takes longer because it shares cores, with a look each `window` seconds."""
+    contention.WINDOW = window
+    cores, begun = SharedCores(), time.perf_counter()
+    for _ in range(steps):
+        with cores:
+            pass
+    return (time.perf_counter() - begun) / steps * 1e6
 
 
 def decoded(program: Program) -> float:
