@@ -44,7 +44,7 @@ TESTS: dict[str, str] = {
     "ops/attention/sdpa_rules.py": "ops/test_sdpa_rules.py ops/test_flash_triton.py ops/test_attention_checks.py",
     "ops/attention/spec.py": "ops/test_sdpa_rules.py ops/test_flash_triton.py ops/test_attention_checks.py",
     "ops/delta/rule.py": "ops/test_delta.py",
-    "ops/draw/operator.py": "ops/test_draw.py engine/test_sampling.py",
+    "ops/draw/operator.py": "ops/test_draw.py ops/test_noise.py engine/test_sampling.py",
     "ops/linear/operator.py": "ops/test_linear.py ops/test_measured_picks.py ops/test_linear_layers.py",
     "ops/linear/weights.py": "ops/test_weight_formats.py ops/test_linear_formats.py ops/test_linear_refused.py",
     "ops/loss/chunked.py": "ops/test_loss.py",
