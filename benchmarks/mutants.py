@@ -37,7 +37,7 @@ TESTS: dict[str, str] = {
     "engine/stopping.py": "engine/test_stopping.py",
     "machine/pages.py": "machine/test_pages.py",
     "ops/attention/checks.py": "ops/test_attention_checks.py",
-    "ops/attention/inputs.py": "ops/test_attention.py ops/test_train_attention.py",
+    "ops/attention/inputs.py": "ops/test_attention_inputs.py ops/test_attention.py ops/test_train_attention.py",
     "ops/attention/pattern_layout.py": "ops/test_patterns.py ops/test_pattern_text.py",
     "ops/attention/patterns.py": "ops/test_patterns.py ops/test_pattern_text.py",
     "ops/attention/regroup.py": "ops/test_regroup.py",
