@@ -10,6 +10,7 @@ from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, atten
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.patterns import BigBird, BSLongformer, Fixed, Local, SlidingWindow, Strided, Variable
 from hasten.ops.picker import pick
+from instruction_sets import needs_native
 
 
 def tensors(queries=8, keys=8, heads=4, size=16, dtype=torch.float32):
@@ -34,6 +35,15 @@ def test_tensors_of_two_devices_are_refused(name):
     given[name] = (given | ELSEWHERE)[name].to("meta")
     with pytest.raises(ConfigError, match=f"{name} is on meta and q on cpu"):
         attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+@needs_native
+def test_the_longest_heads_of_the_native_kernel_are_computed_and_longer_ones_refused():
+    q, k, v = tensors(size=576)
+    exact = attention(q.double(), k.double(), v.double(), kernel="reference").float()
+    torch.testing.assert_close(attention(q, k, v, kernel="native"), exact, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match="the head size is 577; it goes up to 576"):
+        attention(*tensors(size=577), kernel="native")
 
 
 def test_activations_of_two_devices_are_refused():

@@ -91,3 +91,11 @@ def test_autocast_leaves_the_sums_in_float32():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = delta_rule(*inputs)
     assert all(torch.equal(own, wanted) for own, wanted in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 70])
+def test_one_token_is_a_step_of_the_recurrence_and_more_are_chunks(tokens):
+    inputs = [one.float() for one in random_inputs(2, tokens=tokens, sequences=1, key_dim=32, value_dim=48)]
+    step, chunks = recurrent_delta_rule(*inputs), chunked_delta_rule(*inputs)
+    assert not all(map(torch.equal, step, chunks))  # they round differently
+    assert all(map(torch.equal, delta_rule(*inputs), step if tokens == 1 else chunks))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
 from hasten.errors import ConfigError
-from hasten.ops.attention.block_mask import BlockMask
+from hasten.ops.attention.block_mask import BlockMask, dense_blocks, seen_blocks
 from hasten.ops.attention.patterns import (
     PATTERNS,
     Atrous,
@@ -169,6 +169,27 @@ def test_a_bounded_pattern_stays_within_its_reach(pattern, blocks):
     assert ((torch.arange(keys) - first) < pattern.reach).all()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "repeats"),
+    [
+        (Local(radius=2), True),
+        (SlidingWindow(window=5, block=16), True),
+        (Atrous(stride=3), True),
+        (BigBird(), False),
+        (Strided(radius=1, stride=5), False),
+    ],
+)
+def test_blocks_of_a_cycle_are_those_of_every_row_within_its_reach(pattern, repeats):
+    full = dense_blocks(pattern.layout(20))[0]
+    seen = seen_blocks(pattern, 20)[0]
+    assert (len(seen) < 10) == repeats
+    reach = 20 * pattern.block if pattern.reach is None else pattern.reach
+    for row in range(20):
+        first = max(0, row - (reach - 1) // pattern.block)
+        for column in range(first, row + 1):
+            assert seen[row % len(seen), column % seen.shape[1]] == full[row, column]
+
+
 def test_random_blocks_are_clipped_where_there_are_fewer_candidates():
     layout = BigBird(random_blocks=2).layout(6)
     assert layout.strings()[:5] == rows("100000 110000 111000 111100 111110")
@@ -188,6 +209,17 @@ def test_randomness_depends_on_seed_layer_and_head_and_on_nothing_else():
     code += "print(BigBird(random_blocks=2, per_head=True).layout(30, heads=2).heads)"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == repr(first.heads)
+
+
+def test_one_head_is_laid_out_unless_more_are_asked_for():
+    pattern = BigBird(random_blocks=2, per_head=True)
+    assert pattern.layout(30).heads == pattern.layout(30, heads=2).heads[:1]
+
+
+def test_blocks_of_the_usual_size_are_tiles_of_the_native_kernel():
+    tiles = BlockMask.of(Local(radius=0), 190).tiles()
+    assert tiles.starts.tolist() == [[0, 1, 2, 3]]
+    assert tiles.columns.tolist() == [0, 1, 2]
 
 
 def test_layout_leaves_the_global_generators_alone():
@@ -223,6 +255,7 @@ def test_rendering():
         lambda: Local(block=0),
         lambda: Local(radius=-1),
         lambda: Local(radius=True),
+        lambda: Local(first_head=-1),
         lambda: Atrous(stride=0),
         lambda: Causal(causal=False),
         lambda: Fixed(global_patterns=5),
