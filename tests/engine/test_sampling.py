@@ -14,6 +14,7 @@ from hasten.engine.sampler import Sampler
 from hasten.engine.sampling import (
     History,
     RowParams,
+    banned_ends,
     next_tokens,
     process,
     sample,
@@ -55,6 +56,12 @@ def test_top_k_keeps_equal_logits_as_transformers_does() -> None:
     assert_same(kept, transformers.TopKLogitsWarper(2)(None, logits.clone()))
     assert kept.isfinite().sum() == 4
     assert ours(logits, SamplingParams(top_k=2, top_p=0.99)).isfinite().sum() == 4
+
+
+def test_a_row_without_top_k_keeps_all_tokens_beside_one_that_has_it() -> None:
+    logits = random_logits(0, rows=2)
+    kept = ours(logits, SamplingParams(top_k=3), SamplingParams()).isfinite().sum(-1)
+    assert kept.tolist() == [3, 50]
 
 
 @settings(max_examples=100)
@@ -120,6 +127,20 @@ def test_bias_ban_and_padding() -> None:
     assert next_tokens(torch.randn(1, 6), rows, steps=torch.zeros(1, dtype=torch.int64)).tolist() == [5]
     with pytest.raises(ConfigError, match=r"forbids .* all 5 tokens"):
         RowParams.stack([SamplingParams(), some], vocab_size=5)
+
+
+def test_ends_are_banned_in_rows_before_their_fewest_tokens() -> None:
+    params = [SamplingParams(min_new_tokens=3), SamplingParams(min_new_tokens=1), SamplingParams(min_new_tokens=2)]
+    ends = [{1, 4}, {2}, {0, 9}]  # 9 is not in the vocabulary
+
+    def banned(*steps: int) -> list[list[int]] | None:
+        found = banned_ends(params, steps=steps, end_ids=ends, vocab_size=5)
+        return None if found is None else [row.nonzero().flatten().tolist() for row in found]
+
+    assert banned(0, 0, 0) == [[1, 4], [2], [0]]
+    assert banned(2, 1, 1) == [[1, 4], [], [0]]
+    assert banned(3, 0, 2) == [[], [2], []]
+    assert banned(3, 1, 2) is None
 
 
 everything = SamplingParams(
@@ -304,6 +325,13 @@ def test_top_p_looks_at_few_tokens_without_changing_what_is_kept(scale, top_k, m
     found = process(logits, rows)
     monkeypatch.setattr("hasten.engine.sampling._FEW", 5000)  # sort all
     assert torch.equal(found, process(logits, rows))
+
+
+def test_top_p_looks_past_the_first_few_where_they_have_almost_its_probability():
+    p = torch.full((1, 5000), 0.0501 / 4488)
+    p[:, :512] = 0.9499 / 512  # the first that are looked at
+    kept = ours(p.log(), SamplingParams(top_p=0.95)).isfinite().sum()
+    assert kept > 512
 
 
 class NoCopies(TorchFunctionMode):
