@@ -403,3 +403,43 @@ def test_rows_at_the_same_step_draw_with_its_noise_however_far_they_are():
     for step in (0, 255, 256, 1000, 3):
         expected = next_tokens(logits, rows, steps=torch.full((2,), step))
         assert torch.equal(sampler.next_tokens(logits, steps=[step, step]), expected)
+
+
+class Even:
+    """A guide whose rows may have even tokens only, at most `most` of them each."""
+
+    def __init__(self, most: list[int]) -> None:
+        self.left = list(most)
+
+    def mask(self, row: int, logits: torch.Tensor) -> None:
+        logits[1::2] = -INF
+
+    def took(self, row: int, token: int) -> bool:
+        assert token % 2 == 0
+        self.left[row] -= 1
+        return self.left[row] > 0
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("penalty", [{}, {"presence_penalty": 2.0, "frequency_penalty": 2.0}])
+def test_drafts_change_no_token_where_a_draw_depends_on_those_before_it(penalty, guided):
+    """Rows with drafts of any length, right up to any place, take what they take without."""
+    params = [SamplingParams(seed=n, top_k=4, **penalty) for n in range(4)]
+    drafted, right, most = [3, 0, 5, 4], [3, 0, 2, 4], [9, 9, 9, 2]
+    logits = [random_logits(row, rows=1 + count, vocab=20) for row, count in enumerate(drafted)]
+
+    def sampler(own: list[SamplingParams]) -> Sampler:
+        return Sampler(own, [[1]] * len(own), eos_ids=(0,), vocab_size=20, device=torch.device("cpu"))
+
+    expected, drafts = [], []
+    for row, own in enumerate(params):
+        alone, guide = sampler([own]), Even([most[row]]) if guided else None
+        text = [
+            alone.take(scores[None].clone(), [[]], steps=[place], guide=guide)[0][0]
+            for place, scores in enumerate(logits[row])
+        ]
+        expected.append(text[: min(1 + right[row], most[row] if guided else 9)])
+        wrong = (text[right[row]] + 2) % 20
+        drafts.append([*text[: right[row]], wrong, *text[1 + right[row] :]][: drafted[row]])
+    guide = Even(most) if guided else None
+    assert sampler(params).take(torch.cat(logits), drafts, steps=[0] * 4, guide=guide) == expected
