@@ -33,7 +33,6 @@ from hasten.errors import ConfigError
         (BELOW_1, [0, 0.5, 0.999], [-1e-9, 1]),
         (SHARE, [0, 0.5, 1], [-1e-9, 1.01]),
     ],
-    ids=lambda value: getattr(value, "be", ""),
 )
 def test_bounds_hold_at_their_edges(bound: Any, allowed: list[float], refused: list[float]) -> None:
     assert [unmet(value, Annotated[float, bound]) for value in allowed] == [None] * len(allowed)
@@ -66,7 +65,6 @@ def test_bounds_hold_at_their_edges(bound: Any, allowed: list[float], refused: l
         ),
         (Callable[[], None], [print, 3], [], None),
     ],
-    ids=str,
 )
 def test_a_value_is_taken_or_refused_by_its_annotation(
     hint: Any, allowed: list[Any], refused: list[Any], wanted: str | None

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from hasten.engine.block_table import Rows
+from hasten.engine.block_table import Rows, SequenceBlocks
 from hasten.engine.blocks import BlockManager, OutOfBlocks, blocks_of
 from hasten.errors import ConfigError, HastenError
 
@@ -295,6 +295,12 @@ def test_a_table_reads_as_the_list_of_its_blocks_whatever_was_left(reach):
             assert table[part] == blocks[part]
     assert table.own == blocks[-manager.count(1) :]
     assert (manager.count(1) < len(blocks)) == (reach is not None)
+
+
+def test_a_table_made_of_blocks_alone_reads_as_these():
+    table = SequenceBlocks([7, 3, 5], [b""], 0, 12, 0)
+    assert (list(table), table.own, table[1:]) == ([7, 3, 5], [7, 3, 5], [3, 5])
+    assert [table.offered, Rows(table, 0, 12).slot] == [0, 0]
 
 
 def test_only_replaced_and_removed_entries_count_as_edits():
