@@ -27,7 +27,7 @@ from hasten.measure.script import Report, Script, Table, columns, main
 
 # Modules of src/hasten -> the files of tests/ that are about them and run within their process.
 TESTS: dict[str, str] = {
-    "checks.py": "training/test_recipe.py ops/test_pattern_text.py",
+    "checks.py": "test_checks.py training/test_recipe.py ops/test_pattern_text.py",
     "engine/block_table.py": "engine/test_cache.py engine/test_paged.py engine/test_blocks.py",
     "engine/blocks.py": "engine/test_blocks.py",
     "engine/sampler.py": "engine/test_sampling.py engine/test_accept_distribution.py",

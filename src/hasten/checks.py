@@ -91,7 +91,7 @@ def unmet(value: Any, hint: Any) -> str | None:
     if origin is Annotated:
         broken = unmet(value, inner[0])
         if broken is None and value is not None:
-            broken = next((rule.be for rule in inner[1:] if isinstance(rule, Must) and not rule.test(value)), None)
+            broken = next((rule.be for rule in inner if isinstance(rule, Must) and not rule.test(value)), None)
         return broken
     if origin in (Union, UnionType):
         found = [unmet(value, kind) for kind in inner]

@@ -1,7 +1,10 @@
 """The block manager: sharing, copy on write, the prefix cache, and that nothing changes when something fails."""
 
+from dataclasses import asdict
+
 import pytest
 
+from hasten.engine.block_table import Rows, SequenceBlocks
 from hasten.engine.blocks import BlockManager, OutOfBlocks, blocks_of
 from hasten.errors import ConfigError, HastenError
 
@@ -274,6 +277,58 @@ def test_blocks_to_which_no_query_looks_back_are_left():
     assert again.begin(2, tokens[:50]) == 48
     assert again.count(2) == 1  # the block with positions 44 to 47: a query at 48 sees four keys before it
     again.check()
+
+
+@pytest.mark.parametrize("reach", [None, 5])
+def test_a_table_reads_as_the_list_of_its_blocks_whatever_was_left(reach):
+    manager = BlockManager(blocks=16, block_size=4, reach=reach)
+    manager.begin(1, range(60))
+    table = manager.table(1)
+    for length in (2, 12, 30):
+        manager.reserve(1, length)
+        manager.written(1, range(length))
+        manager.computed()
+        blocks = manager.block_table(1)
+        assert len(table) == len(blocks) == -(-length // 4)
+        assert list(table) == blocks
+        for part in (slice(1), slice(2, 5), slice(-1, None)):
+            assert table[part] == blocks[part]
+    assert table.own == blocks[-manager.count(1) :]
+    assert (manager.count(1) < len(blocks)) == (reach is not None)
+
+
+def test_a_table_made_of_blocks_alone_reads_as_these():
+    table = SequenceBlocks([7, 3, 5], [b""], 0, 12, 0)
+    assert (list(table), table.own, table[1:]) == ([7, 3, 5], [7, 3, 5], [3, 5])
+    assert [table.offered, Rows(table, 0, 12).slot] == [0, 0]
+
+
+def test_only_replaced_and_removed_entries_count_as_edits():
+    """A copy of a table that has had no edits since need only be extended."""
+    manager = BlockManager(blocks=16, block_size=4)
+    grown(manager, 1, range(6))
+    table = manager.table(1)
+    assert table.edits == 0
+    manager.reserve(1, 12)
+    assert table.edits == 0
+    manager.truncate(1, 6)
+    assert table.edits == 1
+    manager.fork(1, 2)
+    manager.reserve(1, 7)
+    assert (table.edits, manager.table(2).edits) == (2, 0)
+
+
+def test_rows_know_the_place_of_their_sequences_states():
+    manager = BlockManager(blocks=16, block_size=4)
+    for sequence in (1, 2):
+        manager.begin(sequence, range(6))
+    assert [Rows(manager.table(sequence), 0, 6).slot for sequence in (1, 2)] == [0, 1]
+    rows = Rows([3, 4], 0, 6)
+    assert (rows.slot, rows.stretched, rows.guesses) == (0, False, 0)
+
+
+def test_the_numbers_of_a_new_manager_are_all_zero():
+    assert set(asdict(BlockManager(blocks=4, block_size=4).stats).values()) == {0}
 
 
 @pytest.mark.parametrize("sizes", [{"blocks": 0}, {"blocks": 4, "block_size": 0}])

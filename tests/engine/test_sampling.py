@@ -14,6 +14,7 @@ from hasten.engine.sampler import Sampler
 from hasten.engine.sampling import (
     History,
     RowParams,
+    banned_ends,
     next_tokens,
     process,
     sample,
@@ -55,6 +56,12 @@ def test_top_k_keeps_equal_logits_as_transformers_does() -> None:
     assert_same(kept, transformers.TopKLogitsWarper(2)(None, logits.clone()))
     assert kept.isfinite().sum() == 4
     assert ours(logits, SamplingParams(top_k=2, top_p=0.99)).isfinite().sum() == 4
+
+
+def test_a_row_without_top_k_keeps_all_tokens_beside_one_that_has_it() -> None:
+    logits = random_logits(0, rows=2)
+    kept = ours(logits, SamplingParams(top_k=3), SamplingParams()).isfinite().sum(-1)
+    assert kept.tolist() == [3, 50]
 
 
 @settings(max_examples=100)
@@ -120,6 +127,20 @@ def test_bias_ban_and_padding() -> None:
     assert next_tokens(torch.randn(1, 6), rows, steps=torch.zeros(1, dtype=torch.int64)).tolist() == [5]
     with pytest.raises(ConfigError, match=r"forbids .* all 5 tokens"):
         RowParams.stack([SamplingParams(), some], vocab_size=5)
+
+
+def test_ends_are_banned_in_rows_before_their_fewest_tokens() -> None:
+    params = [SamplingParams(min_new_tokens=3), SamplingParams(min_new_tokens=1), SamplingParams(min_new_tokens=2)]
+    ends = [{1, 4}, {2}, {0, 9}]  # 9 is not in the vocabulary
+
+    def banned(*steps: int) -> list[list[int]] | None:
+        found = banned_ends(params, steps=steps, end_ids=ends, vocab_size=5)
+        return None if found is None else [row.nonzero().flatten().tolist() for row in found]
+
+    assert banned(0, 0, 0) == [[1, 4], [2], [0]]
+    assert banned(2, 1, 1) == [[1, 4], [], [0]]
+    assert banned(3, 0, 2) == [[], [2], []]
+    assert banned(3, 1, 2) is None
 
 
 everything = SamplingParams(
@@ -306,6 +327,13 @@ def test_top_p_looks_at_few_tokens_without_changing_what_is_kept(scale, top_k, m
     assert torch.equal(found, process(logits, rows))
 
 
+def test_top_p_looks_past_the_first_few_where_they_have_almost_its_probability():
+    p = torch.full((1, 5000), 0.0501 / 4488)
+    p[:, :512] = 0.9499 / 512  # the first that are looked at
+    kept = ours(p.log(), SamplingParams(top_p=0.95)).isfinite().sum()
+    assert kept > 512
+
+
 class NoCopies(TorchFunctionMode):
     """Fails where a list becomes a tensor: on a GPU that waits for everything before it."""
 
@@ -375,3 +403,43 @@ def test_rows_at_the_same_step_draw_with_its_noise_however_far_they_are():
     for step in (0, 255, 256, 1000, 3):
         expected = next_tokens(logits, rows, steps=torch.full((2,), step))
         assert torch.equal(sampler.next_tokens(logits, steps=[step, step]), expected)
+
+
+class Even:
+    """A guide whose rows may have even tokens only, at most `most` of them each."""
+
+    def __init__(self, most: list[int]) -> None:
+        self.left = list(most)
+
+    def mask(self, row: int, logits: torch.Tensor) -> None:
+        logits[1::2] = -INF
+
+    def took(self, row: int, token: int) -> bool:
+        assert token % 2 == 0
+        self.left[row] -= 1
+        return self.left[row] > 0
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("penalty", [{}, {"presence_penalty": 2.0, "frequency_penalty": 2.0}])
+def test_drafts_change_no_token_where_a_draw_depends_on_those_before_it(penalty, guided):
+    """Rows with drafts of any length, right up to any place, take what they take without."""
+    params = [SamplingParams(seed=n, top_k=4, **penalty) for n in range(4)]
+    drafted, right, most = [3, 0, 5, 4], [3, 0, 2, 4], [9, 9, 9, 2]
+    logits = [random_logits(row, rows=1 + count, vocab=20) for row, count in enumerate(drafted)]
+
+    def sampler(own: list[SamplingParams]) -> Sampler:
+        return Sampler(own, [[1]] * len(own), eos_ids=(0,), vocab_size=20, device=torch.device("cpu"))
+
+    expected, drafts = [], []
+    for row, own in enumerate(params):
+        alone, guide = sampler([own]), Even([most[row]]) if guided else None
+        text = [
+            alone.take(scores[None].clone(), [[]], steps=[place], guide=guide)[0][0]
+            for place, scores in enumerate(logits[row])
+        ]
+        expected.append(text[: min(1 + right[row], most[row] if guided else 9)])
+        wrong = (text[right[row]] + 2) % 20
+        drafts.append([*text[: right[row]], wrong, *text[1 + right[row] :]][: drafted[row]])
+    guide = Even(most) if guided else None
+    assert sampler(params).take(torch.cat(logits), drafts, steps=[0] * 4, guide=guide) == expected

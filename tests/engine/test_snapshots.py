@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 import hasten
 from hasten.engine import state_slots
+from hasten.engine.block_table import SequenceBlocks
 from hasten.engine.cache import KVCache
 from hasten.engine.engine import Engine
 from hasten.engine.settings import EngineSettings
-from hasten.engine.state_slots import StateSnapshots
+from hasten.engine.state_slots import StateSlots, StateSnapshots
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from references import make_reference, values_of
@@ -135,6 +136,82 @@ def test_when_the_next_is_taken(length, mark, due):
     assert snapshots.next_due(length, mark=mark) == due
     assert snapshots.due(due, mark=mark)
     assert not snapshots.due(due - 1, mark=mark)
+
+
+@pytest.mark.parametrize(("block_size", "every"), [(16, 2048), (24, 2040), (1500, 1500), (4096, 4096)])
+def test_long_texts_have_them_behind_whole_blocks(block_size, every):
+    snapshots = StateSnapshots(first=0, count=1, block_size=block_size)
+    assert [snapshots.next_due(length, mark=0) for length in (0, every - 1, every)] == [every, every, 2 * every]
+    assert [length for length in range(3 * every) if snapshots.due(length, mark=0)] == [every, 2 * every]
+
+
+def test_none_is_due_within_a_block():
+    snapshots = StateSnapshots(first=0, count=1, block_size=16)
+    assert not snapshots.due(40, mark=40)
+    assert [length for length in range(2000) if snapshots.due(length, mark=48)] == [48]
+
+
+def sequence(*, held, mark, slot, key):
+    return SequenceBlocks(block_table=[], chain=[b"", key], held=held, room=held, asked=0, slot=slot, mark=mark)
+
+
+def test_a_step_asks_for_the_copies_that_are_due_and_a_later_sequence_for_one_back():
+    slots = StateSlots(StateSnapshots(first=5, count=2, block_size=16))
+    one, two = (
+        sequence(held=48, mark=48, slot=slots.begin(), key=b"a"),
+        sequence(held=50, mark=48, slot=slots.begin(), key=b"b"),
+    )
+    slots.computed([one, two])
+    ((source, place),) = slots.copies()
+    assert source == one.slot
+    assert place in (5, 6)
+    slots.computed([one])  # there is one already
+    assert slots.copies() == []
+    assert [slots.usable(keys) for keys in ([b"a", b"b"], [b"b", b"a"], [b"a"], [b"b"], [])] == [1, 2, 1, 0, 0]
+    assert slots.begin(b"a") == 2
+    assert slots.copies() == [(place, 2)]
+    assert slots.copies() == []
+    slots.forget()
+    assert slots.usable([b"a"]) == 0
+
+
+def test_a_place_that_was_given_back_is_taken_before_a_new_one_the_lowest_first():
+    slots = StateSlots()
+    assert [slots.begin() for _ in range(3)] == [0, 1, 2]
+    slots.end(1)
+    slots.end(0)
+    assert [slots.begin() for _ in range(3)] == [0, 1, 3]
+    assert slots.copies() == []
+
+
+def test_a_step_ends_where_a_snapshot_is_due():
+    slots, own = StateSlots(StateSnapshots(first=0, count=1, block_size=16)), sequence(held=0, mark=48, slot=0, key=b"")
+    assert slots.until_due(own, 0, 0, 30) == 30
+    assert slots.until_due(own, 0, 0, 100) == 48
+    assert slots.until_due(own, 0, 40, 100) == 8
+    assert slots.until_due(own, 48, 48, 100) == 100
+    assert slots.until_due(own, 48, 2000, 100) == 48
+    assert StateSlots().until_due(own, 0, 0, 100) == 100
+
+
+def test_without_snapshots_each_cached_block_can_be_gone_on_from():
+    slots = StateSlots()
+    assert slots.usable([b"a", b"b"]) == 2
+    slots.computed([sequence(held=48, mark=48, slot=0, key=b"a")])
+    slots.forget()
+    assert slots.copies() == []
+
+
+def test_a_snapshot_that_was_used_or_asked_for_again_stays_longest():
+    for ask in (StateSnapshots.use, StateSnapshots.take):
+        snapshots = StateSnapshots(first=0, count=2, block_size=16)
+        places = {key: snapshots.take(key) for key in (b"a", b"b")}
+        assert sorted(places.values()) == [0, 1]
+        ask(snapshots, b"a")
+        assert snapshots.take(b"c") == places[b"b"]
+        assert [snapshots.usable([key]) for key in (b"a", b"b", b"c")] == [1, 0, 1]
+        snapshots.forget()
+        assert {snapshots.take(b"d"), snapshots.take(b"e")} == {0, 1}
 
 
 def test_a_chat_finds_its_earlier_turns():

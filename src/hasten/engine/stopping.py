@@ -261,7 +261,7 @@ def decoder_steps(tokenizer: Tokenizer) -> list[dict[str, object]]:
 
 def is_byte_level(steps: Sequence[dict[str, object]]) -> bool:
     """Whether every token is a string of bytes (GPT-2, Llama 3, Qwen)."""
-    return len(steps) == 1 and steps[0].get("type") == "ByteLevel"
+    return [step.get("type") for step in steps] == ["ByteLevel"]
 
 
 def is_byte_token(token: str) -> bool:
