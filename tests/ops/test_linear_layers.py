@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import HastenWarning
-from hasten.ops.linear import INT8, KERNELS, LinearRequest, PackedLinear, int4_format
-from hasten.ops.linear.weights import TABLES
+from hasten.ops import triton_support
+from hasten.ops.linear import BFLOAT16, INT8, KERNELS, LinearRequest, PackedLinear, int4_format
+from hasten.ops.linear.weights import TABLES, group_format, minimum_format
 from hasten.ops.picker import explain, pick
 from instruction_sets import ISAS, NATIVE, needs_native
 from linear_cases import CASES, LAYERS, PACKED_FORMATS, SIZES, TORCHS, exact, layer_of, make_weight, random_weight, rms
@@ -242,6 +243,59 @@ def test_the_picker_gives_its_reasons(monkeypatch):
     assert "no compiler, or HASTEN_ISA=none" in reason()
     assert pick(KERNELS, request()).name in TORCHS
     assert PackedLinear.from_weight(make_weight(8, 96, format="int4", group_size=32)).kernel in TORCHS
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "words"),
+    [
+        (int4_format(32), torch.bfloat16, None),
+        (int4_format(256, symmetric=False), torch.float16, None),
+        (group_format("int8", 128), torch.bfloat16, None),
+        (INT8, torch.float16, None),
+        (int4_format(48), torch.bfloat16, "its groups are 32, 64, 128, 256, not 48"),
+        (INT8, torch.float32, "takes bfloat16 and float16 activations, not float32"),
+        (BFLOAT16, torch.bfloat16, "PyTorch's own product is the best for bfloat16 weights"),
+        (minimum_format("int4"), torch.bfloat16, "unpacks int8 and int4, not 4 bits, groups of 32, with minima"),
+        (group_format("iq4", 32), torch.bfloat16, "unpacks int8 and int4"),
+    ],
+)
+def test_what_the_triton_kernel_takes_on_a_gpu(format, dtype, words, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    device = torch.device("cuda")
+    request = LinearRequest(device=device, dtype=dtype, format=format, in_features=768)
+    reason = KERNELS[1].unsupported_reason(request)
+    if words is None:
+        assert reason == triton_support.refusal(device)  # nothing, or what this machine lacks
+    else:
+        assert words in reason
+    assert "it needs a CUDA GPU; the layer is on cpu" in KERNELS[1].unsupported_reason(
+        replace(request, device=torch.device("cpu"))
+    )
+
+
+@pytest.mark.parametrize(("kernel", "reason"), [("float32", "it is emulated"), ("pytorch", None)])
+def test_emulated_products_are_made_in_float32_on_a_cpu(kernel, reason, monkeypatch):
+    monkeypatch.setattr("hasten.ops.linear.operator.emulated", lambda dtype: reason)
+    monkeypatch.setenv("HASTEN_ISA", "none")
+    request = LinearRequest(device=torch.device("cpu"), dtype=torch.bfloat16, format=INT8, in_features=64)
+    assert pick(KERNELS, request).name == kernel
+    others = dict(explain(KERNELS, request).others)
+    assert others["float32" if reason is None else "pytorch"] == (
+        reason or "bfloat16 needs no detour: its products are not emulated here"
+    )
+    elsewhere = replace(request, device=torch.device("meta"))
+    assert pick(KERNELS, elsewhere).name == "pytorch", "what the processor emulates concerns no other device"
+
+
+@needs_native
+def test_a_row_whose_sum_could_overflow_is_not_for_the_native_kernel():
+    """-128 times 127 in every place, of 32 bits."""
+    request = LinearRequest(device=torch.device("cpu"), dtype=torch.bfloat16, format=INT8, in_features=1 << 17)
+    unsupported = KERNELS[0].unsupported_reason
+    assert unsupported(request) is None
+    overflowing = replace(request, in_features=2**31 // (128 * 127) + 1)
+    assert "not 132105" in unsupported(overflowing)
+    assert unsupported(replace(overflowing, format=group_format("int8", 32))) is None, "with a sum for each group"
 
 
 @needs_native

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from hasten.errors import ConfigError
 from hasten.ops.loss import KERNELS, LossRequest, linear_cross_entropy, rows_of_a_chunk
-from hasten.ops.loss.chunked import chunked
-from hasten.ops.loss.kernels import reference, torch_loss
+from hasten.ops.loss.chunked import chunked, chunked_triton, kernel_of
+from hasten.ops.loss.kernels import Head, alone, reference, torch_loss
+from hasten.ops.loss.pieces import loss_and_gradient, triton_rows
 from hasten.ops.picker import explain
 from loss_cases import check_triton_loss, inputs, results
 from triton_cases import needs_gpu, run_interpreted
@@ -44,6 +45,67 @@ def test_chunks_give_the_loss_and_the_gradients_of_the_definition(
         if other is not None:
             torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-11)
             assert one.dtype == torch.float64
+
+
+@pytest.mark.parametrize("run", [chunked, chunked_triton])
+@pytest.mark.parametrize("compiling", [True, False])
+@pytest.mark.parametrize("meet", [alone, lambda numbers, operation: numbers])
+@pytest.mark.parametrize(("chunk_rows", "by_itself"), [(None, {chunked: 64, chunked_triton: 256}), (48, {})])
+def test_chunks_have_the_rows_of_their_kernel_and_a_whole_head_is_one_operator_where_it_is_compiled(
+    run, compiling, meet, chunk_rows, by_itself, monkeypatch
+):
+    """Nothing is computed: a million tokens of one feature, on the meta device."""
+    found = []
+
+    def chunks(x, targets, head, rows, make, needed):
+        found.append(("chunks", rows))
+        return x.new_zeros(()), None, None, None
+
+    def operator(x, targets, head, *, chunk_rows, triton=True):
+        found.append(("operator", chunk_rows, triton))
+
+    monkeypatch.setattr("hasten.ops.loss.chunked.loss_and_gradients", chunks)
+    monkeypatch.setattr("hasten.ops.loss.chunked.compiled_loss", operator)
+    monkeypatch.setattr("hasten.ops.loss.chunked.kernel_of", lambda name: (None, triton_rows))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    x, targets = torch.empty(1000, 1, device="meta"), torch.empty(1000, dtype=torch.int64, device="meta")
+    run(x, targets, Head(torch.empty(1 << 20, 1, device="meta"), 1 << 20, meet=meet), chunk_rows=chunk_rows)
+    one_operator = compiling and meet is alone
+    assert found == [
+        ("operator", chunk_rows, run is chunked_triton) if one_operator else ("chunks", by_itself.get(run, chunk_rows))
+    ]
+
+
+def test_kernels_go_by_their_names():
+    make, rows = kernel_of("chunked")
+    assert make is loss_and_gradient
+    assert rows(7, 16384) == rows_of_a_chunk(16384)
+
+
+def test_compiled_it_gives_the_same():
+    (x, weight, bias), targets = inputs(dtype=torch.float32)
+
+    def run(x, weight, bias):
+        return linear_cross_entropy(x, weight, targets, vocab_size=21, bias=bias, kernel="chunked")
+
+    wanted = torch.autograd.grad(run(x, weight, bias), (x, weight, bias))
+    torch._dynamo.reset()
+    loss = torch.compile(run, backend="aot_eager", fullgraph=True)(x, weight, bias)
+    torch.testing.assert_close(loss, run(x, weight, bias))
+    for found, own in zip(torch.autograd.grad(loss, (x, weight, bias)), wanted, strict=True):
+        torch.testing.assert_close(found, own)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_gradients_have_the_dtypes_of_their_own(frozen):
+    (x, weight, bias), targets = inputs(dtype=torch.float32)
+    leaves = [x.detach(), weight.detach().bfloat16(), bias.detach().double()]
+    for place, leaf in enumerate(leaves):
+        leaf.requires_grad_(place != frozen)
+    chunked(leaves[0], targets, Head(leaves[1], 21, leaves[2]), chunk_rows=5).backward()
+    assert [None if leaf.grad is None else leaf.grad.dtype for leaf in leaves] == [
+        None if place == frozen else leaf.dtype for place, leaf in enumerate(leaves)
+    ]
 
 
 @NEEDS_TORCH

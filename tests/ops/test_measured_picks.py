@@ -1,5 +1,7 @@
 """A native kernel that loses clearly to PyTorch's on this processor is not taken, and explain gives both times."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ import hasten
 from hasten.model import fused
 from hasten.ops.activation import operator as activation
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, native_kernels
-from hasten.ops.linear import BFLOAT16
+from hasten.ops.linear import BFLOAT16, INT8, int4_format
 from hasten.ops.linear import operator as linear
 from hasten.ops.picker import explain, pick
 from instruction_sets import needs_native
@@ -73,3 +75,38 @@ def test_a_model_stays_readable_where_native_products_lose(tiny, times):
     assert set(reasons) == {"measured here, native takes 4.00 ms where PyTorch's takes 1.00 ms"}
     hasten.fuse(model)  # asked for
     assert not model.readable
+
+
+def test_only_products_of_bfloat16_weights_on_a_cpu_are_measured(times):
+    times(4e-3, 1e-3)
+    opt_in = linear.KERNELS[0].opt_in_reason
+    request = REQUESTS["linear"][2]
+    assert "measured here" in opt_in(request)
+    for changes in ({"format": INT8}, {"format": int4_format(32)}, {"device": torch.device("meta")}):
+        assert opt_in(replace(request, **changes)) is None
+
+
+@pytest.mark.parametrize("reason", [None, "it is emulated"])
+def test_contenders_are_what_the_reason_says_and_pytorchs_is_its_faster_one(reason, monkeypatch):
+    called = []
+
+    def watch(name, product):
+        def watched(x, weight):
+            called.append((name, x.shape[0], (weight.out_features, x.shape[1])))
+            return product(x, weight)
+
+        monkeypatch.setattr(linear, name, watched)
+
+    watch("pytorch", linear.pytorch)
+    watch("float32", lambda x, weight, pytorch=linear.pytorch: pytorch(x, weight))
+    monkeypatch.setattr(linear, "emulated", lambda dtype: reason)
+    said = []
+    monkeypatch.setattr(linear, "slower_than_pytorch", lambda what, contenders: said.append((what, contenders())))
+    linear.native_opt_in(REQUESTS["linear"][2])
+    ((what, contenders),) = said
+    for contender in contenders.values():
+        prompt, rows = contender()
+        assert (prompt.shape, [row.shape for row in rows]) == ((64, 4096), [(1, 4096)] * 16)
+    assert what == "products of 64 rows and 16 times one by 4096 × 1024 bfloat16 weights"
+    name = "pytorch" if reason is None else "float32"
+    assert [one for one in called if one[0] == name] == [(name, 64, (4096, 1024)), *[(name, 1, (4096, 1024))] * 16]

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from hasten.errors import ConfigError
-from hasten.ops.linear import BFLOAT16, INT8, QuantizedWeight, int4_format
+from hasten.ops.linear import BFLOAT16, INT8, KERNELS, LinearRequest, QuantizedWeight, int4_format
 from hasten.ops.linear.weights import (
     FLOAT16,
+    INT4_GROUP,
     IQ4_XS,
     MXFP4,
     Q2_K,
@@ -16,6 +17,7 @@ from hasten.ops.linear.weights import (
     Q4_K,
     Q5_K,
     Q6_K,
+    TABLES,
     Scales,
     WeightFormat,
     check_format,
@@ -203,3 +205,37 @@ def test_parts_of_a_weight_fit_together():
     ):
         with pytest.raises(ConfigError, match=words):
             check_weight(replace(weight, **change))
+
+
+def test_fp4_is_twice_e2m1():
+    """A sign, two bits of exponent with bias 1, and one of fraction; without exponent it is subnormal."""
+    numbers = []
+    for code in range(16):
+        sign, exponent, fraction = (-1) ** (code >> 3), code >> 1 & 3, (code & 1) / 2
+        numbers.append(2 * sign * (fraction if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - 1)))
+    assert numbers == list(TABLES["fp4"])
+
+
+def test_iq4_has_the_numbers_of_ggml():
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed (hasten[gguf])")
+    quants, numpy = pytest.importorskip("gguf.quants"), pytest.importorskip("numpy")
+    block = numpy.concatenate([numpy.array([1], numpy.float16).view(numpy.uint8), numpy.arange(16, dtype=numpy.uint8)])
+    numbers = quants.dequantize(block[None], gguf.GGMLQuantizationType.IQ4_NL)[0]
+    assert numbers[:16].tolist() == list(TABLES["iq4"]), "the lower four bits, beneath a scale of 1"
+
+
+def test_a_format_that_no_layer_holds_has_the_bits_of_its_name():
+    assert [WeightFormat(element=name).bits for name in ("int7", "float8_e5m2", "float32")] == [7, 8, 32]
+
+
+@pytest.mark.parametrize("kernel", ["native", "triton"])
+def test_the_usual_groups_are_those_that_kernels_take(kernel):
+    """Beside what the machine lacks, which they say of groups of 128 too."""
+    reason = next(one for one in KERNELS if one.name == kernel).unsupported_reason
+    device = torch.device("cuda" if kernel == "triton" else "cpu")
+    usual, known, other = (
+        reason(LinearRequest(device=device, dtype=torch.bfloat16, format=int4_format(size), in_features=3840))
+        for size in (INT4_GROUP, 128, 40)
+    )
+    assert usual == known
+    assert "not 40" in other

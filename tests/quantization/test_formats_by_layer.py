@@ -8,8 +8,8 @@ import torch
 import hasten
 from hasten.cli.main import main
 from hasten.errors import ConfigError, HastenWarning
-from hasten.quantization import GPTQ, Mixed, quantize, quantize_to_folder
-from hasten.quantization.schemes import layers_to_quantize, units_of
+from hasten.quantization import GPTQ, Int2, Int3, Int4, Int8, Mixed, quantize, quantize_to_folder
+from hasten.quantization.schemes import layers_to_quantize, tied_head_group, units_of
 from quantized_folders import logits
 from references import make_reference, tiny_llama
 
@@ -127,3 +127,17 @@ def test_experts_of_a_block_have_one_format():
 def test_what_is_no_format():
     with pytest.raises(ConfigError, match="head: there is no format 4"):
         Mixed(table={"head": 4})
+
+
+@pytest.mark.parametrize("scheme", [Int8(), Int4(), Int3(), Int2(), Mixed(table={})], ids=type)
+@pytest.mark.parametrize("name", ["activations", "activation"])
+def test_a_scheme_does_not_change_and_has_no_other_settings(scheme, name):
+    with pytest.raises((AttributeError, TypeError)):
+        setattr(scheme, name, "float")
+    assert scheme.activations == "auto"
+
+
+@pytest.mark.parametrize(("width", "group"), [(4096, 128), (960, 64), (896, 128), (160, 32), (32, 32), (100, 128)])
+def test_a_head_that_is_also_the_embedding_has_the_largest_groups_that_fit(width, group):
+    """128 where none does."""
+    assert tied_head_group(width) == group

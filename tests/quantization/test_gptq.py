@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.ops.linear.weights import INT8, int4_format
+from hasten.ops.linear.weights import INT8, QuantizedWeight, int4_format
 from hasten.quantization import GPTQ, gptq
 from hasten.quantization.blocks import TILE
 from hasten.quantization.gptq import InputStatistics, Solver, _invert_lower, column_order, output_error
@@ -274,7 +274,7 @@ def test_the_inverse_of_a_lower_triangular_matrix(size):
     generator = torch.Generator().manual_seed(0)
     lower = torch.randn(size, size, generator=generator, dtype=torch.float64).tril() * size**-0.5
     lower += 2 * torch.eye(size)
-    inverse = torch.zeros_like(lower)
+    inverse = torch.full_like(lower, torch.nan).tril()  # which is overwritten
     _invert_lower(lower, inverse)
     torch.testing.assert_close(inverse, torch.linalg.inv(lower))
 
@@ -303,3 +303,33 @@ def test_damping_grows_tenfold_from_what_is_given(monkeypatch):
 def test_settings_at_their_bounds_are_taken():
     assert (GPTQ(damping=0).damping, GPTQ(damping=1).damping) == (0, 1)
     assert GPTQ() == GPTQ(order="groups", damping=0.01, gptaq=False)
+
+
+def test_an_error_that_rounding_makes_negative_is_none():
+    """Of sums of float32 products the matrix may have a negative direction, here that of (1, 1)."""
+    gram = torch.tensor([[1.0, -1.0], [-1.0, 1.0 - 2**-20]])
+    values = torch.tensor([[3, 3], [5, 0]]).to(torch.int8)
+    rounded = QuantizedWeight(format=INT8, values=values, scales=torch.ones(2, 1))
+    assert output_error(torch.tensor([[3.5, 3.5], [5.0, 0.0]]), rounded, gram) == 0
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.3])
+@pytest.mark.parametrize("order", ["columns", "groups"])
+def test_an_input_that_is_always_zero_counts_as_one(order, damping):
+    x, _ = inputs_and_weight(1, 64, 100)
+    x /= x.norm(dim=0).mean()  # the other inputs' sums of squares are about one too
+    x[:, ::3] = 0
+    solver = Solver(statistics(x), GPTQ(order=order, damping=damping), 32)
+    gram = x.T @ x
+    gram += torch.diag((gram.diagonal() == 0).double())
+    gram += damping * gram.diagonal().mean() * torch.eye(64)
+    upper = solver.lower.T
+    torch.testing.assert_close(upper.T @ upper, inverse_of(gram, solver.order))
+    assert torch.equal(upper, upper.triu())
+
+
+def test_columns_are_rounded_largest_first_where_that_is_asked_for():
+    diagonal = torch.tensor([1.0, 4.0, 0.0, 2.0, 4.0, 9.0])
+    assert column_order(diagonal, "columns", 2).tolist() == [0, 1, 2, 3, 4, 5]
+    assert column_order(diagonal, "activation", 2).tolist() == [5, 1, 4, 3, 0, 2], "of equal ones the first"
+    assert column_order(diagonal, "groups", 2).tolist() == [5, 4, 1, 0, 3, 2]

@@ -292,3 +292,23 @@ def test_weights_of_zeros_have_a_scale(bits):
     made.weight.sum().backward()
     assert made.scales.grad.isfinite().all()
     assert torch.equal(made.quantized().dequantize(), torch.zeros(2, 64))
+
+
+def test_weights_of_zeros_in_two_bits_are_tiny():
+    """None of the four levels is zero."""
+    linear = nn.Linear(64, 2, bias=False)
+    nn.init.zeros_(linear.weight)
+    made = FakeQuantized.of(linear, FakeRounding(bits=2))
+    assert made.weight.abs().max() < 2e-6
+    made.weight.sum().backward()
+    assert made.scales.grad.isfinite().all()
+    assert made.quantized().dequantize().abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_what_is_stored_keeps_no_graph(bits):
+    made = layer(bits=bits)
+    assert made.weight.requires_grad
+    stored = made.quantized()
+    assert not stored.values.requires_grad
+    assert not stored.scales.requires_grad

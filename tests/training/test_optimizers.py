@@ -8,7 +8,7 @@ from hasten.data import Batch
 from hasten.distributed.placement import Placement
 from hasten.errors import ConfigError
 from hasten.model.initialize import initialize
-from hasten.training import optimizers
+from hasten.training import muon, optimizers
 from hasten.training.build import shape_config
 from hasten.training.lamb import Lamb
 from hasten.training.muon import Muon
@@ -224,6 +224,49 @@ def test_muon_multiplies_in_float32_on_a_cpu():
     with Watch():
         Muon([weight], lr=0.1).step()
     assert dtypes == {torch.float32}
+
+
+def test_muons_defaults_are_pytorchs():
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    theirs = torch.optim.Muon([weight], lr=0.1, adjust_lr_fn="match_rms_adamw")
+    assert Muon([weight], lr=0.1).defaults == theirs.defaults
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_a_matrix_without_gradient_only_decays_by_muon(shape):
+    weight = torch.nn.Parameter(torch.ones(shape))
+    weight.grad = torch.zeros(shape)
+    Muon([weight], lr=0.1, weight_decay=0.5).step()
+    assert torch.equal(weight.detach(), torch.full(shape, 0.95))
+
+
+def test_muon_stacks_matrices_of_one_shape_within_its_bound(monkeypatch):
+    found, plain = [], muon.orthogonal
+    monkeypatch.setattr(muon, "orthogonal", lambda matrices: found.append(tuple(matrices.shape)) or plain(matrices))
+    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 50)
+    weights = [torch.nn.Parameter(torch.ones(shape)) for shape in [(4, 6)] * 3 + [(8, 9)] * 2 + [(6, 4)]]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    Muon(weights, lr=0.1).step()
+    assert found == [(2, 4, 6), (1, 4, 6), (1, 8, 9), (1, 8, 9), (1, 6, 4)], "one above the bound is alone"
+
+
+@pytest.mark.parametrize("shape", [(24, 4), (4, 24)])
+def test_muon_multiplies_the_shorter_sides(shape):
+    """Products of 24 × 24 would take six times as long, for the same directions."""
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest.append(out.numel())
+            return out
+
+    matrices = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    with Watch():
+        muon.orthogonal(matrices)
+    assert max(largest) == matrices.numel()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "lamb", "muon"])

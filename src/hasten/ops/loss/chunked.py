@@ -67,7 +67,6 @@ class _Chunked(torch.autograd.Function):
         head = head._replace(weight=weight, bias=bias)
         loss, *gradients = loss_and_gradients(x, targets, head, rows, make, needed)
         ctx.gradients = tuple(gradients)
-        ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
         return loss
 
     @staticmethod
@@ -75,11 +74,9 @@ class _Chunked(torch.autograd.Function):
         (factor,) = outputs
         if ctx.gradients is None:
             raise RuntimeError("the chunked loss keeps its gradients for one backward pass; compute the loss again")
-        x, weight, bias = ctx.gradients
-        ctx.gradients = None  # in place, because a copy of the weight's gradient is what this kernel saves
+        gradients, ctx.gradients = ctx.gradients, None
+        # In place, because a copy of the weight's gradient is what this kernel saves. PyTorch casts each to its dtype.
         return (
-            None if x is None else x.mul_(factor),
-            None if weight is None else weight.mul_(factor).to(ctx.dtypes[0]),
-            None if bias is None else bias.mul_(factor).to(ctx.dtypes[1]),
+            *(None if gradient is None else gradient.mul_(factor) for gradient in gradients),
             *(None,) * 5,
         )
