@@ -43,11 +43,11 @@ TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", 
 SUBJECTS = (
     *(
         "attention",
+        "busy",
         "cache",
         "draft_parts",
         "equal_steps",
         "finetuning",
-        "machines",
         "memory",
         "mutants",
         "parallel",
@@ -58,7 +58,8 @@ SUBJECTS = (
     ),
     *("precision", "products", "profiling", "qat", "quantization", "quantize_versions", "replica_routing"),
     *("replicas", "serving"),
-    *("sharing", "slow_link", "soak", "sparse", "speculation", "speeds", "training_figures", "training_races", "zero"),
+    *("sharing", "slow_link", "soak", "sparse", "speculation", "speeds", "training_figures", "training_races"),
+    *("wheels", "zero"),
 )
 
 

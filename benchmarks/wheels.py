@@ -1,6 +1,6 @@
 """A wheel where there is no compiler: which versions of torch load its libraries, and seconds until a first token.
 
-python benchmarks/wheel.py --wheel FILE --pythons PYTHON PYTHON --output benchmarks/results/wheel.json
+python benchmarks/wheels.py --wheel FILE --pythons PYTHON PYTHON --output benchmarks/results/wheel.json
 """
 
 import json
@@ -96,4 +96,4 @@ TABLES: dict[str, Table] = {"wheel": wheel_table}
 
 
 if __name__ == "__main__":
-    main(Wheel, TABLES)
+    main({"wheel": Wheel}, TABLES)
