@@ -36,8 +36,8 @@ class MixerCase:
         raise NotImplementedError
 
     def native(self, isa=None, *, fresh=False, dtype=torch.float32, cuts=None, padding=0, certain=None):
-        """Outputs (R, values) and the states after them, in the order of the texts, behind the first place's. cuts: the
-        tokens of each step."""
+        """Outputs (R, values), and after them the states of place 0 and of the texts in order. cuts: the tokens of each
+        step."""
         state = {name: one.to(dtype) if name == "inputs" else one for name, one in self.state.items()}
         state = {name: one.clone() for name, one in state.items()}
         found = [self.x.new_empty(0, self.sizes.values)] * len(self.counts)

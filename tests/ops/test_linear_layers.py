@@ -245,6 +245,10 @@ def test_the_picker_gives_its_reasons(monkeypatch):
     assert PackedLinear.from_weight(make_weight(8, 96, format="int4", group_size=32)).kernel in TORCHS
 
 
+def kernel_named(name):
+    return next(kernel for kernel in KERNELS if kernel.name == name)
+
+
 @pytest.mark.parametrize(
     ("format", "dtype", "words"),
     [
@@ -263,14 +267,13 @@ def test_what_the_triton_kernel_takes_on_a_gpu(format, dtype, words, monkeypatch
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     device = torch.device("cuda")
     request = LinearRequest(device=device, dtype=dtype, format=format, in_features=768)
-    reason = KERNELS[1].unsupported_reason(request)
+    unsupported = kernel_named("triton").unsupported_reason
+    reason = unsupported(request)
     if words is None:
         assert reason == triton_support.refusal(device)  # nothing, or what this machine lacks
     else:
         assert words in reason
-    assert "it needs a CUDA GPU; the layer is on cpu" in KERNELS[1].unsupported_reason(
-        replace(request, device=torch.device("cpu"))
-    )
+    assert "it needs a CUDA GPU; the layer is on cpu" in unsupported(replace(request, device=torch.device("cpu")))
 
 
 @pytest.mark.parametrize(("kernel", "reason"), [("float32", "it is emulated"), ("pytorch", None)])
@@ -291,7 +294,7 @@ def test_emulated_products_are_made_in_float32_on_a_cpu(kernel, reason, monkeypa
 def test_a_row_whose_sum_could_overflow_is_not_for_the_native_kernel():
     """-128 times 127 in every place, of 32 bits."""
     request = LinearRequest(device=torch.device("cpu"), dtype=torch.bfloat16, format=INT8, in_features=1 << 17)
-    unsupported = KERNELS[0].unsupported_reason
+    unsupported = kernel_named("native").unsupported_reason
     assert unsupported(request) is None
     overflowing = replace(request, in_features=2**31 // (128 * 127) + 1)
     assert "not 132105" in unsupported(overflowing)

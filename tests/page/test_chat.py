@@ -38,6 +38,14 @@ def test_an_answer_is_streamed(visit, served, fake, ask):
     assert "<|user|>count" in prompt_of(fake)
 
 
+def test_a_complete_answer_waits_for_no_frame(visit, served, fake, ask):
+    says(fake, "one two three")
+    page = visit(served)
+    page.evaluate("window.requestAnimationFrame = () => 1")
+    ask(page, "count")
+    assert page.locator(".text").inner_text() == "one two three"
+
+
 def test_an_answer_can_be_stopped_and_what_came_is_kept(visit, served, fake, ask):
     fake.delay, fake.endless = 0.02, True
     page = visit(served)
