@@ -141,3 +141,19 @@ def test_a_scheme_does_not_change_and_has_no_other_settings(scheme, name):
 def test_a_head_that_is_also_the_embedding_has_the_largest_groups_that_fit(width, group):
     """128 where none does."""
     assert tied_head_group(width) == group
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [(Int8(), 8), (Int4(), 4), (Int3(), 3), (Int2(), 2)])
+def test_the_layers_of_a_scheme_have_its_bits(scheme, bits):
+    layers = scheme.layers(fresh())
+    assert {layer.weight.bits for name, layer in layers.items() if name != "head"} == {bits}
+    assert layers["head"].weight.bits == 8
+
+
+@pytest.mark.parametrize("scheme", [Int4(embedding="int8", lm_head="same"), Int4(embedding="same")])
+def test_an_embedding_that_is_the_head_has_no_format_of_its_own(scheme):
+    with pytest.raises(ConfigError, match="one matrix, so embedding=.* contradict each other: lm_head decides"):
+        scheme.layers(fresh())
+    untied = tiny_llama(tie_word_embeddings=False).to(torch.bfloat16)
+    untied.bind()
+    assert {"head", "embedding"} <= set(scheme.layers(untied))
