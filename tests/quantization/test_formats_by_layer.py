@@ -152,7 +152,7 @@ def test_the_layers_of_a_scheme_have_its_bits(scheme, bits):
 
 @pytest.mark.parametrize("scheme", [Int4(embedding="int8", lm_head="same"), Int4(embedding="same")])
 def test_an_embedding_that_is_the_head_has_no_format_of_its_own(scheme):
-    with pytest.raises(ConfigError, match="one matrix, so embedding=.* contradict each other: lm_head decides"):
+    with pytest.raises(ConfigError, match=r"one matrix, so embedding=.* contradict each other: lm_head decides"):
         scheme.layers(fresh())
     untied = tiny_llama(tie_word_embeddings=False).to(torch.bfloat16)
     untied.bind()
