@@ -26,7 +26,8 @@ from hasten.model.families import read_config
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.planning.cost import expert_weights, kv_bytes_per_token, parameters, training_flops_per_token
 from hasten.planning.devices import DEVICES
-from hasten.planning.memory import InferenceUse, TrainingUse, largest, memory_of
+from hasten.planning.largest import largest
+from hasten.planning.memory import InferenceUse, TrainingUse, memory_of
 from hasten.planning.plan import inference_phases, training_phase
 from hasten.planning.shapes import SHAPES, shape_config
 from hasten.planning.sharing import exchanged_bytes

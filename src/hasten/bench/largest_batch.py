@@ -19,7 +19,7 @@ from hasten.measure.draw import BAR, BAR_FIRST, Bar, draw_bars
 from hasten.measure.options import check_finite, check_least, say
 from hasten.measure.process import Rung, run_interleaved
 from hasten.measure.table import format_value, machine_line
-from hasten.planning.memory import largest
+from hasten.planning.largest import largest
 from hasten.training.recipe import Recipe
 
 # What a process mostly says that was refused memory (in lower case), wherever in torch, Python or the C library it

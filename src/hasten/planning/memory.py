@@ -4,7 +4,7 @@ Covers training, generating and serving, and quantizing with calibration text. C
 kernels keep (as arXiv 2205.05198 does), not the scratch memory of single operations.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hasten.errors import ResourceError
@@ -398,15 +398,3 @@ def calibration_memory(
         "inputs of experts": chosen * states,
     }
     return Memory(parts=parts, moments={"in a block": tuple(parts)})
-
-
-def largest(fits: Callable[[int], bool], most: int = 1 << 24) -> int:
-    """The largest number up to `most` that fits, 0 if none does, by bisection: larger numbers must need more."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

@@ -11,7 +11,8 @@ from typing import Any
 from hasten.model.config import ModelConfig
 from hasten.planning import cost
 from hasten.planning.devices import HOST_LINK, HOST_MEMORY, REACHED, Device
-from hasten.planning.memory import ITEMSIZE, InferenceUse, Memory, TrainingUse, largest, memory_of
+from hasten.planning.largest import largest
+from hasten.planning.memory import ITEMSIZE, InferenceUse, Memory, TrainingUse, memory_of
 from hasten.planning.sharing import exchanged_bytes, held_share, sent_bytes
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.distributed.placement import Parts
+from hasten.distributed.whole_tensors import Parts
 
 BOUNDS = (0.01, 10.0)
 

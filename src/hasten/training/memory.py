@@ -15,13 +15,13 @@ from hasten.ops.loss import KERNELS, LossRequest, rows_of_a_chunk
 from hasten.ops.picker import pick
 from hasten.planning.cost import head_products, matrices, parameters
 from hasten.planning.held import held_bytes
+from hasten.planning.largest import largest
 from hasten.planning.memory import (
     ITEMSIZE,
     InferenceUse,
     Memory,
     TrainingUse,
     inference_memory,
-    largest,
     training_memory,
 )
 from hasten.training.build import attention_kernel, lora_adapter

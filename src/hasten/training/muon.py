@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.distributed.placement import Parts
+from hasten.distributed.whole_tensors import Parts
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic a·s + b·s³ + c·s⁵, steep at zero
 ITERATIONS = 5
