@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hasten
+from hasten.engine.block_table import Rows
 from hasten.engine.cache import KVCache
 from hasten.engine.given_texts import GivenTexts
+from hasten.engine.speculation.build import first_layers
 from hasten.errors import ConfigError, HastenWarning
 from hasten.model.binding import explain, kernels
 from hasten.model.context import TrainingContext
@@ -386,3 +388,85 @@ def test_all_layers_in_one_call_are_the_layers_one_after_the_other(case):
     block.forward = lambda *own, **more: (seen.append(own), type(block).forward(block, *own, **more))[1]
     assert torch.equal(two_steps(), together)
     assert len(seen) == 2  # and so is what a compiler put in the place of its forward pass
+
+
+@fused_cases
+def test_the_turns_of_all_positions_are_those_of_each_token(case, monkeypatch):
+    monkeypatch.setattr("hasten.model.fused_stack._FEWEST_POSITIONS", 4)
+    model = hasten.fuse(hasten.load(make_reference(case), dtype="bfloat16"))
+    table = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()
+
+    @torch.no_grad()
+    def steps():
+        cache = KVCache(model.config, blocks=40, block_size=4, dtype=torch.bfloat16, device="cpu")
+        for start, count in ((0, 5), (5, 1), (6, 90), (96, 1)):  # the last two need more positions than the others
+            step = cache.step([Rows(table, start, count)])
+            yield model((torch.arange(start, start + count)[None] % 90) + 3, step.positions, step)
+
+    together = [*steps()]
+    assert model.stack is not None
+    hook = model.blocks[0].register_forward_hook(lambda *arguments: None)  # each block is called with its own angles
+    assert all(map(torch.equal, steps(), together))
+    hook.remove()
+    assert all(map(torch.equal, steps(), together))
+
+
+def stepped(model):
+    """Logits of a step over a cache, in the call of all blocks."""
+    cache = KVCache(model.config, blocks=4, block_size=16, dtype=torch.bfloat16, device="cpu")
+    step = cache.step([Rows(list(range(4)), 0, TOKENS.shape[1])])
+    with torch.no_grad():
+        return model(TOKENS[:1], step.positions, step)
+
+
+def test_a_block_that_is_bound_again_is_so_in_the_call_of_all():
+    model = hasten.fuse(tiny_llama().to(torch.bfloat16))
+    before = stepped(model)
+    for block in model.blocks:
+        norm = copy.deepcopy(block.mlp_norm)
+        norm.weight.data *= 2
+        block.mlp_norm = norm
+        block.bind()
+    after = stepped(model)
+    assert not torch.equal(after, before)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(stepped(other), after)
+    model.blocks[0] = copy.deepcopy(model.blocks[1])
+    swapped = stepped(model)
+    assert not torch.equal(swapped, after)
+    assert torch.equal(stepped(copy.deepcopy(model)), swapped)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_models_that_share_blocks_both_see_a_change(first):
+    model = hasten.fuse(tiny_llama().to(torch.bfloat16))
+    short, seen = first_layers(model, 1), []
+    models = (model, short) if first else (short, model)
+    before = [stepped(each) for each in models]
+    hook = model.blocks[0].register_forward_hook(lambda *arguments: seen.append(arguments))
+    assert all(map(torch.equal, map(stepped, models), before))
+    assert len(seen) == 2
+    hook.remove()
+    assert all(map(torch.equal, map(stepped, models), before))
+    assert len(seen) == 2
+
+
+def test_a_block_that_was_replaced_is_let_go():
+    model = hasten.fuse(tiny_llama().to(torch.bfloat16))
+    stepped(model)
+    old = weakref.ref(model.blocks[0])
+    model.blocks[0] = unfuse(copy.deepcopy(model)).blocks[0]
+    stepped(model)
+    gc.collect()
+    assert old() is None
+
+
+def test_a_block_over_a_cache_is_one_graph():
+    model = hasten.fuse(tiny_llama().to(torch.bfloat16))
+    cache = KVCache(model.config, blocks=4, block_size=16, dtype=torch.bfloat16, device="cpu")
+    step = cache.step([Rows(list(range(4)), 0, 5)])
+    x, rope = torch.randn(1, 5, model.config.hidden_size), model.rotations(step.positions, None)[0]
+    with torch.no_grad():
+        expected = model.blocks[0](x, rope, step.layers[0])
+        compiled = torch.compile(model.blocks[0].forward, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, rope, step.layers[0]), expected)

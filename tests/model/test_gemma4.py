@@ -192,12 +192,16 @@ def test_its_blocks_are_one_native_call(name):
 
 
 @needs_native
-def test_of_a_prompt_the_native_blocks_without_keys_compute_the_scored_tokens_only():
+def test_of_a_prompt_the_native_blocks_without_keys_compute_the_scored_tokens_only(monkeypatch):
     model, calls = fuse(hasten.load(make_reference(SHARED), dtype="bfloat16")), []
-    bound = model.blocks[0]._bound
-    bound.blocks = lambda *call, run=bound.blocks: calls.append(BlocksCall(*call)) or run(*call)
+    stack = model.stack
+    assert stack.plan(model) is not None
+    run = stack._blocks
+    monkeypatch.setattr(stack, "_blocks", lambda *call: calls.append(BlocksCall(*call)) or run(*call))
     hasten.generate(model, LONG, max_new_tokens=2, temperature=0, draft="none")
-    assert [(call.x.shape[:-1].numel(), len(call.plans)) for call in calls] == [(111, 6), (2, 2), (2, 8)]
+    first, rest, every = (stack.plan(model, layers) for layers in (slice(6), slice(6, None), slice(None)))
+    assert [call.x.shape[:-1].numel() for call in calls] == [111, 2, 2]
+    assert all(call.stack is plan for call, plan in zip(calls, (first, rest, every), strict=True))
 
 
 @needs_native

@@ -226,7 +226,9 @@ def test_caches_that_do_not_fit_are_refused():
         ({"k": narrow, "v": narrow}, "does not fit heads of 16"),
         ({"v": other}, "of one dtype"),
         ({"k": other.float()}, "bfloat16, int8 or int4"),
-        ({"k": view.k.view(torch.uint8)}, "does not fit heads of 16"),
+        ({"k": view.k.view(torch.uint8)}, "of one dtype"),
+        ({"k": view.k.view(torch.uint8), "v": view.v.view(torch.uint8)}, "does not fit heads of 16"),
+        ({"v": view.v[:-1]}, "must lie alike"),
     ):
         with pytest.raises(RuntimeError, match=reason):
             run(None, q, view._replace(**changes), spec)

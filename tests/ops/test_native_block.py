@@ -12,6 +12,7 @@ from hasten.model.fused_linear import interleave_gate_up, weight_fields
 from hasten.model.rope import rotate
 from hasten.ops import calls, native
 from hasten.ops.build import INSTRUCTION_SETS
+from hasten.ops.cache_plan import CachePlan
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.native import library, meta_kernels
 from instruction_sets import ISAS
@@ -210,11 +211,10 @@ def test_a_call_with_other_fields_than_its_operator_is_an_error_when_the_library
 
 def test_fields_are_torchs_arguments_with_what_is_written_marked():
     schema = str(library().ops.blocks.default._schema).partition("(")[2]
-    assert schema.startswith("Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k, Tensor(b!)[] v, ")
-    assert "Tensor? adapters, Tensor(c!)? times, Tensor[] seen, Tensor[] query_factors, " in schema
-    assert schema.endswith(
-        "Tensor(d!)[] inputs, Tensor(e!)[] matrices, Tensor? state_slots, Tensor? certain, Tensor? features) -> Tensor"
-    )
+    assert schema.startswith("Tensor x, Tensor stack, Tensor cache, Tensor[] cos, Tensor[] sin, Tensor? rope_rows, ")
+    assert schema.endswith("Tensor? times, Tensor? state_slots, Tensor? certain, Tensor? features) -> Tensor")
+    written = str(library().ops.attention_input.default._schema).partition("(")[2]
+    assert "Tensor(a!) k, Tensor(b!) v, Tensor slot_mapping, " in written
     assert "SymInt block_size, bool rotated" in schema or "int block_size, bool rotated" in schema
 
 
@@ -228,26 +228,48 @@ def test_a_plan_is_the_tensor_that_was_made_and_no_other():
     from references import tiny_llama
 
     model = fuse(tiny_llama().to(torch.bfloat16))
-    plan, size = model.blocks[0]._bound.plan, model.config.head_dim
+    ops, plan, size = library().ops, model.blocks[0]._bound.plan, model.config.head_dim
     caches = [torch.zeros(3, model.config.kv_heads, size, dtype=torch.bfloat16) for _ in range(2)]
     angles = [torch.zeros(2, size // 2)] * 2
     numbers = [torch.tensor(values) for values in ([0, 1], [0, 2], [2], [0])]
 
-    def call(plans, angles=angles, numbers=numbers, turns=(0,)):
+    def call(plans, angles=angles, numbers=numbers, turns=(0,), rows=None, caches=caches, stack=None, cache=None):
         x = torch.randn(1, 2, model.config.hidden_size)
         places = dict(zip(("slot_mapping", "query_start_loc", "seq_lens", "first_slots"), numbers, strict=True))
-        own = {"x": x, "cos": angles[:1], "sin": angles[1:], "rope_index": turns, "k": caches[:1], "v": caches[1:]}
-        found = calls.BlocksCall(**own, **places, block_table=None, block_size=0, rotated=False, plans=plans)
-        return library().ops.blocks(*found)
+        stack = ops.plan_stack(plans, turns) if stack is None else stack
+        own = {"x": x, "stack": stack, "cache": held(caches) if cache is None else cache}
+        own |= {"cos": angles[:1], "sin": angles[1:], "rope_rows": rows, "query_factors": []}
+        return ops.blocks(*calls.BlocksCall(**own, **places, block_table=None, block_size=0, rotated=False))
+
+    def held(caches):
+        return CachePlan(caches[:1], caches[1:]).whole()
 
     assert call([plan]).shape == (1, 2, model.config.hidden_size)
     for other in (plan.clone(), torch.zeros_like(plan), plan[8:], plan.view(torch.int64), torch.empty(0)):
         with pytest.raises(RuntimeError, match="no plan"):
             call([other])
+    for other in (plan, held(caches).clone(), ops.plan_stack([plan], [0]).clone()):
+        with pytest.raises(RuntimeError, match="no plan of a stack"):
+            call([plan], stack=other)
+        with pytest.raises(RuntimeError, match="no plan of a cache"):
+            call([plan], cache=other)
     with pytest.raises(RuntimeError, match="cos and sin"):
         call([plan], angles=[a[:1] for a in angles])
     with pytest.raises(RuntimeError, match="slot"):
         call([plan], numbers=[numbers[0][:1], *numbers[1:]])
-    for turns, plans in (([1], [plan]), ([0, 0], [plan]), ([0], [])):
+    for turns, plans in (([1], [plan]), ([0, 0], [plan]), ([], [plan])):
         with pytest.raises(RuntimeError, match=r"no rotary table|each block needs"):
             call(plans, turns=turns)
+    with pytest.raises(RuntimeError, match="each block needs its cache"):
+        call([plan], cache=CachePlan(caches[:1] * 2, caches[1:] * 2).whole())
+    with pytest.raises(RuntimeError, match="keys and values"):
+        call([plan], caches=[caches[0]])
+    table = [torch.randn(9, size // 2) for _ in angles]
+    at, end = torch.tensor([[7, 3]]), torch.tensor([[0, 9]])
+    torch.manual_seed(0)
+    by_rows = call([plan], angles=[one[at[0]] for one in table])
+    torch.manual_seed(0)
+    assert torch.equal(call([plan], angles=table, rows=at), by_rows)
+    for rows, reason in ((at[:, :1], "one row of the rotary tables"), (end, "no row 9 of 9"), (-end, "no row -9 of 9")):
+        with pytest.raises(RuntimeError, match=reason):
+            call([plan], angles=table, rows=rows)

@@ -30,6 +30,7 @@ from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.attention.inputs import visible
 from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup
 from hasten.ops.attention.view import AttentionMetadata
+from hasten.ops.cache_plan import CachePlan
 from hasten.ops.native import library
 from hasten.ops.picker import Kernel, pick
 from hasten.ops.states import SequenceGroup, State
@@ -133,6 +134,7 @@ class KVCache:
         # One kernel for all layers: of those picked for each shape, the least particular one.
         self.kernel = max((self._picked(shape) for shape in self._groups), key=PAGED_KERNELS.index)
         self._query_start_loc: dict[int, Tensor] = {}  # by the tokens of a step: the same in all of them
+        self._plan: tuple[SparseMasks | None, CachePlan] | None = None  # by the pattern that it shows
 
     def _allocate(self, shapes: Sequence[LayerShape]) -> dict[LayerShape, Tensor]:
         """For the layers of each shape, their keys and then their values: (tensors·layers, slots, Hkv, …)."""
@@ -263,6 +265,15 @@ class KVCache:
         larger.sparse, larger.states, larger.sequences = self.sparse, self.states, self.sequences
         vars(self).update(vars(larger))
 
+    def plan(self, sparse: SparseMasks | None = None) -> CachePlan | None:
+        """The cache as the native calls take it; None where there are none. sparse: the pattern that it shows."""
+        if self.kernel.name != "native":
+            return None
+        if self._plan is None or self._plan[0] is not sparse:
+            seen = [] if sparse is None else sparse.native
+            self._plan = sparse, CachePlan(self.k, self.v, seen, self.states if self._keeps_states else ())
+        return self._plan[1]
+
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def step(self, rows: Sequence[Rows]) -> KVStep:
@@ -293,7 +304,8 @@ class KVCache:
             longest=table.shape[1] * self.block_size,
         )
         sparse = self.sparse_up_to(layout.longest)
-        seen = sparse.native if sparse is not None and self.kernel.name == "native" else []
+        natively = sparse if self.kernel.name == "native" else None
+        seen = [] if natively is None else natively.native
         shown = [groups] * len(self.k) if sparse is None or seen else self._masked(groups(), sparse)
         stretched = None
         if self._stretches:
@@ -301,7 +313,7 @@ class KVCache:
         states = self._states_of(lambda: layout.groups_of_states(device), layout.state_slots)
         if self._keeps_states and layout.most > 1:
             states["certain"] = torch.tensor(layout.certain)
-        more = states | {"stretched": stretched}
+        more = states | {"stretched": stretched, "plan": self.plan(natively)}
         return KVStep(self.k, self.v, metadata, positions[None], seen, self.kernel.run, shown, **more)
 
     def _states_of(self, groups: Callable[[], list[SequenceGroup]], slots: Sequence[int]) -> dict[str, Any]:
@@ -356,11 +368,12 @@ class KVCache:
         made = self._masks(positions, read, fresh) if masks else [None] * len(self.windows)
         where = (slots.flatten(), self._query_start_loc[tokens], seq_lens, self.first_slots)
         metadata = AttentionMetadata(*where, rows=self.row_format, max_query=tokens, longest=size)
-        natively = self.sparse is not None and positions.device.type == "cpu" and library() is not None
-        seen = self.sparse.native if self.sparse is not None and natively else []
+        natively = self.sparse if positions.device.type == "cpu" and library() is not None else None
+        seen = [] if natively is None else natively.native
         places = range(batch) if state_slots is None else state_slots
         states = self._states_of(lambda: groups_of_texts(positions, valid, places), places)
-        return KVStep(self.k, self.v, metadata, positions, seen, masks=made, read=read, stretched=stretched, **states)
+        more = states | {"stretched": stretched, "plan": self.plan(natively)}
+        return KVStep(self.k, self.v, metadata, positions, seen, masks=made, read=read, **more)
 
     def _masks(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:
         """What each layer's queries see of the rows that are read, or of the tokens at hand."""

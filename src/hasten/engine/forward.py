@@ -42,7 +42,7 @@ def batch_step(batch: DecodeBatch, shape: StepShape) -> KVStep:
         rows = torch.arange(positions.numel(), device=batch.device)
         keys = PagedGroup(rows, table[:, places // size] * size + places % size, positions)
         groups = [partial(_seen, keys, window) for window in cache.windows]
-    return KVStep(cache.k, cache.v, metadata, positions, kernel=cache.kernel.run, groups=groups)
+    return KVStep(cache.k, cache.v, metadata, positions, kernel=cache.kernel.run, groups=groups, plan=cache.plan())
 
 
 def _seen(keys: PagedGroup, window: int | None) -> list[PagedGroup]:

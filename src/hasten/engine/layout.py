@@ -51,6 +51,7 @@ class RaggedLayout:
         self.state_slots = [row.slot for row in rows]
         self.certain = [row.count - row.guesses for row in rows]  # tokens, after which states are kept
         self._groups: list[PagedGroup] | None = None
+        self._one_each: np.ndarray | None = None  # what is added to the buffer when all go on by a token
 
     def parts(self, buffer: Tensor | np.ndarray) -> list:
         """The arrays in a buffer laid out like this one's, the table still flat."""
@@ -93,12 +94,15 @@ class RaggedLayout:
         if entered and not self.has_columns(entered):
             return False
         size, self._groups = self.block_size, None
-        self.positions += 1
-        self.slots += 1
+        if self._one_each is None:
+            self._one_each = np.zeros(self.places[4], dtype=np.int64)  # as long as what is in front of the table
+            positions, slots, _, seq_lens, *_ = self.parts(self._one_each)
+            for part in (positions, slots, seq_lens):
+                part[:] = 1
+        self.buffer[: len(self._one_each)] += self._one_each
         for sequence, block in entered:
-            self.table[sequence, self.seq_lens[sequence] // size] = block
+            self.table[sequence, (self.seq_lens[sequence] - 1) // size] = block
             self.slots[sequence] = block * size
-        self.seq_lens += 1
         return True
 
     def has_columns(self, entered: Sequence[tuple[int, int]]) -> bool:

@@ -61,6 +61,7 @@ class ModelRunner:
         self._in_place = model.device.type == "cpu" and model.config.attention_pattern is None
         self._wanted: tuple[list[int], Tensor] | None = None
         self._next_tokens = np.empty(0, dtype=np.int64)
+        self._next_ids = torch.from_numpy(self._next_tokens)[None]  # (1, N), the same memory
 
     def grow(self, blocks: int, max_length: int) -> None:
         """Have a cache of more blocks, over which nothing is captured yet."""
@@ -114,10 +115,9 @@ class ModelRunner:
             self._latest = layout, (step := self.cache.step_over(layout))
         if len(self._next_tokens) != len(tokens):
             self._next_tokens = np.empty(len(tokens), dtype=np.int64)
+            self._next_ids = torch.from_numpy(self._next_tokens)[None]
         self._next_tokens[:] = tokens
-        ids = torch.from_numpy(self._next_tokens)[None]  # (1, N)
-        if self.cache.device.type != "cpu":
-            ids = ids.to(self.cache.device)
+        ids = self._next_ids if self.cache.device.type == "cpu" else self._next_ids.to(self.cache.device)
         return self._scores(ids, step, None)[0]
 
     def states(self, tokens: Sequence[int]) -> Tensor:

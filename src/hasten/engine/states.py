@@ -35,7 +35,7 @@ class StateShape:
 class StateLayer:
     """One layer's states during one step; see `StateContext`.
 
-    held: those of all sequences. groups: of the step's. slots, certain, metadata: as in `StateView`.
+    held: those of all sequences. groups: of the step's. slots, certain, metadata, plan: as in `StateView`.
     """
 
     held: State
@@ -43,10 +43,11 @@ class StateLayer:
     slots: Tensor
     certain: Tensor | None
     metadata: AttentionMetadata
+    plan: Tensor | None = None
 
     def state_view(self, *, batch: int, tokens: int, sizes: MixerConfig) -> StateView:
         """For a kernel that goes from state to state itself."""
-        return StateView(self.held, self.slots, self.certain, self.metadata)
+        return StateView(self.held, self.slots, self.certain, self.metadata, self.plan)
 
     def recur(self, run: Callable[..., tuple[Tensor, State]], *inputs: Tensor) -> Tensor:
         """Compute the step's tokens, group by group, and keep the states after them."""

@@ -13,6 +13,7 @@ from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.paged import PagedGroup
 from hasten.ops.attention.view import AttentionMetadata, KVView
+from hasten.ops.cache_plan import CachePlan
 from hasten.ops.states import SequenceGroup, State
 
 Groups = Callable[[], Sequence[PagedGroup]]  # made when a kernel first asks
@@ -83,7 +84,7 @@ class KVStep:
     masks, read: as in `KVLayer`; groups and masks of each such layer. stretched: as in `RotaryTable`. states: of every
     layer, None where it keeps keys, of no tensors where it keeps nothing; empty where all keep keys. groups_of_states:
     the sequences of the step. state_slots int64 (B,), on the host: the place of each in `states`; certain, alike: after
-    how many of its tokens its state is kept, None: after all.
+    how many of its tokens its state is kept, None: after all. plan: the cache as the native calls take it.
     """
 
     k: list[Tensor]
@@ -100,12 +101,14 @@ class KVStep:
     groups_of_states: Callable[[], Sequence[SequenceGroup]] | None = None
     state_slots: Tensor | None = None
     certain: Tensor | None = None
+    plan: CachePlan | None = None
 
     @property
     def views(self) -> list[KVView]:
         """The cache of each layer that keeps keys."""
-        held = zip(self.k, self.v, self.seen or itertools.repeat(None), strict=False)
-        return [KVView(k, v, self.metadata, seen) for k, v, seen in held]
+        plans = [None if self.plan is None else self.plan.of(slice(i, i + 1)) for i in range(len(self.k))]
+        held = zip(self.k, self.v, self.seen or itertools.repeat(None), plans, strict=False)
+        return [KVView(k, v, self.metadata, seen, plan) for k, v, seen, plan in held]
 
     @property
     def layers(self) -> Sequence[KVLayer | StateLayer]:
@@ -113,7 +116,13 @@ class KVStep:
         if self.groups_of_states is None or self.state_slots is None:
             return self._with_keys()
         keys, more = iter(self._with_keys()), (self.groups_of_states(), self.state_slots, self.certain, self.metadata)
-        return [next(keys) if held is None else StateLayer(held, *more) for held in self.states]
+        places = itertools.count()
+
+        def layer(held: State) -> StateLayer:
+            place = next(places)
+            return StateLayer(held, *more, self.plan.of_state(place) if self.plan is not None and held else None)
+
+        return [next(keys) if held is None else layer(held) for held in self.states]
 
     def _with_keys(self) -> list[KVLayer]:
         """The layers that keep keys and values."""

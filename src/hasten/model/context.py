@@ -92,8 +92,8 @@ class TrainingContext:
     the block mask of each layer, for the number of tokens of the pass; with them documents are always intervals.
     """
 
-    metadata = stretched = state_slots = certain = None
-    k = v = seen = views = states = ()
+    metadata = plan = stretched = state_slots = certain = None
+    k = v = views = ()
     layers: Sequence[PlainLayer]
 
     def __init__(

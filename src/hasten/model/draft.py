@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hasten.model.fused import FusedStack
 from hasten.model.fused_linear import norm_fields, weight_fields
 from hasten.model.transformer import Transformer
+from hasten.ops.cache_plan import CachePlan
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.native import native_ops
 
@@ -30,13 +31,12 @@ class Draws:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """The KV cache of B rows in the model's dtype, (slots + 1, Hkv, D) for each layer. lengths: cached tokens of a row.
+    """The KV cache of B rows. lengths: cached tokens of a row.
 
     block_table: int64 (B, blocks), each row's blocks in order, with room for the new tokens.
     """
 
-    k: Sequence[Tensor]
-    v: Sequence[Tensor]
+    plan: CachePlan
     block_table: Tensor
     block_size: int
     lengths: Sequence[int]
@@ -65,7 +65,7 @@ def can_draft_in_one_call(model: Transformer) -> bool:
     stack, embedding = model.stack, model.embedding
     plain = isinstance(embedding, nn.Embedding) and embedding.weight.dtype == torch.bfloat16
     own = isinstance(embedding, PackedEmbedding) and embedding.table is model.head and embedding.table.order is None
-    whole = isinstance(stack, FusedStack) and stack.bound(model) is not None and stack.times is None
+    whole = isinstance(stack, FusedStack) and stack.plan(model) is not None and stack.times is None
     turned = all(rope.scaling != "longrope" and not rope.query_beta for rope in model.config.ropes)
     turned &= model.config.logit_scale == 1.0
     more = (model.token_features, model.adapters, model.config.attention_pattern)
@@ -82,8 +82,6 @@ def draft_in_one_call(
     """
     stack, head, config = model.stack, model.head, model.config
     assert isinstance(stack, FusedStack)
-    bound = stack.bound(model)
-    assert bound is not None
     found: Tensor = native_ops().draft_in_one_call.default(
         tokens=torch.tensor([token for own in tokens for token in own]),
         counts=[len(own) for own in tokens],
@@ -93,10 +91,8 @@ def draft_in_one_call(
         block_size=cache.block_size,
         frequencies=[table.frequencies for table in model.ropes],
         factors=[rope.attention_factor for rope in config.ropes],
-        rope_index=stack.rope_index,
-        k=cache.k,
-        v=cache.v,
-        plans=[one.plan for one in bound],
+        stack=stack.plan(model),
+        cache=cache.plan.whole(),
         table=model.embedding.weight if isinstance(model.embedding, nn.Embedding) else None,
         embedding_scale=config.embedding_scale,
         hidden_size=config.hidden_size,

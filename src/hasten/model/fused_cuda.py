@@ -269,13 +269,13 @@ class CudaStack:
         self,
         model: Transformer,
         x: Tensor,
-        ropes: Sequence[Rotation],
+        positions: Tensor,
         context: Context,
         features: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
         """See `Stack`; in float32."""
-        x = x.float()
+        x, ropes = x.float(), model.rotations(positions, context.stretched)
         single = x.shape[0] * x.shape[1] == 1 and features is None and rows is None and not triton_support.recorded()
         if single and self.one_launch and self._run_at_once(model, x, ropes, context):
             return x

@@ -11,9 +11,11 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hasten.machine.pages import SharedPages, return_freed_memory
 from hasten.model.activations import XIELU
@@ -41,6 +43,7 @@ from hasten.model.sharded import ShardedTransformer, SumOfRanks
 from hasten.model.transformer import Block, Transformer
 from hasten.ops.attention.spec import LARGEST_NATIVE
 from hasten.ops.attention.view import KVView
+from hasten.ops.cache_plan import CachePlan
 from hasten.ops.calls import BlocksCall
 from hasten.ops.linear import BFLOAT16, PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in, native_unsupported
@@ -114,6 +117,7 @@ class FusedBlock(FusedSteps):
     reduce: PackedLinear  # those of the token gate, where there is one
     expand: PackedLinear
     cache_dtype = torch.bfloat16  # of keys and values
+    stacks: WeakSet[Any]  # that have planned it: see `_has_changed`
 
     def __init__(self, block: Block, pages: SharedPages) -> None:
         """pages: where weights too small for large pages of their own are moved."""
@@ -169,6 +173,32 @@ class FusedBlock(FusedSteps):
     def runs_on(self, place: Tensor) -> bool:
         return place.device.type == "cpu" and place.dtype == self._like.dtype
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_bound", "forward"):
+            self._has_changed()
+        super().__setattr__(name, value)
+
+    def register_forward_hook(self, *given: Any, **options: Any) -> RemovableHandle:
+        self._has_changed()
+        return super().register_forward_hook(*given, **options)
+
+    def register_forward_pre_hook(self, *given: Any, **options: Any) -> RemovableHandle:
+        self._has_changed()
+        return super().register_forward_pre_hook(*given, **options)
+
+    def _has_changed(self) -> None:
+        """Have the stacks look at their blocks again, which they do not in each step: that takes long."""
+        for stack in self.__dict__.get("stacks", ()):
+            stack.forget_plans()
+
+    @property
+    def joins_calls(self) -> bool:
+        """Whether a call of several blocks may compute it: not where it was hooked or patched."""
+        return "forward" not in self.__dict__ and not self._forward_hooks and not self._forward_pre_hooks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k != "stacks"}
+
     def bind(self) -> None:
         ops, sums = native_ops(), self.attention_post_norm
         # eps, offset and centred are those of the first norm: all of a model are of one kind.
@@ -204,7 +234,12 @@ class FusedBlock(FusedSteps):
             **(routing or NO_ROUTING),
         )
         self._bound = SimpleNamespace(
-            blocks=ops.blocks.default, plan=plan, apart=apart, experts=experts_call(experts) if apart else None
+            plan=plan,
+            apart=apart,
+            experts=experts_call(experts) if apart else None,
+            plan_stack=ops.plan_stack.default,
+            blocks=ops.blocks.default,
+            alone={rope: ops.plan_stack.default([plan], [rope]) for rope in (-1, 0)},  # by its rope_index
         )
 
     def _mixer(self) -> dict[str, Any]:
@@ -292,23 +327,22 @@ class FusedBlock(FusedSteps):
             view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
             view = view if shared is None else view._replace(k=shared.k, v=shared.v)
             view = view if self.latent is None else view._replace(v=view.k)  # also where nothing is kept
-            metadata, seen = view.metadata, view.seen
-            held: dict[str, Any] = {"k": [view.k], "v": [view.v], "seen": () if seen is None else (seen,)}
+            metadata, slots, certain, cache = view.metadata, None, None, view.plan
+            if cache is None:  # made for this call, as are the tensors
+                cache = CachePlan([view.k], [view.v], () if view.seen is None else (view.seen,)).whole()
         else:
-            state, slots, certain, metadata = layer.state_view(batch=batch, tokens=tokens, sizes=self.mixer.sizes)
-            held = {
-                "k": (),
-                "v": (),
-                "inputs": [state["inputs"]],
-                "matrices": [state["matrix"]] if "matrix" in state else (),
-            }
-            held |= {"state_slots": slots, "certain": certain}
+            state, slots, certain, metadata, cache = layer.state_view(
+                batch=batch, tokens=tokens, sizes=self.mixer.sizes
+            )
+            cache = CachePlan([], [], states=[state]).whole() if cache is None else cache
         call = BlocksCall(
             x=x,
+            stack=bound.alone[-1 if rope is None else 0],
+            cache=cache,
             cos=[] if rope is None else [rope[0]],
             sin=[] if rope is None else [rope[1]],
+            rope_rows=None,
             query_factors=[] if rope is None else rope[2:],
-            rope_index=[-1 if rope is None else 0],
             slot_mapping=metadata.slot_mapping,
             query_start_loc=metadata.query_start_loc,
             seq_lens=metadata.seq_lens,
@@ -316,10 +350,10 @@ class FusedBlock(FusedSteps):
             block_table=metadata.block_table,
             block_size=metadata.block_size,
             rotated=metadata.rows.rotated,
-            plans=[bound.plan],
             adapters=None if self.choice is None else self.choice.of(batch * tokens),
+            state_slots=slots,
+            certain=certain,
             features=None if features is None else features.float().reshape(1, batch * tokens, -1),
-            **held,
         )
         x = bound.blocks(*call)
         x = self._with_experts(x) if bound.apart else x

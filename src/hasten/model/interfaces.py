@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from hasten.model.mixer_config import MixerConfig
-from hasten.model.rope import Rotation
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.view import AttentionMetadata, KVView
+from hasten.ops.cache_plan import CachePlan
 from hasten.ops.states import State, StateView
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class StateContext(Protocol):
 class Context(Protocol):
     """One object for each layer: its tensors, and no layer number, so that one compiled graph serves all layers.
 
-    Kernels that run all layers in one call take their tensors from `views`, or from what these have in common (see
-    `KVView`). metadata None: there is no cache, and nothing for such kernels.
+    Kernels that run all layers in one call take their tensors from `views` or `plan`. metadata None: there is no cache,
+    and nothing for such kernels.
     """
 
     @property
@@ -78,16 +78,13 @@ class Context(Protocol):
     def metadata(self) -> AttentionMetadata | None: ...
 
     @property
+    def plan(self) -> CachePlan | None: ...
+
+    @property
     def k(self) -> Sequence[Tensor]: ...
 
     @property
     def v(self) -> Sequence[Tensor]: ...
-
-    @property
-    def seen(self) -> Sequence[Tensor]: ...
-
-    @property
-    def states(self) -> Sequence[State | None]: ...
 
     @property
     def state_slots(self) -> Tensor | None: ...
@@ -111,12 +108,15 @@ class Stack(Protocol):
         self,
         model: "Transformer",
         x: Tensor,
-        ropes: Sequence[Rotation],
+        positions: Tensor,
         context: Context,
         features: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """x (B, T, C) -> (B, T, C), or of some rows (1, R, C); features and rows as in `Transformer.each_block`."""
+        """x (B, T, C) of tokens at positions int64 (B, T) -> (B, T, C), or of some rows (1, R, C).
+
+        features and rows as in `Transformer.each_block`.
+        """
         ...
 
     def scores(self, model: "Transformer", x: Tensor) -> Tensor: ...

@@ -72,15 +72,6 @@ def of_rows(
     return own(x), [tuple(map(own, rope)) for rope in ropes], every, features
 
 
-def blocks_of(call: BlocksCall, layers: slice, *, parts: int) -> BlocksCall:
-    """The call of some of a call's blocks, which all have attention. parts: of a block, whose times are written."""
-    first, last, _ = layers.indices(len(call.plans))
-    own = {name: getattr(call, name)[layers] for name in ("plans", "rope_index", "k", "v", "seen")}
-    features = None if call.features is None else call.features[layers]
-    times = None if call.times is None else call.times[parts * first : parts * last + 1]
-    return call._replace(**own, features=features, times=times)
-
-
 def call_of_rows(call: BlocksCall, rows: Tensor) -> BlocksCall:
     """The call for rows int64 (R,) of its flattened tokens alone, which write no keys: x (1, R, C).
 
@@ -88,13 +79,9 @@ def call_of_rows(call: BlocksCall, rows: Tensor) -> BlocksCall:
     """
     ends = call.query_start_loc[1:]
     sequence = torch.searchsorted(ends, rows, right=True)  # (R,)
-    own: dict[str, Any] = {
-        name: [part.flatten(0, part.dim() - 2)[rows] for part in getattr(call, name)] for name in ("cos", "sin")
-    }
     return call._replace(
-        **own,
         x=call.x.flatten(0, -2)[rows][None],
-        query_factors=[part.flatten()[rows] for part in call.query_factors],
+        rope_rows=rows if call.rope_rows is None else call.rope_rows.flatten()[rows],
         slot_mapping=call.slot_mapping[rows],
         query_start_loc=torch.arange(len(rows) + 1),
         seq_lens=call.seq_lens[sequence] - (ends[sequence] - 1 - rows),

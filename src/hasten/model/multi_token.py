@@ -73,7 +73,6 @@ class MultiTokenHead(Transformer):
         x = torch.cat((x, self.state_norm(states)[None].to(x.dtype)), dim=-1)  # (1, N, 2·C)
         wide = isinstance(self.joined, WideLinear)
         x = self.joined(x.to(torch.float32 if wide else request_of(self.joined).dtype))
-        ropes = [table(positions, context.stretched) for table in self.ropes]
         if self.stack is not None:
-            return self.stack.run(self, x, ropes, context)
-        return self.each_block(x, ropes, context.layers)
+            return self.stack.run(self, x, positions, context)
+        return self.each_block(x, self.rotations(positions, context.stretched), context.layers)

@@ -191,11 +191,15 @@ class Transformer(nn.Module):
         if not self.bound:
             self.bind_once()
         x = self.embed(tokens, positions)
-        ropes = [table(positions, context.stretched) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
         features = None if self.token_features is None else self.token_features(tokens, x)
         if self.stack is not None and block_scales is None:
-            return self.stack.run(self, x, ropes, context, features, rows)
+            return self.stack.run(self, x, positions, context, features, rows)
+        ropes = self.rotations(positions, context.stretched)
         return self.each_block(x, ropes, context.layers, block_scales, features, rows)
+
+    def rotations(self, positions: Tensor, stretched: Tensor | None) -> list[Rotation]:
+        """Cosines and sines (B, T, dim/2) of each rotary table at positions (B, T); stretched as in `RotaryTable`."""
+        return [table(positions, stretched) for table in self.ropes]
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Input of the first block: (B, T, C) for tokens and positions (B, T)."""
@@ -207,7 +211,7 @@ class Transformer(nn.Module):
             x = x + self.positions(positions)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        return self.dropout(x)
+        return self.dropout(x) if self.training else x
 
     def each_block(
         self,
@@ -306,7 +310,8 @@ class Transformer(nn.Module):
 
     def finished(self, scores: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Final logits from the head's output: padding removed, soft-capped, in float32."""
-        cap, logits = self.config.logit_softcap, scores[..., : self.config.vocab_size]
+        cap, size = self.config.logit_softcap, self.config.vocab_size
+        logits = scores if scores.shape[-1] == size else scores[..., :size]
         logits = logits.float() if out is None else out.copy_(logits)
         if self.config.logit_scale != 1.0:
             logits = torch.mul(logits, self.config.logit_scale, out=out)

@@ -35,7 +35,7 @@ STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest we serve: one binary
 TRAINING_SOURCES = ("activation/activation.cpp", "attention/train.cpp")
 # Compiled as one source: torch's headers take longer than any of them. Those with large inner loops stay by themselves.
 TOGETHER = (
-    *("collective/collective.cpp", "draw/draw.cpp"),
+    *("block/plan.cpp", "collective/collective.cpp", "draw/draw.cpp"),
     *("linear/blocks.cpp", "linear/linear.cpp", "linear/unpacked.cpp", "rounding/rounding.cpp"),
     *("states/convolution.cpp", "states/mixer.cpp", "states/step.cpp"),
 )

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 class BlocksCall(NamedTuple):
     """All blocks of a model, x (…, C) float32 -> the same.
 
-    cos, sin: of each rotary table; rope_index: which of them each block takes, -1 for none. k, v: the caches of the
-    layers with attention; slot_mapping to rotated: as in `AttentionMetadata`. plans: of plan_block. adapters int64
-    (rows,): the adapter of each row, -1 for none. times: see `FusedStack`. seen: what each layer with attention sees,
-    of plan_pattern; empty: all. query_factors float32 (rows,): of each rotary table, what its queries are multiplied
-    by; empty: nothing. inputs, matrices: the states of the layers that keep any; state_slots int64 (B,): the
-    place of each sequence in them; certain int64 (B,): after how many of its tokens it is kept, None: after all.
-    features float32 (blocks or more, rows, P): what the rows bring to the token gate of each block.
+    stack: of plan_stack. cache: of plan_cache (`CachePlan`). cos, sin: of each rotary table, whose row rope_rows[r],
+    int64 (rows,), belongs to row r of x; None: its row r. query_factors, of the same rows: what queries are multiplied
+    by; empty: nothing. slot_mapping to rotated: as in `AttentionMetadata`. adapters int64 (rows,): the adapter of each
+    row, -1 for none. times: see `FusedStack`. state_slots int64 (B,): the place of each sequence's states; certain
+    int64 (B,): after how many of its tokens they are kept, None: after all. features float32 (blocks or more, rows, P):
+    what the rows bring to the token gate of each block.
     """
 
     x: Tensor
+    stack: Tensor
+    cache: Tensor
     cos: Sequence[Tensor]
     sin: Sequence[Tensor]
-    rope_index: Sequence[int]
-    k: Sequence[Tensor]
-    v: Sequence[Tensor]
+    rope_rows: Tensor | None
+    query_factors: Sequence[Tensor]
     slot_mapping: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
@@ -38,13 +38,8 @@ class BlocksCall(NamedTuple):
     block_table: Tensor | None
     block_size: int
     rotated: bool
-    plans: Sequence[Tensor]
     adapters: Tensor | None = None
     times: Tensor | None = None
-    seen: Sequence[Tensor] = ()
-    query_factors: Sequence[Tensor] = ()
-    inputs: Sequence[Tensor] = ()
-    matrices: Sequence[Tensor] = ()
     state_slots: Tensor | None = None
     certain: Tensor | None = None
     features: Tensor | None = None

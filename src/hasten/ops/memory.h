@@ -19,7 +19,12 @@ struct Prefetcher {
   }
 };
 
-// The same for rows that lie apart, which are read, or written, next.
+// Asks for memory that is read soon, all of it at once: one after the other, its lines take longer to come.
+inline void ask_for(const void* memory, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(memory) + at, 0, 2);
+}
+
+// What a `Prefetcher` does, for rows that lie apart, which are read, or written, next.
 template <bool WRITTEN>
 struct RowsAhead {
   const char* row = nullptr;

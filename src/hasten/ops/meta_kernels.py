@@ -4,6 +4,7 @@ It has the operator's name, takes its arguments by their names, and returns empt
 `hasten.ops.native` reads those without an underscore, and refuses names that an operator does not have.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -103,6 +104,14 @@ def plan_block(output: Tensor, **rest: Any) -> Tensor:
 
 def plan_latent(keys: Tensor, **rest: Any) -> Tensor:
     return _plan(keys)
+
+
+def plan_stack(plans: Sequence[Tensor], **rest: Any) -> Tensor:
+    return _plan(plans[0])
+
+
+def plan_cache(k: Sequence[Tensor], inputs: Sequence[Tensor], **rest: Any) -> Tensor:
+    return _plan((*k, *inputs)[0])
 
 
 # delta/delta.cpp, ssd/mamba.cpp

@@ -172,10 +172,10 @@ class DraftModel:
         chances = [chance(kind) for kind in range(len(_CONFIDENCE) + 1)]
         likely = [one.likely for one in going]
         ending = Ending(likely=likely, thresholds=_CONFIDENCE, chances=chances, floor=floor)
-        longest = max(map(len, tables))
+        longest, plan = max(map(len, tables)), self.cache.plan()
+        assert plan is not None, "a fused model's cache has one"
         cache = Blocks(
-            k=self.cache.k,
-            v=self.cache.v,
+            plan=plan,
             block_table=torch.tensor([table + [0] * (longest - len(table)) for table in tables]),
             block_size=self.cache.block_size,
             lengths=[len(one.known.tokens) for one in going],

@@ -17,24 +17,31 @@ inline int64_t row_bytes(RowFormat rows, int64_t size) {
   return rows == RowFormat::int8 ? size + SCALE_BYTES : 2 * size;
 }
 
-// What a cache (slots, Hkv, …) of heads of `size` values holds.
-inline RowFormat row_format(const torch::stable::Tensor& cache, int64_t size) {
-  const ScalarType type = cache.scalar_type();
-  const bool plain = type == ScalarType::BFloat16;
-  STD_TORCH_CHECK(plain || type == ScalarType::Char || type == ScalarType::Byte,
-                  "the native cache holds bfloat16, int8 or int4 (as uint8)");
-  const RowFormat rows = plain ? RowFormat::bf16 : type == ScalarType::Char ? RowFormat::int8 : RowFormat::int4;
-  STD_TORCH_CHECK(cache.dim() == 3 && cache.size(2) * (plain ? 2 : 1) == row_bytes(rows, size),
-                  "the cache does not fit heads of ", size, " values");
-  return rows;
-}
+// The keys and values of a layer, (slots, Hkv, …), whose rows are at the same places of both tensors, each in one piece.
+struct Cache {
+  Cache(const torch::stable::Tensor& keys, const torch::stable::Tensor& values)
+      : k(static_cast<uint8_t*>(keys.mutable_data_ptr())), v(static_cast<uint8_t*>(values.mutable_data_ptr())) {
+    const ScalarType type = keys.scalar_type();
+    STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Char || type == ScalarType::Byte,
+                    "the native cache holds bfloat16, int8 or int4 (as uint8)");
+    STD_TORCH_CHECK(values.scalar_type() == type, "keys and values must be of one dtype");
+    bool alike = keys.dim() == 3 && values.dim() == 3 && keys.stride(2) == 1;
+    for (int64_t i = 0; i < 3 && alike; i++) alike = keys.size(i) == values.size(i) && keys.stride(i) == values.stride(i);
+    STD_TORCH_CHECK(alike, "keys and values (slots, heads, values) must lie alike, each head's row in one piece");
+    rows = type == ScalarType::BFloat16 ? RowFormat::bf16 : type == ScalarType::Char ? RowFormat::int8 : RowFormat::int4;
+    const int64_t value_bytes = rows == RowFormat::bf16 ? 2 : 1;
+    slots = keys.size(0), heads = keys.size(1), bytes = keys.size(2) * value_bytes;
+    slot_bytes = keys.stride(0) * value_bytes, head_bytes = keys.stride(1) * value_bytes;
+  }
+  void check(int64_t size) const {
+    STD_TORCH_CHECK(bytes == row_bytes(rows, size), "the cache does not fit heads of ", size, " values");
+  }
 
-// Both caches have their rows at the same places, each row in one piece.
-inline bool lie_alike(const torch::stable::Tensor& k, const torch::stable::Tensor& v) {
-  bool alike = k.stride(2) == 1;
-  for (int64_t i = 0; i < 3; i++) alike &= k.size(i) == v.size(i) && k.stride(i) == v.stride(i);
-  return alike;
-}
+  uint8_t *k, *v;
+  RowFormat rows;
+  int64_t slots, heads, bytes;      // bytes: of a row
+  int64_t slot_bytes, head_bytes;   // from a slot to the next, from a head's row to the next head's
+};
 
 // x[i] ± x[i ^ H] of a register.
 template <int H, int... I, class V>

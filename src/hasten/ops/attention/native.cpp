@@ -13,42 +13,42 @@ static int64_t lines_size(int64_t count, int64_t padded) {
   return round_up(count, LANES) + count * (LANES + padded);
 }
 
+Sequences::Sequences(const Tensor& query_start_loc, const Tensor& seq_lens, const std::optional<Tensor>& first,
+                     const std::optional<Tensor>& block_table, int64_t block_size)
+    : count(seq_lens.numel()), blocks(block_table ? block_table->size(1) : 0), block_size(block_size) {
+  STD_TORCH_CHECK(query_start_loc.is_contiguous() && seq_lens.is_contiguous(),
+                  "query_start_loc and seq_lens must be contiguous");
+  STD_TORCH_CHECK(first.has_value() != block_table.has_value(), "give either first slots or a block table");
+  const auto in = [](const Tensor& t) { return static_cast<const int64_t*>(t.const_data_ptr()); };
+  start = in(query_start_loc), length = in(seq_lens);
+  this->first = first ? in(*first) : nullptr, this->block_table = block_table ? in(*block_table) : nullptr;
+}
+
 AttentionPhases::AttentionPhases(Arena& arena, const void* q, void* out, Type type, int64_t rows, int64_t heads,
-                                 int64_t head_dim, const Tensor& k, const Tensor& v, const Tensor& query_start_loc,
-                                 const Tensor& seq_lens, const std::optional<Tensor>& first,
-                                 const std::optional<Tensor>& block_table, int64_t block_size, bool rotated,
+                                 int64_t head_dim, const Cache& cache, const Sequences& sequences, bool rotated,
                                  double scale, int64_t window, double softcap, const Pattern* pattern,
                                  const std::optional<Tensor>& sinks)
     : q(q), out(out), type(type), pattern(pattern),
       sinks(sinks ? static_cast<const float*>(sinks->const_data_ptr()) : nullptr), heads(heads),
       threads(torch::stable::get_num_threads()),
-      held(row_format(k, head_dim)), rotated(rotated) {
-  STD_TORCH_CHECK(row_format(v, head_dim) == held, "k and v must be of one dtype");
+      held(cache.rows), rotated(rotated) {
+  cache.check(head_dim);
   STD_TORCH_CHECK(!sinks || (sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous() && sinks->numel() == heads),
                   "there must be one sink for each head, float32");
-  STD_TORCH_CHECK(lie_alike(k, v), "keys and values must lie alike, each head's in one piece");
-  STD_TORCH_CHECK(query_start_loc.is_contiguous() && seq_lens.is_contiguous(),
-                  "query_start_loc and seq_lens must be contiguous");
-  STD_TORCH_CHECK(first.has_value() != block_table.has_value(), "give either first slots or a block table");
-  const int64_t value_bytes = held == RowFormat::bf16 ? 2 : 1;
-  kv = {static_cast<const uint8_t*>(k.const_data_ptr()), static_cast<const uint8_t*>(v.const_data_ptr()),
-        first ? static_cast<const int64_t*>(first->const_data_ptr()) : nullptr,
-        block_table ? static_cast<const int64_t*>(block_table->const_data_ptr()) : nullptr,
-        block_table ? block_table->size(1) : 0, block_size, k.size(1), head_dim,
-        row_bytes(held, head_dim), k.size(0),
-        k.stride(0) * value_bytes, k.stride(1) * value_bytes};
+  kv = {cache.k, cache.v, sequences.first, sequences.block_table, sequences.blocks, sequences.block_size, cache.heads,
+        head_dim, cache.bytes, cache.slots, cache.slot_bytes, cache.head_bytes};
   how = {float(scale), float(softcap), window};
   if (pattern && pattern->reach) how.window = window ? std::min(window, pattern->reach) : pattern->reach;
   STD_TORCH_CHECK(!pattern || pattern->heads == 1 || pattern->heads == heads, "the pattern is not of ", heads, " heads");
   group = heads / kv.kv_heads;
   padded = round_up(head_dim, PANEL);
   STD_TORCH_CHECK(padded <= LARGEST_ROW, "head sizes up to ", LARGEST_ROW);
-  const int64_t* start = static_cast<const int64_t*>(query_start_loc.const_data_ptr());
-  const int64_t* length = static_cast<const int64_t*>(seq_lens.const_data_ptr());
+  const int64_t *start = sequences.start, *length = sequences.length;
   int64_t together = LINES;  // half of them where threads would have too few pieces
   if (LINES > 256 && rows * heads < 4 * threads * LINES) together /= 2;
   const int64_t tokens = std::max<int64_t>(1, together / group);
-  for (int64_t b = 0; b < seq_lens.size(0); b++) {
+  pieces.reserve(sequences.count * kv.kv_heads);
+  for (int64_t b = 0; b < sequences.count; b++) {
     const int64_t own = start[b + 1] - start[b], before = length[b] - own;
     // The last tokens see most keys: begun first, they do not keep the others waiting at the end.
     for (int64_t t = (own - 1) / tokens * tokens; own > 0 && t >= 0; t -= tokens)
@@ -81,7 +81,7 @@ void AttentionPhases::run(Worker& worker, Prefetcher prefetcher) const {
     if (s < first_key(p) / SPAN_KEYS || s >= spans_of(p)) return;
     Coming coming{prefetcher};
     const Lines own = part(c, s);
-    if (!span(p, s, gather(p), own, coming)) clear(own, own.count);
+    if (!span(p, s, gather(p), own, coming, pieces[std::min(c + 1, count - 1)])) clear(own, own.count);
   });
   worker.each(count, [&](int64_t c) {
     const Piece& p = pieces[c];
@@ -101,7 +101,7 @@ void AttentionPhases::whole_piece(const Piece& p, const Piece& follower, Prefetc
   bool begun = false;
   for (int64_t s = first_key(p) / SPAN_KEYS; s < spans_of(p); s++) {
     if (s == spans_of(p) - 1 && p.tokens > 1) coming.out = rows_of<true>(p, out), coming.q = rows_of<false>(follower, q);
-    if (!span(p, s, queries, begun ? next : whole, coming)) continue;
+    if (!span(p, s, queries, begun ? next : whole, coming, follower)) continue;
     if (begun) merge(whole, next);
     begun = true;
   }
@@ -153,9 +153,9 @@ int64_t AttentionPhases::first_key(const Piece& p) const {
   return first / TILE_KEYS * TILE_KEYS;
 }
 
-// False, and nothing written, where the pattern hides all of the span.
-bool AttentionPhases::span(const Piece& p, int64_t index, const Queries& queries, const Lines& lines,
-                           Coming& coming) const {
+// False, and nothing written, where the pattern hides all of the span. follower: whose keys are asked for behind the last.
+bool AttentionPhases::span(const Piece& p, int64_t index, const Queries& queries, const Lines& lines, Coming& coming,
+                           const Piece& follower) const {
   constexpr int64_t MOST = SPAN_KEYS / TILE_KEYS;
   const int64_t together = lines.count > 2 * TOGETHER ? TILES : 1, size = padded * TILE_KEYS;
   float* scales = scratch<float, 13>(2 * together * TILE_KEYS);
@@ -179,7 +179,8 @@ bool AttentionPhases::span(const Piece& p, int64_t index, const Queries& queries
   // All that see nothing of the span: those that are left standing beside others are not written either.
   clear(lines, std::max<int64_t>(0, seen[0].begin - p.position) * group);
   Tile tiles[TILES];
-  const int64_t parts = parts_of(lines.count, padded);
+  const bool as_they_lie = HASTEN_TAKES_ROWS && held == RowFormat::bf16 && lines.count <= TOGETHER && kv.head_dim == padded;
+  const int64_t parts = as_they_lie ? parts_of_rows(padded) : parts_of(lines.count, padded);
   TileRows rows[2];
   rows[0].find(kv, p.sequence, p.head, seen[0].begin, end);
   for (int64_t at = 0, now = 0; at < all;) {
@@ -188,9 +189,16 @@ bool AttentionPhases::span(const Piece& p, int64_t index, const Queries& queries
     for (; count < together && at < all; count++, at++, now = 1 - now) {
       tiles[count] = {packed + 2 * count * size, packed + (2 * count + 1) * size, scales + 2 * count * TILE_KEYS,
                       scales + (2 * count + 1) * TILE_KEYS, seen[at].begin, seen[at].keys ? seen[at].keys + skip : nullptr};
-      rows[1 - now].find(kv, p.sequence, p.head, seen[at + 1].begin, end);
+      const bool ends = at + 1 == all && to == last;
+      const Piece& then = ends ? follower : p;
+      const int64_t then_end = std::min(then.position + then.tokens, kv.room(then.sequence));
+      rows[1 - now].find(kv, then.sequence, then.head, ends ? first_key(then) : seen[at + 1].begin, then_end);
       coming.tile = {rows[1 - now], together > 1 ? 1 : parts};
       if (together > 1) coming.tile.ask();  // packed before anything is multiplied
+      if (as_they_lie) {
+        tiles[count].k_rows = rows[now].k, tiles[count].v_rows = rows[now].v;
+        continue;
+      }
       auto pack = held == RowFormat::int4 ? pack_int4_tile : held == RowFormat::int8 ? pack_int8_tile : pack_tile;
       pack(rows[now], padded, lines.count <= 2 * TOGETHER, tiles[count]);
     }
@@ -239,7 +247,7 @@ Tensor attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor se
   Tensor out = empty({q.size(0), q.size(1), q.size(2)}, q.scalar_type());
   Arena arena;
   const AttentionPhases phases(arena, q.const_data_ptr(), out.mutable_data_ptr(), type_of(q), q.size(0), q.size(1),
-                               q.size(2), k, v, query_start_loc, seq_lens, first, block_table, block_size,
+                               q.size(2), Cache(k, v), Sequences(query_start_loc, seq_lens, first, block_table, block_size),
                                rotated, scale, window, softcap, pattern_in(seen), sinks);
   parallel_region([&](Worker& worker) { phases.run(worker); });
   return out;

@@ -21,18 +21,25 @@ struct Queries {
 
 inline const Pattern* pattern_in(const std::optional<Tensor>& seen) { return seen ? &plan_in<Pattern>(*seen) : nullptr; }
 
+// Where the sequences of a step are. Rows query_start_loc[b] … query_start_loc[b+1] - 1 are the last ones of sequence b's
+// seq_lens[b] positions. Contiguous: first (B,), the slot of each sequence's position 0. Paged: block_table (B, blocks) of
+// block numbers.
+struct Sequences {
+  Sequences(const Tensor& query_start_loc, const Tensor& seq_lens, const std::optional<Tensor>& first,
+            const std::optional<Tensor>& block_table, int64_t block_size);
+
+  int64_t count, blocks, block_size;
+  const int64_t *start, *length, *first, *block_table;  // first or block_table is null
+};
+
 class AttentionPhases {
  public:
-  // q (R, H, D) float32 or bf16, may be written until the phases begin; out as q. Rows query_start_loc[b] …
-  // query_start_loc[b+1] - 1 are the last ones of sequence b's seq_lens[b] positions. k, v (slots, Hkv, …) rows as in
-  // cache_rows.h; where they are rotated, q is turned on the way in and out on the way back. Contiguous: first (B,), the
-  // slot of each sequence's position 0. Paged: block_table (B, blocks) of block numbers. pattern: of plan_pattern. sinks
-  // (H,) float32: a logit of each head that joins the softmax and has no value.
+  // q (R, H, D) float32 or bf16, may be written until the phases begin; out as q. Where the cache's rows are rotated, q is
+  // turned on the way in and out on the way back. pattern: of plan_pattern. sinks (H,) float32: a logit of each head that
+  // joins the softmax and has no value.
   AttentionPhases(Arena& arena, const void* q, void* out, Type type, int64_t rows, int64_t heads, int64_t head_dim,
-                  const Tensor& k, const Tensor& v, const Tensor& query_start_loc, const Tensor& seq_lens,
-                  const std::optional<Tensor>& first, const std::optional<Tensor>& block_table, int64_t block_size,
-                  bool rotated, double scale, int64_t window, double softcap, const Pattern* pattern,
-                  const std::optional<Tensor>& sinks);
+                  const Cache& cache, const Sequences& sequences, bool rotated, double scale, int64_t window, double softcap,
+                  const Pattern* pattern, const std::optional<Tensor>& sinks);
   // prefetcher: what this thread will read next.
   void run(Worker& worker, Prefetcher prefetcher = {}) const;
 
@@ -42,7 +49,8 @@ class AttentionPhases {
   template <bool WRITTEN>
   RowsAhead<WRITTEN> rows_of(const Piece& p, const void* all) const;
   Queries gather(const Piece& p) const;
-  bool span(const Piece& p, int64_t index, const Queries& queries, const Lines& lines, Coming& coming) const;
+  bool span(const Piece& p, int64_t index, const Queries& queries, const Lines& lines, Coming& coming,
+            const Piece& follower) const;
   void whole_piece(const Piece& p, const Piece& follower, Prefetcher& prefetcher) const;
   void finish(const Piece& p, const Lines& lines) const;
 

@@ -27,33 +27,30 @@ struct KeyValues {
 
 // out[j][i] = rows[i][j] of 16 rows of 16 words, in blocks as wide as a register.
 #if HASTEN_512
-inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t out_stride) {
-  U32 r[16], t[16];
-  for (int i = 0; i < 16; i++) std::memcpy(&r[i], rows[i], 64);
+// Words `at` … `at + 3` of rows 0, 4, 8 and 12, each in a quarter of a register.
+INLINE U32 quarters(const uint32_t* const* rows, int64_t at) {
+  const auto four = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row] + at)); };
+  __m512i all = _mm512_castsi128_si512(four(0));
+  all = _mm512_mask_broadcast_i32x4(all, 0x00f0, four(4));
+  all = _mm512_mask_broadcast_i32x4(all, 0x0f00, four(8));
+  return (U32)_mm512_mask_broadcast_i32x4(all, 0xf000, four(12));
+}
+// The quarters are put where they belong while they are loaded, so that only words within them remain to be moved.
+INLINE void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t out_stride) {
 #define LOW(a, b) shuffle<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(a, b)
 #define HIGH(a, b) shuffle<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(a, b)
 #define LOW2(a, b) shuffle<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a, b)
 #define HIGH2(a, b) shuffle<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a, b)
-#define EVEN4(a, b) shuffle<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(a, b)
-#define ODD4(a, b) shuffle<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(a, b)
-  for (int i = 0; i < 16; i += 2) t[i] = LOW(r[i], r[i + 1]), t[i + 1] = HIGH(r[i], r[i + 1]);
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = LOW2(t[i], t[i + 2]), r[i + 1] = HIGH2(t[i], t[i + 2]);
-    r[i + 2] = LOW2(t[i + 1], t[i + 3]), r[i + 3] = HIGH2(t[i + 1], t[i + 3]);
-  }
-  // r[4q + j]: for the four 128-bit quarters c, elements 4c + j of rows 4q … 4q + 3.
-  for (int j = 0; j < 4; j++) {
-    U32 a = EVEN4(r[j], r[4 + j]), b = EVEN4(r[8 + j], r[12 + j]);
-    U32 c = ODD4(r[j], r[4 + j]), d = ODD4(r[8 + j], r[12 + j]);
-    t[j] = EVEN4(a, b), t[8 + j] = ODD4(a, b);
-    t[4 + j] = EVEN4(c, d), t[12 + j] = ODD4(c, d);
+  for (int64_t at = 0; at < 16; at += 4) {
+    const U32 a = quarters(rows, at), b = quarters(rows + 1, at), c = quarters(rows + 2, at), d = quarters(rows + 3, at);
+    const U32 first = LOW(a, b), second = LOW(c, d), third = HIGH(a, b), fourth = HIGH(c, d);
+    const U32 found[] = {LOW2(first, second), HIGH2(first, second), LOW2(third, fourth), HIGH2(third, fourth)};
+    for (int j = 0; j < 4; j++) std::memcpy(out + (at + j) * out_stride, &found[j], 64);
   }
 #undef LOW
 #undef HIGH
 #undef LOW2
 #undef HIGH2
-  // a holds quarters 0 and 2 of rows 0 … 7; its EVEN4 with b takes quarter 0 of rows 0 … 15 in order.
-  for (int i = 0; i < 16; i++) std::memcpy(out + i * out_stride, &t[i], 64);
 }
 #else
 // One block: out[j][i] = rows[i][at + j].
@@ -153,6 +150,7 @@ struct Tile {
   int64_t begin;               // its first key
   const uint64_t* seen;        // of each line which keys it sees, bit by bit; nullptr: all up to its own
   const uint8_t* const* v_rows = nullptr;
+  const uint8_t* const* k_rows = nullptr;  // where nothing is packed: both as they lie
 };
 
 // The rows of the next tile, asked for a few at a time while this one is multiplied: a core has a few buffers for lines

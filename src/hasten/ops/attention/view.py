@@ -41,10 +41,12 @@ class KVView(NamedTuple):
 
     k, v (slots + 1, Hkv, …): rows of `metadata.rows` (cache_rows.py), the last one taking the padding; one tensor, if
     the keys are the values (latent attention). seen: which of
-    them a sparse pattern shows, as the native kernels take it (their plan_pattern).
+    them a sparse pattern shows, as the native kernels take it (their plan_pattern). plan: k, v and seen as the native
+    blocks take them (`CachePlan`).
     """
 
     k: Tensor
     v: Tensor
     metadata: AttentionMetadata
     seen: Tensor | None = None
+    plan: Tensor | None = None

@@ -39,48 +39,71 @@ inline void turn_head(float* x, const float* cos, const float* sin, int64_t half
   }
 }
 
-// norm + q, k, v + head norms + rotary turn + cache write. x (R, C), cos and sin (R, dim/2) -> q (R, H, D) in x's
-// dtype; k, v go into row slot_mapping[r] of the caches (slots, Hkv, …), as attention/cache_rows.h says, rotated or not;
-// -1 is the last row, which nobody reads. gated: each head of q is followed by its gate in the product. written: what the
-// product has beside q: 2, keys and values; 1, keys, which are the values too, before norm and turn; 0, neither: the caches
-// are those of an earlier layer.
+// The rotary turn of each of R rows: cosines and sines are those of row r, or of row rows[r] of a table of `count` rows,
+// (…, half). factors, of the same rows: multiply a row's queries.
+struct Rotary {
+  Rotary() = default;
+  Rotary(const Tensor& cos, const Tensor& sin, const Maybe& query_factors)
+      : cosines(static_cast<const float*>(cos.const_data_ptr())), sines(static_cast<const float*>(sin.const_data_ptr())),
+        factors(query_factors ? static_cast<const float*>(query_factors->const_data_ptr()) : nullptr), half(cos.size(-1)),
+        count(cos.numel() / std::max<int64_t>(half, 1)) {
+    for (const Tensor& one : {cos, sin})
+      STD_TORCH_CHECK(one.scalar_type() == ScalarType::Float && one.is_contiguous() && one.numel() == count * half,
+                      "cos and sin must be float32, with one row for each row of x");
+    STD_TORCH_CHECK(!query_factors || (query_factors->scalar_type() == ScalarType::Float &&
+                                       query_factors->is_contiguous() && query_factors->numel() == count),
+                    "there must be one factor for each row of cos, float32");
+  }
+  // Refuses angles of other rows, or of heads that turn fewer than 2·half values.
+  void check(int64_t needed, int64_t size) const {
+    STD_TORCH_CHECK(!cosines || ((rows || count == needed) && 2 * half <= size),
+                    "cos and sin must be float32, with one row for each row of x");
+  }
+  explicit operator bool() const { return cosines; }
+  void turn(float* x, int64_t r, bool pairs) const {
+    const int64_t at = (rows ? rows[r] : r) * half;
+    if (cosines) turn_head(x, cosines + at, sines + at, half, pairs);
+  }
+  void scale(float* x, int64_t r, int64_t size) const {
+    if (!factors) return;
+    const float by = factors[rows ? rows[r] : r];
+    for (int64_t i = 0; i < size; i++) x[i] *= by;
+  }
+
+  const float *cosines = nullptr, *sines = nullptr, *factors = nullptr;
+  const int64_t* rows = nullptr;
+  int64_t half = 0, count = 0;
+};
+
+// The slot of each of R rows in the cache.
+inline const int64_t* slots_of(const Tensor& slot_mapping, int64_t rows) {
+  STD_TORCH_CHECK(slot_mapping.scalar_type() == ScalarType::Long && slot_mapping.is_contiguous() &&
+                      slot_mapping.numel() == rows,
+                  "there must be one slot for each row of x, int64");
+  return static_cast<const int64_t*>(slot_mapping.const_data_ptr());
+}
+
+// norm + q, k, v + head norms + rotary turn + cache write. x (R, C) -> q (R, H, D) in x's dtype; k, v go into row slot[r] of
+// the cache, as attention/cache_rows.h says, rotated or not; -1 is the last row, which nobody reads. gated: each head of q is
+// followed by its gate in the product. written: what the product has beside q: 2, keys and values; 1, keys, which are the
+// values too, before norm and turn; 0, neither: the cache is that of an earlier layer.
 struct AttentionInput {
   AttentionInput(Arena& arena, const void* x, Type type, int64_t rows, void* q, const Norm& norm,
                  const Few<PackedWeight>& weights, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm,
-                 const Maybe& cos, const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache,
-                 const Tensor& slot_mapping, bool rotated, const int64_t* chosen = nullptr,
-                 HeadNorm place = HeadNorm::head, bool pairs = false, const Maybe& query_factors = {}, bool gated = false,
-                 const Norm& v_norm = {}, int64_t written = 2)
-      : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), written(written), q(q), type(type), place(place),
+                 const Rotary& rotary, const Cache& cache, const int64_t* slot, bool rotated, const int64_t* chosen = nullptr,
+                 HeadNorm place = HeadNorm::head, bool pairs = false, bool gated = false, const Norm& v_norm = {},
+                 int64_t written = 2)
+      : heads(heads), kv_heads(cache.heads), head_dim(head_dim), written(written), q(q), type(type), place(place),
         pairs(pairs), query_size(head_dim * (1 + gated)), q_norm(q_norm), k_norm(k_norm), v_norm(v_norm),
         linear(arena, x, type, rows, norm, weights, chosen),
-        values(arena.take<float>(rows * linear.n)), last(k_cache.size(0) - 1),
-        slot_stride(k_cache.stride(0)), head_stride(k_cache.stride(1)), half(cos ? cos->size(-1) : 0),
-        rotated(rotated), held(row_format(k_cache, head_dim)), value_bytes(held == RowFormat::bf16 ? 2 : 1) {
+        values(arena.take<float>(rows * linear.n)), rotary(rotary), cache(cache), slot(slot), rotated(rotated) {
+    cache.check(head_dim);
+    rotary.check(rows, head_dim);
     STD_TORCH_CHECK(linear.n == heads * query_size + written * kv_heads * head_dim,
                     "the weights of q, k and v do not fit the cache");
     STD_TORCH_CHECK(head_dim <= LARGEST_ROW, "head sizes up to ", LARGEST_ROW);
     STD_TORCH_CHECK((!gated && written == 2) || place != HeadNorm::projection,
                     "queries with gates, or without values of their own, are normalised head by head");
-    STD_TORCH_CHECK(row_format(v_cache, head_dim) == held && lie_alike(k_cache, v_cache),
-                    "the fused step writes caches of one dtype that lie alike, each head's rows in one piece");
-    STD_TORCH_CHECK(slot_mapping.scalar_type() == ScalarType::Long && slot_mapping.is_contiguous() &&
-                        slot_mapping.numel() == rows,
-                    "there must be one slot for each row of x, int64");
-    for (const Maybe& angles : {cos, sin})
-      STD_TORCH_CHECK(cos.has_value() == angles.has_value() &&
-                          (!angles || (angles->scalar_type() == ScalarType::Float && angles->is_contiguous() &&
-                                       angles->numel() == rows * half && 2 * half <= head_dim)),
-                      "cos and sin must be float32, with one row for each row of x");
-    STD_TORCH_CHECK(!query_factors || (query_factors->scalar_type() == ScalarType::Float &&
-                                       query_factors->is_contiguous() && query_factors->numel() == rows),
-                    "there must be one factor for each row of x, float32");
-    factors = query_factors ? static_cast<const float*>(query_factors->const_data_ptr()) : nullptr;
-    k_out = static_cast<uint8_t*>(k_cache.mutable_data_ptr());
-    v_out = static_cast<uint8_t*>(v_cache.mutable_data_ptr());
-    slot = static_cast<const int64_t*>(slot_mapping.const_data_ptr());
-    cosines = cos ? static_cast<const float*>(cos->const_data_ptr()) : nullptr;
-    sines = sin ? static_cast<const float*>(sin->const_data_ptr()) : nullptr;
   }
 
   void run(Worker& worker) const {
@@ -123,22 +146,23 @@ struct AttentionInput {
     if (h < heads + kv_heads) {
       const Norm& norm = h < heads ? q_norm : k_norm;
       if (place == HeadNorm::head) normalize_head(x, head_dim, norm);
-      if (cosines) turn_head(x, cosines + r * half, sines + r * half, half, pairs);
+      rotary.turn(x, r, pairs);
       if (place == HeadNorm::rotated_head) normalize_head(x, head_dim, norm);
     }
-    if (h < heads && factors)
-      for (int64_t i = 0; i < head_dim; i++) x[i] *= factors[r];
-    if (h < heads) return store_row(q, type, (r * heads + h) * head_dim, x, head_dim);
-    if (h < heads + kv_heads) return store_cached(held, rotated, x, head_dim, k_out + row_at(r, h - heads));
+    if (h < heads) {
+      rotary.scale(x, r, head_dim);
+      return store_row(q, type, (r * heads + h) * head_dim, x, head_dim);
+    }
+    if (h < heads + kv_heads) return store_cached(cache.rows, rotated, x, head_dim, cache.k + row_at(r, h - heads));
     keep_value(r, h - heads - kv_heads, x);
   }
   void keep_value(int64_t r, int64_t head, float* x) const {
     normalize_head(x, head_dim, v_norm);
-    store_cached(held, rotated, x, head_dim, v_out + row_at(r, head));
+    store_cached(cache.rows, rotated, x, head_dim, cache.v + row_at(r, head));
   }
   // Where a head's row is in its cache, in bytes.
   int64_t row_at(int64_t r, int64_t head) const {
-    return ((slot[r] < 0 ? last : slot[r]) * slot_stride + head * head_stride) * value_bytes;
+    return (slot[r] < 0 ? cache.slots - 1 : slot[r]) * cache.slot_bytes + head * cache.head_bytes;
   }
 
   const int64_t heads, kv_heads, head_dim, written;
@@ -150,13 +174,10 @@ struct AttentionInput {
   const Norm q_norm, k_norm, v_norm;
   const Linear linear;
   float* const values;
-  const int64_t last, slot_stride, head_stride, half;
-  uint8_t *k_out, *v_out;
+  const Rotary rotary;
+  const Cache cache;
+  const int64_t* const slot;
   const bool rotated;
-  const RowFormat held;
-  const int64_t value_bytes;
-  const int64_t* slot;
-  const float *cosines, *sines, *factors;
 };
 
 }  // namespace hasten

@@ -121,32 +121,42 @@ struct PlanBlockCall {
                 mixer, latent, xielu, v_norm, written, reduce, expand, token_norm_weight, block_scale)
 };
 
-// Blocks after each other, x (…, C) float32 -> the same, the threads started once. cos, sin: of each rotary table;
-// rope_index[i]: which of them block i takes, -1 for none. k, v: the caches of the layers with attention, which have the same
-// slots; where the step's tokens are in them is said by the fields of AttentionMetadata (attention/view.py). inputs, matrices:
-// the states of the layers that keep any, matrices only where they have them; state_slots int64 (B,): the place of each
-// sequence there, certain int64 (B,): after how many of its tokens it is kept, without it after all. plans: of plan_block.
-// adapters int64 (rows,): the one that each row takes, -1 for none. times int64 (1 + 5·blocks,): where somebody wants to
-// know, when the blocks began and when each part of each ended, in nanoseconds of the steady clock. seen: what each layer with
-// attention sees, of plan_pattern; empty: all. query_factors float32 (rows,): of each rotary table, what queries are multiplied
-// by; empty: nothing. features float32 (blocks or more, rows, P): what the rows bring to the token gates of the blocks.
-struct BlocksCall {
-  Tensor x;
-  std::vector<Tensor> cos, sin;
+// Blocks in their order. plans: of plan_block, of one C. rope_index[i]: which rotary table block i takes, -1 for none.
+struct PlanStackCall {
+  std::vector<Tensor> plans;
   std::vector<int64_t> rope_index;
-  std::vector<Tensor> k, v;
+  HASTEN_FIELDS(plans, rope_index)
+};
+
+// What a model keeps of its tokens. k, v: the caches of the layers with attention, which have the same slots. seen: what each
+// of them sees, of plan_pattern; empty: all. inputs, matrices: the states of the layers that keep any, matrices only where
+// they have them. A call with the plan writes to them.
+struct PlanCacheCall {
+  std::vector<Tensor> k, v, seen, inputs, matrices;
+  HASTEN_FIELDS(k, v, seen, inputs, matrices)
+};
+
+// Blocks after each other, x (…, C) float32 -> the same, the threads started once. stack: of plan_stack; cache: of plan_cache,
+// of the same layers. Where the step's tokens are in the cache is said by the fields of AttentionMetadata (attention/view.py).
+// cos, sin: of each rotary table, whose row rope_rows[r], int64 (rows,), belongs to row r of x; without rope_rows its row r.
+// query_factors, of the same rows: of each rotary table, what queries are multiplied by; empty: nothing. state_slots int64
+// (B,): the place of each sequence's states, certain int64 (B,): after how many of its tokens they are kept, without it after
+// all. adapters int64 (rows,): the one that each row takes, -1 for none. times int64 (1 + 5·blocks,): where somebody wants to
+// know, when the blocks began and when each part of each ended, in nanoseconds of the steady clock. features float32 (blocks
+// or more, rows, P): what the rows bring to the token gates of the blocks. Nothing is marked as written: a compiler may copy
+// what is, and a copy of a plan is none. Calls follow each other by x.
+struct BlocksCall {
+  Tensor x, stack, cache;
+  std::vector<Tensor> cos, sin;
+  Maybe rope_rows;
+  std::vector<Tensor> query_factors;
   Tensor slot_mapping, query_start_loc, seq_lens;
   Maybe first_slots, block_table;
   int64_t block_size = 0;
   bool rotated = false;
-  std::vector<Tensor> plans;
-  Maybe adapters, times;
-  std::vector<Tensor> seen, query_factors, inputs, matrices;
-  Maybe state_slots, certain, features;
-  HASTEN_FIELDS(x, cos, sin, rope_index, k, v, slot_mapping, query_start_loc, seq_lens, first_slots, block_table, block_size,
-                rotated, plans, adapters, times, seen, query_factors, inputs, matrices, state_slots,
-                certain, features)
-  HASTEN_WRITTEN(k, v, times, inputs, matrices)
+  Maybe adapters, times, state_slots, certain, features;
+  HASTEN_FIELDS(x, stack, cache, cos, sin, rope_rows, query_factors, slot_mapping, query_start_loc, seq_lens, first_slots,
+                block_table, block_size, rotated, adapters, times, state_slots, certain, features)
 };
 Tensor blocks(BlocksCall call);
 

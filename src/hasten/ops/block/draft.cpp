@@ -15,7 +15,7 @@ Tensor draw(Tensor scores, Tensor seeds, Tensor steps);
 // tokens (N,) int64: of each of B sequences its `counts` ones that are not in the cache yet, end to end; the first goes to
 // position `starts`. The first of `most` steps takes those, each other one more of every sequence. block_table (B, blocks)
 // int64. frequencies: of each rotary table (dim/2,) float32; its cosines and sines are multiplied with `factors`.
-// rope_index, k, v, plans: as in BlocksCall. table (V, C) bf16: the embedding, where it is not the head's weight. norm: before
+// stack, cache: as in BlocksCall. table (V, C) bf16: the embedding, where it is not the head's weight. norm: before
 // the head, whose weight has out_features rows. Step i draws for row b with seeds[b], steps[b] + i and temperatures[b]
 // float32, 0 for the likeliest. It ends early when for no row the chance that all its tokens are accepted, likely[b] times
 // that of each token's kind, reaches `floor`; a token's kind is how many of `thresholds` its share of probability reaches.
@@ -27,8 +27,7 @@ struct DraftCall {
   int64_t block_size = 0;
   std::vector<Tensor> frequencies;
   std::vector<double> factors;
-  std::vector<int64_t> rope_index;
-  std::vector<Tensor> k, v, plans;
+  Tensor stack, cache;
   Maybe table;
   double embedding_scale = 1;
   int64_t hidden_size = 0;
@@ -39,10 +38,9 @@ struct DraftCall {
   Tensor seeds, steps, temperatures;
   std::vector<double> thresholds, chances, likely;
   double floor = 0;
-  HASTEN_FIELDS(tokens, counts, starts, most, block_table, block_size, frequencies, factors, rope_index, k, v, plans, table,
+  HASTEN_FIELDS(tokens, counts, starts, most, block_table, block_size, frequencies, factors, stack, cache, table,
                 embedding_scale, hidden_size, norm, head, out_features, vocab_size, softcap, seeds, steps, temperatures,
                 thresholds, chances, likely, floor)
-  HASTEN_WRITTEN(k, v)
 };
 
 // Rows of the embedding in bf16, times `factor`, in bf16 again.
@@ -181,9 +179,9 @@ Tensor draft_in_one_call(DraftCall call) {
       for (int64_t k = 0; k < c; k++) state[i * c + k] = std::bit_cast<float>(uint32_t(from[k]) << 16);
     }
     scale_rows(state, ids.numel() * c, float(call.embedding_scale));
-    x = blocks({.x = x, .cos = at.cos, .sin = at.sin, .rope_index = call.rope_index, .k = call.k, .v = call.v,
+    x = blocks({.x = x, .stack = call.stack, .cache = call.cache, .cos = at.cos, .sin = at.sin,
                 .slot_mapping = at.slot_mapping, .query_start_loc = at.query_start_loc, .seq_lens = at.seq_lens,
-                .block_table = block_table, .block_size = block_size, .plans = call.plans});
+                .block_table = block_table, .block_size = block_size});
     if (!step) {  // each sequence's last token is scored
       const auto* from = static_cast<const float*>(x.const_data_ptr());
       Tensor last = empty({rows, c}, ScalarType::Float);

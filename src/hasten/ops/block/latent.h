@@ -67,31 +67,18 @@ struct HeadProducts {
 // x (R, C), cos and sin (R, dim/2) -> q (R, H, L + R). weights: of the queries' latent, or of the queries, and of what is kept.
 struct LatentInput {
   LatentInput(Arena& arena, const LatentPlan& p, const float* x, int64_t rows, float* q, const Norm& norm,
-              const Few<PackedWeight>& weights, const Maybe& cos, const Maybe& sin, const Tensor& cache,
-              const Tensor& slot_mapping, bool rotated, const int64_t* chosen, bool pairs, const Maybe& query_factors)
+              const Few<PackedWeight>& weights, const Rotary& rotary, const Cache& cache, const int64_t* slot, bool rotated,
+              const int64_t* chosen, bool pairs)
       : p(p), rows(rows), down(arena, x, Type::f32, rows, norm, weights, chosen),
         narrow(arena.take<float>(rows * p.narrow())), latents(arena.take<float>(rows * p.kept())),
         wide(p.up.k ? arena.take<float>(rows * p.queries()) : narrow), q(q), inner(arena, p.keys, p.heads, rows),
-        half(cos ? cos->size(-1) : 0), pairs(pairs), rotated(rotated), last(cache.size(0) - 1),
-        held(row_format(cache, p.kept())), slot_bytes(cache.stride(0) * (held == RowFormat::bf16 ? 2 : 1)) {
+        rotary(rotary), cache(cache), slot(slot), pairs(pairs), rotated(rotated) {
     if (p.up.k) up.emplace(arena, narrow, Type::f32, rows, p.q_norm, p.up, chosen);
-    STD_TORCH_CHECK(cache.size(1) == 1 && cache.stride(2) == 1, "a cache of latents has one row for all heads");
-    STD_TORCH_CHECK(slot_mapping.scalar_type() == ScalarType::Long && slot_mapping.is_contiguous() &&
-                        slot_mapping.numel() == rows,
-                    "there must be one slot for each row of x, int64");
-    for (const Maybe& angles : {cos, sin})
-      STD_TORCH_CHECK(cos.has_value() == angles.has_value() &&
-                          (!angles || (angles->scalar_type() == ScalarType::Float && angles->is_contiguous() &&
-                                       angles->numel() == rows * half && 2 * half == p.turned)),
-                      "cos and sin must be float32, with one row for each row of x");
-    STD_TORCH_CHECK(!query_factors || (query_factors->scalar_type() == ScalarType::Float &&
-                                       query_factors->is_contiguous() && query_factors->numel() == rows),
-                    "there must be one factor for each row of x, float32");
-    cosines = cos ? static_cast<const float*>(cos->const_data_ptr()) : nullptr;
-    sines = sin ? static_cast<const float*>(sin->const_data_ptr()) : nullptr;
-    factors = query_factors ? static_cast<const float*>(query_factors->const_data_ptr()) : nullptr;
-    slot = static_cast<const int64_t*>(slot_mapping.const_data_ptr());
-    to = static_cast<uint8_t*>(cache.mutable_data_ptr());
+    STD_TORCH_CHECK(cache.heads == 1, "a cache of latents has one row for all heads");
+    cache.check(p.kept());
+    rotary.check(rows, p.turned);
+    STD_TORCH_CHECK(!rotary || 2 * rotary.half == p.turned, "cos has ", rotary.half, " angles for a latent's key, of which ",
+                    p.turned, " values turn");
   }
 
   void run(Worker& worker) const {
@@ -117,16 +104,16 @@ struct LatentInput {
  private:
   void query(int64_t r, int64_t h) const {
     float* x = wide + r * p.queries() + h * p.query_dim();
-    if (cosines) turn_head(x + p.key_dim(), cosines + r * half, sines + r * half, half, pairs);
-    for (int64_t i = 0; factors && i < p.query_dim(); i++) x[i] *= factors[r];
+    rotary.turn(x + p.key_dim(), r, pairs);
+    rotary.scale(x, r, p.query_dim());
     std::memcpy(inner.row(h, r), x, p.key_dim() * sizeof(float));
     std::memcpy(q + (r * p.heads + h) * p.kept() + p.rank, x + p.key_dim(), p.turned * sizeof(float));
   }
   void keep(int64_t r) const {
     float* x = latents + r * p.kept();
     normalize_head(x, p.rank, p.norm);
-    if (cosines) turn_head(x + p.rank, cosines + r * half, sines + r * half, half, pairs);
-    store_cached(held, rotated, x, p.kept(), to + (slot[r] < 0 ? last : slot[r]) * slot_bytes);
+    rotary.turn(x + p.rank, r, pairs);
+    store_cached(cache.rows, rotated, x, p.kept(), cache.k + (slot[r] < 0 ? cache.slots - 1 : slot[r]) * cache.slot_bytes);
   }
 
   const LatentPlan& p;
@@ -135,14 +122,10 @@ struct LatentInput {
   float *const narrow, *const latents, *const wide, *const q;
   const HeadProducts inner;
   std::optional<Linear> up;
-  const int64_t half;
+  const Rotary rotary;
+  const Cache cache;
+  const int64_t* const slot;
   const bool pairs, rotated;
-  const int64_t last;
-  const RowFormat held;
-  const int64_t slot_bytes;
-  const int64_t* slot;
-  const float *cosines, *sines, *factors;
-  uint8_t* to;
 };
 
 // What attention found in the space of latents (R, H, L + R), whose first L features are the latent's -> out (R, H·V).

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../states/mixer.h"
+#include "../attention/pattern.h"
 #include "attention_input.h"
 #include "experts.h"
 #include "latent.h"
@@ -32,5 +33,31 @@ struct Plan {
   int64_t mixed() const { return mixer ? mixer->values() : heads * (latent ? latent->value_dim : head_dim); }
   bool ends_early() const { return !experts && !down.k; }  // behind attention
 };
+
+struct StackPlan {
+  static constexpr const char* name = "a stack of blocks";
+  const StackPlan* self;
+  std::vector<const Plan*> blocks;
+  PlanStackCall held;
+};
+
+struct CachePlan {
+  static constexpr const char* name = "a cache";
+  const CachePlan* self;
+  std::vector<Cache> rows;            // of each layer with attention
+  std::vector<const Pattern*> seen;   // of each of them; nullptr: all
+  PlanCacheCall held;
+};
+
+// The weights of plans, of a product's parts.
+inline Few<PackedWeight> parts_of(const std::vector<Tensor>& plans, int64_t k) {
+  Few<PackedWeight> found;
+  STD_TORCH_CHECK(!plans.empty(), "a product needs its weight");
+  for (const Tensor& plan : plans) {
+    found.add(plan_in<WeightPlan>(plan).weight);
+    STD_TORCH_CHECK(found[found.count - 1].k == k, "a weight has ", found[found.count - 1].k, " input features; x has ", k);
+  }
+  return found;
+}
 
 }  // namespace hasten

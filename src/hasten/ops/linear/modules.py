@@ -212,7 +212,7 @@ class PackedLinear(nn.Module):
             return self.numbers(ids.flatten()).dequantize(dtype).view(*ids.shape, self.in_features)
         sizes = (self.out_features, self.in_features, self.format.group_size)
         try:
-            found = self._native_rows(ids.flatten(), self.data, self.scales, self.zeros, self.outer, *sizes)
+            found = self._native_rows(ids.contiguous(), self.data, self.scales, self.zeros, self.outer, *sizes)
         except RuntimeError:
             self._check_rows(ids)
             raise

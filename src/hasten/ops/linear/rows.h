@@ -117,11 +117,19 @@ void quantize(const float* x, int64_t k, int planes, int64_t plane_stride, Q* q,
 }
 
 // The weights that are multiplied with the same x, each of its own format: q, k and v, or the six of Gated DeltaNet.
+// Only those that there are take time to copy: a step makes hundreds.
 template <class T>
 struct Few {
   static constexpr int64_t MOST = 6;
-  Few() = default;
+  static_assert(std::is_trivially_copyable_v<T>);
+  Few() {}
   Few(const T& only) { add(only); }
+  Few(const Few& other) { *this = other; }
+  Few& operator=(const Few& other) {
+    std::copy_n(other.items, other.count, items);
+    count = other.count;
+    return *this;
+  }
   void add(const T& one) {
     STD_TORCH_CHECK(count < MOST, "a product has at most ", MOST, " parts");
     items[count++] = one;
@@ -130,7 +138,9 @@ struct Few {
   const T& operator[](int64_t i) const { return items[i]; }
   const T* begin() const { return items; }
   const T* end() const { return items + count; }
-  T items[MOST];
+  union {
+    T items[MOST];
+  };
   int64_t count = 0;
 };
 

@@ -16,10 +16,12 @@ class StateView(NamedTuple):
     """One layer's states during one step.
 
     held: those of all places. slots int64 (B,): the place of each of the step's sequences. certain int64 (B,): after
-    how many of its tokens a state is kept, None: after all. metadata: which of the step's tokens are whose.
+    how many of its tokens a state is kept, None: after all. metadata: which of the step's tokens are whose. plan: held
+    as the native blocks take it (`CachePlan`).
     """
 
     held: State
     slots: Tensor
     certain: Tensor | None
     metadata: AttentionMetadata
+    plan: Tensor | None = None
