@@ -2,6 +2,7 @@
 
     python benchmarks/attention.py errors --output benchmarks/results/attention-errors.json
     python benchmarks/attention.py prefill --output benchmarks/results/prefill-attention.json
+    python benchmarks/attention.py decode --output benchmarks/results/decode-attention.json
 
 The scores can be scaled before the product, (q/√√d)(k/√√d)ᵀ, or after it, (q kᵀ)/√d. In exact arithmetic that is the
 same. In half precision the prescaled products stay small and cannot overflow, and the last bits differ. The appendix of
@@ -17,7 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hasten.engine.cache import row_format
 from hasten.machine import matrix_rate
+from hasten.machine.measure import read_bandwidth
+from hasten.machine.pages import zeros_in_large_pages
 from hasten.measure.script import Report, Script, TimedScript, main, markdown
 from hasten.measure.timing import timed_warm
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
@@ -251,6 +255,78 @@ class Prefill(TimedScript):
         return what | {"flops_per_second": speed, "share": share, "flash_share": flash_share}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decode(TimedScript):
+    """The cache's attention for one new token, beside the memory's bandwidth and PyTorch's attention.
+
+    Layers take turns whose keys and values are more than the processor's caches hold, as in a decode step; of each
+    format of the cache, in interleaved rounds, with the bandwidth measured in every round.
+    """
+
+    result = "decode-attention"
+    tokens: tuple[int, ...] = (128, 512, 4096)
+    heads: tuple[tuple[int, int, int], ...] = ((9, 3, 64), (32, 8, 128), (32, 32, 128))
+    """Query heads, key/value heads, head size."""
+    formats: tuple[str, ...] = ("auto", "int8")
+    """Of the cache; auto is bfloat16."""
+    megabytes: int = 300
+    """Of all layers' keys and values in bfloat16."""
+    rounds: int = 7
+
+    def measure(self) -> Report:
+        rows = [self.row(shape, tokens) for shape in self.heads for tokens in self.tokens]
+        return {"settings": self.settings() | {"isa": choose_isa()}, "rows": rows}
+
+    def row(self, shape: tuple[int, int, int], tokens: int) -> dict[str, Any]:
+        heads, kv_heads, size = shape
+        layers = max(2, self.megabytes * 10**6 // (4 * tokens * kv_heads * size))
+        scale, q = size**-0.5, torch.randn(1, heads, size)
+        calls = {name: self.call(name, layers, shape, tokens, q) for name in self.formats}
+        whole = torch.randn(layers, 2, 1, kv_heads, tokens, size).bfloat16()
+        wide = q.bfloat16()[None].transpose(1, 2)  # (1, H, 1, D)
+
+        def pytorch() -> None:
+            for k, v in whole:
+                F.scaled_dot_product_attention(wide, k, v, enable_gqa=True, scale=scale)
+
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*calls, "PyTorch")}
+        for _ in range(self.rounds):
+            bandwidth = read_bandwidth(seconds=0.3)
+            for name, (call, read) in {**calls, "PyTorch": (pytorch, whole.nbytes / layers)}.items():
+                seconds = timed_warm(call) / layers
+                found[name].append((seconds, read / seconds / bandwidth))
+        medians = {
+            name: dict(zip(("seconds", "share"), map(median, zip(*own, strict=True)), strict=True))
+            for name, own in found.items()
+        }
+        return {"heads": heads, "kv_heads": kv_heads, "head_dim": size, "tokens": tokens, "medians": medians}
+
+    def call(
+        self, name: str, layers: int, shape: tuple[int, int, int], tokens: int, q: Tensor
+    ) -> tuple[Callable[[], None], float]:
+        """Attends in every layer; and the bytes that it reads of each."""
+        _, kv_heads, size = shape
+        native, rows = library(), row_format(name)
+        assert native is not None
+        attend = native.ops.attention.default
+        slots = -(-tokens // _BLOCK) * _BLOCK
+        like = {"dtype": rows.element(torch.bfloat16), "device": "cpu"}
+        held = zeros_in_large_pages((layers, 2, kv_heads, slots + 1, rows.length(size)), **like)
+        for layer in held:
+            layer[:, :, :-1] = rows.write(torch.randn(2, slots, kv_heads, size).bfloat16()).transpose(1, 2)
+        places = (torch.tensor([0, 1]), torch.tensor([tokens]), None, torch.randperm(slots // _BLOCK)[None], _BLOCK)
+        pairs = [layer.transpose(1, 2).unbind() for layer in held]
+
+        def run() -> None:
+            for k, v in pairs:
+                attend(q, k, v, *places, rows.rotated, size**-0.5, 0, 0.0)
+
+        return run, 2 * tokens * kv_heads * rows.bytes(size, torch.bfloat16)
+
+
+_BLOCK = 16  # tokens
+
+
 def growth_table(report: Report) -> str:
     """`hasten bench attention`: time and memory of each kernel at the two largest lengths."""
     points = {(one["kernel"], one["tokens"]): one for one in report["points"]}
@@ -332,7 +408,21 @@ def prefill_table(report: Report) -> str:
     return markdown(head, rows)
 
 
+def decode_table(report: Report) -> str:
+    """`decode`."""
+    named = {"auto": "bfloat16"}
+    formats = [*report["rows"][0]["medians"]]
+    rows = []
+    for one in report["rows"]:
+        heads = f"{one['heads']} of {one['head_dim']} values, {one['kv_heads']} key/value heads"
+        found = [one["medians"][name] for name in formats]
+        cells = [f"{own['seconds'] * 1e6:,.0f} µs, {own['share']:.0%}" for own in found]
+        rows.append([heads, f"{one['tokens']:,}", *cells])
+    return markdown(["query heads", "tokens", *(named.get(name, name) for name in formats)], rows)
+
+
 TABLES = {
+    "decode-attention": decode_table,
     "attention-growth": growth_table,
     **dict.fromkeys(("attention-bfloat16", "attention-bfloat16-amx"), speed_table),
     "attention-errors": error_table,
@@ -343,4 +433,4 @@ TABLES = {
 
 
 if __name__ == "__main__":
-    main({"errors": Errors, "prefill": Prefill}, TABLES)
+    main({"errors": Errors, "prefill": Prefill, "decode": Decode}, TABLES)

@@ -113,6 +113,7 @@ COMMANDS: dict[str, str] = {
     "weight-formats-avx2": f"{AVX2}benchmarks/products.py formats",
     "eval-rate-avx2": f"{AVX2}benchmarks/products.py eval",
     "prefill-attention": "benchmarks/attention.py prefill",
+    "decode-attention": "benchmarks/attention.py decode",
     "attention-errors": "benchmarks/attention.py errors",
     "attention-growth": "hasten bench attention --rounds 3 --picture",
     "paged-decode": "benchmarks/cache.py paged-decode",
