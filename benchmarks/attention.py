@@ -268,9 +268,9 @@ class Decode(TimedScript):
     heads: tuple[tuple[int, int, int], ...] = ((9, 3, 64), (32, 8, 128), (32, 32, 128))
     """Query heads, key/value heads, head size."""
     formats: tuple[str, ...] = ("auto", "int8")
-    """Of the cache; auto is bfloat16."""
+    """Formats of the cache; auto is bfloat16."""
     megabytes: int = 300
-    """Of all layers' keys and values in bfloat16."""
+    """Size of all layers' keys and values in bfloat16."""
     rounds: int = 7
 
     def measure(self) -> Report:
@@ -304,7 +304,7 @@ class Decode(TimedScript):
     def call(
         self, name: str, layers: int, shape: tuple[int, int, int], tokens: int, q: Tensor
     ) -> tuple[Callable[[], None], float]:
-        """Attends in every layer; and the bytes that it reads of each."""
+        """Create what attends in every layer; returns it, and the bytes that it reads of each."""
         _, kv_heads, size = shape
         native, rows = library(), row_format(name)
         assert native is not None
