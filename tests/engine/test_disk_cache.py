@@ -16,10 +16,11 @@ import torch
 
 import hasten
 from hasten.checkpoints.adapter_files import save_adapter
-from hasten.engine import block_threads, disk_cache
+from hasten.engine import block_threads, cache_shapes, disk_cache
 from hasten.engine import cache as cache_module
 from hasten.engine.block_files import HEADER_BYTES, BlockFiles
-from hasten.engine.cache import KVCache, LayerShape, row_format
+from hasten.engine.cache import KVCache, row_format
+from hasten.engine.cache_shapes import LayerShape
 from hasten.engine.rank_disk import LeadingDisk
 from hasten.engine.rank_messages import DROP, SEEK, TAKE
 from hasten.engine.runner import ModelRunner
@@ -606,7 +607,8 @@ def test_crowds_over_restarts(name, folder, monkeypatch):
 def test_blocks_of_layers_of_different_shapes_are_read_and_written_whole(monkeypatch):
     config = tiny_llama().config
     shapes = [LayerShape(1 + i % 2, 16 << i % 3) for i in range(len(config.layers))]
-    monkeypatch.setattr(cache_module, "layer_shapes", lambda config: shapes)
+    for module in (cache_module, cache_shapes):
+        monkeypatch.setattr(module, "layer_shapes", lambda config: shapes)
     for kv_cache_dtype in ("auto", "int8", "int4"):
         rows = {"dtype": torch.bfloat16, "device": "cpu", "row_format": row_format(kv_cache_dtype)}
         one, other = (KVCache(config, blocks=7, block_size=4, **rows) for _ in range(2))

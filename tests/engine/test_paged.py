@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import hasten
 from hasten.engine import cache as caches
+from hasten.engine import cache_shapes
 from hasten.engine.block_table import Rows
 from hasten.engine.cache import KVCache
 from hasten.engine.given_texts import GivenTexts
@@ -248,7 +249,8 @@ def test_the_size_is_told_before_it_is_allocated():
 def test_layers_may_keep_keys_of_different_shapes(monkeypatch):
     model = load("llama", False)
     shapes = [caches.LayerShape(2, 16), caches.LayerShape(1, 24), caches.LayerShape(2, 16), caches.LayerShape(1, 8)]
-    monkeypatch.setattr(caches, "layer_shapes", lambda config: shapes)
+    for module in (caches, cache_shapes):
+        monkeypatch.setattr(module, "layer_shapes", lambda config: shapes)
     make = {"block_size": 4, "dtype": torch.float32, "device": "cpu"}
     own = KVCache(model.config, blocks=3, **make)
     assert [(*k.shape,) for k in own.k] == [(*v.shape,) for v in own.v] == [(13, *shape[:2]) for shape in shapes]

@@ -11,19 +11,20 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hasten.engine.block_table import Rows
+from hasten.engine.cache_shapes import LayerShape, kept_shapes, layer_shapes
 from hasten.engine.layout import RaggedLayout
 from hasten.engine.sparse import SparseMasks
 from hasten.engine.states import StateShape, groups_of_texts
 from hasten.engine.step import KVStep
 from hasten.errors import ConfigError
 from hasten.machine.pages import zeros_in_large_pages
-from hasten.model.config import LayerConfig, ModelConfig
+from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat
@@ -56,35 +57,6 @@ def row_format(kv_cache_dtype: str) -> RowFormat:
             f"kv_cache_dtype must be one of {known} ('auto' is the model's dtype); found {kv_cache_dtype!r:.40}"
         )
     return ROW_FORMATS[kv_cache_dtype]
-
-
-class LayerShape(NamedTuple):
-    """What a layer keeps of each token: a key and a value for each of its heads.
-
-    tensors: 2, of keys and of values, or 1 of what is both.
-    """
-
-    kv_heads: int
-    head_dim: int
-    tensors: int = 2
-
-
-def layer_shapes(config: ModelConfig) -> list[LayerShape | StateShape | None]:
-    """The shape of each layer; one that uses another's keys and values has the other's, an MLP alone has none."""
-    tensors = 2 if config.latent is None else 1
-
-    def own(layer: LayerConfig) -> LayerShape | StateShape | None:
-        if layer.attends:
-            return LayerShape(config.kv_heads_of(layer), config.head_dim_of(layer), tensors)
-        return StateShape(config.state_mixer) if layer.keeps_state else None
-
-    return [own(layer) for layer in config.layers]
-
-
-def kept_shapes(config: ModelConfig) -> list[LayerShape]:
-    """The shapes of the layers that keep keys and values of their own."""
-    pairs = zip(layer_shapes(config), config.layers, strict=True)
-    return [shape for shape, layer in pairs if isinstance(shape, LayerShape) and layer.keys_of is None]
 
 
 class KVCache:
