@@ -100,9 +100,13 @@ def q4_0(model, plain, out):
 @pytest.mark.skipif(library() is None, reason="the native kernels, which hold what is packed, cannot be built here")
 @pytest.mark.parametrize("write", [compressed, gptq, awq, fp8, q8_0, q4_0], ids=lambda write: write.__name__)
 def test_packed_layers_are_held_once_and_never_as_floats(benchmark, tmp_path, write):
-    """What ten layers take more than two, against what they take in their files."""
+    """What 26 layers take more than two, against what they take in their files.
+
+    The peaks of two processes that load the same file are up to 12 MB apart beside other work, so the files are a
+    hundred megabytes apart.
+    """
     found = []
-    for layers in (2, 10):
+    for layers in (2, 26):
         model = tiny_llama(**WIDE, num_hidden_layers=layers).bfloat16()
         plain, out = tmp_path / f"plain-{layers}", tmp_path / f"{layers}"
         export_model(model, plain)
@@ -110,8 +114,8 @@ def test_packed_layers_are_held_once_and_never_as_floats(benchmark, tmp_path, wr
         size = sum(file.stat().st_size for file in out.glob("*.*") if file.suffix in (".safetensors", ".gguf"))
         found.append((benchmark.in_a_process(benchmark.LOAD, out)["peak_bytes"], size))
     (few_peak, few_size), (many_peak, many_size) = found
-    assert many_size - few_size > 40e6
-    assert (many_peak - few_peak) / (many_size - few_size) < 1.3, found
+    assert many_size - few_size > 120e6
+    assert (many_peak - few_peak) / (many_size - few_size) < 1.15, found
 
 
 def test_loading_does_not_import_the_compiler(tmp_path):
