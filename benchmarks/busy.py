@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from statistics import mean, median
 from typing import Any
 from unittest.mock import patch
 
-from compare import PEERS, Program, peer_command
+from compare import PEERS, Living, Program, peer_command
 
 import hasten
 from hasten.checkpoints.gguf.write import write_gguf
@@ -185,14 +185,14 @@ class Follow(Script):
 class Peers(Script):
     """hasten, llama.cpp (the `xllamacpp` wheel) and transformers, quiet and beside a loop.
 
-    SmolLM2-135M as a GGUF file in Q8_0, and as a folder in bf16. The loop runs from a peer's start to its end. hasten
-    generates with `hasten.stream`, as in the other measurements.
+    SmolLM2-135M as a GGUF file in Q8_0, and as a folder in bf16, in processes that stay. hasten generates with
+    `hasten.stream`, as in the other measurements.
     """
 
     result = "busy-peers"
     rounds: int = 3
     seconds: float = 3.0
-    """Length of each measurement of hasten; a peer decodes 64 tokens three times."""
+    """Length of each measurement of hasten; a peer takes three turns of 64 tokens."""
 
     def measure(self) -> Report:
         with tempfile.TemporaryDirectory(prefix="hasten-busy-") as place, ExitStack() as opened:
@@ -220,7 +220,8 @@ class Peers(Script):
                 ),
             ]
             for one in others:
-                sides[one.name] = partial(decoded, one)
+                peer = opened.enter_context(closing(Living(one, threads=2, timeout=600)))
+                sides[one.name] = partial(decoded, peer)
             rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
             for _ in range(self.rounds):
                 for name, speed in sides.items():
@@ -259,12 +260,12 @@ def looking(window: float, steps: int = 20_000) -> float:
         return (time.perf_counter() - begun) / steps * 1e6
 
 
-def decoded(program: Program) -> float:
-    """The tokens per second that a peer decodes."""
-    found = program.run(threads=2, timeout=600)
-    if "error" in found:
-        raise SystemExit(f"{program.name}: {found['error']}")
-    return float(found["decode"])
+def decoded(peer: Living) -> float:
+    """The tokens per second that a peer decodes, the median of three turns."""
+    found = [peer.turn() for _ in range(3)]
+    if peer.error:
+        raise SystemExit(f"{peer.program.name}: {peer.error}")
+    return median(one["decode"] for one in found)
 
 
 def summary(rounds: Sequence[Mapping[str, float]]) -> Report:

@@ -12,23 +12,26 @@
     python benchmarks/compare.py files --beside uniform --output benchmarks/results/real-files-uniform.json
     benchmarks/as_avx2.sh python benchmarks/compare.py shape --output benchmarks/results/experts.json
 
-A round goes through all pairs, the peer and then ours, each in a process of its own, with the read bandwidth measured
-before and after each. Every speed is reported with its share of that bandwidth: tokens/s times the bytes of weights
-that a token must read, the cache (about 40 tokens) not counted.
+A round goes through all pairs. Both programs of a pair live at the same time and take turns of a few seconds, each
+stopped while the other has its turn, with the read bandwidth measured before and after each: the memory of a shared
+machine may be half as fast a minute later. Every speed is reported with its share of that bandwidth: tokens/s times the
+bytes of weights that a token must read, the cache (about 40 tokens) not counted.
 """
 
-import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from threading import Timer
 from typing import Any, Literal
 
 import torch
@@ -41,6 +44,7 @@ from hasten.machine.files import write_json
 from hasten.machine.measure import limited_threads, read_bandwidth
 from hasten.measure.options import say
 from hasten.measure.script import Report, Script, main
+from hasten.measure.workers import Worker
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.ops.native import choose_isa
@@ -69,25 +73,49 @@ class Program:
     def format(self) -> str:
         return self.ours.partition("-")[0]
 
-    def run(self, *, threads: int, timeout: float, work: Work = LONG) -> dict[str, Any]:
-        """What its script answers, with the bandwidth right before and after (their mean); or {"error": one line}."""
-        before = bandwidth_of(threads)
-        command = [*self.command, str(self.model), "--threads", str(threads), "--format", self.format]
-        command += ["--short"] * (work == SHORT)
+
+class Living:
+    """A program that works in its turns and is stopped between them."""
+
+    def __init__(self, program: Program, *, threads: int, timeout: float, work: Work = LONG) -> None:
+        self.program, self.threads, self.timeout, self.error = program, threads, timeout, ""
+        command = [*program.command, program.model, "--threads", threads, "--format", program.format]
+        self.words = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self.worker = Worker(program.name, [*command, *["--short"] * (work == SHORT)], stderr=self.words)
+        self.what = self._answer()
+
+    def turn(self) -> dict[str, Any]:
+        """What it answers, with the bandwidth right before and after (their mean); or {"error": one line}."""
+        before = bandwidth_of(self.threads)
+        if not self.error:
+            os.killpg(self.worker.process.pid, signal.SIGCONT)
+            self.worker.send()
+            found = self.what | self._answer()
+        if self.error:
+            return {"error": self.error}
+        bandwidth = (before + bandwidth_of(self.threads)) / 2
+        share = found["decode"] * bytes_read(self.program.model) / bandwidth
+        return found | {"bandwidth_gb_s": bandwidth / 1e9, "share_of_bandwidth": share}
+
+    def _answer(self) -> dict[str, Any]:
+        """Its next answer, after which it is stopped; nothing, and `error`, where it ended or has to be ended."""
+        late = Timer(self.timeout, self.worker.process.kill)
+        late.start()
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return {"error": _without_paths(str(error))}
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if done.returncode or not lines:
-            print(done.stderr[-2000:], file=sys.stderr)
-            last = done.stderr.strip().splitlines()[-1:] or ["it printed no RESULT"]
-            return {"error": _without_paths(f"exit status {done.returncode}: {last[0]}")}
-        found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-        bandwidth = (before + bandwidth_of(threads)) / 2
-        found["bandwidth_gb_s"] = bandwidth / 1e9
-        found["share_of_bandwidth"] = found["decode"] * bytes_read(self.model) / bandwidth
+            found: dict[str, Any] = self.worker.answer()
+            os.killpg(self.worker.process.pid, signal.SIGSTOP)
+        except SystemExit:
+            self.words.seek(0)
+            last = self.words.read().strip().splitlines()[-1:] or ["it said nothing"]
+            self.error = _without_paths(f"exit status {self.worker.process.returncode}: {last[0]}")
+            return {}
+        finally:
+            late.cancel()
         return found
+
+    def close(self) -> None:
+        self.worker.close()
+        self.words.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,31 +236,35 @@ def compared(
     output: Path | None,
 ) -> dict[str, Any]:
     """The report of `summarise`, of interleaved rounds over all pairs; written to `output` after every round."""
-    found: list[list[dict[str, Any]]] = []
+    found: list[list[dict[str, Any]]] = [[] for _ in pairs]
     start = time.monotonic()
     for number in range(rounds):
-        found.append([])
-        for index, pair in enumerate(pairs):
+        for index, (peer, ours) in enumerate(pairs):
             at = f"round {number + 1} of {rounds}, pair {index + 1} of {len(pairs)}"
-            one = {}
-            for side, program in zip(("peer", "hasten"), pair, strict=True):
-                elapsed = timedelta(seconds=round(time.monotonic() - start))
-                say(f"{elapsed} {at}: measuring {program.name}, {program.model.name}")
-                one[side] = program.run(threads=threads, timeout=timeout, work=work)
-                say(f"    {outcome(one[side])}")
-            found[-1].append(one)
-        report = summarise(pairs, found, threads=threads, work=work)
+            how = {"threads": threads, "timeout": timeout, "work": work}
+            say(f"{timedelta(seconds=round(time.monotonic() - start))} {at}: {peer.name}, {peer.model.name}")
+            with closing(Living(peer, **how)) as theirs, closing(Living(ours, **how)) as own:
+                for _ in range(work.turns):
+                    one = {"peer": theirs.turn(), "hasten": own.turn()}
+                    found[index].append(one)
+                    for side, words in one.items():
+                        say(f"    {side}: {outcome(words)}")
+        report = summarise(pairs, found, rounds=rounds, threads=threads, work=work)
         write_json(output, report)  # a long measurement may be stopped
     return report
 
 
 def summarise(
-    pairs: list[tuple[Program, Program]], rounds: list[list[dict[str, Any]]], *, threads: int, work: Work = LONG
+    pairs: list[tuple[Program, Program]],
+    turns: list[list[dict[str, Any]]],
+    *,
+    rounds: int,
+    threads: int,
+    work: Work = LONG,
 ) -> dict[str, Any]:
-    """Each pair with its rounds, the medians of both sides, and the ratios of these medians."""
+    """Each pair with its turns, the medians of both sides, and the ratios of these medians."""
     rows = []
-    for index, (peer, ours) in enumerate(pairs):
-        found = [one[index] for one in rounds]
+    for (peer, ours), found in zip(pairs, turns, strict=True):
         worked = [one for one in found if not any("error" in one[side] for side in one)]
         row: dict[str, Any] = {
             "peer": peer.name,
@@ -261,7 +293,7 @@ def summarise(
         "machine": describe().to_json(),
         "hasten": switches(),
         "threads": threads,
-        "what": f"{work}; medians of {len(rounds)} round{'s' * (len(rounds) > 1)}",
+        "what": f"{work}; medians of {rounds} round{'s' * (rounds > 1)}",
         "protocol": asdict(work),
         "pairs": rows,
     }

@@ -1,34 +1,35 @@
 """What every program is asked to do, and how it answers. Runs in each program's own environment: standard library only.
 
-Batch 1: the prefill of 512 random tokens, and the decode of 64 random tokens, one by one, after 8; `--short`, for slow
-machines: 128, and 24 after 8. Each three times, after one that is not counted; the median. A program answers with one
-line, `RESULT {"prefill": tokens/s, "decode": tokens/s, "versions": {…}, "settings": {…}}`.
+A turn, batch 1: the prefill of 512 random tokens, and the decode of 64 random tokens, one by one, after 8; `--short`,
+for slow machines: 128, and 24 after 8. A program takes one turn that is not counted, prints a line
+`{"versions": {…}, "settings": {…}}`, and then takes a turn for each line of its standard input, until that ends, and
+answers with a line `{"prefill": tokens/s, "decode": tokens/s}`.
 """
 
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from statistics import median
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Work:
-    """How many tokens are taken in, how many are decoded after how many, and how often."""
+    """How many tokens are taken in, how many are decoded after how many, and in how many turns of a process."""
 
     prefill: int = 512
     decode: int = 64
     before: int = 8
-    repeats: int = 3
+    turns: int = 3
 
     def __str__(self) -> str:
         return (
             f"prefill of {self.prefill} random tokens; decode of {self.decode} after {self.before}; batch 1; tokens/s; "
-            f"each program in a process of its own, its figure the median of {self.repeats} repeats"
+            f"both programs of a pair live through a round and take {self.turns} turns each, stopped between them"
         )
 
 
@@ -50,12 +51,13 @@ def tokens(count: int, vocabulary: int) -> list[int]:
     return [random.randrange(3, vocabulary - 1) for _ in range(count)]
 
 
-def measure_steps(
-    work: Work, reset: Callable[[], None], feed: Callable[[list[int]], None], *, vocabulary: int
-) -> dict[str, float]:
+Turn = Callable[[], tuple[float, float]]  # the speeds of prefill and decode, tokens/s
+
+
+def steps(work: Work, reset: Callable[[], None], feed: Callable[[list[int]], None], *, vocabulary: int) -> Turn:
     """A program that is fed tokens: reset() forgets the sequence, feed(tokens) appends to it and waits."""
-    found = []
-    for _ in range(work.repeats + 1):
+
+    def turn() -> tuple[float, float]:
         reset()
         prompt = tokens(work.prefill, vocabulary)
         start = time.perf_counter()
@@ -67,11 +69,12 @@ def measure_steps(
         start = time.perf_counter()
         for token in answer:
             feed([token])
-        found.append((prefill, work.decode / (time.perf_counter() - start)))
-    return _medians(found)
+        return prefill, work.decode / (time.perf_counter() - start)
+
+    return turn
 
 
-def measure_generate(work: Work, generate: Callable[[list[int], int], None], *, vocabulary: int) -> dict[str, float]:
+def answers(work: Work, generate: Callable[[list[int], int], None], *, vocabulary: int) -> Turn:
     """A program that is given a prompt and a number of tokens to answer: decode is the difference of two answers."""
 
     def seconds(prompt: int, answer: int) -> float:
@@ -80,20 +83,22 @@ def measure_generate(work: Work, generate: Callable[[list[int], int], None], *, 
         generate(ids, answer)
         return time.perf_counter() - start
 
-    found = []
-    for _ in range(work.repeats + 1):
+    def turn() -> tuple[float, float]:
         prefill = work.prefill / seconds(work.prefill, 1)
         first = seconds(work.before, 1)
-        found.append((prefill, work.decode / (seconds(work.before, work.decode + 1) - first)))
-    return _medians(found)
+        return prefill, work.decode / (seconds(work.before, work.decode + 1) - first)
+
+    return turn
 
 
-def _medians(found: Sequence[tuple[float, float]]) -> dict[str, float]:
-    warm = found[1:]
-    return {"prefill": median(pair[0] for pair in warm), "decode": median(pair[1] for pair in warm)}
+def take_turns(turn: Turn, *, packages: Sequence[str], **settings: Any) -> None:
+    """Take a first turn, say what runs, and take a turn for each line of the standard input."""
+    turn()
+    _say({"versions": {name: version(name) for name in packages}, "settings": settings})
+    for _ in sys.stdin:
+        prefill, decode = turn()
+        _say({"prefill": prefill, "decode": decode})
 
 
-def answer(found: dict[str, float], *, packages: Sequence[str], **settings: Any) -> None:
-    """Print the RESULT line."""
-    versions = {name: version(name) for name in packages}
-    print("RESULT " + json.dumps({**found, "versions": versions, "settings": settings}), flush=True)
+def _say(values: dict[str, Any]) -> None:
+    print(json.dumps(values), flush=True)

@@ -21,10 +21,9 @@ def feed(ids: list[int]) -> None:
         decoder.prefill([ids])
 
 
-found = protocol.measure_steps(given.work, lambda: decoder.truncate(0), feed, vocabulary=model.config.vocab_size)
 native = library()
-protocol.answer(
-    found,
+protocol.take_turns(
+    protocol.steps(given.work, lambda: decoder.truncate(0), feed, vocabulary=model.config.vocab_size),
     packages=["hasten", "torch"],
     isa="none" if native is None else native.isa,
     torch_cpu_capability=torch.backends.cpu.get_cpu_capability(),

@@ -45,8 +45,8 @@ def feed(ids: list[int]) -> None:
 
 
 vocabulary = ik.llama_vocab_n_tokens(ik.llama_model_get_vocab(model))
-protocol.answer(
-    protocol.measure_steps(given.work, reset, feed, vocabulary=vocabulary),
+protocol.take_turns(
+    protocol.steps(given.work, reset, feed, vocabulary=vocabulary),
     packages=["ik-llama-cpp-python"],
     system_info=system_info,
     repack_tensors=model_params.repack_tensors,

@@ -24,8 +24,8 @@ def reset() -> None:
 
 
 vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-protocol.answer(
-    protocol.measure_steps(given.work, reset, feed, vocabulary=vocabulary),
+protocol.take_turns(
+    protocol.steps(given.work, reset, feed, vocabulary=vocabulary),
     packages=["llama-cpp-python"],
     system_info=llama.llama_print_system_info().decode().strip(" |"),
 )

@@ -39,6 +39,6 @@ def feed(ids: list[int]) -> None:
 
 
 vocabulary = json.loads((Path(given.model) / "config.json").read_text())["vocab_size"]
-found = protocol.measure_steps(given.work, reset, feed, vocabulary=vocabulary)
 precision = str(model.get_property("INFERENCE_PRECISION_HINT"))
-protocol.answer(found, packages=["openvino"], inference_precision=precision)
+turn = protocol.steps(given.work, reset, feed, vocabulary=vocabulary)
+protocol.take_turns(turn, packages=["openvino"], inference_precision=precision)

@@ -15,5 +15,5 @@ def generate(ids: list[int], answer: int) -> None:
 
 
 with torch.no_grad():
-    found = protocol.measure_generate(given.work, generate, vocabulary=model.config.vocab_size)
-protocol.answer(found, packages=["transformers", "torch"])
+    turn = protocol.answers(given.work, generate, vocabulary=model.config.vocab_size)
+    protocol.take_turns(turn, packages=["transformers", "torch"])

