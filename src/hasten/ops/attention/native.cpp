@@ -179,8 +179,8 @@ bool AttentionPhases::span(const Piece& p, int64_t index, const Queries& queries
   // All that see nothing of the span: those that are left standing beside others are not written either.
   clear(lines, std::max<int64_t>(0, seen[0].begin - p.position) * group);
   Tile tiles[TILES];
-  const bool as_they_lie = HASTEN_TAKES_ROWS && held == RowFormat::bf16 && lines.count <= TOGETHER && kv.head_dim == padded;
-  const int64_t parts = as_they_lie ? parts_of_rows(padded) : parts_of(lines.count, padded);
+  const bool as_they_lie = HASTEN_TAKES_ROWS && held != RowFormat::int4 && lines.count <= TOGETHER && kv.head_dim == padded;
+  const int64_t parts = as_they_lie ? parts_of_rows(padded, held == RowFormat::int8) : parts_of(lines.count, padded);
   TileRows rows[2];
   rows[0].find(kv, p.sequence, p.head, seen[0].begin, end);
   for (int64_t at = 0, now = 0; at < all;) {
@@ -197,6 +197,7 @@ bool AttentionPhases::span(const Piece& p, int64_t index, const Queries& queries
       if (together > 1) coming.tile.ask();  // packed before anything is multiplied
       if (as_they_lie) {
         tiles[count].k_rows = rows[now].k, tiles[count].v_rows = rows[now].v;
+        if (held == RowFormat::int8) take_scales(rows[now], tiles[count]);
         continue;
       }
       auto pack = held == RowFormat::int4 ? pack_int4_tile : held == RowFormat::int8 ? pack_int8_tile : pack_tile;

@@ -2,8 +2,8 @@
 //
 // Keys are taken in tiles of 64 at fixed positions. A tile of K and one of V are brought into the layout of the linear
 // kernels (keys, then value elements, side by side in lanes), so both products run at their speed; the score matrix
-// exists for 6 query lines or fewer (32 with AMX) and 64 keys at a time. (A decode step takes bf16 rows as they lie where it
-// can: see PIECE.) The softmax is kept as a running maximum and sum
+// exists for 6 query lines or fewer (32 with AMX) and 64 keys at a time. (A decode step takes bf16 and int8 rows as they
+// lie where it can: see PIECE.) The softmax is kept as a running maximum and sum
 // (FlashAttention, arXiv 2205.14135) within a span of 512 keys; spans are merged in order. Tiles and spans depend on positions only,
 // so a query gets the same bits alone, in a batch, in a prefill of any length, and on any number of threads. (As long as
 // the values of the keys after it, of its own prompt and tile, are finite: they are multiplied with weights of 0.)
@@ -92,36 +92,38 @@ inline void multiply(Multiplier&, const uint16_t* panel, const Operand* x, int64
 // (Not with AVX2, where sums of a piece go to memory more often: tried, 6% slower.)
 #if HASTEN_512 && !defined(__AMX_TILE__)
 #define HASTEN_TAKES_ROWS 1
-constexpr int64_t PIECE = 32;  // values of keys, or keys of values
-inline int64_t parts_of_rows(int64_t head_dim) { return head_dim / PIECE * VECTORS * 2; }
-template <bool HALF>
+constexpr int64_t PIECE = 32;  // keys of values; values of keys are those of a line, 32 in bf16 and 64 in int8
+inline int64_t parts_of_rows(int64_t head_dim, bool int8) { return head_dim / PIECE * VECTORS * (int8 ? 3 : 4) / 2; }
+template <bool INT8, bool HALF>
 inline void multiply_keys(const Tile& tile, const Operand* q, int64_t head_dim, float* scores, int64_t lines,
                           TilePrefetcher& prefetcher) {
   constexpr int vectors = HALF ? VECTORS / 2 : VECTORS;
-  alignas(64) uint32_t words[PIECE / 2 * TILE_KEYS];
+  constexpr int64_t width = INT8 ? 1 : 2, values = 64 / width;
+  alignas(64) uint32_t words[values / 2 * TILE_KEYS];
   const uint32_t* rows[LANES];
-  for (int64_t d = 0; d < head_dim; d += PIECE) {
+  for (int64_t d = 0; d < head_dim; d += values) {
     for (int64_t j = 0; j < vectors * LANES; j += LANES) {
       prefetcher.ask();
-      for (int i = 0; i < LANES; i++) rows[i] = reinterpret_cast<const uint32_t*>(tile.k_rows[j + i] + 2 * d);
-      transpose16(rows, words + j, TILE_KEYS);
+      for (int i = 0; i < LANES; i++) rows[i] = reinterpret_cast<const uint32_t*>(tile.k_rows[j + i] + width * d);
+      INT8 ? transpose_int8(rows, words + j) : transpose16(rows, words + j, TILE_KEYS);
     }
     const auto* panel = reinterpret_cast<const uint16_t*>(words);
     with_count<TOGETHER>(lines, [&](auto count) {
-      tile_bf16<count, vectors>(panel, q + d, head_dim, PIECE / 2, scores, d == 0);
+      tile_bf16<count, vectors>(panel, q + d, head_dim, values / 2, scores, d == 0);
     });
   }
 }
 // sums[line][64] (+)= weights · 64 values, from `at` on, of a tile's first `keys`.
+template <bool INT8>
 inline void multiply_rows(const Tile& tile, int64_t at, const Operand* weights, int64_t keys, float* sums, int64_t lines,
                           bool fresh, TilePrefetcher& prefetcher) {
+  constexpr int64_t width = INT8 ? 1 : 2;
   alignas(64) uint16_t pairs[PIECE * PANEL];
   for (int64_t j = 0; j < keys; j += PIECE) {
     for (int64_t i = 0; i < PIECE; i += 2) {
       if (i % (PIECE / VECTORS) == 0) prefetcher.ask();
-      const auto row = [&](int64_t key) { return reinterpret_cast<const uint16_t*>(tile.v_rows[j + key]) + at; };
-      for (int64_t d = 0; d < PANEL; d += 2 * LANES)
-        interleave32(row(i) + d, row(i + 1) + d, pairs + i * PANEL + 2 * d);
+      const uint8_t *a = tile.v_rows[j + i] + width * at, *b = tile.v_rows[j + i + 1] + width * at;
+      INT8 ? interleave_int8(a, b, pairs + i * PANEL) : interleave(a, b, pairs + i * PANEL);
     }
     with_count<TOGETHER>(lines, [&](auto count) {
       tile_bf16<count, VECTORS>(pairs, weights + j, PANEL, PIECE / 2, sums, fresh && j == 0);
@@ -130,23 +132,24 @@ inline void multiply_rows(const Tile& tile, int64_t at, const Operand* weights, 
 }
 #else
 #define HASTEN_TAKES_ROWS 0
-inline int64_t parts_of_rows(int64_t) { return 1; }
+inline int64_t parts_of_rows(int64_t, bool) { return 1; }
 #endif
 
 // scores[line][64] = q · k of a tile's keys, of the first 32 with HALF.
-template <bool HALF>
+template <bool INT8, bool HALF>
 inline void score(Multiplier& tiles, const Tile& tile, const Operand* q, int64_t size, float* scores, int64_t lines,
                   TilePrefetcher& prefetcher) {
 #if HASTEN_TAKES_ROWS
-  if (tile.k_rows) return multiply_keys<HALF>(tile, q, size, scores, lines, prefetcher);
+  if (tile.k_rows) return multiply_keys<INT8, HALF>(tile, q, size, scores, lines, prefetcher);
 #endif
   multiply<HALF>(tiles, tile.k, q, size, size, scores, lines, true, prefetcher);
 }
 #if HASTEN_512
+template <bool INT8>
 inline void multiply_values(Multiplier& tiles, const Tile& tile, int64_t panel, const Operand* weights,
                             int64_t keys, float* sums, int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
 #if HASTEN_TAKES_ROWS
-  if (tile.k_rows) return multiply_rows(tile, panel * PANEL, weights, keys, sums, lines, fresh, prefetcher);
+  if (tile.k_rows) return multiply_rows<INT8>(tile, panel * PANEL, weights, keys, sums, lines, fresh, prefetcher);
 #endif
   multiply<false>(tiles, tile.v + panel * TILE_KEYS * PANEL, weights, PANEL, keys, sums, lines, fresh, prefetcher);
 }
@@ -166,6 +169,7 @@ void tile_rows(const uint8_t* const* rows, int64_t at, const Operand* x, int64_t
          EACH(m, M, accumulate(acc[m][v], values, splat(from_operand(x[m * PANEL + j])))));
   EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
 }
+template <bool INT8>
 inline void multiply_values(Multiplier&, const Tile& tile, int64_t panel, const Operand* weights, int64_t keys,
                             float* sums, int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
   with_count<TOGETHER>(lines, [&](auto rows) {
@@ -233,7 +237,7 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
   float *tops = lines.top + line, *sums = lines.sum + line * LANES;
   const bool more = coming.any();
   const Operand* q = what.q + line * lines.padded;
-  score<HALF>(multiplier, tile, q, lines.padded, scores, rows, coming.tile);
+  score<INT8, HALF>(multiplier, tile, q, lines.padded, scores, rows, coming.tile);
   for (int64_t i = 0; i < rows; i++) {
     if (more && i % 4 == 0) coming.ask(std::min<int64_t>(4, rows - i));
     F32 s[vectors];
@@ -277,7 +281,7 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
     store(sums + i * LANES, total);
   }
   for (int64_t p = 0; p < lines.padded / PANEL; p++)
-    multiply_values(multiplier, tile, p, weights, keys, lines.value(p, line), rows, what.fresh && which == 0, coming.tile);
+    multiply_values<INT8>(multiplier, tile, p, weights, keys, lines.value(p, line), rows, what.fresh && which == 0, coming.tile);
 }
 
 // All tiles for some lines, then for the next.

@@ -106,7 +106,28 @@ inline void interleave32(const uint16_t* a, const uint16_t* b, uint16_t* to) {
   std::memcpy(to, &first, 64);
   std::memcpy(to + 2 * LANES, &second, 64);
 }
+// The same of 64 values in bf16, and of 64 in int8.
+inline void interleave(const uint8_t* a, const uint8_t* b, uint16_t* to) {
+  for (int64_t d = 0; d < PANEL; d += 2 * LANES)
+    interleave32(reinterpret_cast<const uint16_t*>(a) + d, reinterpret_cast<const uint16_t*>(b) + d, to + 2 * d);
+}
+inline void interleave_int8(const uint8_t* a, const uint8_t* b, uint16_t* to) {
+  for (int64_t d = 0; d < PANEL; d += LANES) store_line(to + 2 * d, pairs_of(load_int8(a + d), load_int8(b + d)));
+}
 #endif
+
+// 64 values in int8 of 16 keys as 32 words of each key, in lines of a tile's 64: transposed four at a time and made wider
+// afterwards.
+inline void transpose_int8(const uint32_t* const* rows, uint32_t* words) {
+  alignas(64) uint32_t quads[16][16];  // [four values][key]
+  transpose16(rows, quads[0], 16);
+  for (int i = 0; i < 16; i++) {
+    const I32 quad = as<I32>(load_line(quads[i]));
+    uint32_t* to = words + 2 * i * TILE_KEYS;
+    store_line(to, pairs_of(quad << 24 >> 24, quad << 16 >> 24));
+    store_line(to + TILE_KEYS, pairs_of(quad << 8 >> 24, quad >> 24));
+  }
+}
 
 // Where the keys and values [begin, begin + 64) of one head lie; those from `end` on are zeros.
 struct TileRows {
@@ -222,7 +243,15 @@ inline void pack_tile(TileRows& tile, int64_t padded, bool few, Tile& out) {
 #endif
 }
 
-// Rows of int8 as a tile. Keys are transposed four values at a time and made wider afterwards.
+// The scales of int8 rows.
+inline void take_scales(const TileRows& rows, Tile& out) {
+  for (int64_t j = 0; j < TILE_KEYS; j++) {
+    out.k_scales[j] = scale_of(rows.k[j], rows.head_dim);
+    out.v_scales[j] = scale_of(rows.v[j], rows.head_dim);
+  }
+}
+
+// Rows of int8 as a tile.
 inline void pack_int8_tile(TileRows& tile, int64_t padded, bool few, Tile& out) {
   const auto& k = tile.k;
   auto& v = tile.v;
@@ -232,7 +261,6 @@ inline void pack_int8_tile(TileRows& tile, int64_t padded, bool few, Tile& out) 
     for (int64_t j = 0; j < TILE_KEYS; j += 16) {
       const uint32_t* rows[16];
       alignas(64) uint8_t tail[16][64];
-      alignas(64) uint32_t quads[16][16];  // [four values][key]
       for (int i = 0; i < 16; i++) {
         if (d + 64 <= head_dim) {
           rows[i] = reinterpret_cast<const uint32_t*>(k[j + i] + d);
@@ -242,18 +270,9 @@ inline void pack_int8_tile(TileRows& tile, int64_t padded, bool few, Tile& out) 
           rows[i] = reinterpret_cast<const uint32_t*>(tail[i]);
         }
       }
-      transpose16(rows, quads[0], 16);
-      for (int i = 0; i < 16; i++) {
-        const I32 quad = as<I32>(load_line(quads[i]));
-        uint32_t* to = words + (d / 2 + 2 * i) * TILE_KEYS + j;
-        store_line(to, pairs_of(quad << 24 >> 24, quad << 16 >> 24));
-        store_line(to + TILE_KEYS, pairs_of(quad << 8 >> 24, quad >> 24));
-      }
+      transpose_int8(rows, words + d / 2 * TILE_KEYS + j);
     }
-  for (int64_t j = 0; j < TILE_KEYS; j++) {
-    out.k_scales[j] = scale_of(k[j], head_dim);
-    out.v_scales[j] = scale_of(v[j], head_dim);
-  }
+  take_scales(tile, out);
 #if HASTEN_512
   for (int64_t d = 0; d < padded; d += PANEL)
     for (int64_t j = 0; j < TILE_KEYS; j += 2) {
@@ -264,10 +283,7 @@ inline void pack_int8_tile(TileRows& tile, int64_t padded, bool few, Tile& out) 
         for (int i = 0; i < 2 && d < head_dim; i++) std::memcpy(tail[i], v[j + i] + d, head_dim - d);
         a = tail[0], b = tail[1];
       }
-      uint16_t* to = out.v + (d * (TILE_KEYS / 2) + j / 2 * PANEL) * 2;
-      for (int i = 0; i < VECTORS; i++) {
-        store_line(to + i * 2 * LANES, pairs_of(load_int8(a + i * LANES), load_int8(b + i * LANES)));
-      }
+      interleave_int8(a, b, out.v + (d * (TILE_KEYS / 2) + j / 2 * PANEL) * 2);
     }
 #else
   for (int64_t j = 0; j < TILE_KEYS; j++) {
