@@ -14,9 +14,21 @@ struct Target {
   void put(int64_t k, int v, F32 value) const { store(to + k * stride + (v - first) * LANES, value); }
 };
 
+// A row of a panel, of which one lane of one vector is kept: value k goes to to[k].
+struct RowTarget {
+  RowTarget(int64_t row, float* to) : first(int(row % PANEL / LANES)), last(first + 1), lane(int(row % LANES)), to(to) {}
+  const int first, last, lane;
+  float* const to;
+  void put(int64_t k, int, F32 value) const {
+    alignas(64) float lanes[LANES];
+    store(lanes, value);
+    to[k] = lanes[lane];
+  }
+};
+
 // A panel's values of K from `from` on, scaled; k at or past `end` is padding.
-template <int BITS>
-static void widen_groups(const Groups& some, int64_t from, int64_t end, const Target& out) {
+template <int BITS, class Out>
+static void widen_groups(const Groups& some, int64_t from, int64_t end, const Out& out) {
   constexpr int each = 32 / BITS;
   const int64_t steps = some.size / each;
   for (int64_t i = 0; i < some.count; i++)
@@ -40,7 +52,8 @@ static void widen_groups(const Groups& some, int64_t from, int64_t end, const Ta
 }
 
 // The same of lines of bf16, with a scale (64) or none.
-static void widen_bf16(const uint16_t* lines, const float* scales, int64_t from, int64_t end, const Target& out) {
+template <class Out>
+static void widen_bf16(const uint16_t* lines, const float* scales, int64_t from, int64_t end, const Out& out) {
   for (int64_t k = from; k < end; k++)
     for (int v = out.first; v < out.last; v++) {
       const U32 line = load_line(lines + (k - from) / 2 * PANEL * 2 + v * 32);
@@ -49,7 +62,8 @@ static void widen_bf16(const uint16_t* lines, const float* scales, int64_t from,
     }
 }
 
-static void widen_panel(const Weight& w, int64_t panel, int64_t k, const Target& out) {
+template <class Out>
+static void widen_panel(const Weight& w, int64_t panel, int64_t k, const Out& out) {
   const char* base = static_cast<const char*>(w.data) + panel * w.panel_bytes();
   const int64_t groups = w.groups(), size = w.group ? w.group : w.k;
   switch (w.format) {
@@ -98,7 +112,7 @@ Tensor transposed_panels(Tensor data, std::optional<Tensor> scales, std::optiona
   Tensor out = empty({in_features, count * PANEL}, ScalarType::Float);
   float* to = static_cast<float*>(out.mutable_data_ptr());
   for_chunks(count, [&](int64_t p) {
-    widen_panel(w, first + p, in_features, {0, VECTORS, count * PANEL, to + p * PANEL});
+    widen_panel(w, first + p, in_features, Target{0, VECTORS, count * PANEL, to + p * PANEL});
   });
   return out;
 }
@@ -119,12 +133,8 @@ Tensor unpacked_rows(Tensor ids, Tensor data, std::optional<Tensor> scales, std:
   Tensor out = empty({count, in_features}, ScalarType::Float);
   float* to = static_cast<float*>(out.mutable_data_ptr());
   for_chunks((count + ROWS_OF_A_CHUNK - 1) / ROWS_OF_A_CHUNK, [&](int64_t chunk) {
-    float* columns = scratch<float, 20>(in_features * LANES);
-    for (int64_t i = chunk * ROWS_OF_A_CHUNK; i < std::min(count, (chunk + 1) * ROWS_OF_A_CHUNK); i++) {
-      const int v = int(rows[i] % PANEL / LANES), lane = int(rows[i] % LANES);
-      widen_panel(w, rows[i] / PANEL, in_features, {v, v + 1, LANES, columns});
-      for (int64_t k = 0; k < in_features; k++) to[i * in_features + k] = columns[k * LANES + lane];
-    }
+    for (int64_t i = chunk * ROWS_OF_A_CHUNK; i < std::min(count, (chunk + 1) * ROWS_OF_A_CHUNK); i++)
+      widen_panel(w, rows[i] / PANEL, in_features, RowTarget(rows[i], to + i * in_features));
   });
   return out;
 }
