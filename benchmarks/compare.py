@@ -20,13 +20,14 @@ bytes of weights that a token must read, the cache (about 40 tokens) not counted
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -80,16 +81,21 @@ class Living:
     def __init__(self, program: Program, *, threads: int, timeout: float, work: Work = LONG) -> None:
         self.program, self.threads, self.timeout, self.error = program, threads, timeout, ""
         command = [*program.command, program.model, "--threads", threads, "--format", program.format]
-        self.words = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self.words = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the process)
         self.worker = Worker(program.name, [*command, *["--short"] * (work == SHORT)], stderr=self.words)
-        self.what = self._answer()
+        try:
+            self.what = self._answer()
+        except BaseException:
+            self.close()
+            raise
 
     def turn(self) -> dict[str, Any]:
         """What it answers, with the bandwidth right before and after (their mean); or {"error": one line}."""
         before = bandwidth_of(self.threads)
         if not self.error:
             os.killpg(self.worker.process.pid, signal.SIGCONT)
-            self.worker.send()
+            with suppress(BrokenPipeError):  # it ended while it was stopped; its answer says so
+                self.worker.send()
             found = self.what | self._answer()
         if self.error:
             return {"error": self.error}
@@ -99,14 +105,17 @@ class Living:
 
     def _answer(self) -> dict[str, Any]:
         """Its next answer, after which it is stopped; nothing, and `error`, where it ended or has to be ended."""
-        late = Timer(self.timeout, self.worker.process.kill)
+        late = Timer(self.timeout, self.worker.close)
         late.start()
         try:
             found: dict[str, Any] = self.worker.answer()
             os.killpg(self.worker.process.pid, signal.SIGSTOP)
         except SystemExit:
+            self.worker.close()  # and what it has started
             self.words.seek(0)
-            last = self.words.read().strip().splitlines()[-1:] or ["it said nothing"]
+            words = self.words.read().strip()
+            print(words[-2000:], file=sys.stderr)
+            last = words.splitlines()[-1:] or ["it said nothing"]
             self.error = _without_paths(f"exit status {self.worker.process.returncode}: {last[0]}")
             return {}
         finally:
@@ -125,7 +134,7 @@ class Beside(Script):
     rounds: int = 3
     threads: int = 2
     timeout: float = 900.0
-    """Seconds for one run of one program."""
+    """Seconds for loading a program with its first turn, and for each of its turns."""
 
     def compared(self, pairs: Iterable[tuple[Program, Program]], work: Work) -> Report:
         """What the pairs (peer, ours) give, written after every round."""
@@ -188,6 +197,8 @@ def _programs(name: str, script: str, given: tuple[str, ...]) -> list[Program]:
     if not given:
         return []
     python, *models = given
+    if shutil.which(python) is None:
+        raise SystemExit(f"{name}: the Python of its environment comes first, then its models; found {python!r}")
     found = []
     for model in models:
         ours, mark, path = model.partition("=")
@@ -249,7 +260,7 @@ def compared(
                     found[index].append(one)
                     for side, words in one.items():
                         say(f"    {side}: {outcome(words)}")
-        report = summarise(pairs, found, rounds=rounds, threads=threads, work=work)
+        report = summarise(pairs, found, rounds=number + 1, threads=threads, work=work)
         write_json(output, report)  # a long measurement may be stopped
     return report
 
@@ -453,9 +464,9 @@ EXPERTS = {
 
 
 def time_by_bytes(report: dict[str, Any], name: str) -> dict[str, Any]:
-    """Seconds a token of a mixed file over those on the line through its uniform files, for each round and in all.
+    """Seconds a token of a mixed file over those on the line through its uniform files, for each turn and in all.
 
-    `ratio` is that of the medians. A round has the mixed file once beside each uniform one; its mean counts.
+    `ratio` is that of the medians. The mixed file has a turn beside each uniform one; their mean counts.
     """
     pairs = [pair for pair in report["pairs"] if pair["hasten"] == name]
     own, sizes = pairs[0]["weight_bytes_per_token"]["hasten"], [p["weight_bytes_per_token"]["peer"] for p in pairs]

@@ -64,14 +64,15 @@ SUBJECTS = (
 
 
 def beside_others(report: Report) -> str:
-    """`compare.py programs`: ours and theirs, medians and the ratio of each round."""
+    """`compare.py programs`: ours and theirs, medians and the ratio of each round or turn."""
 
     def rounds(pair: Report, metric: str) -> str:
         worked = [one for one in pair["rounds"] if "error" not in one["peer"] and "error" not in one["hasten"]]
         return " ".join(f"{one['hasten'][metric] / one['peer'][metric]:.2f}" for one in worked)
 
-    head = ["ours / theirs", "decode, tokens/s", "ratio", "in each round", "share of the read bandwidth"]
-    head += ["prefill, tokens/s", "ratio", "in each round"]
+    each = "in each turn" if "turns" in report.get("protocol", {}) else "in each round"
+    head = ["ours / theirs", "decode, tokens/s", "ratio", each, "share of the read bandwidth"]
+    head += ["prefill, tokens/s", "ratio", each]
     rows = []
     for pair in report["pairs"]:
         ours, theirs, ratio = pair["median"]["hasten"], pair["median"]["peer"], pair["ratio"]
@@ -120,7 +121,7 @@ def by_bytes(report: Report) -> str:
             cells.append(f"{size / 1e6:.0f} MB, {speed:.1f}")
         rows.append([*cells, f"{one['ratio']:.2f}×", " ".join(f"{ratio:.2f}" for ratio in one["ratios"])])
     kinds = [their_format(pair["model"]) for pair in report["pairs"][:2]]
-    head = ["", "the mixed file", *(f"{kind} throughout" for kind in kinds), "time / predicted", "in each round"]
+    head = ["", "the mixed file", *(f"{kind} throughout" for kind in kinds), "time / predicted", "each"]
     return markdown(head, rows)
 
 

@@ -2,9 +2,9 @@
 
 import importlib.util
 import json
+import os
 import struct
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
@@ -168,7 +168,7 @@ def test_pairs_are_measured_in_turn_and_reported(scripts: dict[str, ModuleType],
 def test_a_short_comparison_from_end_to_end(
     scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], models: Path
 ) -> None:
-    """Progress before every run, the protocol given to every program, ours of one format told apart, the switch."""
+    """Progress at every pair and turn, the protocol given to all programs, two of ours in one format, the switch."""
     compare = scripts["compare"]
     for name in compare.AVX2_SWITCH:
         monkeypatch.setenv(name, "none" if name == "HASTEN_ISA" else "AVX2")
@@ -202,15 +202,20 @@ def test_a_program_that_ends_or_takes_too_long(scripts: dict[str, ModuleType], m
     compare = scripts["compare"]
     weary, slow = (stand_in(compare, "peer", 100.0, model=models / name) for name in ("weary", "slow"))
     with closing(compare.Living(weary, threads=2, timeout=60)) as living:
-        state = Path(f"/proc/{living.worker.process.pid}/stat")
-        while state.read_text().split()[2] != "T":  # it is stopped between turns: a signal takes a moment
-            time.sleep(0.01)
+        assert os.WIFSTOPPED(os.waitpid(living.worker.process.pid, os.WUNTRACED)[1]), "stopped between turns"
         assert [living.turn().get("decode"), living.turn(), living.turn()] == [
             100.0,
             *[{"error": "exit status 1: out of memory"}] * 2,
         ]
     with closing(compare.Living(slow, threads=2, timeout=2)) as living:
         assert living.turn() == {"error": "exit status -9: it said nothing"}
+    with closing(compare.Living(slow, threads=2, timeout=60)) as living:
+        living.worker.process.kill()
+        assert living.turn() == {"error": "exit status -9: it said nothing"}, "it ended while it was stopped"
+    with closing(compare.Living(slow, threads=2, timeout=60)) as living:
+        own = living.worker.process.pid
+    with pytest.raises(ProcessLookupError):
+        os.killpg(own, 0)
 
 
 def test_the_avx2_switch_is_recorded(scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,19 +239,20 @@ def test_reports_of_before_can_be_shown(scripts: dict[str, ModuleType]) -> None:
 def test_what_is_given_is_checked(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
     compare = scripts["compare"].Compare
     for options, message in (
-        ({"vllm": ("python", f"bf16={tmp_path}")}, "--hasten bf16=FOLDER is missing"),
+        ({"vllm": (sys.executable, f"bf16={tmp_path}")}, "--hasten bf16=FOLDER is missing"),
         ({"hasten": (f"bf16={tmp_path}",)}, "no peer is given"),
-        ({"llama_cpp": ("python", "file.gguf")}, "llama.cpp: a model is given as FORMAT=PATH"),
-        ({"ik_llama_cpp": ("python", "bf16=no.gguf")}, "ik_llama.cpp: a model is given as FORMAT=PATH"),
+        ({"llama_cpp": (sys.executable, "file.gguf")}, "llama.cpp: a model is given as FORMAT=PATH"),
+        ({"vllm": (f"bf16={tmp_path}",)}, "vLLM: the Python of its environment comes first"),
+        ({"ik_llama_cpp": (sys.executable, "bf16=no.gguf")}, "ik_llama.cpp: a model is given as FORMAT=PATH"),
         ({"hasten": (f"int4={tmp_path}",) * 2}, "two have one name"),
     ):
         with pytest.raises(SystemExit, match=message):
             compare(**options).pairs()
-    given = compare(hasten=(f"int4={tmp_path}",), openvino=("python", f"int4={tmp_path}", f"int4={tmp_path}"))
-    assert [(peer.command[0], ours.name) for peer, ours in given.pairs()] == [("python", "hasten")] * 2
+    given = compare(hasten=(f"int4={tmp_path}",), openvino=(sys.executable, f"int4={tmp_path}", f"int4={tmp_path}"))
+    assert [(peer.command[0], ours.name) for peer, ours in given.pairs()] == [(sys.executable, "hasten")] * 2
     both = compare(
         hasten=(f"int4-g32={tmp_path}", f"int4-g128={tmp_path}"),
-        ik_llama_cpp=("python", f"int4-g128={tmp_path}", f"int4-g32={tmp_path}"),
+        ik_llama_cpp=(sys.executable, f"int4-g128={tmp_path}", f"int4-g32={tmp_path}"),
     )
     found = both.pairs()
     assert [(peer.name, ours.ours, ours.format) for peer, ours in found] == [

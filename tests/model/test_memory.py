@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 import torch
@@ -111,6 +112,7 @@ def test_packed_layers_are_held_once_and_never_as_floats(benchmark, tmp_path, wr
         plain, out = tmp_path / f"plain-{layers}", tmp_path / f"{layers}"
         export_model(model, plain)
         write(model, plain, out)
+        rmtree(plain)
         size = sum(file.stat().st_size for file in out.glob("*.*") if file.suffix in (".safetensors", ".gguf"))
         found.append((benchmark.in_a_process(benchmark.LOAD, out)["peak_bytes"], size))
     (few_peak, few_size), (many_peak, many_size) = found

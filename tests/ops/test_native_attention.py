@@ -102,17 +102,26 @@ def explicit_bfloat16(q, k, v, window, softcap, sinks):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [PLAIN, RowFormat(8)], ids=str)
+@pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_query_gets_the_same_bits_alone_and_in_company(isa, window):
-    q, k, v = case(0, 2, 90, 700, 4, 2, 64, torch.bfloat16)
+def test_a_query_gets_the_same_bits_alone_and_in_company(isa, window, size, rows):
+    q, *kept = case(0, 2, 90, 700, 4, 2, size, torch.bfloat16)
+    k, v = (rows.write(t) for t in kept)
     lengths = [700, 613]
-    together = run(isa, q, k, v, lengths, window=window)
+    together = run(isa, q, k, v, lengths, window=window, rows=rows)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for b in range(2):
             for t in (0, 1, 44, 88, 89):
                 alone = run(
-                    isa, q[b : b + 1, t : t + 1], k[b : b + 1], v[b : b + 1], [lengths[b] - 89 + t], window=window
+                    isa,
+                    q[b : b + 1, t : t + 1],
+                    k[b : b + 1],
+                    v[b : b + 1],
+                    [lengths[b] - 89 + t],
+                    window=window,
+                    rows=rows,
                 )
                 assert torch.equal(alone[0, 0], together[b, t])
 

@@ -54,7 +54,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            start_new_session=True,
+            process_group=0,  # of this session: the system ends a stopped one when this process is gone
         )
 
     def send(self, line: str = "go") -> None:
@@ -78,7 +78,7 @@ class Worker:
 
     def close(self) -> None:
         """End it and what it has started."""
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):  # all are gone; on macOS, all have ended
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 

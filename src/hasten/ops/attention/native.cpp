@@ -197,7 +197,7 @@ bool AttentionPhases::span(const Piece& p, int64_t index, const Queries& queries
       if (together > 1) coming.tile.ask();  // packed before anything is multiplied
       if (as_they_lie) {
         tiles[count].k_rows = rows[now].k, tiles[count].v_rows = rows[now].v;
-        if (held == RowFormat::int8) take_scales(rows[now], tiles[count]);
+        if (held == RowFormat::int8) take_row_scales(rows[now], tiles[count]);
         continue;
       }
       auto pack = held == RowFormat::int4 ? pack_int4_tile : held == RowFormat::int8 ? pack_int8_tile : pack_tile;

@@ -92,8 +92,10 @@ inline void multiply(Multiplier&, const uint16_t* panel, const Operand* x, int64
 // (Not with AVX2, where sums of a piece go to memory more often: tried, 6% slower.)
 #if HASTEN_512 && !defined(__AMX_TILE__)
 #define HASTEN_TAKES_ROWS 1
-constexpr int64_t PIECE = 32;  // keys of values; values of keys are those of a line, 32 in bf16 and 64 in int8
-inline int64_t parts_of_rows(int64_t head_dim, bool int8) { return head_dim / PIECE * VECTORS * (int8 ? 3 : 4) / 2; }
+constexpr int64_t PIECE = 32;  // keys whose values are paired at a time. Of keys 64 bytes of each row are transposed at a time.
+inline int64_t parts_of_rows(int64_t head_dim, bool int8) {
+  return head_dim / (int8 ? 64 : 32) * VECTORS + head_dim / PANEL * (TILE_KEYS / PIECE) * VECTORS;
+}
 template <bool INT8, bool HALF>
 inline void multiply_keys(const Tile& tile, const Operand* q, int64_t head_dim, float* scores, int64_t lines,
                           TilePrefetcher& prefetcher) {

@@ -116,8 +116,8 @@ inline void interleave_int8(const uint8_t* a, const uint8_t* b, uint16_t* to) {
 }
 #endif
 
-// 64 values in int8 of 16 keys as 32 words of each key, in lines of a tile's 64: transposed four at a time and made wider
-// afterwards.
+// 64 int8 values of each of 16 keys as pairs in bf16: pair i of all keys goes to words + i · TILE_KEYS. They are transposed
+// four values at a time and made wider afterwards.
 inline void transpose_int8(const uint32_t* const* rows, uint32_t* words) {
   alignas(64) uint32_t quads[16][16];  // [four values][key]
   transpose16(rows, quads[0], 16);
@@ -244,7 +244,7 @@ inline void pack_tile(TileRows& tile, int64_t padded, bool few, Tile& out) {
 }
 
 // The scales of int8 rows.
-inline void take_scales(const TileRows& rows, Tile& out) {
+inline void take_row_scales(const TileRows& rows, Tile& out) {
   for (int64_t j = 0; j < TILE_KEYS; j++) {
     out.k_scales[j] = scale_of(rows.k[j], rows.head_dim);
     out.v_scales[j] = scale_of(rows.v[j], rows.head_dim);
@@ -272,7 +272,7 @@ inline void pack_int8_tile(TileRows& tile, int64_t padded, bool few, Tile& out) 
       }
       transpose_int8(rows, words + d / 2 * TILE_KEYS + j);
     }
-  take_scales(tile, out);
+  take_row_scales(tile, out);
 #if HASTEN_512
   for (int64_t d = 0; d < padded; d += PANEL)
     for (int64_t j = 0; j < TILE_KEYS; j += 2) {

@@ -19,11 +19,7 @@ struct RowTarget {
   RowTarget(int64_t row, float* to) : first(int(row % PANEL / LANES)), last(first + 1), lane(int(row % LANES)), to(to) {}
   const int first, last, lane;
   float* const to;
-  void put(int64_t k, int, F32 value) const {
-    alignas(64) float lanes[LANES];
-    store(lanes, value);
-    to[k] = lanes[lane];
-  }
+  void put(int64_t k, int, F32 value) const { to[k] = value[lane]; }
 };
 
 // A panel's values of K from `from` on, scaled; k at or past `end` is padding.
