@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -64,13 +64,18 @@ SUBJECTS = (
 
 
 def beside_others(report: Report) -> str:
-    """`compare.py programs`: ours and theirs, medians and the ratio of each round or turn."""
+    """`compare.py programs`: ours and theirs, medians, and the ratio of each round, or of turns the quartiles."""
+    by_turns = "turns" in report.get("protocol", {})
 
     def rounds(pair: Report, metric: str) -> str:
         worked = [one for one in pair["rounds"] if "error" not in one["peer"] and "error" not in one["hasten"]]
-        return " ".join(f"{one['hasten'][metric] / one['peer'][metric]:.2f}" for one in worked)
+        ratios = [one["hasten"][metric] / one["peer"][metric] for one in worked]
+        if by_turns and len(ratios) > 1:
+            low, middle, high = quantiles(ratios, n=4)
+            return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        return " ".join(f"{ratio:.2f}" for ratio in ratios)
 
-    each = "in each turn" if "turns" in report.get("protocol", {}) else "in each round"
+    each = "turn by turn" if by_turns else "in each round"
     head = ["ours / theirs", "decode, tokens/s", "ratio", each, "share of the read bandwidth"]
     head += ["prefill, tokens/s", "ratio", each]
     rows = []

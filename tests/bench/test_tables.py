@@ -67,6 +67,19 @@ def test_a_mixed_file_is_held_against_the_line_through_uniform_ones():
     assert "| small | 150 MB, 0.6 tokens/s | 200 MB, 0.5 | 100 MB, 1.0 | 1.10× | 1.10 |" in tables.by_bytes(report)
 
 
+def test_ratios_of_turns_are_shown_by_their_quartiles():
+    def side(speed):
+        return {"decode": speed, "prefill": 10 * speed, "share_of_bandwidth": 0.5}
+
+    turns = [{"peer": side(1.0), "hasten": side(speed)} for speed in (0.1, 1.0, 1.2, 1.4, 9.0)]
+    pair = {"hasten": "Q4_0", "peer": "other", "model": "m-Q4_0.gguf", "rounds": turns, "median": turns[2]}
+    pair["ratio"] = {"decode": 1.2, "prefill": 1.2}
+    by_rounds, by_turns = {"pairs": [pair]}, {"pairs": [pair], "protocol": {"turns": 5}}
+    assert "| 1.20× | 0.10 1.00 1.20 1.40 9.00 |" in tables.beside_others(by_rounds)
+    assert "| ratio | turn by turn |" in tables.beside_others(by_turns)
+    assert "| 1.20× | 1.20 (0.55 to 5.20) | 50% / 50% |" in tables.beside_others(by_turns)
+
+
 def test_plans_in_the_wrong_order_and_far_off_are_named():
     from plan_ranks import order, plan_ranks
 
