@@ -27,7 +27,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # a child of triton_cases.run_int
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the files whose tests take minutes, so that no worker is left alone with one of them in the end."""
+    """Mark what is only slow on some instruction sets, and begin with the files whose tests take minutes, so that no
+    worker is left alone with one of them in the end."""
+    from instruction_sets import RARE
+
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(isinstance(value, str) and value in RARE for value in values):
+            item.add_marker("slow")
     minutes = dict.fromkeys((item.path for item in items), 0)
     for item in items:
         for mark in (*item.iter_markers("slow"), *item.iter_markers("real")):
