@@ -133,6 +133,7 @@ def test_ranks_in_turn_average_as_ranks_over_a_network_do():
         torch.testing.assert_close(torch.tensor(json.loads(output.splitlines()[-1])), wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow  # two ranks train
 def test_ranks_in_turn_train_as_two_ranks_do(tmp_path):
     """The same losses as `hasten train` on two ranks, through the warm-up and after it."""
     recipe = OneBit(steps=20, layers=1, hidden_size=32).contestant("onebit-adam", 0.5).recipe

@@ -19,6 +19,7 @@ from hasten.machine import available_cores
 from hasten.replicas.settings import ReplicaSettings
 
 
+@pytest.mark.slow  # a server in a process of its own
 def test_the_server_runs_with_what_was_planned(tiny_folder):
     degree = "2" if available_cores().physical > 1 else "1"
     auto = ["--devices", "auto", "--quantize", "int8", "--tensor-parallel", degree, "--cache-gib", "0.02"]

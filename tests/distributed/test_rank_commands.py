@@ -120,6 +120,7 @@ def test_compiled_shares_and_drafts_of_the_whole_model_change_no_token(options, 
     assert json.loads(out.read_text())["tokens"] == alone[0].tokens
 
 
+@pytest.mark.slow  # commands of several processes
 def test_a_chat_in_two_ranks_says_what_one_process_says(tiny_folder):
     lines = "hello\nfor name in names, \u00fc\n/clear\nand again\n"
     settings = ["--temperature", "0", "--max-new-tokens", "10", "--ignore-eos", "--dtype", "float32"]

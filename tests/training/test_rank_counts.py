@@ -8,6 +8,8 @@ import pytest
 
 import ranks
 
+pytestmark = pytest.mark.slow  # twelve trainings of two ranks
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CHILD = textwrap.dedent("""
     import sys
