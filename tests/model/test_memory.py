@@ -117,7 +117,7 @@ def test_packed_layers_are_held_once_and_never_as_floats(benchmark, tmp_path, wr
         found.append((benchmark.in_a_process(benchmark.LOAD, out)["peak_bytes"], size))
     (few_peak, few_size), (many_peak, many_size) = found
     assert many_size - few_size > 120e6
-    assert (many_peak - few_peak) / (many_size - few_size) < 1.15, found
+    assert (many_peak - few_peak) / (many_size - few_size) < 1.2, found
 
 
 def test_loading_does_not_import_the_compiler(tmp_path):
