@@ -27,8 +27,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # a child of triton_cases.run_int
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what is only slow on some instruction sets, and begin with the files whose tests take minutes, so that no
-    worker is left alone with one of them in the end."""
+    """Mark tests of rare instruction sets as slow, and begin with the files whose tests take minutes.
+
+    Then no worker is left alone with one of these files in the end.
+    """
     from instruction_sets import RARE
 
     for item in items:

@@ -18,5 +18,5 @@ def _tested() -> tuple[str, ...]:
 
 
 ISAS = _tested()
-# Of which compiling and running is left to `make test-slow`: they are the first one's code with fewer instructions.
+# Sets that only `make test-slow` compiles and tests: they run the first one's code with fewer instructions.
 RARE = frozenset(ISAS[1:]) - {"avx2", "portable"}

@@ -54,7 +54,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            process_group=0,  # of this session: the system ends a stopped one when this process is gone
+            process_group=0,  # in this session: if this process dies, the system ends the stopped ones
         )
 
     def send(self, line: str = "go") -> None:
