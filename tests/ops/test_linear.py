@@ -57,6 +57,8 @@ def test_errs_at_most_twice_plain_pytorch(isa, case, n, k, rows, dtype, scale_dt
         ("int4", 128, "int8"),
         ("int4", 64, "float"),
         ("int8", 32, "int8"),
+        ("int8", 96, "int8"),
+        ("int4", 160, "float"),
     ],
 )
 def test_a_row_is_the_same_bits_in_any_company(isa, format, group_size, activations):

@@ -1,5 +1,6 @@
 // The products with a panel by AMX.
 #include "amx.h"
+#include "unpack.h"
 
 #if defined(__AMX_TILE__)
 namespace hasten {
@@ -20,59 +21,94 @@ void amx_sums(const void* panel, const void* x, int64_t stride, int64_t rows, in
 template void amx_sums<Dot::bf16>(const void*, const void*, int64_t, int64_t, int64_t, void*);
 template void amx_sums<Dot::s8u8>(const void*, const void*, int64_t, int64_t, int64_t, void*);
 
-constexpr int64_t AMX_INT4_VALUES = 512;  // of K that are made bytes at a time, for many rows
-
-// A few groups as signed bytes, which stay in the first-level cache, then 32 rows at a time.
-void amx_int4(const Weight& w, const uint8_t* lines, int64_t panel, const Rows& x, int64_t from_row, int64_t rows,
-              float* sums) {
+// The lines of a group as signed bytes, its zero points taken away, and zeros behind them up to `end`.
+template <Format F>
+static void signed_lines(const Groups& some, int64_t group, int8_t* to, const int8_t* end) {
   typedef int8_t Bytes __attribute__((vector_size(64)));
-  const int64_t steps = (w.group + AMX_BYTES - 1) / AMX_BYTES, size = steps * AMX_LINES;
-  // Few rows wait for memory, which goes on while a group is multiplied.
-  const int64_t block = rows <= 2 * AMX_ROWS ? 1 : std::max<int64_t>(1, AMX_INT4_VALUES / w.group);
-  int8_t* bytes = scratch<int8_t, 14>(block * size);
-  float* scales = scratch<float, 15>(block * PANEL);
-  AmxTiles tiles;
-  for (int64_t g0 = 0; g0 < x.groups; g0 += block) {
-    const int64_t g1 = std::min(x.groups, g0 + block);
-    for (int64_t g = g0; g < g1; g++) {
-      const int64_t at = (panel * x.groups + g) * PANEL;
-      const uint8_t* from = lines + g * w.group / 2 * PANEL;
-      int8_t* to = bytes + (g - g0) * size;
-      Bytes zero[VECTORS];
-      for (int v = 0; v < VECTORS; v++) {
-        zero[v] = w.zeros ? (Bytes)(load_int8(w.zeros + at + v * LANES) * 0x01010101) : Bytes{} + 8;
-        store(scales + (g - g0) * PANEL + v * LANES, load_scale(w.scales, w.scale_type, at + v * LANES));
+  constexpr int each = F == Format::int4 ? 2 : 1;  // lines of bytes from one
+  const int64_t steps = some.size / (4 * each);
+  const uint8_t* from = some.lines + group * steps * PANEL * 4;
+  const int64_t ahead = some.next - some.lines + AHEAD;
+  Bytes zero[VECTORS];
+  for (int v = 0; v < VECTORS; v++)
+    zero[v] = some.zeros ? (Bytes)(load_int8(some.zeros + group * PANEL + v * LANES) * 0x01010101) : Bytes{} + int8_t(some.middle);
+  for (int64_t s = 0; s < steps; s++, from += PANEL * 4, to += each * PANEL * 4)
+    for (int v = 0; v < VECTORS; v++) {
+      __builtin_prefetch(from + v * 64 + ahead);
+      const U32 own = load_line(from + v * 64);
+      if constexpr (F == Format::int8) {
+        store_line(to + v * 64, own ^ 0x80808080u);
+      } else {
+        const Bytes low = (Bytes)(own & 0x0f0f0f0fu) - zero[v], high = (Bytes)((own >> 4) & 0x0f0f0f0fu) - zero[v];
+        std::memcpy(to + v * 64, &low, 64);
+        std::memcpy(to + PANEL * 4 + v * 64, &high, 64);
       }
-      for (int64_t s = 0; s < w.group / 8; s++, from += PANEL * 4, to += 2 * PANEL * 4)
-        for (int v = 0; v < VECTORS; v++) {
-          __builtin_prefetch(from + v * 64 + AHEAD);
-          const U32 both = load_line(from + v * 64);
-          const Bytes low = (Bytes)(both & 0x0f0f0f0fu) - zero[v], high = (Bytes)((both >> 4) & 0x0f0f0f0fu) - zero[v];
-          std::memcpy(to + v * 64, &low, 64);
-          std::memcpy(to + (VECTORS + v) * 64, &high, 64);
-        }
-      // A step that reaches into the next group of x multiplies it with zeros.
-      std::memset(to, 0, size - w.group * PANEL);
     }
-    alignas(64) int32_t acc[2 * AMX_ROWS * PANEL];
-    for (int64_t m = 0; m < rows; m += 2 * AMX_ROWS) {
-      const int64_t count = std::min(2 * AMX_ROWS, rows - m);
-      for (int64_t g = g0; g < g1; g++) {
-        amx_product<Dot::s8s8, false>(tiles, bytes + (g - g0) * size,
-                                      x.q + (from_row + m) * x.stride + g * w.group, x.stride, count, steps, acc, true);
-        F32 scale[VECTORS];
-        for (int v = 0; v < VECTORS; v++) scale[v] = load(scales + (g - g0) * PANEL + v * LANES);
-        for (int64_t i = 0; i < count; i++) {
-          const float own = x.scales[g * x.rows + from_row + m + i];
-          for (int v = 0; v < VECTORS; v++) {
-            float* out = sums + (m + i) * PANEL + v * LANES;
-            store(out, multiply_add(to_float(load(acc + i * PANEL + v * LANES)), scale[v] * own, g ? load(out) : F32{}));
-          }
-        }
+  if (to < end) std::memset(to, 0, end - to);
+}
+
+constexpr int64_t AMX_VALUES = 256;  // of K that are made bytes at a time: 16 KB
+constexpr int64_t AMX_GROUPS = 4;    // whose products are scaled and added at a time
+
+// sums [rows][64] += scales · own · products, [group][16][64], group after group. Asks for `next`.
+template <int GROUPS>
+static void add_products(const int32_t* products, const float* scales, const float* own, int64_t own_stride, int64_t rows,
+                         float* sums, RowsAhead<false>& next) {
+  for (int half = 0; half < VECTORS; half += 2) {
+    F32 scale[GROUPS][2];
+    for (int g = 0; g < GROUPS; g++)
+      for (int v = 0; v < 2; v++) scale[g][v] = load(scales + g * PANEL + (half + v) * LANES);
+    for (int64_t i = 0; i < rows; i++) {
+      next.ask(1);
+      for (int v = 0; v < 2; v++) {
+        float* out = sums + i * PANEL + (half + v) * LANES;
+        F32 sum = load(out);
+        for (int g = 0; g < GROUPS; g++)
+          sum = multiply_add(to_float(load(products + (g * AMX_ROWS + i) * PANEL + (half + v) * LANES)),
+                             scale[g][v] * own[g * own_stride + i], sum);
+        store(out, sum);
       }
     }
   }
 }
+
+template <Format F>
+void amx_groups(AmxTiles& tiles, const Groups& some, const Rows& x, int64_t from_row, int64_t rows, float* sums) {
+  const int64_t depth = std::min(some.size, AMX_BYTES), steps = (some.size + depth - 1) / depth;
+  const int64_t size = steps * depth * PANEL;  // bytes of a group
+  // Few rows wait for memory, which goes on while they are multiplied.
+  const int64_t block = std::clamp<int64_t>((rows <= 2 * AMX_ROWS ? AMX_VALUES / 2 : AMX_VALUES) / some.size, 1, some.count);
+  int8_t* bytes = scratch<int8_t, 14>(block * size);
+  float* scales = scratch<float, 15>(block * PANEL);
+  int32_t* products = scratch<int32_t, 27>(AMX_GROUPS * AMX_ROWS * PANEL);
+  const char* from = reinterpret_cast<const char*>((F == Format::int4 ? x.q : x.bytes) + from_row * x.stride);
+  for (int64_t g0 = 0; g0 < some.count; g0 += block) {
+    const int64_t count = std::min(block, some.count - g0), first = some.first + g0;
+    for (int64_t g = 0; g < count; g++) {
+      signed_lines<F>(some, g0 + g, bytes + g * size, bytes + (g + 1) * size);
+      for (int64_t i = 0; i < PANEL; i += LANES)
+        store(scales + g * PANEL + i, load_scale(some.scales, some.scale_type, (g0 + g) * PANEL + i));
+    }
+    for (int64_t m = 0; m < rows; m += AMX_ROWS) {
+      const int64_t own_rows = std::min(AMX_ROWS, rows - m);
+      const char* own = from + m * x.stride + first * some.size;
+      RowsAhead<false> next{own + AMX_ROWS * x.stride, count * some.size, x.stride, std::min(AMX_ROWS, rows - m - own_rows)};
+      tiles.shape(own_rows, depth);
+      for (int64_t g = 0; g < count; g += AMX_GROUPS) {
+        before_tile_loads();
+        with_count<AMX_GROUPS>(std::min(AMX_GROUPS, count - g), [&](auto groups) {
+          for (int64_t i = 0; i < groups; i++)
+            amx_few<Dot::s8s8, false>(reinterpret_cast<const char*>(bytes + (g + i) * size), own + (g + i) * some.size, x.stride,
+                                      steps, reinterpret_cast<char*>(products + i * AMX_ROWS * PANEL), true);
+          add_products<groups>(products, scales + g * PANEL, x.scales + (first + g) * x.rows + from_row + m, x.rows, own_rows,
+                               sums + m * PANEL, next);
+        });
+      }
+    }
+  }
+}
+template void amx_groups<Format::int4>(AmxTiles&, const Groups&, const Rows&, int64_t, int64_t, float*);
+template void amx_groups<Format::int8>(AmxTiles&, const Groups&, const Rows&, int64_t, int64_t, float*);
 
 }  // namespace hasten
 #endif

@@ -19,7 +19,8 @@ constexpr int64_t AMX_BYTES = 64;              // of a tile's row: 32 bf16 or 64
 constexpr int64_t AMX_ROWS = 16;               // of x in a tile
 constexpr int64_t AMX_LINES = 16 * PANEL * 4;  // bytes of a panel that one step takes
 
-// The shapes of the eight tiles, for products of up to 32 rows of x: tiles 0 … 3 are sums, 4 and 5 x, 6 and 7 weights.
+// The shapes of the eight tiles, for products of up to 32 rows of x: tiles 0 … 3 are sums, 4 and 5 x, 6 and 7 weights. With
+// up to 16 rows tile 5 is free, and as large as weights are.
 // While it lives, this thread's tiles are in use; the system saves less for a thread that has given them back.
 class AmxTiles {
  public:
@@ -28,9 +29,10 @@ class AmxTiles {
   ~AmxTiles() {
     if (rows_) _tile_release();
   }
-  void shape(int64_t rows) {
-    if (rows == rows_) return;
-    rows_ = rows;
+  // rows: of x. depth: bytes of x's rows and of weights that a step multiplies.
+  void shape(int64_t rows, int64_t depth = AMX_BYTES) {
+    if (rows == rows_ && depth == depth_) return;
+    rows_ = rows, depth_ = depth;
     struct alignas(64) {
       uint8_t palette = 1, start = 0, reserved[14] = {};
       uint16_t bytes[16] = {};
@@ -39,15 +41,15 @@ class AmxTiles {
     const uint8_t upper = uint8_t(std::min(rows, AMX_ROWS)), lower = uint8_t(std::max<int64_t>(1, rows - AMX_ROWS));
     const bool one = rows <= AMX_ROWS;
     for (int t = 0; t < 8; t++) {
-      config.bytes[t] = AMX_BYTES;
-      config.rows[t] = t >= 6 ? 16 : one || t == 0 || t == 1 || t == 4 ? upper : lower;
+      config.bytes[t] = uint16_t(t == 4 || t == 5 ? depth : AMX_BYTES);
+      config.rows[t] = t >= 6 || (one && t == 5) ? uint8_t(depth / 4) : one || t == 0 || t == 1 || t == 4 ? upper : lower;
     }
     asm volatile("" ::"r"(&config) : "memory");  // or g++ drops what it writes there
     _tile_loadconfig(&config);
   }
 
  private:
-  int64_t rows_ = 0;
+  int64_t rows_ = 0, depth_ = 0;
 };
 
 // g++'s intrinsics that load tiles do not tell the compiler that they read memory, so what was written before must be
@@ -147,16 +149,20 @@ inline void amx_product(AmxTiles& tiles, const void* w, const void* x, int64_t s
 }
 
 // Rows of planes from which AMX is quicker than AVX-512's dot products: integer sums are exact, so both give the same
-// bits. (bf16 products take it for any number of rows.)
-constexpr int64_t AMX_INT8_ROWS = 3, AMX_INT4_ROWS = 6;
+// bits. (bf16 products take it for any number of rows.) Int8 with a scale a row, int4 as it is stored, and all others, which
+// have to be made signed bytes first.
+constexpr int64_t AMX_INT8_ROWS = 3, AMX_INT4_ROWS = 6, AMX_GROUP_ROWS = 48;
 
 // sums [rows][64] of x's rows, `bytes` long and `stride` bytes apart, with a panel; the last bytes % 64 are left out.
 template <Dot D>
 void amx_sums(const void* panel, const void* x, int64_t stride, int64_t rows, int64_t bytes, void* sums);
 
-// sums [rows][64] of rows of planes from `from_row` on with a panel of int4 weights, scaled.
-void amx_int4(const Weight& w, const uint8_t* lines, int64_t panel, const Rows& x, int64_t from_row, int64_t rows,
-              float* sums);
+struct Groups;
+
+// sums [rows][64] += the products of rows of planes from `from_row` on with some groups of a panel, scaled. F: of the
+// groups' lines, int4 or int8.
+template <Format F>
+void amx_groups(AmxTiles& tiles, const Groups& some, const Rows& x, int64_t from_row, int64_t rows, float* sums);
 
 }  // namespace hasten
 #endif
