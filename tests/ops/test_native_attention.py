@@ -154,23 +154,24 @@ def test_long_prompts_have_the_bits_of_single_queries(isa, seed, tokens, before,
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_block_table_reads_what_a_contiguous_cache_holds(isa):
-    q, k, v = case(1, 2, 5, 96, 4, 2, 32, torch.float32)
+@pytest.mark.parametrize(("tokens", "size", "block"), [(5, 32, 16), (1, 64, 16), (5, 64, 8), (1, 128, 6)])
+def test_block_table_reads_what_a_contiguous_cache_holds(isa, tokens, size, block):
+    q, k, v = case(1, 2, tokens, 96, 4, 2, size, torch.float32)
     lengths = [93, 40]
     expected = run(isa, q, k, v, lengths)
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))  # 2 sequences × 6 blocks of 16
-    blocks_k, blocks_v = (t.reshape(12, 16, 2, 32)[order.argsort()].flatten(0, 1) for t in (k, v))
+    order = torch.randperm(192 // block, generator=torch.Generator().manual_seed(0))
+    blocks_k, blocks_v = (t.reshape(len(order), block, 2, size)[order.argsort()].flatten(0, 1) for t in (k, v))
     found = library(isa).ops.attention(
         q.flatten(0, 1),
         blocks_k.contiguous(),
         blocks_v.contiguous(),
-        torch.tensor([0, 5, 10]),
+        torch.tensor([0, tokens, 2 * tokens]),
         torch.tensor(lengths),
         None,
-        order.view(2, 6),
-        16,
+        order.view(2, -1),
+        block,
         False,
-        32**-0.5,
+        size**-0.5,
         0,
         0.0,
     )

@@ -108,8 +108,13 @@ void AttentionPhases::whole_piece(const Piece& p, const Piece& follower, Prefetc
   finish(p, whole);
 }
 
+// Whether a piece of `lines` lines takes keys and values as they lie.
+bool AttentionPhases::takes_rows(int64_t lines) const {
+  return lines <= FEW_LINES && held != RowFormat::int4 && kv.head_dim == padded;
+}
+
 Queries AttentionPhases::gather(const Piece& p) const {
-  const Queries queries{scratch<Operand, 10>(most * padded), scratch<int64_t, 11>(most),
+  const Queries queries{scratch<Operand, 10>(most * padded), scratch<uint32_t, 28>(padded / 2 * LANES), scratch<int64_t, 11>(most),
                         pattern ? scratch<const bool*, 20>(most) : nullptr};
   const int64_t d = kv.head_dim;
   Operand* lines = queries.values;
@@ -132,6 +137,17 @@ Queries AttentionPhases::gather(const Piece& p) const {
       if (pattern) queries.row[line] = pattern->row(p.head * group + g, p.position + t);
     }
   }
+#if defined(__AMX_TILE__)
+  if (const int64_t count = p.tokens * group; takes_rows(count)) {
+    alignas(64) static const uint32_t zeros[LARGEST_ROW / 2] = {};
+    for (int64_t d = 0; d < padded / 2; d += LANES) {
+      const uint32_t* rows[LANES];
+      for (int i = 0; i < LANES; i++)
+        rows[i] = (i < count ? reinterpret_cast<const uint32_t*>(queries.values + i * padded) : zeros) + d;
+      transpose16(rows, queries.pairs + d * LANES, LANES);
+    }
+  }
+#endif
   return queries;
 }
 
@@ -179,7 +195,7 @@ bool AttentionPhases::span(const Piece& p, int64_t index, const Queries& queries
   // All that see nothing of the span: those that are left standing beside others are not written either.
   clear(lines, std::max<int64_t>(0, seen[0].begin - p.position) * group);
   Tile tiles[TILES];
-  const bool as_they_lie = HASTEN_TAKES_ROWS && held != RowFormat::int4 && lines.count <= TOGETHER && kv.head_dim == padded;
+  const bool as_they_lie = takes_rows(lines.count);
   const int64_t parts = as_they_lie ? parts_of_rows(padded, held == RowFormat::int8) : parts_of(lines.count, padded);
   TileRows rows[2];
   rows[0].find(kv, p.sequence, p.head, seen[0].begin, end);
@@ -203,7 +219,7 @@ bool AttentionPhases::span(const Piece& p, int64_t index, const Queries& queries
       auto pack = held == RowFormat::int4 ? pack_int4_tile : held == RowFormat::int8 ? pack_int8_tile : pack_tile;
       pack(rows[now], padded, lines.count <= 2 * TOGETHER, tiles[count]);
     }
-    const Attended what{queries.values + skip * padded, queries.position + skip, first == 0, tiles, count, how};
+    const Attended what{queries.values + skip * padded, queries.pairs, queries.position + skip, first == 0, tiles, count, how};
     (held == RowFormat::int8 ? attend_tiles<true> : attend_tiles<false>)(what, lines.from(skip), coming);
   }
   return true;

@@ -55,6 +55,17 @@ struct Scores {
   int64_t window;        // 0: none
 };
 
+// What some tiles of keys are to all lines of a piece.
+struct Attended {
+  const Operand* q;         // [lines][padded]
+  const uint32_t* pairs;    // the same as [padded/2][16] words of two values, where AMX takes keys as they lie
+  const int64_t* position;  // of each line's query, ascending: the last of some lines sees most
+  bool fresh;               // the lines' values are not yet written
+  const Tile* tiles;
+  int64_t count;
+  const Scores& how;
+};
+
 // sums[line][64] (+)= panel · x for lines of x, `size` values long; of the panel's 64 rows only 32 with HALF. Between its
 // parts it asks for the next tile.
 #if defined(__AMX_TILE__)
@@ -90,15 +101,64 @@ inline void multiply(Multiplier&, const uint16_t* panel, const Operand* x, int64
 // Few lines take keys and values as they lie, a piece at a time of a size that stays in the first-level cache: a whole tile
 // would be written to the second-level cache and read again. The sums are those of a packed tile, bit by bit.
 // (Not with AVX2, where sums of a piece go to memory more often: tried, 6% slower.)
-#if HASTEN_512 && !defined(__AMX_TILE__)
-#define HASTEN_TAKES_ROWS 1
+#if defined(__AMX_TILE__)
+constexpr int64_t FEW_LINES = AMX_ROWS;
+constexpr int64_t PIECE = TILE_KEYS;  // keys whose values are paired at a time
+inline int64_t parts_of_rows(int64_t head_dim, bool) {
+  return head_dim / 32 * VECTORS + head_dim / PANEL * VECTORS;
+}
+// Keys are what products take by rows, and queries what they take by pairs: the same products and sums, so that keys need
+// not be transposed.
+template <bool INT8, bool HALF>
+inline void multiply_keys(AmxTiles& tiles, const Tile& tile, const Attended& what, int64_t head_dim, float* scores,
+                          int64_t lines, TilePrefetcher& prefetcher) {
+  constexpr int64_t width = INT8 ? 1 : 2, row = LARGEST_ROW * 2;
+  alignas(64) uint8_t copied[LANES * row];
+  alignas(64) float turned[LANES * LANES];  // [key][line]
+  tiles.shape(lines);
+  for (int64_t j = 0; j < (HALF ? TILE_KEYS / 2 : TILE_KEYS); j += LANES) {
+    const uint8_t* const* keys = tile.k_rows + j;
+    const uint8_t* from = keys[0];
+    int64_t stride = keys[1] - keys[0];
+    bool even = !INT8;
+    for (int i = 2; i < LANES; i++) even &= keys[i] == from + i * stride;
+    if (!even) {
+      for (int i = 0; i < LANES; i++) {
+        if constexpr (INT8)
+          for (int64_t d = 0; d < head_dim; d += 2 * LANES)
+            store_operand(reinterpret_cast<Operand*>(copied + i * row) + d, to_float(load_int8(keys[i] + d)),
+                          to_float(load_int8(keys[i] + d + LANES)));
+        else std::memcpy(copied + i * row, keys[i], head_dim * width);
+      }
+      from = copied, stride = row;
+    }
+    before_tile_loads();
+    _tile_zero(5);
+    for (int64_t d = 0; d < head_dim; d += 32) {
+      prefetcher.ask();
+      _tile_loadd(6, from + 2 * d, stride);
+      _tile_loadd(7, what.pairs + d / 2 * LANES, 64);
+      _tile_dpbf16ps(5, 6, 7);
+    }
+    _tile_stored(5, turned, 64);
+    const uint32_t* words[LANES];
+    for (int i = 0; i < LANES; i++) words[i] = reinterpret_cast<const uint32_t*>(turned + i * LANES);
+    transpose16(words, reinterpret_cast<uint32_t*>(scores + j), PANEL);
+  }
+}
+inline void multiply_pairs(AmxTiles& tiles, const uint16_t* pairs, const Operand* weights, int64_t keys, float* sums,
+                           int64_t lines, bool fresh) {
+  amx_product<Dot::bf16, false>(tiles, pairs, weights, PANEL * 2, lines, keys * 2 / AMX_BYTES, sums, fresh);
+}
+#elif HASTEN_512
+constexpr int64_t FEW_LINES = TOGETHER;
 constexpr int64_t PIECE = 32;  // keys whose values are paired at a time. Of keys 64 bytes of each row are transposed at a time.
 inline int64_t parts_of_rows(int64_t head_dim, bool int8) {
   return head_dim / (int8 ? 64 : 32) * VECTORS + head_dim / PANEL * (TILE_KEYS / PIECE) * VECTORS;
 }
 template <bool INT8, bool HALF>
-inline void multiply_keys(const Tile& tile, const Operand* q, int64_t head_dim, float* scores, int64_t lines,
-                          TilePrefetcher& prefetcher) {
+inline void multiply_keys(Multiplier&, const Tile& tile, const Attended& what, int64_t head_dim, float* scores,
+                          int64_t lines, TilePrefetcher& prefetcher) {
   constexpr int vectors = HALF ? VECTORS / 2 : VECTORS;
   constexpr int64_t width = INT8 ? 1 : 2, values = 64 / width;
   alignas(64) uint32_t words[values / 2 * TILE_KEYS];
@@ -111,47 +171,53 @@ inline void multiply_keys(const Tile& tile, const Operand* q, int64_t head_dim, 
     }
     const auto* panel = reinterpret_cast<const uint16_t*>(words);
     with_count<TOGETHER>(lines, [&](auto count) {
-      tile_bf16<count, vectors>(panel, q + d, head_dim, values / 2, scores, d == 0);
+      tile_bf16<count, vectors>(panel, what.q + d, head_dim, values / 2, scores, d == 0);
     });
   }
 }
+inline void multiply_pairs(Multiplier&, const uint16_t* pairs, const Operand* weights, int64_t keys, float* sums,
+                           int64_t lines, bool fresh) {
+  with_count<TOGETHER>(lines, [&](auto count) { tile_bf16<count, VECTORS>(pairs, weights, PANEL, keys / 2, sums, fresh); });
+}
+#else
+constexpr int64_t FEW_LINES = 0;
+inline int64_t parts_of_rows(int64_t, bool) { return 1; }
+#endif
+
+#if HASTEN_512
 // sums[line][64] (+)= weights · 64 values, from `at` on, of a tile's first `keys`.
 template <bool INT8>
-inline void multiply_rows(const Tile& tile, int64_t at, const Operand* weights, int64_t keys, float* sums, int64_t lines,
-                          bool fresh, TilePrefetcher& prefetcher) {
+inline void multiply_rows(Multiplier& multiplier, const Tile& tile, int64_t at, const Operand* weights, int64_t keys,
+                          float* sums, int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
   constexpr int64_t width = INT8 ? 1 : 2;
   alignas(64) uint16_t pairs[PIECE * PANEL];
   for (int64_t j = 0; j < keys; j += PIECE) {
-    for (int64_t i = 0; i < PIECE; i += 2) {
+    const int64_t some = std::min(PIECE, keys - j);
+    for (int64_t i = 0; i < some; i += 2) {
       if (i % (PIECE / VECTORS) == 0) prefetcher.ask();
       const uint8_t *a = tile.v_rows[j + i] + width * at, *b = tile.v_rows[j + i + 1] + width * at;
       INT8 ? interleave_int8(a, b, pairs + i * PANEL) : interleave(a, b, pairs + i * PANEL);
     }
-    with_count<TOGETHER>(lines, [&](auto count) {
-      tile_bf16<count, VECTORS>(pairs, weights + j, PANEL, PIECE / 2, sums, fresh && j == 0);
-    });
+    multiply_pairs(multiplier, pairs, weights + j, some, sums, lines, fresh && j == 0);
   }
 }
-#else
-#define HASTEN_TAKES_ROWS 0
-inline int64_t parts_of_rows(int64_t, bool) { return 1; }
 #endif
 
 // scores[line][64] = q · k of a tile's keys, of the first 32 with HALF.
 template <bool INT8, bool HALF>
-inline void score(Multiplier& tiles, const Tile& tile, const Operand* q, int64_t size, float* scores, int64_t lines,
-                  TilePrefetcher& prefetcher) {
-#if HASTEN_TAKES_ROWS
-  if (tile.k_rows) return multiply_keys<INT8, HALF>(tile, q, size, scores, lines, prefetcher);
+inline void score(Multiplier& tiles, const Tile& tile, const Attended& what, int64_t line, int64_t size, float* scores,
+                  int64_t lines, TilePrefetcher& prefetcher) {
+#if HASTEN_512
+  if (tile.k_rows) return multiply_keys<INT8, HALF>(tiles, tile, what, size, scores, lines, prefetcher);
 #endif
-  multiply<HALF>(tiles, tile.k, q, size, size, scores, lines, true, prefetcher);
+  multiply<HALF>(tiles, tile.k, what.q + line * size, size, size, scores, lines, true, prefetcher);
 }
 #if HASTEN_512
 template <bool INT8>
 inline void multiply_values(Multiplier& tiles, const Tile& tile, int64_t panel, const Operand* weights,
                             int64_t keys, float* sums, int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
-#if HASTEN_TAKES_ROWS
-  if (tile.k_rows) return multiply_rows<INT8>(tile, panel * PANEL, weights, keys, sums, lines, fresh, prefetcher);
+#if HASTEN_512
+  if (tile.k_rows) return multiply_rows<INT8>(tiles, tile, panel * PANEL, weights, keys, sums, lines, fresh, prefetcher);
 #endif
   multiply<false>(tiles, tile.v + panel * TILE_KEYS * PANEL, weights, PANEL, keys, sums, lines, fresh, prefetcher);
 }
@@ -213,16 +279,6 @@ struct Lines {
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 alignas(64) constexpr int32_t LANE_BITS[LANES] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
 
-// What some tiles of keys are to all lines of a piece.
-struct Attended {
-  const Operand* q;         // [lines][padded]
-  const int64_t* position;  // of each line's query, ascending: the last of some lines sees most
-  bool fresh;               // the lines' values are not yet written
-  const Tile* tiles;
-  int64_t count;
-  const Scores& how;
-};
-
 // Up to TOGETHER lines from `line` on with the keys of tile `which`, or (HALF) with its first 32, where their queries see no
 // more: the same bits, as hidden keys add zeros. PLAIN: no soft cap, and no key is hidden.
 template <bool INT8, bool HALF, bool PLAIN>
@@ -238,8 +294,7 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
   const F32 cap = splat(how.softcap * LOG2E);
   float *tops = lines.top + line, *sums = lines.sum + line * LANES;
   const bool more = coming.any();
-  const Operand* q = what.q + line * lines.padded;
-  score<INT8, HALF>(multiplier, tile, q, lines.padded, scores, rows, coming.tile);
+  score<INT8, HALF>(multiplier, tile, what, line, lines.padded, scores, rows, coming.tile);
   for (int64_t i = 0; i < rows; i++) {
     if (more && i % 4 == 0) coming.ask(std::min<int64_t>(4, rows - i));
     F32 s[vectors];

@@ -15,6 +15,7 @@ struct Piece {
 // The queries of a piece as lines (token, then head of the group): their values, positions, and rows of the pattern.
 struct Queries {
   Operand* values;
+  uint32_t* pairs;  // see Attended
   int64_t* position;
   const bool** row;
 };
@@ -48,6 +49,7 @@ class AttentionPhases {
   int64_t first_value(const Piece& p, int64_t token) const;
   template <bool WRITTEN>
   RowsAhead<WRITTEN> rows_of(const Piece& p, const void* all) const;
+  bool takes_rows(int64_t lines) const;
   Queries gather(const Piece& p) const;
   bool span(const Piece& p, int64_t index, const Queries& queries, const Lines& lines, Coming& coming,
             const Piece& follower) const;
